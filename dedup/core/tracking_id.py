@@ -1,0 +1,189 @@
+"""The tracking-ID rules and the frozen encoding of an ID: what is equal, byte for byte.
+
+Canonical bytes are one tag and a value:
+
+    01 text            UTF-8
+    02 bytes           a record's key, a header's value, a raw value
+    03 UUID            16 bytes, for canonical lower-case UUID text wherever it stood
+    04 integer         within 64 bits: two's complement, big-endian, as few bytes as hold it
+    05 big integer     beyond 64 bits: its decimal digits, so that no size is too large
+    06 decimal         a number with a fraction or an exponent: ``<sign><digits>e<exponent>``, no trailing zeros
+    07 true, 08 false
+    09 composite       per part: its canonical length (LEB128), its canonical bytes
+    0a content         canonical JSON text (exact_json.canonical_json)
+
+Up to 32 canonical bytes are the state key as they are. Longer ones become ``00`` + BLAKE2b-256 of them: 33 bytes, so
+no kept ID can equal a digested one, and no chosen collision can silence someone else's event.
+
+A header ``a`` (bytes) and a field ``"a"`` (text) have different keys; only the UUID form is shared. Rules never mix
+inside one topology, so this can not join two events.
+"""
+
+from __future__ import annotations
+
+import unicodedata
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from re import compile as compile_pattern
+from typing import Final, Literal, assert_never
+
+from dedup.core.paths import Path
+
+ENCODING_VERSION: Final = 1
+"""Part of every task record's fingerprint: another number means another encoding, hence another state."""
+
+Normalizing = Literal["trim", "lower", "nfc"]
+
+TEXT: Final = b"\x01"
+BYTES: Final = b"\x02"
+UUID: Final = b"\x03"
+INTEGER: Final = b"\x04"
+BIG_INTEGER: Final = b"\x05"
+DECIMAL: Final = b"\x06"
+TRUE: Final = b"\x07"
+FALSE: Final = b"\x08"
+COMPOSITE: Final = b"\x09"
+CONTENT: Final = b"\x0a"
+DIGEST: Final = b"\x00"
+
+KEPT_BYTES: Final = 32
+"""Canonical bytes up to this length are the state key as they are."""
+
+BLANKS: Final = (
+    "\t\n\v\f\r\x1c\x1d\x1e\x1f \x85\xa0\u1680\u2000\u2001\u2002\u2003\u2004\u2005\u2006\u2007\u2008\u2009\u200a"
+    "\u2028\u2029\u202f\u205f\u3000"
+)
+"""What `trim` removes at both ends; written out, because a runtime's own idea of blank may change."""
+
+_UUID_TEXT: Final = compile_pattern(r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}")
+_UUID_BYTES: Final = compile_pattern(rb"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}")
+_UUID_CHARS: Final = 36
+_INT64: Final = 1 << 63
+
+
+@dataclass(frozen=True, slots=True)
+class KeyRule:
+    """The record's key is the ID."""
+
+
+@dataclass(frozen=True, slots=True)
+class HeaderRule:
+    """The value of one header is the ID; the header twice in a record is refused."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class FieldRule:
+    """One member of the JSON value is the ID."""
+
+    path: Path
+
+
+@dataclass(frozen=True, slots=True)
+class FieldsRule:
+    """Several members together are the ID, in this order."""
+
+    paths: tuple[Path, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ContentRule:
+    """The canonical content of the JSON value is the ID, without the excluded paths."""
+
+    exclude: tuple[Path, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class RawContentRule:
+    """The value's bytes, as they are, are the ID."""
+
+
+Rule = KeyRule | HeaderRule | FieldRule | FieldsRule | ContentRule | RawContentRule
+
+
+@dataclass(frozen=True, slots=True)
+class TrackingId:
+    """Where the ID stands, and what is smoothed over before IDs are compared."""
+
+    rule: Rule
+    normalize: tuple[Normalizing, ...] = ()
+    """Applied in this order, to text only: strings of the value, and keys and headers that are valid UTF-8."""
+
+
+def state_key(canonical: bytes) -> bytes:
+    """Return the key under which state is kept: at most 33 bytes."""
+    if len(canonical) <= KEPT_BYTES:
+        return canonical
+    return DIGEST + blake2b(canonical, digest_size=32).digest()
+
+
+def encode_text(text: str) -> bytes:
+    """Return the canonical bytes of a text. Raises UnicodeEncodeError for half a surrogate pair."""
+    if len(text) == _UUID_CHARS and _UUID_TEXT.fullmatch(text):
+        return UUID + bytes.fromhex(text.replace("-", ""))
+    return TEXT + text.encode()
+
+
+def encode_bytes(value: bytes) -> bytes:
+    """Return the canonical bytes of a key, a header's value or a raw value."""
+    if len(value) == _UUID_CHARS and _UUID_BYTES.fullmatch(value):
+        return UUID + bytes.fromhex(value.replace(b"-", b"").decode())
+    return BYTES + value
+
+
+def encode_integer(value: int) -> bytes:
+    """Return the canonical bytes of an integer within 64 bits (signed)."""
+    return INTEGER + value.to_bytes(value.bit_length() // 8 + 1, "big", signed=True)
+
+
+def encode_integer_text(digits: str) -> bytes:
+    """Return the canonical bytes of an integer written as JSON writes it; any number of digits."""
+    if len(digits) <= 20:  # noqa: PLR2004 - a sign and 19 digits hold every 64-bit number
+        value = int(digits)
+        if -_INT64 <= value < _INT64:
+            return encode_integer(value)
+    return BIG_INTEGER + digits.encode()
+
+
+def encode_composite(parts: Sequence[bytes]) -> bytes:
+    """Return the canonical bytes of several canonical parts; no two lists of parts share them."""
+    return COMPOSITE + b"".join(map(prefixed, parts))
+
+
+def prefixed(part: bytes) -> bytes:
+    """Return the part after its length in LEB128."""
+    length = len(part)
+    head = bytearray()
+    while length > 0x7F:  # noqa: PLR2004 - seven bits a byte
+        head.append(length & 0x7F | 0x80)
+        length >>= 7
+    head.append(length)
+    return bytes(head) + part
+
+
+def normalizer(steps: Sequence[Normalizing]) -> Callable[[str], str] | None:
+    """Return what smooths a text in these steps; None when there are none."""
+    functions = [_normalizing(step) for step in steps]
+    if not functions:
+        return None
+
+    def apply(text: str) -> str:
+        for function in functions:
+            text = function(text)
+        return text
+
+    return apply
+
+
+def _normalizing(step: Normalizing) -> Callable[[str], str]:
+    match step:
+        case "trim":
+            return lambda text: text.strip(BLANKS)
+        case "lower":
+            return str.lower
+        case "nfc":
+            return lambda text: unicodedata.normalize("NFC", text)
+        case never:
+            assert_never(never)
