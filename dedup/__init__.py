@@ -1,0 +1,1 @@
+"""Exactly-once deduplication for Kafka topics."""
