@@ -1,0 +1,117 @@
+"""The broker a test run uses, and what tests ask of it."""
+
+from __future__ import annotations
+
+import io
+import tarfile
+import uuid
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from confluent_kafka import Consumer, TopicPartition
+from confluent_kafka.admin import AdminClient, NewTopic
+
+from dedup.local.kafka import EmbeddedKafka
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+IMAGE = "apache/kafka:4.1.1"
+
+
+@dataclass(frozen=True, slots=True)
+class RunningKafka:
+    """A broker of this test run; `embedded` is None where it runs in a container."""
+
+    bootstrap: str
+    embedded: EmbeddedKafka | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Admin:
+    """Creates and looks at topics, with a client that no worker uses."""
+
+    bootstrap: str
+    client: AdminClient = field(repr=False)
+
+    def create_topic(self, name: str, partitions: int = 1, config: dict[str, str] | None = None) -> str:
+        """The topic exists, with one replica; returns its name."""
+        topic = NewTopic(name, num_partitions=partitions, replication_factor=1, config=config or {})
+        self.client.create_topics([topic])[name].result(timeout=30)
+        return name
+
+    def delete_topic(self, name: str) -> None:
+        """The topic is gone."""
+        self.client.delete_topics([name])[name].result(timeout=30)
+
+    def end_offsets(self, topic: str) -> dict[int, int]:
+        """Return the next offset of each partition, open transactions included."""
+        consumer = Consumer({"bootstrap.servers": self.bootstrap, "group.id": "end-offsets"})
+        try:
+            partitions = consumer.list_topics(topic, timeout=30).topics[topic].partitions
+            return {
+                number: consumer.get_watermark_offsets(TopicPartition(topic, number), timeout=30)[1]
+                for number in sorted(partitions)
+            }
+        finally:
+            consumer.close()
+
+
+def admin_of(bootstrap: str) -> Admin:
+    """Return the helper for the broker at this address."""
+    return Admin(bootstrap, AdminClient({"bootstrap.servers": bootstrap}))
+
+
+def unique(prefix: str) -> str:
+    """Return a name no other test has: ``prefix-<8 hex digits>``."""
+    return f"{prefix}-{uuid.uuid4().hex[:8]}"
+
+
+@contextmanager
+def embedded() -> Iterator[RunningKafka]:
+    """The embedded Kafka runs."""
+    with EmbeddedKafka() as kafka:
+        yield RunningKafka(kafka.bootstrap, kafka)
+
+
+@contextmanager
+def in_container() -> Iterator[RunningKafka]:
+    """Apache's image runs in the Docker engine the environment names."""
+    from testcontainers.core.container import DockerContainer  # noqa: PLC0415  only where it is asked for
+    from testcontainers.core.wait_strategies import LogMessageWaitStrategy  # noqa: PLC0415
+
+    settings = {
+        "NODE_ID": "1",
+        "PROCESS_ROLES": "broker,controller",
+        "LISTENERS": "HOST://:9092,BROKER://:9094,CONTROLLER://:9093",
+        "CONTROLLER_LISTENER_NAMES": "CONTROLLER",
+        "INTER_BROKER_LISTENER_NAME": "BROKER",
+        "LISTENER_SECURITY_PROTOCOL_MAP": "HOST:PLAINTEXT,BROKER:PLAINTEXT,CONTROLLER:PLAINTEXT",
+        "CONTROLLER_QUORUM_VOTERS": "1@localhost:9093",
+        "OFFSETS_TOPIC_REPLICATION_FACTOR": "1",
+        "TRANSACTION_STATE_LOG_REPLICATION_FACTOR": "1",
+        "TRANSACTION_STATE_LOG_MIN_ISR": "1",
+        "AUTO_CREATE_TOPICS_ENABLE": "false",
+        "GROUP_INITIAL_REBALANCE_DELAY_MS": "0",
+    }
+    container = DockerContainer(IMAGE).with_exposed_ports(9092)
+    for key, value in settings.items():
+        container = container.with_env(f"KAFKA_{key}", value)
+    # The address to advertise is known only once the engine has chosen the host's port: the start waits for it.
+    wait = "while [ ! -f /tmp/start.sh ]; do sleep 0.1; done; exec sh /tmp/start.sh"
+    with container.with_command(["sh", "-c", wait]) as started:
+        address = f"{started.get_container_host_ip()}:{started.get_exposed_port(9092)}"
+        script = f"export KAFKA_ADVERTISED_LISTENERS=HOST://{address},BROKER://localhost:9094\nexec /etc/kafka/docker/run\n"
+        started.get_wrapped_container().put_archive("/", _tar("/tmp/start.sh", script.encode()))  # noqa: S108
+        LogMessageWaitStrategy("Kafka Server started").with_startup_timeout(60).wait_until_ready(started)
+        yield RunningKafka(address)
+
+
+def _tar(path: str, content: bytes) -> bytes:
+    packed = io.BytesIO()
+    with tarfile.TarFile(fileobj=packed, mode="w") as archive:
+        entry = tarfile.TarInfo(path)
+        entry.size = len(content)
+        archive.addfile(entry, io.BytesIO(content))
+    return packed.getvalue()

@@ -1,0 +1,41 @@
+"""Fixtures of every suite: one broker a run, and names no two tests share."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests import brokers
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from tests.brokers import Admin, RunningKafka
+
+
+@pytest.fixture(scope="session")
+def kafka() -> Iterator[RunningKafka]:
+    """Return the run's broker: the embedded one, or with DEDUP_TEST_BROKER=docker Apache's image."""
+    match os.environ.get("DEDUP_TEST_BROKER", "embedded"):
+        case "embedded":
+            start = brokers.embedded
+        case "docker":
+            start = brokers.in_container
+        case other:
+            pytest.fail(f"DEDUP_TEST_BROKER is {other!r}; write embedded or docker")
+    with start() as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def admin(kafka: RunningKafka) -> Admin:
+    """Return what creates topics on the run's broker."""
+    return brokers.admin_of(kafka.bootstrap)
+
+
+@pytest.fixture
+def topic_names() -> Callable[[str], str]:
+    """Return a function that makes a name no other test has."""
+    return brokers.unique

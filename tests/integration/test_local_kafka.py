@@ -1,0 +1,127 @@
+"""The embedded Kafka: starts, keeps its data over a SIGKILL, leaves no process behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+from confluent_kafka import Producer
+
+from dedup.local.kafka import EmbeddedKafka
+from tests.brokers import admin_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+GONE_WITHIN_S = 5.0
+
+
+@pytest.fixture(scope="module")
+def node() -> Iterator[EmbeddedKafka]:
+    """Return a node of this module's own, as it gets killed."""
+    with EmbeddedKafka(proxied=1, properties={"message.max.bytes": "2000000"}) as started:
+        yield started
+
+
+def produce(bootstrap: str, topic: str, count: int) -> None:
+    """`count` records are in the topic; raises AssertionError otherwise."""
+    producer = Producer({"bootstrap.servers": bootstrap, "acks": "all"})
+    for number in range(count):
+        producer.produce(topic, str(number).encode())
+    assert producer.flush(30) == 0
+
+
+def test_data_and_address_survive_a_sigkill(node: EmbeddedKafka) -> None:
+    topic = admin_of(node.bootstrap).create_topic("survivor", partitions=2)
+    produce(node.bootstrap, topic, 100)
+    address, pid = node.bootstrap, node.pid
+    node.kill()
+    assert not node.running
+    node.restart()
+    assert node.bootstrap == address
+    assert node.pid != pid
+    assert sum(admin_of(address).end_offsets(topic).values()) == 100
+
+
+def test_it_shuts_down_in_good_order_and_comes_back(node: EmbeddedKafka) -> None:
+    began = time.monotonic()
+    node.restart()
+    assert time.monotonic() - began < 15
+    assert admin_of(node.bootstrap).client.list_topics(timeout=10).brokers
+
+
+def test_given_properties_hold(node: EmbeddedKafka) -> None:
+    producer = Producer({"bootstrap.servers": node.bootstrap, "message.max.bytes": 3_000_000})
+    topic = admin_of(node.bootstrap).create_topic("large")
+    outcomes: list[bool] = []
+    producer.produce(topic, b"x" * 1_900_000, on_delivery=lambda error, _: outcomes.append(error is None))
+    producer.produce(topic, b"x" * 2_100_000, on_delivery=lambda error, _: outcomes.append(error is None))
+    producer.flush(30)
+    assert sorted(outcomes) == [False, True]
+
+
+def test_a_proxied_listener_sends_clients_to_the_proxys_port(node: EmbeddedKafka) -> None:
+    listener = node.proxied[0]
+    told = admin_of(f"127.0.0.1:{listener.broker_port}").client.list_topics(timeout=10).brokers
+    assert [broker.port for broker in told.values()] == [listener.proxy_port]
+
+
+def test_a_paused_node_goes_on(node: EmbeddedKafka) -> None:
+    node.pause()
+    node.resume()
+    assert admin_of(node.bootstrap).client.list_topics(timeout=10).brokers
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_no_process_outlives_the_one_that_started_it(how: signal.Signals, tmp_path: Path) -> None:
+    script = f"""
+import time
+from pathlib import Path
+from dedup.local.kafka import EmbeddedKafka
+node = EmbeddedKafka(data_dir=Path({str(tmp_path)!r})).start()
+print(node.pid, node._leash.pid, flush=True)
+time.sleep(600)
+"""
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        started = [int(word) for word in parent.stdout.readline().split()]
+        assert len(started) == 2
+        parent.send_signal(how)
+        parent.wait()
+    assert_gone(started)
+
+
+def test_no_node_outlives_its_leash(tmp_path: Path) -> None:
+    if sys.platform != "linux":
+        pytest.skip("only Linux has parent-death signals")
+    node = EmbeddedKafka(data_dir=tmp_path).start()
+    assert node.pid is not None
+    assert node._leash is not None
+    os.kill(node._leash.pid, signal.SIGKILL)
+    assert_gone([node.pid])
+
+
+def assert_gone(pids: list[int]) -> None:
+    """Every process ends within GONE_WITHIN_S; raises AssertionError otherwise."""
+    deadline = time.monotonic() + GONE_WITHIN_S
+    left = pids
+    while left and time.monotonic() < deadline:
+        left = [pid for pid in left if exists(pid)]
+        time.sleep(0.05)
+    assert not left
+
+
+def exists(pid: int) -> bool:
+    """Return whether a process has this id; a zombie counts as gone."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    state = Path(f"/proc/{pid}/stat")
+    return not (state.exists() and state.read_text().rsplit(")", 1)[1].split()[0] == "Z")
