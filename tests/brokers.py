@@ -5,17 +5,15 @@ from __future__ import annotations
 import io
 import tarfile
 import uuid
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from confluent_kafka import Consumer, TopicPartition
-from confluent_kafka.admin import AdminClient, NewTopic
+from confluent_kafka.admin import AdminClient
+from confluent_kafka.cimpl import NewTopic
 
 from dedup.local.kafka import EmbeddedKafka
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 IMAGE = "apache/kafka:4.1.1"
 
@@ -102,8 +100,10 @@ def in_container() -> Iterator[RunningKafka]:
     wait = "while [ ! -f /tmp/start.sh ]; do sleep 0.1; done; exec sh /tmp/start.sh"
     with container.with_command(["sh", "-c", wait]) as started:
         address = f"{started.get_container_host_ip()}:{started.get_exposed_port(9092)}"
-        script = f"export KAFKA_ADVERTISED_LISTENERS=HOST://{address},BROKER://localhost:9094\nexec /etc/kafka/docker/run\n"
-        started.get_wrapped_container().put_archive("/", _tar("/tmp/start.sh", script.encode()))  # noqa: S108
+        script = (
+            f"export KAFKA_ADVERTISED_LISTENERS=HOST://{address},BROKER://localhost:9094\nexec /etc/kafka/docker/run\n"
+        )
+        started.get_wrapped_container().put_archive("/", _tar("/tmp/start.sh", script.encode()))
         LogMessageWaitStrategy("Kafka Server started").with_startup_timeout(60).wait_until_ready(started)
         yield RunningKafka(address)
 

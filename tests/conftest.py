@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
 
 import pytest
 
 from tests import brokers
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from tests.brokers import Admin, RunningKafka
+from tests.brokers import Admin, RunningKafka
 
 
 @pytest.fixture(scope="session")

@@ -12,24 +12,20 @@ import hashlib
 import os
 import shutil
 import tempfile
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
-from jgo.maven import MavenContext, PythonResolver
+from jgo.maven import Artifact, MavenContext, PythonResolver
 from jgo.parse import Coordinate
 
 from dedup.errors import BrokerUnavailable
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
-
-    from jgo.maven import Artifact
-
-    Progress = Callable[[int, int], None]
-    """Called from any thread with (bytes fetched so far, bytes in all)."""
+Progress = Callable[[int, int], None]
+"""Called from any thread with (bytes fetched so far, bytes in all)."""
 
 KAFKA_VERSION: Final = "4.1.1"
 ROOTS: Final = (f"org.apache.kafka:kafka_2.13:{KAFKA_VERSION}", "org.slf4j:slf4j-simple:1.7.36")

@@ -6,14 +6,12 @@ import importlib.util
 import re
 import shutil
 import subprocess
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from dedup.errors import BrokerUnavailable
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
 
 OLDEST_MAJOR: Final = 17
 _VERSION: Final = re.compile(r'version "(?:1\.)?(\d+)')

@@ -12,10 +12,8 @@ import select
 import signal
 import subprocess
 import sys
-from typing import TYPE_CHECKING, Final
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from collections.abc import Callable
+from typing import Final
 
 ORDERS: Final = {
     b"t": signal.SIGTERM,
@@ -31,11 +29,12 @@ def main(command: list[str]) -> int:
     """Return the program's exit code once it has ended; killed by a signal is 128 + its number."""
     parent = os.getppid()
     ended, wakeup = os.pipe()
-    os.set_blocking(wakeup, False)  # noqa: FBT003  the standard library's signature
+    os.set_blocking(wakeup, False)
     signal.set_wakeup_fd(wakeup)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    child = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=_tie_to_parent())
+    # One thread only here, so that running code between fork and exec is safe.
+    child = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=_tie_to_parent())  # noqa: PLW1509
     try:
         # The parent learns from this line that the program runs, and its process id for those who look at it.
         os.write(1, f"{child.pid}\n".encode())

@@ -7,17 +7,14 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 from confluent_kafka import Producer
 
 from dedup.local.kafka import EmbeddedKafka
 from tests.brokers import admin_of
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 GONE_WITHIN_S = 5.0
 
