@@ -121,6 +121,7 @@ class EmbeddedKafka:
         """The node answers clients; takes some 2 s, and once a user some seconds more for the jars."""
         if self.running:
             raise InvariantBroken("this embedded Kafka runs already; call stop() or kill() first")
+        self._end(b"k")  # what is left of one that died by itself
         java = find_java(os.environ)
         jars = install_jars(cache_dir(os.environ), self._progress)
         self._dir = self._dir or self._given_dir or Path(tempfile.mkdtemp(prefix="dedup-kafka-"))
