@@ -351,17 +351,8 @@ def _bootstrap_checkpoint(java: Path, jars: Path) -> Path:
             f"log.dirs={temporary}/data",
         )
         config.write_text("\n".join(lines), encoding="utf-8")
-        command = [
-            str(java),
-            "-cp",
-            f"{jars}/*",
-            "kafka.tools.StorageTool",
-            "format",
-            "-t",
-            _new_id(),
-            "-c",
-            str(config),
-        ]
+        tool = [str(java), "-cp", f"{jars}/*", "kafka.tools.StorageTool"]
+        command = [*tool, "format", "-t", _new_id(), "-c", str(config)]
         made = subprocess.run(command, capture_output=True, text=True, check=False)
         if made.returncode != 0:
             raise BrokerUnavailable(

@@ -102,6 +102,8 @@ def test_no_node_outlives_its_leash(tmp_path: Path) -> None:
     assert node._leash is not None
     os.kill(node._leash.pid, signal.SIGKILL)
     assert_gone([node.pid])
+    node.start()  # after an end it did not order itself
+    node.stop()
 
 
 def assert_gone(pids: list[int]) -> None:
