@@ -1,0 +1,1 @@
+"""Reproducible measurements of dedup and of its peers; `dedup` never imports this."""

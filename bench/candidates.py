@@ -1,0 +1,149 @@
+"""The candidates: how each is started on one job, and which consumer group tells how far it is."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from ruamel.yaml import YAML
+
+from bench.build_peers import PEERS, java, kafka_streams_class_path, quix_python
+
+ROOT: Final = Path(__file__).parent.parent
+_QUIET: Final = "-Dorg.slf4j.simpleLogger.defaultLogLevel=warn"
+SIMPLEST: Final = ROOT / "topologies" / "simplest.yaml"
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One run: where from, where to, with which settings. `directory` is this run's own and empty."""
+
+    bootstrap: str
+    source: str
+    output: str
+    group: str
+    partitions: int
+    directory: Path
+    compression: str
+    commit_interval_ms: int
+    until_done: bool
+    """Whether a candidate that can end by itself at the source's end is told to."""
+
+    @property
+    def state_dir(self) -> Path:
+        """Return the directory that the candidate's state is kept in."""
+        return self.directory / "state"
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """What starts a candidate. `environ` is added to ours."""
+
+    arguments: tuple[str, ...]
+    environ: Mapping[str, str]
+    ends_itself: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A name as the results show it, and how to start it."""
+
+    name: str
+    command: Callable[[Job], Command]
+    compressions: tuple[str, ...]
+    """All are measured; the best one stands for the candidate."""
+    slow: bool = False
+    """Whether it is measured on the small workload, because the whole one takes it many minutes."""
+
+
+def dedup(job: Job) -> Command:
+    """Return how one worker is started on `topologies/simplest.yaml`, with this run's names in it."""
+    topology = job.directory / f"{job.group}.yaml"
+    topology.write_text(json.dumps(simplest_for(job), indent=1), encoding="utf-8")
+    config = job.directory / "config.yaml"
+    config.write_text(json.dumps({"brokers": [job.bootstrap]}), encoding="utf-8")
+    settings = {
+        "state_dir": job.state_dir,
+        "commit_interval": f"{job.commit_interval_ms}ms",
+        "topics.replication_factor": 1,
+        "topics.min_insync_replicas": 1,
+        "topics.compression": job.compression,
+        "web.port": 0,
+    }
+    sets = [part for key, value in settings.items() for part in ("--set", f"{key}={value}")]
+    end = ("--exit-when-done",) if job.until_done else ()
+    program = str(Path(sys.executable).parent / "dedup")
+    return Command(
+        (program, "run", str(topology), "--config", str(config), *sets, *end), {}, ends_itself=job.until_done
+    )
+
+
+def simplest_for(job: Job) -> dict[str, Any]:
+    """Return the shipped simplest topology as this job's: its topics and name, the ID's field, the guard period."""
+    topology: dict[str, Any] = YAML(typ="safe").load(SIMPLEST.read_text(encoding="utf-8"))
+    return {
+        **topology,
+        "name": job.group,
+        "source": {**topology["source"], "topics": [job.source], "partitioned_by": "tracking_id"},
+        "tracking_id": {"field": "event_id"},
+        "guard_period": "1h",
+        "output": {"topic": job.output},
+    }
+
+
+def kafka_streams(variant: str, threads: int) -> Callable[[Job], Command]:
+    """Return how Kafka Streams is started; `variant` is `window` or `keyvalue`."""
+
+    def command(job: Job) -> Command:
+        program = (java(), _QUIET, "-cp", kafka_streams_class_path(), "KsDedup")
+        where = (job.bootstrap, job.source, job.output, job.group, str(job.state_dir))
+        return Command((*program, *where, variant, job.compression, str(threads), str(job.commit_interval_ms)), {})
+
+    return command
+
+
+def quix(job: Job) -> Command:
+    """Return how Quix Streams is started, in its own virtual environment."""
+    program = (quix_python(), str(PEERS / "quix.py"))
+    where = (job.bootstrap, job.source, job.output, job.group, str(job.state_dir))
+    return Command((*program, *where, job.compression, str(job.commit_interval_ms)), {})
+
+
+def stock_faust(job: Job) -> Command:
+    """Return how stock Faust is started."""
+    environ = {
+        "BENCH_BROKER": job.bootstrap,
+        "BENCH_SOURCE": job.source,
+        "BENCH_OUTPUT": job.output,
+        "BENCH_GROUP": job.group,
+        "BENCH_STATE_DIR": str(job.state_dir),
+        "BENCH_COMPRESSION": job.compression,
+        "BENCH_COMMIT_INTERVAL_MS": str(job.commit_interval_ms),
+        "BENCH_PARTITIONS": str(job.partitions),
+    }
+    return Command((sys.executable, str(PEERS / "stock_faust.py"), "worker", "--loglevel", "warn"), environ)
+
+
+_BOTH: Final = ("snappy", "lz4")
+CANDIDATES: Final[Mapping[str, Candidate]] = {
+    each.name: each
+    for each in (
+        Candidate("dedup", dedup, ("snappy",)),
+        Candidate("kafka-streams-window", kafka_streams("window", 1), _BOTH),
+        Candidate("kafka-streams-keyvalue", kafka_streams("keyvalue", 1), _BOTH),
+        Candidate("kafka-streams-keyvalue-2-threads", kafka_streams("keyvalue", 2), _BOTH),
+        Candidate("quix", quix, _BOTH),
+        Candidate("stock-faust", stock_faust, _BOTH, slow=True),
+    )
+}
+DEFAULT: Final = tuple(name for name in CANDIDATES if not name.endswith("2-threads"))
+
+
+def environ_of(command: Command) -> dict[str, str]:
+    """Return the whole environment of the candidate's process."""
+    return {**os.environ, **command.environ}

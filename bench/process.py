@@ -1,0 +1,81 @@
+"""A measured program as a process: started, watched, stopped, with what it used."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Final, Self
+
+_STOPS_WITHIN_S: Final = 30.0
+_LAST_LINES: Final = 20
+_KIB: Final = 1024
+
+
+class CandidateFailed(RuntimeError):
+    """A measured program ended wrongly or did not finish; the text holds the end of its log."""
+
+
+@dataclass(frozen=True, slots=True)
+class Used:
+    """What a process and the children it waited for used, start-up included."""
+
+    cpu_s: float
+    peak_memory_bytes: int
+    exit_code: int
+
+
+class MeasuredProcess:
+    """Runs for the length of a `with` block; killed at its end if it still runs."""
+
+    def __init__(self, arguments: tuple[str, ...], environ: Mapping[str, str], log: Path) -> None:
+        self._log: Final = log
+        with log.open("wb") as file:
+            self._process: Final = subprocess.Popen(
+                arguments, env=dict(environ), stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT
+            )
+
+    def __enter__(self) -> Self:
+        """Return itself."""
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        """The process is gone."""
+        if self._process.returncode is None:
+            self._process.kill()
+            self._process.wait()
+
+    @property
+    def ended(self) -> bool:
+        """Return whether it has ended. It is not reaped yet: `wait` still tells what it used."""
+        if self._process.returncode is not None:
+            return True
+        return os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+
+    def stop(self) -> Used:
+        """The process ended after a SIGTERM, a SIGKILL when that took too long; returns what it used."""
+        if not self.ended:
+            self._process.send_signal(signal.SIGTERM)
+        return self.wait(_STOPS_WITHIN_S)
+
+    def wait(self, within_s: float) -> Used:
+        """The process ended by itself, or was killed after `within_s`; returns what it used."""
+        killer = threading.Timer(within_s, self._process.kill)
+        killer.start()
+        try:
+            _pid, status, usage = os.wait4(self._process.pid, 0)
+        finally:
+            killer.cancel()
+        code = os.waitstatus_to_exitcode(status)
+        self._process.returncode = code
+        return Used(usage.ru_utime + usage.ru_stime, usage.ru_maxrss * _KIB, code)
+
+    def failed(self, what: str) -> CandidateFailed:
+        """Return the error to raise, with the end of the log."""
+        lines = self._log.read_text(encoding="utf-8", errors="replace").splitlines()[-_LAST_LINES:]
+        return CandidateFailed("\n".join([what, *(f"  | {line}" for line in lines)]))
