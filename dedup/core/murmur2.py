@@ -1,0 +1,58 @@
+"""Kafka's partitioner hash over a column of keys: murmur2 with the seed of Kafka's `Utils.murmur2`, vectorised.
+
+Producers that put equal keys into equal partitions use this hash in Java (default partitioner), librdkafka
+(`murmur2_random`) and aiokafka.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+SEED: Final = 0x9747B28C
+M: Final = np.uint32(0x5BD1E995)
+POSITIVE: Final = np.uint32(0x7FFFFFFF)
+WORD_BYTES: Final = 4
+
+Hashes = npt.NDArray[np.uint32]
+
+
+def partitions(keys: Sequence[bytes], count: int) -> list[int]:
+    """Return, for each key, the partition out of ``count`` that Kafka's default partitioner puts it into."""
+    return ((murmur2_column(keys) & POSITIVE) % np.uint32(count)).tolist()
+
+
+def murmur2_column(keys: Sequence[bytes]) -> Hashes:
+    """Return the hash of each key; keys of one length are hashed together."""
+    by_length: defaultdict[int, list[int]] = defaultdict(list)
+    for at, key in enumerate(keys):
+        by_length[len(key)].append(at)
+    result: Hashes = np.empty(len(keys), dtype=np.uint32)
+    for length, places in by_length.items():
+        joined = b"".join([keys[at] for at in places])
+        result[places] = _of_one_length(np.frombuffer(joined, np.uint8).reshape(len(places), length), length)
+    return result
+
+
+def _of_one_length(rows: npt.NDArray[np.uint8], length: int) -> Hashes:
+    hashes = np.full(len(rows), np.uint32(SEED ^ length), dtype=np.uint32)
+    whole = length // WORD_BYTES
+    words = np.ascontiguousarray(rows[:, : whole * WORD_BYTES]).view("<u4")
+    for column in range(whole):
+        word = words[:, column] * M
+        word ^= word >> np.uint32(24)
+        hashes *= M
+        hashes ^= word * M
+    tail = length % WORD_BYTES
+    if tail:
+        for at in range(tail):
+            hashes ^= rows[:, whole * WORD_BYTES + at].astype(np.uint32) << np.uint32(8 * at)
+        hashes *= M
+    hashes ^= hashes >> np.uint32(13)
+    hashes *= M
+    hashes ^= hashes >> np.uint32(15)
+    return hashes

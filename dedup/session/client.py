@@ -1,0 +1,289 @@
+"""The cluster itself: each method of `Wire` as one request of aiokafka's client.
+
+aiokafka's own producer is not used. It repeats EndTxn silently, commits past a refused record and has no deadlines
+(docs/decisions/0002-own-transactions.md); its client, protocol structures and record batches are.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+from aiokafka import errors as kafka_errors
+from aiokafka.client import AIOKafkaClient, ConnectionGroup, CoordinationType
+from aiokafka.consumer.fetcher import READ_COMMITTED, PartitionRecords
+from aiokafka.protocol.commit import OffsetFetchRequest
+from aiokafka.protocol.fetch import FetchRequest
+from aiokafka.protocol.offset import OffsetRequest
+from aiokafka.protocol.produce import ProduceRequest
+from aiokafka.protocol.transaction import (
+    AddOffsetsToTxnRequest,
+    AddPartitionsToTxnRequest,
+    EndTxnRequest,
+    InitProducerIdRequest,
+    TxnOffsetCommitRequest,
+)
+from aiokafka.record.memory_records import MemoryRecords
+
+from dedup.errors import BrokerUnavailable, StateIncompatible
+from dedup.session.wire import (
+    CommittedOffset,
+    Fetched,
+    FetchedRecord,
+    LogBounds,
+    NoAnswer,
+    Produced,
+    ProducerIdentity,
+    TopicPartition,
+)
+
+if TYPE_CHECKING:
+    from dedup.session.connection import Connection
+
+ACKS_ALL: Final = -1
+EARLIEST: Final = -2
+LATEST: Final = -1
+READ_UNCOMMITTED: Final = 0
+# A coordinator answers these when it has moved; the next look-up finds the new one.
+MOVED: Final = frozenset({14, 15, 16})
+LEADER_MOVED: Final = frozenset({3, 5, 6, 9, 13, 56, 74, 75, 76})
+
+
+class Lane(enum.Enum):
+    """Connections of their own, so that a waiting request holds up none of another kind."""
+
+    FETCH = "fetch"
+
+
+class KafkaWire:
+    """A cluster behind one aiokafka client; many sessions share it."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._client: AIOKafkaClient = None
+        self._coordinators: dict[tuple[int, str], int] = {}
+
+    async def start(self) -> None:
+        """Connect; raises BrokerUnavailable when no broker answers within the connection's patience."""
+        client = AIOKafkaClient(**self._connection.client_options())
+        deadline = asyncio.get_running_loop().time() + self._connection.patience_ms / 1000
+        while True:
+            try:
+                await client.bootstrap()
+            except kafka_errors.KafkaConnectionError as error:
+                if asyncio.get_running_loop().time() >= deadline:
+                    await client.close()
+                    text = (
+                        f"no broker answers at {', '.join(self._connection.brokers)} ({error}). "
+                        f"Start one (`dedup broker`), or correct `brokers` in the config."
+                    )
+                    raise BrokerUnavailable(text) from error
+                await asyncio.sleep(0.2)
+            else:
+                self._client = client
+                return
+
+    async def stop(self) -> None:
+        """Close every connection."""
+        if self._client is not None:
+            await self._client.close()
+
+    async def pause(self, delay_ms: int) -> None:
+        """Wait ``delay_ms``."""
+        await asyncio.sleep(delay_ms / 1000)
+
+    async def init_producer_id(self, transactional_id: str, timeout_ms: int) -> tuple[int, ProducerIdentity]:
+        """See `Wire`."""
+        request = InitProducerIdRequest(transactional_id=transactional_id, transaction_timeout_ms=timeout_ms)
+        answer = await self._ask_coordinator(CoordinationType.TRANSACTION, transactional_id, request)
+        code = self._noted(CoordinationType.TRANSACTION, transactional_id, answer.error_code)
+        return code, ProducerIdentity(answer.producer_id, answer.producer_epoch)
+
+    async def add_partitions(
+        self, transactional_id: str, identity: ProducerIdentity, partitions: Sequence[TopicPartition]
+    ) -> dict[TopicPartition, int]:
+        """See `Wire`."""
+        by_topic: defaultdict[str, list[int]] = defaultdict(list)
+        for topic, partition in partitions:
+            by_topic[topic].append(partition)
+        request = AddPartitionsToTxnRequest(
+            transactional_id=transactional_id,
+            producer_id=identity.producer_id,
+            producer_epoch=identity.epoch,
+            topics=list(by_topic.items()),
+        )
+        answer = await self._ask_coordinator(CoordinationType.TRANSACTION, transactional_id, request)
+        return {
+            TopicPartition(topic, partition): self._noted(CoordinationType.TRANSACTION, transactional_id, code)
+            for topic, parts in answer.errors
+            for partition, code in parts
+        }
+
+    async def produce(
+        self, transactional_id: str, batches: Sequence[tuple[TopicPartition, bytes]]
+    ) -> dict[TopicPartition, Produced]:
+        """See `Wire`; batches of one leader share a request, leaders are asked side by side."""
+        by_leader: defaultdict[int, list[tuple[TopicPartition, bytes]]] = defaultdict(list)
+        for target, payload in batches:
+            by_leader[await self._leader(target)].append((target, payload))
+        answers = await asyncio.gather(
+            *[self._produce_to(node, transactional_id, part) for node, part in by_leader.items()]
+        )
+        return {target: produced for answer in answers for target, produced in answer.items()}
+
+    async def _produce_to(
+        self, node: int, transactional_id: str, batches: Sequence[tuple[TopicPartition, bytes]]
+    ) -> dict[TopicPartition, Produced]:
+        by_topic: defaultdict[str, list[tuple[int, bytes]]] = defaultdict(list)
+        for (topic, partition), payload in batches:
+            by_topic[topic].append((partition, payload))
+        request = ProduceRequest(
+            transactional_id=transactional_id,
+            required_acks=ACKS_ALL,
+            timeout=self._connection.request_timeout_ms,
+            topics=list(by_topic.items()),
+        )
+        answer = await self._send(node, request, ConnectionGroup.DEFAULT)
+        result: dict[TopicPartition, Produced] = {}
+        for topic, parts in answer.topics:
+            for partition, code, base_offset, *_ in parts:
+                if code in LEADER_MOVED:
+                    self._client.force_metadata_update()
+                result[TopicPartition(topic, partition)] = Produced(code, base_offset)
+        return result
+
+    async def add_offsets(self, transactional_id: str, identity: ProducerIdentity, group: str) -> int:
+        """See `Wire`."""
+        request = AddOffsetsToTxnRequest(
+            transactional_id=transactional_id,
+            producer_id=identity.producer_id,
+            producer_epoch=identity.epoch,
+            group_id=group,
+        )
+        answer = await self._ask_coordinator(CoordinationType.TRANSACTION, transactional_id, request)
+        return self._noted(CoordinationType.TRANSACTION, transactional_id, answer.error_code)
+
+    async def commit_offsets(
+        self, transactional_id: str, identity: ProducerIdentity, group: str, offsets: Mapping[TopicPartition, int]
+    ) -> int:
+        """See `Wire`; the first error of several partitions."""
+        by_topic: defaultdict[str, list[tuple[int, int, str]]] = defaultdict(list)
+        for (topic, partition), offset in offsets.items():
+            by_topic[topic].append((partition, offset, ""))
+        request = TxnOffsetCommitRequest(
+            transactional_id=transactional_id,
+            group_id=group,
+            producer_id=identity.producer_id,
+            producer_epoch=identity.epoch,
+            topics=list(by_topic.items()),
+        )
+        answer = await self._ask_coordinator(CoordinationType.GROUP, group, request)
+        codes = [code for _, parts in answer.errors for _, code in parts if code]
+        return self._noted(CoordinationType.GROUP, group, codes[0] if codes else 0)
+
+    async def end_transaction(self, transactional_id: str, identity: ProducerIdentity, *, commit: bool) -> int:
+        """See `Wire`."""
+        request = EndTxnRequest(
+            transactional_id=transactional_id,
+            producer_id=identity.producer_id,
+            producer_epoch=identity.epoch,
+            transaction_result=commit,
+        )
+        answer = await self._ask_coordinator(CoordinationType.TRANSACTION, transactional_id, request)
+        return self._noted(CoordinationType.TRANSACTION, transactional_id, answer.error_code)
+
+    async def committed_offset(self, group: str, source: TopicPartition) -> CommittedOffset:
+        """See `Wire`."""
+        request = OffsetFetchRequest(group, [(source.topic, [source.partition])])
+        answer = await self._ask_coordinator(CoordinationType.GROUP, group, request)
+        code = getattr(answer, "error_code", 0)
+        offset = -1
+        for _, parts in answer.topics:
+            for _, part_offset, _, part_code in parts:
+                offset, code = part_offset, code or part_code
+        return CommittedOffset(self._noted(CoordinationType.GROUP, group, code), offset if offset >= 0 else None)
+
+    async def bounds(self, source: TopicPartition) -> LogBounds:
+        """See `Wire`."""
+        start = await self._list_offset(source, EARLIEST)
+        return LogBounds(start, await self._list_offset(source, LATEST))
+
+    async def offset_at(self, source: TopicPartition, time_ms: int) -> int | None:
+        """Return the first offset with a timestamp of ``time_ms`` or later; None when there is none."""
+        offset = await self._list_offset(source, time_ms)
+        return offset if offset >= 0 else None
+
+    async def _list_offset(self, source: TopicPartition, timestamp: int) -> int:
+        node = await self._leader(source)
+        request = OffsetRequest(-1, READ_UNCOMMITTED, [(source.topic, [(source.partition, timestamp)])])
+        answer = await self._send(node, request, ConnectionGroup.DEFAULT)
+        _, code, _, offset = answer.topics[0][1][0]
+        if code:
+            raise self._read_failed(source, code)
+        return int(offset)
+
+    async def fetch(self, source: TopicPartition, offset: int, *, max_bytes: int, wait_ms: int) -> Fetched:
+        """See `Wire`; raises StateIncompatible where the log no longer holds the offset."""
+        node = await self._leader(source)
+        request = FetchRequest(wait_ms, 1, max_bytes, READ_COMMITTED, [(source.topic, [(source.partition, offset, max_bytes)])])
+        answer = await self._send(node, request, Lane.FETCH)
+        _, code, high_watermark, stable, *rest = answer.topics[0][1][0]
+        if code:
+            raise self._read_failed(source, code, offset)
+        aborted, raw = rest[-3] if len(rest) > 3 else rest[-2], rest[-1]  # noqa: PLR2004  # v11 adds a replica id
+        unpacked = PartitionRecords(
+            source, MemoryRecords(raw), aborted, offset, None, None, check_crcs=True, isolation_level=READ_COMMITTED
+        )
+        records = [FetchedRecord(r.offset, r.timestamp, r.key, r.value) for r in unpacked]
+        return Fetched(records, unpacked.next_fetch_offset, high_watermark, stable)
+
+    def _read_failed(self, source: TopicPartition, code: int, offset: int | None = None) -> Exception:
+        if code in LEADER_MOVED:
+            self._client.force_metadata_update()
+            return NoAnswer(f"the leader of {source.topic}/{source.partition} moved (code {code})")
+        name = kafka_errors.for_code(code).__name__
+        at = "" if offset is None else f" at offset {offset}"
+        return StateIncompatible(
+            f"{source.topic}/{source.partition}{at} can not be read: {name}. "
+            f"Nothing was changed; compare the topic with what `dedup check --broker` expects."
+        )
+
+    async def _leader(self, target: TopicPartition) -> int:
+        leader = self._client.cluster.leader_for_partition(target)
+        if leader is None or leader == -1:
+            await self._client.add_topic(target.topic)
+            await self._client.force_metadata_update()
+            leader = self._client.cluster.leader_for_partition(target)
+        if leader is None or leader == -1:
+            raise NoAnswer(f"no leader is known for {target.topic}/{target.partition}")
+        return int(leader)
+
+    def _noted(self, kind: int, key: str, code: int) -> int:
+        if code in MOVED:
+            self._coordinators.pop((kind, key), None)
+        return code
+
+    async def _ask_coordinator(self, kind: int, key: str, request: Any) -> Any:  # noqa: ANN401  # untyped protocol structures
+        node = self._coordinators.get((kind, key))
+        if node is None:
+            try:
+                node = await self._client.coordinator_lookup(kind, key)
+            except kafka_errors.KafkaError as error:
+                raise NoAnswer(f"no coordinator for {key}: {error!r}") from error
+            if self._client.cluster.broker_metadata(node) is None:
+                await self._client.force_metadata_update()
+            self._coordinators[kind, key] = node
+        try:
+            return await self._send(node, request, ConnectionGroup.COORDINATION)
+        except NoAnswer:
+            self._coordinators.pop((kind, key), None)
+            raise
+
+    async def _send(self, node: int, request: Any, group: Any) -> Any:  # noqa: ANN401  # untyped protocol structures
+        try:
+            return await self._client.send(node, request, group=group)
+        except (kafka_errors.KafkaError, OSError) as error:
+            raise NoAnswer(f"{type(request).__name__} to broker {node}: {error!r}") from error

@@ -1,0 +1,155 @@
+"""What the exactly-once protocol asks of a Kafka cluster, one method a request.
+
+`client.KafkaWire` speaks to brokers; the simulator's log implements the same methods. A method sends its request
+once and returns the answer's error code as it stands; what a code means is decided in `transaction.py`. A request
+that got no answer raises `NoAnswer`, and then nothing is known about its effect.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final, NamedTuple, Protocol
+
+from aiokafka.record.default_records import DefaultRecordBatchBuilder
+
+COMPRESSION: Final[Mapping[str, int]] = {"none": 0, "gzip": 1, "snappy": 2, "lz4": 3, "zstd": 4}
+MAGIC: Final = 2
+
+Header = tuple[str, bytes | None]
+
+
+class TopicPartition(NamedTuple):
+    """A topic and one of its partitions."""
+
+    topic: str
+    partition: int
+
+
+class NoAnswer(Exception):  # noqa: N818  # it is a fact about a request, named in the text of our errors
+    """A request was sent, or may have been, and no answer came."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProducerIdentity:
+    """What `InitProducerId` handed out; a newer epoch of the same id fences this one (KIP-98)."""
+
+    producer_id: int
+    epoch: int
+
+
+class FetchedRecord(NamedTuple):
+    """A committed record of a changelog, as restore reads it."""
+
+    offset: int
+    timestamp_ms: int
+    key: bytes | None
+    value: bytes | None
+
+
+@dataclass(frozen=True, slots=True)
+class Fetched:
+    """One answer to a fetch: committed records, and where to go on."""
+
+    records: list[FetchedRecord]
+    next_offset: int
+    """Past everything read, control batches and aborted records too."""
+    high_watermark: int
+    last_stable_offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class LogBounds:
+    """The first offset kept and the high watermark (the next offset to be written) of a partition."""
+
+    start: int
+    end: int
+
+
+@dataclass(slots=True)
+class RecordBatch:
+    """Records for one partition in the broker's own format, filled one by one, sent as they are."""
+
+    target: TopicPartition
+    builder: DefaultRecordBatchBuilder
+    count: int = 0
+    rows: list[int] = field(default_factory=list)
+    """The feeding offset each record was made from; -1 for a record of our own."""
+
+    @classmethod
+    def empty(cls, target: TopicPartition, *, compression: str, limit_bytes: int) -> RecordBatch:
+        """Return a transactional batch that takes records until ``limit_bytes`` of them, uncompressed."""
+        builder = DefaultRecordBatchBuilder(
+            magic=MAGIC,
+            compression_type=COMPRESSION[compression],
+            is_transactional=1,
+            producer_id=-1,
+            producer_epoch=-1,
+            base_sequence=-1,
+            batch_size=limit_bytes,
+        )
+        return cls(target, builder)
+
+    def sealed(self, identity: ProducerIdentity, base_sequence: int) -> bytes:
+        """Return the bytes to send; the batch must not be used again."""
+        self.builder.set_producer_state(identity.producer_id, identity.epoch, base_sequence)
+        return bytes(self.builder.build())
+
+
+@dataclass(frozen=True, slots=True)
+class Produced:
+    """The broker's answer for one batch of a produce request."""
+
+    error_code: int
+    base_offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class CommittedOffset:
+    """A group's committed offset; None where the group has none."""
+
+    error_code: int
+    offset: int | None
+
+
+class Wire(Protocol):
+    """A cluster, request by request."""
+
+    async def init_producer_id(self, transactional_id: str, timeout_ms: int) -> tuple[int, ProducerIdentity]:
+        """Start a new epoch of the id: fences older ones and ends what they left open."""
+
+    async def add_partitions(
+        self, transactional_id: str, identity: ProducerIdentity, partitions: Sequence[TopicPartition]
+    ) -> dict[TopicPartition, int]:
+        """Announce partitions to the open transaction; an error code for each."""
+
+    async def produce(
+        self, transactional_id: str, batches: Sequence[tuple[TopicPartition, bytes]]
+    ) -> dict[TopicPartition, Produced]:
+        """Write one batch to each of several partitions, acknowledged by all in-sync replicas."""
+
+    async def add_offsets(self, transactional_id: str, identity: ProducerIdentity, group: str) -> int:
+        """Announce a consumer group's offsets to the open transaction."""
+
+    async def commit_offsets(
+        self, transactional_id: str, identity: ProducerIdentity, group: str, offsets: Mapping[TopicPartition, int]
+    ) -> int:
+        """Write the group's offsets as part of the transaction."""
+
+    async def end_transaction(self, transactional_id: str, identity: ProducerIdentity, *, commit: bool) -> int:
+        """Commit or abort."""
+
+    async def committed_offset(self, group: str, source: TopicPartition) -> CommittedOffset:
+        """Read the group's committed offset now, from its coordinator."""
+
+    async def bounds(self, source: TopicPartition) -> LogBounds:
+        """Read start and high watermark of a partition now, from its leader."""
+
+    async def offset_at(self, source: TopicPartition, time_ms: int) -> int | None:
+        """Return the first offset with a timestamp of ``time_ms`` or later; None when there is none."""
+
+    async def fetch(self, source: TopicPartition, offset: int, *, max_bytes: int, wait_ms: int) -> Fetched:
+        """Read committed records from an offset on; waits up to ``wait_ms`` for some to come."""
+
+    async def pause(self, delay_ms: int) -> None:
+        """Wait before a request that an answer told us to repeat."""

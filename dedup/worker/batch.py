@@ -1,0 +1,59 @@
+"""The unit that flows through an agent: the records of one feeding partition that one fetch returned, as columns."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dedup.session.wire import Header, TopicPartition
+
+
+@dataclass(frozen=True, slots=True)
+class FeedBatch:
+    """Records of one partition in log order, column by column; every column has one entry a record."""
+
+    feeding: TopicPartition
+    offsets: list[int]
+    timestamps_ms: list[int]
+    keys: list[bytes | None]
+    values: list[bytes | None]
+    headers: list[Sequence[Header]]
+    follows: int
+    """Where the batch before this one ended, so that a lost batch is noticed."""
+
+    @classmethod
+    def of(cls, feeding: TopicPartition, records: Sequence[Any], *, follows: int) -> FeedBatch:
+        """Return the columns of consumer records, which must be of one partition and in order."""
+        return cls(
+            feeding,
+            [record.offset for record in records],
+            [record.timestamp for record in records],
+            [record.key for record in records],
+            [record.value for record in records],
+            [record.headers for record in records],
+            follows,
+        )
+
+    def __len__(self) -> int:
+        return len(self.offsets)
+
+    @property
+    def next_offset(self) -> int:
+        """The offset to go on from: Kafka commits the next offset to read, not the last one read."""
+        return self.offsets[-1] + 1
+
+    def from_offset(self, offset: int) -> FeedBatch:
+        """Return the records at or after an offset."""
+        if self.offsets[0] >= offset:
+            return self
+        skip = sum(1 for own in self.offsets if own < offset)
+        return FeedBatch(
+            self.feeding,
+            self.offsets[skip:],
+            self.timestamps_ms[skip:],
+            self.keys[skip:],
+            self.values[skip:],
+            self.headers[skip:],
+            self.follows,
+        )

@@ -1,0 +1,299 @@
+"""The work of a `dedup` task: verdicts on top of the state, sightings into the overlay, records to send."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+from dedup.core.extract import Extracted, Extractor, Fault, FaultKind
+from dedup.core.fold import Outcome, Rows, Rules, Sightings, fold
+from dedup.core.stream_time import Feed, FeedProgress, StreamTime
+from dedup.core.window import Sighting, Window
+from dedup.errors import StateIncompatible
+from dedup.metrics import TaskNumbers
+from dedup.session.wire import RecordBatch, TopicPartition, Wire
+from dedup.store.base import FeedTime, Store, TaskRecord
+from dedup.store.changelog import (
+    decode_sightings,
+    encode_sighting,
+    encode_single_column,
+    encode_task_record,
+    sighting_keys_column,
+    task_record_key,
+)
+from dedup.store.overlay import Overlay
+from dedup.worker.batch import FeedBatch
+from dedup.worker.clock import Clock
+from dedup.worker.publish import Line, Publisher, fill
+from dedup.worker.restore import restore
+from dedup.worker.starting import Start, first_offset
+from dedup.worker.task import Frozen, Judged, Refusals
+from dedup.worker.unwrap import unwrap
+
+TASK_RECORD_ROW: Final = -1
+
+
+@dataclass(frozen=True, slots=True)
+class JudgePlan:
+    """What a topology says about judging one partition."""
+
+    feeding: TopicPartition
+    changelog: TopicPartition
+    feeds: tuple[Feed, ...]
+    """Every source partition that can reach this task; a single one when it reads the source itself."""
+    source_topics: tuple[str, ...]
+    wrapped: bool
+    """The feeding topic is our repartition topic: originals travel in reserved headers."""
+    extractor: Extractor
+    rules: Rules
+    max_clock_skew_ms: int
+    start: Start
+    fingerprint: bytes
+    compression: str
+    cache_ids: int
+
+
+class Judge:
+    """A task's state and its verdicts; see `task.Work`."""
+
+    def __init__(
+        self,
+        plan: JudgePlan,
+        wire: Wire,
+        open_store: Callable[[], Store],
+        publisher: Publisher,
+        clock: Clock,
+        numbers: TaskNumbers,
+    ) -> None:
+        self._plan: Final = plan
+        self._wire: Final = wire
+        self._open_store: Final = open_store
+        self._publisher: Final = publisher
+        self._clock: Final = clock
+        self._numbers: Final = numbers
+        self._store: Store | None = None
+        self._overlay: Overlay | None = None
+        self._applied = StreamTime.before(plan.feeds)
+        self._stream_time = self._applied
+        self.truncate_below: int | None = None
+        """The lowest changelog offset still needed, once segments were dropped; for DeleteRecords."""
+
+    @property
+    def store(self) -> Store | None:
+        """The applied state; None before `restore`."""
+        return self._store
+
+    async def restore(self, committed: int | None) -> int:
+        """See `task.Work`; raises StateIncompatible, with nothing touched, where state and topology do not fit."""
+        plan = self._plan
+        store = self._store = self._open_store()
+        self._overlay = Overlay(store, cache_ids=plan.cache_ids)
+        fresh = store.task_record is None and store.position == 0
+        await restore(self._wire, plan.changelog, store, plan.rules.window, self._note_progress)
+        record = store.task_record
+        if record is None:
+            self._refuse_lost_state(committed, fresh=fresh)
+            return committed if committed is not None else await first_offset(self._wire, plan.feeding, plan.start)
+        self._refuse_other_fingerprint(record)
+        self._applied = self._stream_time = _stream_time(record, plan.feeds)
+        self._drop_expired()
+        return max(committed or 0, record.next_offset)
+
+    def _note_progress(self, done: int, total: int) -> None:
+        self._numbers.restore_remaining = total - done
+
+    def _refuse_lost_state(self, committed: int | None, *, fresh: bool) -> None:
+        if committed is None and fresh:
+            return
+        changelog = self._plan.changelog
+        raise StateIncompatible(
+            f"{changelog.topic}/{changelog.partition} holds no task record, although the group has judged records of "
+            f"{self._plan.feeding.topic}/{self._plan.feeding.partition} up to offset {committed}: the changelog was "
+            f"deleted or emptied. Nothing was touched. Bring it back, or start anew with `dedup reset`."
+        )
+
+    def _refuse_other_fingerprint(self, record: TaskRecord) -> None:
+        if record.fingerprint != self._plan.fingerprint:
+            raise StateIncompatible(
+                f"the state of {self._plan.feeding.topic}/{self._plan.feeding.partition} was written by a topology "
+                f"with another ID rule, other source topics or partition counts (fingerprint "
+                f"{record.fingerprint.hex()}, now {self._plan.fingerprint.hex()}). Nothing was touched. Go back to the "
+                f"old topology, or give the state up with `dedup reset`."
+            )
+
+    def judge(self, batch: FeedBatch, refusals: Refusals) -> Judged:
+        """See `task.Work`."""
+        plan = self._plan
+        unwrapped = unwrap(batch, plan.source_topics) if plan.wrapped else None
+        plain = batch if unwrapped is None else unwrapped.batch
+        extracted = plan.extractor(plain.keys, plain.values, plain.headers, plain.timestamps_ms)
+        if refusals.rows:
+            extracted = _with_refused(extracted, batch, refusals.rows)
+        if unwrapped is None:
+            rows = Rows(extracted, batch.offsets, plan.feeds)
+        else:
+            rows = Rows(extracted, unwrapped.sources, unwrapped.feeds, unwrapped.idle_rows)
+        ceiling_ms = max(self._clock.now_ms(), self._applied.value_ms) + plan.max_clock_skew_ms
+        outcome = fold(rows, plan.rules, self._stream_time, self._lookup, ceiling_ms=ceiling_ms)
+        self._stream_time = outcome.stream_time
+        self._count(outcome)
+        batches = self._publisher.publish(plain, rows, outcome, refusals.most_rows)
+        batches += self._remember(rows, outcome)
+        return Judged(batches, batch.next_offset)
+
+    def _lookup(self, ids: Sequence[bytes], least_ms: int, greatest_ms: int) -> Mapping[bytes, Sightings]:
+        assert self._overlay is not None, "judged before restore"
+        window = self._plan.rules.window
+        from_ms = least_ms - window.guard_ms
+        to_ms = greatest_ms + window.guard_ms
+        segments = [
+            start
+            for start in self._overlay.segments()
+            if start + window.segment_ms > from_ms and (window.extend or start <= to_ms)
+        ]
+        if not segments:
+            return {}
+        found = self._overlay.get_many(segments, ids)
+        if window.extend:
+            return {key: _longest(values) for key, values in found.items()}
+        return {
+            key: decode_sightings(values[0])
+            if len(values) == 1
+            else tuple(seen for value in values for seen in decode_sightings(value))
+            for key, values in found.items()
+        }
+
+    def _remember(self, rows: Rows, outcome: Outcome) -> list[RecordBatch]:
+        """Put the new sightings into the open generation; return them as changelog batches."""
+        assert self._overlay is not None, "judged before restore"
+        writes = self._writes(rows, outcome)
+        if not writes:
+            return []
+        self._overlay.add(writes)
+        now_ms = self._clock.now_ms()
+        lines = (
+            (TASK_RECORD_ROW, now_ms, key, value, ())
+            for segment, part in writes.items()
+            for key, value in zip(sighting_keys_column(segment, part), part.values(), strict=True)
+        )
+        return fill(self._plan.changelog, lines, compression=self._plan.compression)
+
+    def _writes(self, rows: Rows, outcome: Outcome) -> dict[int, dict[bytes, bytes]]:
+        window = self._plan.rules.window
+        writes: dict[int, dict[bytes, bytes]] = {}
+        singles = outcome.singles
+        if singles:
+            for segment, feed, part in _grouped(singles, rows, outcome, window):
+                fingerprints = rows.extracted.fingerprints
+                values = encode_single_column(
+                    [outcome.judged_times_ms[row] for row in part],
+                    feed.topic,
+                    feed.partition,
+                    [rows.sources[row] for row in part],
+                    None if fingerprints is None else [fingerprints[row] for row in part],
+                )
+                keys = [rows.extracted.ids[row] for row in part]
+                writes.setdefault(segment, {}).update(zip(keys, values, strict=True))  # type: ignore[arg-type]
+        for (segment, key), sightings in outcome.rewritten.items():
+            writes.setdefault(segment, {})[key] = encode_sighting(sightings)
+        return writes
+
+    def freeze(self, next_offset: int) -> Frozen:
+        """See `task.Work`."""
+        assert self._overlay is not None, "frozen before restore"
+        overlay, stream_time, changelog = self._overlay, self._stream_time, self._plan.changelog
+        generation = overlay.freeze()
+        record = self._record(stream_time, next_offset)
+        line: Line = (TASK_RECORD_ROW, self._clock.now_ms(), task_record_key(), encode_task_record(record), ())
+
+        def apply(ends: Mapping[TopicPartition, int]) -> None:
+            overlay.applied(generation, record, ends[changelog])
+            self._applied = stream_time
+            self._numbers.stream_time_ms = stream_time.value_ms
+            self._drop_expired()
+
+        return Frozen(fill(changelog, [line], compression="none"), apply)
+
+    def _record(self, stream_time: StreamTime, next_offset: int) -> TaskRecord:
+        feeds = tuple(
+            FeedTime(feed.topic, feed.partition, progress.max_ms, progress.idle)
+            for feed, progress in stream_time.feeds.items()
+        )
+        segment_ms = self._plan.rules.window.segment_ms
+        return TaskRecord(self._plan.fingerprint, stream_time.value_ms, feeds, next_offset, segment_ms)
+
+    def _drop_expired(self) -> None:
+        """Drop segments that can not count any more, by *applied* stream time: the open transaction may yet abort."""
+        assert self._overlay is not None, "dropped before restore"
+        assert self._store is not None, "dropped before restore"
+        window = self._plan.rules.window
+        oldest_ms = window.oldest_live_ms(self._applied.value_ms)
+        if self._overlay.drop_below(oldest_ms, window.segment_ms):
+            births = [self._store.first_offset(segment) for segment in self._store.segments()]
+            needed = [birth for birth in births if birth is not None]
+            self.truncate_below = min(needed, default=None)
+
+    def discard(self) -> None:
+        """See `task.Work`."""
+        if self._overlay is not None:
+            self._overlay.discard()
+        self._stream_time = self._applied
+
+    def close(self) -> None:
+        """See `task.Work`."""
+        if self._store is not None:
+            self._store.close()
+
+    def _count(self, outcome: Outcome) -> None:
+        verdicts = self._numbers.verdicts
+        verdicts["unique"] += len(outcome.unique)
+        verdicts["duplicate"] += len(outcome.duplicates)
+        verdicts["late"] += len(outcome.late)
+        verdicts["dead_letter"] += len(outcome.dead)
+        verdicts["exempt"] += sum(1 for exempt in outcome.exempt.values() if exempt.why != "conflict")
+        for _, dead in outcome.dead:
+            self._numbers.dead_reasons[dead.code] += 1
+        if self._plan.rules.fingerprints:
+            self._numbers.conflicts += sum(1 for _, duplicate in outcome.duplicates if duplicate.conflict)
+
+
+def _grouped(singles: list[int], rows: Rows, outcome: Outcome, window: Window) -> Iterator[tuple[int, Feed, list[int]]]:
+    """Yield (segment, feed, rows); nearly always one segment and one feed, so that is tried first."""
+    times_ms = outcome.judged_times_ms
+    taken = [times_ms[row] for row in singles]
+    least, greatest = window.segment_of(min(taken)), window.segment_of(max(taken))
+    if len(rows.feeds) == 1 and least == greatest:
+        yield least, rows.feeds[0], singles
+        return
+    groups: defaultdict[tuple[int, Feed], list[int]] = defaultdict(list)
+    for row in singles:
+        feed = rows.feeds[row] if len(rows.feeds) > 1 else rows.feeds[0]
+        groups[window.segment_of(times_ms[row]), feed].append(row)
+    for (segment, feed), part in groups.items():
+        yield segment, feed, part
+
+
+def _longest(values: Sequence[bytes]) -> Sightings:
+    """Return an ID's sightings; an extended one also stands, shorter, in the segments it was in before."""
+    longest: dict[tuple[object, ...], Sighting] = {}
+    for value in values:
+        for seen in decode_sightings(value):
+            name = (seen.first_ms, seen.source, seen.fingerprint)
+            if name not in longest or longest[name].last_ms < seen.last_ms:
+                longest[name] = seen
+    return tuple(longest.values())
+
+
+def _with_refused(extracted: Extracted, batch: FeedBatch, refused: Mapping[int, str]) -> Extracted:
+    faults = dict(extracted.faults)
+    for row, offset in enumerate(batch.offsets):
+        if offset in refused:
+            faults[row] = Fault(FaultKind.UNREADABLE, "refused_by_broker", refused[offset])
+    return replace(extracted, faults=faults)
+
+
+def _stream_time(record: TaskRecord, feeds: tuple[Feed, ...]) -> StreamTime:
+    known = {Feed(feed.topic, feed.partition): FeedProgress(feed.max_ms, feed.idle) for feed in record.feeds}
+    return StreamTime(record.stream_time_ms, {feed: known.get(feed, FeedProgress()) for feed in feeds})

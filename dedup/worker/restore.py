@@ -1,0 +1,91 @@
+"""Restore: the store brought up to the changelog's true end, in batches, from the store's own position.
+
+The end is the high watermark read after InitProducerId: our transactions on the partition are ended by then, and what
+another transactional id may still hold open hides nothing of ours for longer than its time-out. Committed records are
+read until the *position* reaches the end; the last offsets may be transaction markers, or compacted away.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from dedup import crashpoints
+from dedup.core.window import Window
+from dedup.errors import StateIncompatible
+from dedup.session.wire import FetchedRecord, LogBounds, NoAnswer, TopicPartition, Wire
+from dedup.store.base import Store, Writes
+from dedup.store.changelog import collect, decode_sightings, rebucket
+from dedup.worker.starting import bounds_of
+
+FETCH_BYTES: Final = 8 << 20
+WAIT_MS: Final = 500
+PAUSE_MS: Final = 50
+
+Progress = Callable[[int, int], None]
+"""(offsets restored, offsets to restore in all)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """What a restore read."""
+
+    records: int
+    end: int
+
+
+async def restore(wire: Wire, changelog: TopicPartition, store: Store, window: Window, progress: Progress) -> Restored:
+    """Apply all committed changelog records from the store's position to the true end.
+
+    Raises StateIncompatible, with the store untouched, where the changelog is not the one this store was written with.
+    """
+    bounds = await bounds_of(wire, changelog)
+    refuse_other_changelog(store, changelog, bounds)
+    position = max(store.position, bounds.start)
+    begin, records = position, 0
+    while position < bounds.end:
+        try:
+            fetched = await wire.fetch(changelog, position, max_bytes=FETCH_BYTES, wait_ms=WAIT_MS)
+        except NoAnswer:
+            await wire.pause(PAUSE_MS)
+            continue
+        if fetched.next_offset > position:
+            apply_changelog(store, window, fetched.records, fetched.next_offset)
+            crashpoints.reached("in_restore")
+            records += len(fetched.records)
+            position = fetched.next_offset
+        progress(position - begin, bounds.end - begin)
+    return Restored(records, bounds.end)
+
+
+def refuse_other_changelog(store: Store, changelog: TopicPartition, bounds: LogBounds) -> None:
+    """Raise StateIncompatible if the changelog ends before the position the store was written at."""
+    if store.position > bounds.end:
+        raise StateIncompatible(
+            f"{changelog.topic}/{changelog.partition} ends at offset {bounds.end}, but the local state was written at "
+            f"offset {store.position}: the changelog was deleted, recreated or truncated. Nothing was touched. "
+            f"Bring the changelog back, or accept the loss of its sightings with `dedup reset`."
+        )
+
+
+def apply_changelog(store: Store, window: Window, records: Sequence[FetchedRecord], next_offset: int) -> None:
+    """Apply one fetch of changelog records as a single atomic write."""
+    found = collect([record.key for record in records], [record.value for record in records])
+    writes: Writes = found.writes
+    if _other_grid(writes, window):
+        # Written under another guard period: sightings move to the segments of today's grid.
+        entries = [entry for part in writes.values() for entry in part.items()]
+        ids = [key for key, _ in entries]
+        writes = rebucket(entries, window.segment_ms, store.get_each(store.segments(), ids))
+    store.apply(writes, found.task_record, next_offset)
+
+
+def _other_grid(writes: Writes, window: Window) -> bool:
+    """Tell whether a sighting stands in another segment than today's guard period would put it into."""
+    return any(
+        window.segment_of(seen.last_ms) != segment
+        for segment, part in writes.items()
+        for value in part.values()
+        for seen in decode_sightings(value)
+    )

@@ -1,0 +1,34 @@
+"""Where a task without a committed offset starts to read."""
+
+from __future__ import annotations
+
+from typing import Literal, assert_never
+
+from dedup.session.wire import LogBounds, NoAnswer, TopicPartition, Wire
+
+PAUSE_MS = 50
+Start = Literal["earliest", "latest"] | int
+
+
+async def bounds_of(wire: Wire, partition: TopicPartition) -> LogBounds:
+    """Return a partition's start and high watermark, asking again while its leader moves."""
+    while True:
+        try:
+            return await wire.bounds(partition)
+        except NoAnswer:
+            await wire.pause(PAUSE_MS)
+
+
+async def first_offset(wire: Wire, feeding: TopicPartition, start: Start) -> int:
+    """Return the offset that ``start`` means; a time in ms means the first record at or after it."""
+    bounds = await bounds_of(wire, feeding)
+    match start:
+        case "earliest":
+            return bounds.start
+        case "latest":
+            return bounds.end
+        case int() as time_ms:
+            offset = await wire.offset_at(feeding, time_ms)
+            return bounds.end if offset is None else offset
+        case never:
+            assert_never(never)

@@ -1,0 +1,317 @@
+"""Faust's transport, fed by batches: chosen by the broker URL scheme ``dedup://``.
+
+One Faust message is one `FeedBatch`, so Faust's cost per message is paid once a batch. The group membership is
+aiokafka's, in the loop of the app (Faust's stock driver runs it in a thread of its own). Offsets, transactions and
+sends are not Faust's: they belong to the tasks, and everything here that would send or commit refuses or does nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, Final, NoReturn
+
+import aiokafka
+import aiokafka.abc
+from aiokafka.errors import NoOffsetForPartitionError, OffsetOutOfRangeError
+from faust.transport import base
+from faust.transport.consumer import Consumer as FaustConsumer
+from faust.transport.consumer import TransactionManager as FaustTransactionManager
+from faust.transport.producer import Producer as FaustProducer
+from faust.types import TP, ConsumerMessage
+
+from dedup.errors import InvariantBroken, StateIncompatible
+from dedup.session.wire import TopicPartition
+from dedup.worker.batch import FeedBatch
+
+if TYPE_CHECKING:
+    from dedup.worker.app import DedupApp
+
+BATCH_RECORDS: Final = 4000
+FETCH_BYTES: Final = 1 << 20
+POLL_MS: Final = 200
+IDLE_POLL_S: Final = 0.05
+
+
+class RebalanceListener(aiokafka.abc.ConsumerRebalanceListener):  # type: ignore[misc]  # untyped base
+    """Hands aiokafka's rebalance to Faust, which hands it to the tasks."""
+
+    def __init__(self, consumer: Consumer) -> None:
+        self._consumer: Final = consumer
+
+    async def on_partitions_revoked(self, revoked: Iterable[Any]) -> None:
+        """Close every task: assignments are whole, a task lives for one of them."""
+        app = self._consumer.app
+        app.on_rebalance_start()
+        await self._consumer.on_partitions_revoked({TP(tp.topic, tp.partition) for tp in revoked})
+
+    async def on_partitions_assigned(self, assigned: Iterable[Any]) -> None:
+        """Pause everything first: nothing is read before its task says from where."""
+        consumer = self._consumer
+        consumer.client.pause(*assigned)
+        consumer.app.consumer_generation_id = consumer.client._coordinator.generation  # noqa: SLF001  # Faust's own driver reads it there
+        await consumer.on_partitions_assigned(
+            {TP(tp.topic, tp.partition) for tp in assigned}, consumer.app.consumer_generation_id
+        )
+
+
+class Consumer(FaustConsumer):
+    """A group member whose messages are batches."""
+
+    app: DedupApp
+    client: aiokafka.AIOKafkaConsumer
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._delivered: dict[TP, int] = {}
+        """Partition -> the offset its next batch must follow."""
+
+    async def on_start(self) -> None:
+        """Join nothing yet; Faust subscribes when its agents are up."""
+        app = self.app
+        self.client = aiokafka.AIOKafkaConsumer(
+            **app.connection.client_options(),
+            group_id=app.conf.id,
+            group_instance_id=app.settings.worker_id,
+            partition_assignment_strategy=[app.assignor],
+            enable_auto_commit=False,
+            # A position that the log has lost must stop us, never be replaced by another.
+            auto_offset_reset="none",
+            isolation_level="read_committed",
+            max_partition_fetch_bytes=FETCH_BYTES,
+            max_poll_interval_ms=3_600_000,
+            fetch_max_wait_ms=POLL_MS,
+            session_timeout_ms=app.settings.session_timeout_ms,
+            heartbeat_interval_ms=max(app.settings.session_timeout_ms // 5, 100),
+            rebalance_timeout_ms=60_000,
+        )
+        await self.client.start()
+
+    async def on_stop(self) -> None:
+        """Leave the group; the tasks are closed by then."""
+        await super().on_stop()
+        await self.client.stop()
+
+    async def subscribe(self, topics: Iterable[str]) -> None:
+        """Subscribe, which starts the first rebalance."""
+        self.client.subscribe(topics=sorted(set(topics)), listener=RebalanceListener(self))
+
+    def begin(self, feeding: TopicPartition, offset: int) -> None:
+        """Let a partition be read from an offset; its task is running."""
+        tp = TP(*feeding)
+        if tp not in self.assignment():
+            return
+        self.client.seek(_aiokafka(tp), offset)
+        self.client.resume(_aiokafka(tp))
+        self._read_offset[tp] = None
+        self._delivered[tp] = offset
+        self.resume_partitions({tp})
+
+    def rejoin(self) -> None:
+        """Ask for a new assignment: a task was fenced or is unsure."""
+        self.client._coordinator.request_rejoin()  # noqa: SLF001  # aiokafka has no public way to say so
+
+    async def getmany(self, timeout: float) -> AsyncIterator[tuple[TP, ConsumerMessage]]:
+        """Yield batches of the partitions whose tasks are running."""
+        if not self.flow_active:
+            await self.wait(self.can_resume_flow)
+        generation = self.app.consumer_generation_id
+        active = [_aiokafka(tp) for tp in self._get_active_partitions()]
+        if not active:
+            await asyncio.sleep(IDLE_POLL_S)
+            return
+        for aiokafka_tp, records in (await self._fetch(active)).items():
+            tp = TP(aiokafka_tp.topic, aiokafka_tp.partition)
+            for at in range(0, len(records), BATCH_RECORDS):
+                if not self.flow_active or generation != self.app.consumer_generation_id:
+                    return  # every task is rebuilt after a rebalance and seeks to where it is
+                yield tp, self._message(tp, records[at : at + BATCH_RECORDS], generation)
+
+    async def _fetch(self, active: list[aiokafka.TopicPartition]) -> Mapping[Any, list[Any]]:
+        try:
+            return await self.client.getmany(*active, timeout_ms=POLL_MS)
+        except NoOffsetForPartitionError:
+            return {}  # left over from before the task's seek, which has given the partition its position
+        except OffsetOutOfRangeError as error:
+            places = ", ".join(f"{tp.topic}/{tp.partition} at {offset}" for tp, offset in error.args[0].items())
+            failure = StateIncompatible(
+                f"the log no longer holds the offsets to read next: {places}. Retention deleted records before they "
+                f"were judged. Nothing was skipped; `dedup reset --to earliest` accepts the loss."
+            )
+            self.app.tasks.fail(failure)
+            raise failure from error
+
+    def _message(self, tp: TP, records: list[Any], generation: int) -> ConsumerMessage:
+        batch = FeedBatch.of(TopicPartition(*tp), records, follows=self._delivered[tp])
+        self._delivered[tp] = batch.next_offset
+        return ConsumerMessage(
+            tp.topic,
+            tp.partition,
+            batch.offsets[-1],
+            batch.timestamps_ms[-1] / 1000,
+            0,
+            (),
+            None,
+            batch,
+            None,
+            0,
+            0,
+            tp,
+            generation_id=generation,
+        )
+
+    async def wait_empty(self) -> None:
+        """Commit and close every task; Faust calls it on revocation and on stop."""
+        await self.app.tasks.close_all(drain=True)
+
+    async def commit(self, topics: Any = None, start_new_transaction: bool = True) -> bool:  # noqa: ANN401, FBT001, FBT002  # Faust's signature
+        """Do nothing: a task commits its offset in its own transaction."""
+        return False
+
+    async def perform_seek(self) -> None:
+        """Do nothing: tasks say where to read."""
+
+    async def verify_all_partitions_active(self) -> None:
+        """Do nothing: lag and age of the last commit are metrics of the tasks."""
+
+    async def seek_to_committed(self) -> Mapping[TP, int]:
+        """Do nothing: tasks say where to read."""
+        return {}
+
+    def assignment(self) -> set[TP]:
+        """Return the partitions this member has."""
+        return {TP(tp.topic, tp.partition) for tp in self.client.assignment()}
+
+    async def position(self, tp: TP) -> int | None:
+        """Return the offset to be fetched next."""
+        return int(await self.client.position(_aiokafka(tp)))
+
+    def highwater(self, tp: TP) -> int:
+        """Return the last stable offset seen, 0 before the first fetch."""
+        return int(self.client.last_stable_offset(_aiokafka(tp)) or 0)
+
+    async def earliest_offsets(self, *partitions: TP) -> Mapping[TP, int]:
+        """Return the start of each log."""
+        found = await self.client.beginning_offsets([_aiokafka(tp) for tp in partitions])
+        return {TP(tp.topic, tp.partition): offset for tp, offset in found.items()}
+
+    async def highwaters(self, *partitions: TP) -> Mapping[TP, int]:
+        """Return the end of each log as a committed reader sees it."""
+        found = await self.client.end_offsets([_aiokafka(tp) for tp in partitions])
+        return {TP(tp.topic, tp.partition): offset for tp, offset in found.items()}
+
+    def topic_partitions(self, topic: str) -> int | None:
+        """Return the partition count of a topic, if known."""
+        known = self.client.partitions_for_topic(topic)
+        return None if known is None else len(known)
+
+    async def seek_wait(self, partitions: Mapping[TP, int]) -> None:
+        """Seek; used by nothing of ours."""
+        for tp, offset in partitions.items():
+            self.client.seek(_aiokafka(tp), offset)
+
+    async def _seek(self, partition: TP, offset: int) -> None:
+        self.client.seek(_aiokafka(partition), offset)
+
+    async def _commit(self, offsets: Mapping[TP, int]) -> bool:
+        raise _escapes("the consumer's own offset commit")
+
+    async def _getmany(self, active_partitions: set[TP] | None, timeout: float) -> NoReturn:  # noqa: ASYNC109  # Faust's signature
+        raise InvariantBroken("records are fetched by getmany only.")
+
+    def _to_message(self, tp: TP, record: Any) -> NoReturn:  # noqa: ANN401  # Faust's signature
+        raise InvariantBroken("messages are made from batches only.")
+
+    def _new_topicpartition(self, topic: str, partition: int) -> TP:
+        return TP(topic, partition)
+
+    async def create_topic(self, *args: Any, **kwargs: Any) -> None:
+        """Do nothing: topics are made by `session.admin`, which reads the answer's codes."""
+
+    def key_partition(self, topic: str, key: bytes | None, partition: int | None = None) -> int | None:
+        """Return the given partition: our records are placed by the tasks."""
+        return partition
+
+    def close(self) -> None:
+        """Nothing is left to close when Faust asks during a stop."""
+
+
+class Producer(FaustProducer):
+    """Refuses every send: what an agent sends outside its task's transaction would escape it."""
+
+    async def on_start(self) -> None:
+        """Start the buffer that Faust's conductor looks at; no connection is opened."""
+        await super().on_start()
+
+    async def send(self, topic: str, *args: Any, **kwargs: Any) -> NoReturn:
+        """Raise InvariantBroken."""
+        raise _escapes(f"a send to {topic!r}")
+
+    send_and_wait = send
+
+    def send_soon(self, fut: Any) -> NoReturn:  # noqa: ANN401  # Faust's signature
+        """Raise InvariantBroken."""
+        raise _escapes("send_soon()")
+
+    async def flush(self) -> None:
+        """Do nothing: there is nothing to flush."""
+
+    async def create_topic(self, *args: Any, **kwargs: Any) -> None:
+        """Do nothing: topics are made by `session.admin`."""
+
+    def supports_headers(self) -> bool:
+        """Return True."""
+        return True
+
+
+class TransactionManager(FaustTransactionManager):
+    """Faust's hook for a new assignment; the transactions themselves are the tasks' sessions."""
+
+    async def on_rebalance(self, assigned: set[TP], revoked: set[TP], newly_assigned: set[TP]) -> None:
+        """Open a task for each feeding partition; Faust has paused them all."""
+        app = self.app
+        feeding = {TopicPartition(*tp) for tp in assigned if tp.topic in app.feeding_topics}
+        app.tasks.open(feeding)  # type: ignore[attr-defined]
+
+    async def on_partitions_revoked(self, revoked: set[TP]) -> None:
+        """Do nothing: the tasks were closed when Faust waited for them to be empty."""
+
+    async def flush(self) -> None:
+        """Do nothing: a task settles its own sends."""
+
+    async def send(self, topic: str, *args: Any, **kwargs: Any) -> NoReturn:
+        """Raise InvariantBroken."""
+        raise _escapes(f"topic.send() to {topic!r}")
+
+    send_and_wait = send
+
+    def send_soon(self, fut: Any) -> NoReturn:  # noqa: ANN401  # Faust's signature
+        """Raise InvariantBroken."""
+        raise _escapes("send_soon()")
+
+    async def commit(self, offsets: Mapping[TP, int], start_new_transaction: bool = True) -> bool:  # noqa: FBT001, FBT002  # Faust's signature
+        """Raise InvariantBroken: a task commits its own offset."""
+        raise _escapes("a commit of Faust's")
+
+
+class Transport(base.Transport):
+    """What ``dedup://host:port`` as broker URL stands for."""
+
+    Consumer = Consumer
+    Producer = Producer
+    TransactionManager = TransactionManager
+    default_port = 9092
+    driver_version = f"aiokafka={aiokafka.__version__}"
+
+
+def _aiokafka(tp: TP) -> aiokafka.TopicPartition:
+    return aiokafka.TopicPartition(tp.topic, tp.partition)
+
+
+def _escapes(what: str) -> InvariantBroken:
+    return InvariantBroken(
+        f"{what} would not be part of the task's transaction, so it was refused. "
+        f"Records that belong to an outcome go through `Task.process`."
+    )
+
+
