@@ -1,17 +1,18 @@
 """The bytes of the changelog, which are also the bytes of the store: keys, sightings, task records.
 
-A sighting value is one or more entries, each (all integers big-endian)::
+A sighting value is one or more entries. An entry, integers big-endian and unsigned::
 
-    1 byte   version in the high nibble (1); flags: 1 fingerprint, 2 extended, 4 wide source
-    6 bytes  first_ms
-    2 bytes  topic (4 bits) and partition (12 bits); wide: 2 bytes topic and 4 bytes partition
-    6 bytes  offset
-    6 bytes  last_ms, only if extended: otherwise last_ms is first_ms
+    1 byte   version in the high nibble (1); flags: 1 wide source, 2 extended, 4 fingerprint
+    7 bytes  first_ms
+    1 byte   topic           wide: 2 bytes
+    2 bytes  partition       wide: 4 bytes
+    4 bytes  offset          wide: 8 bytes
+    8 bytes  last_ms, only if extended: otherwise last_ms is first_ms
     8 bytes  fingerprint, only with its flag
 
-so the usual case takes 15 bytes. Times and offsets are in [0, 2**48): an event time below zero is a dead letter and
-one beyond the year 10889 is too far in the future, so both are refused here as defects of ours. A value lists *all*
-sightings of its ID that end in its segment; a later record of one key replaces an earlier one.
+so the usual case takes 15 bytes, and reading it is one unpack. Times are in [0, 2**48) ms: a time below zero is a dead
+letter and one beyond the year 10889 is too far in the future, so both are refused here as defects of ours. A value
+lists *all* sightings of its ID that end in its segment; a later record of one key replaces an earlier one.
 
 Keys: ``S``, segment start (8 bytes), state key; and ``T`` alone for the task record.
 """
@@ -34,25 +35,33 @@ from dedup.store.base import FeedTime, TaskRecord
 Integers = Sequence[int] | npt.NDArray[np.int64]
 
 _VERSION: Final = 0x10
-_FINGERPRINT: Final = 1
+_WIDE: Final = 1
 _EXTENDED: Final = 2
-_WIDE: Final = 4
-_FLAGS: Final = _FINGERPRINT | _EXTENDED | _WIDE
+_FINGERPRINT: Final = 4
 _FINGERPRINT_BYTES: Final = 8
-_LIMIT: Final = 1 << 48
-_TOPIC_LIMIT: Final = 1 << 4
-_PARTITION_LIMIT: Final = 1 << 12
+_TIME_LIMIT: Final = 1 << 48
 
-# Six-byte integers: the first shares eight bytes with topic and partition, the offset is 4 + 2 bytes.
-_PLAIN: Final = struct.Struct(">BQIH")
-_PRINTED: Final = struct.Struct(">BQIH8s")
-_PLAIN_BYTES: Final = _PLAIN.size
-_PRINTED_BYTES: Final = _PRINTED.size
+_ENTRIES: Final = {
+    _VERSION | wide | extended | printed: struct.Struct(
+        (">QHIQ" if wide else ">QBHI") + ("Q" if extended else "") + ("8s" if printed else "")
+    )
+    for wide in (0, _WIDE)
+    for extended in (0, _EXTENDED)
+    for printed in (0, _FINGERPRINT)
+}
+"""Header -> layout; the header is the top byte of the first field."""
 
-_unpack_plain = _PLAIN.unpack
-_unpack_printed = _PRINTED.unpack
-# A named tuple's own constructor parses arguments and takes three times as long.
+_NARROW_COLUMNS: Final = [("head", ">u8"), ("topic", "u1"), ("partition", ">u2"), ("offset", ">u4")]
+_WIDE_COLUMNS: Final = [("head", ">u8"), ("topic", ">u2"), ("partition", ">u4"), ("offset", ">u8")]
+_FINGERPRINT_COLUMN: Final = [("fingerprint", f"V{_FINGERPRINT_BYTES}")]
+
+_PLAIN_BYTES: Final = _ENTRIES[_VERSION].size
+_PLAIN_BASE: Final = _VERSION << 56
+_unpack_plain = _ENTRIES[_VERSION].unpack
+# A named tuple's own constructor parses arguments and takes twice as long.
 _new = tuple.__new__
+
+_RESTORE: Final = "The store of this partition will be deleted and restored from the changelog."
 
 
 def encode_sighting(sightings: Sighting | Iterable[Sighting]) -> bytes:
@@ -67,29 +76,27 @@ def encode_sighting(sightings: Sighting | Iterable[Sighting]) -> bytes:
 
 def _encode_entry(sighting: Sighting) -> bytes:
     first_ms, last_ms, (topic, partition, offset), fingerprint = sighting
-    if not 0 <= first_ms <= last_ms < _LIMIT or not 0 <= offset < _LIMIT:
+    if not 0 <= first_ms <= last_ms < _TIME_LIMIT:
         raise InvariantBroken(
-            f"a sighting from {first_ms} to {last_ms} ms at offset {offset} can not be stored: times and offsets are "
-            f"in [0, {_LIMIT}) and the first is not after the last. Such a record should have become a dead letter."
+            f"a sighting from {first_ms} to {last_ms} ms can not be stored: times are in [0, {_TIME_LIMIT}) and the "
+            "first is not after the last. Such a record should have become a dead letter."
         )
-    if not 0 <= topic < 1 << 16 or not 0 <= partition < 1 << 32:
-        raise InvariantBroken(f"a source of topic {topic}, partition {partition} can not be stored.")
-    header = _VERSION
-    if topic < _TOPIC_LIMIT and partition < _PARTITION_LIMIT:
-        where = (topic << 12 | partition).to_bytes(2)
-    else:
-        header |= _WIDE
-        where = topic.to_bytes(2) + partition.to_bytes(4)
-    tail = b""
+    header = _VERSION if topic < 1 << 8 and partition < 1 << 16 and offset < 1 << 32 else _VERSION | _WIDE
+    fields: list[int | bytes] = [topic, partition, offset]
     if last_ms != first_ms:
         header |= _EXTENDED
-        tail = last_ms.to_bytes(6)
+        fields.append(last_ms)
     if fingerprint:
         if len(fingerprint) != _FINGERPRINT_BYTES:
             raise InvariantBroken(f"a fingerprint of {len(fingerprint)} bytes can not be stored; it has 8.")
         header |= _FINGERPRINT
-        tail += fingerprint
-    return b"".join((header.to_bytes(1), first_ms.to_bytes(6), where, offset.to_bytes(6), tail))
+        fields.append(fingerprint)
+    try:
+        return _ENTRIES[header].pack(header << 56 | first_ms, *fields)
+    except struct.error as error:
+        raise InvariantBroken(
+            f"a sighting from topic {topic}, partition {partition}, offset {offset} can not be stored: {error}."
+        ) from error
 
 
 def decode_sightings(value: bytes) -> tuple[Sighting, ...]:
@@ -97,59 +104,37 @@ def decode_sightings(value: bytes) -> tuple[Sighting, ...]:
 
     Raises StateIncompatible for another version, TaskCorrupted for bytes that are no value.
     """
-    if len(value) == _PLAIN_BYTES and value[0] == _VERSION:
-        _, when, high, low = _unpack_plain(value)
-        first_ms = when >> 16
-        source = _new(Source, (when >> 12 & 15, when & 4095, high << 16 | low))
-        return (_new(Sighting, (first_ms, first_ms, source, b"")),)
-    if len(value) == _PRINTED_BYTES and value[0] == _VERSION | _FINGERPRINT:
-        _, when, high, low, fingerprint = _unpack_printed(value)
-        first_ms = when >> 16
-        source = _new(Source, (when >> 12 & 15, when & 4095, high << 16 | low))
-        return (_new(Sighting, (first_ms, first_ms, source, fingerprint)),)
-    return _decode_entries(value)
-
-
-def _decode_entries(value: bytes) -> tuple[Sighting, ...]:
+    if len(value) == _PLAIN_BYTES:
+        head, topic, partition, offset = _unpack_plain(value)
+        first_ms = head - _PLAIN_BASE
+        if 0 <= first_ms < _TIME_LIMIT:
+            return (_new(Sighting, (first_ms, first_ms, _new(Source, (topic, partition, offset)), b"")),)
     sightings = []
     at = 0
-    while True:
-        header = _header(value, at)
-        wide = bool(header & _WIDE)
-        extended = bool(header & _EXTENDED)
-        where_at = at + 7
-        offset_at = where_at + (6 if wide else 2)
-        last_at = offset_at + 6
-        print_at = last_at + (6 if extended else 0)
-        end = print_at + (_FINGERPRINT_BYTES if header & _FINGERPRINT else 0)
-        if end > len(value):
-            raise TaskCorrupted(f"a state value of {len(value)} bytes is cut: {value.hex()}. {_RESTORE}")
-        first_ms = int.from_bytes(value[at + 1 : where_at])
-        where = int.from_bytes(value[where_at:offset_at])
-        bits = 32 if wide else 12
-        last_ms = int.from_bytes(value[last_at:print_at]) if extended else first_ms
-        source = Source(where >> bits, where & (1 << bits) - 1, int.from_bytes(value[offset_at:last_at]))
-        sightings.append(Sighting(first_ms, last_ms, source, value[print_at:end]))
-        at = end
-        if at == len(value):
-            return tuple(sightings)
+    while at < len(value) or not at:
+        sighting, at = _decode_entry(value, at)
+        sightings.append(sighting)
+    return tuple(sightings)
 
 
-_RESTORE: Final = "The store of this partition will be deleted and restored from the changelog."
-
-
-def _header(value: bytes, at: int) -> int:
-    if at >= len(value):
-        raise TaskCorrupted(f"an empty state value was read. {_RESTORE}")
-    header = value[at]
+def _decode_entry(value: bytes, at: int) -> tuple[Sighting, int]:
+    """Return the entry that starts at ``at``, and where the next one does."""
+    header = value[at] if value else _VERSION
     if header & 0xF0 != _VERSION:
         raise StateIncompatible(
             f"a state value has version {header >> 4}; this dedup reads version {_VERSION >> 4}. "
             "The state was written by another release: run that one, or `dedup reset` the topology."
         )
-    if header & 0x0F & ~_FLAGS:
-        raise TaskCorrupted(f"a state value has unknown flags: {value.hex()}. {_RESTORE}")
-    return header
+    entry = _ENTRIES.get(header)
+    if entry is None or at + entry.size > len(value):
+        raise TaskCorrupted(f"a state value is damaged: {value.hex()!r} is cut or has unknown flags. {_RESTORE}")
+    head, topic, partition, offset, *rest = entry.unpack_from(value, at)
+    first_ms = head & (1 << 56) - 1
+    last_ms = rest[0] if header & _EXTENDED else first_ms
+    if not first_ms <= last_ms < _TIME_LIMIT:
+        raise TaskCorrupted(f"a state value is damaged: {value.hex()!r} has impossible times. {_RESTORE}")
+    fingerprint = rest[-1] if header & _FINGERPRINT else b""
+    return Sighting(first_ms, last_ms, Source(topic, partition, offset), fingerprint), at + entry.size
 
 
 def encode_single_column(
@@ -164,34 +149,31 @@ def encode_single_column(
     Topic and partition are one for all rows, or a column. Raises InvariantBroken as ``encode_sighting`` does.
     """
     rows = len(times_ms)
-    if not rows:
-        return []
     times, seen_at = np.asarray(times_ms, np.int64), np.asarray(offsets, np.int64)
     topics, partitions = np.asarray(topic, np.int64), np.asarray(partition, np.int64)
-    narrow = _all_below(topics, _TOPIC_LIMIT) and _all_below(partitions, _PARTITION_LIMIT)
-    if not narrow or not _all_below(times, _LIMIT) or not _all_below(seen_at, _LIMIT):
+    narrow = _below(seen_at, 1 << 32) & _below(topics, 1 << 8) & _below(partitions, 1 << 16)
+    wide = bool(rows) and not narrow.any()
+    storable = _below(times, _TIME_LIMIT) & _below(seen_at, 1 << 63) & _below(partitions, 1 << 32)
+    if not (wide or narrow.all()) or not (storable & _below(topics, 1 << 16)).all():
         return _encode_rows(times, topics, partitions, seen_at, fingerprints)
-    width = _PLAIN_BYTES if fingerprints is None else _PRINTED_BYTES
-    table = np.empty((rows, width), np.uint8)
-    table[:, 0] = _VERSION if fingerprints is None else _VERSION | _FINGERPRINT
-    table[:, 1:9] = _big_endian(times << 16 | topics << 12 | partitions)
-    table[:, 9:15] = _big_endian(seen_at)[:, 2:]
+    header = _VERSION | (_WIDE if wide else 0) | (0 if fingerprints is None else _FINGERPRINT)
+    columns = (_WIDE_COLUMNS if wide else _NARROW_COLUMNS) + ([] if fingerprints is None else _FINGERPRINT_COLUMN)
+    table = np.empty(rows, columns)
+    table["head"] = times | header << 56
+    table["topic"] = topics
+    table["partition"] = partitions
+    table["offset"] = seen_at
     if fingerprints is not None:
-        joined = b"".join(fingerprints)
-        if len(fingerprints) != rows or set(map(len, fingerprints)) != {_FINGERPRINT_BYTES}:
+        if len(fingerprints) != rows or not set(map(len, fingerprints)) <= {_FINGERPRINT_BYTES}:
             raise InvariantBroken("every sighting of a batch has a fingerprint of 8 bytes, or none has one.")
-        table[:, 15:] = np.frombuffer(joined, np.uint8).reshape(rows, _FINGERPRINT_BYTES)
-    values: list[bytes] = table.view(f"V{width}").ravel().tolist()
+        table["fingerprint"] = np.frombuffer(b"".join(fingerprints), f"V{_FINGERPRINT_BYTES}")
+    values: list[bytes] = table.view(f"V{table.itemsize}").tolist()
     return values
 
 
-def _all_below(column: npt.NDArray[np.int64], limit: int) -> bool:
+def _below(column: npt.NDArray[np.int64], limit: int) -> npt.NDArray[np.bool_]:
     # As unsigned, a negative number is above every limit: one pass instead of two.
-    return bool(column.view(np.uint64).max() < limit)
-
-
-def _big_endian(column: npt.NDArray[np.int64]) -> npt.NDArray[np.uint8]:
-    return column.astype(">i8").view(np.uint8).reshape(len(column), 8)
+    return column.view(np.uint64) < np.uint64(limit)
 
 
 def _encode_rows(
@@ -201,7 +183,7 @@ def _encode_rows(
     offsets: npt.NDArray[np.int64],
     fingerprints: Sequence[bytes] | None,
 ) -> list[bytes]:
-    """Return the column the slow way: wide sources, or a row that will be refused with its reason."""
+    """Return the column the slow way: narrow and wide sources mixed, or a row that is refused with its reason."""
     rows = len(times)
     prints = [b""] * rows if fingerprints is None else fingerprints
     columns = (times, np.broadcast_to(topics, rows), np.broadcast_to(partitions, rows), offsets)
@@ -248,7 +230,7 @@ def task_record_key() -> bytes:
 
 
 def _segment_prefix(segment: int) -> bytes:
-    if not 0 <= segment < _LIMIT:
+    if not 0 <= segment < _TIME_LIMIT:
         raise InvariantBroken(f"a segment that starts at {segment} ms can not be stored: event times are >= 0.")
     return _SIGHTING_TAG + segment.to_bytes(8)
 

@@ -1,0 +1,148 @@
+"""The directory of one task's store on disk: its name, who may use it, its end.
+
+A store's directory can always be restored from the changelog, so it may be deleted; nothing else may. Whatever does not
+look like a store (a symbolic link, foreign files) is refused and left alone.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+from pathlib import Path
+from typing import Final
+
+from dedup.errors import DedupError, StateIncompatible, TaskCorrupted
+from dedup.store.base import StoreIdentity
+
+_TOPOLOGY_NAME: Final = re.compile(r"[a-z0-9-]{1,200}", re.ASCII)
+_STORE_FILE: Final = re.compile(
+    r"CURRENT|IDENTITY|LOCK|LOG(\.old\.\d+)?|MANIFEST-\d+|OPTIONS-\d+(\.dbtmp)?|\d+\.(sst|log|dbtmp|blob)"
+    r"|rocksdict-config\.json",
+    re.ASCII,
+)
+_NOT_THE_STORES_FAULT: Final = (
+    "No space left",
+    "File too large",
+    "Disk quota",
+    "Read-only file system",
+    "Permission denied",
+    "Too many open files",
+    "Cannot allocate memory",
+)
+RESTORE: Final = "The directory will be deleted and restored from the changelog."
+
+
+def store_directory(state_dir: Path, identity: StoreIdentity) -> Path:
+    """Return where a task's store lives; a name becomes part of a path only from a fixed alphabet."""
+    if _TOPOLOGY_NAME.fullmatch(identity.topology) is None or identity.partition < 0:
+        raise StateIncompatible(
+            f"no directory can be named after topology {identity.topology!r}, partition {identity.partition}: "
+            "a topology's name has only a-z, 0-9 and '-'. Rename the topology."
+        )
+    return state_dir / identity.topology / str(identity.partition)
+
+
+def prepare_directory(directory: Path) -> None:
+    """The directory exists, is no symbolic link, holds nothing foreign and can be written; else StateIncompatible."""
+    for path in (directory, directory.parent):
+        if path.is_symlink():
+            raise StateIncompatible(
+                f"{path}: is a symbolic link, which a state directory must not be: another's data could be reached "
+                "through it. Remove the link or set another state_dir."
+            )
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise StateIncompatible(
+            f"{directory}: can not be made: {error.strerror}. Make state_dir writable for this user, "
+            "or set another one."
+        ) from error
+    names = _names(directory)
+    if not os.access(directory, os.W_OK | os.X_OK):
+        raise StateIncompatible(
+            f"{directory}: is not writable for this user. Make state_dir writable, or set another one."
+        )
+    _refuse_foreign(directory, names)
+
+
+def delete_store(directory: Path) -> None:
+    """The store's directory is gone; nothing happens if it was not there.
+
+    Raises StateIncompatible, with nothing deleted, if it is not a store's directory or another process has it open.
+    The store must not be open in this process.
+    """
+    if not directory.exists() and not directory.is_symlink():
+        return
+    prepare_directory(directory)
+    lock = os.open(directory / "LOCK", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        _lock(directory, lock)
+        # CURRENT last: a half-deleted directory then still reads as a damaged store, never as a fresh one.
+        for name in sorted(_names(directory), key=lambda name: name == "CURRENT"):
+            (directory / name).unlink()
+        directory.rmdir()
+    finally:
+        os.close(lock)
+
+
+def _lock(directory: Path, lock: int) -> None:
+    try:
+        fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        raise in_use(directory) from error
+
+
+def in_use(directory: Path) -> StateIncompatible:
+    """Return the error for a directory that another process has open."""
+    return StateIncompatible(
+        f"{directory}: is in use by another process. Two workers share a state_dir; stop one, or give each its own "
+        "state_dir and worker_id."
+    )
+
+
+def _names(directory: Path) -> list[str]:
+    try:
+        return sorted(os.listdir(directory))
+    except OSError as error:
+        raise StateIncompatible(
+            f"{directory}: can not be read: {error.strerror}. Give it to this user, or set another state_dir."
+        ) from error
+
+
+def _refuse_foreign(directory: Path, names: list[str]) -> None:
+    for name in names:
+        if _STORE_FILE.fullmatch(name) is None or not (directory / name).is_file() or (directory / name).is_symlink():
+            raise StateIncompatible(
+                f"{directory}: holds {name!r}, which is not part of a store. Nothing was touched; "
+                "empty the directory or set another state_dir."
+            )
+
+
+class ErrorsOf:
+    """Inside ``with``, what RocksDB reports of a directory is raised as the error named by what to do about it.
+
+    rocksdict raises bare Exception for everything; only that exact class is translated.
+    """
+
+    __slots__ = ("_directory",)
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+
+    def __enter__(self) -> None:
+        """Nothing to prepare."""
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        """Raise the translated error instead of RocksDB's."""
+        if kind is not Exception:
+            return
+        text = str(error)
+        if "/LOCK" in text and "lock" in text:
+            raise in_use(self._directory) from error
+        if any(reason in text for reason in _NOT_THE_STORES_FAULT):
+            raise DedupError(
+                f"{self._directory}: {text}. Nothing is lost: make room or give this user access, then start again; "
+                "what is missing here comes from the changelog."
+            ) from error
+        raise TaskCorrupted(f"{self._directory}: {text}. {RESTORE}") from error

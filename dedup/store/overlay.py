@@ -1,0 +1,139 @@
+"""What a task has judged but not yet applied, in generations in front of the store.
+
+    open  --freeze-->  committing  --applied-->  store, and a bounded cache of what was applied last
+
+``open`` takes the sightings of the running transaction. ``freeze`` captures them for the commit: frozen, not removed,
+so that the next fold still sees them while the commit is in flight. ``applied`` writes them to the store and only then
+lets them go. A newer tier hides an older one for the same (segment, ID): values list all sightings of the ID there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from dedup.errors import InvariantBroken
+from dedup.store.base import Store, TaskRecord, Writes
+
+_Tier = dict[int, dict[bytes, bytes]]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Generation:
+    """The sightings of one transaction, frozen for its commit."""
+
+    writes: Writes
+
+
+class Overlay:
+    """Answers look-ups as if everything judged were stored already. Not thread-safe: one task owns it."""
+
+    def __init__(self, store: Store, *, cache_ids: int = 50_000) -> None:
+        self._store: Final = store
+        self._cache_ids: Final = cache_ids
+        self._open: _Tier = {}
+        self._committing: Generation | None = None
+        # Two halves: when the young one is full it becomes the old one, whose IDs are let go. No order is kept.
+        self._young: _Tier = {}
+        self._old: _Tier = {}
+        self._young_ids = 0
+
+    @property
+    def in_flight(self) -> bool:
+        """A generation is frozen and not applied yet."""
+        return self._committing is not None
+
+    @property
+    def open_ids(self) -> int:
+        """How many (segment, ID) pairs the running transaction holds."""
+        return sum(map(len, self._open.values()))
+
+    def get_many(self, segments: Sequence[int], ids: Sequence[bytes]) -> dict[bytes, list[bytes]]:
+        """Return the encoded values of each known ID, one per segment that has it, in the order of ``segments``."""
+        hits = {segment: found for segment in segments if (found := self._in_tiers(segment, ids))}
+        if hits:
+            self._fill_from_store(hits, segments, ids)
+        else:
+            hits = self._store.get_each(segments, ids)
+        known: dict[bytes, list[bytes]] = {}
+        for segment in segments:
+            for state_key, value in hits.get(segment, {}).items():
+                known.setdefault(state_key, []).append(value)
+        return known
+
+    def add(self, writes: Writes) -> None:
+        """Take the sightings of a fold into the running transaction."""
+        for segment, values in writes.items():
+            self._open.setdefault(segment, {}).update(values)
+
+    def freeze(self) -> Generation:
+        """Capture the running transaction for its commit; a new one is open afterwards.
+
+        Raises InvariantBroken while an earlier generation is in flight.
+        """
+        if self._committing is not None:
+            raise InvariantBroken("a second commit of one task was started while the first is in flight.")
+        self._committing = Generation(self._open)
+        self._open = {}
+        return self._committing
+
+    def applied(self, generation: Generation, record: TaskRecord | None, position: int) -> None:
+        """Apply a committed generation to the store, in one atomic write, and let it go.
+
+        Raises InvariantBroken for a generation that is not the one in flight, and whatever the store raises: the
+        generation then stays visible.
+        """
+        if generation is not self._committing:
+            raise InvariantBroken("a generation was applied that is not the one in flight.")
+        self._store.apply(generation.writes, record, position)
+        self._remember(generation.writes)
+        self._committing = None
+
+    def discard(self) -> None:
+        """Forget everything that is not in the store: the transaction was aborted or the task is void."""
+        self._open = {}
+        self._committing = None
+        self._young, self._old, self._young_ids = {}, {}, 0
+
+    def drop_below(self, oldest_live_ms: int, segment_ms: int) -> tuple[int, ...]:
+        """Drop the segments the store drops, from the cache too; return their starts."""
+        dropped = self._store.drop_below(oldest_live_ms, segment_ms)
+        for start in dropped:
+            self._young_ids -= len(self._young.pop(start, ()))
+            self._old.pop(start, None)
+        return dropped
+
+    def _tiers(self) -> tuple[Mapping[int, Mapping[bytes, bytes]], ...]:
+        """What look-ups read before the store, oldest first."""
+        committing = {} if self._committing is None else self._committing.writes
+        return self._old, self._young, committing, self._open
+
+    def _in_tiers(self, segment: int, ids: Sequence[bytes]) -> dict[bytes, bytes]:
+        found: dict[bytes, bytes] = {}
+        for tier in self._tiers():
+            values = tier.get(segment)
+            if values:
+                # The intersection runs in C: nothing per ID in Python when all are unknown, the usual case.
+                found.update((state_key, values[state_key]) for state_key in values.keys() & ids)
+        return found
+
+    def _fill_from_store(self, hits: _Tier, segments: Sequence[int], ids: Sequence[bytes]) -> None:
+        """Add what the store has beside the hits; a hit hides the store's value of the same segment only."""
+        somewhere = set().union(*hits.values())
+        for segment, found in self._store.get_each(segments, [each for each in ids if each not in somewhere]).items():
+            hits.setdefault(segment, {}).update(found)
+        for segment in segments:
+            held = hits.get(segment, {})
+            elsewhere = [state_key for state_key in somewhere if state_key not in held]
+            if elsewhere and (found := self._store.get_many(segment, elsewhere)):
+                hits.setdefault(segment, {}).update(found)
+
+    def _remember(self, writes: Writes) -> None:
+        if not self._cache_ids:
+            return
+        for segment, values in writes.items():
+            self._young.setdefault(segment, {}).update(values)
+        self._young_ids = sum(map(len, self._young.values()))
+        if self._young_ids > self._cache_ids // 2:
+            self._old, self._young, self._young_ids = self._young, {}, 0

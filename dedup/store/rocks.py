@@ -1,0 +1,426 @@
+"""The store on disk: RocksDB, one column family per segment, so that a segment is dropped whole.
+
+One apply is one write batch over all families with the write-ahead log on (docs/decisions/0001-wal.md): keys, task
+record and position become durable together, also over a SIGKILL. A power cut may take the newest batches, whole ones;
+the position goes with them and the changelog brings them back.
+
+The default family holds the identity, the task record with the position, and what is known of each segment. Every
+segment repeats, under the empty key, the position of the last batch that wrote into it. If files are damaged (measured:
+a cut MANIFEST opens without the newest keys) the default family may be older than a segment: harmless, the restore
+replays. A segment older than the default family says of it is a hole: TaskCorrupted.
+
+rocksdict holds the GIL in every call, so a thread would not help: callers keep their batches small.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import astuple, dataclass, field, replace
+from itertools import compress, islice
+from pathlib import Path
+from typing import Final, Self
+
+from rocksdict import (
+    BlockBasedOptions,
+    Cache,
+    ColumnFamily,
+    DBCompressionType,
+    DBRecoveryMode,
+    Options,
+    Rdict,
+    WriteBatch,
+    WriteBufferManager,
+    WriteOptions,
+)
+
+from dedup.errors import DedupError, InvariantBroken, StateIncompatible, TaskCorrupted
+from dedup.store.base import StoreIdentity, TaskRecord, Writes, refuse_moving_back
+from dedup.store.changelog import decode_task_record, encode_task_record
+from dedup.store.directory import RESTORE, ErrorsOf, delete_store, prepare_directory
+from dedup.store.prefilter import Hashed, Prefilter
+
+_IDENTITY: Final = b"identity"
+_STATE: Final = b"state"
+_SEGMENT: Final = b"segment/"
+_FORMAT: Final = "1"
+_LAST_POSITION: Final = b""
+"""In a segment: no state key is empty, so this key is free, and sorts first."""
+
+_POSITION: Final = struct.Struct(">Q")
+_ABOUT: Final = struct.Struct(">QQQQ")
+_CHECKSUM_BYTES: Final = 4
+
+_MEMTABLE_BYTES: Final = 4 << 20
+_ARENA_BLOCK_BYTES: Final = 64 << 10
+_WAL_BYTES: Final = 16 << 20
+_OPEN_FILES: Final = 64
+_BLOOM_BITS: Final = 10
+_FILTERED_ON_OPEN_IDS: Final = 300_000
+"""So many IDs are read into a segment's prefilter at once on open: about 0.15 s."""
+_FEW_IDS: Final = 16
+"""Below this, asking RocksDB is quicker than hashing a column."""
+
+
+class RocksMemory:
+    """The memory that all stores of one worker share: cached blocks, and writes not yet in files."""
+
+    def __init__(self, *, cache_bytes: int = 64 << 20, write_buffer_bytes: int = 64 << 20) -> None:
+        self.cache: Final = Cache(cache_bytes)
+        self.write_buffers: Final = WriteBufferManager(write_buffer_bytes, allow_stall=False)
+
+
+@dataclass(frozen=True, slots=True)
+class _About:
+    """What the default family says of a segment."""
+
+    width_ms: int
+    """The widest grid it was written under; 0 while unknown."""
+    birth: int
+    """The store's position before the first write into it."""
+    last_position: int
+    """The position of the last batch that wrote into it."""
+    ids: int
+    """Keys written, repeated ones counted again."""
+
+
+@dataclass(slots=True)
+class _Segment:
+    family: Rdict
+    handle: ColumnFamily
+    about: _About
+    filter: Prefilter = field(default_factory=Prefilter)
+    filtered_to: bytes | None = None
+    """Every key up to here is in the filter; None: every key there is."""
+
+
+class RocksStore:
+    """One task's state in one directory; made by ``open``."""
+
+    def __init__(self, directory: Path, db: Rdict, options: Options) -> None:
+        self._directory: Final = directory
+        self._db: Final = db
+        self._options: Final = options
+        self._write_options: Final = WriteOptions()
+        self._write_options.sync = False
+        self._segments: dict[int, _Segment] = {}
+        self._task_record: TaskRecord | None = None
+        self._position = 0
+        self._closed = False
+
+    @classmethod
+    def open(cls, directory: Path, *, identity: StoreIdentity, memory: RocksMemory | None = None) -> Self:
+        """Return the store of a directory, a fresh one if it is empty.
+
+        Raises TaskCorrupted if the store is damaged or another task's, StateIncompatible if the directory can not be
+        used at all: in use, a symbolic link, not writable, foreign files.
+        """
+        prepare_directory(directory)
+        options = _options(memory or RocksMemory())
+        failure: DedupError | None = None
+        with ErrorsOf(directory):
+            exists = (directory / "CURRENT").exists()
+            if not exists and any(path.suffix in {".sst", ".log"} for path in directory.iterdir()):
+                # RocksDB would begin a new store and replay the old one's log into it.
+                raise TaskCorrupted(f"{directory}: the file CURRENT is gone. {RESTORE}")
+            names = Rdict.list_cf(str(directory), options) if exists else ["default"]
+            store = cls(directory, Rdict(str(directory), options, dict.fromkeys(names, options)), options)
+        try:
+            with ErrorsOf(directory):
+                store._load(identity, [name for name in names if name != "default"])
+        except DedupError as error:
+            failure = error
+        if failure is not None:
+            # The frames of the error hold the database open; the caller wants to delete it.
+            failure.__traceback__ = failure.__cause__ = failure.__context__ = None
+            store.close()
+            raise failure
+        return store
+
+    @property
+    def task_record(self) -> TaskRecord | None:
+        """The last applied task record; None in a fresh store."""
+        return self._task_record
+
+    @property
+    def position(self) -> int:
+        """The changelog offset to restore from; 0 in a fresh store."""
+        return self._position
+
+    def get_many(self, segment: int, ids: Sequence[bytes]) -> dict[bytes, bytes]:
+        """Return the encoded values of the IDs that the segment holds; unknown IDs are absent."""
+        return self.get_each((segment,), ids).get(segment, {})
+
+    def get_each(self, segments: Sequence[int], ids: Sequence[bytes]) -> dict[int, dict[bytes, bytes]]:
+        """Return ``get_many`` per segment, segments without a hit left out."""
+        self._refuse_if_closed()
+        asked = [(start, held) for start in segments if (held := self._segments.get(start)) is not None]
+        if not asked or not ids:
+            return {}
+        hashed = Hashed(ids) if len(ids) >= _FEW_IDS else None
+        found: dict[int, dict[bytes, bytes]] = {}
+        with ErrorsOf(self._directory):
+            for start, held in asked:
+                wanted = ids
+                if hashed is not None and held.filtered_to is None:
+                    maybe = held.filter.may_hold(hashed)
+                    if not maybe.any():
+                        continue
+                    # In key order, neighbours share blocks: twice as fast as any order.
+                    wanted = sorted(compress(ids, maybe.tolist()))
+                values = held.family.get(list(wanted))
+                there = {key: value for key, value in zip(wanted, values, strict=True) if value is not None}
+                there.pop(_LAST_POSITION, None)
+                if there:
+                    found[start] = there
+        return found
+
+    def segments(self) -> tuple[int, ...]:
+        """Return the starts of the segments held, ascending."""
+        self._refuse_if_closed()
+        return tuple(sorted(self._segments))
+
+    def apply(self, writes: Writes, record: TaskRecord | None, position: int) -> None:
+        """Make sightings, task record and position durable in one atomic write."""
+        self._refuse_if_closed()
+        refuse_moving_back(self._position, position)
+        current = record or self._task_record
+        batch = WriteBatch(raw_mode=True)
+        put = batch.put
+        changed: list[tuple[_Segment, _About]] = []
+        with ErrorsOf(self._directory):
+            for start, values in writes.items():
+                if not values:
+                    continue
+                if _LAST_POSITION in values:
+                    raise InvariantBroken("an empty state key was to be stored: no tracking ID encodes to nothing.")
+                held = self._segments.get(start) or self._create(start)
+                handle = held.handle
+                for state_key, value in values.items():
+                    put(state_key, value, handle)
+                about = replace(
+                    held.about,
+                    width_ms=max(held.about.width_ms, current.segment_ms if current is not None else 0),
+                    last_position=position,
+                    ids=held.about.ids + len(values),
+                )
+                put(_LAST_POSITION, _POSITION.pack(position), handle)
+                put(_segment_key(start), _sealed(_ABOUT.pack(*astuple(about))))
+                changed.append((held, about))
+            put(_STATE, _sealed(_POSITION.pack(position) + (b"" if current is None else encode_task_record(current))))
+            self._db.write(batch, self._write_options)
+        for (held, about), values in zip(changed, filter(None, writes.values()), strict=True):
+            held.about = about
+            held.filter.add(Hashed(values))
+        self._task_record = current
+        self._position = position
+
+    def drop_below(self, oldest_live_ms: int, segment_ms: int) -> tuple[int, ...]:
+        """Drop every segment that ends at or before ``oldest_live_ms``; return their starts, ascending."""
+        self._refuse_if_closed()
+        dropped = tuple(
+            start
+            for start, held in sorted(self._segments.items())
+            if start + max(held.about.width_ms, segment_ms) <= oldest_live_ms
+        )
+        with ErrorsOf(self._directory):
+            for start in dropped:
+                # First the entry, then the family: killed in between, a family without an entry is left, which open
+                # drops. The other way round a dropped family could not be told from a lost one.
+                self._db.delete(_segment_key(start), self._write_options)
+                del self._segments[start]
+                self._db.drop_column_family(str(start))
+        return dropped
+
+    def first_offset(self, segment: int) -> int | None:
+        """Return a changelog offset at or below the first that wrote into the segment; None if it is not held."""
+        self._refuse_if_closed()
+        held = self._segments.get(segment)
+        return None if held is None else held.about.birth
+
+    def approximate_bytes(self) -> int:
+        """Return what the segments take in files and in buffers not yet written to files."""
+        self._refuse_if_closed()
+        names = ("rocksdb.live-sst-files-size", "rocksdb.cur-size-all-mem-tables")
+        with ErrorsOf(self._directory):
+            return sum(
+                held.family.property_int_value(name) or 0 for held in self._segments.values() for name in names
+            )
+
+    def count_ids(self) -> int:
+        """Return the number of (segment, ID) pairs written; one written twice counts twice."""
+        self._refuse_if_closed()
+        return sum(held.about.ids for held in self._segments.values())
+
+    def sightings(self) -> Iterator[tuple[int, bytes, bytes]]:
+        """Yield (segment, state key, encoded value), ordered; raises TaskCorrupted on an unreadable one."""
+        self._refuse_if_closed()
+        for start, held in sorted(self._segments.items()):
+            with ErrorsOf(self._directory):
+                state_key = _LAST_POSITION
+                for state_key, value in held.family.items():
+                    if state_key != _LAST_POSITION:
+                        yield start, state_key, value
+                _refuse_early_end(held.family, state_key)
+
+    def warm(self, ids: int) -> bool:
+        """Read up to ``ids`` more keys into prefilters that a reopened store lacks; True when none is missing.
+
+        For idle moments: 1 M keys take about 0.5 s. Look-ups are right before, only slower.
+        """
+        self._refuse_if_closed()
+        for held in self._segments.values():
+            while held.filtered_to is not None:
+                if ids <= 0:
+                    return False
+                ids -= self._read_into_filter(held, min(ids, _FILTERED_ON_OPEN_IDS))
+        return True
+
+    def close(self) -> None:
+        """Release the directory; closing twice is allowed."""
+        if self._closed:
+            return
+        self._closed = True
+        self._segments.clear()
+        with ErrorsOf(self._directory):
+            self._db.close()
+
+    def wipe(self) -> None:
+        """Close the store and delete its directory."""
+        try:
+            self.close()
+        finally:
+            delete_store(self._directory)
+
+    def _refuse_if_closed(self) -> None:
+        if self._closed:
+            raise InvariantBroken("a closed store was used: its task was revoked. Build a new task instead.")
+
+    def _create(self, start: int) -> _Segment:
+        """Return a new, empty segment; killed before its first write, it is dropped at the next open."""
+        family = self._db.create_column_family(str(start), self._options)
+        about = _About(width_ms=0, birth=self._position, last_position=self._position, ids=0)
+        held = _Segment(family, self._db.get_column_family_handle(str(start)), about)
+        self._segments[start] = held
+        return held
+
+    def _load(self, identity: StoreIdentity, names: list[str]) -> None:
+        self._check_identity(identity)
+        sealed = self._db.get(_STATE)
+        if sealed is not None:
+            state = _unsealed(sealed, "its task record")
+            (self._position,) = _POSITION.unpack_from(state)
+            record = state[_POSITION.size :]
+            self._task_record = decode_task_record(record) if record else None
+        abouts = dict(self._entries())
+        for name in names:
+            about = abouts.pop(name, None)
+            if about is None:
+                # Made but never written to, or about to be dropped when the process ended.
+                self._db.drop_column_family(name)
+            else:
+                self._segments[int(name)] = self._loaded(name, about)
+        if abouts:
+            raise TaskCorrupted(f"segments {', '.join(abouts)} are gone, but their keys were stored. {RESTORE}")
+
+    def _check_identity(self, identity: StoreIdentity) -> None:
+        mine = "\n".join((_FORMAT, identity.topology, str(identity.partition), identity.changelog_topic_id))
+        stored: bytes | None = self._db.get(_IDENTITY)
+        if stored is None:
+            self._db.put(_IDENTITY, mine.encode(), self._write_options)
+            return
+        version, *owner = stored.decode(errors="replace").split("\n")
+        if version != _FORMAT:
+            raise StateIncompatible(
+                f"{self._directory}: is a store of format {version}; this dedup reads format {_FORMAT}. Run the release "
+                "that wrote it, or delete the directory: it will be restored from the changelog."
+            )
+        if stored != mine.encode():
+            theirs = StoreIdentity(owner[0], int(owner[1]), owner[2])
+            raise TaskCorrupted(f"{self._directory}: belongs to {theirs}, not to {identity}. {RESTORE}")
+
+    def _entries(self) -> Iterator[tuple[str, _About]]:
+        """Yield what the default family says of each segment, by the name of its family."""
+        key = b""
+        for key, value in self._db.items():
+            if key.startswith(_SEGMENT):
+                name = key[len(_SEGMENT) :].decode()
+                yield name, _About(*_ABOUT.unpack(_unsealed(value, f"the entry of segment {name}")))
+        _refuse_early_end(self._db, key)
+
+    def _loaded(self, name: str, about: _About) -> _Segment:
+        """Return a segment found on disk; raises TaskCorrupted if it lacks keys that were stored."""
+        family = self._db.get_column_family(name)
+        stored = family.get(_LAST_POSITION)
+        if stored is None or _POSITION.unpack(stored)[0] < about.last_position or self._position < about.last_position:
+            raise TaskCorrupted(
+                f"{self._directory}: segment {name} lacks writes up to changelog position {about.last_position}: "
+                f"files were damaged or restored from a copy. {RESTORE}"
+            )
+        held = _Segment(family, self._db.get_column_family_handle(name), about, filtered_to=_LAST_POSITION)
+        if about.ids <= _FILTERED_ON_OPEN_IDS:
+            self._read_into_filter(held, about.ids + 2)
+        return held
+
+    def _read_into_filter(self, held: _Segment, limit: int) -> int:
+        """Read up to ``limit`` more keys into the segment's prefilter; return how many."""
+        with ErrorsOf(self._directory):
+            keys: list[bytes] = list(islice(held.family.keys(from_key=held.filtered_to), limit))
+            held.filter.add(Hashed(keys))
+            if len(keys) == limit:
+                held.filtered_to = keys[-1]
+            else:
+                _refuse_early_end(held.family, keys[-1] if keys else _LAST_POSITION)
+                held.filtered_to = None
+        return len(keys)
+
+
+def _refuse_early_end(family: Rdict, last_key: bytes) -> None:
+    """Raise RocksDB's error if an iteration that ended at ``last_key`` did so for a damaged block: it says nothing."""
+    iterator = family.iter()
+    iterator.seek(last_key)
+    if iterator.valid():
+        iterator.next()
+    iterator.status()
+
+
+def _segment_key(start: int) -> bytes:
+    return _SEGMENT + str(start).encode()
+
+
+def _sealed(body: bytes) -> bytes:
+    return zlib.crc32(body).to_bytes(_CHECKSUM_BYTES) + body
+
+
+def _unsealed(sealed: bytes, what: str) -> bytes:
+    body = sealed[_CHECKSUM_BYTES:]
+    if zlib.crc32(body).to_bytes(_CHECKSUM_BYTES) != sealed[:_CHECKSUM_BYTES]:
+        raise TaskCorrupted(f"{what} is damaged: its checksum differs. {RESTORE}")
+    return body
+
+
+def _options(memory: RocksMemory) -> Options:
+    """Return the options of a store and of each of its families; small, as one worker may hold 256 stores."""
+    table = BlockBasedOptions()
+    table.set_bloom_filter(_BLOOM_BITS, block_based=False)
+    table.set_block_cache(memory.cache)
+    # Raw mode always: rocksdict's other mode executes pickles that it reads.
+    options = Options(raw_mode=True)
+    options.set_block_based_table_factory(table)
+    options.create_if_missing(True)
+    options.set_paranoid_checks(True)
+    options.set_wal_recovery_mode(DBRecoveryMode.point_in_time())
+    options.set_max_total_wal_size(_WAL_BYTES)
+    options.set_write_buffer_manager(memory.write_buffers)
+    options.set_write_buffer_size(_MEMTABLE_BYTES)
+    options.set_arena_block_size(_ARENA_BLOCK_BYTES)
+    options.set_allow_concurrent_memtable_write(False)
+    options.set_compression_type(DBCompressionType.lz4())
+    options.set_max_open_files(_OPEN_FILES)
+    options.set_max_background_jobs(2)
+    options.set_keep_log_file_num(1)
+    options.set_max_log_file_size(1 << 20)
+    options.set_stats_dump_period_sec(0)
+    options.set_stats_persist_period_sec(0)
+    return options
