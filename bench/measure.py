@@ -73,7 +73,7 @@ def measure(candidate: Candidate, task: Task, round_: int, progress: Progress) -
     job = task.job
     task.cluster.create(job.output, job.partitions)
     command = candidate.command(job)
-    reader = OutputReader(job.bootstrap, job.output, job.partitions)
+    reader = OutputReader(job.bootstrap, job.output, dict.fromkeys(range(job.partitions), 0))
     try:
         began_ms = time.time_ns() // 1_000_000
         with MeasuredProcess(command.arguments, environ_of(command), job.directory / "candidate.log") as process:

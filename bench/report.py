@@ -124,17 +124,31 @@ def _git(*arguments: str) -> str:
 
 
 def write(
-    day: date, about: Mapping[str, Any], runs: Sequence[Figures | Failed], rows: Sequence[Row], *, kind: str = "w1"
+    day: date, about: Mapping[str, Any], runs: Sequence[Figures | Failed], rows: Sequence[Row]
 ) -> tuple[Path, Path]:
-    """The JSON and the Markdown file are in bench/results/; returns both paths."""
-    RESULTS.mkdir(exist_ok=True)
-    stem = f"{day.isoformat()}-{commit()}-{kind}"
+    """The JSON and the Markdown file of a throughput measurement are in bench/results/; returns both paths."""
+    more = {"summary": [asdict(row) for row in rows]}
+    as_json = write_json(day, about, [_run(run) for run in runs], kind="w1", more=more)
+    as_text = as_json.with_suffix(".md")
     full = {"commit": commit(), "machine": machine(), **about}
-    result = {**full, "summary": [asdict(row) for row in rows], "runs": [_run(run) for run in runs]}
-    as_json, as_text = RESULTS / f"{stem}.json", RESULTS / f"{stem}.md"
-    as_json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     as_text.write_text(markdown(full, rows, [run for run in runs if isinstance(run, Failed)]), encoding="utf-8")
     return as_json, as_text
+
+
+def write_json(
+    day: date,
+    about: Mapping[str, Any],
+    runs: Sequence[Mapping[str, Any]],
+    *,
+    kind: str,
+    more: Mapping[str, Any] | None = None,
+) -> Path:
+    """The JSON file of a measurement is in bench/results/, named by day, commit and kind; returns its path."""
+    RESULTS.mkdir(exist_ok=True)
+    result = {"commit": commit(), "machine": machine(), **about, **(more or {}), "runs": runs}
+    path = RESULTS / f"{day.isoformat()}-{commit()}-{kind}.json"
+    path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    return path
 
 
 def _run(run: Figures | Failed) -> dict[str, Any]:

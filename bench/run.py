@@ -8,7 +8,6 @@ Exit code 0 if every run was exact, 1 if not. The result goes to bench/results/.
 
 from __future__ import annotations
 
-import contextlib
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,31 +19,20 @@ from typing import Annotated, Final
 import typer
 from confluent_kafka import KafkaException
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import Progress
 from rich.table import Table
 
-from bench import report
+from bench import report, stage
 from bench.build_peers import QUIX, PeerNotBuilt
 from bench.candidates import CANDIDATES, DEFAULT, Candidate, Job
 from bench.cluster import Cluster
 from bench.measure import Failed, Figures, Task, measure
 from bench.process import CandidateFailed
-from bench.workload import DUPLICATE_SHARE, Workload, load
-from dedup.local.kafka import EmbeddedKafka
+from bench.stage import Follow, Source
+from bench.workload import Workload
 
-_BROKER: Final = {"num.network.threads": "3", "num.io.threads": "8"}
-_LOG_WIDTH: Final = 160
 _FLOOR_EVENTS_PER_S: Final = 500
 _START_UP_WITHIN_S: Final = 120
-
-
-@dataclass(frozen=True, slots=True)
-class Source:
-    """A loaded source topic and what must come out of it."""
-
-    topic: str
-    workload: Workload
-    expected: Mapping[bytes, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,24 +57,21 @@ def main(  # noqa: PLR0913  each is an option of the command line
     bootstrap: Annotated[str, typer.Option(help="A running broker; without it an embedded one is started.")] = "",
 ) -> None:
     """Measure the candidates in turn, print the ratios, write the result file."""
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        console.width = _LOG_WIDTH
+    console = stage.console()
     chosen = _chosen(only)
-    # All events are in the past, so that no candidate takes them for events of the future.
-    start_ms = time.time_ns() // 1_000_000 - 3_600_000
-    with _broker(bootstrap) as address, tempfile.TemporaryDirectory(prefix="dedup-bench-") as directory:
+    start_ms = stage.past_start_ms()
+    with stage.broker(bootstrap) as address, tempfile.TemporaryDirectory(prefix="dedup-bench-") as directory:
         settings = Settings(address, partitions, commit_interval_ms, Path(directory))
-        with _bars(console) as bars:
+        with stage.bars(console) as bars:
             sources: dict[bool, Source] = {}
             for slow in sorted({candidate.slow for candidate in chosen}):
                 size = min(small, events) if slow else events
-                sources[slow] = _load(settings, Workload(size, partitions, seed, start_ms), bars)
+                sources[slow] = stage.load_source(address, Workload(size, partitions, seed, start_ms), bars)
             runs = list(_rounds(settings, chosen, sources, rounds, bars))
     good = [run for run in runs if isinstance(run, Figures)]
     rows = report.summarise(good)
     about = {
-        "workload": f"W1: {events:,} events, {partitions} partitions, {DUPLICATE_SHARE:.0%} duplicates, seed {seed}",
+        "workload": f"W1: {events:,} events, {partitions} partitions, 30 % duplicates, seed {seed}",
         "commit interval": f"{commit_interval_ms} ms",
         "rounds": rounds,
         "quix": QUIX,
@@ -104,29 +89,6 @@ def _chosen(names: Sequence[str] | None) -> list[Candidate]:
     return [CANDIDATES[name] for name in names or DEFAULT]
 
 
-@contextlib.contextmanager
-def _broker(bootstrap: str) -> Iterator[str]:
-    if bootstrap:
-        yield bootstrap
-        return
-    with EmbeddedKafka(profile="bench", properties=_BROKER) as kafka:
-        yield kafka.bootstrap
-
-
-def _bars(console: Console) -> Progress:
-    return Progress(
-        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=console
-    )
-
-
-def _load(settings: Settings, workload: Workload, bars: Progress) -> Source:
-    topic = f"w1-{workload.events}"
-    bar = bars.add_task(f"load {topic}", total=workload.events)
-    Cluster(settings.bootstrap).create(topic, workload.partitions)
-    load(settings.bootstrap, topic, workload, Follow(bars, bar))
-    return Source(topic, workload, workload.expected())
-
-
 def _rounds(
     settings: Settings, chosen: Sequence[Candidate], sources: Mapping[bool, Source], rounds: int, bars: Progress
 ) -> Iterator[Figures | Failed]:
@@ -136,8 +98,8 @@ def _rounds(
         first = (round_ - 1) % len(pairs)
         for candidate, compression in pairs[first:] + pairs[:first]:
             source = sources[candidate.slow]
-            bar = bars.add_task(f"round {round_} {candidate.name} {compression}", total=len(source.expected))
-            yield _run(settings, candidate, compression, source, round_, Follow(bars, bar))
+            progress = Follow(bars, f"round {round_} {candidate.name} {compression}", len(source.expected))
+            yield _run(settings, candidate, compression, source, round_, progress)
 
 
 def _run(
@@ -166,18 +128,6 @@ def _run(
         progress(figures.exactness.forwarded)
     cluster.delete_of(group)
     return figures
-
-
-class Follow:
-    """Moves one progress bar."""
-
-    def __init__(self, bars: Progress, bar: TaskID) -> None:
-        self._bars: Final = bars
-        self._bar: Final = bar
-
-    def __call__(self, done: int) -> None:
-        """The bar shows `done`."""
-        self._bars.update(self._bar, completed=done)
 
 
 def _show(console: Console, rows: Sequence[report.Row], failed: Sequence[Failed]) -> None:

@@ -20,7 +20,6 @@ Progress = Callable[[int], None]
 
 GUARD_MS: Final = 3_600_000
 NEAR_EVENTS: Final = 1_000
-DUPLICATE_SHARE: Final = 0.3
 PADDING_BYTES: Final = 106
 _POOL_BYTES: Final = 1 << 16
 _USERS: Final = 100_000
@@ -45,6 +44,7 @@ class Workload:
     partitions: int = 4
     seed: int = 7
     start_ms: int = 0
+    duplicate_share: float = 0.3
 
     @property
     def step_ms(self) -> float:
@@ -58,7 +58,7 @@ class Workload:
     def owners(self) -> np.ndarray:
         """Return for each event the index of the first event with its ID: its own index if it is the first."""
         random = np.random.default_rng(self.seed)
-        repeats = random.random(self.events) < DUPLICATE_SHARE
+        repeats = random.random(self.events) < self.duplicate_share
         near = random.random(self.events) < 1 / 2
         pick = random.random(self.events)
         owners = np.empty(self.events, np.int64)
