@@ -74,6 +74,8 @@ def dedup(job: Job) -> Command:
         "topics.min_insync_replicas": 1,
         "topics.compression": job.compression,
         "web.port": 0,
+        # A static member keeps its partitions over a restart, also over one with an empty disk.
+        "worker_id": job.group,
     }
     sets = [part for key, value in settings.items() for part in ("--set", f"{key}={value}")]
     end = ("--exit-when-done",) if job.until_done else ()
