@@ -103,7 +103,7 @@ def in_use(directory: Path) -> StateIncompatible:
 
 def _names(directory: Path) -> list[str]:
     try:
-        return sorted(os.listdir(directory))
+        return sorted(path.name for path in directory.iterdir())
     except OSError as error:
         raise StateIncompatible(
             f"{directory}: can not be read: {error.strerror}. Give it to this user, or set another state_dir."

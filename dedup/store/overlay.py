@@ -49,6 +49,11 @@ class Overlay:
         """How many (segment, ID) pairs the running transaction holds."""
         return sum(map(len, self._open.values()))
 
+    def segments(self) -> tuple[int, ...]:
+        """Return the starts of all segments with a sighting, ascending, applied or not."""
+        held = set(self._store.segments())
+        return tuple(sorted(held.union(*self._tiers())))
+
     def get_many(self, segments: Sequence[int], ids: Sequence[bytes]) -> dict[bytes, list[bytes]]:
         """Return the encoded values of each known ID, one per segment that has it, in the order of ``segments``."""
         hits = {segment: found for segment in segments if (found := self._in_tiers(segment, ids))}

@@ -14,13 +14,11 @@ rocksdict holds the GIL in every call, so a thread would not help: callers keep 
 
 from __future__ import annotations
 
-import struct
-import zlib
 from collections.abc import Iterator, Sequence
-from dataclasses import astuple, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from itertools import compress, islice
 from pathlib import Path
-from typing import Final, Self
+from typing import Final, Self, cast
 
 from rocksdict import (
     BlockBasedOptions,
@@ -37,8 +35,8 @@ from rocksdict import (
 
 from dedup.errors import DedupError, InvariantBroken, StateIncompatible, TaskCorrupted
 from dedup.store.base import StoreIdentity, TaskRecord, Writes, refuse_moving_back
-from dedup.store.changelog import decode_task_record, encode_task_record
 from dedup.store.directory import RESTORE, ErrorsOf, delete_store, prepare_directory
+from dedup.store.entries import SegmentEntry, decode_position, decode_state, encode_position, encode_state
 from dedup.store.prefilter import Hashed, Prefilter
 
 _IDENTITY: Final = b"identity"
@@ -47,10 +45,6 @@ _SEGMENT: Final = b"segment/"
 _FORMAT: Final = "1"
 _LAST_POSITION: Final = b""
 """In a segment: no state key is empty, so this key is free, and sorts first."""
-
-_POSITION: Final = struct.Struct(">Q")
-_ABOUT: Final = struct.Struct(">QQQQ")
-_CHECKSUM_BYTES: Final = 4
 
 _MEMTABLE_BYTES: Final = 4 << 20
 _ARENA_BLOCK_BYTES: Final = 64 << 10
@@ -71,25 +65,11 @@ class RocksMemory:
         self.write_buffers: Final = WriteBufferManager(write_buffer_bytes, allow_stall=False)
 
 
-@dataclass(frozen=True, slots=True)
-class _About:
-    """What the default family says of a segment."""
-
-    width_ms: int
-    """The widest grid it was written under; 0 while unknown."""
-    birth: int
-    """The store's position before the first write into it."""
-    last_position: int
-    """The position of the last batch that wrote into it."""
-    ids: int
-    """Keys written, repeated ones counted again."""
-
-
 @dataclass(slots=True)
 class _Segment:
     family: Rdict
     handle: ColumnFamily
-    about: _About
+    entry: SegmentEntry
     filter: Prefilter = field(default_factory=Prefilter)
     filtered_to: bytes | None = None
     """Every key up to here is in the filter; None: every key there is."""
@@ -169,7 +149,7 @@ class RocksStore:
                         continue
                     # In key order, neighbours share blocks: twice as fast as any order.
                     wanted = sorted(compress(ids, maybe.tolist()))
-                values = held.family.get(list(wanted))
+                values = cast("list[bytes | None]", held.family.get(list(wanted)))
                 there = {key: value for key, value in zip(wanted, values, strict=True) if value is not None}
                 there.pop(_LAST_POSITION, None)
                 if there:
@@ -188,7 +168,7 @@ class RocksStore:
         current = record or self._task_record
         batch = WriteBatch(raw_mode=True)
         put = batch.put
-        changed: list[tuple[_Segment, _About]] = []
+        changed: list[tuple[_Segment, SegmentEntry]] = []
         with ErrorsOf(self._directory):
             for start, values in writes.items():
                 if not values:
@@ -199,19 +179,19 @@ class RocksStore:
                 handle = held.handle
                 for state_key, value in values.items():
                     put(state_key, value, handle)
-                about = replace(
-                    held.about,
-                    width_ms=max(held.about.width_ms, current.segment_ms if current is not None else 0),
+                entry = replace(
+                    held.entry,
+                    width_ms=max(held.entry.width_ms, current.segment_ms if current is not None else 0),
                     last_position=position,
-                    ids=held.about.ids + len(values),
+                    ids=held.entry.ids + len(values),
                 )
-                put(_LAST_POSITION, _POSITION.pack(position), handle)
-                put(_segment_key(start), _sealed(_ABOUT.pack(*astuple(about))))
-                changed.append((held, about))
-            put(_STATE, _sealed(_POSITION.pack(position) + (b"" if current is None else encode_task_record(current))))
+                put(_LAST_POSITION, encode_position(position), handle)
+                put(_segment_key(start), entry.encode())
+                changed.append((held, entry))
+            put(_STATE, encode_state(position, current))
             self._db.write(batch, self._write_options)
-        for (held, about), values in zip(changed, filter(None, writes.values()), strict=True):
-            held.about = about
+        for (held, entry), values in zip(changed, filter(None, writes.values()), strict=True):
+            held.entry = entry
             held.filter.add(Hashed(values))
         self._task_record = current
         self._position = position
@@ -222,7 +202,7 @@ class RocksStore:
         dropped = tuple(
             start
             for start, held in sorted(self._segments.items())
-            if start + max(held.about.width_ms, segment_ms) <= oldest_live_ms
+            if start + max(held.entry.width_ms, segment_ms) <= oldest_live_ms
         )
         with ErrorsOf(self._directory):
             for start in dropped:
@@ -237,21 +217,19 @@ class RocksStore:
         """Return a changelog offset at or below the first that wrote into the segment; None if it is not held."""
         self._refuse_if_closed()
         held = self._segments.get(segment)
-        return None if held is None else held.about.birth
+        return None if held is None else held.entry.birth
 
     def approximate_bytes(self) -> int:
         """Return what the segments take in files and in buffers not yet written to files."""
         self._refuse_if_closed()
         names = ("rocksdb.live-sst-files-size", "rocksdb.cur-size-all-mem-tables")
         with ErrorsOf(self._directory):
-            return sum(
-                held.family.property_int_value(name) or 0 for held in self._segments.values() for name in names
-            )
+            return sum(held.family.property_int_value(name) or 0 for held in self._segments.values() for name in names)
 
     def count_ids(self) -> int:
         """Return the number of (segment, ID) pairs written; one written twice counts twice."""
         self._refuse_if_closed()
-        return sum(held.about.ids for held in self._segments.values())
+        return sum(held.entry.ids for held in self._segments.values())
 
     def sightings(self) -> Iterator[tuple[int, bytes, bytes]]:
         """Yield (segment, state key, encoded value), ordered; raises TaskCorrupted on an unreadable one."""
@@ -259,7 +237,7 @@ class RocksStore:
         for start, held in sorted(self._segments.items()):
             with ErrorsOf(self._directory):
                 state_key = _LAST_POSITION
-                for state_key, value in held.family.items():
+                for state_key, value in _pairs(held.family):
                     if state_key != _LAST_POSITION:
                         yield start, state_key, value
                 _refuse_early_end(held.family, state_key)
@@ -300,29 +278,26 @@ class RocksStore:
     def _create(self, start: int) -> _Segment:
         """Return a new, empty segment; killed before its first write, it is dropped at the next open."""
         family = self._db.create_column_family(str(start), self._options)
-        about = _About(width_ms=0, birth=self._position, last_position=self._position, ids=0)
-        held = _Segment(family, self._db.get_column_family_handle(str(start)), about)
+        entry = SegmentEntry(width_ms=0, birth=self._position, last_position=self._position, ids=0)
+        held = _Segment(family, self._db.get_column_family_handle(str(start)), entry)
         self._segments[start] = held
         return held
 
     def _load(self, identity: StoreIdentity, names: list[str]) -> None:
         self._check_identity(identity)
-        sealed = self._db.get(_STATE)
-        if sealed is not None:
-            state = _unsealed(sealed, "its task record")
-            (self._position,) = _POSITION.unpack_from(state)
-            record = state[_POSITION.size :]
-            self._task_record = decode_task_record(record) if record else None
-        abouts = dict(self._entries())
+        state: bytes | None = self._db.get(_STATE)
+        if state is not None:
+            self._position, self._task_record = decode_state(state)
+        entries = dict(self._entries())
         for name in names:
-            about = abouts.pop(name, None)
-            if about is None:
+            entry = entries.pop(name, None)
+            if entry is None:
                 # Made but never written to, or about to be dropped when the process ended.
                 self._db.drop_column_family(name)
             else:
-                self._segments[int(name)] = self._loaded(name, about)
-        if abouts:
-            raise TaskCorrupted(f"segments {', '.join(abouts)} are gone, but their keys were stored. {RESTORE}")
+                self._segments[int(name)] = self._loaded(name, entry)
+        if entries:
+            raise TaskCorrupted(f"segments {', '.join(entries)} are gone, but their keys were stored. {RESTORE}")
 
     def _check_identity(self, identity: StoreIdentity) -> None:
         mine = "\n".join((_FORMAT, identity.topology, str(identity.partition), identity.changelog_topic_id))
@@ -333,40 +308,40 @@ class RocksStore:
         version, *owner = stored.decode(errors="replace").split("\n")
         if version != _FORMAT:
             raise StateIncompatible(
-                f"{self._directory}: is a store of format {version}; this dedup reads format {_FORMAT}. Run the release "
-                "that wrote it, or delete the directory: it will be restored from the changelog."
+                f"{self._directory}: is a store of format {version}; this dedup reads format {_FORMAT}. Run the "
+                "release that wrote it, or delete the directory: it will be restored from the changelog."
             )
         if stored != mine.encode():
             theirs = StoreIdentity(owner[0], int(owner[1]), owner[2])
             raise TaskCorrupted(f"{self._directory}: belongs to {theirs}, not to {identity}. {RESTORE}")
 
-    def _entries(self) -> Iterator[tuple[str, _About]]:
+    def _entries(self) -> Iterator[tuple[str, SegmentEntry]]:
         """Yield what the default family says of each segment, by the name of its family."""
         key = b""
-        for key, value in self._db.items():
+        for key, value in _pairs(self._db):
             if key.startswith(_SEGMENT):
                 name = key[len(_SEGMENT) :].decode()
-                yield name, _About(*_ABOUT.unpack(_unsealed(value, f"the entry of segment {name}")))
+                yield name, SegmentEntry.decode(value, name)
         _refuse_early_end(self._db, key)
 
-    def _loaded(self, name: str, about: _About) -> _Segment:
+    def _loaded(self, name: str, entry: SegmentEntry) -> _Segment:
         """Return a segment found on disk; raises TaskCorrupted if it lacks keys that were stored."""
         family = self._db.get_column_family(name)
         stored = family.get(_LAST_POSITION)
-        if stored is None or _POSITION.unpack(stored)[0] < about.last_position or self._position < about.last_position:
+        if stored is None or decode_position(stored) < entry.last_position or self._position < entry.last_position:
             raise TaskCorrupted(
-                f"{self._directory}: segment {name} lacks writes up to changelog position {about.last_position}: "
+                f"{self._directory}: segment {name} lacks writes up to changelog position {entry.last_position}: "
                 f"files were damaged or restored from a copy. {RESTORE}"
             )
-        held = _Segment(family, self._db.get_column_family_handle(name), about, filtered_to=_LAST_POSITION)
-        if about.ids <= _FILTERED_ON_OPEN_IDS:
-            self._read_into_filter(held, about.ids + 2)
+        held = _Segment(family, self._db.get_column_family_handle(name), entry, filtered_to=_LAST_POSITION)
+        if entry.ids <= _FILTERED_ON_OPEN_IDS:
+            self._read_into_filter(held, entry.ids + 2)
         return held
 
     def _read_into_filter(self, held: _Segment, limit: int) -> int:
         """Read up to ``limit`` more keys into the segment's prefilter; return how many."""
         with ErrorsOf(self._directory):
-            keys: list[bytes] = list(islice(held.family.keys(from_key=held.filtered_to), limit))
+            keys = cast("list[bytes]", list(islice(held.family.keys(from_key=held.filtered_to), limit)))
             held.filter.add(Hashed(keys))
             if len(keys) == limit:
                 held.filtered_to = keys[-1]
@@ -374,6 +349,11 @@ class RocksStore:
                 _refuse_early_end(held.family, keys[-1] if keys else _LAST_POSITION)
                 held.filtered_to = None
         return len(keys)
+
+
+def _pairs(family: Rdict) -> Iterator[tuple[bytes, bytes]]:
+    # In raw mode there is nothing but bytes.
+    return cast("Iterator[tuple[bytes, bytes]]", family.items())
 
 
 def _refuse_early_end(family: Rdict, last_key: bytes) -> None:
@@ -389,17 +369,6 @@ def _segment_key(start: int) -> bytes:
     return _SEGMENT + str(start).encode()
 
 
-def _sealed(body: bytes) -> bytes:
-    return zlib.crc32(body).to_bytes(_CHECKSUM_BYTES) + body
-
-
-def _unsealed(sealed: bytes, what: str) -> bytes:
-    body = sealed[_CHECKSUM_BYTES:]
-    if zlib.crc32(body).to_bytes(_CHECKSUM_BYTES) != sealed[:_CHECKSUM_BYTES]:
-        raise TaskCorrupted(f"{what} is damaged: its checksum differs. {RESTORE}")
-    return body
-
-
 def _options(memory: RocksMemory) -> Options:
     """Return the options of a store and of each of its families; small, as one worker may hold 256 stores."""
     table = BlockBasedOptions()
@@ -408,7 +377,7 @@ def _options(memory: RocksMemory) -> Options:
     # Raw mode always: rocksdict's other mode executes pickles that it reads.
     options = Options(raw_mode=True)
     options.set_block_based_table_factory(table)
-    options.create_if_missing(True)
+    options.create_if_missing(create_if_missing=True)
     options.set_paranoid_checks(True)
     options.set_wal_recovery_mode(DBRecoveryMode.point_in_time())
     options.set_max_total_wal_size(_WAL_BYTES)
