@@ -96,8 +96,7 @@ class Model:
             if self.rules.future == "dead_letter":
                 return ModelVerdict("dead_letter", time_ms, self.stream_time_ms, reason="future_time")
             time_ms = record.ceiling_ms
-        if time_ms > self.greatest[feed]:
-            self.greatest[feed] = time_ms
+        self.greatest[feed] = max(self.greatest[feed], time_ms)
         self._advance()
         return self._decide(record.id, time_ms, record)
 
@@ -115,8 +114,7 @@ class Model:
         """Stream time is the least, over the feeds not idle, of each one's greatest time; it never decreases."""
         awake = [greatest_ms for feed, greatest_ms in self.greatest.items() if not self.idle[feed]]
         candidate_ms = min(awake) if awake else max(self.greatest.values())
-        if candidate_ms > self.stream_time_ms:
-            self.stream_time_ms = candidate_ms
+        self.stream_time_ms = max(self.stream_time_ms, candidate_ms)
 
     def _unjudged(self, record: ModelRecord, fault: ModelFault) -> ModelVerdict:
         """Only judged records move stream time, so a fault changes nothing but its feed's idleness."""

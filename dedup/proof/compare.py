@@ -1,0 +1,128 @@
+"""What the model expects of a topic, held against what is in it: pure, on digests."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from typing import Final, NamedTuple
+
+Headers = Sequence[tuple[str, bytes | None]]
+
+DIGEST_BYTES: Final = 16
+
+
+def digest(key: bytes | None, value: bytes | None, headers: Headers, timestamp_ms: int) -> bytes:
+    """Return a digest of all of a record; every part carries its length, so none can pass for another.
+
+    BLAKE2b, not a fast checksum: a chosen collision would hide a change.
+    """
+    key_bytes = -1 if key is None else len(key)
+    value_bytes = -1 if value is None else len(value)
+    head = b"%d %d %d " % (timestamp_ms, key_bytes, value_bytes)
+    if not headers:
+        return blake2b(b"".join((head, key or b"", value or b"")), digest_size=DIGEST_BYTES).digest()
+    parts = [head, key or b"", value or b""]
+    for name, content in headers:
+        encoded = name.encode()
+        parts += (b"%d %d " % (len(encoded), -1 if content is None else len(content)), encoded, content or b"")
+    return blake2b(b"".join(parts), digest_size=DIGEST_BYTES).digest()
+
+
+class Place(NamedTuple):
+    """A row of one of several sequences."""
+
+    sequence: int
+    row: int
+
+
+@dataclass(slots=True)
+class Expected:
+    """What one task forwards, in its order; records that may be there or not are named."""
+
+    digests: list[bytes] = field(default_factory=list)
+    optional: set[int] = field(default_factory=set)
+    """Rows whose presence can not be proved either way."""
+
+
+@dataclass(slots=True)
+class Comparison:
+    """How the records of a topic differ from those expected; all empty where they do not."""
+
+    missing: list[Place] = field(default_factory=list)
+    """Expected (task, row), not there."""
+    extra: list[Place] = field(default_factory=list)
+    """There (partition, row), not expected, or more often than expected."""
+    displaced: list[Place] = field(default_factory=list)
+    """There (partition, row), but before or after a record of the same task that it should not pass."""
+
+    @property
+    def clean(self) -> bool:
+        """Whether nothing differs."""
+        return not (self.missing or self.extra or self.displaced)
+
+
+def compare(expected: Sequence[Expected], actual: Sequence[Sequence[bytes]]) -> Comparison:
+    """Compare tasks with the partitions they write; a task's records keep their order within each partition."""
+    if len(expected) == len(actual) == 1 and expected[0].digests == actual[0]:
+        return Comparison()
+    rows_of = _candidates(expected, actual)
+    result = Comparison()
+    for partition, digests in enumerate(actual):
+        tracks: dict[int, list[tuple[int, int]]] = {}
+        for row, each in enumerate(digests):
+            candidates = rows_of.get(each)
+            if not candidates:
+                result.extra.append(Place(partition, row))
+                continue
+            place = candidates.pop()
+            tracks.setdefault(place.sequence, []).append((place.row, row))
+        for track in tracks.values():
+            result.displaced += [Place(partition, row) for row in _out_of_order(track)]
+    for candidates in rows_of.values():
+        result.missing += [place for place in candidates if place.row not in expected[place.sequence].optional]
+    result.missing.sort()
+    return result
+
+
+def _candidates(expected: Sequence[Expected], actual: Sequence[Sequence[bytes]]) -> dict[bytes, list[Place]]:
+    """Return where each digest is expected, last first; optional rows only where records are left for them."""
+    rows_of: dict[bytes, list[Place]] = {}
+    for task, wanted in enumerate(expected):
+        for row, each in enumerate(wanted.digests):
+            rows_of.setdefault(each, []).append(Place(task, row))
+    there: dict[bytes, int] = {}
+    for digests in actual:
+        for each in digests:
+            there[each] = there.get(each, 0) + 1
+    for each, places in rows_of.items():
+        surplus = len(places) - there.get(each, 0)
+        if surplus > 0:
+            optional = [place for place in places if place.row in expected[place.sequence].optional]
+            for place in optional[:surplus]:
+                places.remove(place)
+        places.reverse()
+    return rows_of
+
+
+def _out_of_order(track: list[tuple[int, int]]) -> list[int]:
+    """Return the fewest rows whose removal leaves the rest in the expected order (patience sorting)."""
+    tops: list[int] = []
+    top_rows: list[int] = []
+    previous: list[int] = []
+    for at, (wanted, _) in enumerate(track):
+        pile = bisect_left(tops, wanted)
+        previous.append(top_rows[pile - 1] if pile else -1)
+        if pile == len(tops):
+            tops.append(wanted)
+            top_rows.append(at)
+        else:
+            tops[pile] = wanted
+            top_rows[pile] = at
+    kept: set[int] = set()
+    at = top_rows[-1] if top_rows else -1
+    while at >= 0:
+        kept.add(at)
+        at = previous[at]
+    return [row for at, (_, row) in enumerate(track) if at not in kept]

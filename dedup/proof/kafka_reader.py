@@ -1,0 +1,247 @@
+"""Reading Kafka with librdkafka: another client than the worker's, so that one can not hide a defect of the other."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Final, Self
+
+from confluent_kafka import (
+    OFFSET_INVALID,
+    Consumer,
+    ConsumerGroupTopicPartitions,
+    IsolationLevel,
+    KafkaError,
+    KafkaException,
+    Message,
+    TopicPartition,
+)
+from confluent_kafka.admin import AdminClient, OffsetSpec
+
+from dedup.errors import BrokerUnavailable
+from dedup.proof.compare import Headers
+from dedup.settings import Settings
+
+_ANSWER_WITHIN_S: Final = 30.0
+_NO_PROGRESS_S: Final = 60.0
+"""Longer than any transaction may stay open by our own settings."""
+_BATCH: Final = 10_000
+_POLL_S: Final = 0.5
+_NO_HEADERS: Final[Headers] = ()
+
+CREATE_TIME: Final = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """The offsets a partition holds: from ``low`` up to, not including, ``high``."""
+
+    low: int
+    high: int
+    """The high watermark: open transactions included."""
+
+
+@dataclass(slots=True)
+class Columns:
+    """Records of one partition in the log's order, column by column."""
+
+    offsets: list[int] = field(default_factory=list)
+    keys: list[bytes | None] = field(default_factory=list)
+    values: list[bytes | None] = field(default_factory=list)
+    headers: list[Headers] = field(default_factory=list)
+    timestamps_ms: list[int] = field(default_factory=list)
+    broker_time: bool = False
+    """The topic replaces timestamps by its own clock (LogAppendTime)."""
+
+    @classmethod
+    def of(cls, messages: list[Message]) -> Self:
+        """Return the columns of some messages."""
+        stamps = [message.timestamp() for message in messages]
+        return cls(
+            [message.offset() or 0 for message in messages],
+            [message.key() for message in messages],  # type: ignore[misc]  # bytes, as no deserialiser is set
+            [message.value() for message in messages],  # type: ignore[misc]
+            [message.headers() or _NO_HEADERS for message in messages],  # type: ignore[misc]
+            [stamp for _, stamp in stamps],
+            broker_time=bool(stamps) and stamps[0][0] != CREATE_TIME,
+        )
+
+    def rows(self, wanted: list[int]) -> Columns:
+        """Return some of the records."""
+        return Columns(
+            [self.offsets[row] for row in wanted],
+            [self.keys[row] for row in wanted],
+            [self.values[row] for row in wanted],
+            [self.headers[row] for row in wanted],
+            [self.timestamps_ms[row] for row in wanted],
+            self.broker_time,
+        )
+
+
+class OpenTransaction(Exception):  # a fact about a partition, reported, not an error of ours
+    """A partition could not be read to its end: a transaction there stays open."""
+
+
+class KafkaReader:
+    """A read-only view of a cluster. Blocking; one thread; use as a context manager.
+
+    Every method raises BrokerUnavailable if no answer comes in time or the broker refuses.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self._config: Final = client_config(settings)
+        self._brokers: Final = ", ".join(settings.brokers)
+        self._admin: Final = AdminClient(dict(self._config))
+        self._consumer: Final = Consumer(
+            {
+                **self._config,
+                "group.id": "dedup-verify-reads-without-a-group",
+                "enable.auto.commit": False,
+                "enable.auto.offset.store": False,
+                "enable.partition.eof": True,
+                "auto.offset.reset": "error",
+                "isolation.level": "read_committed",
+                # The default of 1 s halves the throughput: it is the pause after the local queue was full once.
+                "fetch.queue.backoff.ms": 5,
+                "queued.max.messages.kbytes": 32_768,
+                "fetch.wait.max.ms": 50,
+            }
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self._consumer.close()
+
+    def partitions(self, topics: Iterable[str]) -> dict[str, int]:
+        """Return the partition count of each topic; 0 for one that does not exist."""
+        try:
+            known = self._admin.list_topics(timeout=_ANSWER_WITHIN_S).topics
+        except KafkaException as error:
+            raise self._unavailable("listing the topics", error) from error
+        return {topic: len(known[topic].partitions) if topic in known else 0 for topic in topics}
+
+    def bounds(self, topic: str, partitions: Iterable[int]) -> dict[int, Bounds]:
+        """Return what each partition holds at this moment."""
+        places = [TopicPartition(topic, partition) for partition in partitions]
+        if not places:
+            return {}
+        low = self._list_offsets(dict.fromkeys(places, OffsetSpec.earliest()))
+        high = self._list_offsets(dict.fromkeys(places, OffsetSpec.latest()))
+        return {partition: Bounds(low[partition], high[partition]) for partition in low}
+
+    def offset_for_time(self, topic: str, partition: int, time_ms: int) -> int | None:
+        """Return the offset of the first record at or after a time; None if there is none."""
+        place = TopicPartition(topic, partition)
+        found = self._list_offsets({place: OffsetSpec.for_timestamp(time_ms)})[partition]
+        return found if found >= 0 else None
+
+    def committed(self, group: str, topic: str, partitions: Iterable[int]) -> dict[int, int]:
+        """Return the group's committed offsets; partitions without one are absent."""
+        places = [TopicPartition(topic, partition) for partition in partitions]
+        if not places:
+            return {}
+        asked = self._admin.list_consumer_group_offsets(
+            [ConsumerGroupTopicPartitions(group, places)],
+            # Not while a commit of them is under way.
+            require_stable=True,
+            request_timeout=_ANSWER_WITHIN_S,
+        )
+        try:
+            answer = asked[group].result()
+        except KafkaException as error:
+            raise self._unavailable(f"reading the offsets of group {group}", error) from error
+        return {
+            place.partition: place.offset
+            for place in answer.topic_partitions or ()
+            if place.offset != OFFSET_INVALID and place.offset >= 0
+        }
+
+    def read(self, topic: str, partition: int, start: int, end: int) -> Iterator[Columns]:
+        """Yield the committed records with offsets in [start, end).
+
+        Raises OpenTransaction where the end is not reached because a transaction is open for longer than any may be.
+        """
+        if start >= end:
+            return
+        self._consumer.assign([TopicPartition(topic, partition, start)])
+        silent_since = time.monotonic()
+        reached = start
+        try:
+            while reached < end:
+                messages = self._consumer.consume(_BATCH, _POLL_S)
+                kept, now_at = self._sorted_out(messages, end)
+                if now_at > reached:
+                    reached, silent_since = now_at, time.monotonic()
+                elif time.monotonic() - silent_since > _NO_PROGRESS_S:
+                    raise OpenTransaction(
+                        f"{topic}/{partition} can be read only up to offset {reached} of {end}: a transaction there "
+                        f"is open for {_NO_PROGRESS_S:.0f} s. Find it with kafka-transactions.sh, then verify again."
+                    )
+                if kept:
+                    yield Columns.of(kept)
+        finally:
+            self._consumer.unassign()
+
+    def _sorted_out(self, messages: list[Message], end: int) -> tuple[list[Message], int]:
+        """Return the records below ``end``, and the offset up to which the partition was read."""
+        kept = []
+        reached = -1
+        for message in messages:
+            error = message.error()
+            offset = message.offset() or 0
+            if error is None:
+                if offset < end:
+                    kept.append(message)
+                reached = max(reached, offset + 1)
+            elif error.code() == KafkaError._PARTITION_EOF:  # noqa: SLF001  # the client's name for it
+                # Its offset is the next one: markers and aborted records at the end are behind it.
+                reached = max(reached, offset)
+            elif error.code() == KafkaError._AUTO_OFFSET_RESET:  # noqa: SLF001
+                raise BrokerUnavailable(
+                    f"{message.topic()}/{message.partition()}: retention deleted records while they were verified. "
+                    f"Verify again, or give the topic a longer retention."
+                )
+            elif not error.retriable():
+                raise self._unavailable(f"reading {message.topic()}/{message.partition()}", KafkaException(error))
+        return kept, reached
+
+    def _list_offsets(self, wanted: Mapping[TopicPartition, OffsetSpec]) -> dict[int, int]:
+        asked = self._admin.list_offsets(
+            dict(wanted),
+            isolation_level=IsolationLevel.READ_UNCOMMITTED,
+            request_timeout=_ANSWER_WITHIN_S,
+        )
+        try:
+            return {place.partition: answer.result().offset for place, answer in asked.items()}
+        except KafkaException as error:
+            raise self._unavailable("asking for offsets", error) from error
+
+    def _unavailable(self, doing: str, error: KafkaException) -> BrokerUnavailable:
+        return BrokerUnavailable(
+            f"{doing} at {self._brokers}: {error.args[0].str()}. Check `brokers` and `security`, and that the "
+            f"principal may Describe and Read these topics and the group."
+        )
+
+
+def client_config(settings: Settings) -> dict[str, str | int | float | bool]:
+    """Return librdkafka's configuration for the cluster of the settings."""
+    security = settings.security
+    wanted = {
+        "bootstrap.servers": ",".join(settings.brokers),
+        "security.protocol": security.protocol,
+        "sasl.mechanism": security.mechanism,
+        "sasl.username": security.username,
+        "sasl.password": security.password,
+        "ssl.ca.location": security.ca_file,
+        "ssl.certificate.location": security.cert_file,
+        "ssl.key.location": security.key_file,
+        "ssl.key.password": security.key_password,
+    }
+    # librdkafka logs to stderr by itself; what matters reaches us as errors.
+    return {"log_level": 0, "client.id": "dedup-verify"} | {
+        name: str(value) for name, value in wanted.items() if value is not None
+    }

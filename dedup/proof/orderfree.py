@@ -1,0 +1,72 @@
+"""Checks that need no order: no ID twice within a guard period, and for every record judged its ID is somewhere."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Final
+
+from dedup.core.window import Source
+from dedup.proof.cut import Cut, Written
+from dedup.proof.evidence import VERDICT_HEADER
+
+WHY_NO_TIMES: Final = "the output keeps no event times, so the distance of two records of one ID is not known"
+WHY_OUTPUT_GONE: Final = "the output has lost its beginning"
+
+
+class OrderFree:
+    """The output by tracking ID. Reads it once more, and keeps an ID and its event times for each record."""
+
+    def __init__(self, cut: Cut, written: list[Written]) -> None:
+        self._cut: Final = cut
+        self._times_ms: Final[dict[bytes, list[int]]] = {}
+        self._complete: Final = all(each.bounds.low == 0 for each in written)
+        self._exempt: Final[set[bytes]] = set()
+        for each in written:
+            self._collect(each)
+        if any(each.broker_time for each in written):
+            cut.report.unprovable(WHY_NO_TIMES, sum(len(times) for times in self._times_ms.values()))
+        else:
+            self._report_too_near()
+
+    def must_be_somewhere(self, place: str, tracking_id: bytes, time_ms: int, source: Source) -> None:
+        """Report a judged record as lost unless it was forwarded, is late, or repeats one that was forwarded."""
+        late = self._cut.plan.late
+        if late is not None and late.filed.pop(source, None) is not None:
+            return
+        times_ms = self._times_ms.get(tracking_id)
+        if times_ms is None:
+            if not self._complete:
+                self._cut.report.unprovable(WHY_OUTPUT_GONE)
+            elif late is not None and late.complete:
+                self._cut.report.violation(
+                    "lost", place, "its tracking ID is neither in the output nor in a side topic"
+                )
+            return
+        rules = self._cut.plan.rules
+        near = rules.extend or any(abs(time_ms - each) < rules.guard_ms for each in times_ms)
+        if not near and self._complete and late is not None and late.complete:
+            text = "no record of its tracking ID within a guard period is in the output"
+            self._cut.report.violation("lost", place, text)
+
+    def _collect(self, written: Written) -> None:
+        bounds = written.bounds
+        for columns in self._cut.reader.read(written.topic, written.partition, bounds.low, bounds.high):
+            extracted = self._cut.plan.extract(columns.keys, columns.values, columns.headers, columns.timestamps_ms)
+            for row, tracking_id in enumerate(extracted.ids):
+                if tracking_id is None:
+                    continue
+                self._times_ms.setdefault(tracking_id, []).append(extracted.times_ms[row])
+                if any(name == VERDICT_HEADER for name, _ in columns.headers[row]):
+                    # Forwarded by a policy that is outside the promise: the distance rule does not bind its ID.
+                    self._exempt.add(tracking_id)
+
+    def _report_too_near(self) -> None:
+        guard_ms = self._cut.plan.rules.guard_ms
+        for tracking_id, times_ms in self._times_ms.items():
+            if len(times_ms) == 1 or tracking_id in self._exempt:
+                continue
+            times_ms.sort()
+            for earlier_ms, later_ms in pairwise(times_ms):
+                if later_ms - earlier_ms < guard_ms:
+                    text = f"forwarded at event times {earlier_ms} and {later_ms} ms, less than a guard period apart"
+                    self._cut.report.violation("duplicated", f"tracking ID {tracking_id.hex()}", text)

@@ -1,0 +1,168 @@
+"""A report for people: a table on the terminal, and one HTML file that needs nothing else."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from html import escape
+from typing import Final
+
+from rich.console import Console
+from rich.table import Table
+
+from dedup.proof.report import MEANINGS, VERDICTS, Books, Report, Timeline
+
+_SHOWN_ON_THE_TERMINAL: Final = 20
+_COLOURS: Final = ("#2a78d6", "#eda100", "#1baf7a", "#e34948")
+_WIDTH, _HEIGHT, _LEFT, _BOTTOM = 960, 240, 56, 28
+_COLUMNS: Final = ("read", "unique", "duplicates", "late", "dead_letters", "pending", "not_provable")
+
+_STYLE: Final = """
+:root{color-scheme:light dark;--ink:#1a1a19;--soft:#6b6a66;--line:#dddcd6;--page:#fcfcfb;--bad:#c62f2e}
+@media(prefers-color-scheme:dark){:root{--ink:#f2f1ec;--soft:#a3a29b;--line:#3a3a37;--page:#1a1a19;--bad:#ff7a78}}
+body{font:15px/1.5 system-ui,sans-serif;color:var(--ink);background:var(--page);max-width:1000px;margin:2rem auto;
+padding:0 1rem}h1{font-size:1.4rem;margin:0}h2{font-size:1.05rem;margin:2rem 0 .5rem}p{margin:.3rem 0}
+.line{font:600 1.6rem/1.4 ui-monospace,monospace}.bad{color:var(--bad)}.soft{color:var(--soft)}
+.scroll{overflow-x:auto}table{border-collapse:collapse;font-variant-numeric:tabular-nums;width:100%}
+th,td{padding:.25rem .6rem;text-align:right;border-bottom:1px solid var(--line)}
+th{font-weight:500;color:var(--soft)}th:first-child,td:first-child,td.text{text-align:left}
+svg{width:100%;height:auto}svg text{fill:var(--soft);font:12px system-ui,sans-serif}
+.key{display:inline-block;width:.8rem;height:.8rem;border-radius:2px;margin:0 .35rem 0 1rem;vertical-align:-1px}
+"""
+
+
+def print_report(report: Report, console: Console) -> None:
+    """Print the books, the violations, what could not be proved, and the closing line."""
+    table = Table(title=f"{report.topology}: {report.method}, {report.read:,} records in {report.seconds:.1f} s")
+    table.add_column("partition")
+    for name in _COLUMNS:
+        table.add_column(name.replace("_", " "), justify="right")
+    table.add_column("balanced")
+    for books in report.books:
+        cells = [f"{number:,}" for number in _numbers(books)]
+        table.add_row(f"{books.topic}/{books.partition}", *cells, "yes" if books.balanced else "NO")
+    if len(report.books) > 1:
+        sums = [sum(column) for column in zip(*map(_numbers, report.books), strict=True)]
+        table.add_section()
+        table.add_row("all", *(f"{number:,}" for number in sums), "")
+    console.print(table)
+    for sample in report.samples[:_SHOWN_ON_THE_TERMINAL]:
+        console.print(f"{sample.kind}: {sample.place}: {sample.text}", style="red", markup=False, highlight=False)
+    hidden = sum(report.counts.values()) - min(len(report.samples), _SHOWN_ON_THE_TERMINAL)
+    if hidden > 0:
+        console.print(f"… and {hidden:,} more; the report file has up to 100 of each kind")
+    for reason, number in report.not_provable.items():
+        console.print(f"not provable, {number:,} records: {reason}", style="yellow", markup=False, highlight=False)
+    console.print(report.closing_line(), style="bold" if report.passed else "bold red", highlight=False)
+
+
+def to_html(report: Report) -> str:
+    """Return the report as one HTML page; it asks for nothing from anywhere."""
+    when = datetime.fromtimestamp(report.started_at_ms / 1000, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+    parts = [
+        "<!doctype html><html lang=en><meta charset=utf-8><meta name=viewport content='width=device-width'>",
+        f"<title>dedup verify {escape(report.topology)}</title><style>{_STYLE}</style>",
+        f"<h1>{escape(report.topology)}</h1>",
+        f"<p class='line{'' if report.passed else ' bad'}'>{escape(report.closing_line())}</p>",
+        f"<p class=soft>{report.read:,} records judged · {escape(report.method)} · {escape(report.cluster)} · {when} · "
+        f"{report.seconds:.1f} s</p>",
+        "<h2>Verdicts over event time</h2>",
+        _legend(),
+        _plot(report.timeline),
+        "<h2>Books</h2>",
+        _books(report),
+        _violations(report),
+        _not_provable(report),
+        "</html>\n",
+    ]
+    return "\n".join(part for part in parts if part)
+
+
+def _numbers(books: Books) -> list[int]:
+    return [getattr(books, name) for name in _COLUMNS]
+
+
+def _legend() -> str:
+    keys = (
+        f"<span class=key style='background:{colour}'></span>{name.replace('_', ' ')}"
+        for name, colour in zip(VERDICTS, _COLOURS, strict=True)
+    )
+    return f"<p class=soft>{''.join(keys)}</p>"
+
+
+def _plot(timeline: Timeline) -> str:
+    """Return stacked bars, one for each step of event time."""
+    if not timeline.counts:
+        return "<p class=soft>No record was judged.</p>"
+    first, last = min(timeline.counts), max(timeline.counts)
+    steps = (last - first) // timeline.step_ms + 1
+    most = max(map(sum, timeline.counts.values()))
+    wide = (_WIDTH - _LEFT) / steps
+    high = (_HEIGHT - _BOTTOM - 10) / most
+    bars = []
+    for start, counts in sorted(timeline.counts.items()):
+        left = _LEFT + (start - first) // timeline.step_ms * wide
+        base = float(_HEIGHT - _BOTTOM)
+        title = ", ".join(f"{name.replace('_', ' ')} {n:,}" for name, n in zip(VERDICTS, counts, strict=True) if n)
+        rects = ""
+        for number, colour in zip(counts, _COLOURS, strict=True):
+            if number:
+                base -= number * high
+                rects += (
+                    f"<rect x='{left:.2f}' y='{base:.2f}' width='{max(wide * 0.92, 0.5):.2f}' "
+                    f"height='{number * high:.2f}' fill='{colour}'/>"
+                )
+        bars.append(f"<g><title>{_time(start)}: {title}</title>{rects}</g>")
+    return (
+        f"<svg viewBox='0 0 {_WIDTH} {_HEIGHT}' role=img aria-label='Verdicts over event time'>{''.join(bars)}"
+        f"<line x1='{_LEFT}' x2='{_WIDTH}' y1='{_HEIGHT - _BOTTOM}' y2='{_HEIGHT - _BOTTOM}' stroke='currentColor' "
+        f"opacity='.3'/><text x='{_LEFT - 6}' y='18' text-anchor='end'>{most:,}</text>"
+        f"<text x='{_LEFT - 6}' y='{_HEIGHT - _BOTTOM}' text-anchor='end'>0</text>"
+        f"<text x='{_LEFT}' y='{_HEIGHT - 8}'>{_time(first)}</text>"
+        f"<text x='{_WIDTH}' y='{_HEIGHT - 8}' text-anchor='end'>{_time(last + timeline.step_ms)}</text></svg>"
+        f"<p class=soft>One bar is {timeline.step_ms / 1000:,.0f} s of event time.</p>"
+    )
+
+
+def _time(time_ms: int) -> str:
+    try:
+        return datetime.fromtimestamp(time_ms / 1000, UTC).strftime("%Y-%m-%d %H:%M:%S")
+    except (ValueError, OverflowError):
+        # Event times may lie beyond the year 9999.
+        return f"{time_ms} ms"
+
+
+def _books(report: Report) -> str:
+    head = "".join(f"<th>{name.replace('_', ' ')}</th>" for name in _COLUMNS)
+    rows = "".join(
+        f"<tr><td>{escape(books.topic)}/{books.partition}</td>"
+        + "".join(f"<td>{number:,}</td>" for number in _numbers(books))
+        + ("<td>yes</td></tr>" if books.balanced else "<td class=bad>no</td></tr>")
+        for books in report.books
+    )
+    table = f"<table><tr><th>partition</th>{head}<th>balanced</th></tr>{rows}</table>"
+    return f"<div class=scroll>{table}</div>"
+
+
+def _violations(report: Report) -> str:
+    if report.passed:
+        return ""
+    found = "".join(
+        f"<tr><td>{kind}</td><td>{number:,}</td><td class=text>{escape(MEANINGS[kind])}</td></tr>"
+        for kind, number in report.counts.items()
+        if number
+    )
+    samples = "".join(
+        f"<tr><td>{sample.kind}</td><td class=text>{escape(sample.place)}</td><td class=text>{escape(sample.text)}</td></tr>"
+        for sample in report.samples
+    )
+    return f"<h2>Violations</h2><table>{found}</table><div class=scroll><table>{samples}</table></div>"
+
+
+def _not_provable(report: Report) -> str:
+    if not report.not_provable:
+        return ""
+    rows = "".join(
+        f"<tr><td>{number:,}</td><td class=text>{escape(reason)}</td></tr>"
+        for reason, number in report.not_provable.items()
+    )
+    return f"<h2>Not provable</h2><p class=soft>Neither passed nor failed.</p><table>{rows}</table>"
