@@ -62,14 +62,14 @@ class KafkaWire:
     """A cluster behind one aiokafka client; many sessions share it."""
 
     def __init__(self, connection: Connection) -> None:
-        self._connection = connection
+        self.connection: Final = connection
         self._client: AIOKafkaClient = None
         self._coordinators: dict[tuple[int, str], int] = {}
 
     async def start(self) -> None:
         """Connect; raises BrokerUnavailable when no broker answers within the connection's patience."""
-        client = AIOKafkaClient(**self._connection.client_options())
-        deadline = asyncio.get_running_loop().time() + self._connection.patience_ms / 1000
+        client = AIOKafkaClient(**self.connection.client_options())
+        deadline = asyncio.get_running_loop().time() + self.connection.patience_ms / 1000
         while True:
             try:
                 await client.bootstrap()
@@ -77,7 +77,7 @@ class KafkaWire:
                 if asyncio.get_running_loop().time() >= deadline:
                     await client.close()
                     text = (
-                        f"no broker answers at {', '.join(self._connection.brokers)} ({error}). "
+                        f"no broker answers at {', '.join(self.connection.brokers)} ({error}). "
                         f"Start one (`dedup broker`), or correct `brokers` in the config."
                     )
                     raise BrokerUnavailable(text) from error
@@ -143,7 +143,7 @@ class KafkaWire:
         request = ProduceRequest(
             transactional_id=transactional_id,
             required_acks=ACKS_ALL,
-            timeout=self._connection.request_timeout_ms,
+            timeout=self.connection.request_timeout_ms,
             topics=list(by_topic.items()),
         )
         answer = await self._send(node, request, ConnectionGroup.DEFAULT)

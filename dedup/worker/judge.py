@@ -200,6 +200,13 @@ class Judge:
             writes.setdefault(segment, {})[key] = encode_sighting(sightings)
         return writes
 
+    def sightings_of(self, state_key: bytes) -> Sightings:
+        """Return the sightings of one ID, committed or not, in no particular order."""
+        if self._overlay is None:
+            return ()
+        found = self._overlay.get_many(self._overlay.segments(), [state_key])
+        return _longest(found.get(state_key, []))
+
     def freeze(self, next_offset: int) -> Frozen:
         """See `task.Work`."""
         assert self._overlay is not None, "frozen before restore"

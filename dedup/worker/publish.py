@@ -56,6 +56,8 @@ class Routes:
     output_headers: bool = False
     keep_partition: bool = True
     """Output keeps the source's partition number; else it is chosen by the record's key, or its ID."""
+    time_is_record: bool = True
+    """Event time is the record's timestamp, so a clamped one is emitted as such."""
     compression: str = "snappy"
 
 
@@ -147,7 +149,7 @@ class Publisher:
             for row in forwarded:
                 marks.setdefault(row, []).append((SOURCE, self._place(rows, row)))
         timestamps = _column(batch.timestamps_ms, forwarded)
-        if outcome.clamped:
+        if outcome.clamped and self._routes.time_is_record:
             timestamps = [outcome.clamped.get(row, own) for row, own in zip(forwarded, timestamps, strict=True)]
         headers: Iterable[Sequence[Header]] = repeat(())
         if marks or any(batch.headers):

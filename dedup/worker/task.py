@@ -107,7 +107,9 @@ class Work(Protocol):
 class Task:
     """One partition's processing, from assignment to revocation."""
 
-    def __init__(self, task_id: TaskId, group: str, session: Session, wire: Wire, work: Work) -> None:
+    def __init__(
+        self, task_id: TaskId, group: str, session: Session, wire: Wire, make_work: Callable[[TaskNumbers], Work]
+    ) -> None:
         self.task_id: Final = task_id
         self.numbers: Final = TaskNumbers()
         self.state = TaskState.CREATED
@@ -116,7 +118,7 @@ class Task:
         self._group: Final = group
         self._session: Final = session
         self._wire: Final = wire
-        self._work: Final = work
+        self._work: Final = make_work(self.numbers)
         self._refusals: Final = Refusals()
         self._next_offset = 0
         self._expected = 0
@@ -126,6 +128,26 @@ class Task:
         self._waiting: list[Judged] = []
         self._commit_lock: Final = asyncio.Lock()
         self._sendable: Final = asyncio.Event()
+
+    @property
+    def epoch(self) -> int:
+        """The producer epoch in force."""
+        return self._session.epoch
+
+    @property
+    def work(self) -> Work:
+        """What this kind of task does."""
+        return self._work
+
+    @property
+    def next_offset(self) -> int:
+        """The feeding offset after everything judged."""
+        return self._next_offset
+
+    @property
+    def committing(self) -> bool:
+        """A commit is in flight."""
+        return self._commit_lock.locked()
 
     def _move(self, state: TaskState) -> None:
         if state not in MOVES[self.state]:

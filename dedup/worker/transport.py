@@ -107,6 +107,13 @@ class Consumer(FaustConsumer):
         self._delivered[tp] = offset
         self.resume_partitions({tp})
 
+    async def passed(self, feeding: TopicPartition, end: int, judged: int) -> bool:
+        """Tell whether everything below ``end`` was delivered, and all of that judged; markers are not delivered."""
+        tp = TP(*feeding)
+        if tp not in self._active_partitions:
+            return False
+        return self._delivered.get(tp) == judged and int(await self.client.position(_aiokafka(tp))) >= end
+
     def rejoin(self) -> None:
         """Ask for a new assignment: a task was fenced or is unsure."""
         self.client._coordinator.request_rejoin()  # noqa: SLF001  # aiokafka has no public way to say so

@@ -1,0 +1,39 @@
+"""The agents: every batch of a stream to its task."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import faust
+from mode import CrashingSupervisor
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from faust.types import StreamT
+
+    from dedup.worker.app import DedupApp
+
+
+class BatchSchema(faust.Schema):  # type: ignore[misc]  # untyped base
+    """Messages are `FeedBatch` values already; there is nothing to decode."""
+
+    def compile(self, app: faust.App, **_: Any) -> Callable[..., Any]:
+        """Return a decoder that hands the batch on."""
+        create_event = app.create_event
+
+        async def decode(message: Any, *, propagate: bool = False) -> Any:  # noqa: ANN401  # Faust's signature
+            return create_event(message.key, message.value, message.headers, message)
+
+        return decode
+
+
+def attach_agents(app: DedupApp) -> None:
+    """Declare one agent for each sub-topology; a failure in one crashes the app instead of skipping its batch."""
+    for sub_topology, topics in app.sub_topologies.items():
+        channel = app.topic(*topics, schema=BatchSchema(), acks=False, internal=False)
+
+        @app.agent(channel, name=sub_topology, supervisor_strategy=CrashingSupervisor)
+        async def judge(stream: StreamT) -> None:
+            async for batch in stream:
+                await app.tasks.process(batch)

@@ -1,0 +1,193 @@
+"""The Faust app of a topology, every option explicit, and the tasks it hosts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import faust
+from faust.stores import STORES
+from faust.transport.drivers import TRANSPORTS
+
+from dedup.core.extract import compile_extractor
+from dedup.core.stream_time import Feed
+from dedup.metrics import TaskNumbers
+from dedup.session.client import KafkaWire
+from dedup.session.connection import Connection
+from dedup.session.transaction import Session
+from dedup.session.wire import TopicPartition, Wire
+from dedup.store.base import Store, StoreIdentity
+from dedup.store.rocks import RocksStore
+from dedup.worker.agents import attach_agents
+from dedup.worker.clock import Clock, SteadyClock
+from dedup.worker.judge import Judge, JudgePlan
+from dedup.worker.plan import Cluster, routes_of, rules_of
+from dedup.worker.publish import Publisher
+from dedup.worker.repartition import Repartition, RepartitionPlan
+from dedup.worker.standby import Standbys
+from dedup.worker.table import SightingsTable, TableManager
+from dedup.worker.task import Task, TaskId
+from dedup.worker.tasks import Tasks
+
+if TYPE_CHECKING:
+    from dedup.settings import Settings
+    from dedup.topology.model import Topology
+
+TRANSPORTS.aliases["dedup"] = "dedup.worker.transport:Transport"
+STORES.aliases["dedup"] = "dedup.worker.table:SightingsStore"
+DEDUP: Final = "dedup"
+REPARTITION: Final = "repartition"
+CACHE_IDS: Final = 400_000
+"""IDs a worker keeps in memory in front of its stores, shared by its tasks."""
+DEADLINE_MS: Final = 20_000
+
+
+class DedupApp(faust.App):  # type: ignore[misc]  # untyped base
+    """A Faust app that knows its tasks; built by `create_app` only."""
+
+    settings: Settings
+    connection: Connection
+    tasks: Tasks
+    standbys: Standbys
+    sub_topologies: dict[str, tuple[str, ...]]
+    """Name -> feeding topics."""
+
+    @property
+    def feeding_topics(self) -> frozenset[str]:
+        """Every topic whose partitions are tasks."""
+        return frozenset(topic for topics in self.sub_topologies.values() for topic in topics)
+
+
+@dataclass(frozen=True, slots=True)
+class Workshop:
+    """What tasks are built from."""
+
+    topology: Topology
+    settings: Settings
+    cluster: Cluster
+    wire: Wire
+    clock: Clock
+
+    def directory(self, partition: int) -> Path:
+        """Return where the state of a dedup task lives; names of topologies are safe as paths."""
+        return self.settings.state_dir / self.topology.name / str(partition)
+
+    def open_store(self, partition: int) -> Store:
+        """Open a partition's store, creating an empty one; raises TaskCorrupted or StateIncompatible."""
+        changelog = self.cluster.topics[self.topology.changelog_topic]
+        identity = StoreIdentity(self.topology.name, partition, changelog.topic_id)
+        return RocksStore.open(self.directory(partition), identity=identity)
+
+    def wipe(self, feeding: TopicPartition) -> None:
+        """Delete a partition's local state; the changelog has all of it."""
+        RocksStore.delete(self.directory(feeding.partition))
+
+    def build(self, feeding: TopicPartition) -> Task:
+        """Return a new task for a feeding partition."""
+        if feeding.topic in self.topology.source.topics and not self.topology.direct:
+            return self._repartition(feeding)
+        return self._dedup(feeding)
+
+    def _session(self, transactional_id: str) -> Session:
+        return Session(
+            self.wire,
+            transactional_id,
+            self.topology.name,
+            timeout_ms=self.settings.transaction_timeout_ms,
+            deadline_ms=DEADLINE_MS,
+        )
+
+    def _dedup(self, feeding: TopicPartition) -> Task:
+        topology = self.topology
+        changelog = TopicPartition(topology.changelog_topic, feeding.partition)
+        rules = rules_of(topology)
+        extractor = compile_extractor(
+            topology.tracking_id, topology.event_time, fmt=topology.source.format, fingerprint=rules.fingerprints
+        )
+        feeds = (Feed(0, feeding.partition),) if topology.direct else self.cluster.feeds(topology)
+        plan = JudgePlan(
+            feeding=feeding,
+            changelog=changelog,
+            feeds=feeds,
+            source_topics=topology.source.topics,
+            wrapped=not topology.direct,
+            extractor=extractor,
+            rules=rules,
+            max_clock_skew_ms=topology.max_clock_skew_ms,
+            start=topology.source.start if topology.direct else "earliest",
+            fingerprint=topology.state_fingerprint(self.cluster.source_partitions(topology)),
+            compression=self.settings.topics.compression,
+            cache_ids=CACHE_IDS // max(1, self.cluster.topics[topology.changelog_topic].partitions),
+        )
+        session = self._session(topology.transactional_id(DEDUP, feeding.partition))
+        publisher = Publisher(routes_of(topology, self.cluster, self.settings), feeding.partition)
+        task_id = TaskId(DEDUP, feeding)
+
+        def work(numbers: TaskNumbers) -> Judge:
+            return Judge(plan, self.wire, lambda: self.open_store(feeding.partition), publisher, self.clock, numbers)
+
+        return Task(task_id, topology.name, session, self.wire, work)
+
+    def _repartition(self, feeding: TopicPartition) -> Task:
+        topology = self.topology
+        target = self.cluster.topics[topology.repartition_topic]
+        extractor = compile_extractor(
+            topology.tracking_id, topology.event_time, fmt=topology.source.format, fingerprint=False
+        )
+        plan = RepartitionPlan(
+            feeding=feeding,
+            target=target.name,
+            partitions=target.partitions,
+            extractor=extractor,
+            start=topology.source.start,
+            compression=self.settings.topics.compression,
+        )
+        session = self._session(topology.transactional_id(REPARTITION, feeding.partition, feeding.topic))
+        return Task(
+            TaskId(REPARTITION, feeding),
+            topology.name,
+            session,
+            self.wire,
+            lambda numbers: Repartition(plan, self.wire, self.clock, numbers),
+        )
+
+
+def create_app(topology: Topology, settings: Settings, cluster: Cluster, wire: KafkaWire) -> DedupApp:
+    """Return the app of a topology, not started; call it in the loop that will run it."""
+    connection = Connection.of(settings, client_id=f"dedup-{topology.name}")
+    url_id = settings.worker_id or f"worker-{id(settings):x}"
+    app = DedupApp(
+        topology.name,
+        broker=[f"dedup://{broker}" for broker in connection.brokers],
+        store="dedup://",
+        cache="memory://",
+        Table=SightingsTable,
+        TableManager=TableManager,
+        # The flag makes Faust read committed and use our TransactionManager; its own implementation is not used.
+        processing_guarantee="exactly_once",
+        version=1,
+        datadir=str(settings.state_dir / topology.name / "faust"),
+        tabledir=str(settings.state_dir / topology.name / "faust"),
+        canonical_url=f"http://{url_id}:6066",
+        web_enabled=False,
+        topic_disable_leader=True,
+        topic_allow_declare=False,
+        topic_partitions=cluster.topics[topology.changelog_topic].partitions,
+        table_standby_replicas=topology.state.standby_replicas,
+        stream_wait_empty=True,
+        stream_buffer_maxsize=8,
+        stream_publish_on_commit=False,
+        broker_session_timeout=settings.session_timeout_ms / 1000,
+        broker_commit_interval=1.0,
+    )
+    workshop = Workshop(topology, settings, cluster, wire, SteadyClock())
+    app.settings, app.connection = settings, connection
+    app.tasks = Tasks(workshop.build, workshop.wipe, commit_interval_ms=settings.commit_interval_ms)
+    app.standbys = Standbys(wire, topology.changelog_topic, topology.window, workshop.open_store)
+    app.sub_topologies = {DEDUP: topology.feeding_topics}
+    if not topology.direct:
+        app.sub_topologies = {REPARTITION: topology.source.topics, DEDUP: (topology.repartition_topic,)}
+    app.Table("sightings", key_type=bytes, value_type=bytes, changelog_topic=app.topic(topology.changelog_topic, acks=False))
+    attach_agents(app)
+    return app

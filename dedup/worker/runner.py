@@ -1,0 +1,153 @@
+"""One worker process: topics prepared, app started, ended by a signal, a failure, or by being done."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import signal
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from dedup.errors import DedupError
+from dedup.session.admin import Admin
+from dedup.session.client import KafkaWire
+from dedup.session.connection import Connection
+from dedup.session.wire import TopicPartition
+from dedup.worker.app import DedupApp, create_app
+from dedup.worker.plan import Cluster, prepare
+from dedup.worker.starting import bounds_of
+from dedup.worker.task import TaskState
+
+if TYPE_CHECKING:
+    from dedup.settings import Settings
+    from dedup.topology.model import Topology
+
+log: Final = logging.getLogger(__name__)
+GC_THRESHOLD: Final = 100_000
+"""Allocations between young collections: a batch makes tens of thousands of records, none of them in a cycle."""
+LOOK_S: Final = 0.05
+OFFSETS_UNSTABLE: Final = frozenset({14, 15, 16})
+
+
+@dataclass(frozen=True, slots=True)
+class RunOptions:
+    """How one run differs from a worker that runs for ever."""
+
+    exit_when_done: bool = False
+    on_tick: Callable[[DedupApp], None] | None = None
+    """Called every now and then, for progress."""
+
+
+async def run_worker(topology: Topology, settings: Settings, options: RunOptions) -> DedupApp:
+    """Run until a signal comes, the worker fails, or everything present at start is done; return the stopped app.
+
+    Raises what made the worker fail.
+    """
+    gc.set_threshold(GC_THRESHOLD)
+    wire = KafkaWire(Connection.of(settings, client_id=f"dedup-{topology.name}"))
+    await wire.start()
+    try:
+        cluster = await _cluster(topology, settings, wire)
+        app = create_app(topology, settings, cluster, wire)
+        app.in_worker = True
+        stop = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, stop.set)
+        ends = await _ends(topology, cluster, wire) if options.exit_when_done else {}
+        await app.start()
+        app.tasks.connect(app.consumer.begin, app.consumer.rejoin)
+        try:
+            await _until_over(app, stop, options, wire, ends)
+        finally:
+            await app.stop()
+            for number in (signal.SIGTERM, signal.SIGINT):
+                loop.remove_signal_handler(number)
+        if app.tasks.failure.done():
+            raise app.tasks.failure.result()
+        return app
+    finally:
+        await wire.stop()
+
+
+async def _cluster(topology: Topology, settings: Settings, wire: KafkaWire) -> Cluster:
+    async with Admin(wire.connection) as admin:
+        fresh = await _group_is_new(topology, wire, admin) and not (settings.state_dir / topology.name).exists()
+        return await prepare(topology, settings, admin, may_create_changelog=fresh)
+
+
+async def _group_is_new(topology: Topology, wire: KafkaWire, admin: Admin) -> bool:
+    have = await admin.topics(topology.feeding_topics)
+    for topic in have.values():
+        for partition in range(topic.partitions):
+            while True:
+                answer = await wire.committed_offset(topology.name, TopicPartition(topic.name, partition))
+                if answer.error_code not in OFFSETS_UNSTABLE:
+                    break
+                await wire.pause(50)
+            if answer.offset is not None:
+                return False
+    return True
+
+
+async def _ends(topology: Topology, cluster: Cluster, wire: KafkaWire) -> dict[TopicPartition, int]:
+    """Return where the source partitions end now."""
+    partitions = [
+        TopicPartition(name, partition)
+        for name in topology.source.topics
+        for partition in range(cluster.topics[name].partitions)
+    ]
+    return {tp: (await bounds_of(wire, tp)).end for tp in partitions}
+
+
+async def _until_over(
+    app: DedupApp, stop: asyncio.Event, options: RunOptions, wire: KafkaWire, ends: dict[TopicPartition, int]
+) -> None:
+    stages = [ends] if ends or options.exit_when_done else []
+    if stages and len(app.sub_topologies) > 1:
+        stages.append({})
+    while not stop.is_set() and not app.tasks.failure.done() and not app.crashed:
+        if options.on_tick is not None:
+            options.on_tick(app)
+        if stages and await _done(app, stages[0]):
+            stages.pop(0)
+            if not stages:
+                log.info("everything that was there at the start is done")
+                return
+            # The second hop ends where the first has brought it by now.
+            (topic,) = app.sub_topologies["dedup"]
+            count = app.consumer.topic_partitions(topic) or 0
+            stages[0] = {TopicPartition(topic, p): (await bounds_of(wire, TopicPartition(topic, p))).end for p in range(count)}
+        await asyncio.sleep(LOOK_S)
+    if app.crashed and not app.tasks.failure.done():
+        app.tasks.fail(app.crash_reason or DedupError("the Faust app stopped without saying why."))
+
+
+async def _done(app: DedupApp, ends: dict[TopicPartition, int]) -> bool:
+    """Tell whether this worker's tasks have committed everything below the ends."""
+    if not app.tasks.opened.is_set():
+        return False
+    for feeding, task in app.tasks.running.items():
+        if feeding not in ends:
+            continue
+        if task.state is not TaskState.RUNNING or task.dirty.is_set() or task.committing:
+            return False
+        # A position past the last record counts markers and aborted records, which no task ever sees.
+        if task.next_offset < ends[feeding] and not await app.consumer.passed(feeding, ends[feeding], task.next_offset):
+            return False
+    return True
+
+
+def main_loop(topology: Topology, settings: Settings, options: RunOptions) -> DedupApp:
+    """Run a worker in an event loop of its own."""
+    if sys.platform == "linux":
+        import uvloop
+
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            return runner.run(run_worker(topology, settings, options))
+    return asyncio.run(run_worker(topology, settings, options))
+
+

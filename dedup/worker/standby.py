@@ -1,0 +1,77 @@
+"""Standby replicas: stores of other workers' partitions, kept warm by reading the changelog as it grows."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable
+from typing import Final
+
+from dedup.core.window import Window
+from dedup.errors import DedupError
+from dedup.session.wire import NoAnswer, TopicPartition, Wire
+from dedup.store.base import Store
+from dedup.worker.restore import FETCH_BYTES, PAUSE_MS, WAIT_MS, apply_changelog, bounds_of, refuse_other_changelog
+
+log: Final = logging.getLogger(__name__)
+
+
+class Standbys:
+    """The partitions this worker keeps warm for others."""
+
+    def __init__(
+        self, wire: Wire, changelog_topic: str, window: Window, open_store: Callable[[int], Store]
+    ) -> None:
+        self._wire: Final = wire
+        self._topic: Final = changelog_topic
+        self._window: Final = window
+        self._open_store: Final = open_store
+        self._stores: dict[int, Store] = {}
+        self._loops: dict[int, asyncio.Task[None]] = {}
+        self.lag: dict[int, int] = {}
+        """Partition -> changelog offsets not yet applied."""
+
+    def assign(self, partitions: Iterable[int]) -> None:
+        """Keep exactly these partitions warm."""
+        self.release()
+        for partition in sorted(partitions):
+            self._loops[partition] = asyncio.create_task(self._follow(partition), name=f"standby {partition}")
+
+    def release(self) -> None:
+        """Close every standby store at once: a task may be about to open the same directory."""
+        for loop in self._loops.values():
+            loop.cancel()
+        for store in self._stores.values():
+            store.close()
+        self._loops, self._stores, self.lag = {}, {}, {}
+
+    async def _follow(self, partition: int) -> None:
+        changelog = TopicPartition(self._topic, partition)
+        try:
+            store = self._stores[partition] = self._open_store(partition)
+            bounds = await bounds_of(self._wire, changelog)
+            refuse_other_changelog(store, changelog, bounds)
+            position = max(store.position, bounds.start)
+            while True:
+                position = await self._step(partition, store, position)
+        except DedupError as error:
+            # A standby that can not follow costs warmth, not correctness: the owner restores by itself.
+            log.warning("standby of %s/%d stopped: %s", self._topic, partition, error)
+            if partition in self._stores:
+                self._stores.pop(partition).close()
+
+    async def _step(self, partition: int, store: Store, position: int) -> int:
+        try:
+            fetched = await self._wire.fetch(
+                TopicPartition(self._topic, partition), position, max_bytes=FETCH_BYTES, wait_ms=WAIT_MS
+            )
+        except NoAnswer:
+            await self._wire.pause(PAUSE_MS)
+            return position
+        if fetched.next_offset > position:
+            apply_changelog(store, self._window, fetched.records, fetched.next_offset)
+            if store.task_record is not None:
+                oldest_ms = self._window.oldest_live_ms(store.task_record.stream_time_ms)
+                store.drop_below(oldest_ms, self._window.segment_ms)
+        self.lag[partition] = fetched.high_watermark - fetched.next_offset
+        return fetched.next_offset

@@ -1,0 +1,138 @@
+"""The tasks of this worker: opened on assignment, committed by the clock, closed on revocation."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import Final
+
+from dedup.errors import InvariantBroken, TaskCorrupted, TaskMigrated
+from dedup.session.wire import TopicPartition
+from dedup.worker.batch import FeedBatch
+from dedup.worker.task import Task, TaskState
+
+log: Final = logging.getLogger(__name__)
+COMMIT_SHARE: Final = 4
+"""A task waits at least this many times as long as its last commit took: commits never eat the core."""
+MOST_RESTORES: Final = 2
+Build = Callable[[TopicPartition], Task]
+Ready = Callable[[TopicPartition, int], None]
+
+
+class Tasks:
+    """Feeding partition -> task, with the loops that start and commit them."""
+
+    def __init__(
+        self, build: Build, wipe: Callable[[TopicPartition], None], *, commit_interval_ms: int
+    ) -> None:
+        self._build: Final = build
+        self._wipe: Final = wipe
+        self._commit_interval_s: Final = commit_interval_ms / 1000
+        self._tasks: dict[TopicPartition, Task] = {}
+        self._loops: dict[TopicPartition, asyncio.Task[None]] = {}
+        self._ready: Ready = _not_connected
+        self._rejoin: Callable[[], None] = lambda: None
+        self.fenced = 0
+        self.corrupted = 0
+        self.opened: Final = asyncio.Event()
+        """Set once an assignment has come, be it an empty one."""
+        self.failure: Final[asyncio.Future[BaseException]] = asyncio.get_running_loop().create_future()
+        """Done when the worker must stop; holds why."""
+
+    def connect(self, ready: Ready, rejoin: Callable[[], None]) -> None:
+        """Say who is told that a partition may be read, and who asks for a new assignment."""
+        self._ready, self._rejoin = ready, rejoin
+
+    @property
+    def running(self) -> Mapping[TopicPartition, Task]:
+        """The tasks by feeding partition, whatever their state."""
+        return self._tasks
+
+    def open(self, feeding: Iterable[TopicPartition]) -> None:
+        """Build a task for each partition and start it in the background."""
+        if self._tasks:
+            raise InvariantBroken(f"tasks of an older assignment are still open: {sorted(self._tasks)}.")
+        for partition in sorted(feeding):
+            self._tasks[partition] = self._build(partition)
+            self._loops[partition] = asyncio.create_task(self._live(partition), name=f"task {partition}")
+        self.opened.set()
+
+    async def process(self, batch: FeedBatch) -> None:
+        """Give a batch to its task; a batch of a partition that was revoked meanwhile is dropped unjudged."""
+        task = self._tasks.get(batch.feeding)
+        if task is None:
+            return
+        try:
+            await task.process(batch)
+        except Exception as error:
+            self.fail(error)
+            raise
+
+    async def _live(self, partition: TopicPartition) -> None:
+        """A task's life; every way out of it is an action that the error names."""
+        try:
+            await self._start(partition)
+            await self._commit_by_the_clock(self._tasks[partition])
+        except TaskMigrated as error:
+            log.warning("%s: %s", partition, error)
+            self.fenced += 1
+            await self._tasks[partition].close(drain=False)
+            self._rejoin()
+        except asyncio.CancelledError:
+            raise
+        except BaseException as error:  # noqa: BLE001  # whatever it is, the worker must not go on without this task
+            self.fail(error)
+
+    async def _start(self, partition: TopicPartition) -> None:
+        for attempt in range(1, MOST_RESTORES + 1):
+            task = self._tasks[partition]
+            try:
+                offset = await task.start()
+            except TaskCorrupted as error:
+                await task.close(drain=False)
+                if attempt == MOST_RESTORES:
+                    raise
+                log.warning("%s: %s", task.task_id, error)
+                self.corrupted += 1
+                self._wipe(partition)
+                self._tasks[partition] = self._build(partition)
+            else:
+                log.info("%s: running from offset %d, epoch %d", task.task_id, offset, task.epoch)
+                self._ready(partition, offset)
+                return
+
+    async def _commit_by_the_clock(self, task: Task) -> None:
+        took_s = 0.0
+        while task.state is TaskState.RUNNING:
+            await task.dirty.wait()
+            await asyncio.sleep(max(self._commit_interval_s, COMMIT_SHARE * took_s))
+            begin = time.monotonic()
+            await task.commit()
+            took_s = time.monotonic() - begin
+            task.numbers.took(took_s)
+
+    def fail(self, error: BaseException) -> None:
+        """Stop the worker for this reason; only the first counts."""
+        if not self.failure.done():
+            self.failure.set_result(error)
+
+    async def close_all(self, *, drain: bool) -> None:
+        """End every task; with ``drain``, what was judged is committed first. Tasks that fail to drain are dropped."""
+        drain = drain and not self.failure.done()
+        loops, self._loops = self._loops, {}
+        tasks, self._tasks = self._tasks, {}
+        results = await asyncio.gather(*[task.close(drain=drain) for task in tasks.values()], return_exceptions=True)
+        for loop in loops.values():
+            loop.cancel()
+        await asyncio.gather(*loops.values(), return_exceptions=True)
+        for task, result in zip(tasks.values(), results, strict=True):
+            if isinstance(result, TaskMigrated):
+                log.warning("%s: closed without its last commit: %s", task.task_id, result)
+            elif isinstance(result, BaseException):
+                self.fail(result)
+
+
+def _not_connected(partition: TopicPartition, _offset: int) -> None:
+    raise InvariantBroken(f"{partition} became ready before the consumer was connected to the tasks.")
