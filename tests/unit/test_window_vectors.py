@@ -30,7 +30,9 @@ def by_window(stream: Stream, window: Window) -> str:
     letters = ""
     for row, (id_, time_ms) in enumerate(stream):
         stream_time_ms = max(stream_time_ms, time_ms)
-        for segment in [start for start in segments if start + window.segment_ms <= window.oldest_live_ms(stream_time_ms)]:
+        for segment in [
+            start for start in segments if start + window.segment_ms <= window.oldest_live_ms(stream_time_ms)
+        ]:
             del segments[segment]
         known = [seen for segment in segments.values() for seen in segment.get(id_, [])]
         added: Sighting | None = None
@@ -99,7 +101,9 @@ def test_vector_on_the_window(window: Window, stream: Stream, expected: str) -> 
 RULES = ModelRules(guard_ms=10, grace_ms=10)
 
 
-def kinds(records: list[ModelRecord], rules: ModelRules = RULES, feeds: tuple[tuple[int, int], ...] = ((0, 0),)) -> list[str]:
+def kinds(
+    records: list[ModelRecord], rules: ModelRules = RULES, feeds: tuple[tuple[int, int], ...] = ((0, 0),)
+) -> list[str]:
     """The kinds of verdict the model gives."""
     return [verdict.kind for verdict in model(records, rules, feeds)]
 
