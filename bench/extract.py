@@ -1,0 +1,95 @@
+"""Nanoseconds per record of the extractor, per rule: batches of 4,000 records of about 200 bytes.
+
+    python bench/extract.py
+"""
+
+from __future__ import annotations
+
+import json
+import uuid
+from time import perf_counter
+
+from dedup.core.event_time import EventTime, FieldTime, RecordTime
+from dedup.core.extract import compile_extractor
+from dedup.core.extract_one import Recipe, extract_one
+from dedup.core.tracking_id import (
+    ContentRule,
+    FieldRule,
+    FieldsRule,
+    HeaderRule,
+    KeyRule,
+    RawContentRule,
+    Rule,
+    TrackingId,
+)
+
+COUNT = 4_000
+ROUNDS = 15
+FLIGHT = ("year", "month", "day", "carrier", "flight", "origin", "sched_dep_time")
+
+
+def event(number: int) -> dict[str, object]:
+    return {
+        "event_id": str(uuid.uuid4()),
+        "user": f"user-{number % 997}",
+        "ts": 1_700_000_000_000 + number,
+        "number": 7_000_000_000 + number,
+        "order": f"order-{number:08}",
+        "page": "/catalogue/shoes/42",
+    }
+
+
+def flight(number: int) -> dict[str, object]:
+    parts = (2013, number % 12 + 1, number % 28 + 1, ("UA", "AA", "B6")[number % 3], number % 3000, "EWR", 515)
+    return dict(zip(FLIGHT, parts, strict=True)) | {"dest": "IAH", "air_time": 227, "distance": 1400, "hour": 5}
+
+
+def timed(event_time: str) -> list[bytes]:
+    return [json.dumps(event(number) | {"at": event_time % (number % 1000)}).encode() for number in range(COUNT)]
+
+
+def measure(name: str, rule: Rule, values: list[bytes], time: EventTime, *, fmt: str = "json") -> None:
+    extractor = compile_extractor(TrackingId(rule), time, fmt=fmt, fingerprint=False)  # type: ignore[arg-type]
+    keys = [str(uuid.uuid4()).encode() for _ in values]
+    headers = [[("trace", b"x"), ("id", key)] for key in keys]
+    times_ms = list(range(len(values)))
+    best = float("inf")
+    for _ in range(ROUNDS):
+        started = perf_counter()
+        found = extractor(keys, values, headers, times_ms)
+        best = min(best, perf_counter() - started)
+    assert not found.faults, found.faults[next(iter(found.faults))]
+    started = perf_counter()
+    for row in range(200):
+        extract_one(Recipe(TrackingId(rule), time, fmt), keys[row], values[row], headers[row], row)  # type: ignore[arg-type]
+    slow = (perf_counter() - started) / 200
+    print(f"{name:44s}{best / len(values) * 1e9:9.0f}{slow * 1e9:9.0f}")
+
+
+def main() -> None:
+    events = [json.dumps(event(number)).encode() for number in range(COUNT)]
+    flights = [json.dumps(flight(number)).encode() for number in range(COUNT)]
+    ts = FieldTime(("ts",), "ms")
+    event_id = FieldRule(("event_id",))
+    print(f"{'rule':44s}{'columns':>9s}{'one':>9s}   ns per record; {len(events[0])} bytes")
+    measure("field uuid, record time", event_id, events, RecordTime())
+    measure("field uuid, field time ms", event_id, events, ts)
+    measure("field text, field time ms", FieldRule(("order",)), events, ts)
+    measure("field integer, field time ms", FieldRule(("number",)), events, ts)
+    measure("fields of a flight (7)", FieldsRule(tuple((name,) for name in FLIGHT)), flights, RecordTime())
+    measure("field uuid, rfc3339", event_id, timed("2026-01-31T08:00:00.%03dZ"), FieldTime(("at",), "rfc3339"))
+    fraction = [value.replace(b'"at": "', b'"at": ').replace(b'"}', b"}") for value in timed("1700000000.%03d")]
+    measure("field uuid, seconds with fraction", event_id, fraction, FieldTime(("at",), "s"))
+    escaped = [value.replace(b"/catalogue", b"\\n\\\"\\u00e9") for value in events]
+    measure("field uuid, \\u00 in every value (slow rows)", event_id, escaped, ts)
+    one_odd = [*events[:-1], b'{"event_id": 1.5, "ts": 1}']
+    measure("field uuid, one odd value a batch", event_id, one_odd, ts)
+    measure("key, json", KeyRule(), events, RecordTime())
+    measure("key, bytes", KeyRule(), events, RecordTime(), fmt="bytes")
+    measure("header, bytes", HeaderRule("id"), events, RecordTime(), fmt="bytes")
+    measure("content: true, bytes", RawContentRule(), events, RecordTime(), fmt="bytes")
+    measure("content without ts", ContentRule((("ts",),)), events, RecordTime())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,267 @@
+"""Tracking ID, event time and fingerprint of one record, the slow obvious way; judges the column extractor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from enum import Enum
+from hashlib import blake2b
+from typing import Final, Literal, assert_never
+
+from dedup.core import exact_json
+from dedup.core import tracking_id as encoding
+from dedup.core.event_time import BadTime, EventTime, FieldTime, RecordTime, time_ms_of
+from dedup.core.exact_json import ABSENT, Absent, JsonValue, Members, Number, Unreadable, canonical_json, look_up
+from dedup.core.paths import Path, format_path
+from dedup.core.tracking_id import (
+    ContentRule,
+    FieldRule,
+    FieldsRule,
+    HeaderRule,
+    KeyRule,
+    RawContentRule,
+    TrackingId,
+    normalizer,
+    state_key,
+)
+
+Format = Literal["json", "bytes"]
+Headers = Sequence[tuple[str, bytes | None]]
+
+FINGERPRINT_BYTES: Final = 8
+
+
+class FaultKind(Enum):
+    """Why a record can not be judged; the topology says what becomes of each."""
+
+    MISSING_ID = "missing_id"
+    UNREADABLE = "unreadable"
+    TOMBSTONE = "tombstone"
+    BAD_TIME = "bad_time"
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """What one record lacks."""
+
+    kind: FaultKind
+    code: str
+    """Stable, snake_case: the header ``dedup-reason``."""
+    detail: str
+    """A sentence; of the payload it names at most the path."""
+
+
+@dataclass(frozen=True, slots=True)
+class One:
+    """What one record carries."""
+
+    id: bytes
+    """The state key, at most 33 bytes."""
+    time_ms: int
+    fingerprint: bytes
+    """Eight bytes; empty unless asked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """What to take from records, and how to read them."""
+
+    tracking_id: TrackingId
+    event_time: EventTime = field(default_factory=RecordTime)
+    fmt: Format = "json"
+    fingerprint: bool = False
+    fingerprint_exclude: tuple[Path, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Refuse what could never find anything. Raises ValueError with a sentence."""
+        if self.fmt == "bytes" and isinstance(self.tracking_id.rule, FieldRule | FieldsRule | ContentRule):
+            raise ValueError("format bytes has no fields; use format json, or the key, a header or content: true as ID")
+        if self.fmt == "bytes" and isinstance(self.event_time, FieldTime):
+            raise ValueError("format bytes has no fields; use format json, or event_time: record")
+        if isinstance(self.tracking_id.rule, FieldsRule) and not self.tracking_id.rule.paths:
+            raise ValueError("fields is empty; name at least one path")
+
+
+class MissingId(Exception):
+    """The record has no ID; carries a stable code and a sentence without payload."""
+
+    def __init__(self, code: str, detail: str) -> None:
+        self.code: Final = code
+        self.detail: Final = detail
+        super().__init__(detail)
+
+
+def extract_one(
+    recipe: Recipe, key: bytes | None, value: bytes | None, headers: Headers, timestamp_ms: int
+) -> One | Fault:
+    """Return what the record carries, or the first fault in this order: TOMBSTONE, UNREADABLE, MISSING_ID, BAD_TIME.
+
+    A null value is a TOMBSTONE when the ID or the time would stand in it; with a key or header rule a missing ID is
+    found before that. With format json every value must be JSON, whatever the rule.
+    """
+    try:
+        if value is None:
+            return _of_tombstone(recipe, key, headers, timestamp_ms)
+        content = exact_json.decode(value) if recipe.fmt == "json" else ABSENT
+        found = look_up_time(recipe.event_time, content)
+        canonical = _canonical_id(recipe.tracking_id, key, value, headers, content)
+        time_ms = timestamp_ms if found is None else time_ms_of(*found)
+        return One(state_key(canonical), time_ms, _fingerprint(recipe, value, content))
+    except Unreadable as refused:
+        return Fault(FaultKind.UNREADABLE, refused.code, refused.detail)
+    except MissingId as missing:
+        return Fault(FaultKind.MISSING_ID, missing.code, missing.detail)
+    except BadTime as bad:
+        return Fault(FaultKind.BAD_TIME, bad.code, bad.detail)
+
+
+def look_up_time(time: EventTime, content: JsonValue | Absent) -> tuple[JsonValue | Absent, FieldTime] | None:
+    """Return what stands where the time should; None when the record's own timestamp counts."""
+    match time:
+        case RecordTime():
+            return None
+        case FieldTime(path):
+            return (ABSENT if isinstance(content, Absent) else look_up(content, path)), time
+        case never:
+            assert_never(never)
+
+
+def _of_tombstone(recipe: Recipe, key: bytes | None, headers: Headers, timestamp_ms: int) -> One | Fault:
+    match recipe.tracking_id.rule:
+        case KeyRule() | HeaderRule():
+            canonical = _canonical_id(recipe.tracking_id, key, b"", headers, ABSENT)
+        case FieldRule() | FieldsRule() | ContentRule() | RawContentRule():
+            return Fault(FaultKind.TOMBSTONE, "tombstone", "the value is null, and the tracking ID would stand in it")
+        case never:
+            assert_never(never)
+    if isinstance(recipe.event_time, FieldTime):
+        return Fault(FaultKind.TOMBSTONE, "tombstone", "the value is null, and the event time would stand in it")
+    return One(state_key(canonical), timestamp_ms, _digest(b"") if recipe.fingerprint else b"")
+
+
+def _canonical_id(
+    tracking_id: TrackingId, key: bytes | None, value: bytes, headers: Headers, content: JsonValue | Absent
+) -> bytes:
+    match tracking_id.rule:
+        case KeyRule():
+            return _of_bytes(key, tracking_id, "the record's key")
+        case HeaderRule(name):
+            return _of_bytes(_header(headers, name), tracking_id, f"the header {name}")
+        case FieldRule(path):
+            return _of_fields((path,), tracking_id, content)[0]
+        case FieldsRule(paths):
+            return encoding.encode_composite(_of_fields(paths, tracking_id, content))
+        case ContentRule(exclude):
+            return encoding.CONTENT + _canonical_content(content, exclude)
+        case RawContentRule():
+            if not value:
+                raise MissingId("id_empty", "the value is empty")
+            return encoding.encode_bytes(value)
+        case never:
+            assert_never(never)
+
+
+def _header(headers: Headers, name: str) -> bytes | None:
+    values = [value for header, value in headers if header == name]
+    if not values:
+        raise MissingId("id_missing", f"the header {name} is not there")
+    if len(values) > 1:
+        raise Unreadable("repeated_header", f"the header {name} is there {len(values)} times")
+    return values[0]
+
+
+def _of_bytes(value: bytes | None, tracking_id: TrackingId, place: str) -> bytes:
+    if value is None:
+        raise MissingId("id_null", f"{place} is null")
+    smooth = normalizer(tracking_id.normalize)
+    if smooth is not None:
+        value = smooth_bytes(value, smooth)
+    if not value:
+        raise MissingId("id_empty", f"{place} is empty")
+    return encoding.encode_bytes(value)
+
+
+def smooth_bytes(value: bytes, smooth: Callable[[str], str]) -> bytes:
+    """Return the bytes with their text smoothed; bytes that are no UTF-8 text have nothing to smooth."""
+    with suppress(UnicodeDecodeError):
+        return smooth(value.decode()).encode()
+    return value
+
+
+def _of_fields(paths: Sequence[Path], tracking_id: TrackingId, content: JsonValue | Absent) -> list[bytes]:
+    """Canonical bytes of every path; an unreadable one is told before a missing one."""
+    parts: list[bytes] = []
+    missing: MissingId | None = None
+    for path in paths:
+        found = ABSENT if isinstance(content, Absent) else look_up(content, path)
+        try:
+            parts.append(_of_field(found, tracking_id, format_path(path)))
+        except MissingId as first:
+            missing = missing or first
+    if missing is not None:
+        raise missing
+    return parts
+
+
+def _of_field(found: JsonValue | Absent, tracking_id: TrackingId, place: str) -> bytes:
+    match found:
+        case Absent():
+            raise MissingId("id_missing", f"nothing stands at {place}")
+        case None:
+            raise MissingId("id_null", f"{place} is null")
+        case True:
+            return encoding.TRUE
+        case False:
+            return encoding.FALSE
+        case str():
+            return _of_text(found, tracking_id, place)
+        case Number():
+            if found.is_integer:
+                return encoding.encode_integer_text(found.integer_text())
+            return encoding.DECIMAL + found.decimal_text().encode()
+        case Members() | list():
+            raise MissingId("id_container", f"{place} is an object or an array; name a member inside it")
+        case never:
+            assert_never(never)
+
+
+def _of_text(text: str, tracking_id: TrackingId, place: str) -> bytes:
+    smooth = normalizer(tracking_id.normalize)
+    smoothed = text if smooth is None else smooth(text)
+    if not smoothed:
+        raise MissingId("id_empty", f"{place} is empty")
+    try:
+        return encoding.encode_text(smoothed)
+    except UnicodeEncodeError:
+        raise Unreadable("lone_surrogate", f"{place} holds half a surrogate pair, which UTF-8 can not") from None
+
+
+def _canonical_content(content: JsonValue | Absent, exclude: tuple[Path, ...]) -> bytes:
+    if isinstance(content, Absent):
+        raise Unreadable("not_json", "only a JSON value has canonical content")
+    return canonical_json(content, exact_json.excluded(exclude))
+
+
+def _fingerprint(recipe: Recipe, value: bytes, content: JsonValue | Absent) -> bytes:
+    """Eight bytes that differ where the content does; of the raw value where no canonical content exists.
+
+    Whether conflicts are looked for must not change which records can be judged, so nothing is refused here.
+    """
+    if not recipe.fingerprint:
+        return b""
+    if not isinstance(content, Absent):
+        try:
+            return _digest(encoding.CONTENT + _canonical_content(content, recipe.fingerprint_exclude))
+        except Unreadable:
+            return digest_of_value(value)
+    return digest_of_value(value)
+
+
+def digest_of_value(value: bytes) -> bytes:
+    """Return the fingerprint of a value that has no canonical content."""
+    return _digest(encoding.BYTES + value)
+
+
+def _digest(data: bytes) -> bytes:
+    return blake2b(data, digest_size=FINGERPRINT_BYTES).digest()

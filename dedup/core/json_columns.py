@@ -1,0 +1,219 @@
+"""Named members of many JSON values at once; extract.py says why the answer is sure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Annotated, Any, Final, Literal, assert_never
+
+import msgspec
+import numpy as np
+
+from dedup.core.event_time import MAX_MS, MIN_MS, FieldTime, TimeUnit, rfc3339_column_ms, rfc3339_ms
+from dedup.core.exact_json import MAX_DEPTH
+from dedup.core.paths import Path
+
+_Int64 = Annotated[int, msgspec.Meta(ge=MIN_MS, le=MAX_MS)]
+_Seconds = Annotated[int, msgspec.Meta(ge=-(MAX_MS // 1000), le=MAX_MS // 1000)]
+_Id = str | _Int64
+_TIME_TYPES: Final[dict[TimeUnit, tuple[Any, ...]]] = {
+    "ms": (_Int64,),
+    "us": (_Int64,),
+    "s": (_Seconds, msgspec.Raw),
+    "rfc3339": (str,),
+}
+"""Tried in this order: whole seconds first, then seconds with a fraction, as they are written."""
+
+_SHORT_BYTES: Final = 2 * MAX_DEPTH
+"""A value no longer than this can not be nested more than MAX_DEPTH deep: each level has two brackets."""
+
+_REFUSALS: Final = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+
+
+@dataclass(frozen=True, slots=True)
+class JsonColumns:
+    """Decodes the members that IDs and times stand in, of a whole batch or not at all."""
+
+    decoders: tuple[msgspec.json.Decoder[Any], ...]
+    ids: tuple[Callable[[Any], Any], ...]
+    time: Callable[[Any], Any] | None
+    unit: TimeUnit
+    names: tuple[tuple[bytes, int], ...]
+    """Each name in its quotes, and how often a value holds it."""
+    escape: bytes
+    """No value may hold it: with it a name could be spelled in another way."""
+
+    def decode(self, values: Sequence[bytes | None]) -> tuple[list[list[str | int]], list[int] | None] | None:
+        """Return a column per ID path, and the times; None unless sure of every row."""
+        joined = _joined(values)
+        if joined is None or self.escape in joined or not _is_utf8(joined):
+            return None
+        count = len(values)
+        if any(joined.count(name) != times * count for name, times in self.names):
+            return None
+        rows = self._rows(joined)
+        if rows is None or len(rows) != count:
+            return None
+        columns = [list(map(member, rows)) for member in self.ids]
+        if self.time is None:
+            return columns, None
+        times_ms = _times_ms(list(map(self.time, rows)), self.unit)
+        return None if times_ms is None else (columns, times_ms)
+
+    def _rows(self, joined: bytes) -> list[Any] | None:
+        for decoder in self.decoders:
+            try:
+                return decoder.decode_lines(joined)
+            except _REFUSALS:
+                continue
+        return None
+
+
+def compile_columns(ids: Sequence[Path], time: FieldTime | None) -> JsonColumns | None:
+    r"""Return the decoder of these paths; None where only the slow path can follow them.
+
+    Those are array positions, one path below another, and names that have more than one spelling without ``\u``.
+    """
+    paths = [*ids, time.path] if time is not None else list(ids)
+    tree = _Node({}, None)
+    for path in paths:
+        if not tree.grow(path, is_time=time is not None and path == time.path):
+            return None
+    names = tree.names()
+    if any(not _has_one_spelling(name) for name in names):
+        return None
+    time_types: tuple[Any, ...] = (None,) if time is None else _TIME_TYPES[time.unit]
+    if time is not None and time.path in ids:  # a part of an ID is a text or an integer
+        time_types = time_types[:1]
+    return JsonColumns(
+        decoders=tuple(msgspec.json.Decoder(tree.struct(time_type)) for time_type in time_types),
+        ids=tuple(attrgetter(tree.attribute(path)) for path in ids),
+        time=None if time is None else attrgetter(tree.attribute(time.path)),
+        unit="ms" if time is None else time.unit,
+        names=tuple((f'"{name}"'.encode(), times) for name, times in names.items()),
+        escape=_escape(names),
+    )
+
+
+@dataclass(slots=True)
+class _Node:
+    """An object of the value, or a member an ID or the time stands in."""
+
+    members: dict[str, _Node]
+    leaf: Literal["id", "time"] | None
+
+    def grow(self, path: Path, *, is_time: bool) -> bool:
+        """Add a path; False when the fast way can not follow it."""
+        here = self
+        for step in path:
+            if isinstance(step, int) or here.leaf is not None:
+                return False
+            here = here.members.setdefault(step, _Node({}, None))
+        if here.members:
+            return False
+        here.leaf = "time" if is_time else "id"
+        return True
+
+    def names(self) -> dict[str, int]:
+        """Return how many places of the tree have each name."""
+        total: dict[str, int] = {}
+        for name, node in self.members.items():
+            total[name] = total.get(name, 0) + 1
+            for below, times in node.names().items():
+                total[below] = total.get(below, 0) + times
+        return total
+
+    def struct(self, time_type: object) -> object:
+        """Return the type that decodes this node."""
+        if self.leaf is not None:
+            return time_type if self.leaf == "time" else _Id
+        fields = [
+            (f"m{at}", node.struct(time_type), msgspec.field(name=name))
+            for at, (name, node) in enumerate(self.members.items())
+        ]
+        # Rows die by reference count before the next batch: the collector need not look at them.
+        return msgspec.defstruct("Row", fields, gc=False)
+
+    def attribute(self, path: Path) -> str:
+        """Return the dotted attribute name of a path."""
+        here, steps = self, []
+        for step in path:
+            steps.append(f"m{list(here.members).index(str(step))}")
+            here = here.members[str(step)]
+        return ".".join(steps)
+
+
+def _has_one_spelling(name: str) -> bool:
+    r"""Whether only ``\u`` could spell the name in another way; these characters have short escapes."""
+    return not any(char in '"\\/' or char < " " for char in name)
+
+
+def _escape(names: dict[str, int]) -> bytes:
+    if not names:
+        return b"\0"  # no name to spell; a NUL is refused by the decoder anyhow
+    return b"\\u00" if all(name.isascii() for name in names) else b"\\u"
+
+
+def _joined(values: Sequence[bytes | None]) -> bytes | None:
+    """Return the values with line feeds between; None unless each is one object at most 512 deep, if it is JSON."""
+    try:
+        joined = b"\n".join(values)  # type: ignore[arg-type]
+    except TypeError:  # a null value
+        return None
+    if not joined:
+        return None
+    lengths = np.fromiter(map(len, values), np.int64, len(values))  # type: ignore[arg-type]
+    ends = np.cumsum(lengths + 1) - 1
+    text = np.frombuffer(joined, np.uint8)
+    if not ((text[ends - lengths] == ord("{")).all() and (text[ends - 1] == ord("}")).all()):
+        return None
+    if lengths.max() > _SHORT_BYTES and any(_may_be_deep(value) for value in values if value is not None):
+        return None
+    return joined
+
+
+def _may_be_deep(value: bytes) -> bool:
+    return len(value) > _SHORT_BYTES and value.count(b"{") + value.count(b"[") > MAX_DEPTH
+
+
+def _is_utf8(joined: bytes) -> bool:
+    if joined.isascii():
+        return True
+    try:
+        joined.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+def _times_ms(column: list[Any], unit: TimeUnit) -> list[int] | None:
+    match unit:
+        case "ms":
+            return column
+        case "us":
+            return [time // 1000 for time in column]
+        case "s":
+            if isinstance(column[0], int):
+                return [time * 1000 for time in column]
+            return _seconds_ms(column)
+        case "rfc3339":
+            return rfc3339_column_ms(column) or _rfc3339_each_ms(column)
+        case never:
+            assert_never(never)
+
+
+def _seconds_ms(column: list[msgspec.Raw]) -> list[int] | None:
+    """Times of seconds as they are written, without sign and exponent; None when one has either or is no number."""
+    times_ms: list[int] = []
+    for raw in column:
+        whole, point, fraction = bytes(raw).partition(b".")
+        if not whole.isdigit() or len(whole) > 15 or not (fraction.isdigit() if point else True):  # noqa: PLR2004
+            return None
+        times_ms.append(int(whole) * 1000 + int(fraction[:3].ljust(3, b"0")))
+    return times_ms
+
+
+def _rfc3339_each_ms(column: list[str]) -> list[int] | None:
+    times_ms = [time_ms for time_ms in map(rfc3339_ms, column) if time_ms is not None]
+    return times_ms if len(times_ms) == len(column) else None
