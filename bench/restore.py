@@ -54,18 +54,21 @@ def main(
 ) -> None:
     """Fill the changelog, restart the worker with and without its state, print IDs/s, write the result file."""
     console = stage.console()
-    with stage.broker(bootstrap) as address, tempfile.TemporaryDirectory(prefix="dedup-bench-") as directory:
-        with stage.bars(console) as bars:
-            workload = Workload(ids, partitions, start_ms=stage.past_start_ms(), duplicate_share=0.0)
-            source = stage.load_source(address, workload, bars)
-            job = _job(address, source.topic, partitions, Path(directory), until_done=True)
-            task = Task(Cluster(address), job, ids, source.expected, _FILL_WITHIN_S)
-            filled = measure(CANDIDATES[report.OURS], task, 1, stage.Follow(bars, "fill the changelog", ids))
-            follow = stage.Follow(bars, "restart", 2 * rounds)
-            restarts: list[Restart] = []
-            for number in range(2 * rounds):
-                restarts.append(_restart(_job(address, source.topic, partitions, Path(directory)), number))
-                follow(number + 1)
+    with (
+        stage.broker(bootstrap) as address,
+        tempfile.TemporaryDirectory(prefix="dedup-bench-") as directory,
+        stage.bars(console) as bars,
+    ):
+        workload = Workload(ids, partitions, start_ms=stage.past_start_ms(), duplicate_share=0.0)
+        source = stage.load_source(address, workload, bars)
+        job = _job(address, source.topic, partitions, Path(directory), until_done=True)
+        task = Task(Cluster(address), job, ids, source.expected, _FILL_WITHIN_S)
+        filled = measure(CANDIDATES[report.OURS], task, 1, stage.Follow(bars, "fill the changelog", ids))
+        follow = stage.Follow(bars, "restart", 2 * rounds)
+        restarts: list[Restart] = []
+        for number in range(2 * rounds):
+            restarts.append(_restart(_job(address, source.topic, partitions, Path(directory)), number))
+            follow(number + 1)
     kept, wiped = (statistics.median(one.seconds for one in restarts if one.wiped is which) for which in (False, True))
     per_s = ids / max(wiped - kept, 0.001)
     table = Table("IDs", "restart, kept disk s", "restart, empty disk s", "restore IDs/s", "fill exact")
