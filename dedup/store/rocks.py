@@ -34,7 +34,7 @@ from rocksdict import (
 )
 
 from dedup.errors import DedupError, InvariantBroken, StateIncompatible, TaskCorrupted
-from dedup.store.base import StoreIdentity, TaskRecord, Writes, refuse_moving_back
+from dedup.store.base import StoreIdentity, TaskRecord, Writes, refuse_unstorable
 from dedup.store.directory import RESTORE, ErrorsOf, delete_store, prepare_directory
 from dedup.store.entries import SegmentEntry, decode_position, decode_state, encode_position, encode_state
 from dedup.store.prefilter import Hashed, Prefilter
@@ -164,7 +164,7 @@ class RocksStore:
     def apply(self, writes: Writes, record: TaskRecord | None, position: int) -> None:
         """Make sightings, task record and position durable in one atomic write."""
         self._refuse_if_closed()
-        refuse_moving_back(self._position, position)
+        refuse_unstorable(self._position, writes, position)
         current = record or self._task_record
         batch = WriteBatch(raw_mode=True)
         put = batch.put
@@ -173,8 +173,6 @@ class RocksStore:
             for start, values in writes.items():
                 if not values:
                     continue
-                if _LAST_POSITION in values:
-                    raise InvariantBroken("an empty state key was to be stored: no tracking ID encodes to nothing.")
                 held = self._segments.get(start) or self._create(start)
                 handle = held.handle
                 for state_key, value in values.items():
@@ -313,6 +311,12 @@ class RocksStore:
             )
         if stored != mine.encode():
             theirs = StoreIdentity(owner[0], int(owner[1]), owner[2])
+            if owner[:2] == [identity.topology, str(identity.partition)]:
+                raise StateIncompatible(
+                    f"{self._directory}: was written with another changelog topic (id {theirs.changelog_topic_id}, now "
+                    f"{identity.changelog_topic_id}): the changelog was deleted and made again. Nothing was touched. "
+                    "Bring the old topic back, or start anew with `dedup reset`."
+                )
             raise TaskCorrupted(f"{self._directory}: belongs to {theirs}, not to {identity}. {RESTORE}")
 
     def _entries(self) -> Iterator[tuple[str, SegmentEntry]]:
