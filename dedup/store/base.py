@@ -106,8 +106,10 @@ class Store(Protocol):
         """Close the store and delete all of it."""
 
 
-def refuse_moving_back(stored: int, position: int) -> None:
-    """Raise InvariantBroken unless the new changelog position is at or after the stored one."""
+def refuse_unstorable(stored: int, writes: Writes, position: int) -> None:
+    """Raise InvariantBroken if the changelog position moves back from ``stored``, or a state key is empty."""
+    if any(b"" in values for values in writes.values()):
+        raise InvariantBroken("an empty state key was to be stored: no tracking ID encodes to nothing.")
     if position < stored:
         raise InvariantBroken(
             f"a store at changelog position {stored} was to be moved back to {position}: two owners write one store, "

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from dedup.errors import InvariantBroken
-from dedup.store.base import TaskRecord, Writes, refuse_moving_back
+from dedup.store.base import TaskRecord, Writes, refuse_unstorable
 
 
 @dataclass(slots=True)
@@ -58,7 +58,7 @@ class MemoryStore:
     def apply(self, writes: Writes, record: TaskRecord | None, position: int) -> None:
         """Take over sightings, task record and position at once."""
         self._refuse_if_closed()
-        refuse_moving_back(self._position, position)
+        refuse_unstorable(self._position, writes, position)
         current = record or self._task_record
         width_ms = current.segment_ms if current is not None else 0
         for start, values in writes.items():
