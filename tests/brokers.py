@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import io
 import tarfile
+import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from confluent_kafka import Consumer, TopicPartition
+from confluent_kafka import Consumer, KafkaError, Message, TopicPartition
 from confluent_kafka.admin import AdminClient
 from confluent_kafka.cimpl import NewTopic
 
@@ -58,7 +59,32 @@ class Admin:
 
 def admin_of(bootstrap: str) -> Admin:
     """Return the helper for the broker at this address."""
-    return Admin(bootstrap, AdminClient({"bootstrap.servers": bootstrap}))
+    return Admin(bootstrap, AdminClient({"bootstrap.servers": bootstrap, "log_level": 0}))
+
+
+def read_all(bootstrap: str, topic: str, *, isolation: str = "read_committed") -> list[Message]:
+    """Return every record up to the topic's present end, in offset order within a partition.
+
+    Raises AssertionError when it does not get there within 60 s (an open transaction, for one).
+    """
+    settings = {"enable.auto.commit": False, "isolation.level": isolation, "enable.partition.eof": True}
+    consumer = Consumer({"bootstrap.servers": bootstrap, "group.id": unique("reader"), **settings})
+    try:
+        partitions = consumer.list_topics(topic, timeout=30).topics[topic].partitions
+        consumer.assign([TopicPartition(topic, number, 0) for number in partitions])
+        left = set(partitions)
+        records: list[Message] = []
+        deadline = time.monotonic() + 60
+        while left:
+            assert time.monotonic() < deadline, f"{topic}: no end in sight of partitions {left}"
+            for message in consumer.consume(10_000, 0.2):
+                if message.error() is None:
+                    records.append(message)
+                elif message.error().code() == KafkaError._PARTITION_EOF:
+                    left.discard(message.partition())
+        return records
+    finally:
+        consumer.close()
 
 
 def unique(prefix: str) -> str:

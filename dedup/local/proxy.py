@@ -159,8 +159,7 @@ class Relay:
     async def _pump(
         self, link: _Link, source: asyncio.StreamReader, sink: asyncio.StreamWriter, direction: Direction
     ) -> None:
-        # A reset of either side ends a pump; the other one ends by the close that follows.
-        with contextlib.suppress(ConnectionError, OSError):
+        try:
             while piece := await source.read(_CHUNK_BYTES):
                 if self._delay_ms:
                     await asyncio.sleep(self._delay_ms / 1000)
@@ -173,6 +172,9 @@ class Relay:
                 sink.write(piece)
                 await sink.drain()
             sink.write_eof()
+        except OSError:
+            # One side was reset, so the other one is, too.
+            link.reset()
 
 
 class FaultProxy:
@@ -274,10 +276,10 @@ def _reset(writer: asyncio.StreamWriter) -> None:
 
 async def _end_unheard(link: _Link, answers: asyncio.StreamReader) -> int:
     """The client is cut off; the broker has got and answered all it had sent. Returns the answers' bytes."""
+    # Towards the broker the other pump ends in good order once it has passed on what the client had sent: a reset
+    # would destroy requests that the broker has not read yet.
     _reset(link.client)
     unheard = 0
-    # A reset towards the broker would destroy requests it has not read yet; an orderly end does not.
-    link.broker.write_eof()
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(_DRAIN_WITHIN_S):
             while piece := await answers.read(_CHUNK_BYTES):

@@ -101,6 +101,7 @@ class AtLeastOnceProducer:
                 "acks": "all",
                 "message.send.max.retries": 1_000_000,
                 "delivery.timeout.ms": 120_000,
+                "topic.metadata.propagation.max.ms": 5_000,
                 "max.in.flight.requests.per.connection": 5,
                 "linger.ms": 5,
                 "compression.type": "snappy",
