@@ -1,0 +1,295 @@
+"""A YAML text as plain values, each with its line and column, and validation errors told in those terms.
+
+Read from the parser's events, not by its constructor: no tags, no aliases, no merge keys, no time spent on a bomb; and
+a repeated key, which a constructor would drop, is a problem that is reported.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from ruamel.yaml import YAML
+from ruamel.yaml.error import MarkedYAMLError, YAMLError
+from ruamel.yaml.events import (
+    AliasEvent,
+    DocumentStartEvent,
+    MappingEndEvent,
+    MappingStartEvent,
+    ScalarEvent,
+    SequenceEndEvent,
+    SequenceStartEvent,
+)
+
+from dedup.errors import Problem
+
+MOST_BYTES: Final = 1 << 20
+_MOST_NODES: Final = 20_000
+_MOST_DEPTH: Final = 20
+_INTEGER: Final = re.compile(r"[-+]?[0-9]{1,300}")
+_FLOAT: Final = re.compile(r"[-+]?(\.[0-9]+|[0-9]+\.[0-9]*|[0-9]+(?=[eE]))([eE][-+]?[0-9]{1,3})?")
+
+At = tuple[str | int, ...]
+"""Where a value stands: keys and list positions from the top."""
+
+
+@dataclass(slots=True)
+class Document:
+    """What a text holds, and where."""
+
+    name: str
+    value: Any = None
+    """None, bool, int, float, str, and lists and string-keyed dicts of them."""
+    problems: list[Problem] = field(default_factory=list)
+    """What is wrong with the text as YAML. The value holds the rest."""
+    _values: dict[At, str] = field(default_factory=dict)
+    _keys: dict[At, str] = field(default_factory=dict)
+    _written: dict[At, str] = field(default_factory=dict)
+
+    def place(self, at: At) -> str:
+        """Return ``file:line:column`` of a value, or of the nearest thing around it that was written."""
+        for end in range(len(at), -1, -1):
+            found = self._values.get(at[:end])
+            if found is not None:
+                return found
+        return self.name
+
+    def place_of_key(self, at: At) -> str:
+        """Return ``file:line:column`` of the key that names a value."""
+        return self._keys.get(at) or self.place(at)
+
+    def written(self, at: At) -> str | None:
+        """Return the characters of a scalar as they stand in the text."""
+        return self._written.get(at)
+
+    def has(self, at: At) -> bool:
+        """Tell whether something was written there."""
+        return at in self._values
+
+    def put(self, at: At, value: Any, place: str) -> None:  # noqa: ANN401 - any plain value
+        """Set a value from outside the text: a command line, an environment variable."""
+        holder = self.value = self.value if isinstance(self.value, dict) else {}
+        for depth, step in enumerate(at[:-1], 1):
+            inner = holder.get(step)
+            if not isinstance(inner, dict):
+                inner = holder[step] = {}
+                self._values.setdefault(at[:depth], place)
+            holder = inner
+        holder[at[-1]] = value
+        for gone in [known for known in self._values if known[: len(at)] == at]:
+            del self._values[gone]
+        self._values[at] = self._keys[at] = place
+        self._written[at] = str(value)
+
+    def note(self, at: At, place: str, *, key_place: str | None = None, written: str | None = None) -> None:
+        """Remember where a value and its key stand."""
+        self._values[at] = place
+        if key_place is not None:
+            self._keys[at] = key_place
+        if written is not None:
+            self._written[at] = written
+
+
+@dataclass(slots=True)
+class _Open:
+    """A mapping or list that has not ended yet."""
+
+    at: At
+    values: dict[str, Any] | list[Any]
+    key: str | None = None
+    key_place: str | None = None
+
+
+class _Refused(Exception):
+    def __init__(self, place: str, text: str) -> None:
+        self.problem: Final = Problem(place, text)
+        super().__init__(text)
+
+
+def read(text: str, *, name: str) -> Document:
+    """Return the values of a YAML text; what is wrong with it as YAML is in ``problems``."""
+    document = Document(name)
+    if len(text.encode(errors="replace")) > MOST_BYTES:
+        document.problems.append(Problem(name, f"is larger than {MOST_BYTES >> 20} MiB; no such file needs to be"))
+        return document
+    try:
+        _Reading(document).run(YAML(typ="safe", pure=True).parse(text))
+    except _Refused as refused:
+        document.problems.append(refused.problem)
+    except MarkedYAMLError as error:
+        document.problems.append(_not_yaml(name, error))
+    except YAMLError as error:
+        document.problems.append(Problem(name, f"is not YAML: {' '.join(str(error).split())}"))
+    return document
+
+
+class _Reading:
+    """One pass over the parser's events, without recursion."""
+
+    def __init__(self, document: Document) -> None:
+        self._document: Final = document
+        self._open: Final[list[_Open]] = []
+        self._nodes = 0
+        self._documents = 0
+
+    def run(self, events: Iterable[Any]) -> None:
+        for event in events:
+            place = f"{self._document.name}:{event.start_mark.line + 1}:{event.start_mark.column + 1}"
+            match event:
+                case DocumentStartEvent():
+                    self._documents += 1
+                    if self._documents > 1:
+                        raise _Refused(place, 'a second document starts here; remove the "---" and what follows')
+                case AliasEvent():
+                    raise _Refused(place, f'the alias "*{event.anchor}" is not allowed; write the value out')
+                case MappingEndEvent() | SequenceEndEvent():
+                    self._open.pop()
+                case ScalarEvent() | MappingStartEvent() | SequenceStartEvent():
+                    self._node(event, place)
+                case _:
+                    pass
+
+    def _node(self, event: Any, place: str) -> None:  # noqa: ANN401 - ruamel's events share no useful base
+        self._nodes += 1
+        if self._nodes > _MOST_NODES:
+            raise _Refused(place, f"more than {_MOST_NODES} values; no such file needs as many")
+        if event.tag is not None and not (isinstance(event, ScalarEvent) and event.tag == "!"):
+            raise _Refused(place, f"the tag {event.tag} is not allowed; write the plain value")
+        inside = self._open[-1] if self._open else None
+        if inside is not None and isinstance(inside.values, dict) and inside.key is None:
+            self._key(event, place, inside)
+            return
+        at = self._at(inside)
+        key_place = inside.key_place if inside else None
+        match event:
+            case ScalarEvent():
+                self._document.note(at, place, key_place=key_place, written=event.value)
+                self._put(inside, _scalar(event))
+            case _:
+                if len(self._open) >= _MOST_DEPTH:
+                    raise _Refused(place, f"nested more than {_MOST_DEPTH} deep; no such file needs as much")
+                self._document.note(at, place, key_place=key_place)
+                values: dict[str, Any] | list[Any] = {} if isinstance(event, MappingStartEvent) else []
+                self._put(inside, values)
+                self._open.append(_Open(at, values))
+
+    def _key(self, event: Any, place: str, inside: _Open) -> None:  # noqa: ANN401 - as above
+        if not isinstance(event, ScalarEvent):
+            raise _Refused(place, "a key must be a name")
+        inside.key, inside.key_place = event.value, place
+        if event.value in inside.values:
+            first = self._document.place_of_key((*inside.at, event.value))
+            where = first.removeprefix(f"{self._document.name}:").partition(":")[0]
+            text = f'the key "{event.value}" stands here again; it is in line {where} already'
+            self._document.problems.append(Problem(place, text))
+
+    @staticmethod
+    def _at(inside: _Open | None) -> At:
+        if inside is None:
+            return ()
+        step = len(inside.values) if inside.key is None else inside.key
+        return (*inside.at, step)
+
+    def _put(self, inside: _Open | None, value: Any) -> None:  # noqa: ANN401 - any plain value
+        if inside is None:
+            self._document.value = value
+        elif isinstance(inside.values, list):
+            inside.values.append(value)
+        else:
+            inside.values[str(inside.key)] = value
+            inside.key = None
+
+
+def _scalar(event: Any) -> Any:  # noqa: ANN401 - any plain scalar
+    """Return the value of a scalar by YAML 1.2's core rules; quoted text is text. Times stay text."""
+    text: str = event.value
+    if not event.implicit[0]:
+        return text
+    match text.lower():
+        case "" | "~" | "null":
+            return None
+        case "true":
+            return True
+        case "false":
+            return False
+        case _ if _INTEGER.fullmatch(text):
+            return int(text)
+        case _ if _FLOAT.fullmatch(text):
+            return float(text)
+        case _:
+            return text
+
+
+def _not_yaml(name: str, error: MarkedYAMLError) -> Problem:
+    mark = error.problem_mark or error.context_mark
+    place = name if mark is None else f"{name}:{mark.line + 1}:{mark.column + 1}"
+    remedy = "; indent with blanks, not tabs" if "\\t" in str(error.problem) else ""
+    return Problem(place, f"is not YAML here: {error.problem or error.context}{remedy}")
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """Return ``; did you mean "..."?`` for the nearest known word, or a list of all where none is near."""
+    names = list(known)
+    near = difflib.get_close_matches(word, names, n=1)
+    if near:
+        return f'; did you mean "{near[0]}"?'
+    return f"; known are {', '.join(sorted(names))}" if names else ""
+
+
+def dotted(at: At) -> str:
+    """Return the text that names a place: ``source.topics[0]``."""
+    return "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in at).lstrip(".")
+
+
+def told(
+    errors: Sequence[Mapping[str, Any]], document: Document, known_keys: Mapping[str, Sequence[str]]
+) -> Iterator[Problem]:
+    """Yield pydantic's errors as problems with a place in the document.
+
+    ``known_keys`` has the keys of each mapping, by the mapping's dotted name without list positions.
+    """
+    for error in errors:
+        at = _in_document(error["loc"], document)
+        label = f"{dotted(at)}: " if at else ""
+        written = document.written(at)
+        shown = f'"{written}"' if written is not None else "this"
+        match error["type"]:
+            case "extra_forbidden":
+                holder = ".".join(str(step) for step in at[:-1] if isinstance(step, str))
+                suffix = did_you_mean(str(at[-1]), known_keys.get(holder, ()))
+                yield Problem(document.place_of_key(at), f'unknown key "{dotted(at)}"{suffix}')
+            case "missing":
+                key = error["loc"][-1]
+                inside = f" in {dotted(at)}" if at else ""
+                yield Problem(document.place_of_key(at), f'the key "{key}" is missing{inside}')
+            case "literal_error":
+                words = [word.strip("'") for word in re.split(r", | or ", error["ctx"]["expected"])]
+                suffix = did_you_mean(written or "", words)
+                yield Problem(document.place(at), f"{label}{shown} is not one of {' | '.join(words)}{suffix}")
+            case "value_error":
+                yield Problem(document.place(at), f"{label}{error['ctx']['error']}")
+            case kind:
+                yield Problem(document.place(at), f"{label}{shown} {_WANTED.get(kind, error['msg'])}")
+
+
+_WANTED: Final[Mapping[str, str]] = {
+    "string_type": "must be text; put it in quotes",
+    "bool_type": "must be true or false",
+    "int_type": "must be a whole number",
+    "list_type": 'must be a list; write "[a, b]"',
+    "model_type": "must be a mapping of keys to values",
+    "model_attributes_type": "must be a mapping of keys to values",
+    "dict_type": "must be a mapping of keys to values",
+}
+
+
+def _in_document(loc: Sequence[str | int], document: Document) -> At:
+    """Return a pydantic location without the names of union branches; for a missing key, its holder."""
+    at: At = ()
+    for step in loc:
+        if document.has((*at, step)):
+            at = (*at, step)
+    return at

@@ -1,0 +1,63 @@
+"""Durations and byte sizes as people write them: ``24h``, ``100ms``, ``20GiB``. A number without a unit is refused."""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+
+_MS: Final = {"ms": 1, "s": 1_000, "m": 60_000, "h": 3_600_000, "d": 86_400_000}
+_BYTES: Final = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
+_TEXT: Final = re.compile(r"([0-9]{1,15})(\s*)([A-Za-z]*)")
+_LONGEST_MS: Final = 36_500 * _MS["d"]
+_LARGEST_BYTES: Final = 1 << 60
+
+DURATION_PATTERN: Final = r"^[0-9]{1,15}(ms|s|m|h|d)$"
+SIZE_PATTERN: Final = r"^[0-9]{1,15}(B|KiB|MiB|GiB|TiB)$"
+
+
+def parse_duration(text: str) -> int:
+    """Return the milliseconds of a text such as ``15m``. Raises ValueError with a sentence."""
+    value_ms = _quantity(text, _MS, "h", "m")
+    if value_ms > _LONGEST_MS:
+        raise ValueError(f'"{text}" is longer than 100 years; write at most "36500d"')
+    return value_ms
+
+
+def parse_size(text: str) -> int:
+    """Return the bytes of a text such as ``20GiB``. Raises ValueError with a sentence."""
+    value_bytes = _quantity(text, _BYTES, "GiB", "MiB")
+    if value_bytes > _LARGEST_BYTES:
+        raise ValueError(f'"{text}" is more than a disk holds; write at most "1048576TiB"')
+    return value_bytes
+
+
+def format_duration(value_ms: int) -> str:
+    """Return the shortest text that says the duration: exact, in one unit."""
+    for unit, unit_ms in reversed(_MS.items()):
+        if value_ms % unit_ms == 0 and (value_ms or unit == "s"):
+            return f"{value_ms // unit_ms}{unit}"
+    return f"{value_ms}ms"
+
+
+def format_size(value_bytes: int) -> str:
+    """Return the shortest text that says the size: exact, in one unit."""
+    for unit, unit_bytes in reversed(_BYTES.items()):
+        if value_bytes and value_bytes % unit_bytes == 0:
+            return f"{value_bytes // unit_bytes}{unit}"
+    return f"{value_bytes}B"
+
+
+def _quantity(text: str, units: dict[str, int], likely: str, other: str) -> int:
+    match = _TEXT.fullmatch(text)
+    if match is None:
+        raise ValueError(f'"{text}" is not a whole number and a unit; write for example "15{likely}"')
+    number, space, unit = match.groups()
+    if not unit:
+        raise ValueError(f'"{text}" has no unit; write "{number}{likely}" or "{number}{other}"')
+    if unit not in units:
+        near = next((known for known in units if known.lower() == unit.lower()), None)
+        remedy = f'write "{number}{near}"' if near else f"the units are {', '.join(units)}"
+        raise ValueError(f'"{text}" has the unknown unit "{unit}"; {remedy}')
+    if space:
+        raise ValueError(f'"{text}" has a blank inside; write "{number}{unit}"')
+    return int(number) * units[unit]
