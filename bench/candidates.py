@@ -61,10 +61,20 @@ class Candidate:
     """Whether it is measured on the small workload, because the whole one takes it many minutes."""
 
 
-def dedup(job: Job) -> Command:
-    """Return how one worker is started on `topologies/simplest.yaml`, with this run's names in it."""
+def dedup(*, workers: int = 1, repartitioned: bool = False) -> Callable[[Job], Command]:
+    """Return how `topologies/simplest.yaml` is run, with the job's names in it; two hops where `repartitioned`."""
+
+    def command(job: Job) -> Command:
+        return _dedup(job, workers, repartitioned=repartitioned)
+
+    return command
+
+
+def _dedup(job: Job, workers: int, *, repartitioned: bool) -> Command:
+    # JSON is YAML too.
     topology = job.directory / f"{job.group}.yaml"
-    topology.write_text(json.dumps(simplest_for(job), indent=1), encoding="utf-8")
+    text = json.dumps(simplest_for(job, repartitioned=repartitioned), indent=1)
+    topology.write_text(text, encoding="utf-8")
     config = job.directory / "config.yaml"
     config.write_text(json.dumps({"brokers": [job.bootstrap]}), encoding="utf-8")
     settings = {
@@ -78,20 +88,22 @@ def dedup(job: Job) -> Command:
         "worker_id": job.group,
     }
     sets = [part for key, value in settings.items() for part in ("--set", f"{key}={value}")]
+    more = ("--workers", str(workers)) if workers > 1 else ()
     end = ("--exit-when-done",) if job.until_done else ()
     program = str(Path(sys.executable).parent / "dedup")
     return Command(
-        (program, "run", str(topology), "--config", str(config), *sets, *end), {}, ends_itself=job.until_done
+        (program, "run", str(topology), "--config", str(config), *sets, *more, *end), {}, ends_itself=job.until_done
     )
 
 
-def simplest_for(job: Job) -> dict[str, Any]:
+def simplest_for(job: Job, *, repartitioned: bool = False) -> dict[str, Any]:
     """Return the shipped simplest topology as this job's: its topics and name, the ID's field, the guard period."""
     topology: dict[str, Any] = YAML(typ="safe").load(SIMPLEST.read_text(encoding="utf-8"))
+    by_id = {} if repartitioned else {"partitioned_by": "tracking_id"}
     return {
         **topology,
         "name": job.group,
-        "source": {**topology["source"], "topics": [job.source], "partitioned_by": "tracking_id"},
+        "source": {"format": "json", "topics": [job.source], **by_id},
         "tracking_id": {"field": "event_id"},
         "guard_period": "1h",
         "output": {"topic": job.output},
@@ -135,7 +147,9 @@ _BOTH: Final = ("snappy", "lz4")
 CANDIDATES: Final[Mapping[str, Candidate]] = {
     each.name: each
     for each in (
-        Candidate("dedup", dedup, ("snappy",)),
+        Candidate("dedup", dedup(), ("snappy",)),
+        Candidate("dedup-2-workers", dedup(workers=2), ("snappy",)),
+        Candidate("dedup-repartitioned", dedup(repartitioned=True), ("snappy",)),
         Candidate("kafka-streams-window", kafka_streams("window", 1), _BOTH),
         Candidate("kafka-streams-keyvalue", kafka_streams("keyvalue", 1), _BOTH),
         Candidate("kafka-streams-keyvalue-2-threads", kafka_streams("keyvalue", 2), _BOTH),
@@ -143,7 +157,7 @@ CANDIDATES: Final[Mapping[str, Candidate]] = {
         Candidate("stock-faust", stock_faust, _BOTH, slow=True),
     )
 }
-DEFAULT: Final = tuple(name for name in CANDIDATES if not name.endswith("2-threads"))
+DEFAULT: Final = ("dedup", "kafka-streams-window", "kafka-streams-keyvalue", "quix", "stock-faust")
 
 
 def environ_of(command: Command) -> dict[str, str]:

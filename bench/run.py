@@ -8,6 +8,7 @@ Exit code 0 if every run was exact, 1 if not. The result goes to bench/results/.
 
 from __future__ import annotations
 
+import os
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -60,6 +61,7 @@ def main(  # noqa: PLR0913  each is an option of the command line
     console = stage.console()
     chosen = _chosen(only)
     start_ms = stage.past_start_ms()
+    load = os.getloadavg()[0]
     with stage.broker(bootstrap) as address, tempfile.TemporaryDirectory(prefix="dedup-bench-") as directory:
         settings = Settings(address, partitions, commit_interval_ms, Path(directory))
         with stage.bars(console) as bars:
@@ -74,6 +76,7 @@ def main(  # noqa: PLR0913  each is an option of the command line
         "workload": f"W1: {events:,} events, {partitions} partitions, 30 % duplicates, seed {seed}",
         "commit interval": f"{commit_interval_ms} ms",
         "rounds": rounds,
+        "load average before": round(load, 1),
         "quix": QUIX,
     }
     _show(console, rows, [run for run in runs if isinstance(run, Failed)])
