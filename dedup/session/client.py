@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import enum
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from aiokafka import errors as kafka_errors
@@ -47,6 +47,7 @@ ACKS_ALL: Final = -1
 EARLIEST: Final = -2
 LATEST: Final = -1
 READ_UNCOMMITTED: Final = 0
+LOOK_AGAIN_S: Final = 0.05
 # A coordinator answers these when it has moved; the next look-up finds the new one.
 MOVED: Final = frozenset({14, 15, 16})
 LEADER_MOVED: Final = frozenset({3, 5, 6, 9, 13, 56, 74, 75, 76})
@@ -124,35 +125,53 @@ class KafkaWire:
 
     async def produce(
         self, transactional_id: str, batches: Sequence[tuple[TopicPartition, bytes]]
-    ) -> dict[TopicPartition, Produced]:
+    ) -> Awaitable[dict[TopicPartition, Produced]]:
         """See `Wire`; batches of one leader share a request, leaders are asked side by side."""
         by_leader: defaultdict[int, list[tuple[TopicPartition, bytes]]] = defaultdict(list)
         for target, payload in batches:
             by_leader[await self._leader(target)].append((target, payload))
-        answers = await asyncio.gather(
-            *[self._produce_to(node, transactional_id, part) for node, part in by_leader.items()]
-        )
-        return {target: produced for answer in answers for target, produced in answer.items()}
+        answers = [
+            await self._write_produce(node, self._produce_request(transactional_id, part))
+            for node, part in by_leader.items()
+        ]
+        return self._produced(answers)
 
-    async def _produce_to(
-        self, node: int, transactional_id: str, batches: Sequence[tuple[TopicPartition, bytes]]
-    ) -> dict[TopicPartition, Produced]:
+    def _produce_request(
+        self, transactional_id: str, batches: Sequence[tuple[TopicPartition, bytes]]
+    ) -> ProduceRequest:
         by_topic: defaultdict[str, list[tuple[int, bytes]]] = defaultdict(list)
         for (topic, partition), payload in batches:
             by_topic[topic].append((partition, payload))
-        request = ProduceRequest(
+        return ProduceRequest(
             transactional_id=transactional_id,
             required_acks=ACKS_ALL,
             timeout=self.connection.request_timeout_ms,
             topics=list(by_topic.items()),
         )
-        answer = await self._send(node, request, ConnectionGroup.DEFAULT)
+
+    async def _write_produce(self, node: int, request: ProduceRequest) -> asyncio.Future[Any]:
+        """Return when the request is in the connection's buffer; requests of one caller keep their order."""
+        if not await self._client.ready(node, group=ConnectionGroup.DEFAULT):
+            raise NoAnswer(f"broker {node} is not reachable")
+        # The client's own `send` waits for the answer; only its connection lets the next request follow at once.
+        connection = self._client._conns[node, ConnectionGroup.DEFAULT]  # noqa: SLF001
+        try:
+            return asyncio.ensure_future(connection.send(request))
+        except kafka_errors.KafkaError as error:
+            raise NoAnswer(f"ProduceRequest to broker {node}: {error!r}") from error
+
+    async def _produced(self, answers: Sequence[asyncio.Future[Any]]) -> dict[TopicPartition, Produced]:
         result: dict[TopicPartition, Produced] = {}
-        for topic, parts in answer.topics:
-            for partition, code, base_offset, *_ in parts:
-                if code in LEADER_MOVED:
-                    self._client.force_metadata_update()
-                result[TopicPartition(topic, partition)] = Produced(code, base_offset)
+        for future in answers:
+            try:
+                answer = await future
+            except (kafka_errors.KafkaError, OSError, TimeoutError) as error:
+                raise NoAnswer(f"ProduceRequest: {error!r}") from error
+            for topic, parts in answer.topics:
+                for partition, code, base_offset, *_ in parts:
+                    if code in LEADER_MOVED:
+                        self._client.force_metadata_update()
+                    result[TopicPartition(topic, partition)] = Produced(code, base_offset)
         return result
 
     async def add_offsets(self, transactional_id: str, identity: ProducerIdentity, group: str) -> int:
@@ -267,20 +286,31 @@ class KafkaWire:
         return code
 
     async def _ask_coordinator(self, kind: int, key: str, request: Any) -> Any:  # noqa: ANN401  # untyped protocol structures
-        node = self._coordinators.get((kind, key))
-        if node is None:
-            try:
-                node = await self._client.coordinator_lookup(kind, key)
-            except kafka_errors.KafkaError as error:
-                raise NoAnswer(f"no coordinator for {key}: {error!r}") from error
-            if self._client.cluster.broker_metadata(node) is None:
-                await self._client.force_metadata_update()
-            self._coordinators[kind, key] = node
+        node = await self._coordinator(kind, key)
         try:
             return await self._send(node, request, ConnectionGroup.COORDINATION)
         except NoAnswer:
             self._coordinators.pop((kind, key), None)
             raise
+
+    async def _coordinator(self, kind: int, key: str) -> int:
+        """Find a coordinator, asking again while the cluster has none: nothing was sent to it yet."""
+        known = self._coordinators.get((kind, key))
+        if known is not None:
+            return known
+        deadline = asyncio.get_running_loop().time() + self.connection.request_timeout_ms / 1000
+        while True:
+            try:
+                node = int(await self._client.coordinator_lookup(kind, key))
+                if self._client.cluster.broker_metadata(node) is None:
+                    await self._client.force_metadata_update()
+            except kafka_errors.KafkaError as error:
+                if asyncio.get_running_loop().time() >= deadline:
+                    raise NoAnswer(f"no coordinator for {key}: {error!r}") from error
+                await asyncio.sleep(LOOK_AGAIN_S)
+            else:
+                self._coordinators[kind, key] = node
+                return node
 
     async def _send(self, node: int, request: Any, group: Any) -> Any:  # noqa: ANN401  # untyped protocol structures
         try:

@@ -21,7 +21,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 from aiokafka.errors import for_code
 
@@ -52,7 +52,7 @@ class Unanswered:
     """A produce request on its way."""
 
     batches: tuple[RecordBatch, ...]
-    answer: asyncio.Task[dict[TopicPartition, Produced]]
+    answer: asyncio.Future[dict[TopicPartition, Produced]]
 
 
 def _weight(code: int) -> int:
@@ -133,8 +133,11 @@ class Session:
             if len(self._unanswered) >= MOST_UNANSWERED:
                 await self._take_answer()
             sealed = [(batch.target, self._seal(batch)) for batch in wave]
-            request = asyncio.create_task(self._wire.produce(self.transactional_id, sealed))
-            self._unanswered.append(Unanswered(tuple(wave), request))
+            try:
+                answer = await self._wire.produce(self.transactional_id, sealed)
+            except NoAnswer as error:
+                raise CommitUnknown(f"{self.transactional_id}: {error}. The epoch is over.") from error
+            self._unanswered.append(Unanswered(tuple(wave), asyncio.ensure_future(answer)))
             if not self._group_announced:
                 await self._announce_group()
 
@@ -222,9 +225,9 @@ class Session:
 
     async def drop(self) -> None:
         """Forget the transaction on this side; the broker aborts it at the next `open` of any owner, or on time-out."""
-        work = [flight.answer for flight in self._unanswered]
+        work: list[asyncio.Future[Any]] = [flight.answer for flight in self._unanswered]
         if self._sender is not None:
-            work.append(self._sender)  # type: ignore[arg-type]  # awaited only for its end
+            work.append(self._sender)
         for task in work:
             task.cancel()
         await asyncio.gather(*work, return_exceptions=True)

@@ -7,7 +7,7 @@ that got no answer raises `NoAnswer`, and then nothing is known about its effect
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple, Protocol
 
@@ -125,8 +125,12 @@ class Wire(Protocol):
 
     async def produce(
         self, transactional_id: str, batches: Sequence[tuple[TopicPartition, bytes]]
-    ) -> dict[TopicPartition, Produced]:
-        """Write one batch to each of several partitions, acknowledged by all in-sync replicas."""
+    ) -> Awaitable[dict[TopicPartition, Produced]]:
+        """Write one batch to each of several partitions, to be acknowledged by all in-sync replicas.
+
+        Returns when the request is on its way, with its answer to be awaited: calls one after the other keep their
+        order on the wire without waiting for each other's answers.
+        """
 
     async def add_offsets(self, transactional_id: str, identity: ProducerIdentity, group: str) -> int:
         """Announce a consumer group's offsets to the open transaction."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import faust
@@ -18,6 +17,7 @@ from dedup.session.connection import Connection
 from dedup.session.transaction import Session
 from dedup.session.wire import TopicPartition, Wire
 from dedup.store.base import Store, StoreIdentity
+from dedup.store.directory import delete_store, store_directory
 from dedup.store.rocks import RocksStore
 from dedup.worker.agents import attach_agents
 from dedup.worker.clock import Clock, SteadyClock
@@ -69,19 +69,18 @@ class Workshop:
     wire: Wire
     clock: Clock
 
-    def directory(self, partition: int) -> Path:
-        """Return where the state of a dedup task lives; names of topologies are safe as paths."""
-        return self.settings.state_dir / self.topology.name / str(partition)
+    def _identity(self, partition: int) -> StoreIdentity:
+        changelog = self.cluster.topics[self.topology.changelog_topic]
+        return StoreIdentity(self.topology.name, partition, changelog.topic_id)
 
     def open_store(self, partition: int) -> Store:
         """Open a partition's store, creating an empty one; raises TaskCorrupted or StateIncompatible."""
-        changelog = self.cluster.topics[self.topology.changelog_topic]
-        identity = StoreIdentity(self.topology.name, partition, changelog.topic_id)
-        return RocksStore.open(self.directory(partition), identity=identity)
+        identity = self._identity(partition)
+        return RocksStore.open(store_directory(self.settings.state_dir, identity), identity=identity)
 
     def wipe(self, feeding: TopicPartition) -> None:
         """Delete a partition's local state; the changelog has all of it."""
-        RocksStore.delete(self.directory(feeding.partition))
+        delete_store(store_directory(self.settings.state_dir, self._identity(feeding.partition)))
 
     def build(self, feeding: TopicPartition) -> Task:
         """Return a new task for a feeding partition."""
@@ -156,6 +155,9 @@ class Workshop:
 def create_app(topology: Topology, settings: Settings, cluster: Cluster, wire: KafkaWire) -> DedupApp:
     """Return the app of a topology, not started; call it in the loop that will run it."""
     connection = Connection.of(settings, client_id=f"dedup-{topology.name}")
+    # Faust wants a directory of its own; a topology's name has no dot, so this one is nobody's state.
+    directory = settings.state_dir / ".faust"
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     url_id = settings.worker_id or f"worker-{id(settings):x}"
     app = DedupApp(
         topology.name,
@@ -167,8 +169,8 @@ def create_app(topology: Topology, settings: Settings, cluster: Cluster, wire: K
         # The flag makes Faust read committed and use our TransactionManager; its own implementation is not used.
         processing_guarantee="exactly_once",
         version=1,
-        datadir=str(settings.state_dir / topology.name / "faust"),
-        tabledir=str(settings.state_dir / topology.name / "faust"),
+        datadir=str(directory),
+        tabledir=str(directory),
         canonical_url=f"http://{url_id}:6066",
         web_enabled=False,
         topic_disable_leader=True,

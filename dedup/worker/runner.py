@@ -18,7 +18,7 @@ from dedup.session.connection import Connection
 from dedup.session.wire import TopicPartition
 from dedup.worker.app import DedupApp, create_app
 from dedup.worker.plan import Cluster, prepare
-from dedup.worker.starting import bounds_of
+from dedup.worker.starting import bounds_of, committed_offset
 from dedup.worker.task import TaskState
 
 if TYPE_CHECKING:
@@ -29,7 +29,6 @@ log: Final = logging.getLogger(__name__)
 GC_THRESHOLD: Final = 100_000
 """Allocations between young collections: a batch makes tens of thousands of records, none of them in a cycle."""
 LOOK_S: Final = 0.05
-OFFSETS_UNSTABLE: Final = frozenset({14, 15, 16})
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +57,8 @@ async def run_worker(topology: Topology, settings: Settings, options: RunOptions
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, stop.set)
         ends = await _ends(topology, cluster, wire) if options.exit_when_done else {}
-        await app.start()
         app.tasks.connect(app.consumer.begin, app.consumer.rejoin)
+        await app.start()
         try:
             await _until_over(app, stop, options, wire, ends)
         finally:
@@ -83,12 +82,8 @@ async def _group_is_new(topology: Topology, wire: KafkaWire, admin: Admin) -> bo
     have = await admin.topics(topology.feeding_topics)
     for topic in have.values():
         for partition in range(topic.partitions):
-            while True:
-                answer = await wire.committed_offset(topology.name, TopicPartition(topic.name, partition))
-                if answer.error_code not in OFFSETS_UNSTABLE:
-                    break
-                await wire.pause(50)
-            if answer.offset is not None:
+            offset = await committed_offset(wire, topology.name, TopicPartition(topic.name, partition))
+            if offset is not None:
                 return False
     return True
 

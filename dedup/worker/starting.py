@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Literal, assert_never
+from typing import Final, Literal, assert_never
 
+from dedup.errors import BrokerUnavailable
 from dedup.session.wire import LogBounds, NoAnswer, TopicPartition, Wire
 
-PAUSE_MS = 50
+PAUSE_MS: Final = 50
+COORDINATOR_AWAY: Final = frozenset({14, 15, 16})
 Start = Literal["earliest", "latest"] | int
 
 
@@ -32,3 +34,21 @@ async def first_offset(wire: Wire, feeding: TopicPartition, start: Start) -> int
             return bounds.end if offset is None else offset
         case never:
             assert_never(never)
+
+
+async def committed_offset(wire: Wire, group: str, source: TopicPartition) -> int | None:
+    """Return the group's committed offset as of now, asking again while its coordinator is away."""
+    while True:
+        try:
+            answer = await wire.committed_offset(group, source)
+        except NoAnswer:
+            await wire.pause(PAUSE_MS)
+            continue
+        if answer.error_code == 0:
+            return answer.offset
+        if answer.error_code not in COORDINATOR_AWAY:
+            raise BrokerUnavailable(
+                f"the group {group!r} does not tell its offset of {source.topic}/{source.partition} "
+                f"(code {answer.error_code}). Grant the principal Read on the group."
+            )
+        await wire.pause(PAUSE_MS)

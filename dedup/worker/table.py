@@ -58,6 +58,14 @@ class SightingsStore(FaustStore):
     def reset_state(self) -> None:
         """Do nothing: `dedup reset` is the way."""
 
+    async def backup_partition(self, *_: Any, **__: Any) -> NoReturn:
+        """Raise InvariantBroken: the changelog is the backup."""
+        raise InvariantBroken("a backup is not Faust's to make here; the changelog topic holds all state.")
+
+    def restore_backup(self, *_: Any, **__: Any) -> NoReturn:
+        """Raise InvariantBroken: the changelog is the backup."""
+        raise InvariantBroken("a backup is not Faust's to restore here; the changelog topic holds all state.")
+
     def apply_changelog_batch(self, *_: Any, **__: Any) -> NoReturn:
         """Raise InvariantBroken: restore is the tasks' own."""
         raise InvariantBroken("Faust's recovery must not write the store; restore belongs to the tasks.")

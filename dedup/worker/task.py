@@ -21,11 +21,12 @@ from dataclasses import dataclass, field
 from typing import Final, Protocol
 
 from dedup import crashpoints
-from dedup.errors import InvariantBroken, RecordRefused, StateIncompatible
+from dedup.errors import InvariantBroken, RecordRefused
 from dedup.metrics import TaskNumbers
 from dedup.session.transaction import Session
 from dedup.session.wire import RecordBatch, TopicPartition, Wire
 from dedup.worker.batch import FeedBatch
+from dedup.worker.starting import committed_offset
 
 
 class TaskState(enum.Enum):
@@ -161,26 +162,14 @@ class Task:
         """
         self._move(TaskState.RESTORING)
         await self._session.open()
-        committed = await self._committed_offset()
+        # aiokafka read it before the rebalance callback, so before the previous owner was fenced: too early.
+        committed = await committed_offset(self._wire, self._group, self.task_id.feeding)
         crashpoints.reached("after_committed_offset")
         self._next_offset = self._expected = await self._work.restore(committed)
         crashpoints.reached("after_restore")
         self._move(TaskState.RUNNING)
         self._sendable.set()
         return self._next_offset
-
-    async def _committed_offset(self) -> int | None:
-        # aiokafka read it before the rebalance callback, so before the previous owner was fenced: too early.
-        while True:
-            answer = await self._wire.committed_offset(self._group, self.task_id.feeding)
-            if answer.error_code == 0:
-                return answer.offset
-            if answer.error_code not in {14, 15, 16}:
-                raise StateIncompatible(
-                    f"{self.task_id}: the group {self._group!r} does not tell its offset (code {answer.error_code}). "
-                    f"Check the principal's Read permission on the group."
-                )
-            await self._wire.pause(20)
 
     async def process(self, batch: FeedBatch) -> None:
         """Judge a batch and put what follows from it into the task's transaction."""

@@ -37,7 +37,7 @@ class Tasks:
         self.fenced = 0
         self.corrupted = 0
         self.opened: Final = asyncio.Event()
-        """Set once an assignment has come, be it an empty one."""
+        """Set while an assignment is in force, be it an empty one."""
         self.failure: Final[asyncio.Future[BaseException]] = asyncio.get_running_loop().create_future()
         """Done when the worker must stop; holds why."""
 
@@ -121,6 +121,7 @@ class Tasks:
     async def close_all(self, *, drain: bool) -> None:
         """End every task; with ``drain``, what was judged is committed first. Tasks that fail to drain are dropped."""
         drain = drain and not self.failure.done()
+        self.opened.clear()
         loops, self._loops = self._loops, {}
         tasks, self._tasks = self._tasks, {}
         results = await asyncio.gather(*[task.close(drain=drain) for task in tasks.values()], return_exceptions=True)

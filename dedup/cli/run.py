@@ -1,0 +1,61 @@
+"""`dedup run`: a worker, or a supervisor of several."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from dedup.settings import Settings
+
+EXAMPLES = """
+Examples:
+
+  dedup run topologies/orders.yaml
+
+  dedup run topologies/orders.yaml --config config/production.yaml --workers 4
+
+  dedup run topologies/simplest.yaml --exit-when-done --set commit_interval=100ms
+"""
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to the app."""
+    app.command("run", epilog=EXAMPLES)(run)
+
+
+def run(
+    topology: Annotated[Path, typer.Argument(help="The topology file.", metavar="TOPOLOGY")],
+    config: Annotated[Path | None, typer.Option(help="Where: brokers, security, directories.")] = None,
+    overrides: Annotated[list[str] | None, typer.Option("--set", help="key=value, over the config file.")] = None,
+    workers: Annotated[int, typer.Option(min=1, max=256, help="Supervise this many worker processes.")] = 1,
+    exit_when_done: Annotated[
+        bool, typer.Option("--exit-when-done", help="Stop at the end offsets seen at start.")
+    ] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="No progress line; the log only.")] = False,
+) -> None:
+    """Deduplicate a topology's topics: one worker, or N supervised ones, until a signal comes."""
+    from dedup.settings import load_settings  # noqa: PLC0415  # keeps `--help` quick
+    from dedup.topology.parse import parse  # noqa: PLC0415
+    from dedup.worker.fleet import supervise  # noqa: PLC0415
+    from dedup.worker.logs import set_up_logging  # noqa: PLC0415
+
+    import os  # noqa: PLC0415
+
+    settings = load_settings(config, overrides or [], os.environ)
+    parsed = parse(topology.read_text(encoding="utf-8"), name=str(topology))
+    set_up_logging(settings)
+    if workers > 1:
+        raise typer.Exit(supervise(topology, config, overrides or [], workers, exit_when_done=exit_when_done))
+    _run_one(parsed, settings, exit_when_done=exit_when_done, quiet=quiet)
+
+
+def _run_one(parsed: object, settings: Settings, *, exit_when_done: bool, quiet: bool) -> None:
+    from dedup.cli.progress import RunProgress  # noqa: PLC0415
+    from dedup.worker.runner import RunOptions, main_loop  # noqa: PLC0415
+
+    with RunProgress(enabled=not quiet) as progress:
+        main_loop(parsed, settings, RunOptions(exit_when_done=exit_when_done, on_tick=progress.tick))  # type: ignore[arg-type]
+    progress.closing_line()

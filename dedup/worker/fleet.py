@@ -1,0 +1,105 @@
+"""Several workers on one machine: a supervisor that starts them, restarts what dies, and drains on a signal."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+log: Final = logging.getLogger(__name__)
+LOOK_S: Final = 0.1
+FIRST_BACK_OFF_S: Final = 0.5
+LONGEST_BACK_OFF_S: Final = 30.0
+CALM_S: Final = 60.0
+"""A worker that lived this long starts again without delay."""
+FINAL: Final = frozenset({2, 3, 5})
+"""Exit codes that no restart cures: the author's mistake, state incompatible, broker refused."""
+
+
+@dataclass(slots=True)
+class Child:
+    """A worker process and its history."""
+
+    number: int
+    process: subprocess.Popen[bytes]
+    started_s: float
+    back_off_s: float = FIRST_BACK_OFF_S
+    start_at_s: float | None = None
+    finished: bool = False
+
+
+def command(topology: Path, config: Path | None, overrides: Sequence[str], number: int, *, exit_when_done: bool) -> list[str]:
+    """Return the command line of worker ``number``: a worker id and a state directory of its own."""
+    line = [sys.executable, "-m", "dedup.cli.main", "run", str(topology), "--quiet"]
+    if config is not None:
+        line += ["--config", str(config)]
+    for override in overrides:
+        line += ["--set", override]
+    line += ["--set", f"worker_number={number}"]
+    return [*line, "--exit-when-done"] if exit_when_done else line
+
+
+def supervise(topology: Path, config: Path | None, overrides: Sequence[str], workers: int, *, exit_when_done: bool) -> int:
+    """Run N workers until a signal, or until all are done; return the exit code."""
+    stopping = False
+
+    def stop(_number: int, _frame: object) -> None:
+        nonlocal stopping
+        stopping = True
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
+    lines = [command(topology, config, overrides, number, exit_when_done=exit_when_done) for number in range(workers)]
+    children = [Child(number, subprocess.Popen(line), time.monotonic()) for number, line in enumerate(lines)]  # noqa: S603  # our own command line
+    code = 0
+    try:
+        while not stopping and not all(child.finished for child in children):
+            for child in children:
+                code = max(code, _look_after(child, lines[child.number]))
+            if code in FINAL:
+                break
+            time.sleep(LOOK_S)
+    finally:
+        _drain(children)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    return code
+
+
+def _look_after(child: Child, line: list[str]) -> int:
+    """Restart a dead worker after its back-off; return an exit code that ends the fleet, else 0."""
+    now_s = time.monotonic()
+    if child.finished:
+        return 0
+    if child.start_at_s is not None:
+        if now_s >= child.start_at_s:
+            child.process = subprocess.Popen(line)  # noqa: S603  # our own command line
+            child.started_s, child.start_at_s = now_s, None
+        return 0
+    code = child.process.poll()
+    if code is None:
+        return 0
+    if code == 0:
+        child.finished = True
+        return 0
+    if code in FINAL:
+        return code
+    if now_s - child.started_s > CALM_S:
+        child.back_off_s = FIRST_BACK_OFF_S
+    log.warning("worker %d ended with %d; it starts again in %.1f s", child.number, code, child.back_off_s)
+    child.start_at_s = now_s + child.back_off_s
+    child.back_off_s = min(2 * child.back_off_s, LONGEST_BACK_OFF_S)
+    return 0
+
+
+def _drain(children: Sequence[Child]) -> None:
+    living = [child.process for child in children if child.process.poll() is None]
+    for process in living:
+        process.send_signal(signal.SIGTERM)
+    for process in living:
+        process.wait()
