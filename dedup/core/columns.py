@@ -12,6 +12,7 @@ from itertools import repeat
 from typing import Final
 
 import numpy as np
+import numpy.typing as npt
 
 from dedup.core import tracking_id as encoding
 from dedup.core.tracking_id import KEPT_BYTES, Normalizing, normalizer, state_key
@@ -30,8 +31,7 @@ def scalar_keys(column: list[str] | list[int] | list[str | int]) -> list[bytes] 
     if kinds == {str}:
         return text_keys(column)  # type: ignore[arg-type]
     if kinds == {int}:
-        # Nine bytes at most, so each is its own state key.
-        return list(map(encoding.encode_integer, column))  # type: ignore[arg-type]
+        return _integer_keys(column)  # type: ignore[arg-type]
     if "" in column:
         return None
     return [state_key(_scalar(value)) for value in column]
@@ -76,7 +76,7 @@ class PartMemo(dict[str | int, bytes]):
 
     __slots__ = ("_smooth",)
 
-    def __init__(self, normalize: Sequence[Normalizing]) -> None:
+    def __init__(self, normalize: tuple[Normalizing, ...]) -> None:
         super().__init__()
         self._smooth: Callable[[str], str] | None = normalizer(normalize)
 
@@ -105,6 +105,19 @@ def composite_keys(columns: Sequence[list[str | int]], memos: Sequence[PartMemo]
         return _kept(map(b"".join, zip(repeat(encoding.COMPOSITE), *parts, strict=False)))
     except EmptyPart:
         return None
+
+
+def _integer_keys(column: list[int]) -> list[bytes]:
+    """Return the state keys of 64-bit integers: nine bytes at most, so each is its canonical bytes."""
+    numbers = np.array(column, np.int64)
+    sizes = numbers ^ (numbers >> 63)
+    width = int(sizes.max()).bit_length() // 8 + 1
+    if int(sizes.min()).bit_length() // 8 + 1 != width:
+        return list(map(encoding.encode_integer, column))
+    keys = np.empty((len(column), width + 1), np.uint8)
+    keys[:, 0] = encoding.INTEGER[0]
+    keys[:, 1:] = numbers.astype(">i8").view(np.uint8).reshape(len(column), 8)[:, 8 - width :]
+    return _rows(keys)
 
 
 def _scalar(value: str | int) -> bytes:
@@ -141,6 +154,10 @@ def _uuid_keys(lines: bytes, count: int) -> list[bytes] | None:
     keys = np.empty((count, 17), np.uint8)
     keys[:, 0] = encoding.UUID[0]
     keys[:, 1:] = np.frombuffer(packed, np.uint8).reshape(count, 16)
+    return _rows(keys)
+
+
+def _rows(keys: npt.NDArray[np.uint8]) -> list[bytes]:
     # A void, unlike numpy's own bytes type, keeps zero bytes at the end.
-    result: list[bytes] = keys.view("V17").ravel().tolist()
-    return result
+    rows: list[bytes] = keys.view(f"V{keys.shape[1]}").ravel().tolist()
+    return rows

@@ -196,6 +196,8 @@ def _days_in(year: int, month: int) -> int:
 
 def _number_ms(number: Number, power: int) -> int | None:
     """Return floor(number * 10**power); None outside 64 bits, or with an exponent of absurd length."""
+    if power == 0 and number.is_integer and len(number.text) <= 18:  # noqa: PLR2004 - surely within 64 bits
+        return int(number.text)
     try:
         sign, digits, exponent = number.parts()
     except Unreadable:

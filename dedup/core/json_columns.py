@@ -41,13 +41,13 @@ class JsonColumns:
     unit: TimeUnit
     names: tuple[tuple[bytes, int], ...]
     """Each name in its quotes, and how often a value holds it."""
-    escape: bytes
-    """No value may hold it: with it a name could be spelled in another way."""
+    escapes: tuple[bytes, ...]
+    """No value may hold one: with it a name could be spelled in another way."""
 
     def decode(self, values: Sequence[bytes | None]) -> tuple[list[list[str | int]], list[int] | None] | None:
         """Return a column per ID path, and the times; None unless sure of every row."""
         joined = _joined(values)
-        if joined is None or self.escape in joined or not _is_utf8(joined):
+        if joined is None or not _is_utf8(joined) or (b"\\u" in joined and any(map(joined.__contains__, self.escapes))):
             return None
         count = len(values)
         if any(joined.count(name) != times * count for name, times in self.names):
@@ -92,7 +92,7 @@ def compile_columns(ids: Sequence[Path], time: FieldTime | None) -> JsonColumns 
         time=None if time is None else attrgetter(tree.attribute(time.path)),
         unit="ms" if time is None else time.unit,
         names=tuple((f'"{name}"'.encode(), times) for name, times in names.items()),
-        escape=_escape(names),
+        escapes=_escapes(names),
     )
 
 
@@ -149,10 +149,11 @@ def _has_one_spelling(name: str) -> bool:
     return not any(char in '"\\/' or char < " " for char in name)
 
 
-def _escape(names: dict[str, int]) -> bytes:
-    if not names:
-        return b"\0"  # no name to spell; a NUL is refused by the decoder anyhow
-    return b"\\u00" if all(name.isascii() for name in names) else b"\\u"
+def _escapes(names: dict[str, int]) -> tuple[bytes, ...]:
+    """Return the beginnings of the escapes that could spell a character of these names."""
+    if all(name.isascii() for name in names):
+        return tuple(b"\\u00%d" % high for high in range(2, 8)) if names else ()
+    return (b"\\u",)
 
 
 def _joined(values: Sequence[bytes | None]) -> bytes | None:
@@ -161,9 +162,9 @@ def _joined(values: Sequence[bytes | None]) -> bytes | None:
         joined = b"\n".join(values)  # type: ignore[arg-type]
     except TypeError:  # a null value
         return None
-    if not joined:
-        return None
     lengths = np.fromiter(map(len, values), np.int64, len(values))  # type: ignore[arg-type]
+    if lengths.min() == 0:
+        return None
     ends = np.cumsum(lengths + 1) - 1
     text = np.frombuffer(joined, np.uint8)
     if not ((text[ends - lengths] == ord("{")).all() and (text[ends - 1] == ord("}")).all()):

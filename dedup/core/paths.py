@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from functools import cache
 from typing import Final
 
 Path = tuple[str | int, ...]
@@ -27,6 +28,7 @@ def parse_path(text: str) -> Path:
     return tuple(steps)
 
 
+@cache
 def format_path(path: Path) -> str:
     """Return the text that `parse_path` turns into this path."""
     parts: list[str] = []

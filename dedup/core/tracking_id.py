@@ -24,6 +24,7 @@ from __future__ import annotations
 import unicodedata
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from hashlib import blake2b
 from re import compile as compile_pattern
 from typing import Final, Literal, assert_never
@@ -135,7 +136,7 @@ def encode_bytes(value: bytes) -> bytes:
 
 def encode_integer(value: int) -> bytes:
     """Return the canonical bytes of an integer within 64 bits (signed)."""
-    return INTEGER + value.to_bytes(value.bit_length() // 8 + 1, "big", signed=True)
+    return INTEGER + value.to_bytes((value if value >= 0 else ~value).bit_length() // 8 + 1, "big", signed=True)
 
 
 def encode_integer_text(digits: str) -> bytes:
@@ -163,7 +164,8 @@ def prefixed(part: bytes) -> bytes:
     return bytes(head) + part
 
 
-def normalizer(steps: Sequence[Normalizing]) -> Callable[[str], str] | None:
+@cache
+def normalizer(steps: tuple[Normalizing, ...]) -> Callable[[str], str] | None:
     """Return what smooths a text in these steps; None when there are none."""
     functions = [_normalizing(step) for step in steps]
     if not functions:

@@ -1,0 +1,314 @@
+"""The column extractor equals `extract_one` on every input, however odd."""
+
+import json
+import random
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from dedup.core.event_time import FieldTime, RecordTime
+from dedup.core.extract import Extractor, FaultKind, Recipe
+from dedup.core.extract_one import Fault, One, extract_one
+from dedup.core.tracking_id import (
+    ContentRule,
+    FieldRule,
+    FieldsRule,
+    HeaderRule,
+    KeyRule,
+    RawContentRule,
+    TrackingId,
+)
+
+UUID = "0b1c2d3e-4f50-6172-8394-a5b6c7d8e9f0"
+RECIPES = {
+    "id": Recipe(TrackingId(FieldRule(("id",)))),
+    "id+ms": Recipe(TrackingId(FieldRule(("id",))), FieldTime(("t",), "ms")),
+    "id+s": Recipe(TrackingId(FieldRule(("id",))), FieldTime(("t",), "s")),
+    "id+us": Recipe(TrackingId(FieldRule(("id",))), FieldTime(("t",), "us")),
+    "id+rfc3339": Recipe(TrackingId(FieldRule(("id",))), FieldTime(("t",), "rfc3339")),
+    "id is time": Recipe(TrackingId(FieldRule(("t",))), FieldTime(("t",), "s")),
+    "normalized": Recipe(TrackingId(FieldRule(("id",)), ("trim", "lower", "nfc"))),
+    "nested": Recipe(TrackingId(FieldRule(("a", "id"))), FieldTime(("a", "t"), "ms")),
+    "same names": Recipe(TrackingId(FieldRule(("a", "a")))),
+    "index": Recipe(TrackingId(FieldRule(("a", 0, "id")))),
+    "below": Recipe(TrackingId(FieldsRule((("a",), ("a", "id"))))),
+    "odd name": Recipe(TrackingId(FieldRule(("a/b",)))),
+    "non-ASCII name": Recipe(TrackingId(FieldRule(("é",)))),
+    "empty name": Recipe(TrackingId(FieldRule(("",)))),
+    "fields": Recipe(TrackingId(FieldsRule((("id",), ("a",), ("t",)))), FieldTime(("t",), "ms")),
+    "fields normalized": Recipe(TrackingId(FieldsRule((("id",), ("a",))), ("trim",))),
+    "key": Recipe(TrackingId(KeyRule())),
+    "key+ms": Recipe(TrackingId(KeyRule(), ("lower",)), FieldTime(("t",), "ms")),
+    "key bytes": Recipe(TrackingId(KeyRule()), fmt="bytes", fingerprint=True),
+    "key trim": Recipe(TrackingId(KeyRule(), ("trim",)), fmt="bytes"),
+    "header": Recipe(TrackingId(HeaderRule("h"))),
+    "header bytes": Recipe(TrackingId(HeaderRule("h")), fmt="bytes"),
+    "raw": Recipe(TrackingId(RawContentRule())),
+    "raw bytes": Recipe(TrackingId(RawContentRule()), fmt="bytes", fingerprint=True),
+    "content": Recipe(TrackingId(ContentRule((("t",), ("a", "id"))))),
+    "fingerprint": Recipe(TrackingId(FieldRule(("id",))), fingerprint=True, fingerprint_exclude=(("t",),)),
+}
+EXTRACTORS = {name: Extractor(recipe) for name, recipe in RECIPES.items()}
+
+EVENTS = [
+    b'{"id":"%s","t":1700000000000,"a":{"id":"x","t":5,"a":"y"}}' % UUID.encode(),
+    b'{"id":"plain","t":1700000000.123,"a":[{"id":7}]}',
+    b'{"id":12345678901234567890123,"t":-1,"a":"two"}',
+    b'{"t":"2026-01-31T08:00:00.5Z","id":"\xc3\xa9","a":7,"\xc3\xa9":"v","a/b":"w","":"z"}',
+    b'{"id":9007199254740993,"t":"2026-01-31T08:00:00+01:00","a":""}',
+    b'{"id":" Trim ","t":1e3,"a":null}',
+    b'{"id":"e\\u0301\\n\\"","t":0,"a":{"a":{"id":"n"},"id":1.0}}',
+    b'{"i\\u0064":"spelled","t":9223372036854775807,"id":"twice"}',
+    b'{"id":"a","t":5,"b":"}"}',
+    b'{"id":"a",',
+    b'"t":5}',
+    b'{"id":"a","t":5,"s":"}',
+    b'{"}',
+    b'{"id":"a","t":5,"s":[{}',
+    b"{}]}",
+    b'{"id":"a","t":1}{"id":"b","t":2}',
+    b'{"id":"a","t":1}\n{"id":"b","t":2}',
+    b'{"id":"a","t":1,"b":"\xff"}',
+    b'{"id":"a","t":1,"b":NaN}',
+    b'{"id":"a","t":1,"n":' + b"9" * 5000 + b"}",
+    b'{"id":' + b"9" * 5000 + b',"t":1}',
+    b'{"id":1e5,"t":1,"id":2}',
+    b'{"id":"a","t":1,"x":{"id":"elsewhere"}}',
+    b'{"id":"a","t":1,"x":"id"}',
+    b"[" * 600 + b"]" * 600,
+    b'{"id":"deep","t":1,"x":' + b"[" * 511 + b"]" * 511 + b"}",
+    b'{"id":"deep","t":1,"x":' + b"[" * 512 + b"]" * 512 + b"}",
+    b'{"id":"deep","t":1,"x":' + b"[" * 100_000,
+    b'{"id":"surrogate \\ud800","t":1}',
+    b'{"id":"a","t":1,"x":"\\udc00"}',
+    b'{"id":"pair \\ud83d\\ude00","t":1}',
+    b"\xef\xbb\xbf{}",
+    b" {} ",
+    b"",
+    b"1",
+    b"null",
+    '{"id":"x","t":1}'.encode("utf-16"),
+    b"{}",
+]
+FILLER = EVENTS[0]
+
+
+def compare(name, keys, values, headers, times_ms):
+    recipe = RECIPES[name]
+    found = EXTRACTORS[name](keys, values, headers, times_ms)
+    assert len(found.ids) == len(found.times_ms) == len(values)
+    for row in range(len(values)):
+        one = extract_one(recipe, keys[row], values[row], headers[row], times_ms[row])
+        match one:
+            case One():
+                assert row not in found.faults, (values[row], found.faults.get(row))
+                fingerprint = b"" if found.fingerprints is None else found.fingerprints[row]
+                assert One(found.ids[row], found.times_ms[row], fingerprint) == one, values[row]
+                assert len(one.id) <= 33
+                assert type(found.times_ms[row]) is int
+            case Fault():
+                assert (found.ids[row], found.times_ms[row], found.faults.get(row)) == (None, 0, one), values[row]
+    assert (found.fingerprints is not None) == recipe.fingerprint
+
+
+def compare_everywhere(values):
+    keys = [None if row % 7 == 3 else value for row, value in enumerate(values)]
+    headers = [[("h", value), ("g", b"1")] for value in keys]
+    times_ms = [row * 1000 - 3 for row in range(len(values))]
+    for name in RECIPES:
+        compare(name, keys, values, headers, times_ms)
+
+
+scalars = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.integers(-(1 << 66), 1 << 66),
+    st.floats(allow_nan=True, allow_infinity=True),
+    st.text(max_size=6),
+    st.text(st.characters(codec=None, categories=("Cs", "Lu", "Zs", "Cc")), max_size=4),
+    st.sampled_from([UUID, UUID.upper(), UUID[:-1], UUID + "0", UUID.replace("-", ""), "", " ", "id", "x" * 40]),
+    st.sampled_from(["2026-01-31T08:00:00Z", "2026-02-30T08:00:00Z", "2016-12-31T23:59:60Z", "0000-01-01T00:00:00.1Z"]),
+)
+names = st.sampled_from(["id", "t", "a", "x", "é", "a/b", "", "ID"])
+contents = st.recursive(
+    scalars,
+    lambda inner: st.lists(inner, max_size=3) | st.lists(st.tuples(names, inner), max_size=4).map(tuple),
+    max_leaves=8,
+)
+
+
+def spell(text, rng):
+    """A JSON string, some characters spelled as escapes."""
+    plain = json.dumps(text, ensure_ascii=rng.random() < 0.5)
+    if rng.random() < 0.8:
+        return plain
+    return (
+        '"'
+        + "".join(
+            f"\\u{ord(char):04x}" if ord(char) < 0x10000 and rng.random() < 0.3 else json.dumps(char)[1:-1]
+            for char in text
+        )
+        + '"'
+    )
+
+
+def write(content, rng):
+    """JSON text of a content whose objects are tuples of pairs, so that members may be repeated."""
+    space = rng.choice(["", "", "", " ", "\n"])
+    match content:
+        case tuple():
+            return (
+                "{" + ",".join(f"{space}{spell(name, rng)}{space}:{write(inner, rng)}" for name, inner in content) + "}"
+            )
+        case list():
+            return "[" + ("," + space).join(write(inner, rng) for inner in content) + "]"
+        case str():
+            return spell(content, rng)
+        case _:
+            return json.dumps(content)
+
+
+records = st.one_of(
+    contents,
+    st.tuples(scalars, scalars, contents).map(lambda parts: (("id", parts[0]), ("t", parts[1]), ("a", parts[2]))),
+    st.tuples(st.text(min_size=1, max_size=5), st.integers(-5, 1 << 62)).map(
+        lambda parts: (("id", parts[0]), ("t", parts[1]))
+    ),
+)
+
+
+@st.composite
+def batches(draw):
+    rng = random.Random(draw(st.integers(0, 1 << 32)))
+    rows = draw(st.lists(records, min_size=1, max_size=8))
+    values = [write(row, rng).encode("utf-8", "surrogatepass") for row in rows]
+    values = [mutate(value, rng) if rng.random() < 0.15 else value for value in values]
+    if rng.random() < 0.2:
+        values[rng.randrange(len(values))] = None
+    # A repeated batch is long enough for the columns to be tried, and each row is a neighbour of each.
+    return values * draw(st.sampled_from([1, 2, 3]))
+
+
+TOKENS = [
+    b'"',
+    b"\\",
+    b"{",
+    b"}",
+    b"[",
+    b"]",
+    b",",
+    b":",
+    b"\n",
+    b" ",
+    b"\xff",
+    b"\xc3",
+    b"\x00",
+    b"\x1f",
+    b"\x7f",
+    b"0",
+    b"-",
+    b".",
+    b"e",
+    b"E9",
+    b"+",
+    b"/",
+    b"\\u0069",
+    b"\\ud800",
+    b'"id"',
+    b'"id":1,',
+    b"}\n{",
+    b'","',
+    b"null",
+    b"true",
+    b"NaN",
+    b"1.0",
+    b"\xed\xa0\x80",
+    b"\xe2\x80\xa8",
+]
+
+
+def mutate(value, rng):
+    at = rng.randrange(len(value) + 1)
+    match rng.randrange(5):
+        case 0:
+            return value[:at] + rng.choice(TOKENS) + value[at:]
+        case 1:
+            return value[:at] + value[at + rng.randrange(4) :]
+        case 2:
+            return value[:at] + bytes([rng.randrange(256)]) + value[at + 1 :]
+        case 3:
+            to = rng.randrange(len(value) + 1)
+            return value[:at] + value[min(at, to) : max(at, to)] + value[at:]
+        case _:
+            return value[:at]
+
+
+@settings(max_examples=150, deadline=None)
+@given(batches())
+@example([*EVENTS, None])
+@example(EVENTS[8:16])
+@example([b'{"id":"a",', b'"t":5}', b'{"id":"a","t":1}\n{"id":"b","t":2}', FILLER, FILLER, FILLER])
+@example([b'{"id":"a","t":5,"s":"}', b'{"}', b'{"id":"a","t":1}{"id":"b","t":2}', FILLER, FILLER, FILLER])
+def test_columns_equal_one_by_one(values):
+    compare_everywhere(values)
+
+
+@pytest.mark.parametrize("value", EVENTS, ids=range(len(EVENTS)))
+def test_an_odd_value_among_good_ones(value):
+    compare_everywhere([value] * 6)
+    compare_everywhere([FILLER] * 5 + [value] + [FILLER] * 6)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_mutated_bytes_among_good_ones(seed):
+    """Each mutation stands in a batch of good rows, so the columns decide whether to trust it."""
+    rng = random.Random(seed)
+    for _ in range(60):
+        good = rng.choice(EVENTS[:8])
+        value = mutate(good, rng)
+        while rng.random() < 0.4:
+            value = mutate(value, rng)
+        name = rng.choice(list(RECIPES))
+        values = [good] * 5 + [value]
+        compare(name, values, values, [[("h", value)] * rng.randrange(3) for value in values], list(range(6)))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_two_broken_rows_that_are_one_together_next_to_two_in_one(seed):
+    """As many values as rows, but not row by row."""
+    rng = random.Random(1000 + seed)
+    for _ in range(60):
+        value = rng.choice(EVENTS[:6])
+        cut = rng.randrange(len(value))
+        two_in_one = rng.choice([b"", b"\n", b" ", b","]).join([rng.choice(EVENTS[:6]), value])
+        values = [value[:cut], value[cut:], two_in_one, value, value, value]
+        for name in ("id", "id+ms", "key", "nested"):
+            compare(name, values, values, [[("h", b"1")]] * 6, [0] * 6)
+
+
+def test_a_good_batch_needs_no_slow_row(monkeypatch):
+    def refuse(*_):
+        pytest.fail("a plain batch went through extract_one")
+
+    monkeypatch.setattr("dedup.core.extract.extract_one", refuse)
+    values = [json.dumps({"id": f"o-{row}", "t": row, "text": 'a "quoted"\nline'}).encode() for row in range(100)]
+    found = EXTRACTORS["id+ms"]([None] * 100, values, [[]] * 100, [0] * 100)
+    assert found.ids == [b"\x01o-%d" % row for row in range(100)]
+    assert found.times_ms == list(range(100))
+
+
+def test_a_null_value_leaves_the_others_fast(monkeypatch):
+    calls = []
+    monkeypatch.setattr("dedup.core.extract.extract_one", lambda *args: calls.append(args) or extract_one(*args))
+    values = [None if row % 10 == 0 else b'{"id":"x","t":1}' for row in range(100)]
+    found = EXTRACTORS["id+ms"]([None] * 100, values, [[]] * 100, [0] * 100)
+    assert len(calls) == 10
+    assert {fault.kind for fault in found.faults.values()} == {FaultKind.TOMBSTONE}
+    assert list(found.faults) == list(range(0, 100, 10))
+
+
+def test_an_empty_batch():
+    found = Extractor(Recipe(TrackingId(KeyRule()), RecordTime()))([], [], [], [])
+    assert (found.ids, found.times_ms, found.fingerprints, found.faults) == ([], [], None, {})
