@@ -166,6 +166,8 @@ class _Reading:
         key_place = inside.key_place if inside else None
         match event:
             case ScalarEvent():
+                # An empty value has no place of its own worth pointing at.
+                place = place if event.value or key_place is None else key_place
                 self._document.note(at, place, key_place=key_place, written=event.value)
                 self._put(inside, _scalar(event))
             case _:
@@ -232,11 +234,14 @@ def _not_yaml(name: str, error: MarkedYAMLError) -> Problem:
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """Return ``; did you mean "..."?`` for the nearest known word, or a list of all where none is near."""
-    names = list(known)
-    near = difflib.get_close_matches(word, names, n=1)
-    if near:
-        return f'; did you mean "{near[0]}"?'
-    return f"; known are {', '.join(sorted(names))}" if names else ""
+    names = sorted(known)
+    return nearest(word, names) or (f"; known are {', '.join(names)}" if names else "")
+
+
+def nearest(word: str, known: Sequence[str]) -> str:
+    """Return ``; did you mean "..."?`` where a known word is near, else nothing."""
+    near = difflib.get_close_matches(word, known, n=1)
+    return f'; did you mean "{near[0]}"?' if near else ""
 
 
 def dotted(at: At) -> str:
@@ -255,7 +260,7 @@ def told(
         at = _in_document(error["loc"], document)
         label = f"{dotted(at)}: " if at else ""
         written = document.written(at)
-        shown = f'"{written}"' if written is not None else "this"
+        shown = f'"{written}" ' if written else ""
         match error["type"]:
             case "extra_forbidden":
                 holder = ".".join(str(step) for step in at[:-1] if isinstance(step, str))
@@ -267,12 +272,12 @@ def told(
                 yield Problem(document.place_of_key(at), f'the key "{key}" is missing{inside}')
             case "literal_error":
                 words = [word.strip("'") for word in re.split(r", | or ", error["ctx"]["expected"])]
-                suffix = did_you_mean(written or "", words)
-                yield Problem(document.place(at), f"{label}{shown} is not one of {' | '.join(words)}{suffix}")
+                suffix = nearest(written or "", words)
+                yield Problem(document.place(at), f"{label}{shown}is not one of {' | '.join(words)}{suffix}")
             case "value_error":
                 yield Problem(document.place(at), f"{label}{error['ctx']['error']}")
             case kind:
-                yield Problem(document.place(at), f"{label}{shown} {_WANTED.get(kind, error['msg'])}")
+                yield Problem(document.place(at), f"{label}{shown}{_WANTED.get(kind, error['msg'])}")
 
 
 _WANTED: Final[Mapping[str, str]] = {

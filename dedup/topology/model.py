@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import enum
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from hashlib import blake2b
 from typing import Final, Literal, assert_never
@@ -33,13 +32,8 @@ _WINDOW_RULE: Final = 1
 Format = Literal["json", "bytes"]
 Start = Literal["earliest", "latest"] | int
 """Where a topology without state begins to read; a number is a record time in ms."""
-
-
-class SubTopology(enum.Enum):
-    """The two kinds of task."""
-
-    DEDUP = "dedup"
-    REPARTITION = "repartition"
+SubTopology = Literal["dedup", "repartition"]
+"""The two kinds of task."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +96,7 @@ class Topology:
     dead_letter: str
     late: Late
     output: Output | None = None
-    event_time: EventTime = RecordTime()
+    event_time: EventTime = field(default_factory=RecordTime)
     missing: OnMissing = OnMissing.DEAD_LETTER
     tombstones: OnTombstone = OnTombstone.FORWARD
     future: OnFuture = OnFuture.DEAD_LETTER
@@ -165,7 +159,7 @@ class Topology:
 
     def transactional_id(self, sub_topology: SubTopology, partition: int, source_topic: str | None = None) -> str:
         """Return a task's transactional id; ``source_topic`` is given for repartition tasks, and only for them."""
-        parts = [self.name, sub_topology.value, source_topic, str(partition)]
+        parts = [self.name, sub_topology, source_topic, str(partition)]
         return ".".join(part for part in parts if part is not None)
 
     def state_fingerprint(self, partitions: Mapping[str, int]) -> bytes:

@@ -1,0 +1,304 @@
+"""The shape of a topology file: its keys, what each takes, what is published as the JSON Schema.
+
+Descriptions are shown by editors while someone writes a file.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Annotated, Any, Final, Literal
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, WithJsonSchema
+
+from dedup.core.event_time import TimeUnit, rfc3339_ms
+from dedup.core.paths import parse_path
+from dedup.core.tracking_id import Normalizing
+from dedup.quantities import DURATION_PATTERN, SIZE_PATTERN, parse_duration, parse_size
+
+_NAME: Final = re.compile(r"[a-z0-9][a-z0-9-]{0,99}")
+_TOPIC: Final = re.compile(r"[a-zA-Z0-9._-]{1,249}")
+_HEADER_CHARS: Final = 1_000
+_MOST_STANDBYS: Final = 10
+VERSION: Final = 1
+
+
+def _no_number(value: Any) -> Any:  # noqa: ANN401 - whatever stands in the file
+    """Let a bare number through as its text, so that it is refused for its missing unit."""
+    return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
+
+
+def _duration(text: str) -> str:
+    parse_duration(text)
+    return text
+
+
+def _positive_duration(text: str) -> str:
+    if parse_duration(text) == 0:
+        raise ValueError(f'"{text}" must be longer than nothing')
+    return text
+
+
+def _size(text: str) -> str:
+    if parse_size(text) == 0:
+        raise ValueError(f'"{text}" must be more than nothing')
+    return text
+
+
+def _path(text: str) -> str:
+    parse_path(text)
+    return text
+
+
+def _name(text: str) -> str:
+    if _NAME.fullmatch(text) is None:
+        raise ValueError(f'"{text}" is no name; use a-z, 0-9 and "-", at most 100 characters, a letter or digit first')
+    return text
+
+
+def _topic(text: str) -> str:
+    if _TOPIC.fullmatch(text) is None or text in {".", ".."}:
+        raise ValueError(f'"{text}" is no topic name; Kafka takes 1 to 249 of a-z A-Z 0-9 "." "_" "-"')
+    return text
+
+
+def _late(text: str) -> str:
+    return text if text in {"forward", "drop"} else _topic(text)
+
+
+def _header(text: str) -> str:
+    if not 0 < len(text) <= _HEADER_CHARS:
+        raise ValueError(f"a header's name has 1 to {_HEADER_CHARS} characters")
+    return text
+
+
+def _start(text: str) -> str:
+    if text not in {"earliest", "latest"} and rfc3339_ms(text) is None:
+        raise ValueError(f'"{text}" is not a start; write earliest, latest, or a time such as 2024-01-31T00:00:00Z')
+    return text
+
+
+def _standbys(number: int) -> int:
+    if not 0 <= number <= _MOST_STANDBYS:
+        raise ValueError(f'"{number}" must be 0 to {_MOST_STANDBYS}')
+    return number
+
+
+def _version(number: Any) -> Any:  # noqa: ANN401 - whatever stands in the file
+    if number != VERSION or isinstance(number, bool):
+        raise ValueError(f'"{number}" is not a version this program reads; write {VERSION}')
+    return number
+
+
+def _format(text: Any) -> Any:  # noqa: ANN401 - whatever stands in the file
+    if isinstance(text, str) and text.lower() in {"avro", "protobuf", "json_schema", "json-schema"}:
+        raise ValueError(f'"{text}" is not supported; use json, or bytes with the ID in the key or a header')
+    return text
+
+
+def _rule_true(value: Any) -> Any:  # noqa: ANN401 - whatever stands in the file
+    if value is not True:
+        raise ValueError("takes true only; leave it out to use another rule")
+    return value
+
+
+def _fields(paths: list[str]) -> list[str]:
+    if not paths:
+        raise ValueError("is an empty list; name at least one path")
+    parsed = [parse_path(path) for path in paths]
+    for at, path in enumerate(parsed):
+        if path in parsed[:at]:
+            raise ValueError(f'"{paths[at]}" is listed twice')
+    return paths
+
+
+def _topics(topics: list[str]) -> list[str]:
+    if not topics:
+        raise ValueError("is an empty list; name at least one topic")
+    return topics
+
+
+def _shape(value: Any) -> str:  # noqa: ANN401 - whatever stands in the file
+    return "mapping" if isinstance(value, dict | BaseModel) else "plain"
+
+
+def _text(pattern: str) -> WithJsonSchema:
+    return WithJsonSchema({"type": "string", "pattern": pattern})
+
+
+Duration = Annotated[str, BeforeValidator(_no_number), AfterValidator(_duration), _text(DURATION_PATTERN)]
+PositiveDuration = Annotated[
+    str, BeforeValidator(_no_number), AfterValidator(_positive_duration), _text(DURATION_PATTERN)
+]
+Size = Annotated[str, BeforeValidator(_no_number), AfterValidator(_size), _text(SIZE_PATTERN)]
+FieldPath = Annotated[str, AfterValidator(_path)]
+Topic = Annotated[str, AfterValidator(_topic), _text(f"^{_TOPIC.pattern}$")]
+
+
+class _Keys(BaseModel):
+    """A mapping that refuses keys it does not know and values that are nearly right."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+class SourceFile(_Keys):
+    """Where records come from."""
+
+    topics: Annotated[list[Topic], AfterValidator(_topics)] = Field(
+        description="Topics to read. Several are always repartitioned.", json_schema_extra={"minItems": 1}
+    )
+    format: Annotated[Literal["json", "bytes"], BeforeValidator(_format)] = Field(
+        default="json",
+        description="How values are read; bytes: not at all, the ID is in the key, a header or the whole value.",
+    )
+    partitioned_by: Literal["tracking_id"] | None = Field(
+        default=None,
+        description="Says that producers put equal IDs into equal partitions. Without it records go through a "
+        "repartition topic.",
+    )
+    start: Annotated[str, AfterValidator(_start)] = Field(
+        default="earliest", description="Where a new topology begins: earliest, latest, or a time (RFC 3339)."
+    )
+
+
+class ContentFile(_Keys):
+    """The canonical content of the JSON value is the ID."""
+
+    exclude: list[FieldPath] = Field(description="Members that change with every send.")
+
+
+class TrackingIdFile(_Keys):
+    """What identifies the logical event: exactly one of key, header, field, fields, content."""
+
+    model_config = ConfigDict(
+        json_schema_extra={"oneOf": [{"required": [rule]} for rule in ("key", "header", "field", "fields", "content")]}
+    )
+
+    key: Annotated[Literal[True], BeforeValidator(_rule_true)] | None = Field(
+        default=None, description="The record's key."
+    )
+    header: Annotated[str, AfterValidator(_header)] | None = Field(
+        default=None, description="The value of this header."
+    )
+    field: FieldPath | None = Field(
+        default=None, description='A member of the JSON value: order.id, items[0].id, a["b.c"].'
+    )
+    fields: Annotated[list[FieldPath], AfterValidator(_fields)] | None = Field(
+        default=None, description="Several members together, in this order; the tenant first."
+    )
+    content: (
+        Annotated[
+            Annotated[Literal[True], BeforeValidator(_rule_true), Tag("plain")]
+            | Annotated[ContentFile, Tag("mapping")],
+            Discriminator(_shape),
+        ]
+        | None
+    ) = Field(
+        default=None, description="true: the raw bytes of the value; {exclude: [...]}: its JSON content without these."
+    )
+    normalize: list[Normalizing] = Field(
+        default_factory=list, description="What is smoothed over, in this order, before IDs are compared."
+    )
+    missing: Literal["dead_letter", "forward", "fail"] = Field(
+        default="dead_letter", description="What becomes of a record without a usable ID."
+    )
+    tombstones: Literal["forward", "dead_letter"] = Field(
+        default="forward", description="What becomes of a null value where the ID would be in the value."
+    )
+
+
+class FieldTimeFile(_Keys):
+    """The event time is a member of the JSON value."""
+
+    field: FieldPath = Field(description="Where it stands.")
+    unit: TimeUnit = Field(description="rfc3339 text, or a number of seconds, milliseconds or microseconds.")
+
+
+class OutputFile(_Keys):
+    """Where unique records go."""
+
+    topic: Topic = Field(description="Key, value, headers and timestamp stay as they were.")
+    headers: bool = Field(default=False, description="Adds the header dedup-source.")
+
+
+class ConflictsFile(_Keys):
+    """Duplicates whose payload differs."""
+
+    topic: Topic | None = Field(default=None, description="Where they go; without it they are counted only.")
+    exclude: list[FieldPath] = Field(
+        default_factory=list, description="Members left out when payloads are compared, such as the time of sending."
+    )
+
+
+class StateFile(_Keys):
+    """How state is kept."""
+
+    standby_replicas: Annotated[int, AfterValidator(_standbys)] = Field(
+        default=1, description="Other workers that keep a warm copy."
+    )
+    max_bytes_per_partition: Size | None = Field(
+        default=None, description="The worker stops before state grows beyond."
+    )
+
+
+class TopologyFile(_Keys):
+    """One deduplication job."""
+
+    dedup: Annotated[Literal[1], BeforeValidator(_version)] = Field(description="Version of this format.")
+    name: Annotated[str, AfterValidator(_name), _text(f"^{_NAME.pattern}$")] = Field(
+        description="Consumer group, and prefix of transactional ids and topics."
+    )
+    source: SourceFile = Field(description="Where records come from.")
+    tracking_id: TrackingIdFile = Field(description="What identifies the logical event.")
+    guard_period: PositiveDuration = Field(description="For how long a second sighting is a duplicate: 15m, 24h, 7d.")
+    grace: Duration | None = Field(
+        default=None, description="How far behind stream time a record is still judged. Default: the guard period."
+    )
+    extend: bool = Field(default=False, description="A duplicate prolongs the guard period.")
+    extend_at_most: PositiveDuration | None = Field(
+        default=None, description="How far after the first sighting. Default: 7 guard periods."
+    )
+    event_time: Annotated[
+        Annotated[Literal["record"], Tag("plain")] | Annotated[FieldTimeFile, Tag("mapping")], Discriminator(_shape)
+    ] = Field(default="record", description="The record's timestamp, or a member of the value.")
+    future: Literal["dead_letter", "clamp"] = Field(
+        default="dead_letter", description="What becomes of a time too far ahead of the clock."
+    )
+    max_clock_skew: Duration = Field(default="1h", description="How far ahead of the clock an event time may be.")
+    idle_after: PositiveDuration = Field(
+        default="1m",
+        description="When a source partition without lag stops holding stream time back (repartitioned only).",
+    )
+    output: OutputFile | None = Field(default=None, description="Where unique records go. Without it: observe only.")
+    duplicates: Topic | None = Field(
+        default=None, description="Topic for duplicates. Without it they are counted only."
+    )
+    conflicts: (
+        Annotated[Annotated[Topic, Tag("plain")] | Annotated[ConflictsFile, Tag("mapping")], Discriminator(_shape)]
+        | None
+    ) = Field(default=None, description="Topic for duplicates whose payload differs, or {topic: ..., exclude: [...]}.")
+    on_conflict: Literal["duplicate", "forward", "fail"] = Field(
+        default="duplicate", description="What becomes of a duplicate whose payload differs."
+    )
+    late: Annotated[str, AfterValidator(_late)] | None = Field(
+        default=None, description="A topic, forward or drop. Default: <output topic>.late."
+    )
+    dead_letter: Topic | None = Field(default=None, description="Default: <output topic>.dead-letter.")
+    state: StateFile = Field(default=StateFile(), description="How state is kept.")
+
+
+def _keys(model: type[BaseModel]) -> tuple[str, ...]:
+    return tuple(model.model_fields)
+
+
+FIELDS: Final[Mapping[str, tuple[str, ...]]] = {
+    "": _keys(TopologyFile),
+    "source": _keys(SourceFile),
+    "tracking_id": _keys(TrackingIdFile),
+    "tracking_id.content": _keys(ContentFile),
+    "event_time": _keys(FieldTimeFile),
+    "output": _keys(OutputFile),
+    "conflicts": _keys(ConflictsFile),
+    "state": _keys(StateFile),
+}
+"""The keys of each mapping, for did-you-mean."""
