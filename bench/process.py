@@ -1,10 +1,14 @@
-"""A measured program as a process: started, watched, stopped, with what it used."""
+"""A measured program as a process: started, watched, stopped, with what it used.
+
+It runs on the embedded Kafka's leash: it can not outlive this process, however this process ends.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import os
-import signal
 import subprocess
+import sys
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,9 +16,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
 
+from dedup.local import leash
+
 _STOPS_WITHIN_S: Final = 30.0
 _LAST_LINES: Final = 20
 _KIB: Final = 1024
+_TERMINATE: Final = b"t"
+_KILL: Final = b"k"
 
 
 class CandidateFailed(RuntimeError):
@@ -31,13 +39,17 @@ class Used:
 
 
 class MeasuredProcess:
-    """Runs for the length of a `with` block; killed at its end if it still runs."""
+    """Runs for the length of a `with` block; killed at its end if it still runs. Raises OSError if it can not start."""
 
     def __init__(self, arguments: tuple[str, ...], environ: Mapping[str, str], log: Path) -> None:
         self._log: Final = log
         with log.open("wb") as file:
             self._process: Final = subprocess.Popen(
-                arguments, env=dict(environ), stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT
+                (sys.executable, "-I", "-S", leash.__file__, *arguments),
+                env=dict(environ),
+                stdin=subprocess.PIPE,
+                stdout=file,
+                stderr=subprocess.STDOUT,
             )
 
     def __enter__(self) -> Self:
@@ -47,8 +59,10 @@ class MeasuredProcess:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         """The process is gone."""
         if self._process.returncode is None:
-            self._process.kill()
+            self._order(_KILL)
             self._process.wait()
+        assert self._process.stdin is not None
+        self._process.stdin.close()
 
     @property
     def ended(self) -> bool:
@@ -60,12 +74,12 @@ class MeasuredProcess:
     def stop(self) -> Used:
         """The process ended after a SIGTERM, a SIGKILL when that took too long; returns what it used."""
         if not self.ended:
-            self._process.send_signal(signal.SIGTERM)
+            self._order(_TERMINATE)
         return self.wait(_STOPS_WITHIN_S)
 
     def wait(self, within_s: float) -> Used:
         """The process ended by itself, or was killed after `within_s`; returns what it used."""
-        killer = threading.Timer(within_s, self._process.kill)
+        killer = threading.Timer(within_s, self._order, (_KILL,))
         killer.start()
         try:
             _pid, status, usage = os.wait4(self._process.pid, 0)
@@ -74,6 +88,13 @@ class MeasuredProcess:
         code = os.waitstatus_to_exitcode(status)
         self._process.returncode = code
         return Used(usage.ru_utime + usage.ru_stime, usage.ru_maxrss * _KIB, code)
+
+    def _order(self, order: bytes) -> None:
+        assert self._process.stdin is not None
+        # It may have ended in the same moment.
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.write(order)
+            self._process.stdin.flush()
 
     def failed(self, what: str) -> CandidateFailed:
         """Return the error to raise, with the end of the log."""

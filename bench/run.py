@@ -126,7 +126,7 @@ def _run(
         task = Task(cluster, job, events, source.expected, _START_UP_WITHIN_S + events / _FLOOR_EVENTS_PER_S)
         try:
             figures = measure(candidate, task, round_, progress)
-        except (CandidateFailed, PeerNotBuilt, TimeoutError, KafkaException) as failure:
+        except (CandidateFailed, PeerNotBuilt, OSError, KafkaException) as failure:
             return Failed(candidate.name, compression, round_, str(failure))
         progress(figures.exactness.forwarded)
     cluster.delete_of(group)
