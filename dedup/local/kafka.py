@@ -8,7 +8,6 @@ import random
 import shutil
 import socket
 import subprocess
-import sys
 import tempfile
 import time
 import uuid
@@ -19,9 +18,9 @@ from types import TracebackType
 from typing import Final, Literal, Self, assert_never
 
 from dedup.errors import BrokerUnavailable, InvariantBroken
-from dedup.local import leash
 from dedup.local.jars import Progress, cache_dir, install_jars
 from dedup.local.java import find_java
+from dedup.local.leashed import Leashed
 
 Profile = Literal["test", "bench"]
 """test: starts soonest. bench: Kafka's own choice of compiler and collector."""
@@ -29,7 +28,6 @@ Profile = Literal["test", "bench"]
 HOST: Final = "127.0.0.1"
 _STARTED: Final = "Kafka Server started"
 _STARTS_WITHIN_S: Final = 60.0
-_STOPS_WITHIN_S: Final = 20.0
 _LOOK_EVERY_S: Final = 0.02
 _PORT_TRIES: Final = 3
 
@@ -92,9 +90,7 @@ class EmbeddedKafka:
         self._proxied_wanted = proxied
         self._dir: Path | None = None
         self._ports: tuple[int, ...] = ()
-        self._leash: subprocess.Popen[bytes] | None = None
-        self.pid: int | None = None
-        """The Java process, for those who measure it; None while it does not run."""
+        self._process: Leashed | None = None
 
     @property
     def bootstrap(self) -> str:
@@ -115,13 +111,18 @@ class EmbeddedKafka:
     @property
     def running(self) -> bool:
         """Return whether the process runs (also while paused)."""
-        return self._leash is not None and self._leash.poll() is None
+        return self._process is not None and self._process.running
+
+    @property
+    def process(self) -> Leashed | None:
+        """Return the Java process of the last start, for those who measure it; None before and after it was ended."""
+        return self._process
 
     def start(self) -> Self:
         """The node answers clients; takes some 2 s, and once a user some seconds more for the jars."""
         if self.running:
             raise InvariantBroken("this embedded Kafka runs already; call stop() or kill() first")
-        self._end(b"k")  # what is left of one that died by itself
+        self.kill()  # tidies up after one that died by itself
         java = find_java(os.environ)
         jars = install_jars(cache_dir(os.environ), self._progress)
         self._dir = self._dir or self._given_dir or Path(tempfile.mkdtemp(prefix="dedup-kafka-"))
@@ -139,29 +140,39 @@ class EmbeddedKafka:
                 raise self._did_not_start(log_from)
         raise InvariantBroken("unreachable: the last attempt returns or raises")
 
+    def check(self) -> None:
+        """The node runs. Raises BrokerUnavailable with the end of its log when it died."""
+        if not self.running:
+            raise BrokerUnavailable(
+                f"The embedded Kafka ended by itself. The end of {self.log_file}:\n{self._log_tail(0)}\n"
+                f"Correct what it names and start again."
+            )
+
     def stop(self) -> None:
         """The node has shut down in good order and released its ports; temporary data are gone. Idempotent."""
-        self._end(b"t")
+        self._shut_down()
         if self._given_dir is None and self._dir is not None:
             shutil.rmtree(self._dir, ignore_errors=True)
             self._dir, self._ports = None, ()
 
     def kill(self) -> None:
         """The node was killed by SIGKILL; its data stay for restart()."""
-        self._end(b"k")
+        if self._process is not None:
+            self._process.kill()
+            self._process = None
 
     def restart(self) -> None:
         """The node answers again at the same addresses with the same data; shut down before if it ran."""
-        self._end(b"t")
+        self._shut_down()
         self.start()
 
     def pause(self) -> None:
         """The process is frozen (SIGSTOP): connections stay open and nothing answers."""
-        self._order(b"s")
+        self._running_process().pause()
 
     def resume(self) -> None:
         """The process goes on (SIGCONT)."""
-        self._order(b"c")
+        self._running_process().resume()
 
     def __enter__(self) -> Self:
         """Start the node."""
@@ -172,6 +183,11 @@ class EmbeddedKafka:
     ) -> None:
         """Stop the node."""
         self.stop()
+
+    def _shut_down(self) -> None:
+        if self._process is not None:
+            self._process.stop()
+            self._process = None
 
     def _directory(self) -> Path:
         if self._dir is None:
@@ -225,16 +241,7 @@ class EmbeddedKafka:
     def _launch(self, java: Path, jars: Path) -> None:
         options = [*_jvm_options(self._profile), *_logging_options(), f"-XX:ErrorFile={self._directory()}/crash.log"]
         command = [str(java), *options, "-cp", f"{jars}/*", "kafka.Kafka", str(self._config_file())]
-        with self.log_file.open("ab") as log:
-            self._leash = subprocess.Popen(
-                [sys.executable, "-I", "-S", leash.__file__, *command],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                start_new_session=True,  # Ctrl-C is for us; we then stop the node in good order.
-            )
-        if self._leash.stdout is not None:
-            self.pid = int(self._leash.stdout.readline() or 0) or None
+        self._process = Leashed(command, self.log_file)
 
     def _ready(self, log_from: int) -> bool:
         deadline = time.monotonic() + _STARTS_WITHIN_S
@@ -249,35 +256,21 @@ class EmbeddedKafka:
             log.seek(position)
             return log.read().decode(errors="replace")
 
+    def _log_tail(self, position: int) -> str:
+        return "\n".join(self._log_since(position).splitlines()[-15:])
+
     def _did_not_start(self, log_from: int) -> BrokerUnavailable:
-        self._end(b"k")
-        tail = "\n".join(self._log_since(log_from).splitlines()[-15:])
+        self.kill()
         return BrokerUnavailable(
-            f"The embedded Kafka did not start within {_STARTS_WITHIN_S:g} s. The end of {self.log_file}:\n{tail}\n"
+            f"The embedded Kafka did not start within {_STARTS_WITHIN_S:g} s. "
+            f"The end of {self.log_file}:\n{self._log_tail(log_from)}\n"
             f"Correct what it names (a taken port, a full disk, foreign files in the data directory) and try again."
         )
 
-    def _order(self, order: bytes) -> None:
-        if not self.running or self._leash is None or self._leash.stdin is None:
+    def _running_process(self) -> Leashed:
+        if self._process is None:
             raise InvariantBroken("this embedded Kafka does not run; call start() first")
-        self._leash.stdin.write(order)
-        self._leash.stdin.flush()
-
-    def _end(self, order: bytes) -> None:
-        if self._leash is None:
-            return
-        if self.running:
-            self._order(b"c" + order)
-        try:
-            self._leash.wait(_STOPS_WITHIN_S)
-        except subprocess.TimeoutExpired:
-            self._order(b"k")
-            self._leash.wait()
-        for stream in (self._leash.stdin, self._leash.stdout):
-            if stream is not None:
-                stream.close()
-        self._leash = None
-        self.pid = None
+        return self._process
 
 
 def free_ports(count: int) -> tuple[int, ...]:

@@ -34,12 +34,14 @@ def main(command: list[str]) -> int:
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     # One thread only here, so that running code between fork and exec is safe.
-    child = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=_tie_to_parent())  # noqa: PLW1509
+    child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=2, preexec_fn=_tie_to_parent())  # noqa: PLW1509
     try:
         # The parent learns from this line that the program runs, and its process id for those who look at it.
         os.write(1, f"{child.pid}\n".encode())
         while child.poll() is None:
             readable, _, _ = select.select([0, ended], [], [], _LOOK_EVERY_S)
+            if ended in readable:
+                os.read(ended, 64)  # a child that was stopped or went on also wakes us
             order = os.read(0, 1) if 0 in readable else None
             if order == b"" or os.getppid() != parent:
                 # A forked copy of the parent may still hold the pipe open; then only the new parent id tells.

@@ -37,12 +37,12 @@ def produce(bootstrap: str, topic: str, count: int) -> None:
 def test_data_and_address_survive_a_sigkill(node: EmbeddedKafka) -> None:
     topic = admin_of(node.bootstrap).create_topic("survivor", partitions=2)
     produce(node.bootstrap, topic, 100)
-    address, pid = node.bootstrap, node.pid
+    address, pid = node.bootstrap, node.process.pid
     node.kill()
     assert not node.running
     node.restart()
     assert node.bootstrap == address
-    assert node.pid != pid
+    assert node.process.pid != pid
     assert sum(admin_of(address).end_offsets(topic).values()) == 100
 
 
@@ -82,7 +82,7 @@ import time
 from pathlib import Path
 from dedup.local.kafka import EmbeddedKafka
 node = EmbeddedKafka(data_dir=Path({str(tmp_path)!r})).start()
-print(node.pid, node._leash.pid, flush=True)
+print(node.process.pid, node.process.leash_pid, flush=True)
 time.sleep(600)
 """
     with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as parent:
@@ -98,10 +98,8 @@ def test_no_node_outlives_its_leash(tmp_path: Path) -> None:
     if sys.platform != "linux":
         pytest.skip("only Linux has parent-death signals")
     node = EmbeddedKafka(data_dir=tmp_path).start()
-    assert node.pid is not None
-    assert node._leash is not None
-    os.kill(node._leash.pid, signal.SIGKILL)
-    assert_gone([node.pid])
+    os.kill(node.process.leash_pid, signal.SIGKILL)
+    assert_gone([node.process.pid])
     node.start()  # after an end it did not order itself
     node.stop()
 
