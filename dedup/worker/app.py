@@ -22,7 +22,7 @@ from dedup.store.rocks import RocksStore
 from dedup.worker.agents import attach_agents
 from dedup.worker.clock import Clock, SteadyClock
 from dedup.worker.judge import Judge, JudgePlan
-from dedup.worker.plan import Cluster, routes_of, rules_of
+from dedup.worker.plan import Cluster, routes_of
 from dedup.worker.publish import Publisher
 from dedup.worker.repartition import Repartition, RepartitionPlan
 from dedup.worker.standby import Standbys
@@ -36,8 +36,6 @@ if TYPE_CHECKING:
 
 TRANSPORTS.aliases["dedup"] = "dedup.worker.transport:Transport"
 STORES.aliases["dedup"] = "dedup.worker.table:SightingsStore"
-DEDUP: Final = "dedup"
-REPARTITION: Final = "repartition"
 CACHE_IDS: Final = 400_000
 """IDs a worker keeps in memory in front of its stores, shared by its tasks."""
 DEADLINE_MS: Final = 20_000
@@ -100,9 +98,12 @@ class Workshop:
     def _dedup(self, feeding: TopicPartition) -> Task:
         topology = self.topology
         changelog = TopicPartition(topology.changelog_topic, feeding.partition)
-        rules = rules_of(topology)
         extractor = compile_extractor(
-            topology.tracking_id, topology.event_time, fmt=topology.source.format, fingerprint=rules.fingerprints
+            topology.tracking_id,
+            topology.event_time,
+            fmt=topology.source.format,
+            fingerprint=topology.fingerprints_wanted,
+            fingerprint_exclude=topology.fingerprint_exclude,
         )
         feeds = (Feed(0, feeding.partition),) if topology.direct else self.cluster.feeds(topology)
         plan = JudgePlan(
@@ -112,16 +113,16 @@ class Workshop:
             source_topics=topology.source.topics,
             wrapped=not topology.direct,
             extractor=extractor,
-            rules=rules,
+            rules=topology.rules,
             max_clock_skew_ms=topology.max_clock_skew_ms,
             start=topology.source.start if topology.direct else "earliest",
             fingerprint=topology.state_fingerprint(self.cluster.source_partitions(topology)),
             compression=self.settings.topics.compression,
             cache_ids=CACHE_IDS // max(1, self.cluster.topics[topology.changelog_topic].partitions),
         )
-        session = self._session(topology.transactional_id(DEDUP, feeding.partition))
+        session = self._session(topology.transactional_id("dedup", feeding.partition))
         publisher = Publisher(routes_of(topology, self.cluster, self.settings), feeding.partition)
-        task_id = TaskId(DEDUP, feeding)
+        task_id = TaskId("dedup", feeding)
 
         def work(numbers: TaskNumbers) -> Judge:
             return Judge(plan, self.wire, lambda: self.open_store(feeding.partition), publisher, self.clock, numbers)
@@ -142,9 +143,9 @@ class Workshop:
             start=topology.source.start,
             compression=self.settings.topics.compression,
         )
-        session = self._session(topology.transactional_id(REPARTITION, feeding.partition, feeding.topic))
+        session = self._session(topology.transactional_id("repartition", feeding.partition, feeding.topic))
         return Task(
-            TaskId(REPARTITION, feeding),
+            TaskId("repartition", feeding),
             topology.name,
             session,
             self.wire,
@@ -187,9 +188,9 @@ def create_app(topology: Topology, settings: Settings, cluster: Cluster, wire: K
     app.settings, app.connection = settings, connection
     app.tasks = Tasks(workshop.build, workshop.wipe, commit_interval_ms=settings.commit_interval_ms)
     app.standbys = Standbys(wire, topology.changelog_topic, topology.window, workshop.open_store)
-    app.sub_topologies = {DEDUP: topology.feeding_topics}
+    app.sub_topologies = {"dedup": topology.feeding_topics}
     if not topology.direct:
-        app.sub_topologies = {REPARTITION: topology.source.topics, DEDUP: (topology.repartition_topic,)}
+        app.sub_topologies = {"repartition": topology.source.topics, **app.sub_topologies}
     app.Table("sightings", key_type=bytes, value_type=bytes, changelog_topic=app.topic(topology.changelog_topic, acks=False))
     attach_agents(app)
     return app

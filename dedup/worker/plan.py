@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from dedup.core.event_time import RecordTime
-from dedup.core.fold import OnConflict, OnFuture, OnMissing, OnTombstone, Rules
 from dedup.core.stream_time import Feed
 from dedup.errors import StateIncompatible
 from dedup.session.admin import Admin, Topic, WantedTopic
@@ -47,18 +46,6 @@ class Cluster:
         return Route(name, topic.partitions, topic.max_record_bytes)
 
 
-def rules_of(topology: Topology) -> Rules:
-    """Return what verdicts depend on."""
-    return Rules(
-        window=topology.window,
-        missing=OnMissing(topology.missing.value),
-        tombstones=OnTombstone(topology.tombstones.value),
-        future=OnFuture(topology.future.value),
-        on_conflict=OnConflict(topology.on_conflict.value),
-        fingerprints=topology.fingerprints_wanted,
-    )
-
-
 def routes_of(topology: Topology, cluster: Cluster, settings: Settings) -> Routes:
     """Return where each verdict goes."""
     dead_letter = cluster.route(topology.dead_letter)
@@ -82,13 +69,7 @@ def routes_of(topology: Topology, cluster: Cluster, settings: Settings) -> Route
 
 def topic_names(topology: Topology) -> list[str]:
     """Return every topic the topology reads or writes."""
-    names = [*topology.source.topics, *topology.feeding_topics, topology.changelog_topic, topology.dead_letter]
-    if topology.output is not None:
-        names.append(topology.output.topic)
-    if isinstance(topology.late, LateTo):
-        names.append(topology.late.topic)
-    names += [name for name in (topology.duplicates, topology.conflicts) if name is not None]
-    return list(dict.fromkeys(names))
+    return list(dict.fromkeys((*topology.source.topics, *topology.written_topics)))
 
 
 def missing_topics(topology: Topology, settings: Settings, have: Mapping[str, Topic]) -> list[WantedTopic]:
