@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from confluent_kafka import KafkaError, KafkaException, Message, Producer
+from confluent_kafka.admin import AdminClient
+from confluent_kafka.cimpl import NewTopic
 
 from dedup.errors import BrokerUnavailable
 
@@ -125,3 +127,14 @@ class AtLeastOnceProducer:
 
 def _ignore(_error: KafkaError) -> None:
     """Nothing happens."""
+
+
+def make_topic(bootstrap: str, name: str, partitions: int) -> None:
+    """The topic exists, with one replica and no time limit for its records. Raises BrokerUnavailable otherwise."""
+    topic = NewTopic(name, num_partitions=partitions, replication_factor=1, config={"retention.ms": "-1"})
+    try:
+        AdminClient({"bootstrap.servers": bootstrap, "log_level": 0}).create_topics([topic])[name].result(
+            _ENDS_WITHIN_S
+        )
+    except KafkaException as error:
+        raise BrokerUnavailable(f"The broker at {bootstrap} did not create {name}: {error}.") from error

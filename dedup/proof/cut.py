@@ -10,7 +10,6 @@ from typing import Final, cast
 
 from dedup.core.extract import Extractor, compile_extractor
 from dedup.core.model import Feed, ModelRules
-from dedup.core.tracking_id import ContentRule
 from dedup.errors import StateIncompatible
 from dedup.proof.compare import digest
 from dedup.proof.evidence import DEAD_TAIL, LATE_TAIL, SideTopic, read_side_topic
@@ -72,25 +71,25 @@ class Cut:
 
     def read(self, topic: str, partition: int, start: int, end: int) -> Iterable[Columns]:
         """Yield committed records of [start, end), and tell how far it is."""
-        for columns in self.reader.read(topic, partition, start, end):
-            self.done += len(columns.offsets)
-            self.progress(Progress(f"{topic}/{partition}", self.done, max(self.total, self.done)))
-            yield columns
+        try:
+            for columns in self.reader.read(topic, partition, start, end):
+                self.done += len(columns.offsets)
+                self.progress(Progress(f"{topic}/{partition}", self.done, max(self.total, self.done)))
+                yield columns
+        except OpenTransaction as fact:
+            self.report.unprovable(f"{WHY_OPEN}: {fact}")
 
     def written(self, topic: str, partition: int, *, stamped: bool) -> Written:
         """Return what is in a partition; ``stamped``: timestamps are part of the digests, if the topic keeps them."""
         bounds = self.bounds[topic][partition]
         found = Written(topic, partition, bounds)
-        try:
-            for columns in self.read(topic, partition, bounds.low, bounds.high):
-                found.broker_time = columns.broker_time
-                times_ms = columns.timestamps_ms
-                if not stamped or columns.broker_time:
-                    times_ms = [0] * len(times_ms)
-                found.digests += map(digest, columns.keys, columns.values, columns.headers, times_ms)
-                found.offsets.extend(columns.offsets)
-        except OpenTransaction as fact:
-            self.report.unprovable(f"{WHY_OPEN}: {fact}")
+        for columns in self.read(topic, partition, bounds.low, bounds.high):
+            found.broker_time = columns.broker_time
+            times_ms = columns.timestamps_ms
+            if not stamped or columns.broker_time:
+                times_ms = [0] * len(times_ms)
+            found.digests += map(digest, columns.keys, columns.values, columns.headers, times_ms)
+            found.offsets.extend(columns.offsets)
         return found
 
     def still_committed(self, topic: str, partition: int) -> int:
@@ -192,13 +191,12 @@ def _plan(topology: Topology, reader: KafkaReader, bounds: dict[str, dict[int, B
 
 def extractor(topology: Topology) -> Extractor:
     """Return what takes IDs, times and fingerprints from records, as the topology says."""
-    rule = topology.tracking_id.rule
     return compile_extractor(
         topology.tracking_id,
         topology.event_time,
         fmt=topology.source.format,
         fingerprint=topology.fingerprints_wanted,
-        fingerprint_exclude=rule.exclude if isinstance(rule, ContentRule) else (),
+        fingerprint_exclude=topology.fingerprint_exclude,
     )
 
 

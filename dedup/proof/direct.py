@@ -15,6 +15,8 @@ from dedup.proof.replay import Log, Plan, TaskReplay, forwarded_digest
 from dedup.proof.report import Books
 
 WHY_NO_OFFSET: Final = "the group has no committed offset for their partition, so what was judged is not known"
+WHY_SHORTER: Final = "the source ends before the committed offset: it was deleted and made again, or truncated"
+WHY_SOURCE_GONE: Final = "the source has lost its beginning, from which came records of"
 WHY_OUTPUT_GONE: Final = "the output has lost its beginning"
 
 
@@ -38,20 +40,29 @@ def _verify_partition(cut: Cut, source: str, partition: int) -> None:
         books.pending = bounds.high - bounds.low
         cut.report.unprovable(WHY_NO_OFFSET, len(output.digests) if output is not None else 0)
         return
+    if committed > bounds.high:
+        cut.report.unprovable(WHY_SHORTER, committed - bounds.high)
+        committed = bounds.high
     plan = _plan_for(cut.plan, output)
     start, known = _start(cut, plan, bounds, partition, output)
     books.skipped = start - bounds.low
     task = TaskReplay(plan, books, cut.report, ((0, partition),), from_start=known)
     for columns in cut.read(source, partition, start, committed):
         task.take(_log(columns, partition))
-    if output is not None and _differs(task, output):
+    copies = _copies(cut, task, partition)
+    held = [(expected.digests, written.digests) for written, expected in copies]
+    if output is not None:
+        held.append((task.forwarded.expected.digests, output.digests))
+    if any(expected != there for expected, there in held):
+        # The worker may have gone on since the cut began: then what it wrote is there, and its offset too.
         for columns in cut.read(source, partition, committed, cut.still_committed(source, partition)):
             task.take(_log(columns, partition), pending=True)
     else:
-        books.pending += max(0, bounds.high - committed)
+        books.pending = max(0, bounds.high - committed)
     if output is not None:
-        _compare_output(cut, task, output)
-    _compare_copies(cut, task, partition)
+        _compare_output(cut, task, output, known=known)
+    for written, expected in copies:
+        _compare_copies(cut, task, written, expected, known=known)
 
 
 def _output(cut: Cut, partition: int) -> Written | None:
@@ -69,10 +80,6 @@ def _plan_for(plan: Plan, output: Written | None) -> Plan:
 
 def _log(columns: Columns, partition: int) -> Log:
     return Log(columns, [Source(0, partition, offset) for offset in columns.offsets])
-
-
-def _differs(task: TaskReplay, output: Written) -> bool:
-    return task.forwarded.expected.digests != output.digests
 
 
 def _start(cut: Cut, plan: Plan, bounds: Bounds, partition: int, output: Written | None) -> tuple[int, bool]:
@@ -104,11 +111,13 @@ def _first_judged(cut: Cut, plan: Plan, bounds: Bounds, partition: int, output: 
     return first_letter
 
 
-def _compare_output(cut: Cut, task: TaskReplay, output: Written) -> None:
+def _compare_output(cut: Cut, task: TaskReplay, output: Written, *, known: bool) -> None:
     expected = task.forwarded.expected
     if output.bounds.low > 0:
         _excuse_deleted(cut, task, output)
     comparison = compare([expected], [output.digests])
+    if not known:
+        _excuse_front(cut, comparison, output)
     explain(comparison, [task], [output], cut.report, cut.ids_of)
     books = task.books
     if not task.settled or output.bounds.low > 0:
@@ -122,6 +131,14 @@ def _compare_output(cut: Cut, task: TaskReplay, output: Written) -> None:
         cut.report.violation("unbalanced", f"{books.topic}/{books.partition}", text)
 
 
+def _excuse_front(cut: Cut, comparison: Comparison, written: Written) -> None:
+    """Excuse records that precede all that is explained: the source records they came from are deleted."""
+    unexplained = {place.row for place in comparison.extra}
+    first = next((row for row in range(len(written.digests)) if row not in unexplained), len(written.digests))
+    comparison.extra = [place for place in comparison.extra if place.row >= first]
+    cut.report.unprovable(f"{WHY_SOURCE_GONE} {written.topic}", first)
+
+
 def _excuse_deleted(cut: Cut, task: TaskReplay, output: Written) -> None:
     """What was forwarded before the first record that the output still has, may have been there."""
     digests = task.forwarded.expected.digests
@@ -133,23 +150,26 @@ def _excuse_deleted(cut: Cut, task: TaskReplay, output: Written) -> None:
     cut.report.unprovable(WHY_OUTPUT_GONE, len(fresh))
 
 
-def _compare_copies(cut: Cut, task: TaskReplay, partition: int) -> None:
-    """Duplicates and conflicts are written beside, in order, to the partition of the same number."""
+def _copies(cut: Cut, task: TaskReplay, partition: int) -> list[tuple[Written, Expected]]:
+    """Return the duplicates and conflicts topics: they are written in order, to the partition of the same number."""
+    found: list[tuple[Written, Expected]] = []
     for topic, expected in ((cut.topology.duplicates, task.duplicates), (cut.topology.conflicts, task.conflicts)):
         if topic is None or not cut.partitions[topic]:
             continue
         if cut.partitions[topic] < cut.partitions[cut.topology.source.topics[0]]:
-            cut.report.unprovable(f"{topic} has fewer partitions than the source: its order is not comparable")
+            cut.report.unprovable(f"{topic} has fewer partitions than the source", len(expected.digests))
             continue
-        copies = cut.written(topic, partition, stamped=False)
-        if copies.bounds.low > 0:
-            cut.report.unprovable(f"{topic} has lost its beginning", len(expected.digests))
-            continue
-        report_copies(cut, task, copies, compare([expected], [copies.digests]), expected)
+        found.append((cut.written(topic, partition, stamped=False), expected))
+    return found
 
 
-def report_copies(cut: Cut, task: TaskReplay, copies: Written, found: Comparison, expected: Expected) -> None:
-    """Report what is missing in, or does not belong into, a topic of dropped records."""
+def _compare_copies(cut: Cut, task: TaskReplay, copies: Written, expected: Expected, *, known: bool) -> None:
+    if copies.bounds.low > 0:
+        cut.report.unprovable(f"{copies.topic} has lost its beginning", len(expected.digests))
+        return
+    found = compare([expected], [copies.digests])
+    if not known:
+        _excuse_front(cut, found, copies)
     place = f"{task.books.topic}/{task.books.partition}"
     for missing in found.missing:
         text = f"duplicate {missing.row + 1} of {len(expected.digests)} is not in {copies.topic}, or is changed there"

@@ -9,7 +9,7 @@ from typing import Final, NamedTuple
 
 from dedup.core.window import Source
 from dedup.proof.compare import Headers, digest
-from dedup.proof.kafka_reader import Bounds, KafkaReader
+from dedup.proof.kafka_reader import Bounds, KafkaReader, OpenTransaction
 
 SOURCE_HEADER: Final = "dedup-source"
 TIMESTAMP_HEADER: Final = "dedup-timestamp"
@@ -101,11 +101,13 @@ def read_side_topic(
     """Return the committed records of a side topic within bounds."""
     side = SideTopic(name, complete=all(each.low == 0 for each in bounds.values()))
     for partition, each in bounds.items():
-        for columns in reader.read(name, partition, each.low, each.high):
-            for offset, key, value, headers in zip(
-                columns.offsets, columns.keys, columns.values, columns.headers, strict=True
-            ):
-                _file(side, (partition, offset), (key, value, headers), topics, tail)
+        try:
+            for columns in reader.read(name, partition, each.low, each.high):
+                rows = zip(columns.offsets, columns.keys, columns.values, columns.headers, strict=True)
+                for offset, key, value, headers in rows:
+                    _file(side, (partition, offset), (key, value, headers), topics, tail)
+        except OpenTransaction:
+            side.complete = False
     return side
 
 

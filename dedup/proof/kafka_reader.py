@@ -28,7 +28,8 @@ _ANSWER_WITHIN_S: Final = 30.0
 _NO_PROGRESS_S: Final = 60.0
 """Longer than any transaction may stay open by our own settings."""
 _BATCH: Final = 10_000
-_POLL_S: Final = 0.5
+_POLL_S: Final = 0.1
+"""A batch waits this long for more; at the end of a partition, where markers stand instead of records, always."""
 _NO_HEADERS: Final[Headers] = ()
 
 CREATE_TIME: Final = 1
@@ -172,7 +173,7 @@ class KafkaReader:
         reached = start
         try:
             while reached < end:
-                messages = self._consumer.consume(_BATCH, _POLL_S)
+                messages = self._consumer.consume(min(_BATCH, end - reached), _POLL_S)
                 kept, now_at = self._sorted_out(messages, end)
                 if now_at > reached:
                     reached, silent_since = now_at, time.monotonic()

@@ -58,13 +58,13 @@ def print_report(report: Report, console: Console) -> None:
 def to_html(report: Report) -> str:
     """Return the report as one HTML page; it asks for nothing from anywhere."""
     when = datetime.fromtimestamp(report.started_at_ms / 1000, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+    facts = f"{report.read:,} records judged · {report.method} · {report.cluster} · {when} · {report.seconds:.1f} s"
     parts = [
         "<!doctype html><html lang=en><meta charset=utf-8><meta name=viewport content='width=device-width'>",
         f"<title>dedup verify {escape(report.topology)}</title><style>{_STYLE}</style>",
         f"<h1>{escape(report.topology)}</h1>",
         f"<p class='line{'' if report.passed else ' bad'}'>{escape(report.closing_line())}</p>",
-        f"<p class=soft>{report.read:,} records judged · {escape(report.method)} · {escape(report.cluster)} · {when} · "
-        f"{report.seconds:.1f} s</p>",
+        f"<p class=soft>{escape(facts)}</p>",
         "<h2>Verdicts over event time</h2>",
         _legend(),
         _plot(report.timeline),
@@ -152,8 +152,8 @@ def _violations(report: Report) -> str:
         if number
     )
     samples = "".join(
-        f"<tr><td>{sample.kind}</td><td class=text>{escape(sample.place)}</td><td class=text>{escape(sample.text)}</td></tr>"
-        for sample in report.samples
+        f"<tr><td>{each.kind}</td><td class=text>{escape(each.place)}</td><td class=text>{escape(each.text)}</td></tr>"
+        for each in report.samples
     )
     return f"<h2>Violations</h2><table>{found}</table><div class=scroll><table>{samples}</table></div>"
 

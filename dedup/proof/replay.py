@@ -32,7 +32,7 @@ WHY_FRONT: Final = "the log's beginning is gone; less than a full retention of e
 WHY_REFUSED: Final = "the broker refused them, says the dead-letter topic"
 WHY_CLOCK: Final = "dead letters for a time that only the worker's wall clock can have refused"
 WHY_CLAMPED: Final = "a time was perhaps clamped to the worker's wall clock, and stream time with it"
-WHY_SIDE_GONE: Final = "the late or dead-letter topic has lost its beginning"
+WHY_SIDE_GONE: Final = "the late or dead-letter topic has lost its beginning, or a transaction there stays open"
 
 
 @dataclass(frozen=True, slots=True)

@@ -189,7 +189,7 @@ def columns_of(batch: Sequence[ModelRecord], case: Case) -> Rows:
 def lines_of(outcome: Outcome, rows: Rows) -> list[Line]:
     """One line a row; a row with two verdicts, or none, is a defect."""
     times_ms = outcome.judged_times_ms
-    lines: dict[int, Line] = {row: ("marker", "", 0, 0, -1, None) for row in rows.idle_rows}
+    lines: dict[int, Line] = dict.fromkeys(rows.idle_rows, ("marker", "", 0, 0, -1, None))
     found: list[tuple[int, Line]] = []
     for row in outcome.unique:
         conflict = b"conflict" if row in outcome.exempt else None
