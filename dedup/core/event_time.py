@@ -109,17 +109,13 @@ def rfc3339_column_ms(texts: list[str]) -> list[int] | None:
 
     Layouts: ``YYYY-MM-DDTHH:MM:SS[.f…](Z|±HH:MM)`` in capitals, the same length in every row, no leap second.
     """
-    joined = "\n".join(texts)
-    width = len(texts[0]) + 1
-    if len(joined) + 1 != width * len(texts) or not joined.isascii():
-        return None
-    rows = np.frombuffer((joined + "\n").encode(), np.uint8).reshape(len(texts), width)
-    digits = rows.astype(np.int64) - ord("0")
+    lines = ("\n".join(texts) + "\n").encode("utf-8", "surrogatepass")
     utc = texts[0].endswith("Z")
-    zone = width - 2 if utc else width - 7
-    if not _layout_holds(rows, zone, utc=utc):
+    zone = len(texts[0]) - (1 if utc else 6)
+    if not _layout_holds(lines, len(texts), zone, utc=utc):
         return None
-    year = digits[:, 0] * 1000 + digits[:, 1] * 100 + _two(digits, 2)
+    digits = np.frombuffer(lines, np.uint8).reshape(len(texts), -1)[:, : zone + 6] - np.uint8(ord("0"))
+    year = _two(digits, 0) * 100 + _two(digits, 2)
     month, day = _two(digits, 5), _two(digits, 8)
     hour, minute, second = _two(digits, 11), _two(digits, 14), _two(digits, 17)
     if not ((month >= 1) & (month <= 12) & (hour <= 23) & (minute <= 59) & (second <= 59)).all():  # noqa: PLR2004
@@ -129,14 +125,15 @@ def rfc3339_column_ms(texts: list[str]) -> list[int] | None:
         return None
     minutes = _days_column(year, month, day) * 1440 + hour * 60 + minute
     if not utc:
-        ahead = _two(digits, zone + 1) * 60 + _two(digits, zone + 4)
-        if not ((_two(digits, zone + 1) <= 23) & (_two(digits, zone + 4) <= 59)).all():  # noqa: PLR2004 - the clock
+        zone_hour, zone_minute = _two(digits, zone + 1), _two(digits, zone + 4)
+        if not ((zone_hour <= 23) & (zone_minute <= 59)).all():  # noqa: PLR2004 - the clock
             return None
-        minutes -= np.where(rows[:, zone] == ord("-"), -ahead, ahead)
+        ahead = zone_hour * 60 + zone_minute
+        minutes -= np.where(np.frombuffer(lines, np.uint8)[zone :: len(lines) // len(texts)] == ord("-"), -ahead, ahead)
     times_ms = minutes * 60_000 + second * 1000
     for place, weight in enumerate((100, 10, 1)):
         if 20 + place < zone:
-            times_ms += digits[:, 20 + place] * weight
+            times_ms += digits[:, 20 + place].astype(np.int64) * weight
     result: list[int] = times_ms.tolist()
     return result
 
@@ -146,28 +143,35 @@ _MONTH_DAYS: Final = np.array([0, 31, 28, 31, 30, 31, 30, 31, 31, 30, 31, 30, 31
 Integers = npt.NDArray[np.int64]
 
 
-def _layout_holds(rows: npt.NDArray[np.uint8], zone: int, *, utc: bool) -> bool:
-    """Whether every row has its digits and marks where the layout of this width has them."""
-    marks = {4: "-", 7: "-", 10: "T", 13: ":", 16: ":"}
-    if zone > 19:  # noqa: PLR2004 - where the fraction begins
-        marks[19] = "."
+def _layout_holds(lines: bytes, count: int, zone: int, *, utc: bool) -> bool:
+    """Whether every line has its digits and marks where the layout of this width has them.
+
+    Marks are checked at their places, then taken out everywhere: were any elsewhere, digits would be missing.
+    """
+    marks = {4: b"-", 7: b"-", 10: b"T", 13: b":", 16: b":"}
+    if zone > _FRACTION_AT:
+        marks[_FRACTION_AT] = b"."
     if utc:
-        marks[zone] = "Z"
+        marks |= {zone: b"Z", zone + 1: b"\n"}
     else:
-        marks |= {zone: "+-", zone + 3: ":"}
-    last = rows.shape[1] - 1
-    if zone < 19 or zone == 20:  # noqa: PLR2004 - no room for the seconds, or a point without digits
+        marks |= {zone + 3: b":", zone + 6: b"\n"}
+    width = max(marks) + 1
+    if zone < _FRACTION_AT or zone == _FRACTION_AT + 1 or len(lines) != width * count:
         return False
-    marks[last] = "\n"
-    places = [place for place in range(last) if place not in marks]
-    numbers = rows[:, places]
-    if not ((numbers >= ord("0")) & (numbers <= ord("9"))).all():
+    if any(lines[place::width] != mark * count for place, mark in marks.items()):
         return False
-    return all(bool(np.isin(rows[:, place], list(allowed.encode())).all()) for place, allowed in marks.items())
+    if not utc and lines[zone::width].translate(None, b"+-"):
+        return False
+    digits = lines.translate(None, b"-T:.Z+\n")
+    return digits.isdigit() and len(digits) == (width - len(marks) - (not utc)) * count
 
 
-def _two(digits: Integers, at: int) -> Integers:
-    pair: Integers = digits[:, at] * 10 + digits[:, at + 1]
+_FRACTION_AT: Final = 19
+"""Where the point is, if there are fractions of a second."""
+
+
+def _two(digits: npt.NDArray[np.uint8], at: int) -> Integers:
+    pair: Integers = (digits[:, at] * np.uint8(10) + digits[:, at + 1]).astype(np.int64)
     return pair
 
 
