@@ -9,8 +9,9 @@ from __future__ import annotations
 import fcntl
 import os
 import re
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final
+from typing import Final, Self
 
 from dedup.errors import DedupError, StateIncompatible, TaskCorrupted
 from dedup.store.base import StoreIdentity
@@ -21,6 +22,7 @@ _STORE_FILE: Final = re.compile(
     r"|rocksdict-config\.json",
     re.ASCII,
 )
+RESTORE: Final = "The directory will be deleted and restored from the changelog."
 _NOT_THE_STORES_FAULT: Final = (
     "No space left",
     "File too large",
@@ -30,7 +32,39 @@ _NOT_THE_STORES_FAULT: Final = (
     "Too many open files",
     "Cannot allocate memory",
 )
-RESTORE: Final = "The directory will be deleted and restored from the changelog."
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """Which of RocksDB's lists of files is in use, and its length: it only grows until the next open."""
+
+    number: int
+    size_bytes: int
+
+    @classmethod
+    def of(cls, directory: Path) -> Self | None:
+        """Return the one that CURRENT names; None if there is none."""
+        try:
+            name = (directory / "CURRENT").read_text(encoding="ascii").strip()
+            return cls(int(name.removeprefix("MANIFEST-")), (directory / name).stat().st_size)
+        except (FileNotFoundError, ValueError):
+            return None
+
+    def now(self, directory: Path) -> Self:
+        """Return it with the length it has by now, or its successor."""
+        path = f"{directory}/MANIFEST-{self.number:06}"
+        try:
+            return replace(self, size_bytes=os.stat(path).st_size)  # noqa: PTH116  twice as quick, in every apply
+        except FileNotFoundError:
+            # RocksDB begins a new one when the old one has become long.
+            return type(self).of(directory) or self
+
+    def was_cut(self, found: Self) -> bool:
+        """The list found is this one, but shorter: files that it named are forgotten."""
+        return found.number == self.number and found.size_bytes < self.size_bytes
+
+    def __str__(self) -> str:
+        return f"MANIFEST-{self.number:06} of {self.size_bytes} bytes"
 
 
 def store_directory(state_dir: Path, identity: StoreIdentity) -> Path:

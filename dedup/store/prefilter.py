@@ -73,6 +73,8 @@ class Prefilter:
     def add(self, hashed: Hashed) -> None:
         """Add a batch."""
         count = len(hashed.words)
+        if not count:
+            return
         if self.added + count > self._capacity:
             self._grow(count)
         layer = self._layers[-1]

@@ -4,10 +4,11 @@ One apply is one write batch over all families with the write-ahead log on (docs
 record and position become durable together, also over a SIGKILL. A power cut may take the newest batches, whole ones;
 the position goes with them and the changelog brings them back.
 
-The default family holds the identity, the task record with the position, and what is known of each segment. Every
-segment repeats, under the empty key, the position of the last batch that wrote into it. If files are damaged (measured:
-a cut MANIFEST opens without the newest keys) the default family may be older than a segment: harmless, the restore
-replays. A segment older than the default family says of it is a hole: TaskCorrupted.
+The default family holds the identity, the task record with the position, and what is known of each segment. Damaged
+files may open as if nothing were wrong. If the position is lost with the keys, the restore replays: harmless. What
+would be a hole is TaskCorrupted: a segment whose own position (under the empty key) is older than the default family
+says of it; a segment gone; a MANIFEST shorter than it was at the last apply (measured: a cut one opens without the
+files of its last entries, while the log still brings back newer keys).
 
 rocksdict holds the GIL in every call, so a thread would not help: callers keep their batches small.
 """
@@ -33,16 +34,22 @@ from rocksdict import (
     WriteOptions,
 )
 
-from dedup.errors import DedupError, InvariantBroken, StateIncompatible, TaskCorrupted
+from dedup.errors import DedupError, InvariantBroken, TaskCorrupted
 from dedup.store.base import StoreIdentity, TaskRecord, Writes, refuse_unstorable
-from dedup.store.directory import RESTORE, ErrorsOf, delete_store, prepare_directory
-from dedup.store.entries import SegmentEntry, decode_position, decode_state, encode_position, encode_state
+from dedup.store.directory import RESTORE, ErrorsOf, Manifest, delete_store, prepare_directory
+from dedup.store.entries import (
+    SegmentEntry,
+    StateEntry,
+    decode_position,
+    encode_identity,
+    encode_position,
+    refuse_other_owner,
+)
 from dedup.store.prefilter import Hashed, Prefilter
 
 _IDENTITY: Final = b"identity"
 _STATE: Final = b"state"
 _SEGMENT: Final = b"segment/"
-_FORMAT: Final = "1"
 _LAST_POSITION: Final = b""
 """In a segment: no state key is empty, so this key is free, and sorts first."""
 
@@ -87,6 +94,7 @@ class RocksStore:
         self._segments: dict[int, _Segment] = {}
         self._task_record: TaskRecord | None = None
         self._position = 0
+        self._manifest = Manifest.of(directory) or Manifest(0, 0)
         self._closed = False
 
     @classmethod
@@ -100,6 +108,7 @@ class RocksStore:
         options = _options(memory or RocksMemory())
         failure: DedupError | None = None
         with ErrorsOf(directory):
+            manifest = Manifest.of(directory)
             exists = (directory / "CURRENT").exists()
             if not exists and any(path.suffix in {".sst", ".log"} for path in directory.iterdir()):
                 # RocksDB would begin a new store and replay the old one's log into it.
@@ -108,7 +117,7 @@ class RocksStore:
             store = cls(directory, Rdict(str(directory), options, dict.fromkeys(names, options)), options)
         try:
             with ErrorsOf(directory):
-                store._load(identity, [name for name in names if name != "default"])
+                store._load(identity, [name for name in names if name != "default"], manifest)
         except DedupError as error:
             failure = error
         if failure is not None:
@@ -186,7 +195,8 @@ class RocksStore:
                 put(_LAST_POSITION, encode_position(position), handle)
                 put(_segment_key(start), entry.encode())
                 changed.append((held, entry))
-            put(_STATE, encode_state(position, current))
+            self._manifest = self._manifest.now(self._directory)
+            put(_STATE, StateEntry(position, current, self._manifest).encode())
             self._db.write(batch, self._write_options)
         for (held, entry), values in zip(changed, filter(None, writes.values()), strict=True):
             held.entry = entry
@@ -281,11 +291,20 @@ class RocksStore:
         self._segments[start] = held
         return held
 
-    def _load(self, identity: StoreIdentity, names: list[str]) -> None:
-        self._check_identity(identity)
-        state: bytes | None = self._db.get(_STATE)
-        if state is not None:
-            self._position, self._task_record = decode_state(state)
+    def _load(self, identity: StoreIdentity, names: list[str], found: Manifest | None) -> None:
+        owner: bytes | None = self._db.get(_IDENTITY)
+        if owner is None:
+            self._db.put(_IDENTITY, encode_identity(identity), self._write_options)
+        else:
+            refuse_other_owner(owner, identity, self._directory)
+        stored: bytes | None = self._db.get(_STATE)
+        if stored is not None:
+            state = StateEntry.decode(stored)
+            if found is not None and state.manifest.was_cut(found):
+                # By opening it RocksDB has begun a new list: without CURRENT the store stays refused.
+                (self._directory / "CURRENT").unlink()
+                raise TaskCorrupted(f"{self._directory}: {state.manifest} was cut to {found.size_bytes}. {RESTORE}")
+            self._position, self._task_record = state.position, state.record
         entries = dict(self._entries())
         for name in names:
             entry = entries.pop(name, None)
@@ -296,28 +315,6 @@ class RocksStore:
                 self._segments[int(name)] = self._loaded(name, entry)
         if entries:
             raise TaskCorrupted(f"segments {', '.join(entries)} are gone, but their keys were stored. {RESTORE}")
-
-    def _check_identity(self, identity: StoreIdentity) -> None:
-        mine = "\n".join((_FORMAT, identity.topology, str(identity.partition), identity.changelog_topic_id))
-        stored: bytes | None = self._db.get(_IDENTITY)
-        if stored is None:
-            self._db.put(_IDENTITY, mine.encode(), self._write_options)
-            return
-        version, *owner = stored.decode(errors="replace").split("\n")
-        if version != _FORMAT:
-            raise StateIncompatible(
-                f"{self._directory}: is a store of format {version}; this dedup reads format {_FORMAT}. Run the "
-                "release that wrote it, or delete the directory: it will be restored from the changelog."
-            )
-        if stored != mine.encode():
-            theirs = StoreIdentity(owner[0], int(owner[1]), owner[2])
-            if owner[:2] == [identity.topology, str(identity.partition)]:
-                raise StateIncompatible(
-                    f"{self._directory}: was written with another changelog topic (id {theirs.changelog_topic_id}, now "
-                    f"{identity.changelog_topic_id}): the changelog was deleted and made again. Nothing was touched. "
-                    "Bring the old topic back, or start anew with `dedup reset`."
-                )
-            raise TaskCorrupted(f"{self._directory}: belongs to {theirs}, not to {identity}. {RESTORE}")
 
     def _entries(self) -> Iterator[tuple[str, SegmentEntry]]:
         """Yield what the default family says of each segment, by the name of its family."""
