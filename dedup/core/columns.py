@@ -1,6 +1,6 @@
 """State keys of whole columns: what tracking_id.py says of one ID, in C for many.
 
-Every function returns None, or raises MissingId, where a row needs the slow path; never a wrong key.
+Every function returns None where a row needs the slow path; never a wrong key.
 """
 
 from __future__ import annotations

@@ -18,16 +18,30 @@ through `extract_one`. So the fast way only has to know when it is *sure* to agr
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final, assert_never
 
 from dedup.core.columns import PartMemo, bytes_keys, composite_keys, scalar_keys
+from dedup.core.content import content_of
 from dedup.core.event_time import EventTime, FieldTime
-from dedup.core.extract_one import Fault, FaultKind, Format, Headers, One, Recipe, extract_one, smooth_bytes
-from dedup.core.extract_one import digest_of_value as fingerprint_of_value
+from dedup.core.exact_json import Unreadable
+from dedup.core.extract_one import (
+    Fault,
+    FaultKind,
+    Format,
+    Headers,
+    One,
+    Recipe,
+    content_digest,
+    extract_one,
+    smooth_bytes,
+    value_digest,
+)
 from dedup.core.json_columns import JsonColumns, compile_columns
 from dedup.core.paths import Path
 from dedup.core.tracking_id import (
+    CONTENT,
     ContentRule,
     FieldRule,
     FieldsRule,
@@ -36,6 +50,7 @@ from dedup.core.tracking_id import (
     RawContentRule,
     TrackingId,
     normalizer,
+    state_key,
 )
 
 __all__ = ["Extracted", "Extractor", "Fault", "FaultKind", "Recipe", "compile_extractor"]
@@ -200,7 +215,7 @@ class _Columns:
             return None
         fingerprints = None
         if self._recipe.fingerprint:
-            fingerprints = [fingerprint_of_value(value) for value in values if value is not None]
+            fingerprints = [self._fingerprint(value) for value in values if value is not None]
         return Extracted(list(ids), list(timestamps_ms) if times_ms is None else times_ms, fingerprints, {})
 
     def _ids(
@@ -221,10 +236,18 @@ class _Columns:
                 return composite_keys(members, self._memos)
             case RawContentRule():
                 return bytes_keys([value for value in values if value is not None])
-            case ContentRule():
+            case ContentRule(exclude):
+                with suppress(Unreadable):
+                    return [state_key(CONTENT + content_of(value, exclude)) for value in values if value is not None]
                 return None
             case never:
                 assert_never(never)
+
+    def _fingerprint(self, value: bytes) -> bytes:
+        if self._recipe.fmt == "json":
+            with suppress(Unreadable):
+                return content_digest(content_of(value, self._recipe.fingerprint_exclude))
+        return value_digest(value)
 
     def _bytes(self, column: Sequence[bytes | None]) -> list[bytes] | None:
         present = [value for value in column if value is not None]
@@ -250,18 +273,14 @@ def _only(headers: Headers, name: str) -> bytes | None:
 def _compile(recipe: Recipe) -> _Columns | None:
     """Return the fast way; None where only the slow one is right."""
     rule = recipe.tracking_id.rule
-    if isinstance(rule, ContentRule):
-        return None
     if recipe.fmt == "bytes":
         return _Columns(recipe, None)
-    if recipe.fingerprint:
-        return None  # canonical content needs every number as it was written
     match rule:
         case FieldRule(path):
             paths: tuple[Path, ...] = (path,)
         case FieldsRule(paths):
             pass
-        case KeyRule() | HeaderRule() | RawContentRule():
+        case KeyRule() | HeaderRule() | ContentRule() | RawContentRule():
             paths = ()
         case never:
             assert_never(never)

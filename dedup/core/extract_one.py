@@ -251,14 +251,17 @@ def _fingerprint(recipe: Recipe, value: bytes, content: JsonValue | Absent) -> b
     if not recipe.fingerprint:
         return b""
     if not isinstance(content, Absent):
-        try:
-            return _digest(encoding.CONTENT + _canonical_content(content, recipe.fingerprint_exclude))
-        except Unreadable:
-            return digest_of_value(value)
-    return digest_of_value(value)
+        with suppress(Unreadable):
+            return content_digest(_canonical_content(content, recipe.fingerprint_exclude))
+    return value_digest(value)
 
 
-def digest_of_value(value: bytes) -> bytes:
+def content_digest(canonical: bytes) -> bytes:
+    """Return the fingerprint of canonical content."""
+    return _digest(encoding.CONTENT + canonical)
+
+
+def value_digest(value: bytes) -> bytes:
     """Return the fingerprint of a value that has no canonical content."""
     return _digest(encoding.BYTES + value)
 
