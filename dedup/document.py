@@ -291,6 +291,17 @@ _WANTED: Final[Mapping[str, str]] = {
 }
 
 
+def in_order(problems: list[Problem]) -> list[Problem]:
+    """Return the problems from the top of the file to its end, each once."""
+
+    def position(problem: Problem) -> tuple[int, int]:
+        parts = problem.place.rsplit(":", 2)
+        numbers = [int(part) for part in parts[1:] if part.isdigit()]
+        return (numbers[0], numbers[1]) if len(numbers) == len(parts) - 1 == 2 else (0, 0)  # noqa: PLR2004 - line, column
+
+    return sorted(dict.fromkeys(problems), key=position)
+
+
 def _in_document(loc: Sequence[str | int], document: Document) -> At:
     """Return a pydantic location without the names of union branches; for a missing key, its holder."""
     at: At = ()

@@ -17,7 +17,9 @@ SIZE_PATTERN: Final = r"^[0-9]{1,15}(B|KiB|MiB|GiB|TiB)$"
 
 def parse_duration(text: str) -> int:
     """Return the milliseconds of a text such as ``15m``. Raises ValueError with a sentence."""
-    value_ms = _quantity(text, _MS, "h", "m")
+    # A bare 24 was meant in hours, a bare 500 hardly.
+    likely, other = ("ms", "s") if len(text) > 2 else ("h", "m")  # noqa: PLR2004 - two digits
+    value_ms = _quantity(text, _MS, likely, other)
     if value_ms > _LONGEST_MS:
         raise ValueError(f'"{text}" is longer than 100 years; write at most "36500d"')
     return value_ms
@@ -50,7 +52,7 @@ def format_size(value_bytes: int) -> str:
 def _quantity(text: str, units: dict[str, int], likely: str, other: str) -> int:
     match = _TEXT.fullmatch(text)
     if match is None:
-        raise ValueError(f'"{text}" is not a whole number and a unit; write for example "15{likely}"')
+        raise ValueError(f'"{text}" is not a whole number and a unit; write for example "15{other}"')
     number, space, unit = match.groups()
     if not unit:
         raise ValueError(f'"{text}" has no unit; write "{number}{likely}" or "{number}{other}"')

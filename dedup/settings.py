@@ -15,7 +15,7 @@ from typing import Any, Final, Literal
 
 from pydantic import ValidationError
 
-from dedup.document import At, Document, did_you_mean, dotted, read, told
+from dedup.document import At, Document, did_you_mean, dotted, in_order, read, told
 from dedup.errors import Problem, SettingsError
 from dedup.quantities import parse_duration
 from dedup.settings_file import FIELDS, SettingsFile
@@ -151,7 +151,7 @@ def load_settings(path: Path | None, overrides: Sequence[str], environ: Mapping[
     problems.extend(_worded(problem, resolved) for problem in found)
     if problems or checked is None:
         # Not chained: pydantic's error holds what was put in.
-        raise SettingsError(list(dict.fromkeys(problems)))
+        raise SettingsError(in_order(problems))
     return _settings(checked)
 
 

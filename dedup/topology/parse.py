@@ -21,7 +21,7 @@ from dedup.core.tracking_id import (
     TrackingId,
 )
 from dedup.core.window import Window
-from dedup.document import read, told
+from dedup.document import in_order, read, told
 from dedup.errors import Problem, TopologyError
 from dedup.quantities import parse_duration, parse_size
 from dedup.topology.file import FIELDS, ConflictsFile, FieldTimeFile, TopologyFile, TrackingIdFile
@@ -65,17 +65,6 @@ def json_schema() -> dict[str, Any]:
     """Return the JSON Schema of topology files, for editors."""
     schema = TopologyFile.model_json_schema()
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema, "title": "dedup topology"}
-
-
-def in_order(problems: list[Problem]) -> list[Problem]:
-    """Return the problems from the top of the file to its end, each once."""
-
-    def position(problem: Problem) -> tuple[int, int]:
-        parts = problem.place.rsplit(":", 2)
-        numbers = [int(part) for part in parts[1:] if part.isdigit()]
-        return (numbers[0], numbers[1]) if len(numbers) == len(parts) - 1 == 2 else (0, 0)  # noqa: PLR2004 - line, column
-
-    return sorted(dict.fromkeys(problems), key=position)
 
 
 def _topology(file: TopologyFile) -> Topology:

@@ -1,0 +1,68 @@
+"""The command line: puts the commands together, and turns errors into a sentence and an exit code."""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module, metadata
+from typing import Annotated, Final
+
+import typer
+
+from dedup.errors import DedupError
+
+COMMANDS: Final = (
+    "dedup.cli.demo",
+    "dedup.cli.run",
+    "dedup.cli.inspect",
+    "dedup.cli.admin",
+    "dedup.cli.verify",
+    "dedup.cli.broker",
+    "dedup.cli.bench",
+)
+"""Each has `register(app)`, and imports what its commands need when they run: `--help` must be quick."""
+
+_EXIT_CODES: Final = """Exit codes: 0 done, 1 unexpected, 2 a mistake in file or command line, 3 state incompatible,
+4 verification found a violation, 5 broker unreachable or refused, 130 interrupted."""
+
+
+def create_app() -> typer.Typer:
+    """Return the application with all its commands."""
+    app = typer.Typer(
+        name="dedup",
+        help="Exactly-once deduplication for Kafka topics.",
+        epilog=_EXIT_CODES,
+        no_args_is_help=True,
+        # Pretty tracebacks print local variables: passwords among them.
+        pretty_exceptions_enable=False,
+    )
+    app.callback()(_options)
+    for module in COMMANDS:
+        import_module(module).register(app)
+    return app
+
+
+def main() -> None:
+    """Run the command line; ends the process with the exit code of what happened."""
+    try:
+        create_app()()
+    except DedupError as error:
+        typer.echo(str(error), err=True)
+        sys.exit(error.exit_code)
+
+
+def _options(
+    version: Annotated[  # noqa: ARG001 - its callback ends the program
+        bool, typer.Option("--version", help="Show the version.", is_eager=True, callback=lambda on: _version(on=on))
+    ] = False,
+) -> None:
+    """Exactly-once deduplication for Kafka topics."""
+
+
+def _version(*, on: bool) -> None:
+    if on:
+        typer.echo(f"dedup {metadata.version('dedup-streams')}")
+        raise typer.Exit
+
+
+if __name__ == "__main__":
+    main()
