@@ -7,7 +7,6 @@ aiokafka's own producer is not used. It repeats EndTxn silently, commits past a 
 from __future__ import annotations
 
 import asyncio
-import enum
 from collections import defaultdict
 from collections.abc import Awaitable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
@@ -53,18 +52,18 @@ MOVED: Final = frozenset({14, 15, 16})
 LEADER_MOVED: Final = frozenset({3, 5, 6, 9, 13, 56, 74, 75, 76})
 
 
-class Lane(enum.Enum):
-    """Connections of their own, so that a waiting request holds up none of another kind."""
-
-    FETCH = "fetch"
+RESTORE_LANE: Final = "restore"
+"""A connection of its own: a broker answers the requests of one connection one after the other."""
 
 
 class KafkaWire:
     """A cluster behind one aiokafka client; many sessions share it."""
 
+    leader_moved: Final = LEADER_MOVED
+
     def __init__(self, connection: Connection) -> None:
         self.connection: Final = connection
-        self._client: AIOKafkaClient = None
+        self._client: AIOKafkaClient
         self._coordinators: dict[tuple[int, str], int] = {}
 
     async def start(self) -> None:
@@ -89,8 +88,7 @@ class KafkaWire:
 
     async def stop(self) -> None:
         """Close every connection."""
-        if self._client is not None:
-            await self._client.close()
+        await self._client.close()
 
     async def pause(self, delay_ms: int) -> None:
         """Wait ``delay_ms``."""
@@ -129,7 +127,7 @@ class KafkaWire:
         """See `Wire`; batches of one leader share a request, leaders are asked side by side."""
         by_leader: defaultdict[int, list[tuple[TopicPartition, bytes]]] = defaultdict(list)
         for target, payload in batches:
-            by_leader[await self._leader(target)].append((target, payload))
+            by_leader[await self.leader(target)].append((target, payload))
         answers = [
             await self._write_produce(node, self._produce_request(transactional_id, part))
             for node, part in by_leader.items()
@@ -236,9 +234,9 @@ class KafkaWire:
         return offset if offset >= 0 else None
 
     async def _list_offset(self, source: TopicPartition, timestamp: int) -> int:
-        node = await self._leader(source)
+        node = await self.leader(source)
         request = OffsetRequest(-1, READ_UNCOMMITTED, [(source.topic, [(source.partition, timestamp)])])
-        answer = await self._send(node, request, ConnectionGroup.DEFAULT)
+        answer = await self.send(node, request, ConnectionGroup.DEFAULT)
         _, code, _, offset = answer.topics[0][1][0]
         if code:
             raise self._read_failed(source, code)
@@ -246,9 +244,9 @@ class KafkaWire:
 
     async def fetch(self, source: TopicPartition, offset: int, *, max_bytes: int, wait_ms: int) -> Fetched:
         """See `Wire`; raises StateIncompatible where the log no longer holds the offset."""
-        node = await self._leader(source)
+        node = await self.leader(source)
         request = FetchRequest(wait_ms, 1, max_bytes, READ_COMMITTED, [(source.topic, [(source.partition, offset, max_bytes)])])
-        answer = await self._send(node, request, Lane.FETCH)
+        answer = await self.send(node, request, RESTORE_LANE)
         _, code, high_watermark, stable, *rest = answer.topics[0][1][0]
         if code:
             raise self._read_failed(source, code, offset)
@@ -270,7 +268,8 @@ class KafkaWire:
             f"Nothing was changed; compare the topic with what `dedup check --broker` expects."
         )
 
-    async def _leader(self, target: TopicPartition) -> int:
+    async def leader(self, target: TopicPartition) -> int:
+        """Return the broker that leads a partition; raises NoAnswer while none does."""
         leader = self._client.cluster.leader_for_partition(target)
         if leader is None or leader == -1:
             await self._client.add_topic(target.topic)
@@ -288,7 +287,7 @@ class KafkaWire:
     async def _ask_coordinator(self, kind: int, key: str, request: Any) -> Any:  # noqa: ANN401  # untyped protocol structures
         node = await self._coordinator(kind, key)
         try:
-            return await self._send(node, request, ConnectionGroup.COORDINATION)
+            return await self.send(node, request, ConnectionGroup.COORDINATION)
         except NoAnswer:
             self._coordinators.pop((kind, key), None)
             raise
@@ -312,7 +311,12 @@ class KafkaWire:
                 self._coordinators[kind, key] = node
                 return node
 
-    async def _send(self, node: int, request: Any, group: Any) -> Any:  # noqa: ANN401  # untyped protocol structures
+    async def refresh(self) -> None:
+        """Look up leaders and brokers again."""
+        await self._client.force_metadata_update()
+
+    async def send(self, node: int, request: Any, group: Any) -> Any:  # noqa: ANN401  # untyped protocol structures
+        """Send one request on the connection of a lane; raises NoAnswer."""
         try:
             return await self._client.send(node, request, group=group)
         except (kafka_errors.KafkaError, OSError) as error:

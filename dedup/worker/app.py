@@ -46,6 +46,7 @@ class DedupApp(faust.App):  # type: ignore[misc]  # untyped base
 
     settings: Settings
     connection: Connection
+    wire: KafkaWire
     tasks: Tasks
     standbys: Standbys
     sub_topologies: dict[str, tuple[str, ...]]
@@ -185,7 +186,7 @@ def create_app(topology: Topology, settings: Settings, cluster: Cluster, wire: K
         broker_commit_interval=1.0,
     )
     workshop = Workshop(topology, settings, cluster, wire, SteadyClock())
-    app.settings, app.connection = settings, connection
+    app.settings, app.connection, app.wire = settings, connection, wire
     app.tasks = Tasks(workshop.build, workshop.wipe, commit_interval_ms=settings.commit_interval_ms)
     app.standbys = Standbys(wire, topology.changelog_topic, topology.window, workshop.open_store)
     app.sub_topologies = {"dedup": topology.feeding_topics}

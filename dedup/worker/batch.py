@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
+from dedup.session.fetch import Columns
 from dedup.session.wire import Header, TopicPartition
 
 
@@ -23,15 +23,15 @@ class FeedBatch:
     """Where the batch before this one ended, so that a lost batch is noticed."""
 
     @classmethod
-    def of(cls, feeding: TopicPartition, records: Sequence[Any], *, follows: int) -> FeedBatch:
-        """Return the columns of consumer records, which must be of one partition and in order."""
+    def of(cls, feeding: TopicPartition, columns: Columns, *, follows: int) -> FeedBatch:
+        """Return the columns of consecutive records of one partition."""
         return cls(
             feeding,
-            [record.offset for record in records],
-            [record.timestamp for record in records],
-            [record.key for record in records],
-            [record.value for record in records],
-            [record.headers for record in records],
+            columns.offsets,
+            columns.timestamps_ms,
+            columns.keys,
+            columns.values,
+            columns.headers,  # type: ignore[arg-type]  # a list of lists is a list of sequences that nobody appends to
             follows,
         )
 

@@ -107,7 +107,7 @@ async def _until_over(
     while not stop.is_set() and not app.tasks.failure.done() and not app.crashed:
         if options.on_tick is not None:
             options.on_tick(app)
-        if stages and await _done(app, stages[0]):
+        if stages and _done(app, stages[0]):
             stages.pop(0)
             if not stages:
                 log.info("everything that was there at the start is done")
@@ -121,7 +121,7 @@ async def _until_over(
         app.tasks.fail(app.crash_reason or DedupError("the Faust app stopped without saying why."))
 
 
-async def _done(app: DedupApp, ends: dict[TopicPartition, int]) -> bool:
+def _done(app: DedupApp, ends: dict[TopicPartition, int]) -> bool:
     """Tell whether this worker's tasks have committed everything below the ends."""
     if not app.tasks.opened.is_set():
         return False
@@ -131,7 +131,7 @@ async def _done(app: DedupApp, ends: dict[TopicPartition, int]) -> bool:
         if task.state is not TaskState.RUNNING or task.dirty.is_set() or task.committing:
             return False
         # A position past the last record counts markers and aborted records, which no task ever sees.
-        if task.next_offset < ends[feeding] and not await app.consumer.passed(feeding, ends[feeding], task.next_offset):
+        if task.next_offset < ends[feeding] and not app.consumer.passed(feeding, ends[feeding], task.next_offset):
             return False
     return True
 

@@ -11,8 +11,10 @@ from dedup.core.window import Window
 from dedup.errors import DedupError
 from dedup.session.wire import NoAnswer, TopicPartition, Wire
 from dedup.store.base import Store
-from dedup.worker.restore import FETCH_BYTES, PAUSE_MS, WAIT_MS, apply_changelog, bounds_of, refuse_other_changelog
+from dedup.worker.starting import bounds_of
+from dedup.worker.restore import FETCH_BYTES, apply_changelog, refuse_other_changelog
 
+IDLE_MS: Final = 100
 log: Final = logging.getLogger(__name__)
 
 
@@ -63,15 +65,17 @@ class Standbys:
     async def _step(self, partition: int, store: Store, position: int) -> int:
         try:
             fetched = await self._wire.fetch(
-                TopicPartition(self._topic, partition), position, max_bytes=FETCH_BYTES, wait_ms=WAIT_MS
+                TopicPartition(self._topic, partition), position, max_bytes=FETCH_BYTES, wait_ms=0
             )
         except NoAnswer:
-            await self._wire.pause(PAUSE_MS)
+            await self._wire.pause(IDLE_MS)
             return position
         if fetched.next_offset > position:
             apply_changelog(store, self._window, fetched.records, fetched.next_offset)
             if store.task_record is not None:
                 oldest_ms = self._window.oldest_live_ms(store.task_record.stream_time_ms)
                 store.drop_below(oldest_ms, self._window.segment_ms)
+        else:
+            await self._wire.pause(IDLE_MS)
         self.lag[partition] = fetched.high_watermark - fetched.next_offset
         return fetched.next_offset

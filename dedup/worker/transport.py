@@ -7,20 +7,19 @@ sends are not Faust's: they belong to the tasks, and everything here that would 
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import aiokafka
 import aiokafka.abc
-from aiokafka.errors import NoOffsetForPartitionError, OffsetOutOfRangeError
 from faust.transport import base
 from faust.transport.consumer import Consumer as FaustConsumer
 from faust.transport.consumer import TransactionManager as FaustTransactionManager
 from faust.transport.producer import Producer as FaustProducer
 from faust.types import TP, ConsumerMessage
 
-from dedup.errors import InvariantBroken, StateIncompatible
+from dedup.errors import DedupError, InvariantBroken
+from dedup.session.fetch import Columns, FeedFetcher
 from dedup.session.wire import TopicPartition
 from dedup.worker.batch import FeedBatch
 
@@ -28,9 +27,7 @@ if TYPE_CHECKING:
     from dedup.worker.app import DedupApp
 
 BATCH_RECORDS: Final = 4000
-FETCH_BYTES: Final = 1 << 20
 POLL_MS: Final = 200
-IDLE_POLL_S: Final = 0.05
 
 
 class RebalanceListener(aiokafka.abc.ConsumerRebalanceListener):  # type: ignore[misc]  # untyped base
@@ -60,6 +57,8 @@ class Consumer(FaustConsumer):
 
     app: DedupApp
     client: aiokafka.AIOKafkaConsumer
+    """The group membership; it fetches nothing."""
+    fetcher: FeedFetcher
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -75,10 +74,8 @@ class Consumer(FaustConsumer):
             group_instance_id=app.settings.worker_id,
             partition_assignment_strategy=[app.assignor],
             enable_auto_commit=False,
-            # A position that the log has lost must stop us, never be replaced by another.
-            auto_offset_reset="none",
-            isolation_level="read_committed",
-            max_partition_fetch_bytes=FETCH_BYTES,
+            # It positions partitions that are paused for good; what is read is the fetcher's, which never resets.
+            auto_offset_reset="earliest",
             max_poll_interval_ms=3_600_000,
             fetch_max_wait_ms=POLL_MS,
             session_timeout_ms=app.settings.session_timeout_ms,
@@ -86,6 +83,7 @@ class Consumer(FaustConsumer):
             rebalance_timeout_ms=60_000,
         )
         await self.client.start()
+        self.fetcher = FeedFetcher(app.wire, wait_ms=POLL_MS)
 
     async def on_stop(self) -> None:
         """Leave the group; the tasks are closed by then."""
@@ -101,18 +99,15 @@ class Consumer(FaustConsumer):
         tp = TP(*feeding)
         if tp not in self.assignment():
             return
-        self.client.seek(_aiokafka(tp), offset)
-        self.client.resume(_aiokafka(tp))
+        self.fetcher.begin(feeding, offset)
         self._read_offset[tp] = None
         self._delivered[tp] = offset
         self.resume_partitions({tp})
 
-    async def passed(self, feeding: TopicPartition, end: int, judged: int) -> bool:
+    def passed(self, feeding: TopicPartition, end: int, judged: int) -> bool:
         """Tell whether everything below ``end`` was delivered, and all of that judged; markers are not delivered."""
-        tp = TP(*feeding)
-        if tp not in self._active_partitions:
-            return False
-        return self._delivered.get(tp) == judged and int(await self.client.position(_aiokafka(tp))) >= end
+        position = self.fetcher.position(feeding)
+        return position is not None and position >= end and self._delivered.get(TP(*feeding)) == judged
 
     def rejoin(self) -> None:
         """Ask for a new assignment: a task was fenced or is unsure."""
@@ -123,33 +118,22 @@ class Consumer(FaustConsumer):
         if not self.flow_active:
             await self.wait(self.can_resume_flow)
         generation = self.app.consumer_generation_id
-        active = [_aiokafka(tp) for tp in self._get_active_partitions()]
-        if not active:
-            await asyncio.sleep(IDLE_POLL_S)
-            return
-        for aiokafka_tp, records in (await self._fetch(active)).items():
-            tp = TP(aiokafka_tp.topic, aiokafka_tp.partition)
-            for at in range(0, len(records), BATCH_RECORDS):
-                if not self.flow_active or generation != self.app.consumer_generation_id:
-                    return  # every task is rebuilt after a rebalance and seeks to where it is
-                yield tp, self._message(tp, records[at : at + BATCH_RECORDS], generation)
-
-    async def _fetch(self, active: list[aiokafka.TopicPartition]) -> Mapping[Any, list[Any]]:
+        # aiokafka counts a member as alive as long as it polls; every partition of its own is paused.
+        await self.client.getmany(timeout_ms=0)
         try:
-            return await self.client.getmany(*active, timeout_ms=POLL_MS)
-        except NoOffsetForPartitionError:
-            return {}  # left over from before the task's seek, which has given the partition its position
-        except OffsetOutOfRangeError as error:
-            places = ", ".join(f"{tp.topic}/{tp.partition} at {offset}" for tp, offset in error.args[0].items())
-            failure = StateIncompatible(
-                f"the log no longer holds the offsets to read next: {places}. Retention deleted records before they "
-                f"were judged. Nothing was skipped; `dedup reset --to earliest` accepts the loss."
-            )
-            self.app.tasks.fail(failure)
-            raise failure from error
+            found = await self.fetcher.poll([TopicPartition(*tp) for tp in self._get_active_partitions()])
+        except DedupError as error:
+            self.app.tasks.fail(error)
+            raise
+        for feeding, columns in found:
+            for at in range(0, len(columns.offsets), BATCH_RECORDS):
+                if not self.flow_active or generation != self.app.consumer_generation_id:
+                    return  # every task is rebuilt after a rebalance and says where to read
+                yield TP(*feeding), self._message(feeding, columns.cut(at, at + BATCH_RECORDS), generation)
 
-    def _message(self, tp: TP, records: list[Any], generation: int) -> ConsumerMessage:
-        batch = FeedBatch.of(TopicPartition(*tp), records, follows=self._delivered[tp])
+    def _message(self, feeding: TopicPartition, columns: Columns, generation: int) -> ConsumerMessage:
+        tp = TP(*feeding)
+        batch = FeedBatch.of(feeding, columns, follows=self._delivered[tp])
         self._delivered[tp] = batch.next_offset
         return ConsumerMessage(
             tp.topic,
@@ -169,6 +153,7 @@ class Consumer(FaustConsumer):
 
     async def wait_empty(self) -> None:
         """Commit and close every task; Faust calls it on revocation and on stop."""
+        self.fetcher.forget()
         await self.app.tasks.close_all(drain=True)
 
     async def commit(self, topics: Any = None, start_new_transaction: bool = True) -> bool:  # noqa: ANN401, FBT001, FBT002  # Faust's signature
@@ -191,11 +176,11 @@ class Consumer(FaustConsumer):
 
     async def position(self, tp: TP) -> int | None:
         """Return the offset to be fetched next."""
-        return int(await self.client.position(_aiokafka(tp)))
+        return self.fetcher.position(TopicPartition(*tp))
 
     def highwater(self, tp: TP) -> int:
-        """Return the last stable offset seen, 0 before the first fetch."""
-        return int(self.client.last_stable_offset(_aiokafka(tp)) or 0)
+        """Return 0: lag is a metric of the tasks."""
+        return 0
 
     async def earliest_offsets(self, *partitions: TP) -> Mapping[TP, int]:
         """Return the start of each log."""
@@ -213,12 +198,11 @@ class Consumer(FaustConsumer):
         return None if known is None else len(known)
 
     async def seek_wait(self, partitions: Mapping[TP, int]) -> None:
-        """Seek; used by nothing of ours."""
-        for tp, offset in partitions.items():
-            self.client.seek(_aiokafka(tp), offset)
+        """Raise InvariantBroken: a task says where its partition is read from."""
+        raise _escapes("a seek of Faust's")
 
     async def _seek(self, partition: TP, offset: int) -> None:
-        self.client.seek(_aiokafka(partition), offset)
+        raise _escapes("a seek of Faust's")
 
     async def _commit(self, offsets: Mapping[TP, int]) -> bool:
         raise _escapes("the consumer's own offset commit")
