@@ -29,7 +29,7 @@ from bench.cluster import Cluster
 from bench.pace import Paced, paced_workload
 from bench.process import MeasuredProcess
 from bench.reader import Exactness, OutputReader, check
-from bench.workload import event, producer, send
+from bench.workload import event, finish, producer, send
 
 _READY_WITHIN_S: Final = 120.0
 _DONE_WITHIN_S: Final = 120.0
@@ -148,7 +148,7 @@ def _prime(job: Job) -> None:
     sender = producer(job.bootstrap, linger_ms=0)
     for number in range(_PRIMES):
         send(sender, job.source, event(f"{_PRIME.decode()}{number}", 0, time.time_ns() // 1_000_000, _PADDING))
-    sender.flush(_READY_WITHIN_S)
+    finish(sender)
 
 
 def _await_consumed(cluster: Cluster, job: Job, process: MeasuredProcess, within_s: float) -> None:

@@ -27,7 +27,7 @@ from bench.cluster import Cluster
 from bench.measure import Task, measure
 from bench.process import MeasuredProcess
 from bench.reader import OutputReader
-from bench.workload import Workload, event, producer, send
+from bench.workload import Workload, event, finish, producer, send
 
 _PROBES: Final = 64
 _PADDING: Final = "0" * 106
@@ -114,7 +114,7 @@ def _probe(job: Job, number: int) -> None:
     sender = producer(job.bootstrap)
     for each in range(_PROBES):
         send(sender, job.source, event(f"probe-{number}-{each}", 0, time.time_ns() // 1_000_000, _PADDING))
-    sender.flush(_OUTPUT_WITHIN_S)
+    finish(sender)
 
 
 if __name__ == "__main__":

@@ -136,11 +136,17 @@ def load(bootstrap: str, topic: str, workload: Workload, progress: Progress) -> 
         if index % _CHUNK == 0:
             sender.poll(0)
             progress(index)
-    left = sender.flush(_FLUSH_WITHIN_S)
-    if left:
-        raise RuntimeError(f"{left} events were not taken by the broker within {_FLUSH_WITHIN_S} s.")
+    finish(sender)
     progress(workload.events)
     return time.monotonic() - began
+
+
+def finish(sender: Producer) -> None:
+    """The broker has taken all that was sent, and the producer is closed."""
+    left = sender.flush(_FLUSH_WITHIN_S)
+    sender.close()
+    if left:
+        raise RuntimeError(f"{left} events were not taken by the broker within {_FLUSH_WITHIN_S} s.")
 
 
 def send(sender: Producer, topic: str, one: Event) -> None:
