@@ -112,7 +112,12 @@ class Outcome:
     unique: list[int] = field(default_factory=list)
     exempt: dict[int, Exempt] = field(default_factory=dict)
     """Rows to forward with a mark; those of forwarded conflicts are in `unique` too."""
-    duplicates: list[tuple[int, Duplicate]] = field(default_factory=list)
+    duplicates: list[tuple[int, Sighting]] = field(default_factory=list)
+    """Rows that repeat a sighting, with it as it was before them; those of `conflicts` are not in here."""
+    repeats: list[tuple[int, int]] = field(default_factory=list)
+    """More duplicates: rows that repeat a row of this batch. `all_duplicates` has both kinds."""
+    conflicts: list[tuple[int, Sighting]] = field(default_factory=list)
+    """Duplicates with another payload than every sighting in range."""
     late: list[tuple[int, Late]] = field(default_factory=list)
     dead: list[tuple[int, DeadLetter]] = field(default_factory=list)
     clamped: dict[int, int] = field(default_factory=dict)
@@ -124,6 +129,18 @@ class Outcome:
     stream_time: StreamTime = field(default_factory=lambda: StreamTime.before(()))
     judged_times_ms: list[int] = field(default_factory=list)
     """Event time of each row as judged."""
+
+    def all_duplicates(self, rows: Rows) -> list[tuple[int, Sighting]]:
+        """Return the duplicates that are no conflicts, in the log's order, each with what it repeats."""
+        inside = [(row, sighting_of(rows, self.judged_times_ms, first)) for row, first in self.repeats]
+        return sorted(self.duplicates + inside) if inside else self.duplicates
+
+
+def sighting_of(rows: Rows, times_ms: Sequence[int], row: int) -> Sighting:
+    """Return the sighting that a record leaves."""
+    fingerprints = rows.extracted.fingerprints
+    fingerprint = b"" if fingerprints is None else fingerprints[row]
+    return Sighting(times_ms[row], times_ms[row], rows.source(row), fingerprint)
 
 
 def fold(rows: Rows, rules: Rules, before: StreamTime, lookup: Lookup, *, ceiling_ms: int) -> Outcome:
@@ -218,22 +235,41 @@ class _Judging:
         """ID -> row, for IDs that this batch saw first and has seen once: no Sighting is made for most of them."""
 
     def run(self, stream_times: list[int], skipped: set[int]) -> None:
-        """Judge every row that is not skipped."""
+        """Judge every row that is not skipped.
+
+        The usual cases are decided in the loop itself, by the rule of `Window.decide` for a single plain interval.
+        """
         known, fresh = self._known, self._fresh
-        unique, late = self._outcome.unique, self._outcome.late
-        grace_ms = self._window.grace_ms
-        columns = zip(self._rows.extracted.ids, self._outcome.judged_times_ms, stream_times, strict=True)
-        for row, (key, time_ms, stream_time_ms) in enumerate(columns):
-            if key is None or row in skipped:
+        window, times_ms, outcome = self._window, self._outcome.judged_times_ms, self._outcome
+        guard_ms, grace_ms, retention_ms = window.guard_ms, window.grace_ms, window.retention_ms
+        plain = not window.extend and not self._rules.fingerprints
+        ids: Sequence[bytes | None] = self._rows.extracted.ids
+        if skipped:
+            ids = [None if row in skipped else key for row, key in enumerate(ids)]
+        for row, (key, time_ms, stream_time_ms) in enumerate(zip(ids, times_ms, stream_times, strict=True)):
+            if key is None:
                 continue
-            if key in fresh or key in known:
+            first = fresh.get(key)
+            if first is not None:
+                first_ms = times_ms[first]
+                if plain and -guard_ms < time_ms - first_ms < guard_ms and first_ms >= stream_time_ms - retention_ms:
+                    outcome.repeats.append((row, first))
+                else:
+                    self._judge_known(row, key, time_ms, stream_time_ms)
+            elif key in known:
+                if plain and len(known[key]) == 1:
+                    (seen,) = known[key]
+                    inside = seen.first_ms - guard_ms < time_ms < seen.last_ms + guard_ms
+                    if inside and seen.last_ms >= stream_time_ms - retention_ms:
+                        outcome.duplicates.append((row, seen))
+                        continue
                 self._judge_known(row, key, time_ms, stream_time_ms)
             elif time_ms < stream_time_ms - grace_ms:
-                late.append((row, Late(stream_time_ms - time_ms)))
+                outcome.late.append((row, Late(stream_time_ms - time_ms)))
             else:
-                unique.append(row)
+                outcome.unique.append(row)
                 fresh[key] = row
-        self._outcome.singles = list(fresh.values())
+        outcome.singles = list(fresh.values())
 
     def _judge_known(self, row: int, key: bytes, time_ms: int, stream_time_ms: int) -> None:
         first_row = self._fresh.get(key)
@@ -247,7 +283,7 @@ class _Judging:
             verdict = self._window.decide(time_ms, _like(known, fingerprint), stream_time_ms)
         match verdict:
             case Duplicate(of):
-                self._outcome.duplicates.append((row, Duplicate(of, conflict)))
+                (self._outcome.conflicts if conflict else self._outcome.duplicates).append((row, of))
                 if self._window.extend:
                     self._extend(key, known, of, time_ms)
             case Late():
@@ -306,8 +342,7 @@ class _Judging:
         return b"" if fingerprints is None else fingerprints[row]
 
     def _sighting(self, row: int) -> Sighting:
-        time_ms = self._outcome.judged_times_ms[row]
-        return Sighting(time_ms, time_ms, self._rows.source(row), self._fingerprint(row))
+        return sighting_of(self._rows, self._outcome.judged_times_ms, row)
 
 
 def _like(known: Sightings, fingerprint: bytes) -> Sightings:

@@ -53,8 +53,6 @@ class Duplicate:
     """Its ID was accounted for within the guard period."""
 
     of: Sighting
-    conflict: bool = False
-    """The payload differs from that of every sighting in range."""
 
 
 @dataclass(frozen=True, slots=True)

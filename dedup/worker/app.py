@@ -192,6 +192,8 @@ def create_app(topology: Topology, settings: Settings, cluster: Cluster, wire: K
     app.sub_topologies = {"dedup": topology.feeding_topics}
     if not topology.direct:
         app.sub_topologies = {"repartition": topology.source.topics, **app.sub_topologies}
-    app.Table("sightings", key_type=bytes, value_type=bytes, changelog_topic=app.topic(topology.changelog_topic, acks=False))
+    app.Table(
+        "sightings", key_type=bytes, value_type=bytes, changelog_topic=app.topic(topology.changelog_topic, acks=False)
+    )
     attach_agents(app)
     return app

@@ -34,7 +34,9 @@ class Child:
     finished: bool = False
 
 
-def command(topology: Path, config: Path | None, overrides: Sequence[str], number: int, *, exit_when_done: bool) -> list[str]:
+def command(
+    topology: Path, config: Path | None, overrides: Sequence[str], number: int, *, exit_when_done: bool
+) -> list[str]:
     """Return the command line of worker ``number``: a worker id and a state directory of its own."""
     line = [sys.executable, "-m", "dedup.cli.main", "run", str(topology), "--quiet"]
     if config is not None:
@@ -45,7 +47,9 @@ def command(topology: Path, config: Path | None, overrides: Sequence[str], numbe
     return [*line, "--exit-when-done"] if exit_when_done else line
 
 
-def supervise(topology: Path, config: Path | None, overrides: Sequence[str], workers: int, *, exit_when_done: bool) -> int:
+def supervise(
+    topology: Path, config: Path | None, overrides: Sequence[str], workers: int, *, exit_when_done: bool
+) -> int:
     """Run N workers until a signal, or until all are done; return the exit code."""
     stopping = False
 

@@ -256,14 +256,13 @@ class Judge:
     def _count(self, outcome: Outcome) -> None:
         verdicts = self._numbers.verdicts
         verdicts["unique"] += len(outcome.unique)
-        verdicts["duplicate"] += len(outcome.duplicates)
+        verdicts["duplicate"] += len(outcome.duplicates) + len(outcome.repeats) + len(outcome.conflicts)
         verdicts["late"] += len(outcome.late)
         verdicts["dead_letter"] += len(outcome.dead)
         verdicts["exempt"] += sum(1 for exempt in outcome.exempt.values() if exempt.why != "conflict")
         for _, dead in outcome.dead:
             self._numbers.dead_reasons[dead.code] += 1
-        if self._plan.rules.fingerprints:
-            self._numbers.conflicts += sum(1 for _, duplicate in outcome.duplicates if duplicate.conflict)
+        self._numbers.conflicts += len(outcome.conflicts)
 
 
 def _grouped(singles: list[int], rows: Rows, outcome: Outcome, window: Window) -> Iterator[tuple[int, Feed, list[int]]]:

@@ -11,6 +11,7 @@ from typing import Final, TypeVar
 
 from dedup.core.fold import DeadLetter, Outcome, Rows
 from dedup.core.murmur2 import partitions
+from dedup.core.window import Sighting
 from dedup.session.wire import Header, RecordBatch, TopicPartition
 from dedup.worker.batch import FeedBatch
 
@@ -125,7 +126,9 @@ class Publisher:
             return [(TopicPartition(route.topic, self._partition), lines)]
         keys = _column(batch.keys, forwarded)
         ids = _column(rows.extracted.ids, forwarded)
-        chosen = partitions([key if key is not None else own or b"" for key, own in zip(keys, ids, strict=True)], route.partitions)
+        chosen = partitions(
+            [key if key is not None else own or b"" for key, own in zip(keys, ids, strict=True)], route.partitions
+        )
         by_partition: dict[int, list[Line]] = {}
         for partition, line in zip(chosen, lines, strict=True):
             by_partition.setdefault(partition, []).append(line)
@@ -166,20 +169,18 @@ class Publisher:
     def _duplicates(
         self, batch: FeedBatch, rows: Rows, outcome: Outcome
     ) -> Iterator[tuple[TopicPartition, Iterable[Line]]]:
-        plain: list[Line] = []
-        conflicting: list[Line] = []
-        for row, duplicate in outcome.duplicates:
-            first = duplicate.of.source
-            added: list[Header] = [
-                (FIRST_TIME, str(duplicate.of.first_ms).encode()),
-                (FIRST_SOURCE, f"{self._routes.source_topics[first.topic]}/{first.partition}/{first.offset}".encode()),
-            ]
-            apart = duplicate.conflict and self._routes.conflicts is not None
-            (conflicting if apart else plain).append(self._line(batch, row, added))
-        if self._routes.duplicates is not None and plain:
-            yield self._beside(self._routes.duplicates), plain
-        if self._routes.conflicts is not None and conflicting:
-            yield self._beside(self._routes.conflicts), conflicting
+        routes = self._routes
+        plain, conflicting = outcome.all_duplicates(rows), outcome.conflicts
+        if routes.conflicts is None:
+            plain, conflicting = sorted(plain + conflicting), []
+        for route, found in ((routes.duplicates, plain), (routes.conflicts, conflicting)):
+            if route is not None and found:
+                yield self._beside(route), [self._line(batch, row, self._first_seen(of)) for row, of in found]
+
+    def _first_seen(self, of: Sighting) -> list[Header]:
+        topic, partition, offset = of.source
+        place = f"{self._routes.source_topics[topic]}/{partition}/{offset}"
+        return [(FIRST_TIME, str(of.first_ms).encode()), (FIRST_SOURCE, place.encode())]
 
     def _late(self, batch: FeedBatch, rows: Rows, outcome: Outcome, route: Route) -> Iterator[Line]:
         for row, _ in outcome.late:
@@ -187,7 +188,9 @@ class Publisher:
 
     def _dead(self, batch: FeedBatch, rows: Rows, outcome: Outcome) -> Iterator[Line]:
         for row, dead in sorted(outcome.dead, key=itemgetter(0)):
-            yield self._fitting(self._line(batch, row, self._reasoned(batch, rows, row, dead)), self._routes.dead_letter)
+            yield self._fitting(
+                self._line(batch, row, self._reasoned(batch, rows, row, dead)), self._routes.dead_letter
+            )
 
     def _reasoned(self, batch: FeedBatch, rows: Rows, row: int, dead: DeadLetter) -> list[Header]:
         return [(REASON, dead.code.encode()), (DETAIL, dead.detail.encode()), *self._provenance(batch, rows, row)]
@@ -214,7 +217,13 @@ class Publisher:
             return line
         digest = blake2b(value or b"", digest_size=32).hexdigest()
         ours = [(name, text) for name, text in headers if name.startswith("dedup-")]
-        return offset, timestamp_ms, None, None, [*ours, (DIGEST, f"blake2b-256:{digest} of {len(value or b'')} bytes".encode())]
+        return (
+            offset,
+            timestamp_ms,
+            None,
+            None,
+            [*ours, (DIGEST, f"blake2b-256:{digest} of {len(value or b'')} bytes".encode())],
+        )
 
 
 def _column(column: Sequence[T], rows: list[int]) -> Sequence[T]:

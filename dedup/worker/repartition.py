@@ -53,7 +53,9 @@ class Repartition:
         fallback = batch.feeding.partition % plan.partitions
         with_id = [row for row, key in enumerate(extracted.ids) if key is not None]
         chosen = [fallback] * len(batch)
-        for row, partition in zip(with_id, partitions([extracted.ids[row] or b"" for row in with_id], plan.partitions), strict=True):
+        for row, partition in zip(
+            with_id, partitions([extracted.ids[row] or b"" for row in with_id], plan.partitions), strict=True
+        ):
             chosen[row] = partition
         lines: dict[int, list[Line]] = {}
         now_ms = self._clock.now_ms()

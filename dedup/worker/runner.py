@@ -115,7 +115,9 @@ async def _until_over(
             # The second hop ends where the first has brought it by now.
             (topic,) = app.sub_topologies["dedup"]
             count = app.consumer.topic_partitions(topic) or 0
-            stages[0] = {TopicPartition(topic, p): (await bounds_of(wire, TopicPartition(topic, p))).end for p in range(count)}
+            stages[0] = {
+                TopicPartition(topic, p): (await bounds_of(wire, TopicPartition(topic, p))).end for p in range(count)
+            }
         await asyncio.sleep(LOOK_S)
     if app.crashed and not app.tasks.failure.done():
         app.tasks.fail(app.crash_reason or DedupError("the Faust app stopped without saying why."))
@@ -144,5 +146,3 @@ def main_loop(topology: Topology, settings: Settings, options: RunOptions) -> De
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(run_worker(topology, settings, options))
     return asyncio.run(run_worker(topology, settings, options))
-
-

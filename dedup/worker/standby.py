@@ -21,9 +21,7 @@ log: Final = logging.getLogger(__name__)
 class Standbys:
     """The partitions this worker keeps warm for others."""
 
-    def __init__(
-        self, wire: Wire, changelog_topic: str, window: Window, open_store: Callable[[int], Store]
-    ) -> None:
+    def __init__(self, wire: Wire, changelog_topic: str, window: Window, open_store: Callable[[int], Store]) -> None:
         self._wire: Final = wire
         self._topic: Final = changelog_topic
         self._window: Final = window

@@ -126,5 +126,3 @@ def _read_only() -> InvariantBroken:
     return InvariantBroken(
         "the table of sightings can not be written by key: a sighting belongs to the transaction of its record."
     )
-
-

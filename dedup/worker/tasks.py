@@ -24,9 +24,7 @@ Ready = Callable[[TopicPartition, int], None]
 class Tasks:
     """Feeding partition -> task, with the loops that start and commit them."""
 
-    def __init__(
-        self, build: Build, wipe: Callable[[TopicPartition], None], *, commit_interval_ms: int
-    ) -> None:
+    def __init__(self, build: Build, wipe: Callable[[TopicPartition], None], *, commit_interval_ms: int) -> None:
         self._build: Final = build
         self._wipe: Final = wipe
         self._commit_interval_s: Final = commit_interval_ms / 1000

@@ -304,5 +304,3 @@ def _escapes(what: str) -> InvariantBroken:
         f"{what} would not be part of the task's transaction, so it was refused. "
         f"Records that belong to an outcome go through `Task.process`."
     )
-
-

@@ -197,9 +197,10 @@ def lines_of(outcome: Outcome, rows: Rows) -> list[Line]:
     for row, exempt in outcome.exempt.items():
         if row not in outcome.unique:
             found.append((row, ("exempt", exempt.why, 0, 0, -1, None)))
-    for row, duplicate in outcome.duplicates:
-        conflict = b"conflict" if duplicate.conflict else None
-        found.append((row, ("duplicate", "", times_ms[row], 0, duplicate.of.source.offset, conflict)))
+    for row, of in outcome.all_duplicates(rows):
+        found.append((row, ("duplicate", "", times_ms[row], 0, of.source.offset, None)))
+    for row, of in outcome.conflicts:
+        found.append((row, ("duplicate", "", times_ms[row], 0, of.source.offset, b"conflict")))
     found += [(row, ("late", "", times_ms[row], late.behind_ms, -1, None)) for row, late in outcome.late]
     found += [(row, ("dead_letter", dead.code, 0, 0, -1, None)) for row, dead in outcome.dead]
     for row, line in found:
