@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from aiokafka.admin import AIOKafkaAdminClient, NewTopic, RecordsToDelete
+from aiokafka.admin import AIOKafkaAdminClient, RecordsToDelete
 from aiokafka.admin.config_resource import ConfigResource, ConfigResourceType
 from aiokafka.client import AIOKafkaClient
 from aiokafka.errors import KafkaError, for_code
@@ -17,12 +17,19 @@ from aiokafka.structs import TopicPartition as AiokafkaTopicPartition
 
 from dedup.errors import BrokerUnavailable
 from dedup.session.connection import Connection
+from dedup.session.create_topics import CreateTopics
 from dedup.session.topic_id import TopicIdRequest
 from dedup.session.wire import TopicPartition
 
 UNKNOWN_TOPIC: Final = 3
 ALREADY_EXISTS: Final = 36
-READ_CONFIGS: Final = ("max.message.bytes", "retention.ms", "cleanup.policy", "message.timestamp.type", "min.insync.replicas")
+READ_CONFIGS: Final = (
+    "max.message.bytes",
+    "retention.ms",
+    "cleanup.policy",
+    "message.timestamp.type",
+    "min.insync.replicas",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +94,9 @@ class Admin:
             topic_id = f"{high & (1 << 64) - 1:016x}{low & (1 << 64) - 1:016x}"
             found[name] = Topic(name, topic_id, len(partitions))
         configs = await self._configs(sorted(found))
-        return {name: Topic(name, topic.topic_id, topic.partitions, configs.get(name, {})) for name, topic in found.items()}
+        return {
+            name: Topic(name, topic.topic_id, topic.partitions, configs.get(name, {})) for name, topic in found.items()
+        }
 
     async def _ask(self, request: Any) -> Any:  # noqa: ANN401  # untyped protocol structures
         try:
@@ -111,11 +120,10 @@ class Admin:
         """Make topics; return the names made, leaving out those that exist. Raises BrokerUnavailable if refused."""
         if not topics:
             return []
-        wanted = [
-            NewTopic(topic.name, topic.partitions, topic.replication_factor, topic_configs=dict(topic.configs))
-            for topic in topics
-        ]
-        answer = await self._client.create_topics(wanted)
+        wanted = [(topic.name, topic.partitions, topic.replication_factor, topic.configs) for topic in topics]
+        request = CreateTopics(wanted, self._connection.request_timeout_ms)
+        # The client's own `create_topics` refuses -1, which means the brokers' default.
+        answer = await self._client._send_to_controller(request)  # noqa: SLF001
         made: list[str] = []
         for name, code, *rest in answer.topic_errors:
             if code == 0:

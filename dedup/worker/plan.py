@@ -84,7 +84,8 @@ def missing_topics(topology: Topology, settings: Settings, have: Mapping[str, To
     count = max(topic.partitions for topic in sources)
     changelog = count if topology.direct else (settings.topics.partitions or count)
     largest = max(topic.max_record_bytes for topic in sources)
-    base = {"min.insync.replicas": str(settings.topics.min_insync_replicas)}
+    least = settings.topics.min_insync_replicas
+    base = {} if least is None else {"min.insync.replicas": str(least)}
     ours = {**base, "retention.ms": FOR_EVER}
     beside = {**base, "message.timestamp.type": "LogAppendTime", "max.message.bytes": str(largest + SLACK_BYTES)}
     like_source = {
