@@ -2,7 +2,8 @@
 
 The decoder hands numbers with a fraction over as they are written, and the encoder sorts members at every depth, so
 both are exact. What is left to check: the decoder takes the last of repeated members. Without a backslash in the
-value, every text and name is two quotes; a dropped member's quotes are missing from what is written back.
+value, every text and name is two quotes; a dropped member's quotes are missing from what is written back. (Nothing is
+skipped here, so the decoder sees every byte that is not UTF-8.)
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ def content_of(value: bytes, exclude: tuple[Path, ...]) -> bytes:
 
 
 def _quick(value: bytes, without: Excluded) -> bytes | None:
-    if b"\\" in value or not _is_shallow_text(value):
+    if b"\\" in value or not _is_shallow(value):
         return None
     try:
         content = _DECODER.decode(value)
@@ -42,13 +43,8 @@ def _quick(value: bytes, without: Excluded) -> bytes | None:
         return None
 
 
-def _is_shallow_text(value: bytes) -> bool:
-    if len(value) > _SHORT_BYTES and value.count(b"{") + value.count(b"[") > MAX_DEPTH:
-        return False
-    try:
-        return value.isascii() or bool(value.decode())
-    except UnicodeDecodeError:
-        return False
+def _is_shallow(value: bytes) -> bool:
+    return len(value) <= _SHORT_BYTES or value.count(b"{") + value.count(b"[") <= MAX_DEPTH
 
 
 def _leave_out(content: object, without: Excluded) -> None:

@@ -7,7 +7,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from dedup.core.columns import bytes_keys, scalar_keys, text_keys
+from dedup.core.content import content_of
 from dedup.core.event_time import FieldTime, RecordTime
+from dedup.core.exact_json import Unreadable, canonical_json, decode, excluded
 from dedup.core.extract import Extractor, FaultKind, Recipe
 from dedup.core.extract_one import Fault, One, extract_one
 from dedup.core.tracking_id import (
@@ -18,6 +21,10 @@ from dedup.core.tracking_id import (
     KeyRule,
     RawContentRule,
     TrackingId,
+    encode_bytes,
+    encode_integer,
+    encode_text,
+    state_key,
 )
 
 UUID = "0b1c2d3e-4f50-6172-8394-a5b6c7d8e9f0"
@@ -75,6 +82,20 @@ EVENTS = [
     b'{"id":' + b"9" * 5000 + b',"t":1}',
     b'{"id":1e5,"t":1,"id":2}',
     b'{"id":"a","t":1,"x":{"id":"elsewhere"}}',
+    b'{"id":"a","t":1,"id":"b"}',
+    b'{"id":"a","t":1,"x":{"id":"elsewhere"},"id":"b"}',
+    b'{"id":"a","t":1,"x":"\\"","id":"b","y":"\\""}',
+    b'{"id":"a","t":1,"x":[{"id":["{"]}],"y":"}"}',
+    b'{"a":{"id":"x","t":1},"b":{"id":"y","t":2},"id":"z","t":"a"}',
+    b'{"a":{"id":"x","t":1,"id":"z"},"id":"y","t":4}',
+    b'{"a":{"id":"x","t":1},"id":"y","t":4,"a":{"id":"x","t":1}}',
+    b'{"a":{"a":"x"},"b":{"a":"y"}}',
+    b'{"a/b":"v","a\\/b":"w"}',
+    '{"é":"v","\\u00e9":"w"}'.encode(),
+    b'{"a":1,"a":1,"b":"\\u0022\\u0022"}',
+    b'{"id":"a","t":1,"\xff":1}',
+    b'{"id":"a","t":1,"i":"ide","idea":1}',
+    b'{"t":1, "id" : "a", "x" : {"id" : 1}}',
     b'{"id":"a","t":1,"x":"id"}',
     b"[" * 600 + b"]" * 600,
     b'{"id":"deep","t":1,"x":' + b"[" * 511 + b"]" * 511 + b"}",
@@ -259,6 +280,108 @@ def test_columns_equal_one_by_one(values):
 def test_an_odd_value_among_good_ones(value):
     compare_everywhere([value] * 6)
     compare_everywhere([FILLER] * 5 + [value] + [FILLER] * 6)
+
+
+@settings(max_examples=150, deadline=None)
+@given(records, st.integers(0, 1 << 32), st.sampled_from(list(RECIPES)))
+def test_a_batch_of_one_value(record, seed, name):
+    """No neighbour sends the row to the slow path."""
+    rng = random.Random(seed)
+    value = write(record, rng).encode("utf-8", "surrogatepass")
+    for odd in (value, mutate(value, rng), mutate(mutate(value, rng), rng)):
+        compare(name, [odd] * 6, [odd] * 6, [[("h", odd)]] * 6, [0] * 6)
+
+
+def test_a_member_twice_in_one_row_and_spelled_in_another():
+    """As many names as rows."""
+    compare_everywhere([b'{"id":"a","t":1,"id":"b"}', b'{"i\\u0064":"c","t":1}'] * 3)
+    compare_everywhere(['{"é":"a","é":"b"}'.encode(), b'{"\\u00e9":"c"}'] * 3)
+    compare_everywhere([b'{"a/b":"a","a/b":"b"}', b'{"a\\/b":"c"}'] * 3)
+
+
+near_uuids = st.sampled_from(
+    [
+        UUID,
+        UUID,
+        UUID,
+        UUID.upper(),
+        UUID[:-1],
+        UUID + "0",
+        UUID[:-1] + "-",
+        UUID[:-1] + "\n",
+        UUID[:-2] + " 0",
+        UUID.replace("-", "\n"),
+        UUID[:-2] + "00",
+        UUID.replace("-", ""),
+        UUID[:8] + "-" + UUID[8:],
+        "x" * 36,
+        "é" * 18,
+        "é" * 36,
+        "a\nb",
+        "",
+        "x" * 31,
+        "x" * 32,
+        "\x00",
+        UUID[:7] + "-" + UUID[7] + UUID[9:],
+        UUID[:8] + "0" + UUID[9:],
+    ]
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(near_uuids | st.text(max_size=40), min_size=1, max_size=6))
+@example([UUID[:-1], UUID + "0"])
+@example([UUID[1:], "0" + UUID])
+@example([UUID[:-1] + "-", UUID])
+@example([UUID + "\n" + UUID, UUID[:-1]])
+@example(["a\nb", "c"])
+@example(["x", "x" * 31, "x" * 32])
+def test_columns_of_texts_and_bytes(texts):
+    def expected(encoded):
+        return None if "" in texts else [state_key(one) for one in encoded]
+
+    encodable = [text.encode("utf-8", "ignore").decode() for text in texts]
+    texts = encodable
+    assert text_keys(texts) == expected(map(encode_text, texts))
+    values = [text.encode() for text in texts]
+    assert bytes_keys(values) == expected(map(encode_bytes, values))
+
+
+@given(st.lists(st.integers(-(1 << 63), (1 << 63) - 1) | st.integers(-300, 300), min_size=1, max_size=5))
+@example([127, 1])
+@example([-128, 127])
+@example([-(1 << 63), (1 << 63) - 1])
+@example([128, -129])
+def test_columns_of_integers(numbers):
+    assert scalar_keys(numbers) == [encode_integer(number) for number in numbers]
+    assert scalar_keys([*numbers, "x"]) == [encode_integer(number) for number in numbers] + [b"\x01x"]
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    records,
+    st.integers(0, 1 << 32),
+    st.sampled_from([(), (("t",),), (("a", "id"), ("id",)), (("a", 0), ("a", 1, "id")), ((0,), (2,))]),
+)
+def test_quick_content_is_exact_content(record, seed, exclude):
+    rng = random.Random(seed)
+    value = write(record, rng).encode("utf-8", "surrogatepass")
+    for odd in (value, mutate(value, rng), *EVENTS[: rng.randrange(8)]):
+        assert outcome(content_of, odd, exclude) == outcome(
+            lambda odd, exclude: canonical_json(decode(odd), excluded(exclude)), odd, exclude
+        )
+
+
+def outcome(function, *args):
+    try:
+        return function(*args)
+    except Unreadable as refused:
+        return refused.code
+
+
+@pytest.mark.parametrize("value", EVENTS, ids=range(len(EVENTS)))
+def test_quick_content_of_odd_values(value):
+    assert outcome(content_of, value, ()) == outcome(lambda odd: canonical_json(decode(odd), {}), value)
 
 
 @pytest.mark.parametrize("seed", range(8))
