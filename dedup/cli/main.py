@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from importlib import import_module, metadata
+from importlib.util import find_spec
 from typing import Annotated, Final
 
 import typer
@@ -37,7 +38,8 @@ def create_app() -> typer.Typer:
     )
     app.callback()(_options)
     for module in COMMANDS:
-        import_module(module).register(app)
+        if find_spec(module) is not None:
+            import_module(module).register(app)
     return app
 
 
@@ -51,7 +53,7 @@ def main() -> None:
 
 
 def _options(
-    version: Annotated[  # noqa: ARG001 - its callback ends the program
+    version: Annotated[
         bool, typer.Option("--version", help="Show the version.", is_eager=True, callback=lambda on: _version(on=on))
     ] = False,
 ) -> None:

@@ -61,8 +61,8 @@ def _changelog_record(topology: Topology) -> Iterator[Finding]:
         yield Finding(
             "error",
             "changelog_record_too_large",
-            f"grace {grace} is too long for guard_period {guard}: an ID used anew every guard period would have "
-            f"{worst_bytes:,} bytes of sightings in one changelog record, more than {LARGEST_CHANGELOG_RECORD_BYTES:,}. "
+            f"grace {grace} is too long for guard_period {guard}: an ID used anew every guard period would leave "
+            f"{worst_bytes:,} bytes in one changelog record, more than {LARGEST_CHANGELOG_RECORD_BYTES:,}. "
             f"Shorten grace or lengthen guard_period.",
         )
 

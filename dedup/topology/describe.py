@@ -1,0 +1,271 @@
+"""A topology in words and as a drawing: agents, topics, the table, what becomes of each verdict."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from html import escape
+from typing import Any, Final, Literal, assert_never
+
+from dedup.core.event_time import FieldTime, RecordTime
+from dedup.core.fold import OnConflict, OnMissing, OnTombstone
+from dedup.quantities import format_duration, format_size
+from dedup.topology.model import LateDrop, LateForward, LateTo, Topology, rule_text
+
+_COLUMN_PX: Final = 250
+_ROW_PX: Final = 58
+_BOX_WIDTH_PX: Final = 190
+_BOX_HEIGHT_PX: Final = 38
+_MARGIN_PX: Final = 20
+_CHARS_IN_BOX: Final = 26
+_ARROW_HEAD: Final = (
+    '<marker id="end" markerWidth="8" markerHeight="8" refX="7" refY="4" orient="auto">'
+    '<path d="M0 0L8 4L0 8z" fill="#555"/></marker>'
+)
+
+Kind = Literal["topic", "agent", "table"]
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A box of the drawing; the name is unique in it."""
+
+    name: str
+    kind: Kind
+    column: int
+
+
+@dataclass(frozen=True, slots=True)
+class Edge:
+    """An arrow: where records go, and which."""
+
+    start: str
+    end: str
+    label: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Graph:
+    """What is drawn, from left to right."""
+
+    nodes: tuple[Node, ...]
+    edges: tuple[Edge, ...]
+
+
+def graph(topology: Topology) -> Graph:
+    """Return the boxes and arrows of a topology."""
+    first = 0 if topology.direct else 2
+    nodes = [Node(topic, "topic", 0) for topic in topology.source.topics]
+    edges: list[Edge] = []
+    if not topology.direct:
+        nodes += [Node("agent repartition", "agent", 1), Node(topology.repartition_topic, "topic", 2)]
+        edges += [Edge(topic, "agent repartition") for topic in topology.source.topics]
+        edges.append(Edge("agent repartition", topology.repartition_topic, "by tracking ID"))
+        if topology.missing is not OnMissing.FAIL:
+            edges.append(Edge("agent repartition", topology.dead_letter, "dead letters"))
+    nodes += [Node("agent dedup", "agent", first + 1), Node(f"table {topology.name}", "table", first + 1)]
+    edges += [Edge(topic, "agent dedup") for topic in topology.feeding_topics]
+    edges.append(Edge("agent dedup", f"table {topology.name}", "sightings"))
+    for topic, label in _outlets(topology):
+        if topic not in {node.name for node in nodes}:
+            nodes.append(Node(topic, "topic", first + 2))
+        edges.append(Edge("agent dedup", topic, label))
+    nodes.append(Node(topology.changelog_topic, "topic", first + 2))
+    edges.append(Edge(f"table {topology.name}", topology.changelog_topic, "restore"))
+    return Graph(tuple(nodes), tuple(edges))
+
+
+def describe(topology: Topology) -> str:
+    """Return the topology in words, a line per fact."""
+    lines = [f"topology {topology.name}", ""]
+    for title, facts in (
+        ("what is a duplicate", _rule_facts(topology)),
+        ("what becomes of a record", _verdict_facts(topology)),
+        ("agents", _agent_facts(topology)),
+        ("topics", _topic_facts(topology)),
+        ("table", _table_facts(topology)),
+    ):
+        rows = list(facts)
+        width = max(len(name) for name, _text in rows)
+        lines += [title, *(f"  {name:<{width}}  {text}" for name, text in rows), ""]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def as_data(topology: Topology) -> dict[str, Any]:
+    """Return what `describe` says as plain values, with the drawing's boxes and arrows."""
+    drawing = graph(topology)
+    return {
+        "name": topology.name,
+        "direct": topology.direct,
+        "rule": dict(_rule_facts(topology)),
+        "verdicts": dict(_verdict_facts(topology)),
+        "agents": dict(_agent_facts(topology)),
+        "topics": dict(_topic_facts(topology)),
+        "table": dict(_table_facts(topology)),
+        "nodes": [{"name": node.name, "kind": node.kind} for node in drawing.nodes],
+        "edges": [{"from": edge.start, "to": edge.end, "label": edge.label} for edge in drawing.edges],
+    }
+
+
+def to_dot(topology: Topology) -> str:
+    """Return the drawing for Graphviz."""
+    shapes = {"topic": "box", "agent": "ellipse", "table": "cylinder"}
+    drawing = graph(topology)
+    lines = [f'digraph "{topology.name}" {{', "  rankdir=LR;"]
+    lines += [f'  "{node.name}" [shape={shapes[node.kind]}];' for node in drawing.nodes]
+    lines += [f'  "{edge.start}" -> "{edge.end}" [label="{edge.label}"];' for edge in drawing.edges]
+    return "\n".join([*lines, "}"]) + "\n"
+
+
+def to_svg(topology: Topology) -> str:
+    """Return the drawing as an SVG image."""
+    drawing = graph(topology)
+    corners = _corners(drawing)
+    width = max(x for x, _y in corners.values()) + _BOX_WIDTH_PX + _MARGIN_PX
+    height = max(y for _x, y in corners.values()) + _BOX_HEIGHT_PX + _MARGIN_PX
+    size = f'width="{width}" height="{height}" viewBox="0 0 {width} {height}"'
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="sans-serif" font-size="12">',
+        f"<title>topology {escape(topology.name)}</title>",
+        f"<defs>{_ARROW_HEAD}</defs>",
+        '<rect width="100%" height="100%" fill="#fff"/>',
+        *(_arrow(edge, corners) for edge in drawing.edges),
+        *(_box(node, corners[node.name]) for node in drawing.nodes),
+        "</svg>",
+    ]
+    return "\n".join(parts) + "\n"
+
+
+def _rule_facts(topology: Topology) -> Iterator[tuple[str, str]]:
+    window = topology.window
+    guard = format_duration(window.guard_ms)
+    steps = topology.tracking_id.normalize
+    yield "tracking ID", rule_text(topology.tracking_id.rule) + (f", normalized: {', '.join(steps)}" if steps else "")
+    match topology.event_time:
+        case RecordTime():
+            yield "event time", "the record's timestamp"
+        case FieldTime() as field_time:
+            yield "event time", f"the field {'.'.join(map(str, field_time.path))} ({field_time.unit})"
+        case never:
+            assert_never(never)
+    yield "guard period", f"{guard}: an ID again within it, earlier or later, is a duplicate"
+    yield "grace", f"{format_duration(window.grace_ms)}: further behind stream time, an unknown ID is late"
+    if window.extend:
+        yield "extended", f"by every duplicate, to at most {format_duration(window.extend_at_most_ms)} after the first"
+    yield (
+        "future",
+        f"more than {format_duration(topology.max_clock_skew_ms)} ahead of the clock: {topology.future.value}",
+    )
+
+
+def _verdict_facts(topology: Topology) -> Iterator[tuple[str, str]]:
+    yield "unique", "counted only" if topology.output is None else f"to {topology.output.topic}, unchanged"
+    yield "duplicate", "counted only" if topology.duplicates is None else f"to {topology.duplicates}"
+    if topology.fingerprints_wanted:
+        where = {
+            OnConflict.DUPLICATE: f"to {topology.conflicts}",
+            OnConflict.FORWARD: "forwarded, marked; outside the guarantee",
+            OnConflict.FAIL: "stops the worker",
+        }
+        yield "conflict", where[topology.on_conflict]
+    match topology.late:
+        case LateTo(topic):
+            yield "late", f"to {topic}"
+        case LateForward():
+            yield "late", "forwarded, marked; outside the guarantee"
+        case LateDrop():
+            yield "late", "counted only"
+        case never:
+            assert_never(never)
+    missing = {
+        OnMissing.DEAD_LETTER: f"to {topology.dead_letter}",
+        OnMissing.FORWARD: "forwarded, marked; outside the guarantee",
+        OnMissing.FAIL: "stops the worker",
+    }
+    yield "without an ID", missing[topology.missing]
+    if topology.id_in_value:
+        tombstones = {
+            OnTombstone.FORWARD: "forwarded, marked; outside the guarantee",
+            OnTombstone.DEAD_LETTER: f"to {topology.dead_letter}",
+        }
+        yield "null value", tombstones[topology.tombstones]
+    yield "unreadable", f"to {topology.dead_letter}"
+
+
+def _agent_facts(topology: Topology) -> Iterator[tuple[str, str]]:
+    if not topology.direct:
+        yield "repartition", f"reads {', '.join(topology.source.topics)}; one task a partition; writes by tracking ID"
+    yield "dedup", f"reads {', '.join(topology.feeding_topics)}; one task a partition; judges and forwards"
+
+
+def _topic_facts(topology: Topology) -> Iterator[tuple[str, str]]:
+    for topic in topology.source.topics:
+        yield topic, f"read, {topology.source.format}, from {topology.source.start}"
+    labels = dict(_outlets(topology))
+    for topic in topology.written_topics:
+        if topic == topology.repartition_topic and not topology.direct:
+            yield topic, "written and read: equal IDs in equal partitions"
+        elif topic == topology.changelog_topic:
+            yield topic, "written, read to restore state"
+        else:
+            yield topic, f"written: {labels[topic]}"
+
+
+def _table_facts(topology: Topology) -> Iterator[tuple[str, str]]:
+    window, state = topology.window, topology.state
+    yield "keeps", f"sightings for {format_duration(window.retention_ms)} (guard period + grace) of event time"
+    yield "segments", f"{format_duration(window.segment_ms)} each, dropped whole"
+    yield "standby", f"{state.standby_replicas} other workers keep a copy"
+    most = state.max_bytes_per_partition
+    yield "bound", "none" if most is None else f"{format_size(most)} a partition"
+
+
+def _outlets(topology: Topology) -> Iterator[tuple[str, str]]:
+    """Yield topics the dedup agent writes, with what goes there."""
+    if topology.output is not None:
+        yield topology.output.topic, "unique records"
+    if topology.duplicates is not None:
+        yield topology.duplicates, "duplicates"
+    if topology.conflicts is not None:
+        yield topology.conflicts, "duplicates with another payload"
+    if isinstance(topology.late, LateTo):
+        yield topology.late.topic, "late records"
+    yield topology.dead_letter, "dead letters"
+
+
+def _corners(drawing: Graph) -> dict[str, tuple[int, int]]:
+    """Return the upper left corner of every box: columns side by side, each centred."""
+    columns: dict[int, list[Node]] = {}
+    for node in drawing.nodes:
+        columns.setdefault(node.column, []).append(node)
+    tallest = max(map(len, columns.values()))
+    return {
+        node.name: (
+            _MARGIN_PX + column * _COLUMN_PX,
+            _MARGIN_PX + row * _ROW_PX + (tallest - len(nodes)) * _ROW_PX // 2,
+        )
+        for column, nodes in columns.items()
+        for row, node in enumerate(nodes)
+    }
+
+
+def _arrow(edge: Edge, corners: dict[str, tuple[int, int]]) -> str:
+    (x1, y1), (x2, y2) = corners[edge.start], corners[edge.end]
+    if x1 == x2:
+        x1, y1, x2 = x1 + _BOX_WIDTH_PX // 2, y1 + _BOX_HEIGHT_PX, x2 + _BOX_WIDTH_PX // 2
+    else:
+        x1, y1, y2 = x1 + _BOX_WIDTH_PX, y1 + _BOX_HEIGHT_PX // 2, y2 + _BOX_HEIGHT_PX // 2
+    label = f"<title>{escape(edge.label)}</title>" if edge.label else ""
+    return f'<line x1="{x1}" y1="{y1}" x2="{x2}" y2="{y2}" stroke="#555" marker-end="url(#end)">{label}</line>'
+
+
+def _box(node: Node, corner: tuple[int, int]) -> str:
+    x, y = corner
+    fill = {"topic": "#eef4fb", "agent": "#fdf3e0", "table": "#e9f5ea"}[node.kind]
+    radius = 18 if node.kind == "agent" else 3
+    shown = node.name if len(node.name) <= _CHARS_IN_BOX else f"{node.name[: _CHARS_IN_BOX - 1]}…"
+    return (
+        f'<g><title>{escape(node.name)}</title><rect x="{x}" y="{y}" width="{_BOX_WIDTH_PX}" height="{_BOX_HEIGHT_PX}" '
+        f'rx="{radius}" fill="{fill}" stroke="#555"/><text x="{x + _BOX_WIDTH_PX // 2}" y="{y + 23}" '
+        f'text-anchor="middle">{escape(shown)}</text></g>'
+    )
