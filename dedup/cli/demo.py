@@ -50,7 +50,7 @@ def demo_command(
     """See `_HELP`; raises VerificationFailed after the books are printed."""
     from dedup.cli.demo_run import FAST, FULL
 
-    console = Console(highlight=False)
+    console = Console(highlight=False, soft_wrap=True)
     directory = Path(tempfile.mkdtemp(prefix="dedup-demo-"))
     try:
         found, distinct = _demo(FAST if fast else FULL, directory, console)
@@ -117,7 +117,7 @@ def _verified(topology: Topology, settings: Settings, console: Console) -> Repor
     from dedup.proof.verify import Progress as Reading
     from dedup.proof.verify import verify
 
-    with Progress(console=console, transient=True) as bar:
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("reading", total=None)
 
         def show(now: Reading) -> None:

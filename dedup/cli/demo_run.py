@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from dedup.cli.demo_workers import Workers
-from dedup.errors import InvariantBroken
+from dedup.errors import BrokerUnavailable, InvariantBroken
 from dedup.local.flights import flights
 from dedup.local.kafka import EmbeddedKafka
 from dedup.local.proxy import FaultProxy
@@ -77,7 +78,9 @@ class Run:
         when flights could not be sent.
         """
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        with Progress(*columns, console=self._console, transient=True) as bars, ThreadPoolExecutor(1) as pool:
+        # Where nobody looks, the bars would be empty lines.
+        live = Progress(*columns, console=self._console, transient=True, disable=not self._console.is_terminal)
+        with live as bars, ThreadPoolExecutor(1) as pool:
             sending = pool.submit(self._send)
             try:
                 self._watch(sending, bars)
@@ -108,11 +111,15 @@ class Run:
     def _watch(self, sending: Future[Sent], bars: Progress) -> None:
         sent_bar = bars.add_task("flights sent", total=self._size.flights)
         judged_bar = bars.add_task("records judged", total=self._size.flights)
-        in_topic, judged, moved_s, told = 0, 0, time.monotonic(), False
+        in_topic = judged = judged_now = 0
+        moved_s, told = time.monotonic(), False
         while not (told and self._back and judged == in_topic):
             if sending.done() and not told:
                 told = self._tell(sending.result())
-            in_topic, judged_now = self._look()
+            # Coordinators load and move, above all in the first second: the next look will tell.
+            self._stage.kafka.check()
+            with contextlib.suppress(BrokerUnavailable):
+                in_topic, judged_now = self._look()
             if judged_now != judged:
                 judged, moved_s = judged_now, time.monotonic()
             bars.update(sent_bar, completed=self._handed_over)

@@ -15,7 +15,8 @@ from dedup.local.jars import Progress as OnBytes
 def fetching_jars() -> Iterator[OnBytes]:
     """Yield what is to be called with bytes done and bytes in all; the bar is there while they come."""
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("Kafka 4.1.1 from Maven Central", total=None, visible=False)
 
         def show(done_bytes: int, total_bytes: int) -> None:

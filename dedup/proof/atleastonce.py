@@ -132,9 +132,8 @@ def _ignore(_error: KafkaError) -> None:
 def make_topic(bootstrap: str, name: str, partitions: int) -> None:
     """The topic exists, with one replica and no time limit for its records. Raises BrokerUnavailable otherwise."""
     topic = NewTopic(name, num_partitions=partitions, replication_factor=1, config={"retention.ms": "-1"})
+    admin = AdminClient({"bootstrap.servers": bootstrap, "log_level": 0})
     try:
-        AdminClient({"bootstrap.servers": bootstrap, "log_level": 0}).create_topics([topic])[name].result(
-            _ENDS_WITHIN_S
-        )
+        admin.create_topics([topic])[name].result(_ENDS_WITHIN_S)
     except KafkaException as error:
         raise BrokerUnavailable(f"The broker at {bootstrap} did not create {name}: {error}.") from error
