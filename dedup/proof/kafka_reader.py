@@ -120,7 +120,8 @@ class KafkaReader:
     def partitions(self, topics: Iterable[str]) -> dict[str, int]:
         """Return the partition count of each topic; 0 for one that does not exist."""
         try:
-            known = self._admin.list_topics(timeout=_ANSWER_WITHIN_S).topics
+            # Of the consumer, not the admin client: it then need not ask for each topic when that is read.
+            known = self._consumer.list_topics(timeout=_ANSWER_WITHIN_S).topics
         except KafkaException as error:
             raise self._unavailable("listing the topics", error) from error
         return {topic: len(known[topic].partitions) if topic in known else 0 for topic in topics}

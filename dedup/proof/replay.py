@@ -118,6 +118,7 @@ class TaskReplay:
         self._model: Final = Model(plan.rules, feeds)
         self._doubt: Doubt | None = None if from_start else Doubt(plan.rules)
         self._doubt_why = WHY_FRONT
+        self._late_filed: Final = plan.late.filed if plan.late is not None else {}
         self._pending = False
         self._taken = 0
 
@@ -164,7 +165,7 @@ class TaskReplay:
             self._beyond_the_skew(record)
         verdict = self._model.judge(record)
         certain = self._certain(record, verdict)
-        if self._plan.late is not None and verdict.kind != "late":
+        if self._late_filed and verdict.kind != "late":
             certain = self._not_late(record, verdict) and certain
         match verdict.kind:
             case "unique" | "exempt":
