@@ -245,7 +245,9 @@ class KafkaWire:
     async def fetch(self, source: TopicPartition, offset: int, *, max_bytes: int, wait_ms: int) -> Fetched:
         """See `Wire`; raises StateIncompatible where the log no longer holds the offset."""
         node = await self.leader(source)
-        request = FetchRequest(wait_ms, 1, max_bytes, READ_COMMITTED, [(source.topic, [(source.partition, offset, max_bytes)])])
+        request = FetchRequest(
+            wait_ms, 1, max_bytes, READ_COMMITTED, [(source.topic, [(source.partition, offset, max_bytes)])]
+        )
         answer = await self.send(node, request, RESTORE_LANE)
         _, code, high_watermark, stable, *rest = answer.topics[0][1][0]
         if code:

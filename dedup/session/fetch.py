@@ -176,4 +176,6 @@ class FeedFetcher:
         if for_code(code).retriable or code in self._wire.leader_moved:
             await self._wire.refresh()
             return
-        raise BrokerUnavailable(f"{place} can not be read: {for_code(code).__name__}. Check the principal's permissions.")
+        raise BrokerUnavailable(
+            f"{place} can not be read: {for_code(code).__name__}. Check the principal's permissions."
+        )

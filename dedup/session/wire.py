@@ -8,34 +8,28 @@ that got no answer raises `NoAnswer`, and then nothing is known about its effect
 from __future__ import annotations
 
 from collections.abc import Awaitable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Final, NamedTuple, Protocol
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
-from aiokafka.record.default_records import DefaultRecordBatchBuilder
+from dedup.session.record_batch import Header, ProducerIdentity, RecordBatch, TopicPartition
 
-COMPRESSION: Final[Mapping[str, int]] = {"none": 0, "gzip": 1, "snappy": 2, "lz4": 3, "zstd": 4}
-MAGIC: Final = 2
-
-Header = tuple[str, bytes | None]
-
-
-class TopicPartition(NamedTuple):
-    """A topic and one of its partitions."""
-
-    topic: str
-    partition: int
+__all__ = [
+    "CommittedOffset",
+    "Fetched",
+    "FetchedRecord",
+    "Header",
+    "LogBounds",
+    "NoAnswer",
+    "Produced",
+    "ProducerIdentity",
+    "RecordBatch",
+    "TopicPartition",
+    "Wire",
+]
 
 
 class NoAnswer(Exception):  # noqa: N818  # it is a fact about a request, named in the text of our errors
     """A request was sent, or may have been, and no answer came."""
-
-
-@dataclass(frozen=True, slots=True)
-class ProducerIdentity:
-    """What `InitProducerId` handed out; a newer epoch of the same id fences this one (KIP-98)."""
-
-    producer_id: int
-    epoch: int
 
 
 class FetchedRecord(NamedTuple):
@@ -64,36 +58,6 @@ class LogBounds:
 
     start: int
     end: int
-
-
-@dataclass(slots=True)
-class RecordBatch:
-    """Records for one partition in the broker's own format, filled one by one, sent as they are."""
-
-    target: TopicPartition
-    builder: DefaultRecordBatchBuilder
-    count: int = 0
-    rows: list[int] = field(default_factory=list)
-    """The feeding offset each record was made from; -1 for a record of our own."""
-
-    @classmethod
-    def empty(cls, target: TopicPartition, *, compression: str, limit_bytes: int) -> RecordBatch:
-        """Return a transactional batch that takes records until ``limit_bytes`` of them, uncompressed."""
-        builder = DefaultRecordBatchBuilder(
-            magic=MAGIC,
-            compression_type=COMPRESSION[compression],
-            is_transactional=1,
-            producer_id=-1,
-            producer_epoch=-1,
-            base_sequence=-1,
-            batch_size=limit_bytes,
-        )
-        return cls(target, builder)
-
-    def sealed(self, identity: ProducerIdentity, base_sequence: int) -> bytes:
-        """Return the bytes to send; the batch must not be used again."""
-        self.builder.set_producer_state(identity.producer_id, identity.epoch, base_sequence)
-        return bytes(self.builder.build())
 
 
 @dataclass(frozen=True, slots=True)

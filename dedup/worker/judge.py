@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import repeat
 from typing import Final
 
 from dedup.core.extract import Extracted, Extractor, Fault, FaultKind
@@ -13,7 +14,8 @@ from dedup.core.stream_time import Feed, FeedProgress, StreamTime
 from dedup.core.window import Sighting, Window
 from dedup.errors import StateIncompatible
 from dedup.metrics import TaskNumbers
-from dedup.session.wire import RecordBatch, TopicPartition, Wire
+from dedup.session.record_batch import Header, RecordBatch, TopicPartition, fill
+from dedup.session.wire import Wire
 from dedup.store.base import FeedTime, Store, TaskRecord
 from dedup.store.changelog import (
     decode_sightings,
@@ -26,13 +28,15 @@ from dedup.store.changelog import (
 from dedup.store.overlay import Overlay
 from dedup.worker.batch import FeedBatch
 from dedup.worker.clock import Clock
-from dedup.worker.publish import Line, Publisher, fill
+from dedup.worker.publish import Publisher
 from dedup.worker.restore import restore
 from dedup.worker.starting import Start, first_offset
 from dedup.worker.task import Frozen, Judged, Refusals
 from dedup.worker.unwrap import unwrap
 
-TASK_RECORD_ROW: Final = -1
+
+OWN_ROW: Final = -1
+NO_HEADERS: Final[list[Header]] = []
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,12 +176,9 @@ class Judge:
         if not writes:
             return []
         self._overlay.add(writes)
-        now_ms = self._clock.now_ms()
-        lines = (
-            (TASK_RECORD_ROW, now_ms, key, value, ())
-            for segment, part in writes.items()
-            for key, value in zip(sighting_keys_column(segment, part), part.values(), strict=True)
-        )
+        keys = [key for segment, part in writes.items() for key in sighting_keys_column(segment, part)]
+        values = [value for part in writes.values() for value in part.values()]
+        lines = zip(repeat(OWN_ROW), repeat(self._clock.now_ms()), keys, values, repeat(NO_HEADERS))  # noqa: B905  # repeat() has no end
         return fill(self._plan.changelog, lines, compression=self._plan.compression)
 
     def _writes(self, rows: Rows, outcome: Outcome) -> dict[int, dict[bytes, bytes]]:
@@ -213,7 +214,8 @@ class Judge:
         overlay, stream_time, changelog = self._overlay, self._stream_time, self._plan.changelog
         generation = overlay.freeze()
         record = self._record(stream_time, next_offset)
-        line: Line = (TASK_RECORD_ROW, self._clock.now_ms(), task_record_key(), encode_task_record(record), ())
+        line = (OWN_ROW, self._clock.now_ms(), task_record_key(), encode_task_record(record), NO_HEADERS)
+        closing = fill(changelog, [line], compression="none")
 
         def apply(ends: Mapping[TopicPartition, int]) -> None:
             overlay.applied(generation, record, ends[changelog])
@@ -221,7 +223,7 @@ class Judge:
             self._numbers.stream_time_ms = stream_time.value_ms
             self._drop_expired()
 
-        return Frozen(fill(changelog, [line], compression="none"), apply)
+        return Frozen(closing, apply)
 
     def _record(self, stream_time: StreamTime, next_offset: int) -> TaskRecord:
         feeds = tuple(

@@ -12,11 +12,9 @@ from typing import Final, TypeVar
 from dedup.core.fold import DeadLetter, Outcome, Rows
 from dedup.core.murmur2 import partitions
 from dedup.core.window import Sighting
-from dedup.session.wire import Header, RecordBatch, TopicPartition
+from dedup.session.record_batch import Header, Line, RecordBatch, TopicPartition, fill
 from dedup.worker.batch import FeedBatch
 
-BATCH_BYTES: Final = 500_000
-"""Uncompressed; below the broker's default `message.max.bytes` of 1 MB whatever the compression makes of it."""
 SOURCE: Final = "dedup-source"
 TIMESTAMP: Final = "dedup-timestamp"
 REASON: Final = "dedup-reason"
@@ -30,9 +28,6 @@ SLACK_BYTES: Final = 65_536
 """A late or dead-letter topic takes records this much larger than the source's: room for our headers."""
 
 T = TypeVar("T")
-Line = tuple[int, int, bytes | None, bytes | None, Sequence[Header]]
-"""Feeding offset, timestamp in ms, key, value, headers."""
-
 
 @dataclass(frozen=True, slots=True)
 class Route:
@@ -60,29 +55,6 @@ class Routes:
     time_is_record: bool = True
     """Event time is the record's timestamp, so a clamped one is emitted as such."""
     compression: str = "snappy"
-
-
-def fill(
-    target: TopicPartition, lines: Iterable[Line], *, compression: str, most_rows: int | None = None
-) -> list[RecordBatch]:
-    """Return the lines as batches of at most `BATCH_BYTES`, or ``most_rows`` records, in order."""
-    batches: list[RecordBatch] = []
-    batch = RecordBatch.empty(target, compression=compression, limit_bytes=BATCH_BYTES)
-    append, rows, most = batch.builder.append, batch.rows, most_rows or (1 << 62)
-    for row, timestamp_ms, key, value, headers in lines:
-        sent_headers = list(headers)
-        if len(rows) >= most or append(len(rows), timestamp_ms, key, value, sent_headers) is None:
-            batch.count = len(rows)
-            batches.append(batch)
-            batch = RecordBatch.empty(target, compression=compression, limit_bytes=BATCH_BYTES)
-            append, rows = batch.builder.append, batch.rows
-            # The first record of a batch is always taken, however large: whether it fits is the broker's word.
-            append(0, timestamp_ms, key, value, sent_headers)
-        rows.append(row)
-    if rows:
-        batch.count = len(rows)
-        batches.append(batch)
-    return batches
 
 
 class Publisher:
@@ -154,7 +126,7 @@ class Publisher:
         timestamps = _column(batch.timestamps_ms, forwarded)
         if outcome.clamped and self._routes.time_is_record:
             timestamps = [outcome.clamped.get(row, own) for row, own in zip(forwarded, timestamps, strict=True)]
-        headers: Iterable[Sequence[Header]] = repeat(())
+        headers: Iterable[list[Header]] = repeat([])
         if marks or any(batch.headers):
             headers = [[*batch.headers[row], *marks.get(row, ())] for row in forwarded]
         return zip(  # type: ignore[return-value]  # the gathered columns keep their types

@@ -8,10 +8,11 @@ from typing import Final
 from dedup.core.extract import Extractor
 from dedup.core.murmur2 import partitions
 from dedup.metrics import TaskNumbers
-from dedup.session.wire import RecordBatch, TopicPartition, Wire
+from dedup.session.record_batch import Line, RecordBatch, TopicPartition, fill
+from dedup.session.wire import Wire
 from dedup.worker.batch import FeedBatch
 from dedup.worker.clock import Clock
-from dedup.worker.publish import IDLE, SOURCE, TIMESTAMP, Line, fill
+from dedup.worker.publish import IDLE, SOURCE, TIMESTAMP
 from dedup.worker.starting import Start, first_offset
 from dedup.worker.task import Frozen, Judged, Refusals
 
