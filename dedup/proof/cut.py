@@ -6,7 +6,7 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Final, cast
+from typing import Final
 
 from dedup.core.extract import Extractor, compile_extractor
 from dedup.core.model import Feed, ModelRules
@@ -203,8 +203,7 @@ def extractor(topology: Topology) -> Extractor:
 def model_rules(topology: Topology) -> ModelRules:
     """Return the exact model's rules for a topology."""
     window = topology.window
-    # The model is plain data, without the topology's enums: their values are the names it uses.
-    rules = ModelRules(
+    return ModelRules(
         window.guard_ms,
         window.grace_ms,
         window.extend,
@@ -214,4 +213,3 @@ def model_rules(topology: Topology) -> ModelRules:
         on_conflict=topology.on_conflict.value,
         future=topology.future.value,
     )
-    return cast("ModelRules", rules)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Final, Self
@@ -18,7 +18,7 @@ from confluent_kafka import (
     Message,
     TopicPartition,
 )
-from confluent_kafka.admin import AdminClient, OffsetSpec
+from confluent_kafka.admin import AdminClient, OffsetSpec  # type: ignore[attr-defined]  # exported, undeclared
 
 from dedup.errors import BrokerUnavailable
 from dedup.proof.compare import Headers
@@ -62,8 +62,8 @@ class Columns:
         stamps = [message.timestamp() for message in messages]
         return cls(
             [message.offset() or 0 for message in messages],
-            [message.key() for message in messages],  # type: ignore[misc]  # bytes, as no deserialiser is set
-            [message.value() for message in messages],  # type: ignore[misc]
+            [message.key() for message in messages],
+            [message.value() for message in messages],
             [message.headers() or _NO_HEADERS for message in messages],  # type: ignore[misc]
             [stamp for _, stamp in stamps],
             broker_time=bool(stamps) and stamps[0][0] != CREATE_TIME,
@@ -131,8 +131,8 @@ class KafkaReader:
         places = [TopicPartition(topic, partition) for partition in partitions]
         if not places:
             return {}
-        low = self._list_offsets(dict.fromkeys(places, OffsetSpec.earliest()))
-        high = self._list_offsets(dict.fromkeys(places, OffsetSpec.latest()))
+        low = self._list_offsets(dict.fromkeys(places, OffsetSpec.earliest()))  # type: ignore[no-untyped-call, arg-type]
+        high = self._list_offsets(dict.fromkeys(places, OffsetSpec.latest()))  # type: ignore[no-untyped-call, arg-type]
         return {partition: Bounds(low[partition], high[partition]) for partition in low}
 
     def offset_for_time(self, topic: str, partition: int, time_ms: int) -> int | None:
@@ -211,9 +211,9 @@ class KafkaReader:
                 raise self._unavailable(f"reading {message.topic()}/{message.partition()}", KafkaException(error))
         return kept, reached
 
-    def _list_offsets(self, wanted: Mapping[TopicPartition, OffsetSpec]) -> dict[int, int]:
+    def _list_offsets(self, wanted: dict[TopicPartition, OffsetSpec]) -> dict[int, int]:
         asked = self._admin.list_offsets(
-            dict(wanted),
+            wanted,
             isolation_level=IsolationLevel.READ_UNCOMMITTED,
             request_timeout=_ANSWER_WITHIN_S,
         )
@@ -237,13 +237,13 @@ def client_config(settings: Settings) -> dict[str, str | int | float | bool]:
         "security.protocol": security.protocol,
         "sasl.mechanism": security.mechanism,
         "sasl.username": security.username,
-        "sasl.password": security.password,
+        "sasl.password": security.password and security.password.reveal(),
         "ssl.ca.location": security.ca_file,
         "ssl.certificate.location": security.cert_file,
         "ssl.key.location": security.key_file,
-        "ssl.key.password": security.key_password,
+        "ssl.key.password": security.key_password and security.key_password.reveal(),
     }
     # librdkafka logs to stderr by itself; what matters reaches us as errors.
-    return {"log_level": 0, "client.id": "dedup-verify"} | {
-        name: str(value) for name, value in wanted.items() if value is not None
-    }
+    config: dict[str, str | int | float | bool] = {"log_level": 0, "client.id": "dedup-verify"}
+    config.update({name: str(value) for name, value in wanted.items() if value is not None})
+    return config

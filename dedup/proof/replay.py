@@ -130,8 +130,7 @@ class TaskReplay:
     def take(self, log: Log, *, pending: bool = False) -> None:
         """Replay some records. ``pending``: beyond the committed offset, so they may be judged or not."""
         columns, plan = log.columns, self._plan
-        # Our own headers are not part of what an ID may be made from, but a header rule looks its own name up.
-        extracted = plan.extract(columns.keys, columns.values, columns.headers, columns.timestamps_ms)  # type: ignore[arg-type]
+        extracted = plan.extract(columns.keys, columns.values, columns.headers, columns.timestamps_ms)
         fingerprints = extracted.fingerprints or [b""] * len(columns.keys)
         self._pending = pending
         for row, source in enumerate(log.sources):

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
-from confluent_kafka import Consumer, Producer, TopicPartition
+from confluent_kafka import TopicPartition
 
 from dedup.core.paths import parse_path
 from dedup.core.tracking_id import FieldRule, TrackingId
@@ -19,10 +19,10 @@ from dedup.proof.verify import verify
 from dedup.settings import Settings, load_settings
 from dedup.topology.model import LateTo, Output, SourceSpec, Topology
 from tests.brokers import Admin, RunningKafka
+from tests.integration.planting import BASE_MS, Sent, commit, found, send
 
 pytestmark = pytest.mark.broker
 
-BASE_MS = 1_700_000_000_000
 YEAR_2099_MS = 4_070_908_800_000
 
 
@@ -80,18 +80,6 @@ ROWS = [
     Row(1, "p", 54, "P"),
     Row(1, "m", 55, "P"),
 ]
-
-
-@dataclass(frozen=True)
-class Sent:
-    """A record to produce by hand."""
-
-    topic: str
-    partition: int
-    key: bytes | None
-    value: bytes | None
-    headers: list[tuple[str, bytes]]
-    timestamp_ms: int
 
 
 @dataclass
@@ -164,56 +152,20 @@ class Bench:
             config_of = {"message.timestamp.type": "LogAppendTime"}
             self.admin.create_topic(f"{self.name}-{suffix}", 2, config_of)
 
-    def send(self, records: list[Sent], *, transactional_id: str | None = None, commit: bool = True) -> Producer:
-        config: dict[str, str | bool] = {"bootstrap.servers": self.kafka.bootstrap, "enable.idempotence": True}
-        if transactional_id is not None:
-            config["transactional.id"] = transactional_id
-        producer = Producer(config)
-        if transactional_id is not None:
-            producer.init_transactions(30)
-            producer.begin_transaction()
-        refused: list[object] = []
-        for sent in records:
-            # -1 would be replaced by the client's clock; none of ours is.
-            producer.produce(
-                sent.topic,
-                sent.value,
-                sent.key,
-                partition=sent.partition,
-                timestamp=sent.timestamp_ms,
-                headers=sent.headers,
-                on_delivery=lambda error, _: refused.append(error) if error else None,
-            )
-        assert producer.flush(30) == 0
-        assert refused == []
-        if transactional_id is not None and commit:
-            producer.commit_transaction(30)
-        return producer
-
-    def commit(self, offsets: dict[int, int]) -> None:
-        consumer = Consumer({"bootstrap.servers": self.kafka.bootstrap, "group.id": self.name})
-        places = [TopicPartition(f"{self.name}-in", partition, offset) for partition, offset in offsets.items()]
-        consumer.commit(offsets=places, asynchronous=False)
-        consumer.close()
-
     def verify(self, plant: Callable[[World], object] = lambda _: None) -> Report:
         source, world = the_run(self.name)
         plant(world)
-        self.send(source)
+        send(self.kafka, source)
         # Transactional, as the worker's are: the markers leave gaps in the offsets.
         written = [*world.output, *world.late, *world.dead, *world.duplicates]
-        self.send(written, transactional_id=f"{self.name}.by-hand")
-        self.commit(world.committed)
+        send(self.kafka, written, transactional_id=f"{self.name}.by-hand")
+        commit(self.kafka, self.name, f"{self.name}-in", world.committed)
         return verify(self.topology, self.settings)
 
 
 @pytest.fixture
 def bench(kafka: RunningKafka, admin: Admin, topic_names: Callable[[str], str], tmp_path: Path) -> Bench:
     return Bench(kafka, admin, topic_names("planted"), tmp_path)
-
-
-def found(report: Report) -> dict[str, int]:
-    return {kind: number for kind, number in report.counts.items() if number}
 
 
 def test_a_correct_run_passes(bench: Bench) -> None:
@@ -345,7 +297,7 @@ def test_an_aborted_transaction_is_not_there(bench: Bench) -> None:
     report = bench.verify()
     assert report.passed
     _, world = the_run(bench.name)
-    producer = bench.send(world.output, transactional_id=f"{bench.name}.aborted", commit=False)
+    producer = send(bench.kafka, world.output, transactional_id=f"{bench.name}.aborted", commit=False)
     producer.abort_transaction(30)
     assert verify(bench.topology, bench.settings).passed
 
