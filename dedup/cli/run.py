@@ -9,6 +9,7 @@ import typer
 
 if TYPE_CHECKING:
     from dedup.settings import Settings
+    from dedup.topology.model import Topology
 
 EXAMPLES = """
 Examples:
@@ -37,25 +38,26 @@ def run(
     quiet: Annotated[bool, typer.Option("--quiet", help="No progress line; the log only.")] = False,
 ) -> None:
     """Deduplicate a topology's topics: one worker, or N supervised ones, until a signal comes."""
-    from dedup.settings import load_settings  # noqa: PLC0415  # keeps `--help` quick
-    from dedup.topology.parse import parse  # noqa: PLC0415
-    from dedup.worker.fleet import supervise  # noqa: PLC0415
-    from dedup.worker.logs import set_up_logging  # noqa: PLC0415
+    import os
 
-    import os  # noqa: PLC0415
+    from dedup.cli.inputs import read_topology
+    from dedup.settings import load_settings
+    from dedup.worker.fleet import FleetPlan, supervise
+    from dedup.worker.logs import set_up_logging
 
     settings = load_settings(config, overrides or [], os.environ)
-    parsed = parse(topology.read_text(encoding="utf-8"), name=str(topology))
+    parsed = read_topology(topology)
     set_up_logging(settings)
     if workers > 1:
-        raise typer.Exit(supervise(topology, config, overrides or [], workers, exit_when_done=exit_when_done))
+        plan = FleetPlan(topology, config, tuple(overrides or ()), settings, workers, exit_when_done=exit_when_done)
+        raise typer.Exit(supervise(plan))
     _run_one(parsed, settings, exit_when_done=exit_when_done, quiet=quiet)
 
 
-def _run_one(parsed: object, settings: Settings, *, exit_when_done: bool, quiet: bool) -> None:
-    from dedup.cli.progress import RunProgress  # noqa: PLC0415
-    from dedup.worker.runner import RunOptions, main_loop  # noqa: PLC0415
+def _run_one(parsed: Topology, settings: Settings, *, exit_when_done: bool, quiet: bool) -> None:
+    from dedup.cli.progress import RunProgress
+    from dedup.worker.runner import RunOptions, main_loop
 
     with RunProgress(enabled=not quiet) as progress:
-        main_loop(parsed, settings, RunOptions(exit_when_done=exit_when_done, on_tick=progress.tick))  # type: ignore[arg-type]
+        main_loop(parsed, settings, RunOptions(exit_when_done=exit_when_done, on_tick=progress.tick))
     progress.closing_line()

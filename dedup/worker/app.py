@@ -18,7 +18,7 @@ from dedup.session.transaction import Session
 from dedup.session.wire import TopicPartition, Wire
 from dedup.store.base import Store, StoreIdentity
 from dedup.store.directory import delete_store, store_directory
-from dedup.store.rocks import RocksStore
+from dedup.store.rocks import RocksMemory, RocksStore
 from dedup.worker.agents import attach_agents
 from dedup.worker.clock import Clock, SteadyClock
 from dedup.worker.judge import Judge, JudgePlan
@@ -67,6 +67,7 @@ class Workshop:
     cluster: Cluster
     wire: Wire
     clock: Clock
+    memory: RocksMemory
 
     def _identity(self, partition: int) -> StoreIdentity:
         changelog = self.cluster.topics[self.topology.changelog_topic]
@@ -75,7 +76,7 @@ class Workshop:
     def open_store(self, partition: int) -> Store:
         """Open a partition's store, creating an empty one; raises TaskCorrupted or StateIncompatible."""
         identity = self._identity(partition)
-        return RocksStore.open(store_directory(self.settings.state_dir, identity), identity=identity)
+        return RocksStore.open(store_directory(self.settings.state_dir, identity), identity=identity, memory=self.memory)
 
     def wipe(self, feeding: TopicPartition) -> None:
         """Delete a partition's local state; the changelog has all of it."""
@@ -160,7 +161,6 @@ def create_app(topology: Topology, settings: Settings, cluster: Cluster, wire: K
     # Faust wants a directory of its own; a topology's name has no dot, so this one is nobody's state.
     directory = settings.state_dir / ".faust"
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-    url_id = settings.worker_id or f"worker-{id(settings):x}"
     app = DedupApp(
         topology.name,
         broker=[f"dedup://{broker}" for broker in connection.brokers],
@@ -173,7 +173,7 @@ def create_app(topology: Topology, settings: Settings, cluster: Cluster, wire: K
         version=1,
         datadir=str(directory),
         tabledir=str(directory),
-        canonical_url=f"http://{url_id}:6066",
+        canonical_url=f"http://{settings.worker_id}:6066",
         web_enabled=False,
         topic_disable_leader=True,
         topic_allow_declare=False,
@@ -185,7 +185,7 @@ def create_app(topology: Topology, settings: Settings, cluster: Cluster, wire: K
         broker_session_timeout=settings.session_timeout_ms / 1000,
         broker_commit_interval=1.0,
     )
-    workshop = Workshop(topology, settings, cluster, wire, SteadyClock())
+    workshop = Workshop(topology, settings, cluster, wire, SteadyClock(), RocksMemory())
     app.settings, app.connection, app.wire = settings, connection, wire
     app.tasks = Tasks(workshop.build, workshop.wipe, commit_interval_ms=settings.commit_interval_ms)
     app.standbys = Standbys(wire, topology.changelog_topic, topology.window, workshop.open_store)

@@ -10,7 +10,10 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from dedup.settings import Settings
 
 log: Final = logging.getLogger(__name__)
 LOOK_S: Final = 0.1
@@ -34,22 +37,34 @@ class Child:
     finished: bool = False
 
 
-def command(
-    topology: Path, config: Path | None, overrides: Sequence[str], number: int, *, exit_when_done: bool
-) -> list[str]:
-    """Return the command line of worker ``number``: a worker id and a state directory of its own."""
-    line = [sys.executable, "-m", "dedup.cli.main", "run", str(topology), "--quiet"]
-    if config is not None:
-        line += ["--config", str(config)]
-    for override in overrides:
-        line += ["--set", override]
-    line += ["--set", f"worker_number={number}"]
-    return [*line, "--exit-when-done"] if exit_when_done else line
+@dataclass(frozen=True, slots=True)
+class FleetPlan:
+    """What to run, and how many of it."""
+
+    topology: Path
+    config: Path | None
+    overrides: tuple[str, ...]
+    settings: Settings
+    workers: int
+    exit_when_done: bool = False
+
+    def command(self, number: int) -> list[str]:
+        """Return the command line of one worker: a worker id and a state directory of its own, no web server."""
+        line = [sys.executable, "-m", "dedup.cli.main", "run", str(self.topology), "--quiet"]
+        if self.config is not None:
+            line += ["--config", str(self.config)]
+        worker_id = self.settings.worker_id or "worker"
+        own = (
+            f"worker_id={worker_id}-{number}",
+            f"state_dir={self.settings.state_dir / f'{worker_id}-{number}'}",
+            "web.enabled=false",
+        )
+        for override in (*self.overrides, *own):
+            line += ["--set", override]
+        return [*line, "--exit-when-done"] if self.exit_when_done else line
 
 
-def supervise(
-    topology: Path, config: Path | None, overrides: Sequence[str], workers: int, *, exit_when_done: bool
-) -> int:
+def supervise(plan: FleetPlan) -> int:
     """Run N workers until a signal, or until all are done; return the exit code."""
     stopping = False
 
@@ -58,7 +73,7 @@ def supervise(
         stopping = True
 
     before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
-    lines = [command(topology, config, overrides, number, exit_when_done=exit_when_done) for number in range(workers)]
+    lines = [plan.command(number) for number in range(1, plan.workers + 1)]
     children = [Child(number, subprocess.Popen(line), time.monotonic()) for number, line in enumerate(lines)]  # noqa: S603  # our own command line
     code = 0
     try:

@@ -10,7 +10,16 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from dedup.settings import Settings
 
-NOISY: Final = ("aiokafka", "faust", "mode", "asyncio")
+NOISY: Final = (
+    "aiokafka",
+    "faust",
+    "mode",
+    "asyncio",
+    # Services of ours log their starts and stops under the module they stand in.
+    "dedup.worker.app",
+    "dedup.worker.table",
+    "dedup.worker.transport",
+)
 """Libraries whose info is our debug; aiokafka's debug level prints record values and is never turned on."""
 
 

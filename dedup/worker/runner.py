@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import secrets
 import signal
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
-from dedup.errors import DedupError
+from dedup.errors import DedupError, StateIncompatible
 from dedup.session.admin import Admin
 from dedup.session.client import KafkaWire
 from dedup.session.connection import Connection
@@ -46,6 +47,7 @@ async def run_worker(topology: Topology, settings: Settings, options: RunOptions
     Raises what made the worker fail.
     """
     gc.set_threshold(GC_THRESHOLD)
+    settings = replace(settings, worker_id=kept_worker_id(settings))
     wire = KafkaWire(Connection.of(settings, client_id=f"dedup-{topology.name}"))
     await wire.start()
     try:
@@ -70,6 +72,26 @@ async def run_worker(topology: Topology, settings: Settings, options: RunOptions
         return app
     finally:
         await wire.stop()
+
+
+def kept_worker_id(settings: Settings) -> str:
+    """Return the worker's id: the configured one, or one made once and kept in the state directory.
+
+    It makes the member static (KIP-345): a worker that was killed and comes back has its partitions again at once.
+    """
+    if settings.worker_id is not None:
+        return settings.worker_id
+    path = settings.state_dir / "worker-id"
+    try:
+        settings.state_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not path.exists():
+            path.write_text(f"worker-{secrets.token_hex(4)}\n", encoding="ascii")
+        return path.read_text(encoding="ascii").strip()
+    except OSError as error:
+        raise StateIncompatible(
+            f"{settings.state_dir}: can not be used: {error.strerror}. Make state_dir writable for this user, or set "
+            f"another one."
+        ) from error
 
 
 async def _cluster(topology: Topology, settings: Settings, wire: KafkaWire) -> Cluster:

@@ -7,11 +7,14 @@ sends are not Faust's: they belong to the tasks, and everything here that would 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import AsyncIterator, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import aiokafka
 import aiokafka.abc
+from aiokafka.errors import KafkaError
+from aiokafka.protocol.group import LeaveGroupRequest
 from faust.transport import base
 from faust.transport.consumer import Consumer as FaustConsumer
 from faust.transport.consumer import TransactionManager as FaustTransactionManager
@@ -26,6 +29,7 @@ from dedup.worker.batch import FeedBatch
 if TYPE_CHECKING:
     from dedup.worker.app import DedupApp
 
+log: Final = logging.getLogger(__name__)
 BATCH_RECORDS: Final = 4000
 POLL_MS: Final = 200
 
@@ -88,7 +92,17 @@ class Consumer(FaustConsumer):
     async def on_stop(self) -> None:
         """Leave the group; the tasks are closed by then."""
         await super().on_stop()
+        await self._leave()
         await self.client.stop()
+
+    async def _leave(self) -> None:
+        """Leave the group on a clean stop: aiokafka lets a static member's partitions wait for the session time-out."""
+        coordinator = self.client._coordinator  # noqa: SLF001  # aiokafka has no public way to say so
+        if coordinator.generation > 0 and coordinator.coordinator_id is not None:
+            try:
+                await coordinator._send_req(LeaveGroupRequest(coordinator.group_id, coordinator.member_id))  # noqa: SLF001
+            except KafkaError as error:
+                log.info("the group was not told that this worker stops: %r", error)
 
     async def subscribe(self, topics: Iterable[str]) -> None:
         """Subscribe, which starts the first rebalance."""
