@@ -94,6 +94,8 @@ EVENTS = [
     '{"é":"v","\\u00e9":"w"}'.encode(),
     b'{"a":1,"a":1,"b":"\\u0022\\u0022"}',
     b'{"id":"a","t":1,"\xff":1}',
+    b'{"id":" Trim ","id":" Trim ","t":1e3,"a":null}',
+    b'{"a":1e3,"x":1,"x":2.5}',
     b'{"id":"a","t":1,"i":"ide","idea":1}',
     b'{"t":1, "id" : "a", "x" : {"id" : 1}}',
     b'{"id":"a","t":1,"x":"id"}',
@@ -370,6 +372,12 @@ def test_quick_content_is_exact_content(record, seed, exclude):
         assert outcome(content_of, odd, exclude) == outcome(
             lambda odd, exclude: canonical_json(decode(odd), excluded(exclude)), odd, exclude
         )
+
+
+def test_quick_content_is_taken_for_plain_values(monkeypatch):
+    monkeypatch.setattr("dedup.core.content.decode", lambda value: pytest.fail(f"{value} went the exact way"))
+    value = b'{"b": [1.50, -0, {"d": null, "c": "x"}], "a": 1e5, "at": 7}'
+    assert content_of(value, (("at",),)) == b'{"a":1e5,"b":[15e-1,0,{"c":"x","d":null}]}'
 
 
 def outcome(function, *args):
