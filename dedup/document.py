@@ -65,6 +65,24 @@ class Document:
         """Return the characters of a scalar as they stand in the text."""
         return self._written.get(at)
 
+    def get(self, at: At) -> Any:  # noqa: ANN401 - any plain value
+        """Return the value there; None where nothing is."""
+        value = self.value
+        for step in at:
+            match value, step:
+                case dict(), str():
+                    value = value.get(step)
+                case list(), int() if step < len(value):
+                    value = value[step]
+                case _:
+                    return None
+        return value
+
+    def stop(self, problem: Problem) -> None:
+        """Keep this problem alone: in half a text all else would seem to be missing."""
+        self.value = None
+        self.problems = [problem]
+
     def has(self, at: At) -> bool:
         """Tell whether something was written there."""
         return at in self._values
@@ -118,11 +136,11 @@ def read(text: str, *, name: str) -> Document:
     try:
         _Reading(document).run(YAML(typ="safe", pure=True).parse(text))
     except _Refused as refused:
-        document.problems.append(refused.problem)
+        document.stop(refused.problem)
     except MarkedYAMLError as error:
-        document.problems.append(_not_yaml(name, error))
+        document.stop(_not_yaml(name, error))
     except YAMLError as error:
-        document.problems.append(Problem(name, f"is not YAML: {' '.join(str(error).split())}"))
+        document.stop(Problem(name, f"is not YAML: {' '.join(str(error).split())}"))
     return document
 
 
@@ -167,9 +185,13 @@ class _Reading:
         match event:
             case ScalarEvent():
                 # An empty value has no place of its own worth pointing at.
-                place = place if event.value or key_place is None else key_place
+                value = _scalar(event)
+                if value is None and key_place is not None:
+                    place = key_place
+                    text = f"{dotted(at)}: has no value; write one, or leave the key out"
+                    self._document.problems.append(Problem(place, text))
                 self._document.note(at, place, key_place=key_place, written=event.value)
-                self._put(inside, _scalar(event))
+                self._put(inside, value)
             case _:
                 if len(self._open) >= _MOST_DEPTH:
                     raise _Refused(place, f"nested more than {_MOST_DEPTH} deep; no such file needs as much")
@@ -258,6 +280,9 @@ def told(
     """
     for error in errors:
         at = _in_document(error["loc"], document)
+        if at and document.get(at) is None:
+            # Said already, when it was read.
+            continue
         label = f"{dotted(at)}: " if at else ""
         written = document.written(at)
         shown = f'"{written}" ' if written else ""

@@ -132,6 +132,8 @@ def load_settings(path: Path | None, overrides: Sequence[str], environ: Mapping[
         path = DEFAULT_CONFIG
     document = Document("the settings", {}) if path is None else _read_file(path)
     problems = document.problems
+    if document.value is None and problems:
+        raise SettingsError(problems)
     if not isinstance(document.value, dict):
         if document.value is not None:
             problems.append(Problem(document.place(()), "must be a mapping of keys to values; begin with `brokers:`"))

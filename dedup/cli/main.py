@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from importlib import import_module, metadata
+from importlib import import_module
 from importlib.util import find_spec
 from typing import Annotated, Final
 
@@ -62,6 +62,8 @@ def _options(
 
 def _version(*, on: bool) -> None:
     if on:
+        from importlib import metadata
+
         typer.echo(f"dedup {metadata.version('dedup-streams')}")
         raise typer.Exit
 

@@ -6,7 +6,7 @@ These look at the file as written, so that they are reported together with the m
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Final
+from typing import Final
 
 from dedup.document import At, Document, dotted
 from dedup.errors import Problem
@@ -26,7 +26,7 @@ def _one_rule(document: Document) -> Iterator[Problem]:
     tracking_id = document.value.get("tracking_id")
     if not isinstance(tracking_id, dict):
         return
-    written = [rule for rule in _RULES if rule in tracking_id]
+    written = [rule for rule in tracking_id if rule in _RULES]
     choice = ", ".join(_RULES)
     if not written:
         place = document.place_of_key(("tracking_id",))
@@ -37,7 +37,7 @@ def _one_rule(document: Document) -> Iterator[Problem]:
 
 
 def _bytes_have_no_fields(document: Document) -> Iterator[Problem]:
-    if _get(document, ("source", "format")) != "bytes":
+    if document.get(("source", "format")) != "bytes":
         return
     fields: list[At] = [("tracking_id", "field"), ("tracking_id", "fields"), ("tracking_id", "content", "exclude")]
     for at in [*fields, ("event_time", "field"), ("conflicts", "exclude")]:
@@ -54,7 +54,7 @@ def _topics_meet(document: Document) -> Iterator[Problem]:
         same = topic.replace(".", "_")
         place = document.place_of_key(at) if at and at[-1] == "name" else document.place(at)
         label = f"{dotted(at)}: " if at else ""
-        if len(topic) > _MOST_TOPIC_CHARS and topic != _get(document, at):
+        if len(topic) > _MOST_TOPIC_CHARS and topic != document.get(at):
             text = f'the topic "{topic[:40]}..." it makes has {len(topic)} characters; Kafka takes {_MOST_TOPIC_CHARS}'
             yield Problem(place, f"{label}{text}")
         if same in roles:
@@ -65,11 +65,11 @@ def _topics_meet(document: Document) -> Iterator[Problem]:
 
 def _topics(document: Document) -> Iterator[tuple[At, str, str]]:
     """Yield place, topic and role of every topic, as far as the file can be understood."""
-    sources = _get(document, ("source", "topics"))
+    sources = document.get(("source", "topics"))
     for row, topic in enumerate(sources if isinstance(sources, list) else ()):
         if isinstance(topic, str):
             yield ("source", "topics", row), topic, "a source topic"
-    name = _get(document, ("name",))
+    name = document.get(("name",))
     if isinstance(name, str):
         yield ("name",), f"{name}.changelog", "the changelog topic"
         yield ("name",), f"{name}.repartition", "the repartition topic"
@@ -77,14 +77,14 @@ def _topics(document: Document) -> Iterator[tuple[At, str, str]]:
     yield from _given(document, ("duplicates",), "the topic of duplicates")
     conflicts: At = ("conflicts", "topic") if document.has(("conflicts", "topic")) else ("conflicts",)
     yield from _given(document, conflicts, "the topic of conflicts")
-    output = _get(document, ("output", "topic"))
+    output = document.get(("output", "topic"))
     prefix_at: At = ("output", "topic") if isinstance(output, str) else ("name",)
     prefix = output if isinstance(output, str) else name
     for key, suffix, role in (
         ("late", "late", "the topic of late records"),
         ("dead_letter", "dead-letter", "the topic of dead letters"),
     ):
-        written = _get(document, (key,))
+        written = document.get((key,))
         if isinstance(written, str):
             if key != "late" or written not in {"forward", "drop"}:
                 yield (key,), written, role
@@ -93,19 +93,6 @@ def _topics(document: Document) -> Iterator[tuple[At, str, str]]:
 
 
 def _given(document: Document, at: At, role: str) -> Iterator[tuple[At, str, str]]:
-    topic = _get(document, at)
+    topic = document.get(at)
     if isinstance(topic, str):
         yield at, topic, role
-
-
-def _get(document: Document, at: At) -> Any:  # noqa: ANN401 - any plain value
-    value = document.value
-    for step in at:
-        match value, step:
-            case dict(), str():
-                value = value.get(step)
-            case list(), int() if step < len(value):
-                value = value[step]
-            case _:
-                return None
-    return value
