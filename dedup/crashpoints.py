@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import os
 import signal
-from typing import Final, get_args
-from typing import Literal as L
+from typing import Final, Literal, get_args
 
-Point = L[
+Point = Literal[
     "after_init",
     "after_committed_offset",
     "in_restore",

@@ -23,7 +23,8 @@ Hashes = npt.NDArray[np.uint32]
 
 def partitions(keys: Sequence[bytes], count: int) -> list[int]:
     """Return, for each key, the partition out of ``count`` that Kafka's default partitioner puts it into."""
-    return ((murmur2_column(keys) & POSITIVE) % np.uint32(count)).tolist()
+    chosen: list[int] = ((murmur2_column(keys) & POSITIVE) % np.uint32(count)).tolist()
+    return chosen
 
 
 def murmur2_column(keys: Sequence[bytes]) -> Hashes:

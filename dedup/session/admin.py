@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, Self
 
 from aiokafka.admin import AIOKafkaAdminClient, RecordsToDelete
 from aiokafka.admin.config_resource import ConfigResource, ConfigResourceType
@@ -65,7 +65,7 @@ class Admin:
         self._client = AIOKafkaAdminClient(**connection.client_options())
         self._ids = AIOKafkaClient(**connection.client_options())
 
-    async def __aenter__(self) -> Admin:
+    async def __aenter__(self) -> Self:
         try:
             await self._client.start()
             await self._ids.bootstrap()

@@ -154,9 +154,10 @@ class KafkaWire:
         # The client's own `send` waits for the answer; only its connection lets the next request follow at once.
         connection = self._client._conns[node, ConnectionGroup.DEFAULT]  # noqa: SLF001
         try:
-            return asyncio.ensure_future(connection.send(request))
+            answer: asyncio.Future[Any] = asyncio.ensure_future(connection.send(request))
         except kafka_errors.KafkaError as error:
             raise NoAnswer(f"ProduceRequest to broker {node}: {error!r}") from error
+        return answer
 
     async def _produced(self, answers: Sequence[asyncio.Future[Any]]) -> dict[TopicPartition, Produced]:
         result: dict[TopicPartition, Produced] = {}

@@ -10,7 +10,7 @@ import asyncio
 from collections import defaultdict
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from aiokafka.consumer.fetcher import READ_COMMITTED, PartitionRecords
 from aiokafka.errors import CorruptRecordException, for_code
@@ -50,6 +50,16 @@ class Columns:
             self.values[begin:end],
             self.headers[begin:end],
         )
+
+
+class Answer(NamedTuple):
+    """What a fetch brought of one partition."""
+
+    source: TopicPartition
+    columns: Columns
+    """Empty where the answer held only markers and aborted records."""
+    next_offset: int
+    """Past the records, and past markers and aborted records after them."""
 
 
 class CommittedBatches(PartitionRecords):  # type: ignore[misc]  # untyped base
@@ -96,7 +106,7 @@ class FeedFetcher:
         self._wire: Final = wire
         self._wait_ms: Final = wait_ms
         self._positions: dict[TopicPartition, int] = {}
-        self._flights: dict[int, asyncio.Task[list[tuple[TopicPartition, Columns]]]] = {}
+        self._flights: dict[int, asyncio.Task[list[Answer]]] = {}
 
     def begin(self, source: TopicPartition, offset: int) -> None:
         """Read a partition from an offset on."""
@@ -109,10 +119,10 @@ class FeedFetcher:
         self._flights, self._positions = {}, {}
 
     def position(self, source: TopicPartition) -> int | None:
-        """Return the offset to be fetched next, past markers and aborted records; None if it is not read."""
+        """Return the offset to be fetched next; what is below may not have been handed over yet."""
         return self._positions.get(source)
 
-    async def poll(self, wanted: Collection[TopicPartition]) -> list[tuple[TopicPartition, Columns]]:
+    async def poll(self, wanted: Collection[TopicPartition]) -> list[Answer]:
         """Return what the first answer brings of the wanted partitions; nothing if none comes in time.
 
         Raises StateIncompatible where the log no longer holds a position: records were deleted before they were read.
@@ -122,7 +132,7 @@ class FeedFetcher:
             await asyncio.sleep(self._wait_ms / 1000)
             return []
         done, _ = await asyncio.wait(self._flights.values(), return_when=asyncio.FIRST_COMPLETED)
-        found: list[tuple[TopicPartition, Columns]] = []
+        found: list[Answer] = []
         for node, flight in list(self._flights.items()):
             if flight in done:
                 del self._flights[node]
@@ -145,13 +155,13 @@ class FeedFetcher:
             if node not in self._flights:
                 self._flights[node] = asyncio.create_task(self._fetch(node, sources))
 
-    async def _fetch(self, node: int, sources: list[TopicPartition]) -> list[tuple[TopicPartition, Columns]]:
+    async def _fetch(self, node: int, sources: list[TopicPartition]) -> list[Answer]:
         by_topic: defaultdict[str, list[tuple[int, int, int]]] = defaultdict(list)
         for source in sources:
             by_topic[source.topic].append((source.partition, self._positions[source], PARTITION_BYTES))
         request = FetchRequest(self._wait_ms, 1, REQUEST_BYTES, READ_COMMITTED, list(by_topic.items()))
         answer = await self._wire.send(node, request, FEED_LANE)
-        found: list[tuple[TopicPartition, Columns]] = []
+        found: list[Answer] = []
         for topic, parts in answer.topics:
             for partition, code, _, _, *rest in parts:
                 source = TopicPartition(topic, partition)
@@ -160,9 +170,9 @@ class FeedFetcher:
                     continue
                 aborted, raw = rest[-3] if len(rest) > 3 else rest[-2], rest[-1]  # noqa: PLR2004  # v11 adds a replica id
                 if raw:
-                    columns, self._positions[source] = columns_of(source, raw, aborted, self._positions[source])
-                    if columns.offsets:
-                        found.append((source, columns))
+                    columns, position = columns_of(source, raw, aborted, self._positions[source])
+                    self._positions[source] = position
+                    found.append(Answer(source, columns, position))
         return found
 
     async def _failed(self, source: TopicPartition, code: int) -> None:

@@ -14,7 +14,7 @@ METADATA: Final = 3
 VERSION: Final = 10
 
 
-class TopicIdResponse_v10(Response):  # noqa: N801  # aiokafka's naming of versions
+class TopicIdResponse_v10(Response):  # type: ignore[misc]  # noqa: N801  # untyped base; aiokafka's naming of versions
     """Brokers and topics with their ids."""
 
     API_KEY = METADATA
@@ -63,7 +63,7 @@ class TopicIdResponse_v10(Response):  # noqa: N801  # aiokafka's naming of versi
     )
 
 
-class TopicIdRequest_v10(RequestStruct):  # noqa: N801  # aiokafka's naming of versions
+class TopicIdRequest_v10(RequestStruct):  # type: ignore[misc]  # noqa: N801  # untyped base; aiokafka's naming of versions
     """Topics by name; none is created by asking."""
 
     FLEXIBLE_VERSION = True
@@ -84,7 +84,7 @@ class TopicIdRequest_v10(RequestStruct):  # noqa: N801  # aiokafka's naming of v
     )
 
 
-class TopicIdRequest(Request[TopicIdRequest_v10]):
+class TopicIdRequest(Request[TopicIdRequest_v10]):  # type: ignore[misc]  # untyped base
     """Ask for the ids of topics."""
 
     API_KEY = METADATA

@@ -4,7 +4,7 @@ Theory of operation. A session has one transactional id for as long as its task'
 InitProducerId: older epochs of the id are fenced, what they left open is ended and its markers are written (KIP-98).
 In an epoch:
 
-    add(batches)       AddPartitions for partitions not announced yet, then Produce; pipelined, in order, in the background
+    add(batches)       AddPartitions for partitions not announced yet, then Produce; in order, in the background
     commit(offsets)    every produce answered without error -> AddOffsets -> TxnOffsetCommit -> EndTxn
 
 AddPartitions, AddOffsets, TxnOffsetCommit and EndTxn are sent once per epoch and purpose. An *answer* that says "try

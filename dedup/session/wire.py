@@ -28,7 +28,7 @@ __all__ = [
 ]
 
 
-class NoAnswer(Exception):  # noqa: N818  # it is a fact about a request, named in the text of our errors
+class NoAnswer(Exception):
     """A request was sent, or may have been, and no answer came."""
 
 

@@ -10,19 +10,19 @@ from mode import CrashingSupervisor
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from faust.types import StreamT
+    from faust.types import AppT, StreamT
 
     from dedup.worker.app import DedupApp
 
 
-class BatchSchema(faust.Schema):  # type: ignore[misc]  # untyped base
+class BatchSchema(faust.Schema[Any, Any]):
     """Messages are `FeedBatch` values already; there is nothing to decode."""
 
-    def compile(self, app: faust.App, **_: Any) -> Callable[..., Any]:
+    def compile(self, app: AppT, **_: Any) -> Callable[..., Any]:
         """Return a decoder that hands the batch on."""
         create_event = app.create_event
 
-        async def decode(message: Any, *, propagate: bool = False) -> Any:  # noqa: ANN401  # Faust's signature
+        async def decode(message: Any, *, propagate: bool = False) -> Any:  # Faust's signature
             return create_event(message.key, message.value, message.headers, message)
 
         return decode
@@ -34,6 +34,6 @@ def attach_agents(app: DedupApp) -> None:
         channel = app.topic(*topics, schema=BatchSchema(), acks=False, internal=False)
 
         @app.agent(channel, name=sub_topology, supervisor_strategy=CrashingSupervisor)
-        async def judge(stream: StreamT) -> None:
+        async def judge(stream: StreamT[Any]) -> None:
             async for batch in stream:
                 await app.tasks.process(batch)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, cast
 
 import faust
 from faust.stores import STORES
@@ -33,6 +33,7 @@ from dedup.worker.tasks import Tasks
 if TYPE_CHECKING:
     from dedup.settings import Settings
     from dedup.topology.model import Topology
+    from dedup.worker.transport import Consumer
 
 TRANSPORTS.aliases["dedup"] = "dedup.worker.transport:Transport"
 STORES.aliases["dedup"] = "dedup.worker.table:SightingsStore"
@@ -41,7 +42,7 @@ CACHE_IDS: Final = 400_000
 DEADLINE_MS: Final = 20_000
 
 
-class DedupApp(faust.App):  # type: ignore[misc]  # untyped base
+class DedupApp(faust.App):
     """A Faust app that knows its tasks; built by `create_app` only."""
 
     settings: Settings
@@ -51,6 +52,11 @@ class DedupApp(faust.App):  # type: ignore[misc]  # untyped base
     standbys: Standbys
     sub_topologies: dict[str, tuple[str, ...]]
     """Name -> feeding topics."""
+
+    @property
+    def member(self) -> Consumer:
+        """The consumer, as what our transport makes it."""
+        return cast("Consumer", self.consumer)
 
     @property
     def feeding_topics(self) -> frozenset[str]:
@@ -76,7 +82,9 @@ class Workshop:
     def open_store(self, partition: int) -> Store:
         """Open a partition's store, creating an empty one; raises TaskCorrupted or StateIncompatible."""
         identity = self._identity(partition)
-        return RocksStore.open(store_directory(self.settings.state_dir, identity), identity=identity, memory=self.memory)
+        return RocksStore.open(
+            store_directory(self.settings.state_dir, identity), identity=identity, memory=self.memory
+        )
 
     def wipe(self, feeding: TopicPartition) -> None:
         """Delete a partition's local state; the changelog has all of it."""

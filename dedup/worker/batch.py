@@ -18,7 +18,7 @@ class FeedBatch:
     timestamps_ms: list[int]
     keys: list[bytes | None]
     values: list[bytes | None]
-    headers: list[Sequence[Header]]
+    headers: Sequence[Sequence[Header]]
     follows: int
     """Where the batch before this one ended, so that a lost batch is noticed."""
 
@@ -31,7 +31,7 @@ class FeedBatch:
             columns.timestamps_ms,
             columns.keys,
             columns.values,
-            columns.headers,  # type: ignore[arg-type]  # a list of lists is a list of sequences that nobody appends to
+            columns.headers,
             follows,
         )
 

@@ -74,7 +74,9 @@ def supervise(plan: FleetPlan) -> int:
 
     before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
     lines = [plan.command(number) for number in range(1, plan.workers + 1)]
-    children = [Child(number, subprocess.Popen(line), time.monotonic()) for number, line in enumerate(lines)]  # noqa: S603  # our own command line
+    children = [
+        Child(number, subprocess.Popen(line), time.monotonic()) for number, line in enumerate(lines)
+    ]  # our own command line
     code = 0
     try:
         while not stopping and not all(child.finished for child in children):
@@ -97,7 +99,7 @@ def _look_after(child: Child, line: list[str]) -> int:
         return 0
     if child.start_at_s is not None:
         if now_s >= child.start_at_s:
-            child.process = subprocess.Popen(line)  # noqa: S603  # our own command line
+            child.process = subprocess.Popen(line)  # our own command line
             child.started_s, child.start_at_s = now_s, None
         return 0
     code = child.process.poll()

@@ -12,7 +12,7 @@ from dedup.core.extract import Extracted, Extractor, Fault, FaultKind
 from dedup.core.fold import Outcome, Rows, Rules, Sightings, fold
 from dedup.core.stream_time import Feed, FeedProgress, StreamTime
 from dedup.core.window import Sighting, Window
-from dedup.errors import StateIncompatible
+from dedup.errors import InvariantBroken, StateIncompatible
 from dedup.metrics import TaskNumbers
 from dedup.session.record_batch import Header, RecordBatch, TopicPartition, fill
 from dedup.session.wire import Wire
@@ -33,7 +33,6 @@ from dedup.worker.restore import restore
 from dedup.worker.starting import Start, first_offset
 from dedup.worker.task import Frozen, Judged, Refusals
 from dedup.worker.unwrap import unwrap
-
 
 OWN_ROW: Final = -1
 NO_HEADERS: Final[list[Header]] = []
@@ -88,6 +87,11 @@ class Judge:
     def store(self) -> Store | None:
         """The applied state; None before `restore`."""
         return self._store
+
+    def _opened(self) -> Overlay:
+        if self._overlay is None:
+            raise InvariantBroken(f"the state of {self._plan.feeding} was used before it was restored.")
+        return self._overlay
 
     async def restore(self, committed: int | None) -> int:
         """See `task.Work`; raises StateIncompatible, with nothing touched, where state and topology do not fit."""
@@ -148,18 +152,18 @@ class Judge:
         return Judged(batches, batch.next_offset)
 
     def _lookup(self, ids: Sequence[bytes], least_ms: int, greatest_ms: int) -> Mapping[bytes, Sightings]:
-        assert self._overlay is not None, "judged before restore"
+        overlay = self._opened()
         window = self._plan.rules.window
         from_ms = least_ms - window.guard_ms
         to_ms = greatest_ms + window.guard_ms
         segments = [
             start
-            for start in self._overlay.segments()
+            for start in overlay.segments()
             if start + window.segment_ms > from_ms and (window.extend or start <= to_ms)
         ]
         if not segments:
             return {}
-        found = self._overlay.get_many(segments, ids)
+        found = overlay.get_many(segments, ids)
         if window.extend:
             return {key: _longest(values) for key, values in found.items()}
         return {
@@ -171,14 +175,14 @@ class Judge:
 
     def _remember(self, rows: Rows, outcome: Outcome) -> list[RecordBatch]:
         """Put the new sightings into the open generation; return them as changelog batches."""
-        assert self._overlay is not None, "judged before restore"
+        overlay = self._opened()
         writes = self._writes(rows, outcome)
         if not writes:
             return []
-        self._overlay.add(writes)
+        overlay.add(writes)
         keys = [key for segment, part in writes.items() for key in sighting_keys_column(segment, part)]
         values = [value for part in writes.values() for value in part.values()]
-        lines = zip(repeat(OWN_ROW), repeat(self._clock.now_ms()), keys, values, repeat(NO_HEADERS))  # noqa: B905  # repeat() has no end
+        lines = zip(repeat(OWN_ROW), repeat(self._clock.now_ms()), keys, values, repeat(NO_HEADERS), strict=False)
         return fill(self._plan.changelog, lines, compression=self._plan.compression)
 
     def _writes(self, rows: Rows, outcome: Outcome) -> dict[int, dict[bytes, bytes]]:
@@ -210,8 +214,8 @@ class Judge:
 
     def freeze(self, next_offset: int) -> Frozen:
         """See `task.Work`."""
-        assert self._overlay is not None, "frozen before restore"
-        overlay, stream_time, changelog = self._overlay, self._stream_time, self._plan.changelog
+        overlay = self._opened()
+        stream_time, changelog = self._stream_time, self._plan.changelog
         generation = overlay.freeze()
         record = self._record(stream_time, next_offset)
         line = (OWN_ROW, self._clock.now_ms(), task_record_key(), encode_task_record(record), NO_HEADERS)
@@ -235,11 +239,10 @@ class Judge:
 
     def _drop_expired(self) -> None:
         """Drop segments that can not count any more, by *applied* stream time: the open transaction may yet abort."""
-        assert self._overlay is not None, "dropped before restore"
-        assert self._store is not None, "dropped before restore"
+        overlay = self._opened()
         window = self._plan.rules.window
         oldest_ms = window.oldest_live_ms(self._applied.value_ms)
-        if self._overlay.drop_below(oldest_ms, window.segment_ms):
+        if overlay.drop_below(oldest_ms, window.segment_ms) and self._store is not None:
             births = [self._store.first_offset(segment) for segment in self._store.segments()]
             needed = [birth for birth in births if birth is not None]
             self.truncate_below = min(needed, default=None)

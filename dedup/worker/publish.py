@@ -29,6 +29,7 @@ SLACK_BYTES: Final = 65_536
 
 T = TypeVar("T")
 
+
 @dataclass(frozen=True, slots=True)
 class Route:
     """A topic to write to, its partition count and what it takes."""
@@ -129,7 +130,7 @@ class Publisher:
         headers: Iterable[list[Header]] = repeat([])
         if marks or any(batch.headers):
             headers = [[*batch.headers[row], *marks.get(row, ())] for row in forwarded]
-        return zip(  # type: ignore[return-value]  # the gathered columns keep their types
+        return zip(
             _column(batch.offsets, forwarded),
             timestamps,
             _column(batch.keys, forwarded),

@@ -8,7 +8,7 @@ from typing import Final
 from dedup.core.extract import Extractor
 from dedup.core.murmur2 import partitions
 from dedup.metrics import TaskNumbers
-from dedup.session.record_batch import Line, RecordBatch, TopicPartition, fill
+from dedup.session.record_batch import Header, Line, RecordBatch, TopicPartition, fill
 from dedup.session.wire import Wire
 from dedup.worker.batch import FeedBatch
 from dedup.worker.clock import Clock
@@ -63,7 +63,7 @@ class Repartition:
         place = f"{batch.feeding.topic}/{batch.feeding.partition}/"
         for row, partition in enumerate(chosen):
             offset = batch.offsets[row]
-            headers = [
+            headers: list[Header] = [
                 *batch.headers[row],
                 (SOURCE, f"{place}{offset}".encode()),
                 (TIMESTAMP, str(batch.timestamps_ms[row]).encode()),
@@ -76,7 +76,7 @@ class Repartition:
         """Return a marker for every repartition partition: this feed has nothing more for now."""
         topic, partition = self._plan.feeding
         now_ms = self._clock.now_ms()
-        headers = [(IDLE, f"{topic}/{partition}".encode()), (TIMESTAMP, str(now_ms).encode())]
+        headers: list[Header] = [(IDLE, f"{topic}/{partition}".encode()), (TIMESTAMP, str(now_ms).encode())]
         lines: dict[int, list[Line]] = {
             target: [(OWN_ROW, now_ms, None, None, headers)] for target in range(self._plan.partitions)
         }
@@ -90,7 +90,7 @@ class Repartition:
             batches += fill(target, part, compression=self._plan.compression, most_rows=most)
         return batches
 
-    def freeze(self, next_offset: int) -> Frozen:
+    def freeze(self, next_offset: int) -> Frozen:  # noqa: ARG002  # `Work`'s signature
         """See `task.Work`; there is nothing to apply."""
         return Frozen([], lambda _ends: None)
 

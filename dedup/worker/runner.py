@@ -7,10 +7,11 @@ import gc
 import logging
 import secrets
 import signal
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
+
+import uvloop
 
 from dedup.errors import DedupError, StateIncompatible
 from dedup.session.admin import Admin
@@ -59,7 +60,7 @@ async def run_worker(topology: Topology, settings: Settings, options: RunOptions
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, stop.set)
         ends = await _ends(topology, cluster, wire) if options.exit_when_done else {}
-        app.tasks.connect(app.consumer.begin, app.consumer.rejoin)
+        app.tasks.connect(app.member.begin, app.member.rejoin)
         await app.start()
         try:
             await _until_over(app, stop, options, wire, ends)
@@ -136,7 +137,7 @@ async def _until_over(
                 return
             # The second hop ends where the first has brought it by now.
             (topic,) = app.sub_topologies["dedup"]
-            count = app.consumer.topic_partitions(topic) or 0
+            count = app.member.topic_partitions(topic) or 0
             stages[0] = {
                 TopicPartition(topic, p): (await bounds_of(wire, TopicPartition(topic, p))).end for p in range(count)
             }
@@ -155,16 +156,12 @@ def _done(app: DedupApp, ends: dict[TopicPartition, int]) -> bool:
         if task.state is not TaskState.RUNNING or task.dirty.is_set() or task.committing:
             return False
         # A position past the last record counts markers and aborted records, which no task ever sees.
-        if task.next_offset < ends[feeding] and not app.consumer.passed(feeding, ends[feeding], task.next_offset):
+        if task.next_offset < ends[feeding] and not app.member.passed(feeding, ends[feeding], task.next_offset):
             return False
     return True
 
 
 def main_loop(topology: Topology, settings: Settings, options: RunOptions) -> DedupApp:
     """Run a worker in an event loop of its own."""
-    if sys.platform == "linux":
-        import uvloop
-
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            return runner.run(run_worker(topology, settings, options))
-    return asyncio.run(run_worker(topology, settings, options))
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(run_worker(topology, settings, options))

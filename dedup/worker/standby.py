@@ -11,8 +11,8 @@ from dedup.core.window import Window
 from dedup.errors import DedupError
 from dedup.session.wire import NoAnswer, TopicPartition, Wire
 from dedup.store.base import Store
-from dedup.worker.starting import bounds_of
 from dedup.worker.restore import FETCH_BYTES, apply_changelog, refuse_other_changelog
+from dedup.worker.starting import bounds_of
 
 IDLE_MS: Final = 100
 log: Final = logging.getLogger(__name__)

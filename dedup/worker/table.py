@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 SCHEME: Final = "dedup"
 
 
-class SightingsStore(FaustStore):
+class SightingsStore(FaustStore[Any, Any]):
     """What ``dedup://`` as store URL stands for: all sightings this worker's tasks have applied."""
 
     app: DedupApp
@@ -71,7 +71,7 @@ class SightingsStore(FaustStore):
         raise InvariantBroken("Faust's recovery must not write the store; restore belongs to the tasks.")
 
 
-class SightingsTable(faust.Table):  # type: ignore[misc]  # untyped base
+class SightingsTable(faust.Table[Any, Any]):
     """A `faust.Table` whose every write is refused."""
 
     def on_key_set(self, key: object, value: object) -> NoReturn:

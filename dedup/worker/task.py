@@ -4,7 +4,7 @@ Theory of operation. `start` follows the order that correctness asks for: fence 
 read the committed offset *after* that, restore the store to the true end of the changelog, and only then say where to
 read from. From then on a batch goes one way:
 
-    process(batch)   judge it (pure), keep its sightings in the open generation of the overlay, send what follows from it
+    process(batch)   judge it (pure), keep its sightings in the overlay's open generation, send what follows
     commit()         freeze the generation, add the task record, settle every send, offsets, EndTxn, apply to the store
 
 While a commit is in flight the next batches are judged, seeing the frozen generation, and wait to be sent. The store
