@@ -141,7 +141,7 @@ def test_a_correct_run_passes(bench: Bench) -> None:
 
 PLANTS = [
     pytest.param(lambda run: run.output.pop(1), {"lost": 1}, id="lost on the way to the output"),
-    pytest.param(lambda run: run.log.pop(1), {"lost": 1, "changed": 0, "phantom": 0}, id="lost on the way to the log"),
+    pytest.param(lambda run: run.log.pop(4), {"lost": 1, "phantom": 1}, id="lost on the way to the log"),
     pytest.param(lambda run: run.log.append(run.log[2]), {"duplicated": 1}, id="twice in the log"),
     pytest.param(lambda run: run.output.append(run.output[0]), {"duplicated": 1}, id="twice in the output"),
     pytest.param(
@@ -172,13 +172,14 @@ def test_what_is_purged_is_checked_without_order_and_counted_apart(bench: Bench)
     report = bench.verify()
     assert found(report) == {}, report.samples
     assert sum(report.not_provable.values()) > 0
-    assert report.read == 2
+    # Two by the replay of the partition that is whole, and a dead letter, which needs no order.
+    assert report.read == 3
 
 
 @pytest.mark.parametrize(
     ("plant", "kind"),
     [
-        pytest.param(lambda run: run.output.pop(0), "lost", id="lost"),
+        pytest.param(lambda run: run.output.pop(2), "lost", id="lost"),
         pytest.param(lambda run: run.output.append(run.output[0]), "duplicated", id="twice"),
         pytest.param(lambda run: run.beside.pop(), "lost", id="late record lost"),
     ],
