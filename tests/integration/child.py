@@ -1,0 +1,178 @@
+"""A worker process with a planned accident: ``python child.py [name=number ...] -- ARGUMENTS OF dedup``.
+
+Accidents reach into the production code from outside; nothing in it knows about tests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import Callable
+from typing import Any
+
+
+class AgentFailedOnPurpose(Exception):
+    """What a planned accident raises inside an agent."""
+
+
+def agent_fails_before(number: int) -> None:
+    """The n-th batch that reaches the agent raises before it is judged."""
+    from dedup.worker.task import Task
+
+    process = Task.process
+    seen = 0
+
+    async def failing(self: Task, batch: Any) -> None:
+        nonlocal seen
+        seen += 1
+        if seen == number:
+            raise AgentFailedOnPurpose(f"batch {number}")
+        await process(self, batch)
+
+    Task.process = failing  # type: ignore[method-assign]
+
+
+def agent_fails_inside(number: int) -> None:
+    """The n-th batch raises in its middle: sightings are in the overlay, nothing of it was sent."""
+    from dedup.worker.judge import Judge
+
+    judge = Judge.judge
+    seen = 0
+
+    def failing(self: Judge, batch: Any, refusals: Any) -> Any:
+        nonlocal seen
+        seen += 1
+        judged = judge(self, batch, refusals)
+        if seen == number:
+            raise AgentFailedOnPurpose(f"batch {number}")
+        return judged
+
+    Judge.judge = failing  # type: ignore[method-assign]
+
+
+def agent_sends(number: int) -> None:
+    """The n-th batch makes the agent use Faust's own ``topic.send()``."""
+    from dedup.worker.app import DedupApp
+    from dedup.worker.tasks import Tasks
+
+    started: list[DedupApp] = []
+    on_start = DedupApp.on_start
+
+    async def remember(self: DedupApp) -> None:
+        started.append(self)
+        await on_start(self)
+
+    process = Tasks.process
+    seen = 0
+
+    async def sending(self: Tasks, batch: Any) -> None:
+        nonlocal seen
+        seen += 1
+        await process(self, batch)
+        if seen == number:
+            await started[0].topic(os.environ["DEDUP_TEST_ESCAPE"]).send(key=b"k", value=b"escaped")
+
+    DedupApp.on_start = remember
+    Tasks.process = sending  # type: ignore[method-assign]
+
+
+def slow_commit(delay_ms: int) -> None:
+    """EndTxn is sent this much later, so that batches are judged while a commit is in flight."""
+    from dedup.session.client import KafkaWire
+
+    end_transaction = KafkaWire.end_transaction
+
+    async def slow(self: KafkaWire, *args: Any, **kwargs: Any) -> int:
+        await asyncio.sleep(delay_ms / 1000)
+        return await end_transaction(self, *args, **kwargs)
+
+    KafkaWire.end_transaction = slow  # type: ignore[method-assign]
+
+
+def die_judging_in_commit(number: int) -> None:
+    """SIGKILL right after the n-th batch that was judged while a commit was in flight."""
+    from dedup.worker.task import Task
+
+    process = Task.process
+    seen = 0
+
+    async def deadly(self: Task, batch: Any) -> None:
+        nonlocal seen
+        in_flight = self.committing
+        await process(self, batch)
+        seen += in_flight
+        if in_flight and seen == number:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    Task.process = deadly  # type: ignore[method-assign]
+
+
+def small_batches(records: int) -> None:
+    """A batch has at most this many records."""
+    from dedup.worker import transport
+
+    transport.BATCH_RECORDS = records  # type: ignore[misc]
+
+
+def patience(limit_ms: int) -> None:
+    """A start waits this long for a broker."""
+    from dedup.session.connection import Connection
+
+    of = Connection.of
+
+    def impatient(settings: Any, *, client_id: str = "dedup") -> Connection:
+        made = of(settings, client_id=client_id)
+        return Connection(made.brokers, made.security, made.client_id, made.request_timeout_ms, limit_ms)
+
+    Connection.of = staticmethod(impatient)  # type: ignore[method-assign, assignment]
+
+
+ACCIDENTS: dict[str, Callable[[int], None]] = {
+    accident.__name__: accident
+    for accident in (
+        agent_fails_before,
+        agent_fails_inside,
+        agent_sends,
+        slow_commit,
+        die_judging_in_commit,
+        small_batches,
+        patience,
+    )
+}
+
+
+def main(arguments: list[str]) -> None:
+    """Arrange the accidents, then be the `dedup` command."""
+    at = arguments.index("--")
+    for accident in arguments[:at]:
+        name, _, number = accident.partition("=")
+        ACCIDENTS[name](int(number))
+    sys.argv = ["dedup", *arguments[at + 1 :]]
+    try:
+        from dedup.cli.main import main as dedup
+
+        dedup()
+    except ModuleNotFoundError:
+        stand_in()
+
+
+def stand_in() -> None:
+    import typer
+
+    from dedup.cli.run import register
+    from dedup.errors import DedupError
+
+    app = typer.Typer()
+    app.callback()(lambda: None)
+    register(app)
+    try:
+        app()
+    except DedupError as error:
+        print(f"dedup: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,496 @@
+"""Workers as real processes on a real broker, what they are fed with, and who judges the outcome.
+
+Everything waits for conditions at the broker or in a process; the only pauses are those between two looks. Judged twice:
+by the verifier, which replays the exact model, and by a count that knows nothing of it (`Expected`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import random
+import signal
+import sys
+import threading
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from confluent_kafka import Consumer, ConsumerGroupTopicPartitions, KafkaError, Message, Producer, TopicPartition
+
+from dedup.local.leashed import Leashed
+from dedup.proof.report import Report
+from dedup.proof.verify import verify
+from dedup.settings import Settings, load_settings
+from dedup.topology.model import Topology
+from dedup.topology.parse import parse
+from tests.brokers import Admin, RunningKafka, read_all
+
+CHILD = Path(__file__).with_name("child.py")
+BASE_MS = 1_700_000_000_000
+LOOK_S = 0.03
+WITHIN_S = 60.0
+SESSION_S = 6.0
+"""The least a broker takes by default."""
+KEPT = {"retention.ms": "-1"}
+"""The workload's event times are in 2023."""
+
+
+def until(condition: Callable[[], object], what: str, *, within_s: float = WITHIN_S) -> None:
+    """The condition holds. Raises AssertionError with ``what`` if it does not come to."""
+    deadline = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {within_s:.0f} s: {what}"
+        time.sleep(LOOK_S)
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """A source record."""
+
+    partition: int
+    value: bytes | None
+    timestamp_ms: int
+    key: bytes | None = None
+    headers: tuple[tuple[str, bytes | None], ...] = ()
+    topic: int = 0
+    """Position among the topology's source topics."""
+
+
+STEP_MS = 10
+BAD = (b"no json", b'{"id":', b'{"n":1}', b'{"id":null}', b'{"id":{}}', b"\xff\xfe{}", b"")
+
+
+def workload(
+    seed: int, events: int, *, partitions: int = 2, topics: int = 1, scattered: bool = False, jitter_ms: int = 20_000
+) -> list[Event]:
+    """Return events with IDs 0, 1, ...: a quarter repeats a near one, a twentieth a far one; out of order; some bad.
+
+    An event takes 10 ms. ``scattered``: equal IDs are in any partition.
+    """
+    dice = random.Random(seed)
+    made: list[Event] = []
+    next_id = 0
+    for number in range(events):
+        kind = dice.random()
+        time_ms = BASE_MS + number * STEP_MS + dice.randint(-jitter_ms, 0)
+        if kind < 0.005:
+            made.append(Event(dice.randrange(partitions), dice.choice(BAD), time_ms, topic=dice.randrange(topics)))
+            continue
+        if kind < 0.25 and next_id:
+            chosen = max(0, next_id - 1 - dice.randrange(60))
+        elif kind < 0.3 and next_id:
+            chosen = dice.randrange(next_id)
+        else:
+            chosen, next_id = next_id, next_id + 1
+        value = b'{"id":"order-%d","n":%d,"pad":"%s"}' % (chosen, number, b"x" * 40)
+        key = b"k%d" % (chosen % 17)
+        partition = dice.randrange(partitions) if scattered else chosen % partitions
+        made.append(Event(partition, value, time_ms, key, topic=dice.randrange(topics)))
+    return made
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """What must come out, counted without any of the code under test: right where the guard covers the whole stream."""
+
+    ids: frozenset[str]
+    bad: int
+    total: int
+
+    @classmethod
+    def of(cls, events: Iterable[Event]) -> Expected:
+        """Count the distinct IDs, and the records that have none."""
+        ids: set[str] = set()
+        bad = total = 0
+        for event in events:
+            total += 1
+            found = id_of(event.value)
+            bad += found is None
+            ids |= {found} if found is not None else set()
+        return cls(frozenset(ids), bad, total)
+
+
+def id_of(value: bytes | None) -> str | None:
+    """Return the ID of a record of `workload`, None for a bad one."""
+    try:
+        found = json.loads(value or b"")
+    except ValueError:
+        return None
+    return found.get("id") if isinstance(found.get("id"), str) else None
+
+
+class Worker:
+    """One `dedup run`, that can not outlive the test run."""
+
+    def __init__(self, job: Job, worker_id: str, command: list[str], log_file: Path) -> None:
+        self.id = worker_id
+        self.log_file = log_file
+        self.state_dir = job.state_dir(worker_id)
+        self._begins = log_file.stat().st_size if log_file.exists() else 0
+        self._process = Leashed(command, log_file)
+
+    @property
+    def log(self) -> str:
+        """What this process wrote so far."""
+        return self.log_file.read_bytes()[self._begins :].decode(errors="replace")
+
+    @property
+    def running(self) -> bool:
+        """Whether the process runs, also while stopped."""
+        return self._process.running
+
+    def wait(self, within_s: float = WITHIN_S) -> int:
+        """Return the exit code once it has ended by itself; 137 is SIGKILL."""
+        until(lambda: not self.running, f"{self.id} ends; its log:\n{self.log}", within_s=within_s)
+        code = self._process.exit_code
+        assert code is not None
+        return code
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send a signal, if it still runs."""
+        if self.running:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._process.pid, number)
+
+    def kill(self) -> None:
+        """SIGKILL; it is gone."""
+        self._process.kill()
+
+    def stop(self) -> int:
+        """SIGTERM; return the exit code of the drained worker."""
+        self.signal(signal.SIGTERM)
+        return self.wait()
+
+    def until_logged(self, text: str, *, times: int = 1) -> None:
+        """The text is in the log that often; raises AssertionError if the process ends before."""
+
+        def there() -> bool:
+            ended = not self.running
+            found = self.log.count(text) >= times
+            assert found or not ended, f"{self.id} ended before {text!r}:\n{self.log}"
+            return found
+
+        until(there, f"{text!r} in the log of {self.id}:\n{self.log}")
+
+
+@dataclass
+class Job:
+    """One topology on the broker, with its files and its workers."""
+
+    kafka: RunningKafka
+    admin: Admin
+    directory: Path
+    name: str
+    partitions: int = 2
+    document: dict[str, Any] = field(default_factory=dict)
+    config: dict[str, Any] = field(default_factory=dict)
+    source_config: dict[str, str] = field(default_factory=dict)
+    output_config: dict[str, str] = field(default_factory=dict)
+    workers: list[Worker] = field(default_factory=list)
+    sent: list[Event] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.directory.mkdir(exist_ok=True)
+        base: dict[str, Any] = {
+            "dedup": 1,
+            "name": self.name,
+            "source": {"topics": [f"{self.name}-in"], "partitioned_by": "tracking_id"},
+            "tracking_id": {"field": "id"},
+            "guard_period": "1d",
+            "output": {"topic": f"{self.name}-out"},
+        }
+        text = json.dumps({key: value for key, value in (base | self.document).items() if value is not None})
+        self.topology_file.write_text(text, encoding="utf-8")
+        self.topology: Topology = parse(text, name=str(self.topology_file))
+        settings: dict[str, Any] = {
+            "brokers": [self.kafka.bootstrap],
+            "state_dir": str(self.directory / "state"),
+            "commit_interval": "50ms",
+            "session_timeout": f"{SESSION_S:.0f}s",
+            "web": {"enabled": False},
+        }
+        self.config_file.write_text(json.dumps(settings | self.config), encoding="utf-8")
+        self.settings: Settings = load_settings(self.config_file, [], {})
+        for topic in self.topology.source.topics:
+            self.admin.create_topic(topic, self.partitions, KEPT | self.source_config)
+        if self.topology.output is not None:
+            self.admin.create_topic(self.topology.output.topic, self.partitions, KEPT | self.output_config)
+
+    @property
+    def topology_file(self) -> Path:
+        """The topology file."""
+        return self.directory / f"{self.name}.yaml"
+
+    @property
+    def config_file(self) -> Path:
+        """The config file."""
+        return self.directory / "config.yaml"
+
+    @property
+    def output(self) -> str:
+        """The output topic's name."""
+        assert self.topology.output is not None
+        return self.topology.output.topic
+
+    def state_dir(self, worker_id: str) -> Path:
+        """Where a worker keeps its state."""
+        return self.directory / f"state-{worker_id}"
+
+    # Feeding.
+
+    def send(self, events: Sequence[Event], *, transactional_id: str | None = None, commit: bool | None = True) -> Producer:
+        """The events are in the source topics, in order; in a transaction if one is named, ended as ``commit`` says.
+
+        With ``commit=None`` the transaction stays open.
+        """
+        config: dict[str, Any] = {"bootstrap.servers": self.kafka.bootstrap, "enable.idempotence": True, "linger.ms": 5}
+        if transactional_id is not None:
+            config["transactional.id"] = transactional_id
+        producer = Producer(config)
+        if transactional_id is not None:
+            producer.init_transactions(30)
+            producer.begin_transaction()
+        self._produce(producer, events)
+        if transactional_id is None or commit:
+            self.sent.extend(events)
+        if transactional_id is not None and commit is not None:
+            (producer.commit_transaction if commit else producer.abort_transaction)(30)
+        return producer
+
+    def _produce(self, producer: Producer, events: Sequence[Event]) -> None:
+        refused: list[object] = []
+        topics = self.topology.source.topics
+        for number, event in enumerate(events):
+            producer.produce(
+                topics[event.topic],
+                event.value,
+                event.key,
+                partition=event.partition,
+                timestamp=event.timestamp_ms,
+                headers=list(event.headers),
+                on_delivery=lambda error, _: refused.append(error) if error else None,
+            )
+            if number % 5_000 == 4_999:
+                producer.flush(30)
+        assert producer.flush(30) == 0
+        assert refused == []
+
+    @contextlib.contextmanager
+    def stream(self, events: Sequence[Event], *, per_s: int) -> Iterator[threading.Thread]:
+        """A thread sends the events at about this rate while the block runs; all are sent when it ends."""
+        pieces = [events[at : at + max(1, per_s // 20)] for at in range(0, len(events), max(1, per_s // 20))]
+        ended = threading.Event()
+
+        def feed() -> None:
+            producer = Producer({"bootstrap.servers": self.kafka.bootstrap, "enable.idempotence": True})
+            began = time.monotonic()
+            for number, piece in enumerate(pieces):
+                ended.wait(max(0.0, began + number / 20 - time.monotonic()))
+                self._produce(producer, piece)
+                self.sent.extend(piece)
+
+        thread = threading.Thread(target=feed, name="feeder")
+        thread.start()
+        try:
+            yield thread
+        finally:
+            ended.set()
+            thread.join()
+
+    # Workers.
+
+    def start(
+        self,
+        worker_id: str = "a",
+        *accidents: str,
+        crash_at: str | None = None,
+        exit_when_done: bool = False,
+        environ: Mapping[str, str] | None = None,
+        settings: Sequence[str] = (),
+        static: bool = True,
+    ) -> Worker:
+        """Start a worker; with ``static`` its id is a static membership, so that a restart is given its own back."""
+        variables = dict(environ or {}) | ({"DEDUP_CRASH_AT": crash_at} if crash_at else {})
+        unset = [part for name in os.environ if name.startswith("DEDUP_") for part in ("-u", name)]
+        command = ["env", *unset, *(f"{name}={value}" for name, value in variables.items())]
+        command += [sys.executable, str(CHILD), *accidents, "--", "run", str(self.topology_file), "--quiet"]
+        command += ["--config", str(self.config_file), "--set", f"state_dir={self.state_dir(worker_id)}"]
+        for setting in (*([f"worker_id={worker_id}"] if static else []), *settings):
+            command += ["--set", setting]
+        if exit_when_done:
+            command.append("--exit-when-done")
+        worker = Worker(self, worker_id, command, self.directory / f"{worker_id}.log")
+        self.workers.append(worker)
+        return worker
+
+    def finish(self, worker_id: str = "a", **options: Any) -> Worker:
+        """A worker does all that is there, and exits with 0."""
+        worker = self.start(worker_id, exit_when_done=True, **options)
+        assert worker.wait() == 0, worker.log
+        return worker
+
+    def end(self) -> None:
+        """No worker runs any more."""
+        for worker in self.workers:
+            worker.kill()
+
+    # Looking.
+
+    def committed(self, topic: str | None = None) -> dict[int, int]:
+        """Return the group's offsets of a feeding topic, 0 where there is none."""
+        topic = topic or self.topology.feeding_topics[0]
+        places = [TopicPartition(topic, partition) for partition in range(self.partitions)]
+        asked = self.admin.client.list_consumer_group_offsets([ConsumerGroupTopicPartitions(self.name, places)])
+        found = asked[self.name].result(timeout=30).topic_partitions
+        return {place.partition: max(0, place.offset) for place in found}
+
+    def until_done(self, *, within_s: float = WITHIN_S) -> None:
+        """The group has committed everything sent to the source topics."""
+        ends = Counter((event.topic, event.partition) for event in self.sent)
+
+        def done() -> bool:
+            for number, topic in enumerate(self.topology.source.topics):
+                committed = self.committed(topic)
+                if any(committed[p] < ends[number, p] for p in committed):
+                    return False
+            if self.topology.direct:
+                return True
+            topic = self.topology.repartition_topic
+            # Ends count the marker of the last transaction; a committed offset can not.
+            last = self.last_offsets(topic)
+            committed = self.committed(topic)
+            return all(committed[p] > last.get(p, -1) for p in committed)
+
+        until(done, f"{self.name}: all committed; logs:\n{self.logs()}", within_s=within_s)
+
+    def last_offsets(self, topic: str) -> dict[int, int]:
+        """Return the offset of each partition's last committed record."""
+        return {message.partition(): message.offset() or 0 for message in self.read(topic)}
+
+    def until_progress(self, records: int) -> None:
+        """At least this many more records were committed than before."""
+        begin = sum(self.committed().values())
+        until(lambda: sum(self.committed().values()) >= begin + records, f"progress; logs:\n{self.logs()}")
+
+    def read(self, topic: str) -> list[Message]:
+        """Return what a committed reader finds in a topic, up to its end."""
+        return read_all(self.kafka.bootstrap, topic)
+
+    def logs(self) -> str:
+        """Return the last lines of every worker's log."""
+        return "\n".join(f"--- {w.id} (running: {w.running})\n{w.log[-3000:]}" for w in self.workers[-4:])
+
+    # Judging.
+
+    def judge(self, *, lost_ids: frozenset[str] = frozenset(), extra_dead: int = 0) -> Report:
+        """Everything sent ended exactly once, by the model and by counting; ``lost_ids`` are dead letters by plan."""
+        report = verify(self.topology, self.settings)
+        assert report.passed, (report.closing_line(), report.samples[:10])
+        assert report.not_provable == {}
+        assert all(books.balanced for books in report.books)
+        assert sum(books.pending for books in report.books) == 0
+        expected = Expected.of(self.sent)
+        assert report.read >= expected.total
+        output = self.read(self.output)
+        found = Counter(id_of(message.value()) for message in output)
+        assert [each for each, times in found.items() if times > 1] == []
+        assert set(found) == expected.ids - lost_ids
+        assert len(self.read(self.topology.dead_letter)) == expected.bad + extra_dead
+        assert_order_kept(output)
+        return report
+
+
+def assert_order_kept(output: Iterable[Message]) -> None:
+    """Records of one source partition come out in the order they went in, whatever was left out between them."""
+    last: dict[tuple[int | None, str], int] = defaultdict(lambda: -1)
+    for message in output:
+        value = json.loads(message.value() or b"{}")
+        # Within one ID's partition numbers grow; behind a repartition topic only the order per ID is promised.
+        place = (message.partition(), str(value["id"]))
+        assert value["n"] > last[place], f"{place}: {value['n']} came after {last[place]}"
+        last[place] = value["n"]
+
+
+class Watch:
+    """A committed reader of the output, all the while; it is the one that must never see an ID twice."""
+
+    def __init__(self, job: Job, *, guard_ms: int = 1 << 60) -> None:
+        self._job = job
+        self._guard_ms = guard_ms
+        self._seen: defaultdict[str, list[int]] = defaultdict(list)
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._read, name="watch")
+        self.failure: BaseException | None = None
+        self.duplicated: list[str] = []
+        self.records = 0
+
+    def __enter__(self) -> Watch:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """It has read up to the end; raises AssertionError if it ever saw a duplicate."""
+        self._ended.set()
+        self._thread.join()
+        assert self.failure is None, self.failure
+        assert self.duplicated == []
+
+    def _read(self) -> None:
+        try:
+            self._read_to_end()
+        except BaseException as error:  # noqa: BLE001  # handed over to the test's thread
+            self.failure = error
+
+    def _read_to_end(self) -> None:
+        consumer = Consumer(
+            {
+                "bootstrap.servers": self._job.kafka.bootstrap,
+                "group.id": f"{self._job.name}-watch",
+                "enable.auto.commit": False,
+                "isolation.level": "read_committed",
+                "enable.partition.eof": True,
+            }
+        )
+        try:
+            consumer.assign([TopicPartition(self._job.output, p, 0) for p in range(self._job.partitions)])
+            at_end: set[int] = set()
+            while not (self._ended.is_set() and len(at_end) == self._job.partitions):
+                # Once the test is over, every partition must be seen to end anew.
+                if not self._ended.is_set():
+                    at_end.clear()
+                for message in consumer.consume(5_000, 0.1):
+                    if message.error() is None:
+                        at_end.discard(message.partition() or 0)
+                        self._note(message)
+                    elif message.error().code() == KafkaError._PARTITION_EOF:
+                        at_end.add(message.partition() or 0)
+        finally:
+            consumer.close()
+
+    def _note(self, message: Message) -> None:
+        self.records += 1
+        found = id_of(message.value()) or ""
+        time_ms = message.timestamp()[1]
+        if any(abs(time_ms - other) < self._guard_ms for other in self._seen[found]):
+            self.duplicated.append(f"{found} at {message.partition()}/{message.offset()}")
+        self._seen[found].append(time_ms)
+
+
+def tree(directory: Path) -> dict[str, bytes]:
+    """Return every file below a directory with its content, but for RocksDB's own log of what it did."""
+    return {
+        str(path.relative_to(directory)): path.read_bytes()
+        for path in sorted(directory.rglob("*"))
+        if path.is_file() and not path.name.startswith("LOG")
+    }
+
+
+def numbered(prefix: str) -> Iterator[str]:
+    """Yield prefix-0, prefix-1, ..."""
+    return (f"{prefix}-{number}" for number in itertools.count())
