@@ -38,13 +38,13 @@ def verify_command(
     from rich.console import Console
     from rich.progress import Progress as Bar
 
+    from dedup.cli.inputs import read_topology
     from dedup.errors import VerificationFailed
     from dedup.proof.render import print_report, to_html
     from dedup.proof.verify import Progress, verify
     from dedup.settings import load_settings
-    from dedup.topology.parse import parse
 
-    parsed = parse(topology.read_text(encoding="utf-8"), name=str(topology))
+    parsed = read_topology(topology)
     settings = load_settings(config, override or [], os.environ)
     console = Console(stderr=json)
     with Bar(console=console, transient=True) as bar:
