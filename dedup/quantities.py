@@ -7,12 +7,12 @@ from typing import Final
 
 _MS: Final = {"ms": 1, "s": 1_000, "m": 60_000, "h": 3_600_000, "d": 86_400_000}
 _BYTES: Final = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
-_TEXT: Final = re.compile(r"([0-9]{1,15})(\s*)([A-Za-z]*)")
+_TEXT: Final = re.compile(r"([0-9]{1,19})(\s*)([A-Za-z]*)")
 _LONGEST_MS: Final = 36_500 * _MS["d"]
 _LARGEST_BYTES: Final = 1 << 60
 
-DURATION_PATTERN: Final = r"^[0-9]{1,15}(ms|s|m|h|d)$"
-SIZE_PATTERN: Final = r"^[0-9]{1,15}(B|KiB|MiB|GiB|TiB)$"
+DURATION_PATTERN: Final = r"^[0-9]{1,19}(ms|s|m|h|d)$"
+SIZE_PATTERN: Final = r"^[0-9]{1,19}(B|KiB|MiB|GiB|TiB)$"
 
 
 def parse_duration(text: str) -> int:

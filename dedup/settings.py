@@ -180,7 +180,7 @@ def _plain_secrets(document: Document) -> Iterator[Problem]:
         written = document.written(at)
         if written is not None and not _REFERENCE.fullmatch(written):
             yield Problem(document.place(at), _PLAIN.format(name=dotted(at), variable=_variable(at)))
-            document.put(at, None, document.place(at))
+            document.put(at, "***", document.place(at))
 
 
 _PLAIN: Final = (

@@ -1,0 +1,293 @@
+"""Config files, `--set` and `DEDUP_*`: what they become, what is refused, and that secrets stay secret."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+
+import pytest
+
+from dedup.errors import SettingsError
+from dedup.settings import BROKER_DEFAULT, Log, Secret, Security, Settings, TopicDefaults, Web, load_settings
+
+CONFIG = Path(__file__).parents[2] / "config"
+CANARY = "canary-7f3a"
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def write(text: str) -> Path:
+    path = Path("c.yaml")
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def load(text: str, *overrides: str, **environ: str) -> Settings:
+    return load_settings(write(text), overrides, environ)
+
+
+def problems(text: str, *overrides: str, **environ: str) -> list[str]:
+    with pytest.raises(SettingsError) as caught:
+        load(text, *overrides, **environ)
+    return str(caught.value).splitlines()
+
+
+def test_only_brokers_is_needed():
+    assert load("brokers: [a:9092]") == Settings(brokers=("a:9092",))
+
+
+def test_the_defaults():
+    settings = load("brokers: [a:9092]")
+    assert settings.security == Security()
+    assert (settings.commit_interval_ms, settings.transaction_timeout_ms, settings.session_timeout_ms) == (
+        100,
+        30_000,
+        10_000,
+    )
+    assert settings.topics == TopicDefaults(True, BROKER_DEFAULT, None, None, None, "snappy")
+    assert settings.web == Web(True, "127.0.0.1", 6066, None)
+    assert settings.log == Log("text", "info")
+    assert settings.state_dir == Path("state")
+    assert settings.worker_id is None
+
+
+def test_production_yaml_is_correct(tmp_path):
+    secret = tmp_path / "kafka"
+    secret.write_text(f"{CANARY}\n", encoding="utf-8")
+    text = (CONFIG / "production.yaml").read_text(encoding="utf-8").replace("/run/secrets/kafka", str(secret))
+    settings = load(text, KAFKA_USER="orders")
+    assert settings.brokers == ("kafka-1:9093", "kafka-2:9093")
+    assert settings.security.username == "orders"
+    assert settings.security.password == Secret(CANARY)
+    assert settings.topics == TopicDefaults(True, 3, 2, 604_800_000, None, "snappy")
+    assert settings.worker_id == "orders-1"
+    assert settings.log == Log("json", "info")
+
+
+def test_local_yaml_is_correct_and_is_the_default(monkeypatch):
+    monkeypatch.chdir(CONFIG.parent)
+    settings = load_settings(None, [], {})
+    assert settings == load_settings(CONFIG / "local.yaml", [], {})
+    assert settings.topics.replication_factor == 1
+
+
+def test_without_any_file_overrides_do():
+    assert load_settings(None, ["brokers=a:1,b:2"], {}).brokers == ("a:1", "b:2")
+    assert load_settings(None, ["brokers=[a:1, b:2]"], {}).brokers == ("a:1", "b:2")
+    assert load_settings(None, [], {"DEDUP_BROKERS": "a:1"}).brokers == ("a:1",)
+
+
+def test_the_command_line_wins_over_the_environment_and_that_over_the_file():
+    text = "brokers: [a:1]\nweb: {port: 1}\nlog: {level: error}\ncommit_interval: 5s"
+    settings = load(text, "web.port=3", DEDUP_WEB__PORT="2", DEDUP_LOG__LEVEL="debug")
+    assert (settings.web.port, settings.log.level, settings.commit_interval_ms) == (3, "debug", 5_000)
+
+
+def test_overrides_of_every_type():
+    settings = load(
+        "brokers: [a:1]", "topics.create=false", "worker_id=7", "state_dir=/x", "topics.retention=1h",
+        "topics.partitions=12", "commit_interval=250ms", "web.host=::1",
+    )  # fmt: skip
+    assert settings.topics.create is False
+    assert (settings.worker_id, settings.state_dir) == ("7", Path("/x"))
+    assert (settings.topics.retention_ms, settings.topics.partitions) == (3_600_000, 12)
+    assert (settings.commit_interval_ms, settings.web.host) == (250, "::1")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (
+            "",
+            'c.yaml: the key "brokers" is missing; write `brokers: [host:9092]` into a config file, or --set brokers=host:9092, or DEDUP_BROKERS',
+        ),
+        ("brokers: []", "c.yaml:1:10: brokers: is an empty list; name at least one broker"),
+        ("brokers: [kafka]", 'c.yaml:1:11: brokers[0]: "kafka" is no broker; write host:port, such as kafka-1:9092'),
+        (
+            "brokers: [kafka:99999]",
+            'c.yaml:1:11: brokers[0]: "kafka:99999" is no broker; write host:port, such as kafka-1:9092',
+        ),
+        ("brokers:", "c.yaml:1:1: brokers: has no value; write one, or leave the key out"),
+        ("broker: [a:1]", 'c.yaml:1:1: unknown key "broker"; did you mean "brokers"?'),
+        (
+            "brokers: [a:1]\ncommit_interval: 100",
+            'c.yaml:2:18: commit_interval: "100" has no unit; write "100ms" or "100s"',
+        ),
+        ("brokers: [a:1]\ncommit_interval: 5m", 'c.yaml:2:18: commit_interval: "5m" must be 1ms to 60s'),
+        (
+            "brokers: [a:1]\ncommit_interval: 20s",
+            "c.yaml:1:1: transaction_timeout: must be at least twice commit_interval (20s)",
+        ),
+        ("brokers: [a:1]\nsession_timeout: 10ms", 'c.yaml:2:18: session_timeout: "10ms" must be 1s to 30m'),
+        (
+            "brokers: [a:1]\nworker_id: ../x",
+            'c.yaml:2:12: worker_id: "../x" is no worker id; use a-z A-Z 0-9 "." "_" "-", at most 100 characters, no "." first',
+        ),
+        (
+            "brokers: [a:1]\ntopics: {replication_factor: 0}",
+            'c.yaml:2:30: topics.replication_factor: "0" must be 1 to 32767',
+        ),
+        (
+            "brokers: [a:1]\ntopics: {replication_factor: 1, min_insync_replicas: 2}",
+            "c.yaml:2:54: topics.min_insync_replicas: more than topics.replication_factor (1)",
+        ),
+        (
+            "brokers: [a:1]\ntopics: {compression: lz5}",
+            'c.yaml:2:23: topics.compression: "lz5" is not one of none | gzip | snappy | lz4 | zstd; did you mean "lz4"?',
+        ),
+        (
+            "brokers: [a:1]\nweb: {host: 0.0.0.0}",
+            'c.yaml:2:13: web.host: "0.0.0.0" can be reached from outside; set web.token, or listen on 127.0.0.1',
+        ),
+        ("brokers: [a:1]\nweb: {prot: 1}", 'c.yaml:2:7: unknown key "web.prot"; did you mean "port"?'),
+        (
+            "brokers: [a:1]\nlog: {level: trace}",
+            'c.yaml:2:14: log.level: "trace" is not one of debug | info | warning | error',
+        ),
+        (
+            "brokers: [a:1]\nsecurity: {protocol: SASL_SSL}",
+            "c.yaml:2:22: security.mechanism: is missing; SASL_SSL needs it",
+        ),
+        (
+            "brokers: [a:1]\nsecurity: {username: u}",
+            "c.yaml:2:22: security.username: has no effect with protocol PLAINTEXT; write `protocol: SASL_SSL`",
+        ),
+        (
+            "brokers: [a:1]\nsecurity: {ca_file: /x}",
+            "c.yaml:2:21: security.ca_file: has no effect with protocol PLAINTEXT; write `protocol: SSL`",
+        ),
+        (
+            "brokers: [a:1]\nsecurity: {protocol: SSL, cert_file: /x}",
+            "c.yaml:2:38: security: cert_file and key_file belong together; name both",
+        ),
+        (
+            'brokers: [a:1]\nstate_dir: "${env:NOPE}"',
+            "c.yaml:2:12: state_dir: the environment variable NOPE is not set",
+        ),
+        (
+            'brokers: [a:1]\nstate_dir: "${file:/nope/x}"',
+            "c.yaml:2:12: state_dir: the file /nope/x can not be read: No such file or directory",
+        ),
+        (
+            'brokers: [a:1]\nstate_dir: "${vault:x}"',
+            'c.yaml:2:12: state_dir: "${vault:...}" is unknown; write "${env:NAME}" or "${file:PATH}"',
+        ),
+        ("brokers: [a:1]\nbrokers: [b:1]", 'c.yaml:2:1: the key "brokers" stands here again; it is in line 1 already'),
+        ("[a]", "c.yaml:1:1: must be a mapping of keys to values; begin with `brokers:`"),
+        ("a: [", "c.yaml:1:5: is not YAML here: expected the node content, but found '<stream end>'"),
+    ],
+)
+def test_a_mistake_in_the_file(text, said):
+    assert said in problems(text)
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("web.prot=1", '--set web.prot: unknown key; did you mean "web.port"?'),
+        ("web.port", "--set web.port: has no value; write --set key=value"),
+        ("web.port=x", '--set web.port: web.port: "x" must be a whole number'),
+        ("loglevel=debug", '--set loglevel: unknown key; did you mean "log.level"?'),
+        ("commit_interval=5", '--set commit_interval: commit_interval: "5" has no unit; write "5h" or "5m"'),
+    ],
+)
+def test_a_mistake_on_the_command_line(override, said):
+    assert said in problems("brokers: [a:1]", override)
+
+
+def test_an_unknown_variable_is_refused_but_not_those_of_tests():
+    said = problems("brokers: [a:1]", DEDUP_WEB__PROT="1", DEDUP_TEST_BROKER="x", DEDUP_CRASH_AT="y")
+    assert said == ['DEDUP_WEB__PROT: no setting has this variable; did you mean "DEDUP_WEB__PORT"?']
+
+
+def test_everything_is_said_at_once_in_order():
+    said = problems("brokers: [a]\ngrace: 1\nlog: {level: 1}", "x=1", DEDUP_X="1")
+    assert [problem.split(" ")[0] for problem in said] == [
+        "DEDUP_X:",
+        "--set",
+        "c.yaml:1:11:",
+        "c.yaml:2:1:",
+        "c.yaml:3:14:",
+    ]
+
+
+def test_a_file_that_is_not_there():
+    with pytest.raises(SettingsError, match=r"nope.yaml: can not be read: No such file or directory; name a config"):
+        load_settings(Path("nope.yaml"), [], {})
+
+
+def test_a_file_that_is_no_text(tmp_path):
+    (tmp_path / "c").write_bytes(b"\xff\xfe")
+    with pytest.raises(SettingsError, match="it is not UTF-8"):
+        load_settings(tmp_path / "c", [], {})
+
+
+class TestSecrets:
+    sasl = "brokers: [a:1]\nsecurity: {protocol: SASL_SSL, mechanism: PLAIN, username: u, password: %s}"
+
+    def test_from_a_variable_of_any_name(self):
+        assert load(self.sasl % '"${env:PW}"', PW=CANARY).security.password == Secret(CANARY)
+
+    def test_from_a_file_without_its_last_line_break(self, tmp_path):
+        (tmp_path / "pw").write_text(f"{CANARY}\r\n", encoding="utf-8")
+        assert load(self.sasl % '"${file:pw}"').security.password == Secret(CANARY)
+
+    def test_from_our_own_variable_taken_as_it_is(self):
+        odd = "${env:HOME}: [5"
+        settings = load(self.sasl.replace(", password: %s", ""), DEDUP_SECURITY__PASSWORD=odd)
+        assert settings.security.password == Secret(odd)
+
+    @pytest.mark.parametrize("written", [CANARY, f'"x${{env:PW}}{CANARY}"', "12345"])
+    def test_not_from_the_file_itself(self, written):
+        said = problems(self.sasl % written, PW="p")
+        assert said[0] == (
+            'c.yaml:2:73: security.password: a secret must not be written here; write "${env:NAME}" or "${file:PATH}", '
+            "or set DEDUP_SECURITY__PASSWORD"
+        )
+        assert CANARY not in "".join(said)
+        assert "12345" not in "".join(said)
+
+    def test_not_from_the_command_line_which_others_can_see(self):
+        said = problems("brokers: [a:1]", f"web.token={CANARY}")
+        assert said[0].startswith("--set web.token: web.token: a secret must not be written here")
+        assert CANARY not in said[0]
+        assert load("brokers: [a:1]", "web.token=${env:T}", T=CANARY).web.token == Secret(CANARY)
+
+    def test_not_an_empty_one(self):
+        assert problems(self.sasl % '"${env:PW}"', PW="") == ["c.yaml:2:73: security.password: ${env:PW} is empty"]
+
+    def test_no_repr_text_or_pickle_shows_it(self):
+        settings = load(self.sasl % '"${env:PW}"', PW=CANARY)
+        assert CANARY not in f"{settings!r} {settings} {settings.security.password!s}"
+        with pytest.raises(TypeError, match="not written anywhere"):
+            pickle.dumps(settings)
+
+    def test_no_message_shows_what_a_reference_stood_for(self):
+        said = problems('brokers: ["${env:PW}"]\nlog: {level: "${env:PW}"}\nworker_id: "a/${env:PW}"', PW=CANARY)
+        assert len(said) == 3
+        assert CANARY not in "".join(said)
+        assert "${env:PW}" in "".join(said)
+
+    def test_no_chained_error_shows_it(self):
+        with pytest.raises(SettingsError) as caught:
+            load('brokers: ["${env:PW}"]', PW=CANARY)
+        assert caught.value.__cause__ is None
+        assert caught.value.__context__ is None
+
+
+def test_plain_references_mix_with_text():
+    assert load('brokers: ["${env:HOST}:9092"]', HOST="kafka").brokers == ("kafka:9092",)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.8.8.8", "::1", "localhost"])
+def test_loopback_needs_no_token(host):
+    assert load(f'brokers: [a:1]\nweb: {{host: "{host}"}}').web.host == host
+
+
+def test_another_host_does():
+    settings = load("brokers: [a:1]\nweb: {host: 0.0.0.0}", DEDUP_WEB__TOKEN=CANARY)
+    assert settings.web.token == Secret(CANARY)
+    assert load("brokers: [a:1]\nweb: {host: 0.0.0.0, enabled: false}").web.enabled is False

@@ -1,0 +1,98 @@
+"""Each finding of the lint, and the files that have none of it."""
+
+from __future__ import annotations
+
+import pytest
+
+from dedup.topology.lint import LARGEST_CHANGELOG_RECORD_BYTES, lint, worst_record_bytes
+from dedup.topology.model import Topology
+from dedup.topology.parse import parse
+
+QUIET_RULE = "field: id, tombstones: dead_letter"
+DIRECT = "topics: [c], partitioned_by: tracking_id"
+
+
+def topology(rule: str = QUIET_RULE, more: str = "", source: str = DIRECT, guard: str = "1h") -> Topology:
+    text = f"dedup: 1\nname: t\nsource: {{{source}}}\ntracking_id: {{{rule}}}\nguard_period: {guard}\n{more}\n"
+    return parse(text, name="t.yaml")
+
+
+def codes(made: Topology) -> list[str]:
+    return [finding.code for finding in lint(made)]
+
+
+def test_a_quiet_topology_has_no_findings():
+    assert codes(topology(more="output: {topic: o}")) == []
+
+
+@pytest.mark.parametrize(
+    ("made", "code"),
+    [
+        (topology(more="late: forward"), "late_forwarded"),
+        (topology(more="late: drop"), "late_dropped"),
+        (topology("field: id, tombstones: dead_letter, missing: forward"), "missing_forwarded"),
+        (topology("field: id"), "tombstones_forwarded"),
+        (topology("fields: [a, b]"), "tombstones_forwarded"),
+        (topology(more="on_conflict: forward"), "conflicts_forwarded"),
+        (topology(more="grace: 0s"), "no_grace"),
+        (topology(more="extend: true\nextend_at_most: 5m"), "cap_below_guard"),
+        (topology(more="future: clamp"), "times_clamped"),
+        (topology(more="max_clock_skew: 0s"), "no_clock_skew"),
+        (topology(source=f"{DIRECT}, start: latest"), "start_latest"),
+        (topology(source="topics: [c]"), "order_per_tracking_id"),
+        (topology(source="topics: [c, d]"), "order_per_tracking_id"),
+        (topology(source="topics: [c, d], partitioned_by: tracking_id"), "partitioned_by_unused"),
+        (topology(f"{QUIET_RULE}, normalize: [lower]"), "normalized_after_partitioning"),
+        (topology("key: true, normalize: [lower]", source="topics: [c]"), "normalized_keys_repartitioned"),
+        (topology("content: {exclude: [a]}, tombstones: dead_letter, normalize: [lower]"), "normalize_unused"),
+        (topology("content: true", "conflicts: x"), "no_conflicts_possible"),
+        (topology("content: true"), "bytes_compared"),
+        (topology("field: id, tombstones: dead_letter, missing: fail"), "missing_stops"),
+        (topology(more="on_conflict: fail"), "conflict_stops"),
+    ],
+)
+def test_a_warning(made, code):
+    found = {finding.code: finding for finding in lint(made)}
+    assert found[code].level == "warning"
+    assert found[code].text.endswith(".")
+
+
+@pytest.mark.parametrize("rule", ["key: true", "header: h", "content: true"])
+def test_tombstones_concern_ids_in_the_value_only(rule):
+    assert "tombstones_forwarded" not in codes(topology(rule))
+
+
+def test_an_excluded_member_makes_conflicts_possible():
+    assert "no_conflicts_possible" not in codes(topology("content: {exclude: [a]}", "conflicts: x"))
+
+
+def test_what_forwards_outside_the_guarantee_names_the_header():
+    made = topology("field: id, missing: forward", "late: forward\non_conflict: forward")
+    outside = [finding for finding in lint(made) if finding.code.endswith("_forwarded")]
+    assert len(outside) == 4
+    assert all("dedup-verdict" in finding.text for finding in outside)
+
+
+def test_a_grace_far_longer_than_the_guard_period_is_an_error():
+    found = lint(topology(guard="1s", more="grace: 24h\nlate: drop"))
+    assert [(finding.level, finding.code) for finding in found] == [
+        ("error", "changelog_record_too_large"),
+        ("warning", "late_dropped"),
+    ]
+    assert "grace 1d is too long for guard_period 1s" in found[0].text
+    assert "1,036,848 bytes" in found[0].text
+
+
+def test_the_bound_is_exact():
+    # A segment is half the retention; each guard period in it may leave a sighting of 24 bytes, and two at the ends.
+    most = LARGEST_CHANGELOG_RECORD_BYTES // 24 - 2
+    fits = topology(guard="1ms", more=f"grace: {2 * most - 1}ms")
+    assert worst_record_bytes(fits) == LARGEST_CHANGELOG_RECORD_BYTES
+    assert codes(fits) == []
+    over = topology(guard="1ms", more=f"grace: {2 * most + 1}ms")
+    assert codes(over) == ["changelog_record_too_large"]
+
+
+def test_payload_fingerprints_count():
+    assert worst_record_bytes(topology(more="conflicts: x")) == 3 * 32
+    assert worst_record_bytes(topology()) == 3 * 24

@@ -1,0 +1,200 @@
+"""What a correct topology file becomes."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from dedup.core.event_time import FieldTime, RecordTime
+from dedup.core.fold import OnConflict, OnFuture, OnMissing, OnTombstone
+from dedup.core.tracking_id import ContentRule, FieldRule, FieldsRule, HeaderRule, KeyRule, RawContentRule, TrackingId
+from dedup.core.window import Window
+from dedup.topology.model import LateDrop, LateForward, LateTo, Output, StateSpec, Topology
+from dedup.topology.parse import parse
+
+HOUR_MS = 3_600_000
+
+
+def topology(rule: str = "field: id", more: str = "", source: str = "topics: [clicks]", guard: str = "1h") -> Topology:
+    text = f"dedup: 1\nname: t\nsource: {{{source}}}\ntracking_id: {{{rule}}}\nguard_period: {guard}\n{more}\n"
+    return parse(text, name="t.yaml")
+
+
+def test_the_defaults():
+    made = topology()
+    assert made.source.topics == ("clicks",)
+    assert (made.source.format, made.source.start) == ("json", "earliest")
+    assert made.window == Window(HOUR_MS, HOUR_MS)
+    assert made.output is None
+    assert made.late == LateTo("t.late")
+    assert made.dead_letter == "t.dead-letter"
+    assert made.event_time == RecordTime()
+    assert (made.missing, made.tombstones) == (OnMissing.DEAD_LETTER, OnTombstone.FORWARD)
+    assert (made.future, made.max_clock_skew_ms, made.idle_after_ms) == (OnFuture.DEAD_LETTER, HOUR_MS, 60_000)
+    assert (made.duplicates, made.conflicts, made.on_conflict) == (None, None, OnConflict.DUPLICATE)
+    assert made.state == StateSpec(1, None)
+    assert not made.fingerprints_wanted
+
+
+@pytest.mark.parametrize(
+    ("written", "rule"),
+    [
+        ("key: true", KeyRule()),
+        ("header: X-Id", HeaderRule("X-Id")),
+        ("field: 'a.b[0].c'", FieldRule(("a", "b", 0, "c"))),
+        ("""field: 'a["b.c"]'""", FieldRule(("a", "b.c"))),
+        ("fields: [tenant, order.id]", FieldsRule((("tenant",), ("order", "id")))),
+        ("content: {exclude: [sent_at]}", ContentRule((("sent_at",),))),
+        ("content: {exclude: []}", ContentRule()),
+        ("content: true", RawContentRule()),
+    ],
+)
+def test_the_tracking_id_rules(written, rule):
+    assert topology(written).tracking_id == TrackingId(rule)
+
+
+def test_normalizing_keeps_its_order():
+    assert topology("field: id, normalize: [nfc, lower, trim]").tracking_id.normalize == ("nfc", "lower", "trim")
+
+
+@pytest.mark.parametrize(
+    ("written", "ms"),
+    [
+        ("1ms", 1),
+        ("2s", 2_000),
+        ("15m", 900_000),
+        ("24h", 86_400_000),
+        ("7d", 604_800_000),
+        ("36500d", 3_153_600_000_000),
+    ],
+)
+def test_durations(written, ms):
+    assert topology(guard=written).window.guard_ms == ms
+
+
+def test_grace_may_be_nothing():
+    assert topology(more="grace: 0s").window.grace_ms == 0
+
+
+def test_extending_is_capped_at_seven_guard_periods_unless_said_otherwise():
+    assert topology(more="extend: true").window.extend_at_most_ms == 7 * HOUR_MS
+    assert topology(more="extend: true\nextend_at_most: 2h").window.extend_at_most_ms == 2 * HOUR_MS
+    assert topology(more="extend_at_most: 2h").window == Window(HOUR_MS, HOUR_MS)
+
+
+@pytest.mark.parametrize(
+    ("written", "late"),
+    [("forward", LateForward()), ("drop", LateDrop()), ("too.late", LateTo("too.late"))],
+)
+def test_late(written, late):
+    assert topology(more=f"late: {written}").late == late
+
+
+def test_side_topics_are_named_after_the_output():
+    made = topology(more="output: {topic: out, headers: true}")
+    assert made.output == Output("out", headers=True)
+    assert (made.late, made.dead_letter) == (LateTo("out.late"), "out.dead-letter")
+
+
+def test_event_time():
+    made = topology(more="event_time: {field: a.ts, unit: us}")
+    assert made.event_time == FieldTime(("a", "ts"), "us")
+
+
+def test_start_may_be_a_time():
+    assert topology(source="topics: [c], start: '2024-01-31T00:00:00Z'").source.start == 1_706_659_200_000
+    assert topology(source="topics: [c], start: latest").source.start == "latest"
+
+
+def test_conflicts_by_topic_or_with_excluded_members():
+    assert topology(more="conflicts: c").conflicts == "c"
+    made = topology(more="conflicts: {topic: c, exclude: [sent_at, a.b]}")
+    assert (made.conflicts, made.fingerprint_exclude) == ("c", (("sent_at",), ("a", "b")))
+    assert made.fingerprints_wanted
+    assert topology(more="on_conflict: fail").fingerprints_wanted
+
+
+def test_state():
+    made = topology(more="state: {standby_replicas: 0, max_bytes_per_partition: 20GiB}")
+    assert made.state == StateSpec(0, 20 << 30)
+
+
+@pytest.mark.parametrize(
+    ("rule", "source", "direct"),
+    [
+        ("field: id", "topics: [c]", False),
+        ("field: id", "topics: [c], partitioned_by: tracking_id", True),
+        ("key: true", "topics: [c]", True),
+        ("key: true", "topics: [c, d]", False),
+        ("field: id", "topics: [c, d], partitioned_by: tracking_id", False),
+        # "A" and "a" may be in two partitions, though the topology calls them equal.
+        ("key: true, normalize: [lower]", "topics: [c]", False),
+        ("key: true, normalize: [lower]", "topics: [c], partitioned_by: tracking_id", True),
+    ],
+)
+def test_where_ids_meet(rule, source, direct):
+    made = topology(rule, source=source)
+    assert made.direct is direct
+    assert made.feeding_topics == (("c",) if direct else ("t.repartition",))
+    assert ("t.repartition" in made.written_topics) is not direct
+
+
+def test_transactional_ids():
+    made = topology()
+    assert made.transactional_id("dedup", 3) == "t.dedup.3"
+    assert made.transactional_id("repartition", 3, "clicks") == "t.repartition.clicks.3"
+
+
+def test_the_rules_of_the_fold():
+    made = topology("field: id, missing: forward, tombstones: dead_letter", "future: clamp\non_conflict: forward")
+    rules = made.rules
+    assert (rules.window, rules.missing, rules.tombstones) == (made.window, OnMissing.FORWARD, OnTombstone.DEAD_LETTER)
+    assert (rules.future, rules.on_conflict, rules.fingerprints) == (OnFuture.CLAMP, OnConflict.FORWARD, True)
+
+
+PARTITIONS = {"clicks": 4, "t.repartition": 4}
+
+
+class TestStateFingerprint:
+    base = topology()
+
+    def test_it_has_16_bytes_and_is_frozen(self):
+        # State in the world carries this value: with another one every worker would refuse its own state.
+        assert self.base.state_fingerprint(PARTITIONS).hex() == "4b945373976d36dc55c27c0c188f4187"
+
+    @pytest.mark.parametrize(
+        "other",
+        [
+            topology("field: other"),
+            topology("field: id, normalize: [trim]"),
+            topology(source="topics: [clacks]"),
+            topology(source="topics: [clicks, clacks]"),
+            topology(source="topics: [clicks], partitioned_by: tracking_id"),
+            topology(more="event_time: {field: ts, unit: ms}"),
+            topology(more="conflicts: c"),
+        ],
+    )
+    def test_what_makes_state_useless_changes_it(self, other):
+        assert other.state_fingerprint(PARTITIONS) != self.base.state_fingerprint(PARTITIONS)
+
+    def test_partition_counts_change_it(self):
+        assert self.base.state_fingerprint({"clicks": 8, "t.repartition": 4}) != self.base.state_fingerprint(PARTITIONS)
+
+    @pytest.mark.parametrize(
+        "other",
+        [
+            topology(guard="2h"),
+            topology(more="grace: 5m\nextend: true"),
+            topology("field: id, missing: fail"),
+            topology(more="output: {topic: o}\nlate: drop\nduplicates: d"),
+        ],
+    )
+    def test_what_state_survives_does_not(self, other):
+        assert other.state_fingerprint(PARTITIONS) == self.base.state_fingerprint(PARTITIONS)
+
+
+def test_a_topology_is_a_value():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        topology().name = "other"
+    assert topology() == topology()
