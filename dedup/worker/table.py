@@ -105,7 +105,6 @@ class TableManager(FaustTableManager):
         await app._fetcher.maybe_start()  # noqa: SLF001  # as Faust's own recovery does when it is done
         self.on_actives_ready()
         self.on_standbys_ready()
-        app.on_rebalance_end()
 
     def on_partitions_revoked(self, revoked: set[TP]) -> None:
         """Stop the standbys; a task that is about to open needs their directories."""

@@ -54,6 +54,7 @@ class RebalanceListener(aiokafka.abc.ConsumerRebalanceListener):  # type: ignore
         await consumer.on_partitions_assigned(
             {TP(tp.topic, tp.partition) for tp in assigned}, consumer.app.consumer_generation_id
         )
+        consumer.app.on_rebalance_end()
 
 
 class Consumer(FaustConsumer):
