@@ -15,6 +15,7 @@ _SHOWN_ON_THE_TERMINAL: Final = 20
 _COLOURS: Final = ("#2a78d6", "#eda100", "#1baf7a", "#e34948")
 _WIDTH, _HEIGHT, _LEFT, _BOTTOM = 960, 240, 56, 28
 _COLUMNS: Final = ("read", "unique", "duplicates", "late", "dead_letters", "pending", "not_provable")
+_ONLY_IF_ANY: Final = frozenset({"pending", "not_provable"})
 
 _STYLE: Final = """
 :root{color-scheme:light dark;--ink:#1a1a19;--soft:#6b6a66;--line:#dddcd6;--page:#fcfcfb;--bad:#c62f2e}
@@ -33,17 +34,20 @@ svg{width:100%;height:auto}svg text{fill:var(--soft);font:12px system-ui,sans-se
 def print_report(report: Report, console: Console) -> None:
     """Print the books, the violations, what could not be proved, and the closing line."""
     table = Table(title=f"{report.topology}: {report.method}, {report.read:,} records in {report.seconds:.1f} s")
-    table.add_column("partition")
-    for name in _COLUMNS:
-        table.add_column(name.replace("_", " "), justify="right")
+    sums = [sum(column) for column in zip(*map(_numbers, report.books), strict=True)]
+    # On a narrow terminal, columns that say nothing would squeeze those that do.
+    shown = [at for at, name in enumerate(_COLUMNS) if name not in _ONLY_IF_ANY or (sums and sums[at])]
+    table.add_column("partition", no_wrap=True)
+    for at in shown:
+        table.add_column(_COLUMNS[at].replace("_", " "), justify="right")
     table.add_column("balanced")
     for books in report.books:
-        cells = [f"{number:,}" for number in _numbers(books)]
+        numbers = _numbers(books)
+        cells = [f"{numbers[at]:,}" for at in shown]
         table.add_row(f"{books.topic}/{books.partition}", *cells, "yes" if books.balanced else "NO")
     if len(report.books) > 1:
-        sums = [sum(column) for column in zip(*map(_numbers, report.books), strict=True)]
         table.add_section()
-        table.add_row("all", *(f"{number:,}" for number in sums), "")
+        table.add_row("all", *(f"{sums[at]:,}" for at in shown), "")
     console.print(table)
     for sample in report.samples[:_SHOWN_ON_THE_TERMINAL]:
         console.print(f"{sample.kind}: {sample.place}: {sample.text}", style="red", markup=False, highlight=False)
