@@ -69,7 +69,7 @@ def _demo(size: Size, directory: Path, console: Console) -> tuple[Report, int]:
     """Return the verification's report and the number of distinct flights sent."""
     from dedup.cli.demo_run import Run, Stage
     from dedup.cli.demo_workers import Workers, config_file
-    from dedup.proof.kafka_reader import KafkaReader
+    from dedup.proof.watch import Watch
     from dedup.settings import load_settings
     from dedup.topology.parse import parse
 
@@ -80,9 +80,9 @@ def _demo(size: Size, directory: Path, console: Console) -> tuple[Report, int]:
         kafka, proxy = stack.enter_context(_kafka_behind_proxy(directory, console))
         settings = load_settings(config_file(directory, kafka.bootstrap, 0), [], {})
         workers = stack.enter_context(Workers(directory, topology_file, kafka.bootstrap, WORKERS))
-        reader = stack.enter_context(KafkaReader(settings))
+        watch = stack.enter_context(Watch(kafka.bootstrap, topology.name, "flights", PARTITIONS))
         console.print(f"{WORKERS} workers: dedup run topologies/flights.yaml")
-        distinct = Run(Stage(topology, kafka, proxy, workers, reader), size, console).to_the_end()
+        distinct = Run(Stage(topology, kafka, proxy, workers, watch), size, console).to_the_end()
         workers.stop()
         console.print(f"{WORKERS} workers ended in good order; every record is read again and compared with the model")
         return _verified(topology, settings, console), distinct
@@ -102,7 +102,7 @@ def _kafka_behind_proxy(directory: Path, console: Console) -> Iterator[tuple[Emb
 
     with fetching_jars() as progress:
         began_s = time.monotonic()
-        kafka = EmbeddedKafka(data_dir=directory / "kafka", proxied=1, progress=progress).start()
+        kafka = EmbeddedKafka(data_dir=directory / "kafka", profile="bench", proxied=1, progress=progress).start()
     try:
         console.print(f"Kafka 4.1.1 runs at {kafka.bootstrap} after {time.monotonic() - began_s:.1f} s")
         make_topic(kafka.bootstrap, "flights", PARTITIONS)

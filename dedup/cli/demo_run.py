@@ -19,7 +19,7 @@ from dedup.local.flights import flights
 from dedup.local.kafka import EmbeddedKafka
 from dedup.local.proxy import FaultProxy
 from dedup.proof.atleastonce import AtLeastOnceProducer, Disturbance, Sent
-from dedup.proof.kafka_reader import KafkaReader
+from dedup.proof.watch import Watch
 from dedup.topology.model import Topology
 
 VICTIM: Final = 1
@@ -49,7 +49,7 @@ class Stage:
     kafka: EmbeddedKafka
     proxy: FaultProxy
     workers: Workers
-    reader: KafkaReader
+    watch: Watch
 
     @property
     def source(self) -> str:
@@ -64,11 +64,13 @@ class Run:
         self._stage: Final = stage
         self._size: Final = size
         self._console: Final = console
-        self._partitions: Final = range(stage.reader.partitions([stage.source])[stage.source])
         self._abandoned: Final = threading.Event()
         self._ids: Final[set[bytes]] = set()
         self._handed_over = 0
         self._killed_s: float | None = None
+        self._before: frozenset[str] = frozenset()
+        """The group's members when the worker was killed."""
+        self._restarted = False
         self._back = False
 
     def to_the_end(self) -> int:
@@ -119,12 +121,13 @@ class Run:
             # Coordinators load and move, above all in the first second: the next look will tell.
             self._stage.kafka.check()
             with contextlib.suppress(BrokerUnavailable):
-                in_topic, judged_now = self._look()
+                sight = self._stage.watch.look()
+                in_topic, judged_now = sight.in_topic, sight.judged
+                self._crash_half_way(judged_now)
             if judged_now != judged:
                 judged, moved_s = judged_now, time.monotonic()
             bars.update(sent_bar, completed=self._handed_over)
             bars.update(judged_bar, completed=judged, total=max(in_topic, self._size.flights))
-            self._crash_half_way(judged)
             self._stage.workers.check()
             if time.monotonic() - moved_s > _STALLS_AFTER_S:
                 raise InvariantBroken(
@@ -132,26 +135,25 @@ class Run:
                 )
             time.sleep(_LOOK_EVERY_S)
 
-    def _look(self) -> tuple[int, int]:
-        """Return how many records the source topic holds and how many of them the workers have committed."""
-        reader, source = self._stage.reader, self._stage.source
-        bounds = reader.bounds(source, self._partitions)
-        committed = reader.committed(self._stage.topology.name, source, self._partitions)
-        return sum(partition.high for partition in bounds.values()), sum(committed.values())
-
     def _crash_half_way(self, judged: int) -> None:
+        """Take the next step of the crash if it is time: kill, start again, wait until the worker is in the group."""
         now_s = time.monotonic()
-        if self._killed_s is None and judged >= self._size.flights // 2:
-            self._stage.workers.kill(VICTIM)
-            self._killed_s = now_s
-            self._console.print(f"half-way, at {judged:,} records: SIGKILL to worker {VICTIM}")
-        elif self._killed_s is not None and not self._back and now_s - self._killed_s > _BACK_AFTER_S:
-            self._stage.workers.start(VICTIM)
+        if self._killed_s is None:
+            if judged >= self._size.flights // 2:
+                self._before = self._stage.watch.members()
+                self._stage.workers.kill(VICTIM)
+                self._killed_s = now_s
+                self._console.print(f"half-way, at {judged:,} records: SIGKILL to worker {VICTIM}")
+        elif not self._restarted:
+            if now_s - self._killed_s > _BACK_AFTER_S:
+                self._stage.workers.start(VICTIM)
+                self._restarted = True
+        elif not self._back and self._stage.watch.members() - self._before:
             self._back = True
-            self._console.print(f"worker {VICTIM} started again")
+            self._console.print(f"worker {VICTIM} is back")
 
     def _tell(self, sent: Sent) -> bool:
-        in_topic, _ = self._look()
+        in_topic = self._stage.watch.look().in_topic
         self._console.print(
             f"{sent.events:,} flights sent in {sent.seconds:.0f} s as {in_topic:,} records: the connection was cut "
             f"{sent.disturbances} times, so {in_topic - sent.events:,} were sent twice"

@@ -306,8 +306,8 @@ def _jvm_options(profile: Profile) -> tuple[str, ...]:
 def _profile_properties(profile: Profile) -> Mapping[str, str]:
     match profile:
         case "test":
-            # After a SIGKILL the node may register again only once its old session is over: 12 s by default, so 5 s.
-            return {"broker.session.timeout.ms": "2000", "broker.heartbeat.interval.ms": "500"}
+            # After a SIGKILL the node may register again only once its old session is over: 12 s by default, 6 s so.
+            return {"broker.session.timeout.ms": "3000", "broker.heartbeat.interval.ms": "500"}
         case "bench":
             return {}
         case never:
@@ -322,6 +322,8 @@ def _logging_options() -> tuple[str, ...]:
         f"{prefix}.dateTimeFormat=HH:mm:ss.SSS",
         # KafkaRaftServer's parent: it says when the node is ready.
         f"{prefix}.log.kafka.server.KafkaRaftServer=info",
+        # It says when the node was fenced because it had no processor time for too long.
+        f"{prefix}.log.org.apache.kafka.controller.ReplicationControlManager=info",
     )
 
 
