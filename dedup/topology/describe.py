@@ -61,8 +61,6 @@ def graph(topology: Topology) -> Graph:
         nodes += [Node("agent repartition", "agent", 1), Node(topology.repartition_topic, "topic", 2)]
         edges += [Edge(topic, "agent repartition") for topic in topology.source.topics]
         edges.append(Edge("agent repartition", topology.repartition_topic, "by tracking ID"))
-        if topology.missing is not OnMissing.FAIL:
-            edges.append(Edge("agent repartition", topology.dead_letter, "dead letters"))
     nodes += [Node("agent dedup", "agent", first + 1), Node(f"table {topology.name}", "table", first + 1)]
     edges += [Edge(topic, "agent dedup") for topic in topology.feeding_topics]
     edges.append(Edge("agent dedup", f"table {topology.name}", "sightings"))

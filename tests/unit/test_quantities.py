@@ -1,17 +1,19 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dedup.quantities import format_duration, format_size, parse_duration, parse_size
 
 
+@settings(deadline=None)
 @given(st.integers(0, 3_153_600_000_000))
 def test_a_formatted_duration_reads_back(value_ms):
     assert parse_duration(format_duration(value_ms)) == value_ms
 
 
+@settings(deadline=None)
 @given(st.integers(0, 1 << 60))
 def test_a_formatted_size_reads_back(value_bytes):
     assert parse_size(format_size(value_bytes)) == value_bytes
