@@ -5,14 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from dedup.core.extract import Extractor
+from dedup.core.extract import Extracted, Extractor
+from dedup.core.fold import DeadLetter, Outcome, Rows
 from dedup.core.murmur2 import partitions
+from dedup.core.stream_time import Feed
 from dedup.metrics import TaskNumbers
 from dedup.session.record_batch import Header, Line, RecordBatch, TopicPartition, fill
 from dedup.session.wire import Wire
 from dedup.worker.batch import FeedBatch
 from dedup.worker.clock import Clock
-from dedup.worker.publish import IDLE, SOURCE, TIMESTAMP
+from dedup.worker.publish import IDLE, SOURCE, TIMESTAMP, Publisher
 from dedup.worker.starting import Start, first_offset
 from dedup.worker.task import Frozen, Judged, Refusals
 
@@ -27,6 +29,8 @@ class RepartitionPlan:
     target: str
     partitions: int
     extractor: Extractor
+    topic: int
+    """Position of the feeding topic in ``source.topics``."""
     start: Start
     compression: str
 
@@ -34,8 +38,11 @@ class RepartitionPlan:
 class Repartition:
     """A stateless task's work; see `task.Work`."""
 
-    def __init__(self, plan: RepartitionPlan, wire: Wire, clock: Clock, numbers: TaskNumbers) -> None:
+    def __init__(
+        self, plan: RepartitionPlan, wire: Wire, publisher: Publisher, clock: Clock, numbers: TaskNumbers
+    ) -> None:
         self._plan: Final = plan
+        self._publisher: Final = publisher
         self._wire: Final = wire
         self._clock: Final = clock
         self._numbers: Final = numbers
@@ -63,6 +70,8 @@ class Repartition:
         place = f"{batch.feeding.topic}/{batch.feeding.partition}/"
         for row, partition in enumerate(chosen):
             offset = batch.offsets[row]
+            if offset in refusals.rows:
+                continue
             headers: list[Header] = [
                 *batch.headers[row],
                 (SOURCE, f"{place}{offset}".encode()),
@@ -70,7 +79,22 @@ class Repartition:
             ]
             lines.setdefault(partition, []).append((offset, now_ms, batch.keys[row], batch.values[row], headers))
         self._numbers.verdicts["repartitioned"] += len(batch)
-        return Judged(self._filled(lines, refusals), batch.next_offset)
+        batches = self._filled(lines, refusals)
+        if refusals.rows:
+            batches += self._dead_letters(batch, extracted, refusals)
+        return Judged(batches, batch.next_offset)
+
+    def _dead_letters(self, batch: FeedBatch, extracted: Extracted, refusals: Refusals) -> list[RecordBatch]:
+        """Return dead letters for records that the repartition topic refused: no dedup task will ever see them."""
+        dead = [
+            (row, DeadLetter("refused_by_broker", refusals.rows[offset]))
+            for row, offset in enumerate(batch.offsets)
+            if offset in refusals.rows
+        ]
+        self._numbers.verdicts["dead_letter"] += len(dead)
+        self._numbers.dead_reasons["refused_by_broker"] += len(dead)
+        rows = Rows(extracted, batch.offsets, (Feed(self._plan.topic, batch.feeding.partition),))
+        return self._publisher.publish(batch, rows, Outcome(dead=dead), refusals.most_rows)
 
     def idle(self) -> list[RecordBatch]:
         """Return a marker for every repartition partition: this feed has nothing more for now."""
