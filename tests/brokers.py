@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from confluent_kafka import Consumer, KafkaError, Message, TopicPartition
+from confluent_kafka import Consumer, KafkaError, KafkaException, Message, TopicPartition
 from confluent_kafka.admin import AdminClient
 from confluent_kafka.cimpl import NewTopic
 
@@ -35,9 +35,10 @@ class Admin:
     client: AdminClient = field(repr=False)
 
     def create_topic(self, name: str, partitions: int = 1, config: dict[str, str] | None = None) -> str:
-        """The topic exists, with one replica; returns its name."""
+        """The topic exists, with one replica and a leader for every partition; returns its name."""
         topic = NewTopic(name, num_partitions=partitions, replication_factor=1, config=config or {})
         self.client.create_topics([topic])[name].result(timeout=30)
+        self.end_offsets(name)
         return name
 
     def delete_topic(self, name: str) -> None:
@@ -49,12 +50,23 @@ class Admin:
         consumer = Consumer({"bootstrap.servers": self.bootstrap, "group.id": "end-offsets"})
         try:
             partitions = consumer.list_topics(topic, timeout=30).topics[topic].partitions
-            return {
-                number: consumer.get_watermark_offsets(TopicPartition(topic, number), timeout=30)[1]
-                for number in sorted(partitions)
-            }
+            return {number: _end_offset(consumer, TopicPartition(topic, number)) for number in sorted(partitions)}
         finally:
             consumer.close()
+
+
+def _end_offset(consumer: Consumer, place: TopicPartition) -> int:
+    """Return the partition's next offset, also where its leader is only just being chosen."""
+    deadline = time.monotonic() + 30
+    while True:
+        try:
+            return int(consumer.get_watermark_offsets(place, timeout=30)[1])
+        except KafkaException as error:
+            if not error.args[0].retriable() and error.args[0].code() != KafkaError.NOT_LEADER_FOR_PARTITION:
+                raise
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.02)
 
 
 def admin_of(bootstrap: str) -> Admin:
