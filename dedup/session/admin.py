@@ -5,6 +5,7 @@ Answers are read code by code: aiokafka's admin client returns normally when a c
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Self
@@ -22,6 +23,7 @@ from dedup.session.topic_id import TopicIdRequest
 from dedup.session.wire import TopicPartition
 
 UNKNOWN_TOPIC: Final = 3
+LOOK_AGAIN_S: Final = 0.1
 ALREADY_EXISTS: Final = 36
 READ_CONFIGS: Final = (
     "max.message.bytes",
@@ -98,6 +100,25 @@ class Admin:
             name: Topic(name, topic.topic_id, topic.partitions, configs.get(name, {})) for name, topic in found.items()
         }
 
+    async def settled(self, names: Iterable[str]) -> dict[str, Topic]:
+        """Return the named topics once every one of them is known: a topic just made shows up a little later.
+
+        Raises BrokerUnavailable where one does not within the connection's patience.
+        """
+        wanted = set(names)
+        deadline = asyncio.get_running_loop().time() + self._connection.patience_ms / 1000
+        while True:
+            have = await self.topics(wanted)
+            missing = sorted(wanted - set(have))
+            if not missing:
+                return have
+            if asyncio.get_running_loop().time() >= deadline:
+                raise BrokerUnavailable(
+                    f"topics {', '.join(map(repr, missing))} were made, but the broker does not know them after "
+                    f"{self._connection.patience_ms / 1000:.0f} s. Look at the controller's log."
+                )
+            await asyncio.sleep(LOOK_AGAIN_S)
+
     async def _ask(self, request: Any) -> Any:  # noqa: ANN401  # untyped protocol structures
         try:
             return await self._ids.send(self._ids.get_random_node(), request)
@@ -144,8 +165,15 @@ class Admin:
     async def delete_records(self, before: Mapping[TopicPartition, int]) -> None:
         """Delete records below an offset of each partition (KIP-107)."""
         wanted = {AiokafkaTopicPartition(*tp): RecordsToDelete(before_offset=offset) for tp, offset in before.items()}
-        if wanted:
+        if not wanted:
+            return
+        try:
             await self._client.delete_records(wanted)
+        except KafkaError as error:
+            raise BrokerUnavailable(
+                f"deleting records of {', '.join(sorted({tp.topic for tp in before}))} failed: {error!r}. "
+                f"Check that the principal may delete there."
+            ) from error
 
 
 def _refused(what: str, code: int, why: str = "") -> BrokerUnavailable:

@@ -151,6 +151,6 @@ async def prepare(topology: Topology, settings: Settings, admin: Admin, *, may_c
         raise StateIncompatible(f"missing topics {names}, and `topics.create` is false. Run `dedup apply` first.")
     if wanted:
         await admin.create(wanted)
-        have = await admin.topics(topic_names(topology))
+        have = await admin.settled(topic_names(topology))
     refuse_misfits(topology, have)
     return Cluster(have)
