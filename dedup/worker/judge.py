@@ -98,11 +98,10 @@ class Judge:
         plan = self._plan
         store = self._store = self._open_store()
         self._overlay = Overlay(store, cache_ids=plan.cache_ids)
-        fresh = store.task_record is None and store.position == 0
         await restore(self._wire, plan.changelog, store, plan.rules.window, self._note_progress)
         record = store.task_record
         if record is None:
-            self._refuse_lost_state(committed, fresh=fresh)
+            self._refuse_lost_state(committed)
             return committed if committed is not None else await first_offset(self._wire, plan.feeding, plan.start)
         self._refuse_other_fingerprint(record)
         self._applied = self._stream_time = _stream_time(record, plan.feeds)
@@ -112,8 +111,9 @@ class Judge:
     def _note_progress(self, done: int, total: int) -> None:
         self._numbers.restore_remaining = total - done
 
-    def _refuse_lost_state(self, committed: int | None, *, fresh: bool) -> None:
-        if committed is None and fresh:
+    def _refuse_lost_state(self, committed: int | None) -> None:
+        # A store past offset 0 without a task record has lost nothing: the first transaction was aborted.
+        if committed is None:
             return
         changelog = self._plan.changelog
         raise StateIncompatible(
