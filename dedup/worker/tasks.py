@@ -122,6 +122,10 @@ class Tasks:
         self.opened.clear()
         loops, self._loops = self._loops, {}
         tasks, self._tasks = self._tasks, {}
+        for partition, loop in loops.items():
+            # It has nothing to drain, and must not come to life after it was closed.
+            if tasks[partition].state is not TaskState.RUNNING:
+                loop.cancel()
         results = await asyncio.gather(*[task.close(drain=drain) for task in tasks.values()], return_exceptions=True)
         for loop in loops.values():
             loop.cancel()
