@@ -108,6 +108,15 @@ class Judge:
         self._drop_expired()
         return max(committed or 0, record.next_offset)
 
+    async def overtaken(self) -> bool:
+        """See `task.Work`; the changelog holds a task record of every commit."""
+        store, plan = self._store, self._plan
+        if store is None:
+            raise InvariantBroken(f"the state of {plan.feeding} was used before it was restored.")
+        before = store.task_record
+        await restore(self._wire, plan.changelog, store, plan.rules.window, self._note_progress)
+        return store.task_record != before
+
     def _note_progress(self, done: int, total: int) -> None:
         self._numbers.restore_remaining = total - done
 

@@ -53,6 +53,10 @@ class Repartition:
             return committed
         return await first_offset(self._wire, self._plan.feeding, self._plan.start)
 
+    async def overtaken(self) -> bool:
+        """See `task.Work`; there is no state."""
+        return False
+
     def judge(self, batch: FeedBatch, refusals: Refusals) -> Judged:
         """See `task.Work`; records keep their order per ID, originals travel in headers."""
         plan = self._plan

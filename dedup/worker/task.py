@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from typing import Final, Protocol
 
 from dedup import crashpoints
-from dedup.errors import InvariantBroken, RecordRefused
+from dedup.errors import InvariantBroken, RecordRefused, TaskMigrated
 from dedup.metrics import TaskNumbers
 from dedup.session.transaction import Session
 from dedup.session.wire import RecordBatch, TopicPartition, Wire
@@ -92,6 +92,9 @@ class Work(Protocol):
     async def restore(self, committed: int | None) -> int:
         """Bring the state up to the changelog's true end; return the feeding offset to start from."""
 
+    async def overtaken(self) -> bool:
+        """Tell whether another owner has written state since our last commit; asked in a new epoch of ours."""
+
     def judge(self, batch: FeedBatch, refusals: Refusals) -> Judged:
         """Judge a batch on top of all batches judged before; the result is pending until frozen and applied."""
 
@@ -122,6 +125,8 @@ class Task:
         self._work: Final = make_work(self.numbers)
         self._refusals: Final = Refusals()
         self._next_offset = 0
+        self._committed: int | None = None
+        """The group's offset as this task last read or wrote it."""
         self._expected = 0
         """Where the next batch from the transport must begin."""
         self._held: list[FeedBatch] = []
@@ -164,6 +169,7 @@ class Task:
         await self._session.open()
         # aiokafka read it before the rebalance callback, so before the previous owner was fenced: too early.
         committed = await committed_offset(self._wire, self._group, self.task_id.feeding)
+        self._committed = committed
         crashpoints.reached("after_committed_offset")
         self._next_offset = self._expected = await self._work.restore(committed)
         crashpoints.reached("after_restore")
@@ -241,6 +247,7 @@ class Task:
             del self._held[:captured]
             self._refusals.rows.clear()
             self.numbers.committed(offset)
+            self._committed = offset
             self._send_waiting()
         except RecordRefused:
             raise
@@ -265,6 +272,7 @@ class Task:
         self._sendable.clear()
         try:
             await self._session.open()
+            await self._refuse_if_overtaken()
         except BaseException:
             self._close_now()
             raise
@@ -276,6 +284,15 @@ class Task:
         for batch in held:
             self._judge(batch)
         self._send_waiting()
+
+    async def _refuse_if_overtaken(self) -> None:
+        """Raise TaskMigrated if the epoch before the new one was not ours: a zombie's refusal may come late."""
+        committed = await committed_offset(self._wire, self._group, self.task_id.feeding)
+        if committed != self._committed or await self._work.overtaken():
+            raise TaskMigrated(
+                f"{self.task_id}: another owner has committed since our last commit; this task is discarded and the "
+                f"worker rejoins the group."
+            )
 
     def _close_now(self) -> None:
         if self.state is not TaskState.CLOSED:
