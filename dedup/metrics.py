@@ -66,6 +66,12 @@ class TaskNumbers:
         self.committed_offset = offset
         self.last_commit_s = time.monotonic()
 
+    def add_verdicts(self, judged: TaskNumbers) -> None:
+        """Add the verdicts of a transaction that is known to have been committed."""
+        self.verdicts.update(judged.verdicts)
+        self.dead_reasons.update(judged.dead_reasons)
+        self.conflicts += judged.conflicts
+
     def took(self, seconds: float) -> None:
         """Add the duration of one commit."""
         self.commit_seconds += seconds

@@ -76,6 +76,8 @@ class Judge:
         self._publisher: Final = publisher
         self._clock: Final = clock
         self._numbers: Final = numbers
+        self._judged = TaskNumbers()
+        """Verdicts of the open transaction: one that is aborted is judged again, and counted once."""
         self._store: Store | None = None
         self._overlay: Overlay | None = None
         self._applied = StreamTime.before(plan.feeds)
@@ -226,6 +228,7 @@ class Judge:
         overlay = self._opened()
         stream_time, changelog = self._stream_time, self._plan.changelog
         generation = overlay.freeze()
+        judged, self._judged = self._judged, TaskNumbers()
         record = self._record(stream_time, next_offset)
         line = (OWN_ROW, self._clock.now_ms(), task_record_key(), encode_task_record(record), NO_HEADERS)
         closing = fill(changelog, [line], compression="none")
@@ -233,6 +236,7 @@ class Judge:
         def apply(ends: Mapping[TopicPartition, int]) -> None:
             overlay.applied(generation, record, ends[changelog])
             self._applied = stream_time
+            self._numbers.add_verdicts(judged)
             self._numbers.stream_time_ms = stream_time.value_ms
             self._drop_expired()
 
@@ -261,6 +265,7 @@ class Judge:
         if self._overlay is not None:
             self._overlay.discard()
         self._stream_time = self._applied
+        self._judged = TaskNumbers()
 
     def close(self) -> None:
         """See `task.Work`."""
@@ -268,15 +273,15 @@ class Judge:
             self._store.close()
 
     def _count(self, outcome: Outcome) -> None:
-        verdicts = self._numbers.verdicts
+        verdicts = self._judged.verdicts
         verdicts["unique"] += len(outcome.unique)
         verdicts["duplicate"] += len(outcome.duplicates) + len(outcome.repeats) + len(outcome.conflicts)
         verdicts["late"] += len(outcome.late)
         verdicts["dead_letter"] += len(outcome.dead)
         verdicts["exempt"] += sum(1 for exempt in outcome.exempt.values() if exempt.why != "conflict")
         for _, dead in outcome.dead:
-            self._numbers.dead_reasons[dead.code] += 1
-        self._numbers.conflicts += len(outcome.conflicts)
+            self._judged.dead_reasons[dead.code] += 1
+        self._judged.conflicts += len(outcome.conflicts)
 
 
 def _grouped(singles: list[int], rows: Rows, outcome: Outcome, window: Window) -> Iterator[tuple[int, Feed, list[int]]]:

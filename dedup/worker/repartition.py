@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -46,6 +47,8 @@ class Repartition:
         self._wire: Final = wire
         self._clock: Final = clock
         self._numbers: Final = numbers
+        self._judged = TaskNumbers()
+        """Counts of the open transaction: one that is aborted is judged again, and counted once."""
 
     async def restore(self, committed: int | None) -> int:
         """See `task.Work`; there is no state, only the committed offset."""
@@ -82,7 +85,7 @@ class Repartition:
                 (TIMESTAMP, str(batch.timestamps_ms[row]).encode()),
             ]
             lines.setdefault(partition, []).append((offset, now_ms, batch.keys[row], batch.values[row], headers))
-        self._numbers.verdicts["repartitioned"] += len(batch)
+        self._judged.verdicts["repartitioned"] += sum(map(len, lines.values()))
         batches = self._filled(lines, refusals)
         if refusals.rows:
             batches += self._dead_letters(batch, extracted, refusals)
@@ -95,8 +98,8 @@ class Repartition:
             for row, offset in enumerate(batch.offsets)
             if offset in refusals.rows
         ]
-        self._numbers.verdicts["dead_letter"] += len(dead)
-        self._numbers.dead_reasons["refused_by_broker"] += len(dead)
+        self._judged.verdicts["dead_letter"] += len(dead)
+        self._judged.dead_reasons["refused_by_broker"] += len(dead)
         rows = Rows(extracted, batch.offsets, (Feed(self._plan.topic, batch.feeding.partition),))
         return self._publisher.publish(batch, rows, Outcome(dead=dead), refusals.most_rows)
 
@@ -119,11 +122,17 @@ class Repartition:
         return batches
 
     def freeze(self, next_offset: int) -> Frozen:  # noqa: ARG002  # `Work`'s signature
-        """See `task.Work`; there is nothing to apply."""
-        return Frozen([], lambda _ends: None)
+        """See `task.Work`; there is no state to apply."""
+        judged, self._judged = self._judged, TaskNumbers()
+
+        def apply(_ends: Mapping[TopicPartition, int]) -> None:
+            self._numbers.add_verdicts(judged)
+
+        return Frozen([], apply)
 
     def discard(self) -> None:
         """See `task.Work`."""
+        self._judged = TaskNumbers()
 
     def close(self) -> None:
         """See `task.Work`."""
