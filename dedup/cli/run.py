@@ -55,9 +55,13 @@ def run(
 
 
 def _run_one(parsed: Topology, settings: Settings, *, exit_when_done: bool, quiet: bool) -> None:
+    from functools import partial
+
     from dedup.cli.progress import RunProgress
+    from dedup.web.server import Pages
     from dedup.worker.runner import RunOptions, main_loop
 
+    make_pages = partial(Pages, settings.web) if settings.web.enabled else None
     with RunProgress(enabled=not quiet) as progress:
-        main_loop(parsed, settings, RunOptions(exit_when_done=exit_when_done, on_tick=progress.tick))
+        main_loop(parsed, settings, RunOptions(exit_when_done, progress.tick, make_pages))
     progress.closing_line()

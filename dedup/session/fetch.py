@@ -52,6 +52,13 @@ class Columns:
         )
 
 
+class FeedEnd(NamedTuple):
+    """Where a partition ends: for everybody, and for readers of committed records."""
+
+    high_watermark: int
+    last_stable_offset: int
+
+
 class Answer(NamedTuple):
     """What a fetch brought of one partition."""
 
@@ -106,6 +113,7 @@ class FeedFetcher:
         self._wire: Final = wire
         self._wait_ms: Final = wait_ms
         self._positions: dict[TopicPartition, int] = {}
+        self._ends: dict[TopicPartition, FeedEnd] = {}
         self._flights: dict[int, asyncio.Task[list[Answer]]] = {}
 
     def begin(self, source: TopicPartition, offset: int) -> None:
@@ -116,7 +124,11 @@ class FeedFetcher:
         """Stop reading everything; what is on its way is thrown away."""
         for flight in self._flights.values():
             flight.cancel()
-        self._flights, self._positions = {}, {}
+        self._flights, self._positions, self._ends = {}, {}, {}
+
+    def end(self, source: TopicPartition) -> FeedEnd | None:
+        """Return where a partition ended at its leader's last answer; None before the first."""
+        return self._ends.get(source)
 
     def position(self, source: TopicPartition) -> int | None:
         """Return the offset to be fetched next; what is below may not have been handed over yet."""
@@ -163,11 +175,12 @@ class FeedFetcher:
         answer = await self._wire.send(node, request, FEED_LANE)
         found: list[Answer] = []
         for topic, parts in answer.topics:
-            for partition, code, _, _, *rest in parts:
+            for partition, code, high_watermark, stable, *rest in parts:
                 source = TopicPartition(topic, partition)
                 if code:
                     await self._failed(source, code)
                     continue
+                self._ends[source] = FeedEnd(high_watermark, stable)
                 aborted, raw = rest[-3] if len(rest) > 3 else rest[-2], rest[-1]  # noqa: PLR2004  # v11 adds a replica id
                 if raw:
                     columns, position = columns_of(source, raw, aborted, self._positions[source])

@@ -129,6 +129,7 @@ class Workshop:
             fingerprint=topology.state_fingerprint(self.cluster.source_partitions(topology)),
             compression=self.settings.topics.compression,
             cache_ids=CACHE_IDS // max(1, self.cluster.topics[topology.changelog_topic].partitions),
+            partitions=self.cluster.topics[feeding.topic].partitions if topology.direct else 1,
         )
         session = self._session(topology.transactional_id("dedup", feeding.partition))
         publisher = Publisher(routes_of(topology, self.cluster, self.settings), feeding.partition)
@@ -150,16 +151,18 @@ class Workshop:
             target=target.name,
             partitions=target.partitions,
             extractor=extractor,
+            topic=topology.source.topics.index(feeding.topic),
             start=topology.source.start,
             compression=self.settings.topics.compression,
         )
+        publisher = Publisher(routes_of(topology, self.cluster, self.settings), feeding.partition)
         session = self._session(topology.transactional_id("repartition", feeding.partition, feeding.topic))
         return Task(
             TaskId("repartition", feeding),
             topology.name,
             session,
             self.wire,
-            lambda numbers: Repartition(plan, self.wire, self.clock, numbers),
+            lambda numbers: Repartition(plan, self.wire, publisher, self.clock, numbers),
         )
 
 

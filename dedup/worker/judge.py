@@ -28,6 +28,7 @@ from dedup.store.changelog import (
 from dedup.store.overlay import Overlay
 from dedup.worker.batch import FeedBatch
 from dedup.worker.clock import Clock
+from dedup.worker.misplaced import Placement
 from dedup.worker.publish import Publisher
 from dedup.worker.restore import restore
 from dedup.worker.starting import Start, first_offset
@@ -56,6 +57,8 @@ class JudgePlan:
     fingerprint: bytes
     compression: str
     cache_ids: int
+    partitions: int = 1
+    """Of the source topic, where it is read directly: IDs are sampled for being in the wrong one."""
 
 
 class Judge:
@@ -82,8 +85,24 @@ class Judge:
         self._overlay: Overlay | None = None
         self._applied = StreamTime.before(plan.feeds)
         self._stream_time = self._applied
-        self.truncate_below: int | None = None
-        """The lowest changelog offset still needed, once segments were dropped; for DeleteRecords."""
+        self._placement: Final = Placement(plan.feeding, plan.partitions, numbers)
+
+    @property
+    def changelog(self) -> TopicPartition:
+        """Where the state is restored from."""
+        return self._plan.changelog
+
+    @property
+    def truncate_below(self) -> int | None:
+        """The lowest changelog offset that still belongs to a live segment; None where no segment is held.
+
+        Made from applied state only. A sighting not applied yet is above: segments are born at or below the store's
+        position, which the open transaction's records are not.
+        """
+        if self._store is None:
+            return None
+        births = (self._store.first_offset(segment) for segment in self._store.segments())
+        return min((birth for birth in births if birth is not None), default=None)
 
     @property
     def store(self) -> Store | None:
@@ -158,6 +177,7 @@ class Judge:
         outcome = fold(rows, plan.rules, self._stream_time, self._lookup, ceiling_ms=ceiling_ms)
         self._stream_time = outcome.stream_time
         self._count(outcome)
+        self._placement.sample(extracted.ids)
         batches = self._publisher.publish(plain, rows, outcome, refusals.most_rows)
         batches += self._remember(rows, outcome)
         return Judged(batches, batch.next_offset)
@@ -255,10 +275,11 @@ class Judge:
         overlay = self._opened()
         window = self._plan.rules.window
         oldest_ms = window.oldest_live_ms(self._applied.value_ms)
-        if overlay.drop_below(oldest_ms, window.segment_ms) and self._store is not None:
-            births = [self._store.first_offset(segment) for segment in self._store.segments()]
-            needed = [birth for birth in births if birth is not None]
-            self.truncate_below = min(needed, default=None)
+        overlay.drop_below(oldest_ms, window.segment_ms)
+
+    def idle(self) -> list[RecordBatch]:
+        """See `task.Work`; nobody feeds on what a judge writes."""
+        return []
 
     def discard(self) -> None:
         """See `task.Work`."""

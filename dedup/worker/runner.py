@@ -19,6 +19,7 @@ from dedup.session.client import KafkaWire
 from dedup.session.connection import Connection
 from dedup.session.wire import TopicPartition
 from dedup.worker.app import DedupApp, create_app
+from dedup.worker.beside import Beside, MakePages
 from dedup.worker.plan import Cluster, prepare
 from dedup.worker.starting import bounds_of, committed_offset
 from dedup.worker.task import TaskState
@@ -40,6 +41,8 @@ class RunOptions:
     exit_when_done: bool = False
     on_tick: Callable[[DedupApp], None] | None = None
     """Called every now and then, for progress."""
+    make_pages: MakePages | None = None
+    """Makes the web pages out of what the worker answers; None: none."""
 
 
 async def run_worker(topology: Topology, settings: Settings, options: RunOptions) -> DedupApp:
@@ -63,7 +66,8 @@ async def run_worker(topology: Topology, settings: Settings, options: RunOptions
         app.tasks.connect(app.member.begin, app.member.rejoin)
         await app.start()
         try:
-            await _until_over(app, stop, options, wire, ends)
+            async with Beside(app, topology, options.make_pages):
+                await _until_over(app, stop, options, wire, ends)
         finally:
             await app.stop()
             for number in (signal.SIGTERM, signal.SIGINT):

@@ -101,6 +101,9 @@ class Work(Protocol):
     def freeze(self, next_offset: int) -> Frozen:
         """Capture all that was judged; later batches go into a new generation but see this one."""
 
+    def idle(self) -> list[RecordBatch]:
+        """Return what says that this feed has nothing more for now; nothing where nobody needs to know."""
+
     def discard(self) -> None:
         """Forget everything judged and not applied."""
 
@@ -173,6 +176,7 @@ class Task:
         crashpoints.reached("after_committed_offset")
         self._next_offset = self._expected = await self._work.restore(committed)
         crashpoints.reached("after_restore")
+        self.numbers.committed_offset = self._next_offset
         self._move(TaskState.RUNNING)
         self._sendable.set()
         return self._next_offset
@@ -213,6 +217,14 @@ class Task:
         self._next_offset = batch.next_offset
         self.dirty.set()
 
+    def say_idle(self) -> bool:
+        """Put the idle markers of this feed into a transaction; False, with nothing done, while one is open."""
+        if self.state is not TaskState.RUNNING or self.dirty.is_set() or self.committing:
+            return False
+        self._session.add(self._work.idle())
+        self.dirty.set()
+        return True
+
     def _send_waiting(self) -> None:
         for judged in self._waiting:
             self._session.add(judged.batches)
@@ -244,6 +256,8 @@ class Task:
             ends = await self._session.commit({self.task_id.feeding: offset})
             frozen.apply(ends)
             crashpoints.reached("after_apply")
+            for batch in self._held[:captured]:
+                self.numbers.settled(batch.timestamps_ms[0], batch.timestamps_ms[-1], len(batch))
             del self._held[:captured]
             self._refusals.rows.clear()
             self.numbers.committed(offset)
@@ -259,6 +273,7 @@ class Task:
 
     async def _judge_again(self, refusal: RecordRefused) -> None:
         """Start over from the last commit with the refused record as a dead letter, found by halving."""
+        self.numbers.aborted += 1
         rows = [row for row in refusal.rows if row >= 0]
         target = TopicPartition(refusal.topic, refusal.partition)
         if not rows or len(self._refusals.rows) >= MOST_REFUSALS:

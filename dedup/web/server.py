@@ -1,0 +1,197 @@
+"""The pages of a worker: read-only, on loopback, or anywhere else behind a token.
+
+    /live           the event loop turns
+    /ready          every task of this worker runs; 503 with the reason if not
+    /metrics        Prometheus' text format
+    /api/status     tasks, lag, state
+    /api/ids/{id}   was this ID seen
+
+Probes carry no token and learn nothing but yes or no. Pages on loopback are refused to another Host header, so that a
+web page in somebody's browser can not read them through a name of its own (DNS rebinding).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import logging
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import asdict, is_dataclass
+from ipaddress import ip_address
+from typing import TYPE_CHECKING, Any, Final, Protocol, Self
+
+from aiohttp import web
+
+from dedup.errors import SettingsError
+from dedup.metrics import TaskSeen, WorkerSeen
+
+if TYPE_CHECKING:
+    from dedup.settings import Web
+
+OPEN_PAGES: Final = frozenset({"/live", "/ready"})
+MOST_ID_BYTES: Final = 65_536
+log: Final = logging.getLogger(__name__)
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class Answers(Protocol):
+    """What the pages are made from."""
+
+    def not_ready(self) -> str | None:
+        """Return why the worker is not ready; None if it is."""
+
+    def seen(self) -> WorkerSeen:
+        """Return the worker as it is now."""
+
+    def metrics(self) -> bytes:
+        """Return the metrics in Prometheus' text format."""
+
+    def look_up(self, text: str) -> object:
+        """Return a dataclass that says what is known of an ID."""
+
+
+class Pages:
+    """The web server of one worker; use with ``async with``. One that can not listen is a warning: the work goes on."""
+
+    def __init__(self, settings: Web, answers: Answers) -> None:
+        self._settings: Final = settings
+        self._answers: Final = answers
+        self._token: Final = settings.token.reveal().encode() if settings.token else None
+        self._runner: Final = web.AppRunner(self._app(), access_log=None, handle_signals=False)
+        self.url: str | None = None
+        """Where it listens; None while it does not."""
+
+    async def __aenter__(self) -> Self:
+        """It listens at ``url``, unless the address is taken."""
+        host = self._settings.host.strip("[]")
+        await self._runner.setup()
+        try:
+            await web.TCPSite(self._runner, host, self._settings.port).start()
+        except OSError as error:
+            log.warning(
+                "web: %s:%d can not be listened on (%s); this worker has no pages. Set web.port, 0 for any free one.",
+                host,
+                self._settings.port,
+                error.strerror,
+            )
+            return self
+        port = self._runner.addresses[0][1]
+        self.url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        log.info("web: %s", self.url)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        """It listens no more."""
+        await self._runner.cleanup()
+
+    def _app(self) -> web.Application:
+        app = web.Application(middlewares=[self._guard], client_max_size=1024)
+        app.add_routes(
+            [
+                web.get("/live", self._live),
+                web.get("/ready", self._ready),
+                web.get("/metrics", self._metrics),
+                web.get("/api/status", self._status),
+                web.get("/api/ids/{id:.+}", self._id),
+            ]
+        )
+        return app
+
+    @web.middleware
+    async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        if request.path not in OPEN_PAGES:
+            if self._token is not None:
+                given = request.headers.get("Authorization", "").removeprefix("Bearer ").encode()
+                if not hmac.compare_digest(given, self._token):
+                    raise web.HTTPUnauthorized(
+                        text="This page needs the header Authorization: Bearer TOKEN.\n",
+                        headers={"WWW-Authenticate": "Bearer"},
+                    )
+            elif not _is_loopback(request.host):
+                raise web.HTTPForbidden(text="Without a token these pages are for localhost only.\n")
+        response = await handler(request)
+        response.headers["X-Content-Type-Options"] = "nosniff"
+        response.headers["Cache-Control"] = "no-store"
+        return response
+
+    async def _live(self, _: web.Request) -> web.Response:
+        return web.Response(text="live\n")
+
+    async def _ready(self, _: web.Request) -> web.Response:
+        why = self._answers.not_ready()
+        return web.Response(text="ready\n") if why is None else web.Response(text=f"{why}\n", status=503)
+
+    async def _metrics(self, _: web.Request) -> web.Response:
+        return web.Response(
+            body=self._answers.metrics(),
+            headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"},
+        )
+
+    async def _status(self, _: web.Request) -> web.Response:
+        return _json(status_of(self._answers.seen()))
+
+    async def _id(self, request: web.Request) -> web.Response:
+        text = request.match_info["id"]
+        if len(text.encode()) > MOST_ID_BYTES:
+            raise web.HTTPRequestURITooLong
+        await asyncio.sleep(0)  # batches go first: a look-up is nothing urgent
+        try:
+            found = self._answers.look_up(text)
+        except SettingsError as error:
+            return _json({"error": str(error)}, status=400)
+        return _json(found)
+
+
+def status_of(seen: WorkerSeen) -> dict[str, Any]:
+    """Return a worker as plain data, for JSON."""
+    return {
+        "topology": seen.topology,
+        "worker": seen.worker_id,
+        "ready": seen.not_ready is None,
+        "not_ready": seen.not_ready,
+        "fenced": seen.fenced,
+        "corrupted": seen.corrupted,
+        "standbys": {str(partition): lag for partition, lag in sorted(seen.standby_lag.items())},
+        "tasks": [_task(task) for task in seen.tasks],
+    }
+
+
+def _task(task: TaskSeen) -> dict[str, Any]:
+    numbers = task.numbers
+    return {
+        "task": task.sub_topology,
+        "topic": task.topic,
+        "partition": task.partition,
+        "state": task.state,
+        "verdicts": dict(numbers.verdicts),
+        "committed_offset": numbers.committed_offset,
+        "lag_records": task.lag_records,
+        "lag_seconds": round(task.lag_seconds, 3),
+        "restore_remaining": numbers.restore_remaining,
+        "stream_time_ms": numbers.stream_time_ms,
+        "state_ids": task.state_ids,
+        "state_bytes": task.state_bytes,
+        "misplaced": numbers.misplaced,
+        "seconds_since_commit": round(task.seconds_since_commit, 3),
+    }
+
+
+def _json(value: object, *, status: int = 200) -> web.Response:
+    plain: object = value
+    if is_dataclass(value) and not isinstance(value, type):
+        plain = asdict(value)
+    if not isinstance(plain, Mapping):
+        raise TypeError(f"{type(value).__name__} is no answer")
+    return web.json_response(plain, status=status, dumps=lambda data: json.dumps(data, indent=2) + "\n")
+
+
+def _is_loopback(host: str) -> bool:
+    name = host.rsplit(":", 1)[0] if host.count(":") == 1 or (host.startswith("[") and "]:" in host) else host
+    name = name.strip("[]")
+    if name == "localhost":
+        return True
+    try:
+        return ip_address(name).is_loopback
+    except ValueError:
+        return False

@@ -1,0 +1,202 @@
+"""What a worker answers when it is asked: is it ready, what do its tasks do, was this ID seen."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from dedup.core.extract_one import Fault, Recipe, extract_one
+from dedup.core.murmur2 import partitions
+from dedup.core.paths import Path
+from dedup.core.tracking_id import FieldRule, FieldsRule, HeaderRule, KeyRule
+from dedup.core.window import Sighting
+from dedup.errors import Problem, SettingsError
+from dedup.metrics import TaskSeen, WorkerSeen
+from dedup.session.wire import TopicPartition
+from dedup.worker.exposition import exposition
+from dedup.worker.judge import Judge
+from dedup.worker.task import Task, TaskState
+
+if TYPE_CHECKING:
+    from dedup.topology.model import Topology
+    from dedup.worker.app import DedupApp
+
+
+@dataclass(frozen=True, slots=True)
+class SeenId:
+    """One sighting of an ID, in words a person asked for."""
+
+    partition: int
+    first_ms: int
+    last_ms: int
+    guarded_until_ms: int
+    source: str
+    """topic/partition/offset of the record that was forwarded."""
+
+
+@dataclass(frozen=True, slots=True)
+class LookedUp:
+    """What a worker knows of an ID."""
+
+    id: str
+    sightings: tuple[SeenId, ...]
+    asked: tuple[int, ...]
+    """The partitions whose state was asked: those of this worker."""
+    partitions: int
+    """Of how many; an ID that is not found in fewer may be another worker's."""
+    belongs_to: int | None
+    """Its partition, where dedup itself has placed it; None where the producers did."""
+
+
+class WorkerAnswers:
+    """Reads the app's tasks; changes nothing."""
+
+    def __init__(self, app: DedupApp, topology: Topology) -> None:
+        self._app: Final = app
+        self._topology: Final = topology
+
+    def not_ready(self) -> str | None:
+        """Return why this worker does not process what it should; None if it does."""
+        tasks = self._app.tasks
+        if tasks.failure.done():
+            return "the worker is stopping after a failure"
+        if not tasks.opened.is_set():
+            return "no assignment yet, or a rebalance is going on"
+        waiting = [task for task in tasks.running.values() if task.state is not TaskState.RUNNING]
+        return f"{len(waiting)} of {len(tasks.running)} tasks are not running yet" if waiting else None
+
+    def seen(self) -> WorkerSeen:
+        """Return the worker as it is now."""
+        app = self._app
+        return WorkerSeen(
+            topology=self._topology.name,
+            worker_id=app.settings.worker_id or "",
+            tasks=tuple(self._task(feeding, task) for feeding, task in sorted(app.tasks.running.items())),
+            standby_lag=dict(app.standbys.lag),
+            fenced=app.tasks.fenced,
+            corrupted=app.tasks.corrupted,
+            not_ready=self.not_ready(),
+        )
+
+    def metrics(self) -> bytes:
+        """Return the worker's metrics in Prometheus' text format."""
+        return exposition(self.seen)
+
+    def caught_up(self, feeding: TopicPartition, task: Task) -> bool:
+        """Tell whether a task has judged and committed all there is of its partition."""
+        end = self._app.member.fetcher.end(feeding)
+        if end is None or task.dirty.is_set() or task.committing:
+            return False
+        return self._app.member.passed(feeding, end.high_watermark, task.next_offset)
+
+    def _task(self, feeding: TopicPartition, task: Task) -> TaskSeen:
+        end = self._app.member.fetcher.end(feeding)
+        lag = None
+        if end is not None and task.numbers.committed_offset is not None:
+            lag = 0 if self.caught_up(feeding, task) else max(0, end.high_watermark - task.numbers.committed_offset)
+        running = task.state is TaskState.RUNNING
+        store = task.work.store if running and isinstance(task.work, Judge) else None
+        return TaskSeen(
+            sub_topology=task.task_id.sub_topology,
+            topic=feeding.topic,
+            partition=feeding.partition,
+            state=task.state.value,
+            numbers=task.numbers,
+            lag_records=lag,
+            unstable_records=None if end is None else end.high_watermark - end.last_stable_offset,
+            state_ids=0 if store is None else store.count_ids(),
+            state_bytes=0 if store is None else store.approximate_bytes(),
+        )
+
+    def look_up(self, text: str) -> LookedUp:
+        """Return what the state of this worker's partitions says of an ID.
+
+        Raises SettingsError for a text that can be no ID of this topology.
+        """
+        keys = state_keys(self._topology, text)
+        judges = {
+            feeding.partition: task.work
+            for feeding, task in sorted(self._app.tasks.running.items())
+            if task.state is TaskState.RUNNING and isinstance(task.work, Judge)
+        }
+        found = [
+            self._seen_id(partition, sighting)
+            for partition, judge in judges.items()
+            for key in keys
+            for sighting in sorted(judge.sightings_of(key))
+        ]
+        count = self._app.member.topic_partitions(self._topology.feeding_topics[0]) or 0
+        placed = set() if self._topology.direct or not count else set(partitions(keys, count))
+        return LookedUp(text, tuple(found), tuple(judges), count, next(iter(placed)) if len(placed) == 1 else None)
+
+    def _seen_id(self, partition: int, sighting: Sighting) -> SeenId:
+        topic, source_partition, offset = sighting.source
+        place = f"{self._topology.source.topics[topic]}/{source_partition}/{offset}"
+        guarded_ms = sighting.last_ms + self._topology.window.guard_ms
+        return SeenId(partition, sighting.first_ms, sighting.last_ms, guarded_ms, place)
+
+
+def state_keys(topology: Topology, text: str) -> list[bytes]:
+    """Return the state keys that an ID written by a person may mean: ``7`` is the text "7" or the number 7.
+
+    A composite ID is written as a JSON list of its parts, a content ID as the content itself.
+    """
+    recipe = Recipe(topology.tracking_id, fmt=topology.source.format)
+    keys: list[bytes] = []
+    why = "it is none"
+    for key, value, headers in _records(topology, text):
+        one = extract_one(recipe, key, value, headers, 0)
+        if isinstance(one, Fault):
+            why = one.detail
+        elif one.id not in keys:
+            keys.append(one.id)
+    if not keys:
+        raise SettingsError([Problem("ID", f"{text!r} can be no ID of {topology.name!r}: {why}")])
+    return keys
+
+
+_Record = tuple[bytes | None, bytes | None, list[tuple[str, bytes | None]]]
+
+
+def _records(topology: Topology, text: str) -> list[_Record]:
+    """Return records that would have this ID."""
+    match topology.tracking_id.rule:
+        case KeyRule():
+            return [(text.encode(), None, [])]
+        case HeaderRule(name):
+            return [(None, None, [(name, text.encode())])]
+        case FieldRule(path):
+            literals = [json.dumps(text), *([text] if _is_json(text) else [])]
+            return [(None, _nested([(path, literal)]).encode(), []) for literal in literals]
+        case FieldsRule(paths):
+            parts = json.loads(text) if _is_json(text) else None
+            if not isinstance(parts, list) or len(parts) != len(paths):
+                why = f"write it as a JSON list of its {len(paths)} parts"
+                raise SettingsError([Problem("ID", f"the ID of {topology.name!r} is composite; {why}")])
+            pairs = [(path, json.dumps(part)) for path, part in zip(paths, parts, strict=True)]
+            return [(None, _nested(pairs).encode(), [])]
+        case _:
+            return [(None, text.encode(), [])]
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _nested(members: list[tuple[Path, str]]) -> str:
+    """Return a JSON value that has these literals at these paths."""
+    at_once: dict[str | int, list[tuple[Path, str]]] = {}
+    for path, literal in members:
+        if not path:
+            return literal
+        at_once.setdefault(path[0], []).append((path[1:], literal))
+    inside = {step: _nested(rest) for step, rest in at_once.items()}
+    indices = [step for step in inside if isinstance(step, int)]
+    if indices:
+        return "[" + ", ".join(inside.get(index, "null") for index in range(max(indices) + 1)) + "]"
+    return "{" + ", ".join(f"{json.dumps(step)}: {value}" for step, value in inside.items()) + "}"
