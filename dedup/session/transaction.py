@@ -138,6 +138,7 @@ class Session:
             except NoAnswer as error:
                 raise CommitUnknown(f"{self.transactional_id}: {error}. The epoch is over.") from error
             self._unanswered.append(Unanswered(tuple(wave), asyncio.ensure_future(answer)))
+            crashpoints.reached("after_output")
             if not self._group_announced:
                 await self._announce_group()
 
