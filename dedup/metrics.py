@@ -85,6 +85,8 @@ class TaskNumbers:
     last_commit_s: float = field(default_factory=time.monotonic)
     stream_time_ms: int = 0
     restore_remaining: int = 0
+    restored: int = 0
+    """Changelog records read before this task ran."""
     committed_offset: int | None = None
     """Of this task's own last commit; None before it."""
     committed_time_ms: int | None = None

@@ -119,7 +119,8 @@ class Judge:
         plan = self._plan
         store = self._store = self._open_store()
         self._overlay = Overlay(store, cache_ids=plan.cache_ids)
-        await restore(self._wire, plan.changelog, store, plan.rules.window, self._note_progress)
+        restored = await restore(self._wire, plan.changelog, store, plan.rules.window, self._note_progress)
+        self._numbers.restored = restored.records
         record = store.task_record
         if record is None:
             self._refuse_lost_state(committed)
@@ -139,7 +140,7 @@ class Judge:
         return store.task_record != before
 
     def _note_progress(self, done: int, total: int) -> None:
-        self._numbers.restore_remaining = total - done
+        self._numbers.restore_remaining = max(0, total - done)
 
     def _refuse_lost_state(self, committed: int | None) -> None:
         # A store past offset 0 without a task record has lost nothing: the first transaction was aborted.

@@ -50,6 +50,9 @@ async def restore(wire: Wire, changelog: TopicPartition, store: Store, window: W
         except NoAnswer:
             await wire.pause(PAUSE_MS)
             continue
+        except StateIncompatible as refused:
+            position = await truncated_to(wire, changelog, position, refused)
+            continue
         if fetched.next_offset > position:
             apply_changelog(store, window, fetched.records, fetched.next_offset)
             crashpoints.reached("in_restore")
@@ -57,6 +60,17 @@ async def restore(wire: Wire, changelog: TopicPartition, store: Store, window: W
             position = fetched.next_offset
         progress(position - begin, bounds.end - begin)
     return Restored(records, bounds.end)
+
+
+async def truncated_to(wire: Wire, changelog: TopicPartition, position: int, refused: StateIncompatible) -> int:
+    """Return the log's start, which an owner has moved past ``position``: it deletes only what no live segment needs.
+
+    Raises ``refused``, the answer to a fetch, if the log still holds the position.
+    """
+    start = (await bounds_of(wire, changelog)).start
+    if start <= position:
+        raise refused
+    return start
 
 
 def refuse_other_changelog(store: Store, changelog: TopicPartition, bounds: LogBounds) -> None:

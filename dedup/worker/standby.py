@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterable
 from typing import Final
 
 from dedup.core.window import Window
-from dedup.errors import DedupError
+from dedup.errors import DedupError, StateIncompatible
 from dedup.session.wire import NoAnswer, TopicPartition, Wire
 from dedup.store.base import Store
-from dedup.worker.restore import FETCH_BYTES, apply_changelog, refuse_other_changelog
+from dedup.worker.restore import FETCH_BYTES, apply_changelog, refuse_other_changelog, truncated_to
 from dedup.worker.starting import bounds_of
 
 IDLE_MS: Final = 100
@@ -68,6 +68,8 @@ class Standbys:
         except NoAnswer:
             await self._wire.pause(IDLE_MS)
             return position
+        except StateIncompatible as refused:
+            return await truncated_to(self._wire, TopicPartition(self._topic, partition), position, refused)
         if fetched.next_offset > position:
             apply_changelog(store, self._window, fetched.records, fetched.next_offset)
             if store.task_record is not None:

@@ -97,7 +97,8 @@ class Tasks:
                 self._wipe(partition)
                 self._tasks[partition] = self._build(partition)
             else:
-                log.info("%s: running from offset %d, epoch %d", task.task_id, offset, task.epoch)
+                text = "%s: running from offset %d, epoch %d, after %d changelog records"
+                log.info(text, task.task_id, offset, task.epoch, task.numbers.restored)
                 self._ready(partition, offset)
                 return
 
