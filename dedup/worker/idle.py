@@ -45,11 +45,12 @@ class IdleFeeds:
 
     def _look_at(self, feeding: TopicPartition, task: Task, now_ms: int) -> None:
         quiet = self._quiet.get(feeding)
-        if task.state is not TaskState.RUNNING or not self._caught_up(feeding, task):
-            self._quiet.pop(feeding, None)
-            return
         if quiet is None or quiet.task is not task or quiet.next_offset != task.next_offset:
-            self._quiet[feeding] = _Quiet(task, now_ms, task.next_offset)
-        elif not quiet.said and now_ms - quiet.since_ms >= self._idle_after_ms and task.say_idle():
+            quiet = self._quiet[feeding] = _Quiet(task, now_ms, task.next_offset)
+        if quiet.said:
+            return  # until its next record
+        if task.state is not TaskState.RUNNING or not self._caught_up(feeding, task):
+            quiet.since_ms = now_ms
+        elif now_ms - quiet.since_ms >= self._idle_after_ms and task.say_idle():
             quiet.said = True
             log.info("%s: no record for %d ms; marked idle", task.task_id, now_ms - quiet.since_ms)
