@@ -1,0 +1,116 @@
+"""State and changelog stay as small as one retention of event time, over many of them, also after a restart."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from confluent_kafka import Consumer, TopicPartition
+
+from dedup.proof.verify import verify
+from tests.integration import fleet
+from tests.integration.conftest import MakeJob
+from tests.integration.fleet import BASE_MS, Event, Job, until
+
+pytestmark = pytest.mark.broker
+SECONDS = 1_000
+GUARD = 20
+RETENTION = 2 * GUARD
+PARTITIONS = 2
+
+
+@pytest.fixture(autouse=True)
+def _hurried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fleet, "CHILD", Path(__file__).with_name("hurried.py"))
+
+
+def seconds(begin: int, end: int, *, per_second: int = 20) -> list[Event]:
+    """Return distinct events, so many for each second of event time and partition, and a duplicate for every tenth."""
+    made = []
+    for second in range(begin, end):
+        for number in range(per_second * PARTITIONS):
+            chosen = second * per_second * PARTITIONS + number
+            event = Event(chosen % PARTITIONS, b'{"id":"s-%d","n":%d}' % (chosen, chosen), BASE_MS + second * SECONDS)
+            made += [event, event] if chosen % 10 == 0 else [event]
+    return made
+
+
+def sizes(job: Job, topic: str) -> dict[int, tuple[int, int]]:
+    """Return where each partition of a topic begins and ends."""
+    consumer = Consumer({"bootstrap.servers": job.kafka.bootstrap, "group.id": "sizes"})
+    try:
+        return {p: consumer.get_watermark_offsets(TopicPartition(topic, p), timeout=30) for p in range(PARTITIONS)}
+    finally:
+        consumer.close()
+
+
+def truncated(job: Job, *, within_records: int) -> bool:
+    return all(end - begin <= within_records for begin, end in sizes(job, job.topology.changelog_topic).values())
+
+
+def state_bytes(job: Job) -> int:
+    files = (job.state_dir("a") / job.name).rglob("*")
+    return sum(path.stat().st_size for path in files if path.is_file() and not path.name.startswith("LOG"))
+
+
+def test_the_changelog_is_truncated_and_state_stays_flat(make_job: MakeJob) -> None:
+    job = make_job(document={"guard_period": f"{GUARD}s"})
+    # A portion is a segment long: 400 IDs a partition. Four segments are live at most, and a transaction in which one
+    # begins may hold the end of the portion before; the rest is room for task records and markers.
+    portion = RETENTION // 2
+    most_records = 6 * portion * 20 + 200
+    disk: list[int] = []
+    end = 0
+    for round_ in range(4):
+        worker = job.start()
+        for _ in range(7):
+            begin, end = end, end + portion
+            job.send(seconds(begin, end))
+            job.until_done()
+        until(lambda: truncated(job, within_records=most_records), f"round {round_}: {sizes(job, job.topology.changelog_topic)}; {job.logs()}")
+        if round_ % 2:
+            worker.kill()
+        else:
+            assert worker.stop() == 0
+        disk.append(state_bytes(job))
+    assert max(begin for begin, _ in sizes(job, job.topology.changelog_topic).values()) > 2 * most_records
+    assert max(disk[1:]) < 2 * disk[0] + 4_000_000, disk
+
+    # What is left of the changelog is enough: an empty disk, and every verdict is the model's.
+    shutil.rmtree(job.state_dir("a"))
+    job.send(seconds(end - GUARD // 2, end + GUARD))
+    job.finish()
+    report = verify(job.topology, job.settings)
+    assert report.passed, report.samples
+    found = [json.loads(message.value() or b"{}")["id"] for message in job.read(job.output)]
+    assert len(found) == len(set(found))
+
+
+def test_the_repartition_topic_is_purged_below_what_is_committed(make_job: MakeJob) -> None:
+    job = make_job(document={"source": {"topics": ["purged-in"]}, "guard_period": f"{GUARD}s", "idle_after": "1s"})
+    job.send(seconds(0, 30))
+    worker = job.start()
+    job.until_done()
+
+    def purged() -> bool:
+        committed = job.committed(job.topology.repartition_topic)
+        found = sizes(job, job.topology.repartition_topic)
+        return all(begin > 0 and begin <= committed[p] and end - begin < 10 for p, (begin, end) in found.items())
+
+    until(purged, f"{sizes(job, job.topology.repartition_topic)}; {job.logs()}")
+    worker.kill()
+    job.send(seconds(30, 40))
+    job.finish()
+    found = [json.loads(message.value() or b"{}")["id"] for message in job.read(job.output)]
+    assert sorted(found) == sorted({json.loads(event.value or b"")["id"] for event in job.sent})
+
+
+def test_state_beyond_its_bound_stops_the_worker_with_a_sentence(make_job: MakeJob) -> None:
+    job = make_job(document={"state": {"max_bytes_per_partition": "1MiB", "standby_replicas": 0}})
+    job.send(seconds(0, 1, per_second=40_000))
+    worker = job.start()
+    assert worker.wait() == 3
+    assert "more than state.max_bytes_per_partition (1MiB)" in worker.log
+    assert "nothing is lost" in worker.log
