@@ -1,0 +1,185 @@
+"""README and docs say what the program does: examples run, links lead somewhere, generated pages do not drift."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import typer
+from typer.main import get_command
+from typer.testing import CliRunner
+
+from dedup.cli.main import create_app
+from dedup.core.event_time import RecordTime
+from dedup.core.extract import compile_extractor
+from dedup.core.model import Model, ModelRecord, ModelRules
+from dedup.core.tracking_id import FieldRule, TrackingId
+from dedup.core.window import Source
+from dedup.settings import load_settings
+from dedup.topology.lint import lint
+from dedup.topology.parse import parse
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted(
+    [
+        ROOT / "README.md",
+        ROOT / "CHANGELOG.md",
+        ROOT / "CONTRIBUTING.md",
+        ROOT / "bench" / "README.md",
+        *(ROOT / "docs").rglob("*.md"),
+    ]
+)
+RUNS_HERE = {"check", "describe", "schema", "try"}
+"""Commands that need no broker."""
+FENCE = re.compile(r"^```(\S*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\[[^\]]+\]\(([^)\s]+)\)")
+TEST_ID = re.compile(r"`(tests/[\w/.-]+?\.py)(?:::(\w+))?(?:::(\w+))?`")
+
+
+def named(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def text_of(path: Path) -> str:
+    return path.read_text(encoding="utf-8")
+
+
+def blocks(*kinds: str) -> list:
+    return [
+        pytest.param(found[2], id=f"{named(page)}:{text_of(page)[: found.start()].count(chr(10)) + 1}")
+        for page in PAGES
+        for found in FENCE.finditer(text_of(page))
+        if found[1] in kinds
+    ]
+
+
+def commands() -> list:
+    """Every `$ dedup ...` line of a console block, with the output that the page shows after it."""
+    found = []
+    for param in blocks("console"):
+        for part in re.split(r"^\$ ", param.values[0], flags=re.MULTILINE)[1:]:
+            line, _, output = part.partition("\n")
+            if line.startswith("dedup "):
+                found.append(pytest.param(shlex.split(line)[1:], output.strip(), id=f"{param.id} {line}"))
+    return found
+
+
+@pytest.mark.parametrize("text", blocks("yaml"))
+def test_a_yaml_block_is_a_topology_or_a_config(text, tmp_path):
+    if re.search(r"^brokers:", text, re.MULTILINE):
+        path = tmp_path / "config.yaml"
+        secret = tmp_path / "secret"
+        secret.write_text("s", encoding="utf-8")
+        path.write_text(text.replace("/run/secrets/kafka", str(secret)), encoding="utf-8")
+        load_settings(path, [], {"KAFKA_USER": "u"})
+        return
+    assert [finding for finding in lint(parse(text, name="page.yaml")) if finding.level == "error"] == []
+
+
+@pytest.mark.parametrize(("arguments", "output"), commands())
+def test_a_command_line_is_understood_and_gives_what_the_page_shows(arguments, output, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    group = get_command(create_app())
+    command = group.commands.get(arguments[0])
+    if command is None:
+        assert arguments[0] in {"--help", "--version"}, f"there is no command {arguments[0]}"
+        return
+    # Parses the options, runs nothing.
+    command.make_context(arguments[0], arguments[1:], parent=typer.Context(group))
+    if arguments[0] in RUNS_HERE and output:
+        result = CliRunner().invoke(create_app(), arguments)
+        assert result.output.strip() == output
+
+
+@pytest.mark.parametrize("text", blocks("vector"))
+def test_a_vector_of_the_semantics_holds_on_the_exact_model(text):
+    head, *lines = text.strip().splitlines()
+    numbers = {name: int(value) for name, value in re.findall(r"(guard|grace|most) (\d+)", head)}
+    rules = ModelRules(
+        guard_ms=numbers["guard"],
+        grace_ms=numbers["grace"],
+        extend="most" in numbers,
+        extend_at_most_ms=numbers.get("most", 0),
+    )
+    model = Model(rules, ((0, 0),))
+    for row, line in enumerate(lines):
+        name, time_ms, verdict = line.split(maxsplit=2)
+        judged = model.judge(ModelRecord(name.encode(), int(time_ms), Source(0, 0, row)))
+        assert judged.kind.replace("_", " ") == verdict, line
+
+
+@pytest.mark.parametrize("text", blocks("ids"))
+def test_ids_are_equal_and_differ_as_the_semantics_say(text):
+    keys = compile_extractor(TrackingId(FieldRule(("id",))), RecordTime(), fmt="json", fingerprint=False)
+    for line in text.strip().splitlines():
+        found = re.fullmatch(r"(.+?) +(equals|differs from) +(.+)", line)
+        assert found, line
+        values = [f'{{"id":{found[group]}}}'.encode() for group in (1, 3)]
+        one, other = keys([None, None], values, [(), ()], [0, 0]).ids
+        assert one is not None
+        assert (one == other) is (found[2] == "equals"), line
+
+
+@pytest.mark.parametrize("page", PAGES, ids=named)
+def test_links_lead_somewhere(page):
+    for target in LINK.findall(FENCE.sub("", text_of(page))):
+        if target.startswith(("http://", "https://")):
+            continue
+        path, _, anchor = target.partition("#")
+        there = (page.parent / path).resolve() if path else page
+        assert there.exists(), target
+        if anchor:
+            assert anchor in anchors(there), target
+
+
+def anchors(page: Path) -> set[str]:
+    headings = re.findall(r"^#+ (.+)$", FENCE.sub("", text_of(page)), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=named)
+def test_the_tests_that_a_page_names_exist(page):
+    for path, *names in TEST_ID.findall(text_of(page)):
+        assert (ROOT / path).is_file(), path
+        for name in filter(None, names):
+            assert re.search(rf"^\s*(?:async def|def|class) {name}\b", text_of(ROOT / path), re.MULTILINE), (
+                f"{path}::{name}"
+            )
+
+
+def test_the_readme_begins_with_two_commands_of_one_line():
+    first, second, *_ = (found[2].splitlines() for found in FENCE.finditer(text_of(ROOT / "README.md")))
+    assert len(first) == len(second) == 1
+    assert first[0].endswith(".venv/bin/dedup demo")
+    assert second[0].endswith("pytest -q")
+
+
+def test_the_readme_shows_a_topology_file_as_it_is():
+    assert text_of(ROOT / "topologies" / "simplest.yaml") in text_of(ROOT / "README.md")
+
+
+def test_the_licence_is_complete():
+    text = text_of(ROOT / "LICENSE")
+    assert all(f"\n   {number}. " in text for number in range(1, 10))
+    assert "END OF TERMS AND CONDITIONS" in text
+
+
+def test_decisions_have_numbers_of_their_own():
+    numbers = [path.name[:4] for path in sorted((ROOT / "docs" / "decisions").glob("*.md"))]
+    assert numbers == [f"{number:04}" for number in range(1, len(numbers) + 1)]
+
+
+def generator():
+    spec = importlib.util.spec_from_file_location("generate", ROOT / "docs" / "generate.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("page", ["topology-file.md", "config-file.md", "metrics.md", "cli.md"])
+def test_a_generated_page_has_not_drifted(page):
+    made = generator().PAGES[page]()
+    assert made == text_of(ROOT / "docs" / page), "run: python docs/generate.py"
