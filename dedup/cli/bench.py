@@ -17,7 +17,8 @@ _HELP: Final = """Measure throughput, latency and restore, and the same job on p
 
 Needs a checkout, as the peers are built there; Kafka Streams also needs a JDK (javac). Without --latency and --restore
 it measures throughput: 1,000,000 events, three rounds, all candidates in turn, each output checked exact. Results go to
-bench/results/. Exit code 1 if a run was not exact. What is measured, and how: bench/README.md.
+bench/results/. Exit code 1 if a run was not exact. What is measured, and how: bench/README.md. A rate from less than
+100,000 events means nothing: all of them come out within a commit or two.
 
 Examples: dedup bench --events 300000 --rounds 1 --only dedup --only quix
 
