@@ -9,6 +9,8 @@ from __future__ import annotations
 import fcntl
 import os
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, Self
@@ -118,6 +120,28 @@ def delete_store(directory: Path) -> None:
         directory.rmdir()
     finally:
         os.close(lock)
+
+
+@contextmanager
+def own_state(state_dir: Path, topology: str) -> Iterator[None]:
+    """Inside ``with``, this process alone keeps state of the topology there; raises StateIncompatible if another does.
+
+    A store has a lock of its own, but it is free while partitions move: two workers would take them from each other.
+    """
+    directory = state_dir / topology
+    try:
+        state_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        # Beside the state, not in it: that there is a directory says that there is state.
+        file = os.open(state_dir / f".{topology}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    except OSError as error:
+        raise StateIncompatible(
+            f"{state_dir}: can not be used: {error.strerror}. Make state_dir writable for this user, or set another one."
+        ) from error
+    try:
+        _lock(directory, file)
+        yield
+    finally:
+        os.close(file)
 
 
 def _lock(directory: Path, lock: int) -> None:

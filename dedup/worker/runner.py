@@ -18,10 +18,11 @@ from dedup.session.admin import Admin
 from dedup.session.client import KafkaWire
 from dedup.session.connection import Connection
 from dedup.session.wire import TopicPartition
+from dedup.store.directory import own_state
 from dedup.worker.app import DedupApp, create_app
 from dedup.worker.beside import Beside, MakePages
-from dedup.worker.plan import Cluster, prepare
-from dedup.worker.starting import bounds_of, committed_offset
+from dedup.worker.plan import Cluster, group_is_new, prepare
+from dedup.worker.starting import bounds_of
 from dedup.worker.task import TaskState
 
 if TYPE_CHECKING:
@@ -52,6 +53,11 @@ async def run_worker(topology: Topology, settings: Settings, options: RunOptions
     """
     gc.set_threshold(GC_THRESHOLD)
     settings = replace(settings, worker_id=kept_worker_id(settings))
+    with own_state(settings.state_dir, topology.name):
+        return await _run_alone(topology, settings, options)
+
+
+async def _run_alone(topology: Topology, settings: Settings, options: RunOptions) -> DedupApp:
     wire = KafkaWire(Connection.of(settings, client_id=f"dedup-{topology.name}"))
     await wire.start()
     try:
@@ -67,7 +73,7 @@ async def run_worker(topology: Topology, settings: Settings, options: RunOptions
         await app.start()
         try:
             async with Beside(app, topology, options.make_pages):
-                await _until_over(app, stop, options, wire, ends)
+                await _until_over(app, stop, options, cluster, ends)
         finally:
             await app.stop()
             for number in (signal.SIGTERM, signal.SIGINT):
@@ -101,18 +107,8 @@ def kept_worker_id(settings: Settings) -> str:
 
 async def _cluster(topology: Topology, settings: Settings, wire: KafkaWire) -> Cluster:
     async with Admin(wire.connection) as admin:
-        fresh = await _group_is_new(topology, wire, admin) and not (settings.state_dir / topology.name).exists()
+        fresh = await group_is_new(topology, wire, admin) and not (settings.state_dir / topology.name).exists()
         return await prepare(topology, settings, admin, may_create_changelog=fresh)
-
-
-async def _group_is_new(topology: Topology, wire: KafkaWire, admin: Admin) -> bool:
-    have = await admin.topics(topology.feeding_topics)
-    for topic in have.values():
-        for partition in range(topic.partitions):
-            offset = await committed_offset(wire, topology.name, TopicPartition(topic.name, partition))
-            if offset is not None:
-                return False
-    return True
 
 
 async def _ends(topology: Topology, cluster: Cluster, wire: KafkaWire) -> dict[TopicPartition, int]:
@@ -126,12 +122,14 @@ async def _ends(topology: Topology, cluster: Cluster, wire: KafkaWire) -> dict[T
 
 
 async def _until_over(
-    app: DedupApp, stop: asyncio.Event, options: RunOptions, wire: KafkaWire, ends: dict[TopicPartition, int]
+    app: DedupApp, stop: asyncio.Event, options: RunOptions, cluster: Cluster, ends: dict[TopicPartition, int]
 ) -> None:
+    wire = app.wire
     stages = [ends] if ends or options.exit_when_done else []
     if stages and len(app.sub_topologies) > 1:
         stages.append({})
     while not stop.is_set() and not app.tasks.failure.done() and not app.crashed:
+        _refuse_growth(app, cluster)
         if options.on_tick is not None:
             options.on_tick(app)
         if stages and _done(app, stages[0]):
@@ -148,6 +146,20 @@ async def _until_over(
         await asyncio.sleep(LOOK_S)
     if app.crashed and not app.tasks.failure.done():
         app.tasks.fail(app.crash_reason or DedupError("the Faust app stopped without saying why."))
+
+
+def _refuse_growth(app: DedupApp, cluster: Cluster) -> None:
+    """Stop the worker where a topic it reads has more partitions than at the start: IDs may have moved to them."""
+    for name in app.feeding_topics:
+        had, has = cluster.topics[name].partitions, app.member.topic_partitions(name)
+        if has is not None and has > had:
+            app.tasks.fail(
+                StateIncompatible(
+                    f"topic {name!r} has {has} partitions now, and had {had} when the worker started: from now on "
+                    f"equal IDs may be in other partitions than those that saw them. Nothing of the new partitions was "
+                    f"judged. `dedup reset` starts anew with {has}."
+                )
+            )
 
 
 def _done(app: DedupApp, ends: dict[TopicPartition, int]) -> bool:
