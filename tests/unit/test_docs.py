@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import re
 import shlex
@@ -18,9 +19,12 @@ from dedup.core.extract import compile_extractor
 from dedup.core.model import Model, ModelRecord, ModelRules
 from dedup.core.tracking_id import FieldRule, TrackingId
 from dedup.core.window import Source
+from dedup.metrics import METRICS
 from dedup.settings import load_settings
 from dedup.topology.lint import lint
 from dedup.topology.parse import parse
+from dedup.worker import publish
+from dedup.worker.task import MOVES
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(
@@ -121,6 +125,52 @@ def test_ids_are_equal_and_differ_as_the_semantics_say(text):
         one, other = keys([None, None], values, [(), ()], [0, 0]).ids
         assert one is not None
         assert (one == other) is (found[2] == "equals"), line
+
+
+@pytest.mark.parametrize("text", blocks("states"))
+def test_the_states_of_a_task_are_the_code_s(text):
+    shown = {
+        line.split(" ->")[0]: set(filter(None, line.split(" ->")[1].strip().split(", "))) for line in text.splitlines()
+    }
+    assert shown == {state.value: {after.value for after in afters} for state, afters in MOVES.items()}
+
+
+def messages() -> list[str]:
+    """Every text of the package, `...` where a value is put in."""
+    found = []
+    for path in sorted((ROOT / "dedup").rglob("*.py")):
+        for node in ast.walk(ast.parse(text_of(path))):
+            match node:
+                case ast.JoinedStr(values=parts):
+                    texts = [part.value if isinstance(part, ast.Constant) else "…" for part in parts]
+                    found.append("".join(map(str, texts)))
+                case ast.Constant(value=str(text)):
+                    found.append(text)
+    return found
+
+
+def test_the_messages_of_exit_code_3_are_the_program_s():
+    section = text_of(ROOT / "docs" / "operations.md").partition("### Exit code 3")[2].partition("\n## ")[0]
+    quoted = re.findall(r"^\| (?!the message|---)(.+?) \|", section, re.MULTILINE)
+    assert len(quoted) > 5
+    # In the page a message is cut before its values' quotes; `…` stands for whatever is put in.
+    known = [re.sub(r"[\"']|…/…", "", text) for text in messages()]
+    missing = [text for text in quoted if not any(said(text, message) for message in known)]
+    assert not missing
+
+
+def said(quoted: str, message: str) -> bool:
+    return re.search(r".{0,80}?".join(map(re.escape, quoted.split("…"))), message) is not None
+
+
+@pytest.mark.parametrize("page", PAGES, ids=named)
+def test_metrics_and_headers_that_a_page_names_exist(page):
+    text = text_of(page)
+    metrics = {metric.name for metric in METRICS}
+    assert set(re.findall(r"\bdedup_[a-z_]+\b", text)) <= metrics
+    named_headers = set(re.findall(r"`(dedup-[a-z-]+)`", text))
+    ours = {value for name, value in vars(publish).items() if name.isupper() and isinstance(value, str)}
+    assert named_headers - {"dedup-streams", "dedup-2-workers", "dedup-repartitioned"} <= ours
 
 
 @pytest.mark.parametrize("page", PAGES, ids=named)
