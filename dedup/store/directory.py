@@ -135,7 +135,8 @@ def own_state(state_dir: Path, topology: str) -> Iterator[None]:
         file = os.open(state_dir / f".{topology}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     except OSError as error:
         raise StateIncompatible(
-            f"{state_dir}: can not be used: {error.strerror}. Make state_dir writable for this user, or set another one."
+            f"{state_dir}: can not be used: {error.strerror}. Make state_dir writable for this user, "
+            "or set another one."
         ) from error
     try:
         _lock(directory, file)
