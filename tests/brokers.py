@@ -47,7 +47,9 @@ class Admin:
 
     def end_offsets(self, topic: str) -> dict[int, int]:
         """Return the next offset of each partition, open transactions included."""
-        consumer = Consumer({"bootstrap.servers": self.bootstrap, "group.id": "end-offsets"})
+        # A committed reader would be told the last stable offset.
+        isolation = {"isolation.level": "read_uncommitted"}
+        consumer = Consumer({"bootstrap.servers": self.bootstrap, "group.id": "end-offsets", **isolation})
         try:
             partitions = consumer.list_topics(topic, timeout=30).topics[topic].partitions
             return {number: _end_offset(consumer, TopicPartition(topic, number)) for number in sorted(partitions)}

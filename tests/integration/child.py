@@ -91,6 +91,23 @@ def slow_commit(delay_ms: int) -> None:
     KafkaWire.end_transaction = slow  # type: ignore[method-assign]
 
 
+def freeze_in_commit(number: int) -> None:
+    """SIGSTOP right before the n-th EndTxn is sent: it will be sent when the process is let go on."""
+    from dedup.session.client import KafkaWire
+
+    end_transaction = KafkaWire.end_transaction
+    seen = 0
+
+    async def freezing(self: KafkaWire, *args: Any, **kwargs: Any) -> int:
+        nonlocal seen
+        seen += 1
+        if seen == number:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return await end_transaction(self, *args, **kwargs)
+
+    KafkaWire.end_transaction = freezing  # type: ignore[method-assign]
+
+
 def die_judging_in_commit(number: int) -> None:
     """SIGKILL right after the n-th batch that was judged while a commit was in flight."""
     from dedup.worker.task import Task
@@ -107,6 +124,20 @@ def die_judging_in_commit(number: int) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
     Task.process = deadly  # type: ignore[method-assign]
+
+
+def slow_restore(delay_ms: int) -> None:
+    """Every read of a changelog takes this much longer."""
+    from dedup.session.client import KafkaWire
+
+    fetch = KafkaWire.fetch
+
+    async def slow(self: KafkaWire, *args: Any, **kwargs: Any) -> Any:
+        print("restoring slowly", file=sys.stderr, flush=True)
+        await asyncio.sleep(delay_ms / 1000)
+        return await fetch(self, *args, **kwargs)
+
+    KafkaWire.fetch = slow  # type: ignore[method-assign]
 
 
 def small_batches(records: int) -> None:
@@ -129,6 +160,18 @@ def patience(limit_ms: int) -> None:
     Connection.of = staticmethod(impatient)  # type: ignore[method-assign, assignment]
 
 
+def metadata_every(interval_ms: int) -> None:
+    """Clients look at the cluster's topics this often."""
+    from dedup.session.connection import Connection
+
+    client_options = Connection.client_options
+
+    def quick(self: Connection) -> dict[str, Any]:
+        return client_options(self) | {"metadata_max_age_ms": interval_ms}
+
+    Connection.client_options = quick  # type: ignore[method-assign]
+
+
 ACCIDENTS: dict[str, Callable[[int], None]] = {
     accident.__name__: accident
     for accident in (
@@ -136,9 +179,12 @@ ACCIDENTS: dict[str, Callable[[int], None]] = {
         agent_fails_inside,
         agent_sends,
         slow_commit,
+        freeze_in_commit,
         die_judging_in_commit,
+        slow_restore,
         small_batches,
         patience,
+        metadata_every,
     )
 }
 

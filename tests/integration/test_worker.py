@@ -9,7 +9,7 @@ from confluent_kafka import Message
 
 from dedup.proof.verify import verify
 from tests.integration.conftest import MakeJob
-from tests.integration.fleet import BASE_MS, Event, Expected, Job, assert_order_kept, id_of, workload
+from tests.integration.fleet import BASE_MS, SECONDS, Event, Expected, Job, assert_order_kept, id_of, workload
 
 pytestmark = pytest.mark.broker
 
@@ -73,7 +73,7 @@ def test_start_latest_leaves_out_what_was_there(make_job: MakeJob) -> None:
     assert sum(books.skipped for books in report.books) == len(before)
 
 
-SECONDS = 1_000
+
 EVERY_PLACE = [
     ({"id": "a", "n": 0}, 100, "output"),
     ({"id": "b", "n": 1}, 101, "output"),

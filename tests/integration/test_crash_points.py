@@ -1,0 +1,56 @@
+"""F02: a worker dies at each named point of a transaction and of a start; the next one makes it exact."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+
+from dedup.crashpoints import POINTS, Point
+from tests.integration.conftest import MakeJob
+from tests.integration.fleet import Event, Job, Watch, until, workload
+
+pytestmark = pytest.mark.broker
+
+EVENTS = 1_000
+PIECE = 80
+AT_START = {"after_init", "after_committed_offset", "in_restore", "after_restore"}
+
+
+def passing(point: Point) -> int:
+    """Return which passing of the point is the last: a start has few, and a later transaction is the better test."""
+    return {"after_init": 2, "after_committed_offset": 2, "in_restore": 1, "after_restore": 1}.get(point, 4)
+
+
+@pytest.mark.parametrize("point", POINTS)
+def test_f02_dies_at_a_point(make_job: MakeJob, point: Point) -> None:
+    job = make_job(config={"commit_interval": "20ms"})
+    events = workload(POINTS.index(point), EVENTS)
+    if point in AT_START:
+        job.send(events[:400])
+        job.finish()
+        if point == "in_restore":
+            shutil.rmtree(job.state_dir("a"))
+        events = events[400:]
+    dies_and_comes_back(job, events, f"{point}:{passing(point)}")
+
+
+def dies_and_comes_back(job: Job, events: list[Event], crash_at: str) -> None:
+    """A worker dies at the point while events come in; the next one has more to do, and all is exact."""
+    pieces = [events[at : at + PIECE] for at in range(0, len(events), PIECE)]
+    with Watch(job):
+        dying = job.start(crash_at=crash_at)
+        # Piece by piece, so that each is a transaction of its own, however slow the machine is.
+        while pieces and dying.running:
+            job.send(pieces.pop(0))
+            until(lambda: not dying.running or job.all_committed(), "it has died or judged a piece")
+        assert dying.wait() == 137, dying.log
+        job.send([event for piece in pieces for event in piece])
+        job.finish()
+    job.judge()
+
+
+@pytest.mark.parametrize("point", ["after_output", "after_offsets", "after_end", "after_apply"])
+def test_f02_dies_at_a_point_of_a_repartitioned_job(make_job: MakeJob, point: Point) -> None:
+    job = make_job(config={"commit_interval": "20ms"}, document={"source": {"topics": [f"hops-{point.replace('_', '-')}"]}})
+    dies_and_comes_back(job, workload(40 + POINTS.index(point), EVENTS, scattered=True), f"{point}:9")

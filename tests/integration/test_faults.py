@@ -1,0 +1,171 @@
+"""Agents that fail, records that are refused, transactions in the input, commits in flight, ids taken by others."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+from confluent_kafka import Producer
+
+from dedup.proof.verify import verify
+from tests.brokers import RunningKafka
+from tests.integration.conftest import MakeJob
+from tests.integration.fleet import BASE_MS, SECONDS, Event, Job, Watch, until, workload
+
+pytestmark = pytest.mark.broker
+
+
+@pytest.mark.parametrize("accident", ["agent_fails_before=5", "agent_fails_inside=5"])
+def test_an_agent_that_fails_stops_the_worker_and_loses_nothing(job: Job, accident: str) -> None:
+    """An exception inside a batch: the transaction ends, exit 1, and the next worker judges the batch again."""
+    with Watch(job):
+        job.send(workload(21, 3_000))
+        failing = job.start("a", "small_batches=200", accident)
+        assert failing.wait() == 1, failing.log
+        assert "AgentFailedOnPurpose: batch 5" in failing.log
+        job.finish()
+    job.judge()
+
+
+def test_topic_send_of_an_agent_is_refused(job: Job) -> None:
+    """What an agent sends by itself would escape the transaction: the worker stops, nothing was sent."""
+    escape = job.admin.create_topic(f"{job.name}-escape")
+    job.send(workload(22, 500))
+    worker = job.start("a", "agent_sends=1", environ={"DEDUP_TEST_ESCAPE": escape})
+    assert worker.wait() == 1, worker.log
+    assert f"topic.send() to '{escape}'" in worker.log
+    assert job.admin.end_offsets(escape) == {0: 0}
+    job.finish()
+    job.judge()
+
+
+LARGE = 60_000
+
+
+def test_f26_a_refused_record_becomes_a_dead_letter(make_job: MakeJob) -> None:
+    """Two records the output topic does not take, among others: those go through."""
+    job = make_job(output_config={"max.message.bytes": "30000"})
+    events = workload(23, 2_000)
+    for number, at in enumerate((0, 700)):
+        value = b'{"id":"large-%d","n":0,"pad":"%s"}' % (number, os.urandom(LARGE // 2).hex().encode())
+        events.insert(at, Event(number, value, BASE_MS))
+    with Watch(job):
+        job.send(events)
+        job.finish()
+    job.judge(refused_ids=frozenset({"large-0", "large-1"}))
+    dead = [message for message in job.read(job.topology.dead_letter) if len(message.value() or b"") > LARGE]
+    assert [dict(message.headers() or [])["dedup-reason"] for message in dead] == [b"refused_by_broker"] * 2
+
+
+def test_f53_a_refused_dead_letter_stops_the_worker(make_job: MakeJob) -> None:
+    """The dead-letter topic takes nothing: the worker ends loudly, before any offset that would lose the record."""
+    job = make_job(document={"dead_letter": "refusing-dead"})
+    job.admin.create_topic("refusing-dead", 2, {"max.message.bytes": "100"})
+    job.send([Event(0, b"no json", BASE_MS)])
+    worker = job.start()
+    assert worker.wait() not in {0, 137}, worker.log
+    assert "refusing-dead" in worker.log
+    assert job.committed() == {0: 0, 1: 0}
+    assert job.read(job.output) == []
+
+
+def test_f52_transactions_in_the_input(job: Job) -> None:
+    """Aborted records are no records; those of an open transaction wait, and hold up nothing in other partitions."""
+    events = workload(24, 1_200)
+    job.send(events[:300])
+    job.send(events[300:500], transactional_id=f"{job.name}-x", commit=False)
+    job.send(events[500:700], transactional_id=f"{job.name}-x", commit=True)
+    job.send(events[700:800])
+    open_one = job.send([event for event in events[800:1000] if event.partition == 0], transactional_id=f"{job.name}-y", commit=None)
+    job.send([event for event in events[1000:] if event.partition == 1])
+    with Watch(job):
+        worker = job.start()
+        end = job.admin.end_offsets(f"{job.name}-in")[1]
+        until(lambda: job.committed()[1] == end, "partition 1 goes on")
+        waiting = job.committed()[0]
+        open_one.commit_transaction(30)
+        job.sent.extend(event for event in events[800:1000] if event.partition == 0)
+        until(lambda: job.committed()[0] > waiting, "partition 0 goes on")
+        assert worker.stop() == 0, worker.log
+        job.finish()
+    job.judge()
+
+
+def test_f52_an_input_that_ends_with_an_aborted_transaction_is_done(job: Job) -> None:
+    job.send(workload(25, 200))
+    job.send(workload(26, 200), transactional_id=f"{job.name}-x", commit=False)
+    job.finish()
+    job.judge()
+
+
+def test_a_batch_without_a_new_sighting_then_a_crash(make_job: MakeJob) -> None:
+    """The duplicate moves stream time: after the crash an older record must still be late, not unique."""
+    job = make_job(partitions=1, document={"guard_period": "10s"}, config={"commit_interval": "10ms"})
+
+    def at(tracking_id: str, second: int) -> Event:
+        return Event(0, b'{"id":"%s","n":%d}' % (tracking_id.encode(), second), BASE_MS + second * SECONDS)
+
+    job.send([at("a", 100)])
+    worker = job.start(crash_at="after_end:2")
+    until(lambda: job.committed()[0] == 1, "the first is committed")
+    job.send([at("a", 109)])
+    assert worker.wait() == 137
+    job.send([at("b", 98)])
+    job.finish()
+    report = verify(job.topology, job.settings)
+    assert report.passed, report.samples
+    assert [(books.unique, books.duplicates, books.late) for books in report.books] == [(1, 1, 1)]
+
+
+def test_a_fold_during_a_commit_in_flight(job: Job) -> None:
+    """Batches are judged while EndTxn is on its way, and see what it commits; then with a SIGKILL among them."""
+    with Watch(job):
+        worker = job.start("a", "slow_commit=150", "small_batches=20", "die_judging_in_commit=12")
+        worker.until_logged("running from offset", times=job.partitions)
+        with job.stream(workload(27, 20_000), per_s=1_000):
+            assert worker.wait() == 137, worker.log
+            back = job.start("a", "slow_commit=150", "small_batches=20")
+            job.until_progress(1_000)
+        job.until_done()
+        assert back.stop() == 0, back.log
+    job.judge()
+
+
+def test_f14_another_process_takes_our_transactional_id(job: Job) -> None:
+    """The owner is fenced, discards the task, and takes the partition over anew."""
+    with Watch(job), job.stream(workload(28, 20_000), per_s=1_000):
+        worker = job.start()
+        job.until_progress(200)
+        taker = Producer({"bootstrap.servers": job.kafka.bootstrap, "transactional.id": f"{job.name}.dedup.0"})
+        taker.init_transactions(30)
+        worker.until_logged("Another owner has the partition")
+        job.until_progress(500)
+    job.until_done()
+    assert worker.stop() == 0, worker.log
+    job.judge()
+
+
+def test_f52_compacted_gaps(make_job: MakeJob, kafka: RunningKafka) -> None:
+    """Offsets that compaction took away between two records are no loss."""
+    from confluent_kafka.admin import AlterConfigOpType, ConfigEntry, ConfigResource, ResourceType  # noqa: PLC0415
+
+    job = make_job(
+        partitions=1,
+        source_config={"cleanup.policy": "compact", "segment.ms": "50", "min.cleanable.dirty.ratio": "0.001"},
+    )
+    quick = ConfigEntry("log.cleaner.backoff.ms", "50", incremental_operation=AlterConfigOpType.SET)
+    brokers = ConfigResource(ResourceType.BROKER, "1", incremental_configs=[quick])
+    for future in job.admin.client.incremental_alter_configs([brokers]).values():
+        future.result(timeout=30)
+    for number in range(40):
+        # A record a producer call: a segment ends with the batch that comes 50 ms after it began.
+        value = b'{"id":"order-%d","n":%d}' % (number, number)
+        job.send([Event(0, value, BASE_MS + number * SECONDS, b"k%d" % (number % 3))])
+    topic = job.topology.source.topics[0]
+    until(lambda: len(job.read(topic)) < 40, "compaction has begun")
+    left = job.read(topic)
+    job.finish()
+    values = [message.value() for message in job.read(job.output)]
+    assert len(values) >= 3
+    assert set(values) <= {message.value() for message in left}
+    assert job.committed()[0] == 40

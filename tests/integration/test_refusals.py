@@ -1,0 +1,166 @@
+"""Where a worker must not start, or not go on: loud, with the right exit code, and with nothing touched."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+from confluent_kafka import ConsumerGroupTopicPartitions, TopicPartition
+from confluent_kafka.admin import NewPartitions
+
+from tests.integration.conftest import MakeJob
+from tests.integration.fleet import BASE_MS, Event, Job, Watch, state_of, topic_id, tree, until, workload
+
+pytestmark = pytest.mark.broker
+INCOMPATIBLE = 3
+
+
+@pytest.fixture
+def done(job: Job) -> Job:
+    """Return a job that has judged a thousand records and stopped."""
+    job.send(workload(31, 1_000))
+    job.finish()
+    return job
+
+
+def test_f39_changelog_deleted_under_intact_state(done: Job) -> None:
+    before = tree(done.state_dir("a"))
+    done.admin.delete_topic(done.topology.changelog_topic)
+    done.refused(code=INCOMPATIBLE, says="Nothing was touched")
+    assert tree(done.state_dir("a")) == before
+
+
+@pytest.mark.parametrize("state", ["kept", "gone"])
+def test_f35_changelog_made_again_empty(done: Job, state: str) -> None:
+    """With local state the other topic id tells it, without it the missing task record does."""
+    old_id = topic_id(done, done.topology.changelog_topic)
+    before = state_of(done, "a", old_id)
+    if state == "gone":
+        shutil.rmtree(done.state_dir("a"))
+    done.admin.delete_topic(done.topology.changelog_topic)
+    done.admin.create_topic(done.topology.changelog_topic, done.partitions, {"cleanup.policy": "compact,delete"})
+    done.refused(code=INCOMPATIBLE, says="changelog")
+    if state == "kept":
+        # Opening a store moves its bookkeeping about; what it holds is as it was.
+        assert state_of(done, "a", old_id) == before
+
+
+def test_f35_changelog_emptied_and_no_local_state(done: Job) -> None:
+    shutil.rmtree(done.state_dir("a"))
+    ends = done.admin.end_offsets(done.topology.changelog_topic)
+    places = [TopicPartition(done.topology.changelog_topic, partition, end) for partition, end in ends.items()]
+    for future in done.admin.client.delete_records(places).values():
+        future.result(timeout=30)
+    done.refused(code=INCOMPATIBLE, says="holds no task record")
+
+
+def test_f35_changelog_with_another_partition_count(done: Job) -> None:
+    before = tree(done.state_dir("a"))
+    for future in done.admin.client.create_partitions([NewPartitions(done.topology.changelog_topic, 3)]).values():
+        future.result(timeout=30)
+    done.refused(code=INCOMPATIBLE, says="has 3 partitions")
+    assert tree(done.state_dir("a")) == before
+
+
+def test_f19_offsets_deleted_the_task_record_decides(done: Job) -> None:
+    for future in done.admin.client.delete_consumer_groups([done.name]).values():
+        future.result(timeout=30)
+    with Watch(done):
+        done.send(workload(32, 100))
+        done.finish()
+    done.judge()
+
+
+def test_f19_offsets_set_back_to_the_start(done: Job) -> None:
+    places = [TopicPartition(done.topology.source.topics[0], partition, 0) for partition in range(done.partitions)]
+    asked = done.admin.client.alter_consumer_group_offsets([ConsumerGroupTopicPartitions(done.name, places)])
+    asked[done.name].result(timeout=30)
+    with Watch(done):
+        done.send(workload(33, 100))
+        done.finish()
+    done.judge()
+
+
+def test_f19_source_records_gone_before_they_were_read(done: Job) -> None:
+    """Retention took what the committed offset points at: never "latest", never go on."""
+    done.send(workload(34, 500))
+    topic = done.topology.source.topics[0]
+    ends = done.admin.end_offsets(topic)
+    places = [TopicPartition(topic, partition, end - 10) for partition, end in ends.items()]
+    for future in done.admin.client.delete_records(places).values():
+        future.result(timeout=30)
+    done.refused(code=INCOMPATIBLE, says="no longer holds")
+
+
+def test_f18_partitions_added_to_the_source(job: Job) -> None:
+    """IDs would move to other partitions: the worker stops."""
+    job.send(workload(35, 500))
+    worker = job.start("a", "metadata_every=300")
+    job.until_done()
+    for future in job.admin.client.create_partitions([NewPartitions(job.topology.source.topics[0], 3)]).values():
+        future.result(timeout=30)
+    assert worker.wait() == INCOMPATIBLE, worker.log
+    assert "partitions" in worker.log
+    job.refused(code=INCOMPATIBLE, says="has 3")
+
+
+def test_f13_two_topologies_of_one_name(done: Job) -> None:
+    changelog_id = topic_id(done, done.topology.changelog_topic)
+    before = state_of(done, "a", changelog_id)
+    document = json.loads(done.topology_file.read_text(encoding="utf-8"))
+    document["tracking_id"] = {"field": "n"}
+    done.topology_file.write_text(json.dumps(document), encoding="utf-8")
+    done.refused(code=INCOMPATIBLE, says="fingerprint")
+    assert state_of(done, "a", changelog_id) == before
+
+
+@pytest.mark.parametrize("same_id", [True, False])
+def test_f12_two_workers_with_one_state_directory(job: Job, same_id: bool) -> None:
+    """The second is refused; the first goes on."""
+    with Watch(job), job.stream(workload(36, 40_000), per_s=1_000):
+        first = job.start("a")
+        first.until_logged("running from offset", times=job.partitions)
+        second = job.start("a" if same_id else "b", state_of="a")
+        assert second.wait() == INCOMPATIBLE, second.log
+        assert "in use by another process" in second.log
+        job.until_progress(500)
+        assert first.running
+    job.until_done()
+    assert first.stop() == 0, first.log
+    job.judge()
+
+
+def test_no_broker_is_exit_5_and_one_sentence(job: Job) -> None:
+    job.config_file.write_text(json.dumps({"brokers": ["127.0.0.1:9"]}), encoding="utf-8")
+    worker = job.start("a", "patience=300")
+    assert worker.wait() == 5, worker.log
+    assert "no broker answers at 127.0.0.1:9" in worker.log
+    assert "Traceback" not in worker.log
+
+
+def test_missing_source_topic_is_said(make_job: MakeJob) -> None:
+    job = make_job()
+    job.admin.delete_topic(job.topology.source.topics[0])
+    worker = job.start()
+    assert worker.wait() == INCOMPATIBLE, worker.log
+    assert "does not exist" in worker.log
+    assert "Traceback" not in worker.log
+
+
+def test_a_bad_topology_is_exit_2_with_every_problem_and_its_place(job: Job) -> None:
+    job.topology_file.write_text("dedup: 1\nname: Bad.Name\nguard_perod: 1d\n", encoding="utf-8")
+    worker = job.start()
+    assert worker.wait() == 2, worker.log
+    assert f"{job.topology_file}:2:" in worker.log
+    assert "guard_period" in worker.log
+    assert "source" in worker.log
+    assert "Traceback" not in worker.log
+
+
+def test_a_bad_config_is_exit_2(job: Job) -> None:
+    job.send([Event(0, b"{}", BASE_MS)])
+    worker = job.start(settings=["commit_intervall=1s"])
+    assert worker.wait() == 2, worker.log
+    assert "commit_interval" in worker.log
+    assert "Traceback" not in worker.log
