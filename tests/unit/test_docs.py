@@ -173,6 +173,16 @@ def test_metrics_and_headers_that_a_page_names_exist(page):
     assert named_headers - {"dedup-streams", "dedup-2-workers", "dedup-repartitioned"} <= ours
 
 
+@pytest.mark.skipif(importlib.util.find_spec("dedup.cli.admin") is None, reason="dedup/cli/admin.py is not there")
+def test_commands_that_pages_and_messages_name_exist_with_these_options():
+    group = get_command(create_app())
+    options = {name: {opt for own in command.params for opt in own.opts} for name, command in group.commands.items()}
+    texts = [text_of(page) for page in PAGES] + messages()
+    for name, rest in {found for text in texts for found in re.findall(r"`dedup ([a-z]+)([^`]*)`", text)}:
+        assert name in options, f"dedup {name}{rest}"
+        assert set(re.findall(r"--[a-z-]+", rest)) <= {*options[name], "--help"}, f"dedup {name}{rest}"
+
+
 @pytest.mark.parametrize("page", PAGES, ids=named)
 def test_links_lead_somewhere(page):
     for target in LINK.findall(FENCE.sub("", text_of(page))):
