@@ -9,112 +9,19 @@ from hypothesis import strategies as st
 
 from dedup.core.columns import bytes_keys, scalar_keys, text_keys
 from dedup.core.content import content_of
-from dedup.core.event_time import FieldTime, RecordTime
+from dedup.core.event_time import RecordTime
 from dedup.core.exact_json import Unreadable, canonical_json, decode, excluded
 from dedup.core.extract import Extractor, FaultKind, Recipe
 from dedup.core.extract_one import Fault, One, extract_one
 from dedup.core.tracking_id import (
-    ContentRule,
-    FieldRule,
-    FieldsRule,
-    HeaderRule,
     KeyRule,
-    RawContentRule,
     TrackingId,
     encode_bytes,
     encode_integer,
     encode_text,
     state_key,
 )
-
-UUID = "0b1c2d3e-4f50-6172-8394-a5b6c7d8e9f0"
-RECIPES = {
-    "id": Recipe(TrackingId(FieldRule(("id",)))),
-    "id+ms": Recipe(TrackingId(FieldRule(("id",))), FieldTime(("t",), "ms")),
-    "id+s": Recipe(TrackingId(FieldRule(("id",))), FieldTime(("t",), "s")),
-    "id+us": Recipe(TrackingId(FieldRule(("id",))), FieldTime(("t",), "us")),
-    "id+rfc3339": Recipe(TrackingId(FieldRule(("id",))), FieldTime(("t",), "rfc3339")),
-    "id is time": Recipe(TrackingId(FieldRule(("t",))), FieldTime(("t",), "s")),
-    "normalized": Recipe(TrackingId(FieldRule(("id",)), ("trim", "lower", "nfc"))),
-    "nested": Recipe(TrackingId(FieldRule(("a", "id"))), FieldTime(("a", "t"), "ms")),
-    "same names": Recipe(TrackingId(FieldRule(("a", "a")))),
-    "index": Recipe(TrackingId(FieldRule(("a", 0, "id")))),
-    "below": Recipe(TrackingId(FieldsRule((("a",), ("a", "id"))))),
-    "odd name": Recipe(TrackingId(FieldRule(("a/b",)))),
-    "non-ASCII name": Recipe(TrackingId(FieldRule(("é",)))),
-    "empty name": Recipe(TrackingId(FieldRule(("",)))),
-    "fields": Recipe(TrackingId(FieldsRule((("id",), ("a",), ("t",)))), FieldTime(("t",), "ms")),
-    "fields normalized": Recipe(TrackingId(FieldsRule((("id",), ("a",))), ("trim",))),
-    "key": Recipe(TrackingId(KeyRule())),
-    "key+ms": Recipe(TrackingId(KeyRule(), ("lower",)), FieldTime(("t",), "ms")),
-    "key bytes": Recipe(TrackingId(KeyRule()), fmt="bytes", fingerprint=True),
-    "key trim": Recipe(TrackingId(KeyRule(), ("trim",)), fmt="bytes"),
-    "header": Recipe(TrackingId(HeaderRule("h"))),
-    "header bytes": Recipe(TrackingId(HeaderRule("h")), fmt="bytes"),
-    "raw": Recipe(TrackingId(RawContentRule())),
-    "raw bytes": Recipe(TrackingId(RawContentRule()), fmt="bytes", fingerprint=True),
-    "content": Recipe(TrackingId(ContentRule((("t",), ("a", "id"))))),
-    "fingerprint": Recipe(TrackingId(FieldRule(("id",))), fingerprint=True, fingerprint_exclude=(("t",),)),
-}
-EXTRACTORS = {name: Extractor(recipe) for name, recipe in RECIPES.items()}
-
-EVENTS = [
-    b'{"id":"%s","t":1700000000000,"a":{"id":"x","t":5,"a":"y"}}' % UUID.encode(),
-    b'{"id":"plain","t":1700000000.123,"a":[{"id":7}]}',
-    b'{"id":12345678901234567890123,"t":-1,"a":"two"}',
-    b'{"t":"2026-01-31T08:00:00.5Z","id":"\xc3\xa9","a":7,"\xc3\xa9":"v","a/b":"w","":"z"}',
-    b'{"id":9007199254740993,"t":"2026-01-31T08:00:00+01:00","a":""}',
-    b'{"id":" Trim ","t":1e3,"a":null}',
-    b'{"id":"e\\u0301\\n\\"","t":0,"a":{"a":{"id":"n"},"id":1.0}}',
-    b'{"i\\u0064":"spelled","t":9223372036854775807,"id":"twice"}',
-    b'{"id":"a","t":5,"b":"}"}',
-    b'{"id":"a",',
-    b'"t":5}',
-    b'{"id":"a","t":5,"s":"}',
-    b'{"}',
-    b'{"id":"a","t":5,"s":[{}',
-    b"{}]}",
-    b'{"id":"a","t":1}{"id":"b","t":2}',
-    b'{"id":"a","t":1}\n{"id":"b","t":2}',
-    b'{"id":"a","t":1,"b":"\xff"}',
-    b'{"id":"a","t":1,"b":NaN}',
-    b'{"id":"a","t":1,"n":' + b"9" * 5000 + b"}",
-    b'{"id":' + b"9" * 5000 + b',"t":1}',
-    b'{"id":1e5,"t":1,"id":2}',
-    b'{"id":"a","t":1,"x":{"id":"elsewhere"}}',
-    b'{"id":"a","t":1,"id":"b"}',
-    b'{"id":"a","t":1,"x":{"id":"elsewhere"},"id":"b"}',
-    b'{"id":"a","t":1,"x":"\\"","id":"b","y":"\\""}',
-    b'{"id":"a","t":1,"x":[{"id":["{"]}],"y":"}"}',
-    b'{"a":{"id":"x","t":1},"b":{"id":"y","t":2},"id":"z","t":"a"}',
-    b'{"a":{"id":"x","t":1,"id":"z"},"id":"y","t":4}',
-    b'{"a":{"id":"x","t":1},"id":"y","t":4,"a":{"id":"x","t":1}}',
-    b'{"a":{"a":"x"},"b":{"a":"y"}}',
-    b'{"a/b":"v","a\\/b":"w"}',
-    '{"é":"v","\\u00e9":"w"}'.encode(),
-    b'{"a":1,"a":1,"b":"\\u0022\\u0022"}',
-    b'{"id":"a","t":1,"\xff":1}',
-    b'{"id":" Trim ","id":" Trim ","t":1e3,"a":null}',
-    b'{"a":1e3,"x":1,"x":2.5}',
-    b'{"id":"a","t":1,"i":"ide","idea":1}',
-    b'{"t":1, "id" : "a", "x" : {"id" : 1}}',
-    b'{"id":"a","t":1,"x":"id"}',
-    b"[" * 600 + b"]" * 600,
-    b'{"id":"deep","t":1,"x":' + b"[" * 511 + b"]" * 511 + b"}",
-    b'{"id":"deep","t":1,"x":' + b"[" * 512 + b"]" * 512 + b"}",
-    b'{"id":"deep","t":1,"x":' + b"[" * 100_000,
-    b'{"id":"surrogate \\ud800","t":1}',
-    b'{"id":"a","t":1,"x":"\\udc00"}',
-    b'{"id":"pair \\ud83d\\ude00","t":1}',
-    b"\xef\xbb\xbf{}",
-    b" {} ",
-    b"",
-    b"1",
-    b"null",
-    '{"id":"x","t":1}'.encode("utf-16"),
-    b"{}",
-]
-FILLER = EVENTS[0]
+from tests.property.extract_cases import EVENTS, EXTRACTORS, FILLER, RECIPES, UUID
 
 
 def compare(name, keys, values, headers, times_ms):
