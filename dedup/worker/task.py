@@ -271,6 +271,17 @@ class Task:
         finally:
             self._sendable.set()
 
+    def _nowhere(self, refusal: RecordRefused, offset: int) -> RecordRefused:
+        """Return the error for a record that is refused as a dead letter, too."""
+        return RecordRefused(
+            f"{refusal}. It is offset {offset} of {self.task_id.feeding.topic}/{self.task_id.feeding.partition}, "
+            f"refused before and sent as a dead letter now, so no topic takes it. Nothing was committed past it; give "
+            f"{refusal.topic!r} a larger max.message.bytes, or name another dead_letter topic, and start again.",
+            topic=refusal.topic,
+            partition=refusal.partition,
+            rows=refusal.rows,
+        )
+
     async def _judge_again(self, refusal: RecordRefused) -> None:
         """Start over from the last commit with the refused record as a dead letter, found by halving."""
         self.numbers.aborted += 1
@@ -279,6 +290,9 @@ class Task:
         if not rows or len(self._refusals.rows) >= MOST_REFUSALS:
             self._close_now()
             raise refusal
+        if len(rows) == 1 and rows[0] in self._refusals.rows:
+            self._close_now()
+            raise self._nowhere(refusal, rows[0])
         if len(rows) == 1:
             self._refusals.rows[rows[0]] = str(refusal)
             self._refusals.most_rows.pop(target, None)
