@@ -224,6 +224,10 @@ class KafkaWire:
                 offset, code = part_offset, code or part_code
         return CommittedOffset(self._noted(CoordinationType.GROUP, group, code), offset if offset >= 0 else None)
 
+    async def ask_group(self, group: str, request: Any) -> Any:  # noqa: ANN401  # untyped protocol structures
+        """Send a request to a group's coordinator; raises NoAnswer."""
+        return await self._ask_coordinator(CoordinationType.GROUP, group, request)
+
     async def bounds(self, source: TopicPartition) -> LogBounds:
         """See `Wire`."""
         start = await self._list_offset(source, EARLIEST)

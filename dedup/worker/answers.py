@@ -39,6 +39,7 @@ class SeenId:
 class LookedUp:
     """What a worker knows of an ID."""
 
+    topology: str
     id: str
     sightings: tuple[SeenId, ...]
     asked: tuple[int, ...]
@@ -128,7 +129,8 @@ class WorkerAnswers:
         ]
         count = self._app.member.topic_partitions(self._topology.feeding_topics[0]) or 0
         placed = set() if self._topology.direct or not count else set(partitions(keys, count))
-        return LookedUp(text, tuple(found), tuple(judges), count, next(iter(placed)) if len(placed) == 1 else None)
+        belongs_to = next(iter(placed)) if len(placed) == 1 else None
+        return LookedUp(self._topology.name, text, tuple(found), tuple(judges), count, belongs_to)
 
     def _seen_id(self, partition: int, sighting: Sighting) -> SeenId:
         topic, source_partition, offset = sighting.source

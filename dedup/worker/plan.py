@@ -10,8 +10,10 @@ from dedup.core.event_time import RecordTime
 from dedup.core.stream_time import Feed
 from dedup.errors import StateIncompatible
 from dedup.session.admin import Admin, Topic, WantedTopic
+from dedup.session.wire import TopicPartition, Wire
 from dedup.topology.model import LateForward, LateTo, Topology
 from dedup.worker.publish import SLACK_BYTES, Route, Routes
+from dedup.worker.starting import committed_offset
 
 if TYPE_CHECKING:
     from dedup.settings import Settings
@@ -131,6 +133,17 @@ def refuse_misfits(topology: Topology, have: Mapping[str, Topic]) -> None:
         )
     if problems:
         raise StateIncompatible("; ".join(problems) + ". Nothing was touched; mend the topics or `dedup reset`.")
+
+
+async def group_is_new(topology: Topology, wire: Wire, admin: Admin) -> bool:
+    """Tell whether the group has judged nothing yet: it has no offset of a feeding topic."""
+    have = await admin.topics(topology.feeding_topics)
+    for topic in have.values():
+        for partition in range(topic.partitions):
+            offset = await committed_offset(wire, topology.name, TopicPartition(topic.name, partition))
+            if offset is not None:
+                return False
+    return True
 
 
 async def prepare(topology: Topology, settings: Settings, admin: Admin, *, may_create_changelog: bool) -> Cluster:

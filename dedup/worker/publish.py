@@ -24,6 +24,8 @@ FIRST_TIME: Final = "dedup-first-time"
 FIRST_SOURCE: Final = "dedup-first-source"
 IDLE: Final = "dedup-idle"
 DIGEST: Final = "dedup-digest"
+REPLAYED: Final = "dedup-replayed"
+"""On what `dedup replay` sent: where the record stood in the source when it was first judged."""
 SLACK_BYTES: Final = 65_536
 """A late or dead-letter topic takes records this much larger than the source's: room for our headers."""
 

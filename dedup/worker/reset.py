@@ -1,0 +1,149 @@
+"""`dedup reset`: offsets, changelog, repartition topic and local state gone; a topology starts as if it were new.
+
+The order makes an interrupted reset loud or harmless: until the changelog goes, its task records decide where to go on;
+from then on until the end a worker refuses to start, and reset can be run again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from dedup.core.window import BEFORE_ALL_TIME
+from dedup.errors import BrokerUnavailable, DedupError
+from dedup.session.admin import Admin, Topic
+from dedup.session.client import KafkaWire
+from dedup.session.group import Group
+from dedup.session.record_batch import Line, fill
+from dedup.session.transaction import Session
+from dedup.session.wire import TopicPartition
+from dedup.store.base import TaskRecord
+from dedup.store.changelog import encode_task_record, task_record_key
+from dedup.store.directory import delete_store
+from dedup.topology.model import Start
+from dedup.worker.clock import SteadyClock
+from dedup.worker.plan import Cluster, missing_topics, topic_names
+from dedup.worker.starting import first_offset
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from dedup.settings import Settings
+    from dedup.topology.model import Topology
+
+DEADLINE_MS: Final = 20_000
+KNOWN_WITHIN_S: Final = 30.0
+LOOK_S: Final = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Doomed:
+    """What a reset will delete."""
+
+    group: str
+    topics: tuple[str, ...]
+    directory: Path
+    partitions: tuple[Path, ...]
+
+
+class Reset:
+    """One reset of one topology."""
+
+    def __init__(self, topology: Topology, settings: Settings, wire: KafkaWire, admin: Admin) -> None:
+        self._topology: Final = topology
+        self._settings: Final = settings
+        self._wire: Final = wire
+        self._admin: Final = admin
+        self._group: Final = Group(wire, topology.name)
+
+    async def look(self) -> Doomed:
+        """Return what there is to delete; raises DedupError while the group has members."""
+        members = await self._group.members()
+        if members:
+            names = ", ".join(f"{member.worker_id} at {member.host}" for member in members)
+            raise DedupError(
+                f"the group {self._topology.name!r} has members: {names}. Nothing was touched; stop these workers, and "
+                f"wait for the session time-out of one that was killed."
+            )
+        have = await self._admin.topics(self._ours())
+        directory = self._settings.state_dir / self._topology.name
+        found = sorted(path for path in directory.iterdir() if path.name.isdigit()) if directory.is_dir() else []
+        return Doomed(self._topology.name, tuple(sorted(have)), directory, tuple(found))
+
+    def _ours(self) -> list[str]:
+        topology = self._topology
+        return [topology.changelog_topic, *([] if topology.direct else [topology.repartition_topic])]
+
+    async def run(self, doomed: Doomed, to: Start | None) -> dict[TopicPartition, int]:
+        """Delete all of it, make the topics anew; return the offsets set, none where the topology's `start` decides."""
+        topology = self._topology
+        await self.look()  # a worker may have joined since the question was asked
+        have = await self._admin.topics(topic_names(topology))
+        left = {name: topic for name, topic in have.items() if name not in doomed.topics}
+        wanted = missing_topics(topology, self._settings, left)
+        sources = [
+            TopicPartition(name, partition)
+            for name in topology.source.topics
+            for partition in range(have[name].partitions)
+        ]
+        offsets = {} if to is None else {feeding: await first_offset(self._wire, feeding, to) for feeding in sources}
+        await self._fence(sources, have)
+        await self._group.delete()
+        await self._admin.delete(doomed.topics)
+        await self._until(0, doomed.topics, "not gone yet")
+        for path in doomed.partitions:
+            delete_store(path)
+        with contextlib.suppress(OSError):  # what is not a store's is not ours to delete
+            doomed.directory.rmdir()
+        made = await self._admin.create(wanted)
+        await self._until(len(made), made, "not there yet")
+        if offsets and topology.direct:
+            await self._begin_at(offsets)
+        elif offsets:
+            await self._group.set_offsets(offsets)
+        return offsets
+
+    async def _fence(self, sources: list[TopicPartition], have: Mapping[str, Topic]) -> None:
+        """End what a worker may still hold open: one that was stopped, not killed, must not write into new topics."""
+        topology = self._topology
+        feeding = have.get(topology.feeding_topics[0])
+        count = 0 if feeding is None else feeding.partitions
+        ids = [topology.transactional_id("dedup", partition) for partition in range(count)]
+        if not topology.direct:
+            ids += [topology.transactional_id("repartition", tp.partition, tp.topic) for tp in sources]
+        for transactional_id in ids:
+            await self._session(transactional_id).open()
+
+    def _session(self, transactional_id: str) -> Session:
+        timeout_ms = self._settings.transaction_timeout_ms
+        return Session(
+            self._wire, transactional_id, self._topology.name, timeout_ms=timeout_ms, deadline_ms=DEADLINE_MS
+        )
+
+    async def _until(self, there: int, names: Sequence[str], what: str) -> None:
+        """So many of the topics exist: deleting and making them is answered before every broker knows."""
+        deadline_s = asyncio.get_running_loop().time() + KNOWN_WITHIN_S
+        while len(await self._admin.topics(names)) != there:
+            if asyncio.get_running_loop().time() > deadline_s:
+                raise BrokerUnavailable(f"topics {', '.join(names)} are {what}. Run `dedup reset` again.")
+            await asyncio.sleep(LOOK_S)
+
+    async def _begin_at(self, offsets: Mapping[TopicPartition, int]) -> None:
+        """Write offset and task record of each partition in one transaction, as a task that has judged nothing would.
+
+        Offsets alone would look like a changelog that was emptied, which no worker accepts.
+        """
+        topology = self._topology
+        cluster = Cluster(await self._admin.topics(topic_names(topology)))
+        fingerprint = topology.state_fingerprint(cluster.source_partitions(topology))
+        for feeding, offset in offsets.items():
+            record = TaskRecord(fingerprint, BEFORE_ALL_TIME, (), offset, topology.window.segment_ms)
+            line: Line = (-1, SteadyClock().now_ms(), task_record_key(), encode_task_record(record), [])
+            changelog = TopicPartition(topology.changelog_topic, feeding.partition)
+            session = self._session(topology.transactional_id("dedup", feeding.partition))
+            await session.open()
+            session.add(fill(changelog, [line], compression="none"))
+            await session.commit({feeding: offset})

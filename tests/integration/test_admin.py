@@ -1,0 +1,200 @@
+"""The commands that look after a topology: apply, status, reset, replay, lookup."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections import Counter
+from typing import Any
+
+import pytest
+from confluent_kafka.admin import AlterConfigOpType, ConfigEntry, ConfigResource, ResourceType
+
+from dedup.crashpoints import VARIABLE
+from tests.integration.conftest import MakeJob
+from tests.integration.fleet import BASE_MS, Event, Job, Worker, id_of, until
+
+pytestmark = pytest.mark.broker
+DEDUP = (sys.executable, "-c", "from dedup.cli.main import main; main()")
+
+
+def dedup(job: Job, command: str, *arguments: str, code: int = 0, stdin: str = "", **environ: str) -> str:
+    """Run a command; return what it printed."""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("DEDUP_")}
+    line = [*DEDUP, command, str(job.topology_file), *arguments, "--config", str(job.config_file)]
+    line += ["--set", f"state_dir={job.state_dir('a')}"]
+    done = subprocess.run(line, input=stdin, capture_output=True, text=True, timeout=60, env=clean | environ, check=False)
+    assert done.returncode == code, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def distinct(begin: int, end: int, *, topic: int = 0) -> list[Event]:
+    return [Event(number % 2, b'{"id":"x-%d","n":%d}' % (number, number), BASE_MS + number, topic=topic) for number in range(begin, end)]
+
+
+def output_ids(job: Job) -> Counter[str | None]:
+    return Counter(id_of(message.value()) for message in job.read(job.output))
+
+
+def pages(worker: Worker) -> str:
+    worker.until_logged("web: http")
+    found = re.search(r"web: (http://\S+)", worker.log)
+    assert found is not None
+    return found[1]
+
+
+def test_apply_prints_a_plan_makes_it_and_says_what_differs(make_job: MakeJob) -> None:
+    job = make_job()
+    late, dead = f"{job.output}.late", f"{job.output}.dead-letter"
+    dry = dedup(job, "apply", "--dry-run")
+    for name in (job.topology.changelog_topic, late, dead):
+        assert f"would make {name}: 2 partitions" in dry
+    assert "cleanup.policy=compact,delete" in dry
+    job.admin.create_topic(late, 3, {"cleanup.policy": "compact"})
+    made = dedup(job, "apply")
+    assert f"make {job.topology.changelog_topic}: 2 partitions" in made
+    assert f"differs {late}: partitions is 3, apply would make it with 2" in made
+    assert f"differs {late}: message.timestamp.type is CreateTime, apply would make it with LogAppendTime" in made
+    assert "2 topics made" in made
+    again = json.loads(dedup(job, "apply", "--json"))
+    assert again["make"] == []
+    assert job.topology.changelog_topic in again["as_wanted"]
+    assert {each["topic"] for each in again["differences"]} >= {late}
+
+
+def test_apply_makes_no_changelog_for_a_group_that_has_judged(make_job: MakeJob) -> None:
+    job = make_job()
+    job.send(distinct(0, 10))
+    job.finish()
+    job.admin.delete_topic(job.topology.changelog_topic)
+    assert "it was deleted. Nothing was made" in dedup(job, "apply", code=3)
+
+
+def test_status_lookup_and_pages_of_a_running_worker(make_job: MakeJob) -> None:
+    job = make_job(config={"web": {"enabled": True, "port": 0}})
+    job.send([*distinct(0, 100), *distinct(0, 50)])
+    worker = job.start()
+    job.until_done()
+    url = pages(worker)
+    seen: dict[str, Any] = {}
+
+    def done() -> bool:
+        seen.update(json.loads(dedup(job, "status", "--json", "--url", url)))
+        return sum((task["verdicts"] or {}).get("unique", 0) for task in seen["tasks"]) == 100
+
+    until(done, f"the worker tells what it judged: {seen}")
+    assert seen["lag"] == 0
+    assert [(task["owner"], task["state"]) for task in seen["tasks"]] == [("a", "running")] * 2
+    assert sum(task["state_ids"] for task in seen["tasks"]) == 100
+    assert all(task["committed"] == 75 and task["changelog_end"] > 50 for task in seen["tasks"])
+    assert "lag 0" in dedup(job, "status")
+
+    told = dedup(job, "lookup", "x-7", "--url", url)
+    assert f"seen 2023-11-14T22:13:20.007Z in {job.topology.source.topics[0]}/1/3; guarded until" in told
+    assert "not known: never seen" in dedup(job, "lookup", "x-1000", "--url", url)
+    assert "has members: a at" in dedup(job, "reset", "--yes", code=1)
+    assert worker.stop() == 0
+    assert "no worker answers" in dedup(job, "lookup", "x-7", "--url", url, code=1)
+    gone = json.loads(dedup(job, "status", "--json"))
+    assert {task["owner"] for task in gone["tasks"]} == {None}
+
+
+def test_reset_forgets_everything_and_starts_anew(make_job: MakeJob) -> None:
+    job = make_job()
+    job.send(distinct(0, 100))
+    job.finish()
+    assert "nothing was touched" in dedup(job, "reset", stdin="n\n", code=1)
+    told = dedup(job, "reset", "--yes")
+    assert f"topic {job.topology.changelog_topic} is deleted and made anew" in told
+    assert not (job.state_dir("a") / job.name).exists()
+    assert set(job.committed().values()) == {0}
+    job.finish()
+    assert set(output_ids(job).values()) == {2}
+
+
+@pytest.mark.parametrize("direct", [True, False], ids=["direct", "repartitioned"])
+def test_reset_to_latest_reads_on_from_there(make_job: MakeJob, direct: bool) -> None:
+    source: dict[str, Any] = {"topics": [f"reset-{direct}".lower()]}
+    job = make_job(document={"source": source | ({"partitioned_by": "tracking_id"} if direct else {})})
+    job.send(distinct(0, 100))
+    job.finish()
+    job.send(distinct(100, 200))
+    told = dedup(job, "reset", "--yes", "--to", "latest")
+    assert f"{source['topics'][0]}/0 is read from offset 100" in told
+    job.send(distinct(0, 20))
+    job.finish()
+    found = output_ids(job)
+    assert {key for key, times in found.items() if times == 2} == {f"x-{number}" for number in range(20)}
+    assert len(found) == 100
+    job.finish()
+
+
+
+
+@pytest.mark.parametrize("crash_at", ["after_changelog:1", "after_end:1", "before_end:2"])
+def test_replay_sends_each_dead_letter_once_over_a_kill(make_job: MakeJob, crash_at: str) -> None:
+    job = make_job()
+    bad = [Event(number % 2, b"no json %d" % number, BASE_MS + number, b"k%d" % number, (("trace", b"t"),)) for number in range(20)]
+    job.send([*bad, *distinct(0, 10)])
+    job.finish()
+    before = len(job.read(job.topology.dead_letter))
+    assert before == 20
+    dedup(job, "replay", code=-signal.SIGKILL, **{VARIABLE: crash_at})
+    told = dedup(job, "replay")
+    assert re.search(r"\d+ records of \S+ sent through again", told)
+    sent = [message for message in job.read(job.topology.source.topics[0]) if "dedup-replayed" in dict(message.headers() or [])]
+    assert sorted(message.value() or b"" for message in sent) == sorted(event.value or b"" for event in bad)
+    for message in sent:
+        number = int((message.value() or b"").split()[-1])
+        headers = message.headers() or []
+        assert headers[0] == ("trace", b"t")
+        assert headers[1] == ("dedup-replayed", f"{job.topology.source.topics[0]}/{number % 2}/{number // 2}".encode())
+        assert len(headers) == 2
+        assert (message.key(), message.timestamp()[1], message.partition()) == (b"k%d" % number, BASE_MS + number, number % 2)
+    assert "0 records" in dedup(job, "replay")
+
+
+def test_replayed_records_are_judged_again_and_keep_their_first_place(make_job: MakeJob) -> None:
+    job = make_job()
+    job.send([Event(0, b"no json", BASE_MS), *distinct(0, 4)])
+    job.finish()
+    assert "1 records" in dedup(job, "replay", "--limit", "5")
+    job.finish()
+    assert "1 records" in dedup(job, "replay")
+    job.finish()
+    places = [dict(message.headers() or []).get("dedup-replayed") for message in job.read(job.topology.dead_letter)]
+    assert places == [None, *[f"{job.topology.source.topics[0]}/0/0".encode()] * 2]
+
+
+def refuse_the_future(job: Job) -> None:
+    """The source topic takes timestamps up to an hour ahead, as is the brokers' default."""
+    entry = ConfigEntry("message.timestamp.after.max.ms", "3600000", incremental_operation=AlterConfigOpType.SET)
+    resource = ConfigResource(ResourceType.TOPIC, job.topology.source.topics[0], incremental_configs=[entry])
+    job.admin.client.incremental_alter_configs([resource])[resource].result(timeout=30)
+
+
+def test_a_dead_letter_that_the_source_refuses_is_named_and_passed_over(make_job: MakeJob) -> None:
+    job = make_job(partitions=1, source_config={"message.timestamp.after.max.ms": "9223372036854775807"})
+    job.send([Event(0, b"no json 1", BASE_MS), Event(0, b"no json 2", 253_402_300_799_000), Event(0, b"no json 3", BASE_MS)])
+    job.finish()
+    refuse_the_future(job)
+    told = dedup(job, "replay")
+    assert "2 records" in told
+    assert f"left {job.topology.dead_letter}/0/1: the topic it goes to refuses it" in told
+
+
+def test_late_records_go_to_the_output_marked(make_job: MakeJob) -> None:
+    job = make_job(partitions=1, document={"guard_period": "10s"})
+    job.send([Event(0, b'{"id":"new","n":1}', BASE_MS + 100_000), Event(0, b'{"id":"late-id","n":0}', BASE_MS, b"k")])
+    job.finish()
+    assert "add --forward" in dedup(job, "replay", "--late", code=2)
+    assert f"1 records of {job.output}.late sent to {job.output}" in dedup(job, "replay", "--late", "--forward")
+    (forwarded,) = [message for message in job.read(job.output) if id_of(message.value()) == "late-id"]
+    place = f"{job.topology.source.topics[0]}/0/1".encode()
+    assert forwarded.headers() == [("dedup-verdict", b"late"), ("dedup-replayed", place)]
+    assert (forwarded.key(), forwarded.timestamp()[1]) == (b"k", BASE_MS)
+    assert "0 records" in dedup(job, "replay", "--late", "--forward")
