@@ -1,0 +1,262 @@
+"""One contract for every wire: the simulated cluster answers as a real broker does, so what it proves is worth something."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from dedup.session.client import KafkaWire
+from dedup.session.connection import Connection
+from dedup.session.record_batch import Line, fill
+from dedup.session.transaction import AGAIN_ANNOUNCING, FENCED, OK
+from dedup.session.wire import NoAnswer, Produced, ProducerIdentity, TopicPartition, Wire
+from dedup.settings import Security
+from tests.brokers import unique
+from tests.simulation.cluster import INVALID_STATE, OUT_OF_ORDER, TOO_LARGE, Cluster
+from tests.simulation.process import SimWire
+
+LARGEST = 1_000
+NEVER = ProducerIdentity(-1, -1)
+
+
+class AtOnce:
+    """In place of a simulated process: nothing is parked."""
+
+    def park(self, name: str, lane: str, effect: Callable[[], Any], **_options: object) -> asyncio.Future[Any]:
+        future = asyncio.get_running_loop().create_future()
+        future.set_result(effect())
+        return future
+
+
+class Place:
+    """A wire with two topics and a group of its own."""
+
+    def __init__(self, wire: Wire, make_topic: Callable[[str], Any]) -> None:
+        self.wire = wire
+        self.target = TopicPartition(unique("wire"), 0)
+        self.other = TopicPartition(unique("wire"), 0)
+        self.group = unique("group")
+        self.id = unique("id")
+        for partition in (self.target, self.other):
+            make_topic(partition.topic)
+
+    async def begin(self, name: str = "") -> ProducerIdentity:
+        """Start an epoch, as patiently as a session."""
+        while True:
+            code, identity = await self.wire.init_producer_id(name or self.id, 60_000)
+            if code == OK:
+                return identity
+            assert code in AGAIN_ANNOUNCING
+            await self.wire.pause(5)
+
+    async def asked(self, ask: Callable[[], Awaitable[int]]) -> int:
+        """Return the first answer that is not "try again"."""
+        while True:
+            code = await ask()
+            if code not in AGAIN_ANNOUNCING:
+                return code
+            await self.wire.pause(5)
+
+    async def announced(self, identity: ProducerIdentity, *targets: TopicPartition, name: str = "") -> int:
+        async def ask() -> int:
+            return max((await self.wire.add_partitions(name or self.id, identity, targets)).values())
+
+        return await self.asked(ask)
+
+    async def produced(
+        self, identity: ProducerIdentity, target: TopicPartition, *values: bytes, sequence: int = 0, name: str = ""
+    ) -> Produced:
+        lines: list[Line] = [(-1, 1_000 + at, b"k", value, [("h", b"1")]) for at, value in enumerate(values)]
+        (batch,) = fill(target, lines, compression="none")
+        answer = await self.wire.produce(name or self.id, [(target, batch.sealed(identity, sequence))])
+        return (await answer)[target]
+
+    async def wrote(self, identity: ProducerIdentity, *values: bytes, sequence: int = 0, name: str = "") -> Produced:
+        """Announce the target and write to it."""
+        assert await self.announced(identity, self.target, name=name) == OK
+        return await self.produced(identity, self.target, *values, sequence=sequence, name=name)
+
+    async def ended(self, identity: ProducerIdentity, *, commit: bool, name: str = "") -> int:
+        return await self.asked(lambda: self.wire.end_transaction(name or self.id, identity, commit=commit))
+
+    async def values(self, end: int, offset: int = 0) -> list[bytes | None]:
+        """Return committed values up to an offset, which must be reached."""
+        found: list[bytes | None] = []
+        for _ in range(200):
+            try:
+                fetched = await self.wire.fetch(self.target, offset, max_bytes=1 << 20, wait_ms=50)
+            except NoAnswer:
+                continue
+            found += [record.value for record in fetched.records]
+            offset = fetched.next_offset
+            if offset >= end:
+                return found
+            await self.wire.pause(5)
+        raise AssertionError(f"offset {end} was not reached, but {offset}")
+
+    async def ends(self) -> tuple[int, int]:
+        """Return high watermark and last stable offset."""
+        fetched = await self.wire.fetch(self.target, 0, max_bytes=1 << 20, wait_ms=50)
+        return (await self.wire.bounds(self.target)).end, fetched.last_stable_offset
+
+    async def committed(self) -> int | None:
+        async def ask() -> int:
+            return (await self.wire.committed_offset(self.group, self.target)).error_code
+
+        assert await self.asked(ask) == OK
+        return (await self.wire.committed_offset(self.group, self.target)).offset
+
+    async def with_offset(self, identity: ProducerIdentity, offset: int) -> int:
+        assert await self.asked(lambda: self.wire.add_offsets(self.id, identity, self.group)) == OK
+        return await self.asked(lambda: self.wire.commit_offsets(self.id, identity, self.group, {self.target: offset}))
+
+
+@pytest.fixture(params=["simulated", pytest.param("broker", marks=pytest.mark.broker)])
+async def place(request: pytest.FixtureRequest) -> AsyncIterator[Place]:
+    if request.param == "simulated":
+        cluster = Cluster(refuses=lambda _topic, record: len(record.value or b"") > LARGEST)
+        yield Place(SimWire(AtOnce(), cluster), lambda _name: None)  # type: ignore[arg-type]  # all it needs
+        return
+    kafka, admin = request.getfixturevalue("kafka"), request.getfixturevalue("admin")
+    wire = KafkaWire(Connection((kafka.bootstrap,), Security()))
+    await wire.start()
+    try:
+        yield Place(wire, lambda name: admin.create_topic(name, config={"max.message.bytes": str(LARGEST)}))
+    finally:
+        await wire.stop()
+
+
+async def test_a_new_epoch_fences_the_older_one(place: Place) -> None:
+    old = await place.begin()
+    assert (await place.wrote(old, b"open")).error_code == OK
+    new = await place.begin()
+    assert (new.producer_id, new.epoch) > (old.producer_id, old.epoch)
+    assert await place.announced(old, place.other) in FENCED
+    assert (await place.produced(old, place.target, b"late", sequence=1)).error_code in FENCED
+    assert await place.asked(lambda: place.wire.add_offsets(place.id, old, place.group)) in FENCED
+    assert await place.ended(old, commit=True) in FENCED
+    assert (await place.wrote(new, b"new")).error_code == OK
+    assert await place.ended(new, commit=True) == OK
+    assert await place.values(4) == [b"new"]
+
+
+async def test_a_zombie_writes_nothing_into_a_partition_it_never_wrote_to(place: Place) -> None:
+    old = await place.begin()
+    await place.begin()
+    assert (await place.produced(old, place.target, b"late")).error_code in FENCED
+    assert (await place.wire.bounds(place.target)).end == 0
+
+
+async def test_commit_makes_visible_and_a_marker_takes_an_offset(place: Place) -> None:
+    identity = await place.begin()
+    written = await place.wrote(identity, b"one", b"two")
+    assert written == Produced(OK, 0)
+    assert await place.ends() == (2, 0)
+    assert (await place.wire.fetch(place.target, 0, max_bytes=1 << 20, wait_ms=50)).records == []
+    assert await place.ended(identity, commit=True) == OK
+    assert await place.values(3) == [b"one", b"two"]
+    assert await place.ends() == (3, 3)
+    assert await place.values(3, offset=1) == [b"two"]
+
+
+async def test_what_was_open_is_aborted_by_the_next_epoch_and_skipped_by_readers(place: Place) -> None:
+    first = await place.begin()
+    await place.wrote(first, b"aborted")
+    second = await place.begin()
+    assert await place.ends() == (2, 2)
+    assert await place.values(2) == []
+    # Sequence numbers begin again in the new epoch.
+    assert (await place.wrote(second, b"kept")).base_offset == 2
+    assert await place.ended(second, commit=True) == OK
+    assert await place.values(4) == [b"kept"]
+
+
+async def test_an_open_transaction_of_another_id_hides_what_was_committed_after_it(place: Place) -> None:
+    other = unique("id")
+    theirs = await place.begin(other)
+    await place.wrote(theirs, b"theirs", name=other)
+    ours = await place.begin()
+    await place.wrote(ours, b"ours")
+    assert await place.ended(ours, commit=True) == OK
+    for _ in range(100):
+        high, stable = await place.ends()
+        if high == 3:
+            break
+        await place.wire.pause(5)
+    assert (high, stable) == (3, 0)
+    await place.begin(other)
+    assert await place.values(4) == [b"ours"]
+
+
+async def test_offsets_are_committed_with_the_transaction(place: Place) -> None:
+    first = await place.begin()
+    assert await place.committed() is None
+    await place.wrote(first, b"one")
+    assert await place.with_offset(first, 1) == OK
+    assert await place.committed() is None
+    assert await place.ended(first, commit=True) == OK
+    second = await place.begin()  # answers only when all markers are written, the group's too
+    assert await place.committed() == 1
+    await place.wrote(second, b"two")
+    assert await place.with_offset(second, 2) == OK
+    await place.begin()
+    assert await place.committed() == 1
+
+
+async def test_a_record_too_large_is_refused_and_its_neighbours_are_not(place: Place) -> None:
+    identity = await place.begin()
+    assert (await place.wrote(identity, b"small")).error_code == OK
+    refused = await place.produced(identity, place.target, bytes(range(256)) * 40, sequence=1)
+    assert refused.error_code == TOO_LARGE
+    # A refused batch uses up no sequence number.
+    assert (await place.produced(identity, place.target, b"next", sequence=1)).error_code == OK
+    assert await place.ended(identity, commit=True) == OK
+    assert await place.values(3) == [b"small", b"next"]
+
+
+async def test_a_batch_out_of_sequence_is_refused(place: Place) -> None:
+    identity = await place.begin()
+    await place.wrote(identity, b"one")
+    assert (await place.produced(identity, place.target, b"three", sequence=2)).error_code == OUT_OF_ORDER
+
+
+async def test_a_partition_that_was_not_announced_takes_nothing(place: Place) -> None:
+    identity = await place.begin()
+    assert await place.announced(identity, place.other) == OK
+    assert (await place.produced(identity, place.target, b"one")).error_code == INVALID_STATE
+
+
+async def test_the_end_of_a_transaction_may_be_asked_for_twice(place: Place) -> None:
+    identity = await place.begin()
+    await place.wrote(identity, b"one")
+    assert await place.ended(identity, commit=True) == OK
+    assert await place.ended(identity, commit=True) == OK  # which is why a delayed repetition is dangerous
+    assert await place.ended(identity, commit=False) == INVALID_STATE
+
+
+async def test_a_repeated_end_commits_the_transaction_after_it(place: Place) -> None:
+    """What a session must never let happen; the reason for one EndTxn in an epoch."""
+    identity = await place.begin()
+    await place.wrote(identity, b"first")
+    assert await place.ended(identity, commit=True) == OK
+    await place.wrote(identity, b"half of the next", sequence=1)
+    assert await place.ended(identity, commit=True) == OK  # the late one
+    assert await place.values(4) == [b"first", b"half of the next"]
+
+
+async def test_nothing_can_be_ended_that_was_not_begun(place: Place) -> None:
+    identity = await place.begin()
+    assert await place.ended(identity, commit=True) in FENCED
+    assert await place.ended(NEVER, commit=True) in FENCED
+
+
+async def test_a_time_finds_the_first_record_at_or_after_it(place: Place) -> None:
+    identity = await place.begin()
+    await place.wrote(identity, b"one", b"two", b"three")
+    assert await place.ended(identity, commit=True) == OK
+    await place.values(4)
+    assert await place.wire.offset_at(place.target, 1_001) == 1
+    assert await place.wire.offset_at(place.target, 1 << 50) is None

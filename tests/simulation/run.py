@@ -1,0 +1,342 @@
+"""One schedule: choices are taken until nothing is left to do, then a healthy worker finishes, then all is compared."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+from dedup.session.record_batch import fill
+from dedup.session.wire import TopicPartition
+from tests.simulation.choice import Chooser, Healthy
+from tests.simulation.oracle import Violation
+from tests.simulation.process import Disk, MemoryDisk, Parked, Process
+from tests.simulation.scenario import CHANGELOG, NOW_MS, Bounds, Builder, Fault, Scenario
+from tests.simulation.variants import Variant
+from tests.simulation.watcher import Watcher
+
+MOST_STEPS = 1_000
+MOST_REBALANCES = 3
+SEEDER = "t.seed"
+READS = frozenset({"OffsetFetch", "ListOffsets", "Fetch"})
+LOCAL = frozenset({"Poll", "Timer"})
+ENDS = frozenset({"EndTxn", "InitProducerId"})
+REBALANCES = ("rebalance, old owner goes on", "rebalance, old owner drains")
+
+
+WRITES_WAYS: Mapping[Fault, tuple[str, ...]] = {
+    "crash": ("crash before", "crash after"),
+    "wipe": ("crash and wipe",),
+    "stale": ("crash and old copy",),
+    "lost": ("done, answer lost", "not done, answer lost"),
+    "late": ("done late, no answer", "crash, done late"),
+    "expire": ("transaction timed out",),
+    "rebalance": REBALANCES,
+}
+READS_WAYS: Mapping[Fault, tuple[str, ...]] = {"crash": ("crash before",), "lost": ("not done, answer lost",)}
+LOCAL_WAYS: Mapping[Fault, tuple[str, ...]] = {"crash": ("crash before",), "rebalance": REBALANCES}
+
+
+@lru_cache(maxsize=1_000)
+def ways(kinds: tuple[Fault, ...], name: str, *, writes: bool, again: bool) -> tuple[str, ...]:
+    """Return what may go wrong with a call."""
+    table = WRITES_WAYS if writes else READS_WAYS if name in READS else LOCAL_WAYS if name in LOCAL else {}
+    found = [way for kind in kinds for way in table.get(kind, ())]
+    if again and "again" in kinds:
+        found.append("put off")
+    if name in ENDS and "markers" in kinds:
+        found.append("markers late")
+    return tuple(f"{name} {way}" for way in found)
+
+
+@dataclass(slots=True)
+class Worker:
+    """A machine: its disks stay, its processes come and go."""
+
+    number: int
+    disks: dict[TopicPartition, Disk]
+    copies: dict[TopicPartition, Disk] = field(default_factory=dict)
+    process: Process | None = None
+    incarnations: int = 0
+
+
+class Run:
+    """One schedule of a scenario with the worker of a variant."""
+
+    def __init__(self, scenario: Scenario, variant: Variant, chooser: Chooser) -> None:
+        self.scenario = scenario
+        self.variant = variant
+        self.chooser = chooser
+        self.cluster = scenario.new_cluster()
+        self.trace: list[str] = []
+        self.violations: list[Violation] = []
+        self.steps = 0
+        self.bounds: Bounds = scenario.bounds
+        self._faults, self._switches, self._reorders = self.bounds.faults, self.bounds.switches, self.bounds.reorders
+        self._deliveries = self.bounds.deliveries
+        self._rebalances = MOST_REBALANCES
+        self._workers = [Worker(number, self._new_disks()) for number in range(2)]
+        self._owner = self._current = self._workers[0]
+        self._network: list[Callable[[], object]] = []
+        """Requests whose sender no longer waits for them; they may still arrive."""
+        self._watcher = Watcher(scenario, self.cluster)
+        self._old_offsets: dict[tuple[str, TopicPartition], int] = {}
+
+    def _new_disks(self) -> dict[TopicPartition, Disk]:
+        return {self.scenario.judged_log: self.variant.disk()}
+
+    def go(self) -> list[Violation]:
+        """Run the schedule; return what must not be."""
+        if self.scenario.seeder:
+            self._open_seeder()
+        self._start(self._owner)
+        self._until_quiet()
+        if not self.violations:
+            self._finish()
+        self._end_all()
+        return self.violations
+
+    def _open_seeder(self) -> None:
+        _, identity = self.cluster.init_producer_id(SEEDER)
+        self.cluster.add_partitions(SEEDER, identity, [CHANGELOG])
+        (batch,) = fill(CHANGELOG, [(-1, NOW_MS, b"T", b"never committed", [])], compression="none")
+        self.cluster.produce(SEEDER, [(CHANGELOG, batch.sealed(identity, 0))])
+
+    def _start(self, worker: Worker) -> None:
+        worker.incarnations += 1
+        for feeding, disk in worker.disks.items():
+            if isinstance(disk, MemoryDisk) and "stale" in self.bounds.kinds:
+                worker.copies[feeding] = disk.copy()
+        process = worker.process = Process(worker.number, worker.incarnations, self.cluster, worker.disks)
+        process.dies_at_write = self._dies_at_write
+        self._old_offsets = dict(self.cluster.offsets)
+        builder = Builder(self.scenario, self.variant, process)
+        process.begin(self.scenario.feeding, builder.build, self.scenario.most_records)
+        self._current = worker
+
+    def _until_quiet(self) -> None:
+        while not self.violations:
+            for worker in self._workers:
+                self._run_process(worker)
+            self.violations += self._watcher.look()
+            heads = [self._heads(worker) for worker in self._workers]
+            ready = [worker for worker in self._workers if heads[worker.number]]
+            if self.violations:
+                return
+            if not ready:
+                if self._waits() and self.cluster.time_passes():
+                    continue
+                return
+            if self._current not in ready:
+                self._current = ready[0]
+            self.steps += 1
+            if self.steps > MOST_STEPS:
+                self.violations.append(Violation("stuck", "the workers do not come to an end"))
+                return
+            self._step(self._current, heads[self._current.number])
+
+    def _waits(self) -> bool:
+        """Tell whether somebody can not read on because of an open transaction."""
+        processes = [worker.process for worker in self._workers if worker.process is not None]
+        return any(call.name in {"Fetch", "Poll"} for process in processes for call in process.parked)
+
+    def _run_process(self, worker: Worker) -> None:
+        process = worker.process
+        if process is None:
+            return
+        process.loop.run_until_idle()
+        if process.dead:
+            self._crashed(worker)
+            if worker.process is not None:
+                worker.process.loop.run_until_idle()
+            return
+        for call in [call for call in process.parked if call.future.cancelled()]:
+            process.parked.remove(call)
+            if call.writes:
+                self._network.append(call.effect)
+        if process.failure is not None:
+            self.violations.append(Violation("stopped", repr(process.failure)))
+        if process.loop.complaints:
+            self.violations.append(Violation("stopped", "; ".join(process.loop.complaints)))
+
+    def _heads(self, worker: Worker) -> list[Parked]:
+        """Return the calls that can go on: the oldest of each lane."""
+        if worker.process is None:
+            return []
+        heads: dict[str, Parked] = {}
+        for call in worker.process.parked:
+            if call.lane not in heads and call.enabled():
+                heads[call.lane] = call
+        calls = list(heads.values())
+        if self.scenario.lazy_feed:
+            calls.sort(key=lambda call: call.name == "Poll")
+        return calls
+
+    def _step(self, worker: Worker, heads: list[Parked]) -> None:
+        call = heads[0]
+        options = [f"{call.name} go"]
+        if self._faults:
+            options += ways(self.bounds.kinds, call.name, writes=call.writes, again=call.put_off is not None)
+        if self._network and self._deliveries:
+            options.append(f"{call.name} deliver")
+        if self._switches and self._other(worker) is not None:
+            options.append(f"{call.name} switch")
+        if self._reorders:
+            options += [f"{other.name} first" for other in heads[1:]]
+        choice = self.chooser.pick(options) if len(options) > 1 else 0
+        way = options[choice]
+        if choice:
+            self.trace.append(f"{self.steps}: worker {worker.number}: {way}")
+        if way.endswith(" first"):
+            self._reorders -= 1
+            call = heads[1:][choice - len(options)]
+            choice = 0
+        match way.removeprefix(f"{call.name} "):
+            case _ if not choice:
+                self._answer(worker, call)
+            case "deliver":
+                self._deliveries -= 1
+                self._network.pop(0)()
+            case "switch":
+                self._switches -= 1
+                self._switch(worker)
+            case fault:
+                self._faults -= 1
+                self._fault(worker, call, fault)
+
+    def _answer(self, worker: Worker, call: Parked) -> None:
+        assert worker.process is not None
+        worker.process.parked.remove(call)
+        worker.process.answer(call, call.effect())
+
+    def _fault(self, worker: Worker, call: Parked, way: str) -> None:
+        process = worker.process
+        assert process is not None
+        if way.endswith("done, answer lost") or way == "done late, no answer":
+            process.parked.remove(call)
+            if way == "done, answer lost":
+                call.effect()
+            elif way == "done late, no answer":
+                self._network.append(call.effect)
+            process.no_answer(call)
+            return
+        match way:
+            case "put off":
+                assert call.put_off is not None
+                process.parked.remove(call)
+                process.answer(call, call.put_off())
+            case "markers late":
+                self.cluster.late_markers = True
+                self._answer(worker, call)
+                self.cluster.late_markers = False
+            case "transaction timed out":
+                self.cluster.expire("t.dedup.0")
+                self._answer(worker, call)
+            case "rebalance, old owner goes on" | "rebalance, old owner drains":
+                self._rebalance(worker, drain=way.endswith("drains"))
+            case _:
+                self._crash(worker, call, way)
+
+    def _crash(self, worker: Worker, call: Parked, way: str) -> None:
+        match way:
+            case "crash before":
+                pass
+            case "crash, done late":
+                self._network.append(call.effect)
+            case _:
+                call.effect()
+        if way == "crash and wipe":
+            worker.disks = self._new_disks()
+        if way == "crash and old copy":
+            worker.disks = dict(worker.copies)
+        assert worker.process is not None
+        worker.process.loop.dead = True
+        self._crashed(worker)
+
+    def _crashed(self, worker: Worker) -> None:
+        """Bury the process; its worker starts another one if the group still counts on it."""
+        assert worker.process is not None
+        worker.process.bury()
+        worker.process = None
+        self._lose_offsets()
+        if worker is self._owner:
+            self._start(worker)
+
+    def _lose_offsets(self) -> None:
+        match self.scenario.offsets:
+            case "forgotten":
+                self.cluster.offsets.clear()
+            case "stale":
+                self.cluster.offsets = dict(self._old_offsets)
+            case "kept":
+                pass
+
+    def _dies_at_write(self, name: str) -> bool:
+        options = ["disk go", f"disk crash before {name}"]
+        if not self._faults or "crash" not in self.bounds.kinds or not self.chooser.pick(options):
+            return False
+        self._faults -= 1
+        self.trace.append(f"{self.steps}: {options[1]}")
+        return True
+
+    def _other(self, worker: Worker) -> Worker | None:
+        """Return who could go on instead."""
+        other = self._workers[1 - worker.number]
+        if other.process is None:
+            return other if other.incarnations == 0 else None
+        return other if self._heads(other) else None
+
+    def _switch(self, worker: Worker) -> None:
+        other = self._workers[1 - worker.number]
+        if other.process is None:
+            self._take_over(other)
+        self._current = other
+
+    def _take_over(self, other: Worker) -> None:
+        old = self._owner
+        if old.process is not None:
+            old.process.owner = False
+        self._owner = other
+        self._start(other)
+
+    def _rebalance(self, worker: Worker, *, drain: bool) -> None:
+        """The group gives the partitions to the other worker; the old owner drains, or knows nothing of it."""
+        if not self._rebalances or worker is not self._owner:
+            return
+        self._rebalances -= 1
+        other = self._workers[1 - worker.number]
+        if other.process is not None:
+            other.process.bury()
+        if drain:
+            assert worker.process is not None
+            worker.process.revoke()
+        self._take_over(other)
+
+    def _finish(self) -> None:
+        """No more faults: a last incarnation reads everything, and then all must agree."""
+        fresh = self.scenario.last_incarnation or self._owner.process is None
+        if fresh:
+            self._end_all()
+            self._lose_offsets()
+        for effect in self._network:
+            effect()
+        self._network.clear()
+        self.chooser, self._faults, self._switches, self._reorders = Healthy(), 0, 0, 0
+        if self.scenario.probes:
+            for source, records in self.scenario.records(self.scenario.probes, len(self.scenario.input)).items():
+                self.cluster.append_plain(source, records)
+            self._watcher.expect_probes()
+        if fresh and self.scenario.new_disk_at_end:
+            self._owner.disks = self._new_disks()
+        self.trace.append(f"{self.steps}: no more faults")
+        if fresh:
+            self._start(self._owner)
+        self._until_quiet()
+        if not self.violations:
+            self.violations += self._watcher.compare_all(self._owner.process)
+
+    def _end_all(self) -> None:
+        for worker in self._workers:
+            if worker.process is not None:
+                worker.process.bury()
+                worker.process = None

@@ -1,0 +1,208 @@
+"""What a schedule runs on: the input, the rules, how many workers, and which faults may come."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Literal
+
+from dedup.core.event_time import RecordTime
+from dedup.core.extract import Extractor, compile_extractor
+from dedup.core.fold import Rules
+from dedup.core.model import ModelRules
+from dedup.core.stream_time import Feed
+from dedup.core.tracking_id import KeyRule, TrackingId
+from dedup.core.window import Source, Window
+from dedup.metrics import TaskNumbers
+from dedup.session.wire import TopicPartition
+from dedup.worker.judge import JudgePlan
+from dedup.worker.publish import Publisher, Route, Routes
+from dedup.worker.repartition import Repartition, RepartitionPlan
+from dedup.worker.task import Task, TaskId, Work
+from tests.simulation.cluster import Cluster, Record
+from tests.simulation.oracle import Judged, new_model, too_large
+from tests.simulation.process import Process
+from tests.simulation.variants import Variant
+
+Fault = Literal["crash", "wipe", "stale", "lost", "late", "again", "markers", "expire", "rebalance"]
+GROUP = "t"
+CHANGELOG = TopicPartition("t.changelog", 0)
+REPARTITION = TopicPartition("t.repartition", 0)
+FINGERPRINT = b"f" * 16
+SKEW_MS = 1_000
+NOW_MS = 10_000_000
+EXTRACTOR: Extractor = compile_extractor(TrackingId(KeyRule(), ()), RecordTime(), fmt="bytes", fingerprint=False)
+
+
+class StoppedClock:
+    """It is always the same time."""
+
+    def now_ms(self) -> int:
+        return NOW_MS
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """How much may go wrong in one schedule."""
+
+    faults: int
+    kinds: tuple[Fault, ...]
+    switches: int = 0
+    """How often another worker goes on; the first switch starts it."""
+    reorders: int = 0
+    """How often another request than the oldest is answered first."""
+    deliveries: int = 0
+    """How many requests, whose sender waits no longer, may arrive at any time; the others do at the end."""
+
+
+Input = tuple[tuple[str | None, int], ...]
+"""(ID, event time); an ID in capitals makes a record that the broker refuses on the output topic."""
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """One setting; its schedules differ in their choices only."""
+
+    name: str
+    input: Input
+    bounds: Bounds
+    window: Window = field(default_factory=lambda: Window(guard_ms=10, grace_ms=10))
+    probes: Input = ()
+    """More input for the last incarnation: what it forgot shows in them."""
+    most_records: int = 2
+    lazy_feed: bool = False
+    """Records are read only when nothing else is to be done, so that every batch is a transaction."""
+    feeds: int = 1
+    """Source partitions; more than one are repartitioned."""
+    offsets: Literal["kept", "forgotten", "stale"] = "kept"
+    """What becomes of the group's committed offsets whenever a process dies."""
+    seeder: bool = False
+    """Another transactional id has an open transaction on the changelog."""
+    fetch_entries: int = 3
+    cache_ids: int = 0
+    last_incarnation: bool = True
+    """At the end every process is killed, and a new one reads the probes; else those who live do."""
+    new_disk_at_end: bool = False
+
+    @cached_property
+    def rules(self) -> Rules:
+        return Rules(self.window)
+
+    @property
+    def two_hops(self) -> bool:
+        return self.feeds > 1
+
+    @cached_property
+    def sources(self) -> tuple[TopicPartition, ...]:
+        return tuple(TopicPartition("in", partition) for partition in range(self.feeds))
+
+    @cached_property
+    def feeding(self) -> tuple[TopicPartition, ...]:
+        return (*self.sources, REPARTITION) if self.two_hops else self.sources
+
+    @property
+    def judged_log(self) -> TopicPartition:
+        """The log in whose order records are judged."""
+        return REPARTITION if self.two_hops else self.sources[0]
+
+    def records(self, rows: Input, number: int) -> dict[TopicPartition, list[Record]]:
+        """Return input records per source partition; ``number`` tells equal rows apart."""
+        found: dict[TopicPartition, list[Record]] = {source: [] for source in self.sources}
+        for at, (name, time_ms) in enumerate(rows, number):
+            key = None if name is None else name.lower().encode()
+            value = f"{'BIG' if name and name.isupper() else 'v'}{at}".encode()
+            found[self.sources[at % self.feeds]].append(Record(0, time_ms, key, value, ()))
+        return found
+
+    def new_judged(self) -> Judged:
+        rules = ModelRules(
+            self.window.guard_ms, self.window.grace_ms, self.window.extend, self.window.extend_at_most_ms
+        )
+        return new_model(rules, [(0, partition) for partition in range(self.feeds)], EXTRACTOR)
+
+    @cached_property
+    def expected(self) -> tuple[Judged, Judged]:
+        """What the model says of the input, without and with the probes; for a direct feed."""
+        return self._judged(self.input, ()), self._judged(self.input, self.probes)
+
+    def _judged(self, rows: Input, more: Input) -> Judged:
+        judged = self.new_judged()
+        records = [*self.records(rows, 0)[self.sources[0]], *self.records(more, len(rows))[self.sources[0]]]
+        for offset, record in enumerate(records):
+            judged.feed(record, Source(0, 0, offset))
+        return judged
+
+    def new_cluster(self) -> Cluster:
+        cluster = Cluster(fetch_entries=self.fetch_entries, refuses=too_large)
+        for source, records in self.records(self.input, 0).items():
+            cluster.append_plain(source, records)
+        return cluster
+
+
+class Builder:
+    """Builds tasks for one process, as `app.Workshop` does from a topology and settings."""
+
+    def __init__(self, scenario: Scenario, variant: Variant, process: Process) -> None:
+        self._scenario = scenario
+        self._variant = variant
+        self._process = process
+        self._wire = variant.wire(process.wire)
+
+    def build(self, feeding: TopicPartition) -> Task:
+        scenario = self._scenario
+        dedup = feeding == scenario.judged_log
+        name = "t.dedup.0" if dedup else f"t.repartition.in.{feeding.partition}"
+        if self._variant.id_per_process:
+            name += f".w{self._process.worker}"
+        session = self._variant.session(self._wire, name, GROUP, timeout_ms=60_000, deadline_ms=20_000)
+        task_id = TaskId("dedup" if dedup else "repartition", feeding)
+        make = (
+            (lambda numbers: self._judge(feeding, numbers))
+            if dedup
+            else (lambda numbers: self._repartition(feeding, numbers))
+        )
+        return self._variant.task(task_id, GROUP, session, self._wire, make)
+
+    def _judge(self, feeding: TopicPartition, numbers: TaskNumbers) -> Work:
+        scenario, process = self._scenario, self._process
+        plan = JudgePlan(
+            feeding=feeding,
+            changelog=CHANGELOG,
+            feeds=tuple(Feed(0, partition) for partition in range(scenario.feeds)),
+            source_topics=("in",),
+            wrapped=scenario.two_hops,
+            extractor=EXTRACTOR,
+            rules=scenario.rules,
+            max_clock_skew_ms=SKEW_MS,
+            start="earliest",
+            fingerprint=FINGERPRINT,
+            compression="none",
+            cache_ids=scenario.cache_ids,
+        )
+        disk = process.disks[feeding]
+        publisher = self._publisher()
+        return self._variant.judge(plan, self._wire, lambda: disk.open(process), publisher, StoppedClock(), numbers)
+
+    def _publisher(self) -> Publisher:
+        routes = Routes(
+            source_topics=("in",),
+            output=Route("out", 1),
+            dead_letter=Route("dead", 1),
+            late=Route("late", 1),
+            duplicates=Route("duplicates", 1),
+            keep_partition=True,
+            compression="none",
+        )
+        return Publisher(routes, 0)
+
+    def _repartition(self, feeding: TopicPartition, numbers: TaskNumbers) -> Work:
+        plan = RepartitionPlan(
+            feeding=feeding,
+            target=REPARTITION.topic,
+            partitions=1,
+            extractor=EXTRACTOR,
+            topic=0,
+            start="earliest",
+            compression="none",
+        )
+        return Repartition(plan, self._wire, self._publisher(), StoppedClock(), numbers)

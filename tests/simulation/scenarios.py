@@ -1,0 +1,98 @@
+"""The settings whose schedules are enumerated, each with the faults it is about.
+
+The bounds are small enough for every change; `WIDE` has those of the long runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from dedup.core.window import Window
+from tests.simulation.scenario import Bounds, Fault, Scenario
+
+PLAIN = (("a", 0), ("b", 1), ("a", 2), ("c", 3), ("b", 4))
+PROBES = (("a", 3), ("b", 5), ("c", 6), ("d", 7))
+ALL_FAULTS: tuple[Fault, ...] = ("crash", "wipe", "stale", "lost", "late", "again", "markers", "expire")
+
+CRASHES = Scenario("killed", PLAIN, Bounds(1, ("crash",)), probes=PROBES)
+CRASHES_TWICE = Scenario("killed twice", PLAIN[:3], Bounds(2, ("crash",)), probes=PROBES)
+ANSWERS = Scenario("any fault", PLAIN, Bounds(1, ALL_FAULTS, deliveries=1), probes=PROBES)
+REORDERED = Scenario("answers out of order", PLAIN, Bounds(0, (), reorders=1), probes=PROBES, most_records=1)
+# The second record of `c` makes stream time leap over the retention of `a` and `b`, in a batch of its own.
+EXPIRY = Scenario(
+    "expiry",
+    (("a", 0), ("b", 1), ("a", 9), ("c", 100), ("a", 101), ("b", 85)),
+    Bounds(1, ("crash", "lost")),
+    probes=(("b", 84), ("c", 109), ("b", 101), ("a", 86)),
+    lazy_feed=True,
+)
+STREAM_TIME = Scenario(
+    "stream time without a sighting",
+    (("a", 0), ("a", 9)),
+    Bounds(1, ("crash", "wipe")),
+    window=Window(guard_ms=10, grace_ms=3),
+    probes=(("b", 5), ("c", 6)),
+    most_records=1,
+)
+EXTENDED = Scenario(
+    "extended sightings",
+    (("a", 100), ("a", 109), ("a", 99), ("a", 117), ("b", 131), ("a", 126)),
+    Bounds(1, ("crash", "wipe")),
+    window=Window(guard_ms=10, grace_ms=10, extend=True, extend_at_most_ms=25),
+    probes=(("a", 134), ("a", 135), ("b", 140)),
+)
+REFUSED = Scenario(
+    "refused records",
+    (("a", 0), ("B", 1), ("c", 2), ("D", 3), ("b", 4), ("A", 5)),
+    Bounds(1, ("crash", "lost")),
+    probes=(("e", 6), ("F", 6), ("d", 7), ("f", 7), ("g", 7)),
+    most_records=3,
+)
+ZOMBIE = Scenario("two workers", PLAIN[:4], Bounds(0, (), switches=2), probes=PROBES, new_disk_at_end=True)
+ZOMBIE_LIVES = replace(ZOMBIE, name="two workers to the end", last_incarnation=False)
+ZOMBIE_KILLED = replace(ZOMBIE, name="two workers, one killed", bounds=Bounds(1, ("crash",), switches=1))
+ZOMBIE_REFUSED = replace(
+    ZOMBIE, name="two workers, a refused record", input=(("a", 0), ("B", 1), ("c", 2)), bounds=Bounds(0, (), switches=1)
+)
+STALE_OFFSETS = replace(CRASHES, name="group offsets stale", offsets="stale")
+NO_OFFSETS = replace(CRASHES, name="group offsets gone", offsets="forgotten")
+SEEDER = replace(CRASHES, name="another transaction on the changelog", bounds=Bounds(1, ("crash", "wipe")), seeder=True)
+DELAYED = Scenario(
+    "delayed requests", PLAIN, Bounds(1, ("late", "expire"), deliveries=1), probes=PROBES, most_records=1
+)
+TWO_HOPS = Scenario("two hops", PLAIN[:3], Bounds(1, ("crash", "late", "rebalance")), probes=PROBES[:2], feeds=2)
+
+ENUMERATED = (
+    CRASHES,
+    CRASHES_TWICE,
+    ANSWERS,
+    REORDERED,
+    EXPIRY,
+    STREAM_TIME,
+    EXTENDED,
+    REFUSED,
+    ZOMBIE,
+    ZOMBIE_LIVES,
+    ZOMBIE_KILLED,
+    ZOMBIE_REFUSED,
+    STALE_OFFSETS,
+    NO_OFFSETS,
+    SEEDER,
+    DELAYED,
+    TWO_HOPS,
+)
+
+_WIDER: Mapping[Scenario, Bounds] = {
+    CRASHES: Bounds(2, ("crash",)),
+    ANSWERS: Bounds(1, ALL_FAULTS, reorders=1, deliveries=1),
+    EXPIRY: Bounds(2, ("crash",)),
+    REFUSED: Bounds(1, ("crash", "lost", "late"), reorders=1, deliveries=1),
+    ZOMBIE: Bounds(0, (), switches=3),
+    ZOMBIE_KILLED: Bounds(1, ("crash", "lost"), switches=2),
+    ZOMBIE_REFUSED: Bounds(0, (), switches=2),
+    SEEDER: Bounds(2, ("crash", "wipe")),
+    DELAYED: Bounds(2, ("late",), deliveries=2),
+    TWO_HOPS: Bounds(1, (*ALL_FAULTS, "rebalance"), reorders=1, deliveries=1),
+}
+WIDE = tuple(replace(scenario, bounds=_WIDER.get(scenario, scenario.bounds)) for scenario in ENUMERATED)

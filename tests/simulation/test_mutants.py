@@ -1,0 +1,43 @@
+"""Every mutant breaks one rule of design page 1, and some schedule must show it; the correct worker passes them all."""
+
+import pytest
+
+from tests.simulation import scenarios as of
+from tests.simulation.explore import enumerate_all
+from tests.simulation.variants import MUTANTS, Variant
+
+SHOWN_BY = {
+    "store before commit": of.CRASHES,
+    "position before keys": of.CRASHES,
+    "one position for all segments": of.CRASHES,
+    "id per process": of.ZOMBIE,
+    "restore before init": of.ZOMBIE_LIVES,
+    "committed offset read before init": of.ZOMBIE,
+    "start at the committed offset alone": of.STALE_OFFSETS,
+    "refused sends ignored": of.REFUSED,
+    "offsets committed past a refused record": of.REFUSED,
+    "a zombie's refused batch judged again on old state": of.ZOMBIE_REFUSED,
+    "overlay removed at capture": of.REORDERED,
+    "restore to the last stable offset": of.SEEDER,
+    "stream time kept outside the changelog": of.STREAM_TIME,
+    "expiry by an unapplied stream time": of.EXPIRY,
+    "EndTxn sent twice in an epoch": of.DELAYED,
+    "no answer to EndTxn is a success": of.ANSWERS,
+    "sequence numbers kept over an epoch": of.REFUSED,
+}
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+def test_the_mutant_is_caught(mutant: Variant) -> None:
+    tally = enumerate_all(SHOWN_BY[mutant.name], mutant, until_wrong=True)
+    print(tally)  # noqa: T201  # shown with -s
+    assert tally.wrong, f"no schedule of {SHOWN_BY[mutant.name].name!r} shows that {mutant.name!r} is wrong: {tally}"
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3_600)
+def test_how_many_schedules_each_mutant_spoils() -> None:
+    for mutant in MUTANTS:
+        tally = enumerate_all(SHOWN_BY[mutant.name], mutant, most=3_000)
+        print(tally)  # noqa: T201  # shown with -s
+        assert tally.wrong

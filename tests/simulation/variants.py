@@ -1,0 +1,276 @@
+"""The production classes, and wrong ones: every mutant breaks one rule of design page 1 and must be caught."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dedup.core.fold import Outcome, Rows
+from dedup.core.stream_time import StreamTime
+from dedup.core.window import BEFORE_ALL_TIME
+from dedup.errors import CommitUnknown, RecordRefused
+from dedup.session.transaction import Session
+from dedup.session.wire import LogBounds, NoAnswer, Produced, ProducerIdentity, RecordBatch, TopicPartition, Wire
+from dedup.store.base import Store, TaskRecord, Writes
+from dedup.store.changelog import decode_sightings
+from dedup.store.overlay import Overlay
+from dedup.worker.batch import FeedBatch
+from dedup.worker.judge import Judge
+from dedup.worker.starting import committed_offset
+from dedup.worker.task import Judged, Refusals, Task, TaskState
+from tests.simulation.cluster import OK, TOO_LARGE
+from tests.simulation.process import Disk, DiskStore, MemoryDisk, Process, SimWire
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """What a simulated worker is built from."""
+
+    name: str
+    session: type[Session] = Session
+    task: type[Task] = Task
+    judge: type[Judge] = Judge
+    disk: Callable[[], Disk] = MemoryDisk
+    wire: Callable[[SimWire], Wire] = lambda wire: wire
+    id_per_process: bool = False
+
+
+class StoreBeforeCommit(Judge):
+    """What Faust's table does: the store is written when a record is judged."""
+
+    def _remember(self, rows: Rows, outcome: Outcome) -> list[RecordBatch]:
+        batches = super()._remember(rows, outcome)
+        assert self._store is not None
+        self._store.apply(self._writes(rows, outcome), None, self._store.position)
+        return batches
+
+
+class PositionFirstStore(DiskStore):
+    def apply(self, writes: Writes, record: TaskRecord | None, position: int) -> None:
+        super().apply({}, record, position)
+        super().apply(writes, None, position)
+
+
+class PositionFirstDisk(MemoryDisk):
+    """The changelog position is written before the keys it speaks of."""
+
+    def open(self, process: Process) -> Store:
+        return PositionFirstStore(self.kept, process)
+
+
+class FlushedApartStore(DiskStore):
+    disk: OnePositionDisk
+
+    def apply(self, writes: Writes, record: TaskRecord | None, position: int) -> None:
+        self.disk.unflushed = {segment: dict(values) for segment, values in writes.items()}
+        self.disk.older = {segment: self.get_many(segment, list(values)) for segment, values in writes.items()}
+        super().apply(writes, record, position)
+
+
+class OnePositionDisk(MemoryDisk):
+    """No log; one position for all segments, flushed while the segment written last was not (a kill forgets it)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unflushed: dict[int, dict[bytes, bytes]] = {}
+        self.older: dict[int, dict[bytes, bytes]] = {}
+
+    def open(self, process: Process) -> Store:
+        store = FlushedApartStore(self.kept, process)
+        store.disk = self
+        return store
+
+    def killed(self) -> None:
+        for segment, values in self.unflushed.items():
+            held = self.kept._segments.get(segment)
+            if held is not None:
+                for state_key in values:
+                    held.values.pop(state_key, None)
+                held.values.update(self.older[segment])
+        self.unflushed = {}
+
+
+class RestoreBeforeInit(Task):
+    """The changelog is read while the previous owner may still commit."""
+
+    async def start(self) -> int:
+        self._move(TaskState.RESTORING)
+        restored = await self._work.restore(await committed_offset(self._wire, self._group, self.task_id.feeding))
+        await self._session.open()
+        committed = self._committed = await committed_offset(self._wire, self._group, self.task_id.feeding)
+        self._next_offset = self._expected = max(restored, committed or 0)
+        self._move(TaskState.RUNNING)
+        self._sendable.set()
+        return self._next_offset
+
+
+class OffsetBeforeInit(Task):
+    """What aiokafka does: the committed offset is read before the previous owner is fenced; it alone counts."""
+
+    async def start(self) -> int:
+        self._move(TaskState.RESTORING)
+        committed = self._committed = await committed_offset(self._wire, self._group, self.task_id.feeding)
+        await self._session.open()
+        await self._work.restore(committed)
+        self._next_offset = self._expected = committed or 0
+        self._move(TaskState.RUNNING)
+        self._sendable.set()
+        return self._next_offset
+
+
+class CommittedOffsetAlone(Judge):
+    """The position in the task record is ignored."""
+
+    async def restore(self, committed: int | None) -> int:
+        await super().restore(committed)
+        return committed or 0
+
+
+class PastRefused(Task):
+    """A refusal drops the batches in flight; the next transaction commits offsets past them."""
+
+    async def _judge_again(self, refusal: RecordRefused) -> None:
+        await self._session.open()
+        self._work.discard()
+        self._waiting.clear()
+        self._held.clear()
+        self.dirty.set()
+
+
+class BlindZombie(Task):
+    """After a refusal a new epoch is begun, and nobody asks whether another owner has committed before it."""
+
+    async def _refuse_if_overtaken(self) -> None:
+        pass
+
+
+class ForgetfulOverlay(Overlay):
+    def _tiers(self) -> tuple[Mapping[int, Mapping[bytes, bytes]], ...]:
+        return self._old, self._young, {}, self._open
+
+
+class RemovedAtCapture(Judge):
+    """Sightings leave the overlay when they are captured for the commit, and reach the store after it."""
+
+    async def restore(self, committed: int | None) -> int:
+        start = await super().restore(committed)
+        assert self._store is not None
+        self._overlay = ForgetfulOverlay(self._store, cache_ids=0)
+        return start
+
+
+class StreamTimeApart(Judge):
+    """Stream time is not in the changelog: after a restart it is the greatest time of a sighting."""
+
+    async def restore(self, committed: int | None) -> int:
+        start = await super().restore(committed)
+        assert self._store is not None
+        times = [seen.last_ms for _, _, value in self._store.sightings() for seen in decode_sightings(value)]
+        self._applied = self._stream_time = StreamTime(max(times, default=BEFORE_ALL_TIME), self._applied.feeds)
+        return start
+
+
+class UnappliedExpiry(Judge):
+    """Segments are dropped by the stream time of a transaction that may yet abort."""
+
+    def judge(self, batch: FeedBatch, refusals: Refusals) -> Judged:
+        judged = super().judge(batch, refusals)
+        assert self._overlay is not None
+        window = self._plan.rules.window
+        self._overlay.drop_below(window.oldest_live_ms(self._stream_time.value_ms), window.segment_ms)
+        return judged
+
+
+class HopefulCommit(Session):
+    """No answer to EndTxn is taken for a success."""
+
+    async def commit(self, offsets: Mapping[TopicPartition, int]) -> Mapping[TopicPartition, int]:
+        ends = await self.settle()
+        try:
+            return await super().commit(offsets)
+        except CommitUnknown:
+            self._forget_transaction()
+            return ends
+
+
+class StaleSequences(Session):
+    """Sequence numbers go on in a new epoch."""
+
+    async def open(self) -> None:
+        kept = dict(self._sequences)
+        await super().open()
+        self._sequences = kept
+
+
+class Delegating:
+    """A wire that changes one request of another."""
+
+    def __init__(self, wire: SimWire) -> None:
+        self._wire = wire
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._wire, name)
+
+
+class RefusedIgnored(Delegating):
+    """What aiokafka's producer does: a refused send fails its own future, and the commit succeeds."""
+
+    async def produce(
+        self, transactional_id: str, batches: Sequence[tuple[TopicPartition, bytes]]
+    ) -> Awaitable[dict[TopicPartition, Produced]]:
+        answer = await self._wire.produce(transactional_id, batches)
+
+        async def pretended() -> dict[TopicPartition, Produced]:
+            return {
+                target: Produced(OK, 0) if produced.error_code == TOO_LARGE else produced
+                for target, produced in (await answer).items()
+            }
+
+        return pretended()
+
+
+class EndTwice(Delegating):
+    """What aiokafka's sender does: EndTxn without an answer is sent again in the same epoch."""
+
+    async def end_transaction(self, transactional_id: str, identity: ProducerIdentity, *, commit: bool) -> int:
+        while True:
+            try:
+                return await self._wire.end_transaction(transactional_id, identity, commit=commit)
+            except NoAnswer:
+                await self._wire.pause(1)
+
+
+class StableEnd(Delegating):
+    """What `end_offsets` of a read_committed consumer says: restore ends at the last stable offset."""
+
+    async def bounds(self, source: TopicPartition) -> LogBounds:
+        bounds = await self._wire.bounds(source)
+        fetched = await self._wire.fetch(source, bounds.start, max_bytes=1, wait_ms=0)
+        return LogBounds(bounds.start, fetched.last_stable_offset)
+
+
+def _delegating(make: Callable[[SimWire], Any]) -> Callable[[SimWire], Wire]:
+    return make
+
+
+CORRECT = Variant("correct")
+MUTANTS = (
+    Variant("store before commit", judge=StoreBeforeCommit),
+    Variant("position before keys", disk=PositionFirstDisk),
+    Variant("one position for all segments", disk=OnePositionDisk),
+    Variant("id per process", id_per_process=True),
+    Variant("restore before init", task=RestoreBeforeInit),
+    Variant("committed offset read before init", task=OffsetBeforeInit),
+    Variant("start at the committed offset alone", judge=CommittedOffsetAlone),
+    Variant("refused sends ignored", wire=_delegating(RefusedIgnored)),
+    Variant("offsets committed past a refused record", task=PastRefused),
+    Variant("a zombie's refused batch judged again on old state", task=BlindZombie),
+    Variant("overlay removed at capture", judge=RemovedAtCapture),
+    Variant("restore to the last stable offset", wire=_delegating(StableEnd)),
+    Variant("stream time kept outside the changelog", judge=StreamTimeApart),
+    Variant("expiry by an unapplied stream time", judge=UnappliedExpiry),
+    Variant("EndTxn sent twice in an epoch", wire=_delegating(EndTwice)),
+    Variant("no answer to EndTxn is a success", session=HopefulCommit),
+    Variant("sequence numbers kept over an epoch", session=StaleSequences),
+)

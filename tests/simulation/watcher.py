@@ -1,0 +1,109 @@
+"""Looks at the cluster after every step as a reader does, and at the end at everything."""
+
+from __future__ import annotations
+
+from dedup.core.window import Source
+from dedup.session.wire import TopicPartition
+from dedup.worker.judge import Judge
+from dedup.worker.task import Task, TaskState
+from dedup.worker.unwrap import unwrap
+from tests.simulation.cluster import Cluster
+from tests.simulation.oracle import Kind, Reader, Violation, compare, compare_state
+from tests.simulation.process import Process, batch_of
+from tests.simulation.scenario import CHANGELOG, GROUP, Scenario
+
+
+class Watcher:
+    """What must hold in one run."""
+
+    def __init__(self, scenario: Scenario, cluster: Cluster) -> None:
+        self._scenario = scenario
+        self._cluster = cluster
+        self._judged = scenario.new_judged() if scenario.two_hops else scenario.expected[0]
+        self._judged_to = 0
+        self._readers = {topic: Reader(cluster, TopicPartition(topic, 0)) for topic in self._judged.topics}
+        self._seen_version = 0
+
+    def expect_probes(self) -> None:
+        """The probes were added to the input."""
+        if not self._scenario.two_hops:
+            self._judged = self._scenario.expected[1]
+
+    def look(self) -> list[Violation]:
+        """Compare what `read_committed` readers see now with the beginning of what they must see."""
+        if self._cluster.version == self._seen_version:
+            return []
+        self._seen_version = self._cluster.version
+        if self._scenario.two_hops:
+            self._judge_hop()
+        changed = [topic for topic, reader in self._readers.items() if reader.read()]
+        return self._compared(changed, whole=False)
+
+    def _compared(self, topics: list[str], *, whole: bool) -> list[Violation]:
+        found = [compare(topic, self._judged.topics, self._readers, whole=whole) for topic in topics]
+        return [violation for violation in found if violation is not None]
+
+    def _judge_hop(self) -> None:
+        """Let the model judge what the repartition topic has got."""
+        log = self._cluster.partition(self._scenario.judged_log)
+        for row in log.committed(self._judged_to, log.stable_end):
+            plain = unwrap(batch_of(self._scenario.judged_log, [row], row.offset), ("in",))
+            feed = plain.feeds[0]
+            record = row._replace(timestamp=plain.batch.timestamps_ms[0], headers=())
+            self._judged.feed(record, Source(feed.topic, feed.partition, plain.sources[0]))
+        self._judged_to = log.stable_end
+
+    def compare_all(self, process: Process | None) -> list[Violation]:
+        """Compare every topic as a whole, and the tasks of the process that is left."""
+        found = self._compared(list(self._readers), whole=True)
+        if self._scenario.two_hops:
+            found += self._compare_hop()
+        if process is None:
+            return [*found, Violation("stuck", "nobody has the partitions")]
+        for feeding, task in process.tasks.running.items():
+            found += self._compare_task(feeding, task, process.started_at[feeding])
+        return found
+
+    def _compare_task(self, feeding: TopicPartition, task: Task, started_at: int) -> list[Violation]:
+        """The task has come to the end of its log, counts what it has read, and its store is what it must be."""
+        found: list[Violation] = []
+        log = self._cluster.partition(feeding)
+        end = log.committed(0, log.end)[-1].offset + 1
+        committed = self._cluster.offsets.get((GROUP, feeding))
+        if task.state is not TaskState.RUNNING or task.dirty.is_set() or task.next_offset != end:
+            found.append(Violation("stuck", f"{task.task_id} is {task.state} at {task.next_offset} of {end}"))
+        elif committed != end and not (committed is None and self._scenario.offsets == "forgotten"):
+            found.append(Violation("wrong", f"{feeding}: committed {committed}, the log ends at {end}"))
+        counted = sum(task.numbers.verdicts.values()) + task.numbers.replayed
+        read = len(log.committed(started_at, log.end))
+        if counted != read:
+            text = f"{task.task_id} has read {read} records and counts {counted}: {task.numbers.verdicts}"
+            found.append(Violation("books", text))
+        if isinstance(task.work, Judge) and task.work.store is not None:
+            rules, model = self._scenario.rules, self._judged.model
+            found += compare_state(self._cluster, CHANGELOG, rules, task.work.store, model)
+        return found
+
+    def _compare_hop(self) -> list[Violation]:
+        """The repartition topic holds every source record once, in the source's order.
+
+        Its tasks keep no state: where the group's offsets are lost, records come again, and are judged again.
+        """
+        violations: list[Violation] = []
+        values = [line[1] for line in self._readers["out"].lines]
+        if len(set(values)) < len(values):
+            violations.append(Violation("duplicated", f"out holds {values}"))
+        log = self._cluster.partition(self._scenario.judged_log)
+        found: dict[int, list[bytes | None]] = {source.partition: [] for source in self._scenario.sources}
+        for row in log.committed(0, log.end):
+            plain = unwrap(batch_of(self._scenario.judged_log, [row], row.offset), ("in",))
+            found[plain.feeds[0].partition].append(row.value)
+        for source, records in self._scenario.records((*self._scenario.input, *self._scenario.probes), 0).items():
+            expected = [record.value for record in records]
+            own = found[source.partition]
+            if self._scenario.offsets != "kept":
+                own = list(dict.fromkeys(own))
+            if own != expected:
+                kind: Kind = "duplicated" if len(own) > len(expected) else "lost"
+                violations.append(Violation(kind, f"{source}: {expected}, repartitioned {own}"))
+        return violations
