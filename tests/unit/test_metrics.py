@@ -1,0 +1,165 @@
+"""The metric list, what is exported, and what tasks count."""
+
+from __future__ import annotations
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from dedup.core.murmur2 import partitions
+from dedup.metrics import COMMIT_BUCKETS_S, METRICS, Durations, TaskNumbers, TaskSeen, WorkerSeen, merged
+from dedup.session.wire import TopicPartition
+from dedup.worker.exposition import READERS, STATES, exposition
+from dedup.worker.misplaced import Placement, id_text
+from dedup.worker.task import TaskState
+
+
+def seen(numbers: TaskNumbers | None = None, *, lag: int | None = 3) -> WorkerSeen:
+    task = TaskSeen("dedup", 'or"ders', 2, "running", numbers or TaskNumbers(), lag, 1, state_ids=7, state_bytes=700)
+    return WorkerSeen("orders", "a", (task,), {1: 5}, fenced=1, corrupted=2, not_ready=None)
+
+
+def exported(worker: WorkerSeen) -> dict[str, list]:
+    """Return samples by the name of the metric that the list has."""
+    families = text_string_to_metric_families(exposition(lambda: worker).decode())
+    return {f.name + ("_total" if f.type == "counter" else ""): f.samples for f in families}
+
+
+def test_every_metric_of_the_list_is_exported_and_no_other():
+    assert set(READERS) == {metric.name for metric in METRICS}
+    numbers = TaskNumbers()
+    numbers.verdicts["unique"] = 1
+    numbers.dead_reasons["not_json"] = 1
+    found = exported(seen(numbers))
+    assert set(found) == {metric.name for metric in METRICS}
+    for metric in METRICS:
+        labels = {frozenset(sample.labels) - {"le"} for sample in found[metric.name]}
+        assert labels == {frozenset(metric.labels)}, metric.name
+
+
+def test_the_help_and_the_kind_are_those_of_the_list():
+    text = exposition(seen).decode()
+    for metric in METRICS:
+        assert f"# HELP {metric.name} {metric.help}" in text
+        assert f"# TYPE {metric.name} {metric.kind}" in text
+
+
+def test_names_and_labels_are_what_prometheus_asks_for():
+    for metric in METRICS:
+        assert metric.name.startswith("dedup_")
+        assert metric.name.endswith("_total") == (metric.kind == "counter")
+        assert metric.help.endswith(".")
+
+
+def test_values_are_those_of_the_tasks():
+    numbers = TaskNumbers()
+    numbers.verdicts.update(unique=5, duplicate=2)
+    numbers.dead_reasons["missing_id"] = 4
+    numbers.stream_time_ms = 1_700_000_000_500
+    numbers.committed(10)
+    numbers.aborted = 1
+    found = exported(seen(numbers))
+    task = {"sub_topology": "dedup", "topic": 'or"ders', "partition": "2"}
+    assert {s.labels["verdict"]: s.value for s in found["dedup_records_total"]} == {"unique": 5, "duplicate": 2}
+    assert [(s.labels, s.value) for s in found["dedup_dead_letters_total"]] == [(task | {"reason": "missing_id"}, 4)]
+    assert {s.labels["result"]: s.value for s in found["dedup_transactions_total"]} == {"committed": 1, "aborted": 1}
+    assert {s.labels["state"]: s.value for s in found["dedup_task_state"]} == {
+        "created": 0, "restoring": 0, "running": 1, "closed": 0,
+    }  # fmt: skip
+    single = {name: samples[0].value for name, samples in found.items() if len(samples) == 1}
+    assert single["dedup_stream_time_seconds"] == 1_700_000_000.5
+    assert single["dedup_lag_records"] == 3
+    assert single["dedup_last_stable_offset_lag"] == 1
+    assert (single["dedup_state_ids"], single["dedup_state_bytes"]) == (7, 700)
+    assert single["dedup_standby_lag_records"] == 5
+    assert (single["dedup_fenced_total"], single["dedup_corrupted_total"]) == (1, 2)
+
+
+def test_states_are_those_a_task_has():
+    assert set(STATES) == {state.value for state in TaskState}
+
+
+def test_what_is_not_known_is_left_out():
+    assert exported(seen(lag=None))["dedup_lag_records"] == []
+
+
+def test_a_histogram_is_cumulated():
+    numbers = TaskNumbers()
+    for seconds in (0.004, 0.005, 0.03, 99.0):
+        numbers.took(seconds)
+    samples = exported(seen(numbers))["dedup_commit_seconds"]
+    buckets = {s.labels["le"]: s.value for s in samples if s.name.endswith("_bucket")}
+    assert (buckets["0.005"], buckets["0.02"], buckets["0.05"], buckets["5.0"], buckets["+Inf"]) == (2, 2, 3, 3, 4)
+    assert len(buckets) == len(COMMIT_BUCKETS_S) + 1
+    (total,) = [s.value for s in samples if s.name.endswith("_sum")]
+    assert total == pytest.approx(99.039)
+
+
+def test_a_settled_batch_counts_every_record_as_old_as_its_oldest():
+    numbers = TaskNumbers()
+    numbers.settled(0, 5, 40)
+    assert numbers.end_to_end.counts[-1] == 40
+    assert numbers.committed_time_ms == 5
+
+
+def test_durations_do_not_share_their_counts():
+    Durations((1.0,)).add(0.5)
+    assert Durations((1.0,)).counts == [0, 0]
+
+
+def test_lag_in_seconds_is_zero_without_lag():
+    numbers = TaskNumbers(committed_time_ms=0)
+    assert seen(numbers, lag=0).tasks[0].lag_seconds == 0
+    assert seen(numbers, lag=1).tasks[0].lag_seconds > 1e9
+    assert seen(TaskNumbers(), lag=1).tasks[0].lag_seconds == 0
+
+
+def test_verdicts_of_several_tasks_add_up():
+    one, other = TaskNumbers(), TaskNumbers()
+    one.verdicts["unique"], other.verdicts["unique"], other.verdicts["late"] = 1, 2, 3
+    assert merged([one, other]) == {"unique": 3, "late": 3}
+
+
+@pytest.mark.parametrize(
+    ("state_key", "text"),
+    [
+        (b"\x01abc", b"abc"),
+        (b"\x02\x00\xff", b"\x00\xff"),
+        (b"\x03" + bytes(range(16)), b"00010203-0405-0607-0809-0a0b0c0d0e0f"),
+        (b"\x04\x07", b"7"),
+        (b"\x04\xff", b"-1"),
+        (b"\x05" + b"9" * 30, b"9" * 30),
+        (b"\x00" + bytes(32), None),
+        (b"\x09\x01\x07", None),
+    ],
+)
+def test_the_text_of_an_id_is_what_a_producer_would_use_as_key(state_key, text):
+    assert id_text(state_key) == text
+
+
+class TestPlacement:
+    HERE = (b"\x0121", b"\x02foobar")
+
+    def place(self, partition: int, count: int = 4) -> tuple[Placement, TaskNumbers]:
+        numbers = TaskNumbers()
+        return Placement(TopicPartition("t", partition), count, numbers), numbers
+
+    def home(self, key: bytes) -> int:
+        return partitions([id_text(key) or b""], 4)[0]
+
+    def test_ids_in_their_place_are_sampled_without_a_word(self, caplog):
+        placement, numbers = self.place(self.home(self.HERE[0]))
+        placement.sample([self.HERE[0], None])
+        assert (numbers.sampled, numbers.misplaced, caplog.text) == (1, 0, "")
+
+    def test_misplaced_ids_are_counted_and_warned_of_once(self, caplog):
+        placement, numbers = self.place((self.home(self.HERE[0]) + 1) % 4)
+        for _ in range(3):
+            placement.sample([self.HERE[0]] * 100)
+        assert numbers.misplaced == numbers.sampled == 24
+        assert caplog.text.count("belong to another partition") == 1
+        assert "partitioned_by" in caplog.text
+
+    def test_one_partition_has_nothing_misplaced(self):
+        placement, numbers = self.place(0, count=1)
+        placement.sample([b"\x01a"] * 10)
+        assert numbers.sampled == 0

@@ -1,0 +1,106 @@
+"""The pages of a worker: what they say, and to whom."""
+
+from __future__ import annotations
+
+import json
+import socket
+from dataclasses import dataclass
+
+import aiohttp
+import pytest
+
+from dedup.errors import Problem, SettingsError
+from dedup.metrics import TaskNumbers, TaskSeen, WorkerSeen
+from dedup.settings import Secret, Web
+from dedup.web.server import Pages
+
+CANARY = "canary-token-5f1c"
+
+
+@dataclass(frozen=True)
+class Found:
+    id: str
+
+
+class Worker:
+    why: str | None = None
+
+    def not_ready(self) -> str | None:
+        return self.why
+
+    def seen(self) -> WorkerSeen:
+        task = TaskSeen("dedup", "orders", 0, "running", TaskNumbers(), 4, 0)
+        return WorkerSeen("orders", "a", (task,), {1: 0}, 0, 0, self.why)
+
+    def metrics(self) -> bytes:
+        return b"dedup_lag_records 4\n"
+
+    def look_up(self, text: str) -> object:
+        if text == "odd":
+            raise SettingsError([Problem("ID", "is none")])
+        return Found(text)
+
+
+async def get(pages: Pages, page: str, *, method: str = "GET", **headers: str) -> tuple[int, str]:
+    names = {name.replace("_", "-"): value for name, value in headers.items()}
+    async with aiohttp.ClientSession() as session, session.request(method, f"{pages.url}{page}", headers=names) as answer:
+        return answer.status, await answer.text()
+
+
+def web(**changes) -> Web:
+    return Web(**({"port": 0} | changes))
+
+
+async def test_pages():
+    worker = Worker()
+    async with Pages(web(), worker) as pages:
+        assert await get(pages, "/live") == (200, "live\n")
+        assert await get(pages, "/ready") == (200, "ready\n")
+        assert await get(pages, "/metrics") == (200, "dedup_lag_records 4\n")
+        status = json.loads((await get(pages, "/api/status"))[1])
+        assert (status["topology"], status["ready"], status["standbys"]) == ("orders", True, {"1": 0})
+        assert status["tasks"][0]["lag_records"] == 4
+        assert json.loads((await get(pages, "/api/ids/a%2Fb%20c"))[1]) == {"id": "a/b c"}
+        assert (await get(pages, "/api/ids/odd"))[0] == 400
+        assert (await get(pages, "/nothing"))[0] == 404
+        worker.why = "1 of 2 tasks are not running yet"
+        assert await get(pages, "/ready") == (503, "1 of 2 tasks are not running yet\n")
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH"])
+async def test_nothing_can_be_changed(method):
+    async with Pages(web(), Worker()) as pages:
+        for page in ("/live", "/metrics", "/api/status", "/api/ids/a"):
+            assert (await get(pages, page, method=method))[0] == 405
+
+
+async def test_with_a_token_all_but_the_probes_ask_for_it(caplog):
+    async with Pages(web(token=Secret(CANARY)), Worker()) as pages:
+        for page in ("/metrics", "/api/status", "/api/ids/a", "/nothing"):
+            for given in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": CANARY[:-1]}, {"Authorization": "Bearer é"}):
+                code, text = await get(pages, page, **given)
+                assert code == 401
+                assert CANARY not in text
+        assert (await get(pages, "/metrics", Authorization=f"Bearer {CANARY}"))[0] == 200
+        assert (await get(pages, "/live"))[0] == (await get(pages, "/ready"))[0] == 200
+        assert CANARY not in (await get(pages, "/api/status", Authorization=f"Bearer {CANARY}"))[1]
+    assert CANARY not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("host", "code"),
+    [("localhost:1", 200), ("127.0.0.1", 200), ("[::1]:80", 200), ("evil.example", 403), ("127.0.0.1.evil.example:80", 403)],
+)
+async def test_without_a_token_another_host_name_is_refused(host, code):
+    async with Pages(web(), Worker()) as pages:
+        assert (await get(pages, "/api/status", Host=host))[0] == code
+
+
+async def test_a_taken_port_is_a_warning_and_no_end(caplog):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        async with Pages(web(port=port), Worker()) as pages:
+            assert pages.url is None
+    assert f"127.0.0.1:{port} can not be listened on" in caplog.text
