@@ -5,23 +5,32 @@ from __future__ import annotations
 import contextlib
 import enum
 import json
+import os
 import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
 from dedup.cli.inputs import read_topology
 from dedup.errors import AuthorMistake, Problem, SettingsError, TopologyError
 
+if TYPE_CHECKING:
+    from dedup.settings import Settings
+    from dedup.topology.lint import Finding
+    from dedup.topology.model import Topology
+
 _CHECK: Final = """Check topology files: every mistake with its place, and what their authors may not have meant.
 
-Exit code 2 if a file has an error; warnings alone leave it at 0.
+Exit code 2 if a file has an error; warnings alone leave it at 0. With --broker the topics of the cluster are compared
+with what each topology needs.
 
-Example: dedup check topologies/*.yaml
+Examples: dedup check topologies/*.yaml
+
+dedup check topologies/orders.yaml --broker --config config/production.yaml
 """
 _DESCRIBE: Final = """Show a topology: agents, topics, the table, what becomes of each record.
 
@@ -64,16 +73,22 @@ def register(app: typer.Typer) -> None:
 
 def check(
     topologies: Annotated[list[Path], typer.Argument(metavar="TOPOLOGY...", help="The topology files.")],
+    broker: Annotated[bool, typer.Option("--broker", help="Compare with the cluster, too.")] = False,
+    config: Annotated[Path | None, typer.Option(help="Where the cluster is; config/local.yaml if not given.")] = None,
+    overrides: Annotated[list[str] | None, typer.Option("--set", help="key=value, over the config file.")] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Print the findings of every file; raises TopologyError if one has an error."""
-    from dedup.topology.lint import lint
+    settings = None
+    if broker:
+        from dedup.settings import load_settings
 
+        settings = load_settings(config, overrides or [], os.environ)
     problems: list[Problem] = []
     reports: list[dict[str, Any]] = []
     for path in topologies:
         try:
-            found = lint(read_topology(path))
+            found = _findings(read_topology(path), settings)
         except TopologyError as error:
             problems.extend(error.problems)
             errors = [{"place": problem.place, "text": problem.text} for problem in error.problems]
@@ -91,6 +106,18 @@ def check(
         raise typer.Exit(TopologyError.exit_code)
     if problems:
         raise TopologyError(problems)
+
+
+def _findings(topology: Topology, settings: Settings | None) -> list[Finding]:
+    from dedup.topology.lint import lint
+
+    if settings is None:
+        return lint(topology)
+    import asyncio
+
+    from dedup.worker.compare import broker_findings
+
+    return lint(topology) + asyncio.run(broker_findings(topology, settings))
 
 
 def _print_reports(reports: list[dict[str, Any]]) -> None:

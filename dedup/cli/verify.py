@@ -66,5 +66,5 @@ def verify_command(
     if not found.passed:
         raise VerificationFailed(
             f"{parsed.name}: {found.closing_line()}. The records are named in {page}. Keep the topics as they are: "
-            f"they are the evidence; `dedup explain` says where one ID went."
+            f"they are the evidence; `dedup lookup` says where one ID went."
         )
