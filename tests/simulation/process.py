@@ -337,10 +337,11 @@ class Process:
 
     def bury(self) -> None:
         """Forget a killed process."""
+        self.loop.dead = True
         self.parked.clear()
-        self.loop.kill()
         for disk in self.disks.values():
             disk.killed()
+        self.loop.kill()
 
     @property
     def failure(self) -> BaseException | None:
