@@ -12,12 +12,13 @@ from dedup.core.extract import Extractor, compile_extractor
 from dedup.core.model import Feed, ModelRules
 from dedup.errors import StateIncompatible
 from dedup.proof.compare import digest
-from dedup.proof.evidence import DEAD_TAIL, LATE_TAIL, SideTopic, read_side_topic
+from dedup.proof.evidence import DEAD_TAIL, LATE_TAIL, SideTopic, forwarded_by_replay, read_side_topic
 from dedup.proof.kafka_reader import Bounds, Columns, KafkaReader, OpenTransaction
 from dedup.proof.replay import Plan
 from dedup.proof.report import Report
 from dedup.topology.model import LateForward, LateTo, Topology
 
+WHY_REPLAYED: Final = "late records that `dedup replay` forwarded, outside the guarantee"
 WHY_OPEN: Final = "a transaction stays open in a topic they were written to"
 
 
@@ -83,7 +84,9 @@ class Cut:
         """Return what is in a partition; ``stamped``: timestamps are part of the digests, if the topic keeps them."""
         bounds = self.bounds[topic][partition]
         found = Written(topic, partition, bounds)
-        for columns in self.read(topic, partition, bounds.low, bounds.high):
+        for read in self.read(topic, partition, bounds.low, bounds.high):
+            columns = self._of_workers(read)
+            self.report.unprovable(WHY_REPLAYED, len(read.offsets) - len(columns.offsets))
             found.broker_time = columns.broker_time
             times_ms = columns.timestamps_ms
             if not stamped or columns.broker_time:
@@ -91,6 +94,12 @@ class Cut:
             found.digests += map(digest, columns.keys, columns.values, columns.headers, times_ms)
             found.offsets.extend(columns.offsets)
         return found
+
+    def _of_workers(self, columns: Columns) -> Columns:
+        """Return the records without those that `dedup replay` forwarded, which no verdict accounts for."""
+        topics = self.topology.source.topics
+        apart = {row for row, own in enumerate(columns.headers) if own and forwarded_by_replay(own, topics)}
+        return columns.rows([row for row in range(len(columns.offsets)) if row not in apart]) if apart else columns
 
     def still_committed(self, topic: str, partition: int) -> int:
         """Return the group's committed offset now: what is between it and the cut's is pending."""
@@ -101,7 +110,8 @@ class Cut:
         """Return the tracking IDs of some rows; reads the partition again, as IDs are not kept for all."""
         found: dict[int, bytes | None] = {}
         at = 0
-        for columns in self.reader.read(written.topic, written.partition, written.bounds.low, written.bounds.high):
+        for read in self.reader.read(written.topic, written.partition, written.bounds.low, written.bounds.high):
+            columns = self._of_workers(read)
             wanted = [row for row in range(len(columns.offsets)) if at + row in rows]
             if wanted:
                 some = columns.rows(wanted)

@@ -18,6 +18,7 @@ DETAIL_HEADER: Final = "dedup-detail"
 DIGEST_HEADER: Final = "dedup-digest"
 VERDICT_HEADER: Final = "dedup-verdict"
 IDLE_HEADER: Final = "dedup-idle"
+REPLAYED_HEADER: Final = "dedup-replayed"
 FIRST_TIME_HEADER: Final = "dedup-first-time"
 FIRST_SOURCE_HEADER: Final = "dedup-first-source"
 
@@ -76,6 +77,14 @@ def parse_source(content: bytes | None, topics: Sequence[str]) -> Source | None:
     if topic not in topics or not partition.isdecimal() or not offset.isdecimal():
         return None
     return Source(topics.index(topic), int(partition), int(offset))
+
+
+def forwarded_by_replay(headers: Headers, topics: Sequence[str]) -> bool:
+    """Tell whether `dedup replay --late --forward` put this record into the output: its two headers stand last."""
+    if len(headers) < 2 or tuple(headers[-2]) != (VERDICT_HEADER, b"late"):  # noqa: PLR2004  # verdict and position
+        return False
+    name, place = headers[-1]
+    return name == REPLAYED_HEADER and parse_source(place, topics) is not None
 
 
 def parse_time_ms(content: bytes | None) -> int | None:

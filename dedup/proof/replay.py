@@ -13,10 +13,13 @@ from dedup.proof.compare import Expected, digest
 from dedup.proof.evidence import (
     FIRST_SOURCE_HEADER,
     FIRST_TIME_HEADER,
+    REPLAYED_HEADER,
     SOURCE_HEADER,
     VERDICT_HEADER,
     Filed,
     SideTopic,
+    header,
+    parse_source,
     stand_in,
 )
 from dedup.proof.kafka_reader import Columns
@@ -139,6 +142,9 @@ class TaskReplay:
                 continue
             fault = extracted.faults.get(row) if extracted.faults else None
             record = ModelRecord(extracted.ids[row], extracted.times_ms[row], source, fingerprints[row])
+            own = columns.headers[row]
+            if own and parse_source(header(own, REPLAYED_HEADER), plan.topics) is not None:
+                self.books.replayed += not pending
             self._row(columns, row, record, fault)
         before = self._taken // _FORGET_EVERY
         self._taken += len(log.sources)

@@ -171,9 +171,11 @@ class Replay:
             return f"it came from {topic}, which is no source topic any more"
         source = TopicPartition(topic, int(partition))
         target = self._output_of(columns, row, source) if self._plan.forward else source
-        added: list[Header] = [(VERDICT, b"late")] if self._plan.forward else []
-        if all(name != REPLAYED for name, _ in own):
-            added.append((REPLAYED, kept[SOURCE]))
+        added: list[Header] = [(REPLAYED, kept[SOURCE])]
+        if self._plan.forward:
+            added.insert(0, (VERDICT, b"late"))  # both last: so `dedup verify` knows the record
+        elif any(name == REPLAYED for name, _ in own):
+            added = []  # it keeps the place where it first was
         timestamp_ms = int(kept[TIMESTAMP])
         return target, (columns.offsets[row], timestamp_ms, columns.keys[row], columns.values[row], [*own, *added])
 

@@ -15,8 +15,10 @@ import pytest
 from confluent_kafka.admin import AlterConfigOpType, ConfigEntry, ConfigResource, ResourceType
 
 from dedup.crashpoints import VARIABLE
+from dedup.proof.verify import verify
 from tests.integration.conftest import MakeJob
-from tests.integration.fleet import BASE_MS, Event, Job, Worker, id_of, until
+from tests.integration.fleet import Job, Worker, until
+from tests.integration.workload import BASE_MS, Event, id_of
 
 pytestmark = pytest.mark.broker
 DEDUP = (sys.executable, "-c", "from dedup.cli.main import main; main()")
@@ -166,6 +168,9 @@ def test_replayed_records_are_judged_again_and_keep_their_first_place(make_job: 
     job.finish()
     assert "1 records" in dedup(job, "replay")
     job.finish()
+    report = verify(job.topology, job.settings)
+    assert report.passed, report.samples
+    assert [(books.read, books.dead_letters, books.replayed) for books in report.books] == [(5, 3, 2), (2, 0, 0)]
     places = [dict(message.headers() or []).get("dedup-replayed") for message in job.read(job.topology.dead_letter)]
     assert places == [None, *[f"{job.topology.source.topics[0]}/0/0".encode()] * 2]
 
@@ -198,3 +203,6 @@ def test_late_records_go_to_the_output_marked(make_job: MakeJob) -> None:
     assert forwarded.headers() == [("dedup-verdict", b"late"), ("dedup-replayed", place)]
     assert (forwarded.key(), forwarded.timestamp()[1]) == (b"k", BASE_MS)
     assert "0 records" in dedup(job, "replay", "--late", "--forward")
+    report = verify(job.topology, job.settings)
+    assert report.passed, report.samples
+    assert sum(report.not_provable.values()) == 1

@@ -10,7 +10,8 @@ from dedup.proof.verify import verify
 from dedup.store.changelog import TaskRecordKey, decode_task_record, parse_key
 from dedup.worker.publish import IDLE
 from tests.integration.conftest import MakeJob
-from tests.integration.fleet import BASE_MS, Event, Job, until
+from tests.integration.fleet import Job, until
+from tests.integration.workload import BASE_MS, Event
 
 pytestmark = pytest.mark.broker
 SECONDS = 1_000

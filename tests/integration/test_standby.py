@@ -11,7 +11,8 @@ import pytest
 
 from dedup.proof.verify import verify
 from tests.integration.conftest import MakeJob
-from tests.integration.fleet import BASE_MS, Event, Job, Worker, until
+from tests.integration.fleet import Job, Worker, until
+from tests.integration.workload import BASE_MS, Event
 
 pytestmark = pytest.mark.broker
 IDS = 20_000

@@ -12,7 +12,8 @@ from confluent_kafka import Consumer, TopicPartition
 from dedup.proof.verify import verify
 from tests.integration import fleet
 from tests.integration.conftest import MakeJob
-from tests.integration.fleet import BASE_MS, Event, Job, until
+from tests.integration.fleet import Job, until
+from tests.integration.workload import BASE_MS, Event
 
 pytestmark = pytest.mark.broker
 SECONDS = 1_000
