@@ -194,11 +194,20 @@ class Task:
         self._expected = batch.next_offset
         fresh = self._not_yet_judged(batch)
         if fresh is not None:
-            self._judge(fresh)
+            self._take(fresh)
+            if len(self._waiting) >= MOST_WAITING:
+                await self._sendable.wait()
+
+    def _take(self, batch: FeedBatch) -> None:
+        """Judge a batch, and send what follows from it unless a commit is in flight."""
+        try:
+            self._judge(batch)
             if self._sendable.is_set():
                 self._send_waiting()
-            elif len(self._waiting) >= MOST_WAITING:
-                await self._sendable.wait()
+        except BaseException:
+            # Half of the batch may be in the overlay or on its way: the clock must not commit that before we stop.
+            self._close_now()
+            raise
 
     def _not_yet_judged(self, batch: FeedBatch) -> FeedBatch | None:
         if batch.offsets[0] >= self._next_offset:
@@ -254,6 +263,8 @@ class Task:
         try:
             self._session.add(frozen.batches)
             ends = await self._session.commit({self.task_id.feeding: offset})
+            if self.state is not TaskState.RUNNING:
+                return  # closed meanwhile: whoever opens the store next finds this commit in the changelog
             frozen.apply(ends)
             crashpoints.reached("after_apply")
             for batch in self._held[:captured]:
