@@ -82,6 +82,8 @@ def read_all(bootstrap: str, topic: str, *, isolation: str = "read_committed") -
     Raises AssertionError when it does not get there within 60 s (an open transaction, for one).
     """
     settings = {"enable.auto.commit": False, "isolation.level": isolation, "enable.partition.eof": True}
+    # The end of a partition is told when a fetch has waited in vain.
+    settings["fetch.wait.max.ms"] = 20
     consumer = Consumer({"bootstrap.servers": bootstrap, "group.id": unique("reader"), **settings})
     try:
         partitions = consumer.list_topics(topic, timeout=30).topics[topic].partitions
@@ -91,7 +93,7 @@ def read_all(bootstrap: str, topic: str, *, isolation: str = "read_committed") -
         deadline = time.monotonic() + 60
         while left:
             assert time.monotonic() < deadline, f"{topic}: no end in sight of partitions {left}"
-            for message in consumer.consume(10_000, 0.2):
+            for message in consumer.consume(10_000, 0.05):
                 if message.error() is None:
                     records.append(message)
                 elif message.error().code() == KafkaError._PARTITION_EOF:

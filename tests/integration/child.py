@@ -12,6 +12,15 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from dedup.cli.main import main as dedup
+from dedup.session.client import KafkaWire
+from dedup.session.connection import Connection
+from dedup.worker import transport
+from dedup.worker.app import DedupApp
+from dedup.worker.judge import Judge
+from dedup.worker.task import Task
+from dedup.worker.tasks import Tasks
+
 
 class AgentFailedOnPurpose(Exception):
     """What a planned accident raises inside an agent."""
@@ -19,8 +28,6 @@ class AgentFailedOnPurpose(Exception):
 
 def agent_fails_before(number: int) -> None:
     """The n-th batch that reaches the agent raises before it is judged."""
-    from dedup.worker.task import Task
-
     process = Task.process
     seen = 0
 
@@ -36,8 +43,6 @@ def agent_fails_before(number: int) -> None:
 
 def agent_fails_inside(number: int) -> None:
     """The n-th batch raises in its middle: sightings are in the overlay, nothing of it was sent."""
-    from dedup.worker.judge import Judge
-
     judge = Judge.judge
     seen = 0
 
@@ -52,11 +57,23 @@ def agent_fails_inside(number: int) -> None:
     Judge.judge = failing  # type: ignore[method-assign]
 
 
+def agent_fails_after(number: int) -> None:
+    """The n-th batch raises after its records went into the transaction."""
+    process = Task.process
+    seen = 0
+
+    async def failing(self: Task, batch: Any) -> None:
+        nonlocal seen
+        seen += 1
+        await process(self, batch)
+        if seen == number:
+            raise AgentFailedOnPurpose(f"batch {number}")
+
+    Task.process = failing  # type: ignore[method-assign]
+
+
 def agent_sends(number: int) -> None:
     """The n-th batch makes the agent use Faust's own ``topic.send()``."""
-    from dedup.worker.app import DedupApp
-    from dedup.worker.tasks import Tasks
-
     started: list[DedupApp] = []
     on_start = DedupApp.on_start
 
@@ -80,8 +97,6 @@ def agent_sends(number: int) -> None:
 
 def slow_commit(delay_ms: int) -> None:
     """EndTxn is sent this much later, so that batches are judged while a commit is in flight."""
-    from dedup.session.client import KafkaWire
-
     end_transaction = KafkaWire.end_transaction
 
     async def slow(self: KafkaWire, *args: Any, **kwargs: Any) -> int:
@@ -93,8 +108,6 @@ def slow_commit(delay_ms: int) -> None:
 
 def freeze_in_commit(number: int) -> None:
     """SIGSTOP right before the n-th EndTxn is sent: it will be sent when the process is let go on."""
-    from dedup.session.client import KafkaWire
-
     end_transaction = KafkaWire.end_transaction
     seen = 0
 
@@ -110,8 +123,6 @@ def freeze_in_commit(number: int) -> None:
 
 def die_judging_in_commit(number: int) -> None:
     """SIGKILL right after the n-th batch that was judged while a commit was in flight."""
-    from dedup.worker.task import Task
-
     process = Task.process
     seen = 0
 
@@ -128,12 +139,11 @@ def die_judging_in_commit(number: int) -> None:
 
 def slow_restore(delay_ms: int) -> None:
     """Every read of a changelog takes this much longer."""
-    from dedup.session.client import KafkaWire
-
     fetch = KafkaWire.fetch
 
     async def slow(self: KafkaWire, *args: Any, **kwargs: Any) -> Any:
-        print("restoring slowly", file=sys.stderr, flush=True)
+        sys.stderr.write("restoring slowly\n")
+        sys.stderr.flush()
         await asyncio.sleep(delay_ms / 1000)
         return await fetch(self, *args, **kwargs)
 
@@ -142,15 +152,11 @@ def slow_restore(delay_ms: int) -> None:
 
 def small_batches(records: int) -> None:
     """A batch has at most this many records."""
-    from dedup.worker import transport
-
     transport.BATCH_RECORDS = records  # type: ignore[misc]
 
 
 def patience(limit_ms: int) -> None:
     """A start waits this long for a broker."""
-    from dedup.session.connection import Connection
-
     of = Connection.of
 
     def impatient(settings: Any, *, client_id: str = "dedup") -> Connection:
@@ -162,8 +168,6 @@ def patience(limit_ms: int) -> None:
 
 def metadata_every(interval_ms: int) -> None:
     """Clients look at the cluster's topics this often."""
-    from dedup.session.connection import Connection
-
     client_options = Connection.client_options
 
     def quick(self: Connection) -> dict[str, Any]:
@@ -177,6 +181,7 @@ ACCIDENTS: dict[str, Callable[[int], None]] = {
     for accident in (
         agent_fails_before,
         agent_fails_inside,
+        agent_fails_after,
         agent_sends,
         slow_commit,
         freeze_in_commit,
@@ -196,28 +201,7 @@ def main(arguments: list[str]) -> None:
         name, _, number = accident.partition("=")
         ACCIDENTS[name](int(number))
     sys.argv = ["dedup", *arguments[at + 1 :]]
-    try:
-        from dedup.cli.main import main as dedup
-
-        dedup()
-    except ModuleNotFoundError:
-        stand_in()
-
-
-def stand_in() -> None:
-    import typer
-
-    from dedup.cli.run import register
-    from dedup.errors import DedupError
-
-    app = typer.Typer()
-    app.callback()(lambda: None)
-    register(app)
-    try:
-        app()
-    except DedupError as error:
-        print(f"dedup: {error}", file=sys.stderr)
-        sys.exit(error.exit_code)
+    dedup()
 
 
 if __name__ == "__main__":

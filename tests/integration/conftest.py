@@ -15,9 +15,7 @@ MakeJob = Callable[..., Job]
 
 
 @pytest.fixture
-def make_job(
-    kafka: RunningKafka, admin: Admin, tmp_path: Path, topic_names: Callable[[str], str]
-) -> Iterator[MakeJob]:
+def make_job(kafka: RunningKafka, admin: Admin, tmp_path: Path, topic_names: Callable[[str], str]) -> Iterator[MakeJob]:
     """Return a function that makes a job with names of its own; its workers are gone when the test ends."""
     jobs: list[Job] = []
 

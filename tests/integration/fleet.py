@@ -6,38 +6,31 @@ by the verifier, which replays the exact model, and by a count that knows nothin
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
 import os
-import random
 import signal
 import sys
 import threading
 import time
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from confluent_kafka import Consumer, ConsumerGroupTopicPartitions, KafkaError, Message, Producer, TopicPartition
+from confluent_kafka import ConsumerGroupTopicPartitions, Message, Producer, TopicPartition
 
 from dedup.local.leashed import Leashed
 from dedup.proof.report import Report
 from dedup.proof.verify import verify
-from dedup.session.admin import Admin as TopicAdmin
-from dedup.session.connection import Connection
 from dedup.settings import Settings, load_settings
-from dedup.store.base import StoreIdentity
-from dedup.store.directory import store_directory
-from dedup.store.rocks import RocksStore
 from dedup.topology.model import Topology
 from dedup.topology.parse import parse
 from tests.brokers import Admin, RunningKafka, read_all
+from tests.integration.workload import Event, Expected, assert_order_kept, id_of
 
 CHILD = Path(__file__).with_name("child.py")
-BASE_MS = 1_700_000_000_000
 LOOK_S = 0.03
 WITHIN_S = 60.0
 SESSION_S = 6.0
@@ -52,83 +45,6 @@ def until(condition: Callable[[], object], what: str, *, within_s: float = WITHI
     while not condition():
         assert time.monotonic() < deadline, f"not within {within_s:.0f} s: {what}"
         time.sleep(LOOK_S)
-
-
-@dataclass(frozen=True, slots=True)
-class Event:
-    """A source record."""
-
-    partition: int
-    value: bytes | None
-    timestamp_ms: int
-    key: bytes | None = None
-    headers: tuple[tuple[str, bytes | None], ...] = ()
-    topic: int = 0
-    """Position among the topology's source topics."""
-
-
-SECONDS = 1_000
-STEP_MS = 10
-BAD = (b"no json", b'{"id":', b'{"n":1}', b'{"id":null}', b'{"id":{}}', b"\xff\xfe{}", b"")
-
-
-def workload(
-    seed: int, events: int, *, partitions: int = 2, topics: int = 1, scattered: bool = False, jitter_ms: int = 20_000
-) -> list[Event]:
-    """Return events with IDs 0, 1, ...: a quarter repeats a near one, a twentieth a far one; out of order; some bad.
-
-    An event takes 10 ms. ``scattered``: equal IDs are in any partition.
-    """
-    dice = random.Random(seed)
-    made: list[Event] = []
-    next_id = 0
-    for number in range(events):
-        kind = dice.random()
-        time_ms = BASE_MS + number * STEP_MS + dice.randint(-jitter_ms, 0)
-        if kind < 0.005:
-            made.append(Event(dice.randrange(partitions), dice.choice(BAD), time_ms, topic=dice.randrange(topics)))
-            continue
-        if kind < 0.25 and next_id:
-            chosen = max(0, next_id - 1 - dice.randrange(60))
-        elif kind < 0.3 and next_id:
-            chosen = dice.randrange(next_id)
-        else:
-            chosen, next_id = next_id, next_id + 1
-        value = b'{"id":"order-%d","n":%d,"pad":"%s"}' % (chosen, number, b"x" * 40)
-        key = b"k%d" % (chosen % 17)
-        partition = dice.randrange(partitions) if scattered else chosen % partitions
-        made.append(Event(partition, value, time_ms, key, topic=dice.randrange(topics)))
-    return made
-
-
-@dataclass(frozen=True, slots=True)
-class Expected:
-    """What must come out, counted without any of the code under test: right where the guard covers the whole stream."""
-
-    ids: frozenset[str]
-    bad: int
-    total: int
-
-    @classmethod
-    def of(cls, events: Iterable[Event]) -> Expected:
-        """Count the distinct IDs, and the records that have none."""
-        ids: set[str] = set()
-        bad = total = 0
-        for event in events:
-            total += 1
-            found = id_of(event.value)
-            bad += found is None
-            ids |= {found} if found is not None else set()
-        return cls(frozenset(ids), bad, total)
-
-
-def id_of(value: bytes | None) -> str | None:
-    """Return the ID of a record of `workload`, None for a bad one."""
-    try:
-        found = json.loads(value or b"")
-    except ValueError:
-        return None
-    return found.get("id") if isinstance(found.get("id"), str) else None
 
 
 class Worker:
@@ -227,6 +143,7 @@ class Job:
             "web": {"enabled": False},
         }
         self.config_file.write_text(json.dumps(settings | self.config), encoding="utf-8")
+        self.producer = Producer({"bootstrap.servers": self.kafka.bootstrap, "enable.idempotence": True})
         self.settings: Settings = load_settings(self.config_file, [], {})
         for topic in self.topology.source.topics:
             self.admin.create_topic(topic, self.partitions, KEPT | self.source_config)
@@ -255,16 +172,17 @@ class Job:
 
     # Feeding.
 
-    def send(self, events: Sequence[Event], *, transactional_id: str | None = None, commit: bool | None = True) -> Producer:
+    def send(
+        self, events: Sequence[Event], *, transactional_id: str | None = None, commit: bool | None = True
+    ) -> Producer:
         """The events are in the source topics, in order; in a transaction if one is named, ended as ``commit`` says.
 
         With ``commit=None`` the transaction stays open.
         """
-        config: dict[str, Any] = {"bootstrap.servers": self.kafka.bootstrap, "enable.idempotence": True, "linger.ms": 5}
-        if transactional_id is not None:
-            config["transactional.id"] = transactional_id
-        producer = Producer(config)
-        if transactional_id is not None:
+        if transactional_id is None:
+            producer = self.producer
+        else:
+            producer = Producer({"bootstrap.servers": self.kafka.bootstrap, "transactional.id": transactional_id})
             producer.init_transactions(30)
             producer.begin_transaction()
         self._produce(producer, events)
@@ -299,12 +217,11 @@ class Job:
         ended = threading.Event()
 
         def feed() -> None:
-            producer = Producer({"bootstrap.servers": self.kafka.bootstrap, "enable.idempotence": True})
             began = time.monotonic()
             for number, piece in enumerate(pieces):
                 if ended.wait(max(0.0, began + number / 20 - time.monotonic())):
                     return
-                self._produce(producer, piece)
+                self._produce(self.producer, piece)
                 self.sent.extend(piece)
 
         thread = threading.Thread(target=feed, name="feeder", daemon=True)
@@ -400,7 +317,11 @@ class Job:
 
     def last_offsets(self, topic: str) -> dict[int, int]:
         """Return the offset of each partition's last committed record."""
-        return {message.partition(): message.offset() or 0 for message in self.read(topic)}
+        return {message.partition() or 0: message.offset() or 0 for message in self.read(topic)}
+
+    def until_sent(self, records: int, *, within_s: float = WITHIN_S) -> None:
+        """A stream has sent this many records, counted from the beginning."""
+        until(lambda: len(self.sent) >= records, f"{records} records are sent", within_s=within_s)
 
     def until_progress(self, records: int) -> None:
         """At least this many more records were committed than before."""
@@ -433,113 +354,3 @@ class Job:
         assert len(self.read(self.topology.dead_letter)) == expected.bad + len(refused_ids)
         assert_order_kept(output)
         return report
-
-
-def assert_order_kept(output: Iterable[Message]) -> None:
-    """Records of one source partition come out in the order they went in, whatever was left out between them."""
-    last: dict[tuple[int | None, str], int] = defaultdict(lambda: -1)
-    for message in output:
-        value = json.loads(message.value() or b"{}")
-        # Within one ID's partition numbers grow; behind a repartition topic only the order per ID is promised.
-        place = (message.partition(), str(value["id"]))
-        assert value["n"] > last[place], f"{place}: {value['n']} came after {last[place]}"
-        last[place] = value["n"]
-
-
-class Watch:
-    """A committed reader of the output, all the while; it is the one that must never see an ID twice."""
-
-    def __init__(self, job: Job, *, guard_ms: int = 1 << 60) -> None:
-        self._job = job
-        self._guard_ms = guard_ms
-        self._seen: defaultdict[str, list[int]] = defaultdict(list)
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._read, name="watch", daemon=True)
-        self.failure: BaseException | None = None
-        self.duplicated: list[str] = []
-        self.records = 0
-
-    def __enter__(self) -> Watch:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """It has read up to the end; raises AssertionError if it ever saw a duplicate."""
-        self._ended.set()
-        self._thread.join(WITHIN_S)
-        assert not self._thread.is_alive(), "the output has no end: a transaction stays open"
-        assert self.failure is None, self.failure
-        assert self.duplicated == []
-
-    def _read(self) -> None:
-        try:
-            self._read_to_end()
-        except BaseException as error:  # noqa: BLE001  # handed over to the test's thread
-            self.failure = error
-
-    def _read_to_end(self) -> None:
-        consumer = Consumer(
-            {
-                "bootstrap.servers": self._job.kafka.bootstrap,
-                "group.id": f"{self._job.name}-watch",
-                "enable.auto.commit": False,
-                "isolation.level": "read_committed",
-                "enable.partition.eof": True,
-            }
-        )
-        try:
-            next_offset = dict.fromkeys(range(self._job.partitions), 0)
-            ending = False
-            at_end: set[int] = set()
-            consumer.assign([TopicPartition(self._job.output, *each) for each in next_offset.items()])
-            while not (ending and len(at_end) == len(next_offset)):
-                if self._ended.is_set() and not ending:
-                    # The end that counts is the one after the test's last write: it is only told after an assignment.
-                    ending, at_end = True, set()
-                    consumer.assign([TopicPartition(self._job.output, *each) for each in next_offset.items()])
-                for message in consumer.consume(5_000, 0.1):
-                    if message.error() is None:
-                        next_offset[message.partition() or 0] = (message.offset() or 0) + 1
-                        self._note(message)
-                    elif message.error().code() == KafkaError._PARTITION_EOF:
-                        at_end.add(message.partition() or 0)
-        finally:
-            consumer.close()
-
-    def _note(self, message: Message) -> None:
-        self.records += 1
-        found = id_of(message.value()) or ""
-        time_ms = message.timestamp()[1]
-        if any(abs(time_ms - other) < self._guard_ms for other in self._seen[found]):
-            self.duplicated.append(f"{found} at {message.partition()}/{message.offset()}")
-        self._seen[found].append(time_ms)
-
-
-def tree(directory: Path) -> dict[str, bytes]:
-    """Return every file below a directory with its content, but for RocksDB's own log of what it did."""
-    return {
-        str(path.relative_to(directory)): path.read_bytes()
-        for path in sorted(directory.rglob("*"))
-        if path.is_file() and not path.name.startswith("LOG")
-    }
-
-
-def state_of(job: Job, worker_id: str, changelog_id: str) -> dict[int, tuple[object, ...]]:
-    """Return what a worker that does not run has in its stores: task record and sightings."""
-    found: dict[int, tuple[object, ...]] = {}
-    for partition in range(job.partitions):
-        identity = StoreIdentity(job.name, partition, changelog_id)
-        store = RocksStore.open(store_directory(job.state_dir(worker_id), identity), identity=identity)
-        found[partition] = (store.task_record, sorted(store.sightings()))
-        store.close()
-    return found
-
-
-def topic_id(job: Job, topic: str) -> str:
-    """Return the id that tells a topic from another one of its name."""
-
-    async def ask() -> str:
-        async with TopicAdmin(Connection.of(job.settings)) as admin:
-            return (await admin.topics([topic]))[topic].topic_id
-
-    return asyncio.run(ask())

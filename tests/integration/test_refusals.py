@@ -7,10 +7,13 @@ import shutil
 
 import pytest
 from confluent_kafka import ConsumerGroupTopicPartitions, TopicPartition
-from confluent_kafka.admin import NewPartitions
+from confluent_kafka.cimpl import NewPartitions
 
 from tests.integration.conftest import MakeJob
-from tests.integration.fleet import BASE_MS, Event, Job, Watch, state_of, topic_id, tree, until, workload
+from tests.integration.fleet import Job
+from tests.integration.stores import state_of, topic_id, tree
+from tests.integration.watch import Watch
+from tests.integration.workload import BASE_MS, Event, workload
 
 pytestmark = pytest.mark.broker
 INCOMPATIBLE = 3
