@@ -94,9 +94,10 @@ def read_all(bootstrap: str, topic: str, *, isolation: str = "read_committed") -
         while left:
             assert time.monotonic() < deadline, f"{topic}: no end in sight of partitions {left}"
             for message in consumer.consume(10_000, 0.05):
-                if message.error() is None:
+                error = message.error()
+                if error is None:
                     records.append(message)
-                elif message.error().code() == KafkaError._PARTITION_EOF:
+                elif error.code() == KafkaError._PARTITION_EOF:
                     left.discard(message.partition())
         return records
     finally:

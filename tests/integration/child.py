@@ -91,7 +91,7 @@ def agent_sends(number: int) -> None:
         if seen == number:
             await started[0].topic(os.environ["DEDUP_TEST_ESCAPE"]).send(key=b"k", value=b"escaped")
 
-    DedupApp.on_start = remember
+    DedupApp.on_start = remember  # type: ignore[method-assign, assignment]
     Tasks.process = sending  # type: ignore[method-assign]
 
 
@@ -163,7 +163,7 @@ def patience(limit_ms: int) -> None:
         made = of(settings, client_id=client_id)
         return Connection(made.brokers, made.security, made.client_id, made.request_timeout_ms, limit_ms)
 
-    Connection.of = staticmethod(impatient)  # type: ignore[method-assign, assignment]
+    Connection.of = staticmethod(impatient)  # type: ignore[method-assign]
 
 
 def metadata_every(interval_ms: int) -> None:
