@@ -85,6 +85,8 @@ class TaskNumbers:
     last_commit_s: float = field(default_factory=time.monotonic)
     stream_time_ms: int = 0
     restore_remaining: int = 0
+    restore_total: int = 0
+    """Changelog offsets that this restore has to read in all."""
     restored: int = 0
     """Changelog records read before this task ran."""
     committed_offset: int | None = None

@@ -6,16 +6,30 @@ import time
 from collections import Counter
 from typing import TYPE_CHECKING, Final, Self
 
-from rich.console import Console
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
+from rich.progress_bar import ProgressBar
 from rich.text import Text
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from types import TracebackType
 
+    from dedup.metrics import TaskNumbers
     from dedup.worker.app import DedupApp
 
 EVERY_S: Final = 0.5
+
+
+def restore_bar(numbers: Sequence[TaskNumbers]) -> list[RenderableType]:
+    """Return a progress bar over all restores that are under way; nothing when none is."""
+    under_way = [each for each in numbers if each.restore_remaining > 0]
+    if not under_way:
+        return []
+    total = sum(each.restore_total for each in under_way)
+    remaining = sum(each.restore_remaining for each in under_way)
+    text = Text(f"restoring {len(under_way)} tasks, {remaining:,} of {total:,} changelog offsets to go ")
+    return [text, ProgressBar(total=total, completed=total - remaining)]
 
 
 class RunProgress:
@@ -55,13 +69,10 @@ class RunProgress:
         before_s, before = self._last
         self._last = (now_s, total)
         rate = (total - before) / max(now_s - before_s, 1e-9)
-        remaining = sum(task.numbers.restore_remaining for task in app.tasks.running.values())
         if self._enabled:
-            self._live.update(Text(self._line(total, rate, remaining, len(app.tasks.running))), refresh=True)
-
-    def _line(self, total: int, rate: float, remaining: int, tasks: int) -> str:
-        restoring = f"  restoring, {remaining:,} to go" if remaining > 0 else ""
-        return f"{tasks} tasks  {total:,} judged  {rate:,.0f}/s  {self._split()}{restoring}"
+            line = f"{len(app.tasks.running)} tasks  {total:,} judged  {rate:,.0f}/s  {self._split()}"
+            numbers = [task.numbers for task in app.tasks.running.values()]
+            self._live.update(Group(*restore_bar(numbers), Text(line)), refresh=True)
 
     def _split(self) -> str:
         return "  ".join(f"{name} {count:,}" for name, count in sorted(self.verdicts.items()) if count)

@@ -141,6 +141,7 @@ class Judge:
 
     def _note_progress(self, done: int, total: int) -> None:
         self._numbers.restore_remaining = max(0, total - done)
+        self._numbers.restore_total = total
 
     def _refuse_lost_state(self, committed: int | None) -> None:
         # A store past offset 0 without a task record has lost nothing: the first transaction was aborted.
