@@ -64,12 +64,13 @@ def frozen_or_done(job: Job, worker: Worker) -> bool:
 
 
 def freeze_until_replaced(job: Job, worker: Worker, other: Worker) -> None:
-    """A worker is a zombie until the other one has all its partitions, and then goes on."""
+    """A worker is a zombie until the other one has all its partitions, and then comes back into the group."""
     worker.until_logged("running from offset")
-    before = other.log.count("running from offset")
+    before, own = (each.log.count("running from offset") for each in (other, worker))
     worker.signal(signal.SIGSTOP)
     until(lambda: other.log.count("running from offset") >= before + job.partitions, f"replaced; {job.logs()}")
     worker.signal(signal.SIGCONT)
+    until(lambda: worker.log.count("running from offset") > own, f"back in the group; {job.logs()}")
 
 
 @pytest.mark.timeout(60 + ZOMBIES * 60)
