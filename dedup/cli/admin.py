@@ -36,7 +36,7 @@ Example: dedup status topologies/orders.yaml --watch
 _RESET: Final = """Forget everything a topology knows: offsets, changelog, repartition topic, this machine's state.
 
 Asks first, and refuses while workers run. What was forwarded stays in the output, so reading from the start again
-forwards it a second time.
+forwards it a second time, and `dedup verify` says so.
 
 Example: dedup reset topologies/orders.yaml --to latest
 """
@@ -195,14 +195,20 @@ def reset(
     to: Annotated[
         str | None, typer.Option("--to", metavar="earliest|latest|TIME", help="Where to read on; the topology's start.")
     ] = None,
+    local: Annotated[bool, typer.Option("--local", help="This machine's state only, after a reset elsewhere.")] = False,
     config: ConfigOption = None,
     overrides: SetOption = None,
 ) -> None:
     """Delete what a topology knows; raises DedupError while it has workers."""
-    from dedup.worker.reset import Reset
+    from dedup.worker.reset import Reset, delete_local_state, local_state
 
     parsed, settings = _read(topology, config, overrides)
     start = None if to is None else _start(to)
+    if local:
+        found = local_state(parsed, settings.state_dir)
+        delete_local_state(found)
+        typer.echo(f"{len(found)} partitions' local state deleted; what it held and the changelog has is restored")
+        return
 
     async def work(wire: KafkaWire, admin: Admin) -> None:
         order = Reset(parsed, settings, wire, admin)
@@ -220,7 +226,7 @@ def reset(
             typer.echo(f"{name}/{partition} is read from offset {offset}")
         if not offsets:
             typer.echo(f"read from: {parsed.source.start}, as the topology says")
-        typer.echo("done; workers on other machines drop their own state when they start")
+        typer.echo("done; where workers of other machines have state, run `dedup reset --local` there")
 
     _on_cluster(parsed, settings, work)
 

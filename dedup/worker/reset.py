@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from dedup.core.window import BEFORE_ALL_TIME
-from dedup.errors import BrokerUnavailable, DedupError
+from dedup.errors import BrokerUnavailable, CommitUnknown, DedupError
 from dedup.session.admin import Admin, Topic
 from dedup.session.client import KafkaWire
 from dedup.session.group import Group
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from dedup.topology.model import Topology
 
 DEADLINE_MS: Final = 20_000
+MOST_ATTEMPTS: Final = 50
 KNOWN_WITHIN_S: Final = 30.0
 LOOK_S: Final = 0.1
 
@@ -45,8 +46,23 @@ class Doomed:
 
     group: str
     topics: tuple[str, ...]
-    directory: Path
     partitions: tuple[Path, ...]
+    """Directories of this machine."""
+
+
+def local_state(topology: Topology, state_dir: Path) -> tuple[Path, ...]:
+    """Return the directories of a topology's partitions: of one worker, or of each of a fleet's, one level below."""
+    homes = [state_dir, *(path for path in state_dir.iterdir() if path.is_dir())] if state_dir.is_dir() else []
+    owned = [home / topology.name for home in homes if (home / topology.name).is_dir()]
+    return tuple(sorted(path for directory in owned for path in directory.iterdir() if path.name.isdigit()))
+
+
+def delete_local_state(partitions: Sequence[Path]) -> None:
+    """Delete stores, and the directories they leave empty; raises StateIncompatible for one that is in use."""
+    for path in partitions:
+        delete_store(path)
+        with contextlib.suppress(OSError):  # another partition is left, or what is not a store's: not ours to delete
+            path.parent.rmdir()
 
 
 class Reset:
@@ -69,9 +85,7 @@ class Reset:
                 f"wait for the session time-out of one that was killed."
             )
         have = await self._admin.topics(self._ours())
-        directory = self._settings.state_dir / self._topology.name
-        found = sorted(path for path in directory.iterdir() if path.name.isdigit()) if directory.is_dir() else []
-        return Doomed(self._topology.name, tuple(sorted(have)), directory, tuple(found))
+        return Doomed(self._topology.name, tuple(sorted(have)), local_state(self._topology, self._settings.state_dir))
 
     def _ours(self) -> list[str]:
         topology = self._topology
@@ -94,10 +108,7 @@ class Reset:
         await self._group.delete()
         await self._admin.delete(doomed.topics)
         await self._until(0, doomed.topics, "not gone yet")
-        for path in doomed.partitions:
-            delete_store(path)
-        with contextlib.suppress(OSError):  # what is not a store's is not ours to delete
-            doomed.directory.rmdir()
+        delete_local_state(doomed.partitions)
         made = await self._admin.create(wanted)
         await self._until(len(made), made, "not there yet")
         if offsets and topology.direct:
@@ -144,6 +155,22 @@ class Reset:
             line: Line = (-1, SteadyClock().now_ms(), task_record_key(), encode_task_record(record), [])
             changelog = TopicPartition(topology.changelog_topic, feeding.partition)
             session = self._session(topology.transactional_id("dedup", feeding.partition))
-            await session.open()
-            session.add(fill(changelog, [line], compression="none"))
-            await session.commit({feeding: offset})
+            await self._write(session, changelog, line, {feeding: offset})
+
+    async def _write(
+        self, session: Session, changelog: TopicPartition, line: Line, offsets: Mapping[TopicPartition, int]
+    ) -> None:
+        """Commit one record; written twice it says the same, so an unknown outcome is tried again."""
+        for attempt in range(MOST_ATTEMPTS):
+            try:
+                await session.open()
+                session.add(fill(changelog, [line], compression="none"))
+                await session.commit(offsets)
+            except CommitUnknown:
+                # A topic made a moment ago may have a leader that does not know it yet.
+                if attempt + 1 == MOST_ATTEMPTS:
+                    raise
+                await self._wire.refresh()
+                await asyncio.sleep(LOOK_S)
+            else:
+                return

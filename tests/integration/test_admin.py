@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import urllib.request
 from collections import Counter
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 from confluent_kafka.admin import AlterConfigOpType, ConfigEntry, ConfigResource, ResourceType
 
 from dedup.crashpoints import VARIABLE
+from dedup.metrics import METRICS
 from dedup.proof.verify import verify
 from tests.integration.conftest import MakeJob
 from tests.integration.fleet import Job, Worker, until
@@ -24,11 +26,11 @@ pytestmark = pytest.mark.broker
 DEDUP = (sys.executable, "-c", "from dedup.cli.main import main; main()")
 
 
-def dedup(job: Job, command: str, *arguments: str, code: int = 0, stdin: str = "", **environ: str) -> str:
+def dedup(job: Job, command: str, *arguments: str, code: int = 0, stdin: str = "", state_of: str = "a", **environ: str) -> str:
     """Run a command; return what it printed."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith("DEDUP_")}
     line = [*DEDUP, command, str(job.topology_file), *arguments, "--config", str(job.config_file)]
-    line += ["--set", f"state_dir={job.state_dir('a')}"]
+    line += ["--set", f"state_dir={job.state_dir(state_of)}"]
     done = subprocess.run(line, input=stdin, capture_output=True, text=True, timeout=60, env=clean | environ, check=False)
     assert done.returncode == code, done.stdout + done.stderr
     return done.stdout + done.stderr
@@ -82,6 +84,10 @@ def test_status_lookup_and_pages_of_a_running_worker(make_job: MakeJob) -> None:
     worker = job.start()
     job.until_done()
     url = pages(worker)
+    with urllib.request.urlopen(f"{url}/metrics", timeout=10) as answer:
+        text = answer.read().decode()
+    assert all(f"# TYPE {metric.name} {metric.kind}\n" in text for metric in METRICS)
+    assert f'dedup_task_state{{partition="0",state="running",sub_topology="dedup",topic="{job.name}-in"}} 1.0' in text
     seen: dict[str, Any] = {}
 
     def done() -> bool:
@@ -108,13 +114,18 @@ def test_status_lookup_and_pages_of_a_running_worker(make_job: MakeJob) -> None:
 def test_reset_forgets_everything_and_starts_anew(make_job: MakeJob) -> None:
     job = make_job()
     job.send(distinct(0, 100))
+    job.finish("b")
     job.finish()
     assert "nothing was touched" in dedup(job, "reset", stdin="n\n", code=1)
     told = dedup(job, "reset", "--yes")
     assert f"topic {job.topology.changelog_topic} is deleted and made anew" in told
     assert not (job.state_dir("a") / job.name).exists()
+    assert "run `dedup reset --local` there" in told
     assert set(job.committed().values()) == {0}
-    job.finish()
+    # The state of a worker elsewhere belongs to a changelog that is gone: it is refused, until it is deleted there.
+    assert job.start("b").wait() == 3
+    assert "2 partitions' local state deleted" in dedup(job, "reset", "--local", state_of="b")
+    job.finish("b")
     assert set(output_ids(job).values()) == {2}
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -11,6 +13,12 @@ from dedup.session.wire import TopicPartition
 from dedup.worker.exposition import READERS, STATES, exposition
 from dedup.worker.misplaced import Placement, id_text
 from dedup.worker.task import TaskState
+
+
+@pytest.fixture(autouse=True)
+def _audible() -> None:
+    """Another test's logging set-up may have turned off what it did not know."""
+    logging.getLogger("dedup.worker.misplaced").disabled = False
 
 
 def seen(numbers: TaskNumbers | None = None, *, lag: int | None = 3) -> WorkerSeen:

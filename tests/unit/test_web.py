@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import socket
 from dataclasses import dataclass
 
@@ -15,6 +16,12 @@ from dedup.settings import Secret, Web
 from dedup.web.server import Pages
 
 CANARY = "canary-token-5f1c"
+
+
+@pytest.fixture(autouse=True)
+def _audible() -> None:
+    """Another test's logging set-up may have turned off what it did not know."""
+    logging.getLogger("dedup.web.server").disabled = False
 
 
 @dataclass(frozen=True)
