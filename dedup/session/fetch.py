@@ -57,6 +57,8 @@ class FeedEnd(NamedTuple):
 
     high_watermark: int
     last_stable_offset: int
+    seen_s: float
+    """When the leader said so, by the event loop's clock."""
 
 
 class Answer(NamedTuple):
@@ -180,7 +182,7 @@ class FeedFetcher:
                 if code:
                     await self._failed(source, code)
                     continue
-                self._ends[source] = FeedEnd(high_watermark, stable)
+                self._ends[source] = FeedEnd(high_watermark, stable, asyncio.get_running_loop().time())
                 aborted, raw = rest[-3] if len(rest) > 3 else rest[-2], rest[-1]  # noqa: PLR2004  # v11 adds a replica id
                 if raw:
                     columns, position = columns_of(source, raw, aborted, self._positions[source])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
@@ -21,6 +22,10 @@ from dedup.worker.task import Task, TaskState
 if TYPE_CHECKING:
     from dedup.topology.model import Topology
     from dedup.worker.app import DedupApp
+
+
+FRESH_S: Final = 2.0
+"""The leader of a quiet partition answers five times a second."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +92,10 @@ class WorkerAnswers:
     def caught_up(self, feeding: TopicPartition, task: Task) -> bool:
         """Tell whether a task has judged and committed all there is of its partition."""
         end = self._app.member.fetcher.end(feeding)
-        if end is None or task.dirty.is_set() or task.committing:
+        # A leader that does not answer may hold records that nobody has seen: then nothing is known.
+        if end is None or asyncio.get_running_loop().time() - end.seen_s > FRESH_S:
+            return False
+        if task.dirty.is_set() or task.committing:
             return False
         return self._app.member.passed(feeding, end.high_watermark, task.next_offset)
 
