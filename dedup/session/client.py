@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from aiokafka import errors as kafka_errors
 from aiokafka.client import AIOKafkaClient, ConnectionGroup, CoordinationType
+from aiokafka.conn import CloseReason
 from aiokafka.consumer.fetcher import READ_COMMITTED, PartitionRecords
 from aiokafka.protocol.commit import OffsetFetchRequest
 from aiokafka.protocol.fetch import FetchRequest
@@ -154,10 +155,10 @@ class KafkaWire:
         # The client's own `send` waits for the answer; only its connection lets the next request follow at once.
         connection = self._client._conns[node, ConnectionGroup.DEFAULT]  # noqa: SLF001
         try:
-            answer: asyncio.Future[Any] = asyncio.ensure_future(connection.send(request))
+            written = connection.send(request)
         except kafka_errors.KafkaError as error:
             raise NoAnswer(f"ProduceRequest to broker {node}: {error!r}") from error
-        return answer
+        return asyncio.ensure_future(_closing_when_silent(connection, written))
 
     async def _produced(self, answers: Sequence[asyncio.Future[Any]]) -> dict[TopicPartition, Produced]:
         result: dict[TopicPartition, Produced] = {}
@@ -328,3 +329,12 @@ class KafkaWire:
             return await self._client.send(node, request, group=group)
         except (kafka_errors.KafkaError, OSError) as error:
             raise NoAnswer(f"{type(request).__name__} to broker {node}: {error!r}") from error
+
+
+async def _closing_when_silent(connection: Any, answer: Awaitable[Any]) -> Any:  # noqa: ANN401  # untyped client
+    """Await an answer; a connection that gives none in time is closed, or every new epoch would use it again."""
+    try:
+        return await answer
+    except TimeoutError:
+        connection.close(reason=CloseReason.CONNECTION_TIMEOUT)
+        raise

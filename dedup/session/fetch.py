@@ -67,6 +67,8 @@ class Answer(NamedTuple):
     source: TopicPartition
     columns: Columns
     """Empty where the answer held only markers and aborted records."""
+    begun: int
+    """The offset that was asked for: where the answer before it ended."""
     next_offset: int
     """Past the records, and past markers and aborted records after them."""
 
@@ -117,6 +119,9 @@ class FeedFetcher:
         self._positions: dict[TopicPartition, int] = {}
         self._ends: dict[TopicPartition, FeedEnd] = {}
         self._flights: dict[int, asyncio.Task[list[Answer]]] = {}
+        self._life = 0
+        """Counts assignments: an answer asked for in an older one is nobody's."""
+        self._turn = 0
 
     def begin(self, source: TopicPartition, offset: int) -> None:
         """Read a partition from an offset on."""
@@ -127,6 +132,12 @@ class FeedFetcher:
         for flight in self._flights.values():
             flight.cancel()
         self._flights, self._positions, self._ends = {}, {}, {}
+        self._life += 1
+
+    @property
+    def life(self) -> int:
+        """Another number after every `forget`."""
+        return self._life
 
     def end(self, source: TopicPartition) -> FeedEnd | None:
         """Return where a partition ended at its leader's last answer; None before the first."""
@@ -141,6 +152,7 @@ class FeedFetcher:
 
         Raises StateIncompatible where the log no longer holds a position: records were deleted before they were read.
         """
+        life = self._life
         await self._launch(wanted)
         if not self._flights:
             await asyncio.sleep(self._wait_ms / 1000)
@@ -155,7 +167,7 @@ class FeedFetcher:
                 except NoAnswer:
                     await self._wire.refresh()
         await self._launch(wanted)
-        return found
+        return found if life == self._life else []
 
     async def _launch(self, wanted: Collection[TopicPartition]) -> None:
         by_leader: defaultdict[int, list[TopicPartition]] = defaultdict(list)
@@ -165,7 +177,11 @@ class FeedFetcher:
                     by_leader[await self._wire.leader(source)].append(source)
                 except NoAnswer:
                     continue  # no leader for now; the next poll asks again
-        for node, sources in by_leader.items():
+        self._turn += 1
+        for node, led in by_leader.items():
+            # A broker fills an answer in the order of the request: each partition is first in its turn.
+            first = self._turn % len(led)
+            sources = led[first:] + led[:first]
             if node not in self._flights:
                 self._flights[node] = asyncio.create_task(self._fetch(node, sources))
 
@@ -185,9 +201,10 @@ class FeedFetcher:
                 self._ends[source] = FeedEnd(high_watermark, stable, asyncio.get_running_loop().time())
                 aborted, raw = rest[-3] if len(rest) > 3 else rest[-2], rest[-1]  # noqa: PLR2004  # v11 adds a replica id
                 if raw:
-                    columns, position = columns_of(source, raw, aborted, self._positions[source])
+                    begun = self._positions[source]
+                    columns, position = columns_of(source, raw, aborted, begun)
                     self._positions[source] = position
-                    found.append(Answer(source, columns, position))
+                    found.append(Answer(source, columns, begun, position))
         return found
 
     async def _failed(self, source: TopicPartition, code: int) -> None:

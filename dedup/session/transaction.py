@@ -41,6 +41,7 @@ REFUSED: Final = frozenset({10, 18, 32, 87})
 UNAUTHORIZED: Final = frozenset({29, 30, 31, 53, 58})
 # Leader moved or unavailable, too few replicas, request timed out at the broker: the epoch is over, a new one may do.
 EPOCH_OVER: Final = frozenset({2, 3, 5, 6, 7, 8, 9, 13, 19, 20, 56, 74, 75, 76})
+NOT_ATTEMPTED: Final = 55
 SEQUENCES: Final = 1 << 31
 MOST_UNANSWERED: Final = 4
 PAUSE_MS: Final = 2
@@ -163,7 +164,8 @@ class Session:
         async def ask() -> int:
             codes = await self._wire.add_partitions(self.transactional_id, self._identity, targets)
             # An error outweighs "try again", which outweighs success: only all together are announced.
-            return max(codes.values(), key=_weight)
+            # OperationNotAttempted says only that another partition of the request failed.
+            return max((code for code in codes.values() if code != NOT_ATTEMPTED), key=_weight)
 
         await self._once("AddPartitionsToTxn", ask, again=AGAIN_ANNOUNCING)
         self._announced.update(targets)
@@ -210,7 +212,7 @@ class Session:
         ends = await self.settle()
         crashpoints.reached("after_changelog")
         if not self._group_announced:
-            raise InvariantBroken(f"{self.transactional_id}: commit without a record; a task record was expected.")
+            await self._announce_group()  # nothing but the offset is to be committed
         await self._once(
             "TxnOffsetCommit",
             lambda: self._wire.commit_offsets(self.transactional_id, self._identity, self._group, offsets),

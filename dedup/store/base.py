@@ -87,6 +87,9 @@ class Store(Protocol):
         A segment ends at its start plus the greatest of ``segment_ms`` and the widths it was written under.
         """
 
+    def warm(self, ids: int) -> bool:
+        """Make look-ups of up to ``ids`` more IDs as quick as they get; True when there is nothing left to do."""
+
     def first_offset(self, segment: int) -> int | None:
         """Return a changelog offset at or below the first that wrote into the segment; None if it is not held."""
 

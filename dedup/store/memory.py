@@ -82,6 +82,10 @@ class MemoryStore:
             del self._segments[start]
         return dropped
 
+    def warm(self, ids: int) -> bool:  # noqa: ARG002  # `Store`'s signature
+        """Return True: it is as quick as it gets."""
+        return True
+
     def first_offset(self, segment: int) -> int | None:
         """Return a changelog offset at or below the first that wrote into the segment; None if it is not held."""
         self._refuse_if_closed()

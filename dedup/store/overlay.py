@@ -54,6 +54,10 @@ class Overlay:
         held = set(self._store.segments())
         return tuple(sorted(held.union(*self._tiers())))
 
+    def warm(self, ids: int) -> bool:
+        """Let the store read back filters of up to ``ids`` more IDs; True when none is missing."""
+        return self._store.warm(ids)
+
     def get_many(self, segments: Sequence[int], ids: Sequence[bytes]) -> dict[bytes, list[bytes]]:
         """Return the encoded values of each known ID, one per segment that has it, in the order of ``segments``."""
         hits = {segment: found for segment in segments if (found := self._in_tiers(segment, ids))}

@@ -82,9 +82,15 @@ class Workshop:
     def open_store(self, partition: int) -> Store:
         """Open a partition's store, creating an empty one; raises TaskCorrupted or StateIncompatible."""
         identity = self._identity(partition)
-        return RocksStore.open(
-            store_directory(self.settings.state_dir, identity), identity=identity, memory=self.memory
-        )
+        directory = store_directory(self.settings.state_dir, identity)
+        store = RocksStore.open(directory, identity=identity, memory=self.memory)
+        record = store.task_record
+        if record is not None and record.segment_ms != self.topology.window.segment_ms:
+            # Another guard period: what is on disk stands in segments of another width. The changelog holds it too,
+            # and a restore puts every sighting into the segment it belongs to now.
+            store.wipe()
+            store = RocksStore.open(directory, identity=identity, memory=self.memory)
+        return store
 
     def wipe(self, feeding: TopicPartition) -> None:
         """Delete a partition's local state; the changelog has all of it."""
@@ -138,7 +144,8 @@ class Workshop:
         def work(numbers: TaskNumbers) -> Judge:
             return Judge(plan, self.wire, lambda: self.open_store(feeding.partition), publisher, self.clock, numbers)
 
-        return Task(task_id, topology.name, session, self.wire, work)
+        pin_start = topology.direct and topology.source.start != "earliest"
+        return Task(task_id, topology.name, session, self.wire, work, pin_start=pin_start)
 
     def _repartition(self, feeding: TopicPartition) -> Task:
         topology = self.topology
@@ -163,6 +170,7 @@ class Workshop:
             session,
             self.wire,
             lambda numbers: Repartition(plan, self.wire, publisher, self.clock, numbers),
+            pin_start=topology.source.start != "earliest",
         )
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 
 import uvloop
 
-from dedup.errors import DedupError, StateIncompatible
+from dedup.errors import BrokerUnavailable, DedupError, StateIncompatible
 from dedup.session.admin import Admin
 from dedup.session.client import KafkaWire
 from dedup.session.connection import Connection
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 log: Final = logging.getLogger(__name__)
 GC_THRESHOLD: Final = 100_000
 """Allocations between young collections: a batch makes tens of thousands of records, none of them in a cycle."""
+PATIENCE_S: Final = 30
 LOOK_S: Final = 0.05
 
 
@@ -61,14 +62,21 @@ async def _run_alone(topology: Topology, settings: Settings, options: RunOptions
     wire = KafkaWire(Connection.of(settings, client_id=f"dedup-{topology.name}"))
     await wire.start()
     try:
-        cluster = await _cluster(topology, settings, wire)
+        try:
+            async with asyncio.timeout(PATIENCE_S):
+                cluster = await _cluster(topology, settings, wire)
+                ends = await _ends(topology, cluster, wire) if options.exit_when_done else {}
+        except TimeoutError as error:
+            raise BrokerUnavailable(
+                f"the cluster at {', '.join(settings.brokers)} did not say within {PATIENCE_S} s which offsets and "
+                f"topics it has: a partition has no leader, or the group no coordinator. Look at the brokers' logs."
+            ) from error
         app = create_app(topology, settings, cluster, wire)
         app.in_worker = True
         stop = asyncio.Event()
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, stop.set)
-        ends = await _ends(topology, cluster, wire) if options.exit_when_done else {}
         app.tasks.connect(app.member.begin, app.member.rejoin)
         await app.start()
         try:
@@ -130,6 +138,7 @@ async def _until_over(
         stages.append({})
     while not stop.is_set() and not app.tasks.failure.done() and not app.crashed:
         _refuse_growth(app, cluster)
+        _refuse_lost_membership(app)
         if options.on_tick is not None:
             options.on_tick(app)
         if stages and _done(app, stages[0]):
@@ -140,12 +149,19 @@ async def _until_over(
             # The second hop ends where the first has brought it by now.
             (topic,) = app.sub_topologies["dedup"]
             count = app.member.topic_partitions(topic) or 0
-            stages[0] = {
-                TopicPartition(topic, p): (await bounds_of(wire, TopicPartition(topic, p))).end for p in range(count)
-            }
+            hop = [TopicPartition(topic, partition) for partition in range(count)]
+            # A rebalance may yet bring source partitions here: they must be done, too.
+            stages[0] = {**ends, **{each: (await bounds_of(wire, each)).end for each in hop}}
         await asyncio.sleep(LOOK_S)
     if app.crashed and not app.tasks.failure.done():
         app.tasks.fail(app.crash_reason or DedupError("the Faust app stopped without saying why."))
+
+
+def _refuse_lost_membership(app: DedupApp) -> None:
+    """Stop the worker where aiokafka's group membership has died: nothing else would ever tell."""
+    why = app.member.lost_membership()
+    if why is not None and not app.tasks.failure.done():
+        app.tasks.fail(why)
 
 
 def _refuse_growth(app: DedupApp, cluster: Cluster) -> None:

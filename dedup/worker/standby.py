@@ -57,7 +57,7 @@ class Standbys:
         except DedupError as error:
             # A standby that can not follow costs warmth, not correctness: the owner restores by itself.
             log.warning("standby of %s/%d stopped: %s", self._topic, partition, error)
-            if partition in self._stores:
+            if partition in self._stores and self._loops.get(partition) is asyncio.current_task():
                 self._stores.pop(partition).close()
 
     async def _step(self, partition: int, store: Store, position: int) -> int:

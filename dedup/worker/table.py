@@ -99,7 +99,10 @@ class TableManager(FaustTableManager):
         app = self.app
         self._recovery_started.set()
         await self._update_channels()
-        app.standbys.assign({tp.partition for tp in app.assignor.assigned_standbys()})
+        # Faust assigns topics of each partition count apart: what it calls a standby may be a partition that is ours.
+        ours = {feeding.partition for feeding in app.tasks.running if feeding.topic in app.sub_topologies["dedup"]}
+        standbys = {tp.partition for tp in app.assignor.assigned_standbys() if tp.topic in self.changelog_topics}
+        app.standbys.assign(standbys - ours)
         app.flow_control.resume()
         app.consumer.resume_flow()
         await app._fetcher.maybe_start()  # noqa: SLF001  # as Faust's own recovery does when it is done

@@ -115,7 +115,14 @@ class Task:
     """One partition's processing, from assignment to revocation."""
 
     def __init__(
-        self, task_id: TaskId, group: str, session: Session, wire: Wire, make_work: Callable[[TaskNumbers], Work]
+        self,
+        task_id: TaskId,
+        group: str,
+        session: Session,
+        wire: Wire,
+        make_work: Callable[[TaskNumbers], Work],
+        *,
+        pin_start: bool = False,
     ) -> None:
         self.task_id: Final = task_id
         self.numbers: Final = TaskNumbers()
@@ -123,6 +130,8 @@ class Task:
         self.dirty: Final = asyncio.Event()
         """Set while there is something to commit."""
         self._group: Final = group
+        self._pin_start: Final = pin_start
+        """Commit where it starts at once: `latest` would mean another place after a crash."""
         self._session: Final = session
         self._wire: Final = wire
         self._work: Final = make_work(self.numbers)
@@ -179,6 +188,8 @@ class Task:
         self.numbers.committed_offset = self._next_offset
         self._move(TaskState.RUNNING)
         self._sendable.set()
+        if committed is None and self._pin_start:
+            self.dirty.set()
         return self._next_offset
 
     async def process(self, batch: FeedBatch) -> None:
@@ -256,11 +267,11 @@ class Task:
     async def _commit_once(self) -> None:
         # Captured together and before any await: what is sent, what is applied and the offset must never part.
         offset = self._next_offset
-        frozen = self._work.freeze(offset)
         captured = len(self._held)
         self.dirty.clear()
         self._sendable.clear()
         try:
+            frozen = self._work.freeze(offset)
             self._session.add(frozen.batches)
             ends = await self._session.commit({self.task_id.feeding: offset})
             if self.state is not TaskState.RUNNING:
@@ -271,6 +282,7 @@ class Task:
                 self.numbers.settled(batch.timestamps_ms[0], batch.timestamps_ms[-1], len(batch))
             del self._held[:captured]
             self._refusals.rows.clear()
+            self._refusals.most_rows.clear()
             self.numbers.committed(offset)
             self._committed = offset
             self._send_waiting()
@@ -313,14 +325,20 @@ class Task:
         try:
             await self._session.open()
             await self._refuse_if_overtaken()
+            self._judge_held_again()
         except BaseException:
+            # An offset must never outlive the state it was reached with: a drain may be waiting to commit.
             self._close_now()
             raise
         finally:
             self._sendable.set()
+
+    def _judge_held_again(self) -> None:
         self._work.discard()
         self._waiting.clear()
         held, self._held = self._held, []
+        if held:
+            self._next_offset = held[0].offsets[0]
         for batch in held:
             self._judge(batch)
         self._send_waiting()

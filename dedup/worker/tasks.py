@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import Final
 
@@ -16,6 +17,8 @@ from dedup.worker.task import Task, TaskState
 log: Final = logging.getLogger(__name__)
 COMMIT_SHARE: Final = 4
 """A task waits at least this many times as long as its last commit took: commits never eat the core."""
+LONGEST_REST_S: Final = 1.0
+"""A transaction is open meanwhile: readers wait for it, and the broker ends it after its time-out."""
 MOST_RESTORES: Final = 2
 Build = Callable[[TopicPartition], Task]
 Ready = Callable[[TopicPartition, int], None]
@@ -32,6 +35,7 @@ class Tasks:
         self._loops: dict[TopicPartition, asyncio.Task[None]] = {}
         self._ready: Ready = _not_connected
         self._rejoin: Callable[[], None] = lambda: None
+        self._damaged: Final[Counter[TopicPartition]] = Counter()
         self.fenced = 0
         self.corrupted = 0
         self.opened: Final = asyncio.Event()
@@ -64,6 +68,8 @@ class Tasks:
             return
         try:
             await task.process(batch)
+        except TaskCorrupted as error:
+            await self._heal(batch.feeding, task, error)
         except Exception as error:
             self.fail(error)
             raise
@@ -76,8 +82,12 @@ class Tasks:
         except TaskMigrated as error:
             log.warning("%s: %s", partition, error)
             self.fenced += 1
-            await self._tasks[partition].close(drain=False)
-            self._rejoin()
+            task = self._tasks.get(partition)
+            if task is not None:
+                await task.close(drain=False)
+                self._rejoin()
+        except TaskCorrupted as error:
+            await self._heal(partition, self._tasks[partition], error)
         except asyncio.CancelledError:
             raise
         except BaseException as error:  # noqa: BLE001  # whatever it is, the worker must not go on without this task
@@ -102,11 +112,23 @@ class Tasks:
                 self._ready(partition, offset)
                 return
 
+    async def _heal(self, partition: TopicPartition, task: Task, error: TaskCorrupted) -> None:
+        """Throw damaged local state away and rejoin, so that it is restored; a partition damaged again stops us."""
+        await task.close(drain=False)
+        self.corrupted += 1
+        self._damaged[partition] += 1
+        if self._damaged[partition] >= MOST_RESTORES:
+            self.fail(error)
+            return
+        log.warning("%s: %s", task.task_id, error)
+        self._wipe(partition)
+        self._rejoin()
+
     async def _commit_by_the_clock(self, task: Task) -> None:
         took_s = 0.0
         while task.state is TaskState.RUNNING:
             await task.dirty.wait()
-            await asyncio.sleep(max(self._commit_interval_s, COMMIT_SHARE * took_s))
+            await asyncio.sleep(max(self._commit_interval_s, min(COMMIT_SHARE * took_s, LONGEST_REST_S)))
             begin = time.monotonic()
             await task.commit()
             took_s = time.monotonic() - begin

@@ -21,7 +21,7 @@ from faust.transport.consumer import TransactionManager as FaustTransactionManag
 from faust.transport.producer import Producer as FaustProducer
 from faust.types import TP, ConsumerMessage
 
-from dedup.errors import DedupError, InvariantBroken
+from dedup.errors import BrokerUnavailable, DedupError, InvariantBroken
 from dedup.session.fetch import Columns, FeedFetcher
 from dedup.session.wire import TopicPartition
 from dedup.worker.batch import FeedBatch
@@ -126,6 +126,18 @@ class Consumer(FaustConsumer):
         tp = TP(*feeding)
         return self._passed.get(tp, -1) >= end and self._delivered.get(tp) == judged
 
+    def lost_membership(self) -> DedupError | None:
+        """Return why the group membership is gone for good; None while it lives."""
+        coordinator = self.client._coordinator  # noqa: SLF001  # aiokafka shows it only to a caller of getmany
+        routine = getattr(coordinator, "_coordination_task", None)
+        pending = getattr(coordinator, "_pending_exception", None)
+        if pending is None and (routine is None or not routine.done() or self.client._closed):  # noqa: SLF001
+            return None
+        return BrokerUnavailable(
+            f"this worker is no longer a member of the group {self.app.conf.id!r}: {pending!r}. Restart it; if it "
+            f"comes again, look at the broker's log and at workers of other versions in the group."
+        )
+
     def rejoin(self) -> None:
         """Ask for a new assignment: a task was fenced or is unsure."""
         self.client._coordinator.request_rejoin()  # noqa: SLF001  # aiokafka has no public way to say so
@@ -134,7 +146,7 @@ class Consumer(FaustConsumer):
         """Yield batches of the partitions whose tasks are running."""
         if not self.flow_active:
             await self.can_resume_flow.wait()
-        generation = self.app.consumer_generation_id
+        generation, life = self.app.consumer_generation_id, self.fetcher.life
         # aiokafka counts a member as alive as long as it polls; every partition of its own is paused.
         await self.client.getmany(timeout_ms=0)
         try:
@@ -142,13 +154,19 @@ class Consumer(FaustConsumer):
         except DedupError as error:
             self.app.tasks.fail(error)
             raise
-        for feeding, columns, next_offset in found:
+        for feeding, columns, begun, next_offset in found:
+            if life == self.fetcher.life and begun != self._passed[TP(*feeding)]:
+                raise InvariantBroken(
+                    f"an answer from offset {begun} of {feeding.topic}/{feeding.partition} came, but the one before it "
+                    f"ended at {self._passed[TP(*feeding)]}. The worker stops; nothing was committed past that."
+                )
             for at in range(0, len(columns.offsets), BATCH_RECORDS):
-                if not self.flow_active or generation != self.app.consumer_generation_id:
+                # The same generation may follow a rejoin: the fetcher's own count tells assignments apart.
+                if not self.flow_active or life != self.fetcher.life:
                     return  # every task is rebuilt after a rebalance and says where to read
                 yield TP(*feeding), self._message(feeding, columns.cut(at, at + BATCH_RECORDS), generation)
             # Not before the last batch was taken: the fetcher's own position is ahead of what an agent has seen.
-            if generation == self.app.consumer_generation_id:
+            if life == self.fetcher.life:
                 self._passed[TP(*feeding)] = next_offset
 
     def _message(self, feeding: TopicPartition, columns: Columns, generation: int) -> ConsumerMessage:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections import Counter
 from collections.abc import Iterable
@@ -16,7 +15,6 @@ from tests.simulation.scenario import Scenario
 from tests.simulation.variants import Variant
 
 # The worker logs a line for every fenced task; here that is thousands.
-logging.getLogger("dedup").setLevel(logging.CRITICAL)
 
 
 @dataclass(slots=True)
