@@ -1,0 +1,107 @@
+"""A task straight on the simulated cluster, without schedules: every request is answered at once."""
+
+from __future__ import annotations
+
+import asyncio
+
+from dedup.core.fold import Rules
+from dedup.core.stream_time import Feed
+from dedup.core.window import Window
+from dedup.session.transaction import Session
+from dedup.session.wire import TopicPartition
+from dedup.store.memory import MemoryStore
+from dedup.worker.batch import FeedBatch
+from dedup.worker.judge import Judge, JudgePlan
+from dedup.worker.publish import Publisher, Route, Routes
+from dedup.worker.task import Task, TaskId
+from tests.simulation.cluster import Cluster
+from tests.simulation.scenario import CHANGELOG, EXTRACTOR, GROUP, StoppedClock
+
+IN = TopicPartition("in", 0)
+
+
+class DirectWire:
+    """The simulated cluster as a `Wire` whose answers never wait."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.cluster = cluster
+        self.gate: asyncio.Event | None = None
+        """Set to hold up the answers to produce requests."""
+
+    def __getattr__(self, name: str):
+        call = getattr(self.cluster, name)
+
+        async def ask(*args, **options):
+            return call(*args, **options)
+
+        return ask
+
+    async def init_producer_id(self, transactional_id, timeout_ms):
+        return self.cluster.init_producer_id(transactional_id)
+
+    async def pause(self, delay_ms: int) -> None:
+        await asyncio.sleep(0)
+
+    async def fetch(self, source, offset, *, max_bytes, wait_ms):
+        return self.cluster.fetch(source, offset)
+
+    async def produce(self, transactional_id, batches):
+        answer, gate = self.cluster.produce(transactional_id, list(batches)), self.gate
+
+        async def answered():
+            if gate is not None:
+                await gate.wait()
+            return answer
+
+        return asyncio.ensure_future(answered())
+
+
+class KeptStore(MemoryStore):
+    """A store that outlives its task."""
+
+    def close(self) -> None:
+        pass
+
+
+def task(wire: DirectWire, *, start="earliest", judge=Judge) -> Task:
+    """Return a task with a guard period of 10 ms on a store of its own."""
+    plan = JudgePlan(
+        feeding=IN,
+        changelog=CHANGELOG,
+        feeds=(Feed(0, 0),),
+        source_topics=("in",),
+        wrapped=False,
+        extractor=EXTRACTOR,
+        rules=Rules(Window(10, 10)),
+        max_clock_skew_ms=10**9,
+        start=start,
+        fingerprint=b"f" * 16,
+        compression="none",
+        cache_ids=0,
+    )
+    routes = Routes(
+        source_topics=("in",),
+        output=Route("out", 1),
+        dead_letter=Route("dead", 1),
+        late=Route("late", 1),
+        compression="none",
+    )
+    session = Session(wire, "t.dedup.0", GROUP, timeout_ms=60_000, deadline_ms=20_000)
+
+    def work(numbers):
+        return judge(plan, wire, KeptStore, Publisher(routes, 0), StoppedClock(), numbers)
+
+    return Task(TaskId("dedup", IN), GROUP, session, wire, work, pin_start=start != "earliest")
+
+
+def batch(rows, first: int) -> FeedBatch:
+    """Return (key, time) pairs as the records from offset ``first`` on."""
+    return FeedBatch(
+        IN,
+        [first + at for at in range(len(rows))],
+        [time_ms for _, time_ms in rows],
+        [key for key, _ in rows],
+        [b"value"] * len(rows),
+        [()] * len(rows),
+        first,
+    )

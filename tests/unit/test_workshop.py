@@ -1,0 +1,42 @@
+"""Stores as tasks get them."""
+
+from dedup.session.admin import Topic
+from dedup.settings import Settings
+from dedup.store.base import TaskRecord
+from dedup.store.rocks import RocksMemory
+from dedup.topology.parse import parse
+from dedup.worker.app import Workshop
+from dedup.worker.clock import SteadyClock
+from dedup.worker.plan import Cluster
+
+TEXT = """
+dedup: 1
+name: t
+source: {{topics: [in], partitioned_by: tracking_id}}
+tracking_id: {{field: id}}
+guard_period: {guard}
+output: {{topic: out}}
+"""
+
+
+def opened(state_dir, guard):
+    topology = parse(TEXT.format(guard=guard), name="t.yaml")
+    cluster = Cluster({"t.changelog": Topic("t.changelog", "id", 1)})
+    settings = Settings(brokers=("127.0.0.1:1",), state_dir=state_dir)
+    workshop = Workshop(topology, settings, cluster, None, SteadyClock(), RocksMemory())
+    return topology.window, workshop.open_store(0)
+
+
+def test_state_of_another_guard_period_is_restored_from_the_changelog(tmp_path):
+    window, store = opened(tmp_path, "1h")
+    record = TaskRecord(b"f" * 16, 1_000, (), 7, window.segment_ms)
+    store.apply({0: {b"key": b"value"}}, record, 9)
+    store.close()
+
+    window, store = opened(tmp_path, "1h")
+    assert (store.position, store.segments()) == (9, (0,))
+    store.close()
+
+    window, store = opened(tmp_path, "5m")
+    assert (store.position, store.segments(), store.task_record) == (0, (), None)
+    store.close()
