@@ -8,6 +8,7 @@ from pathlib import Path
 
 EVERY_S = 0.3
 KEEP_MS = 0
+DONE = "upkeep is done"
 
 
 def main() -> None:
@@ -16,6 +17,13 @@ def main() -> None:
 
     upkeep.EVERY_S = EVERY_S  # type: ignore[misc]
     upkeep.KEEP_MS = KEEP_MS  # type: ignore[misc]
+    delete = upkeep.Upkeep.delete
+
+    async def told(self: upkeep.Upkeep) -> None:
+        await delete(self)
+        upkeep.log.info(DONE)
+
+    upkeep.Upkeep.delete = told  # type: ignore[method-assign]
     spec = importlib.util.spec_from_file_location("child", Path(__file__).with_name("child.py"))
     assert spec is not None
     assert spec.loader is not None

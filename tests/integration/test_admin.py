@@ -26,18 +26,25 @@ pytestmark = pytest.mark.broker
 DEDUP = (sys.executable, "-c", "from dedup.cli.main import main; main()")
 
 
-def dedup(job: Job, command: str, *arguments: str, code: int = 0, stdin: str = "", state_of: str = "a", **environ: str) -> str:
+def dedup(
+    job: Job, command: str, *arguments: str, code: int = 0, stdin: str = "", state_of: str = "a", **environ: str
+) -> str:
     """Run a command; return what it printed."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith("DEDUP_")}
     line = [*DEDUP, command, str(job.topology_file), *arguments, "--config", str(job.config_file)]
     line += ["--set", f"state_dir={job.state_dir(state_of)}"]
-    done = subprocess.run(line, input=stdin, capture_output=True, text=True, timeout=60, env=clean | environ, check=False)
+    done = subprocess.run(
+        line, input=stdin, capture_output=True, text=True, timeout=60, env=clean | environ, check=False
+    )
     assert done.returncode == code, done.stdout + done.stderr
     return done.stdout + done.stderr
 
 
 def distinct(begin: int, end: int, *, topic: int = 0) -> list[Event]:
-    return [Event(number % 2, b'{"id":"x-%d","n":%d}' % (number, number), BASE_MS + number, topic=topic) for number in range(begin, end)]
+    return [
+        Event(number % 2, b'{"id":"x-%d","n":%d}' % (number, number), BASE_MS + number, topic=topic)
+        for number in range(begin, end)
+    ]
 
 
 def output_ids(job: Job) -> Counter[str | None]:
@@ -146,12 +153,13 @@ def test_reset_to_latest_reads_on_from_there(make_job: MakeJob, direct: bool) ->
     job.finish()
 
 
-
-
 @pytest.mark.parametrize("crash_at", ["after_changelog:1", "after_end:1", "before_end:2"])
 def test_replay_sends_each_dead_letter_once_over_a_kill(make_job: MakeJob, crash_at: str) -> None:
     job = make_job()
-    bad = [Event(number % 2, b"no json %d" % number, BASE_MS + number, b"k%d" % number, (("trace", b"t"),)) for number in range(20)]
+    bad = [
+        Event(number % 2, b"no json %d" % number, BASE_MS + number, b"k%d" % number, (("trace", b"t"),))
+        for number in range(20)
+    ]
     job.send([*bad, *distinct(0, 10)])
     job.finish()
     before = len(job.read(job.topology.dead_letter))
@@ -159,7 +167,11 @@ def test_replay_sends_each_dead_letter_once_over_a_kill(make_job: MakeJob, crash
     dedup(job, "replay", code=-signal.SIGKILL, **{VARIABLE: crash_at})
     told = dedup(job, "replay")
     assert re.search(r"\d+ records of \S+ sent through again", told)
-    sent = [message for message in job.read(job.topology.source.topics[0]) if "dedup-replayed" in dict(message.headers() or [])]
+    sent = [
+        message
+        for message in job.read(job.topology.source.topics[0])
+        if "dedup-replayed" in dict(message.headers() or [])
+    ]
     assert sorted(message.value() or b"" for message in sent) == sorted(event.value or b"" for event in bad)
     for message in sent:
         number = int((message.value() or b"").split()[-1])
@@ -167,7 +179,11 @@ def test_replay_sends_each_dead_letter_once_over_a_kill(make_job: MakeJob, crash
         assert headers[0] == ("trace", b"t")
         assert headers[1] == ("dedup-replayed", f"{job.topology.source.topics[0]}/{number % 2}/{number // 2}".encode())
         assert len(headers) == 2
-        assert (message.key(), message.timestamp()[1], message.partition()) == (b"k%d" % number, BASE_MS + number, number % 2)
+        assert (message.key(), message.timestamp()[1], message.partition()) == (
+            b"k%d" % number,
+            BASE_MS + number,
+            number % 2,
+        )
     assert "0 records" in dedup(job, "replay")
 
 
@@ -195,7 +211,9 @@ def refuse_the_future(job: Job) -> None:
 
 def test_a_dead_letter_that_the_source_refuses_is_named_and_passed_over(make_job: MakeJob) -> None:
     job = make_job(partitions=1, source_config={"message.timestamp.after.max.ms": "9223372036854775807"})
-    job.send([Event(0, b"no json 1", BASE_MS), Event(0, b"no json 2", 253_402_300_799_000), Event(0, b"no json 3", BASE_MS)])
+    job.send(
+        [Event(0, b"no json 1", BASE_MS), Event(0, b"no json 2", 253_402_300_799_000), Event(0, b"no json 3", BASE_MS)]
+    )
     job.finish()
     refuse_the_future(job)
     told = dedup(job, "replay")

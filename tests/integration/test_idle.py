@@ -25,7 +25,12 @@ def two_sources(make_job: MakeJob, name: str, **document: object) -> Job:
 def events(begin: int, end: int, *, topic: int = 0, partitions: tuple[int, ...] = (0, 1)) -> list[Event]:
     """Return an event a second on the partitions of one source topic."""
     return [
-        Event(number % 2 if len(partitions) == 2 else partitions[0], b'{"id":"i-%d","n":%d}' % (number, number), BASE_MS + number * SECONDS, topic=topic)
+        Event(
+            number % 2 if len(partitions) == 2 else partitions[0],
+            b'{"id":"i-%d","n":%d}' % (number, number),
+            BASE_MS + number * SECONDS,
+            topic=topic,
+        )
         for number in range(begin, end)
     ]
 
@@ -91,11 +96,12 @@ def test_a_new_owner_marks_a_feed_again_and_changes_nothing_by_it(make_job: Make
     job.send(events(0, 40))
     for times in (1, 2):
         worker = job.start()
-        until(lambda times=times: set(markers(job).values()) == {times} and len(markers(job)) == 8, f"{times} markers; {job.logs()}")
+        until(
+            lambda times=times: set(markers(job).values()) == {times} and len(markers(job)) == 8,
+            f"{times} markers; {job.logs()}",
+        )
         job.until_done()
         worker.kill() if times == 1 else worker.stop()
     report = verify(job.topology, job.settings)
     assert report.passed, report.samples
     assert report.counts["lost"] == report.counts["duplicated"] == 0
-
-

@@ -20,7 +20,9 @@ RUNNING = re.compile(r"dedup \S+/(\d+): running from offset (\d+), epoch \d+, af
 
 
 def distinct(begin: int, end: int) -> list[Event]:
-    return [Event(number % 2, b'{"id":"b-%d","n":%d}' % (number, number), BASE_MS + number) for number in range(begin, end)]
+    return [
+        Event(number % 2, b'{"id":"b-%d","n":%d}' % (number, number), BASE_MS + number) for number in range(begin, end)
+    ]
 
 
 def status(worker: Worker) -> dict[str, Any]:

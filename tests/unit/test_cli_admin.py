@@ -70,7 +70,9 @@ def test_an_authors_mistake_ends_with_2(arguments, text):
 
 def test_a_topology_without_a_late_topic_has_nothing_to_replay(tmp_path):
     path = tmp_path / "t.yaml"
-    path.write_text("dedup: 1\nname: t\nsource: {topics: [c]}\ntracking_id: {field: id}\nguard_period: 10s\noutput: {topic: o}\nlate: drop\n")
+    path.write_text(
+        "dedup: 1\nname: t\nsource: {topics: [c]}\ntracking_id: {field: id}\nguard_period: 10s\noutput: {topic: o}\nlate: drop\n"
+    )
     code, output = dedup("replay", str(path), "--late", "--forward", "--set", "brokers=localhost:1")
     assert code == 2
     assert "have no topic of their own" in output
@@ -82,7 +84,13 @@ class TestPlan:
 
     def test_a_fresh_cluster_needs_everything_but_the_source(self):
         plan = plan_topics(topology(), SETTINGS, self.have())
-        assert [each.name for each in plan.make] == ["t.changelog", "out.dead-letter", "t.repartition", "out.late", "out"]
+        assert [each.name for each in plan.make] == [
+            "t.changelog",
+            "out.dead-letter",
+            "t.repartition",
+            "out.late",
+            "out",
+        ]
         assert {each.partitions for each in plan.make} == {4}
         configs = {each.name: each.configs for each in plan.make}
         assert configs["t.changelog"]["cleanup.policy"] == "compact,delete"
@@ -98,7 +106,9 @@ class TestPlan:
     def test_differences_are_told_and_room_to_spare_is_none(self):
         wanted = {each.name: each for each in plan_topics(topology(), SETTINGS, self.have()).make}
         same = Topic("out", "2", 4, dict(wanted["out"].configs) | {"max.message.bytes": "9999999"})
-        swapped = Topic("t.changelog", "3", 4, dict(wanted["t.changelog"].configs) | {"cleanup.policy": "delete,compact"})
+        swapped = Topic(
+            "t.changelog", "3", 4, dict(wanted["t.changelog"].configs) | {"cleanup.policy": "delete,compact"}
+        )
         other = Topic("out.late", "4", 2, dict(wanted["out.late"].configs) | {"message.timestamp.type": "CreateTime"})
         have = {"out": same, "t.changelog": swapped, "out.late": other}
         plan = plan_topics(topology(), SETTINGS, self.have() | have)
@@ -207,7 +217,9 @@ def url() -> Iterator[str]:
 )
 def test_lookup_says_what_a_worker_knows(url, tmp_path, tracking_id, code, text):
     path = tmp_path / "clicks.yaml"
-    path.write_text("dedup: 1\nname: clicks\nsource: {topics: [c]}\ntracking_id: {field: id}\nguard_period: 10s\noutput: {topic: o}\n")
+    path.write_text(
+        "dedup: 1\nname: clicks\nsource: {topics: [c]}\ntracking_id: {field: id}\nguard_period: 10s\noutput: {topic: o}\n"
+    )
     found, output = dedup("lookup", str(path), tracking_id, "--url", url, "--set", "brokers=localhost:1")
     assert found == code
     assert text in output

@@ -50,7 +50,10 @@ class Worker:
 
 async def get(pages: Pages, page: str, *, method: str = "GET", **headers: str) -> tuple[int, str]:
     names = {name.replace("_", "-"): value for name, value in headers.items()}
-    async with aiohttp.ClientSession() as session, session.request(method, f"{pages.url}{page}", headers=names) as answer:
+    async with (
+        aiohttp.ClientSession() as session,
+        session.request(method, f"{pages.url}{page}", headers=names) as answer,
+    ):
         return answer.status, await answer.text()
 
 
@@ -84,7 +87,12 @@ async def test_nothing_can_be_changed(method):
 async def test_with_a_token_all_but_the_probes_ask_for_it(caplog):
     async with Pages(web(token=Secret(CANARY)), Worker()) as pages:
         for page in ("/metrics", "/api/status", "/api/ids/a", "/nothing"):
-            for given in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": CANARY[:-1]}, {"Authorization": "Bearer é"}):
+            for given in (
+                {},
+                {"Authorization": "Bearer wrong"},
+                {"Authorization": CANARY[:-1]},
+                {"Authorization": "Bearer é"},
+            ):
                 code, text = await get(pages, page, **given)
                 assert code == 401
                 assert CANARY not in text
@@ -96,7 +104,13 @@ async def test_with_a_token_all_but_the_probes_ask_for_it(caplog):
 
 @pytest.mark.parametrize(
     ("host", "code"),
-    [("localhost:1", 200), ("127.0.0.1", 200), ("[::1]:80", 200), ("evil.example", 403), ("127.0.0.1.evil.example:80", 403)],
+    [
+        ("localhost:1", 200),
+        ("127.0.0.1", 200),
+        ("[::1]:80", 200),
+        ("evil.example", 403),
+        ("127.0.0.1.evil.example:80", 403),
+    ],
 )
 async def test_without_a_token_another_host_name_is_refused(host, code):
     async with Pages(web(), Worker()) as pages:
