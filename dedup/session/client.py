@@ -29,6 +29,7 @@ from aiokafka.protocol.transaction import (
 from aiokafka.record.memory_records import MemoryRecords
 
 from dedup.errors import BrokerUnavailable, StateIncompatible
+from dedup.session.fetch import data_of
 from dedup.session.wire import (
     CommittedOffset,
     Fetched,
@@ -258,7 +259,7 @@ class KafkaWire:
         _, code, high_watermark, stable, *rest = answer.topics[0][1][0]
         if code:
             raise self._read_failed(source, code, offset)
-        aborted, raw = rest[-3] if len(rest) > 3 else rest[-2], rest[-1]  # noqa: PLR2004  # v11 adds a replica id
+        aborted, raw = data_of(rest)
         unpacked = PartitionRecords(
             source, MemoryRecords(raw), aborted, offset, None, None, check_crcs=True, isolation_level=READ_COMMITTED
         )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -90,6 +90,12 @@ class CommittedBatches(PartitionRecords):  # type: ignore[misc]  # untyped base
             if not batch.is_control_batch and not aborted:
                 yield batch
             self.next_fetch_offset = batch.next_offset
+
+
+def data_of(rest: Sequence[Any]) -> tuple[Any, Any]:
+    """Return aborted transactions and records from the end of a partition's answer, whose middle differs by version."""
+    with_replica = 4  # v11: log start, aborted, preferred replica, records
+    return rest[-3] if len(rest) == with_replica else rest[-2], rest[-1]
 
 
 def columns_of(source: TopicPartition, raw: bytes, aborted: Any, position: int) -> tuple[Columns, int]:  # noqa: ANN401  # untyped protocol structures
@@ -199,7 +205,7 @@ class FeedFetcher:
                     await self._failed(source, code)
                     continue
                 self._ends[source] = FeedEnd(high_watermark, stable, asyncio.get_running_loop().time())
-                aborted, raw = rest[-3] if len(rest) > 3 else rest[-2], rest[-1]  # noqa: PLR2004  # v11 adds a replica id
+                aborted, raw = data_of(rest)
                 if raw:
                     begun = self._positions[source]
                     columns, position = columns_of(source, raw, aborted, begun)
