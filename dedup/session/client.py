@@ -31,6 +31,7 @@ from aiokafka.record.memory_records import MemoryRecords
 from dedup.errors import BrokerUnavailable, StateIncompatible
 from dedup.session.fetch import data_of
 from dedup.session.wire import (
+    COORDINATOR_MOVED,
     CommittedOffset,
     Fetched,
     FetchedRecord,
@@ -49,8 +50,6 @@ EARLIEST: Final = -2
 LATEST: Final = -1
 READ_UNCOMMITTED: Final = 0
 LOOK_AGAIN_S: Final = 0.05
-# A coordinator answers these when it has moved; the next look-up finds the new one.
-MOVED: Final = frozenset({14, 15, 16})
 LEADER_MOVED: Final = frozenset({3, 5, 6, 9, 13, 56, 74, 75, 76})
 
 
@@ -289,7 +288,7 @@ class KafkaWire:
         return int(leader)
 
     def _noted(self, kind: int, key: str, code: int) -> int:
-        if code in MOVED:
+        if code in COORDINATOR_MOVED:
             self._coordinators.pop((kind, key), None)
         return code
 

@@ -27,11 +27,19 @@ from aiokafka.errors import for_code
 
 from dedup import crashpoints
 from dedup.errors import BrokerUnavailable, CommitUnknown, InvariantBroken, RecordRefused, TaskMigrated
-from dedup.session.wire import NoAnswer, Produced, ProducerIdentity, RecordBatch, TopicPartition, Wire
+from dedup.session.wire import (
+    COORDINATOR_MOVED,
+    NoAnswer,
+    Produced,
+    ProducerIdentity,
+    RecordBatch,
+    TopicPartition,
+    Wire,
+)
 
 OK: Final = 0
 # The broker says: nothing was done, ask again (coordinator loading, moved, or finishing the previous transaction).
-AGAIN: Final = frozenset({14, 15, 16, 51})
+AGAIN: Final = COORDINATOR_MOVED | {51}
 # The partition is not known yet at the coordinator's broker; only AddPartitions answers it.
 AGAIN_ANNOUNCING: Final = AGAIN | {3}
 # Invalid epoch, fenced, id mapping gone, wrong transaction state, sequence out of order, unknown producer.

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Final, NamedTuple, Protocol
 
 from dedup.session.record_batch import Header, ProducerIdentity, RecordBatch, TopicPartition
 
 __all__ = [
+    "COORDINATOR_MOVED",
     "CommittedOffset",
     "Fetched",
     "FetchedRecord",
@@ -26,6 +27,9 @@ __all__ = [
     "TopicPartition",
     "Wire",
 ]
+
+COORDINATOR_MOVED: Final = frozenset({14, 15, 16})
+"""Codes by which a coordinator says that it is loading, away or another: nothing was done, ask again."""
 
 
 class NoAnswer(Exception):

@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Final, Literal, assert_never
 
 from dedup.errors import BrokerUnavailable
-from dedup.session.wire import LogBounds, NoAnswer, TopicPartition, Wire
+from dedup.session.wire import COORDINATOR_MOVED, LogBounds, NoAnswer, TopicPartition, Wire
 
 PAUSE_MS: Final = 50
-COORDINATOR_AWAY: Final = frozenset({14, 15, 16})
 Start = Literal["earliest", "latest"] | int
 
 
@@ -46,7 +45,7 @@ async def committed_offset(wire: Wire, group: str, source: TopicPartition) -> in
             continue
         if answer.error_code == 0:
             return answer.offset
-        if answer.error_code not in COORDINATOR_AWAY:
+        if answer.error_code not in COORDINATOR_MOVED:
             raise BrokerUnavailable(
                 f"the group {group!r} does not tell its offset of {source.topic}/{source.partition} "
                 f"(code {answer.error_code}). Grant the principal Read on the group."
