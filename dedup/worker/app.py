@@ -2,33 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, cast
+from typing import TYPE_CHECKING, cast
 
 import faust
 from faust.stores import STORES
 from faust.transport.drivers import TRANSPORTS
 
-from dedup.core.extract import compile_extractor
-from dedup.core.stream_time import Feed
-from dedup.metrics import TaskNumbers
 from dedup.session.client import KafkaWire
 from dedup.session.connection import Connection
-from dedup.session.transaction import Session
-from dedup.session.wire import TopicPartition, Wire
-from dedup.store.base import Store, StoreIdentity
-from dedup.store.directory import delete_store, store_directory
-from dedup.store.rocks import RocksMemory, RocksStore
+from dedup.store.rocks import RocksMemory
 from dedup.worker.agents import attach_agents
-from dedup.worker.clock import Clock, SteadyClock
-from dedup.worker.judge import Judge, JudgePlan
-from dedup.worker.plan import Cluster, routes_of
-from dedup.worker.publish import Publisher
-from dedup.worker.repartition import Repartition, RepartitionPlan
+from dedup.worker.clock import SteadyClock
+from dedup.worker.plan import Cluster
 from dedup.worker.standby import Standbys
 from dedup.worker.table import SightingsTable, TableManager
-from dedup.worker.task import Task, TaskId
 from dedup.worker.tasks import Tasks
+from dedup.worker.workshop import Workshop
 
 if TYPE_CHECKING:
     from dedup.settings import Settings
@@ -37,9 +26,6 @@ if TYPE_CHECKING:
 
 TRANSPORTS.aliases["dedup"] = "dedup.worker.transport:Transport"
 STORES.aliases["dedup"] = "dedup.worker.table:SightingsStore"
-CACHE_IDS: Final = 400_000
-"""IDs a worker keeps in memory in front of its stores, shared by its tasks."""
-DEADLINE_MS: Final = 20_000
 
 
 class DedupApp(faust.App):
@@ -62,116 +48,6 @@ class DedupApp(faust.App):
     def feeding_topics(self) -> frozenset[str]:
         """Every topic whose partitions are tasks."""
         return frozenset(topic for topics in self.sub_topologies.values() for topic in topics)
-
-
-@dataclass(frozen=True, slots=True)
-class Workshop:
-    """What tasks are built from."""
-
-    topology: Topology
-    settings: Settings
-    cluster: Cluster
-    wire: Wire
-    clock: Clock
-    memory: RocksMemory
-
-    def _identity(self, partition: int) -> StoreIdentity:
-        changelog = self.cluster.topics[self.topology.changelog_topic]
-        return StoreIdentity(self.topology.name, partition, changelog.topic_id)
-
-    def open_store(self, partition: int) -> Store:
-        """Open a partition's store, creating an empty one; raises TaskCorrupted or StateIncompatible."""
-        identity = self._identity(partition)
-        directory = store_directory(self.settings.state_dir, identity)
-        store = RocksStore.open(directory, identity=identity, memory=self.memory)
-        record = store.task_record
-        if record is not None and record.segment_ms != self.topology.window.segment_ms:
-            # Another guard period: what is on disk stands in segments of another width. The changelog holds it too,
-            # and a restore puts every sighting into the segment it belongs to now.
-            store.wipe()
-            store = RocksStore.open(directory, identity=identity, memory=self.memory)
-        return store
-
-    def wipe(self, feeding: TopicPartition) -> None:
-        """Delete a partition's local state; the changelog has all of it."""
-        delete_store(store_directory(self.settings.state_dir, self._identity(feeding.partition)))
-
-    def build(self, feeding: TopicPartition) -> Task:
-        """Return a new task for a feeding partition."""
-        if feeding.topic in self.topology.source.topics and not self.topology.direct:
-            return self._repartition(feeding)
-        return self._dedup(feeding)
-
-    def _session(self, transactional_id: str) -> Session:
-        return Session(
-            self.wire,
-            transactional_id,
-            self.topology.name,
-            timeout_ms=self.settings.transaction_timeout_ms,
-            deadline_ms=DEADLINE_MS,
-        )
-
-    def _dedup(self, feeding: TopicPartition) -> Task:
-        topology = self.topology
-        changelog = TopicPartition(topology.changelog_topic, feeding.partition)
-        extractor = compile_extractor(
-            topology.tracking_id,
-            topology.event_time,
-            fmt=topology.source.format,
-            fingerprint=topology.fingerprints_wanted,
-            fingerprint_exclude=topology.fingerprint_exclude,
-        )
-        feeds = (Feed(0, feeding.partition),) if topology.direct else self.cluster.feeds(topology)
-        plan = JudgePlan(
-            feeding=feeding,
-            changelog=changelog,
-            feeds=feeds,
-            source_topics=topology.source.topics,
-            wrapped=not topology.direct,
-            extractor=extractor,
-            rules=topology.rules,
-            max_clock_skew_ms=topology.max_clock_skew_ms,
-            start=topology.source.start if topology.direct else "earliest",
-            fingerprint=topology.state_fingerprint(self.cluster.source_partitions(topology)),
-            compression=self.settings.topics.compression,
-            cache_ids=CACHE_IDS // max(1, self.cluster.topics[topology.changelog_topic].partitions),
-            partitions=self.cluster.topics[feeding.topic].partitions if topology.direct else 1,
-        )
-        session = self._session(topology.transactional_id("dedup", feeding.partition))
-        publisher = Publisher(routes_of(topology, self.cluster, self.settings), feeding.partition)
-        task_id = TaskId("dedup", feeding)
-
-        def work(numbers: TaskNumbers) -> Judge:
-            return Judge(plan, self.wire, lambda: self.open_store(feeding.partition), publisher, self.clock, numbers)
-
-        pin_start = topology.direct and topology.source.start != "earliest"
-        return Task(task_id, topology.name, session, self.wire, work, pin_start=pin_start)
-
-    def _repartition(self, feeding: TopicPartition) -> Task:
-        topology = self.topology
-        target = self.cluster.topics[topology.repartition_topic]
-        extractor = compile_extractor(
-            topology.tracking_id, topology.event_time, fmt=topology.source.format, fingerprint=False
-        )
-        plan = RepartitionPlan(
-            feeding=feeding,
-            target=target.name,
-            partitions=target.partitions,
-            extractor=extractor,
-            topic=topology.source.topics.index(feeding.topic),
-            start=topology.source.start,
-            compression=self.settings.topics.compression,
-        )
-        publisher = Publisher(routes_of(topology, self.cluster, self.settings), feeding.partition)
-        session = self._session(topology.transactional_id("repartition", feeding.partition, feeding.topic))
-        return Task(
-            TaskId("repartition", feeding),
-            topology.name,
-            session,
-            self.wire,
-            lambda numbers: Repartition(plan, self.wire, publisher, self.clock, numbers),
-            pin_start=topology.source.start != "earliest",
-        )
 
 
 def create_app(topology: Topology, settings: Settings, cluster: Cluster, wire: KafkaWire) -> DedupApp:

@@ -140,7 +140,7 @@ class Scenario:
 
 
 class Builder:
-    """Builds tasks for one process, as `app.Workshop` does from a topology and settings."""
+    """Builds tasks for one process, as `workshop.Workshop` does from a topology and settings."""
 
     def __init__(self, scenario: Scenario, variant: Variant, process: Process) -> None:
         self._scenario = scenario

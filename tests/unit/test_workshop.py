@@ -5,9 +5,9 @@ from dedup.settings import Settings
 from dedup.store.base import TaskRecord
 from dedup.store.rocks import RocksMemory
 from dedup.topology.parse import parse
-from dedup.worker.app import Workshop
 from dedup.worker.clock import SteadyClock
 from dedup.worker.plan import Cluster
+from dedup.worker.workshop import Workshop
 
 TEXT = """
 dedup: 1
