@@ -14,7 +14,7 @@ so the usual case takes 15 bytes, and reading it is one unpack. Times are in [0,
 letter and one beyond the year 10889 is too far in the future, so both are refused here as defects of ours. A value
 lists *all* sightings of its ID that end in its segment; a later record of one key replaces an earlier one.
 
-Keys: ``S``, segment start (8 bytes), state key; and ``T`` alone for the task record.
+Keys: ``S``, segment start (8 bytes), state key; ``T`` alone for the task record; ``H`` alone for the seed mark.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ import numpy.typing as npt
 from dedup.core.window import Sighting, Source
 from dedup.errors import InvariantBroken, StateIncompatible, TaskCorrupted
 from dedup.store.base import FeedTime, TaskRecord
+from dedup.store.seed_mark import SEED_MARK_KEY, SeedMark, decode_seed_mark
 
 Integers = Sequence[int] | npt.NDArray[np.int64]
 
@@ -213,6 +214,11 @@ class TaskRecordKey:
     """Key of the changelog record that holds the task record."""
 
 
+@dataclass(frozen=True, slots=True)
+class SeedMarkKey:
+    """Key of the changelog record that says how far a seed is."""
+
+
 def sighting_key(segment: int, state_key: bytes) -> bytes:
     """Return the changelog key of an ID in a segment."""
     return _segment_prefix(segment) + state_key
@@ -235,10 +241,12 @@ def _segment_prefix(segment: int) -> bytes:
     return _SIGHTING_TAG + segment.to_bytes(8)
 
 
-def parse_key(key: bytes) -> SightingKey | TaskRecordKey:
+def parse_key(key: bytes) -> SightingKey | TaskRecordKey | SeedMarkKey:
     """Return what a changelog key names; raises StateIncompatible for a key this release never writes."""
     if key == _TASK_RECORD_KEY:
         return TaskRecordKey()
+    if key == SEED_MARK_KEY:
+        return SeedMarkKey()
     if key[:1] == _SIGHTING_TAG and len(key) > _STATE_KEY_AT:
         return SightingKey(int.from_bytes(key[1:_STATE_KEY_AT]), key[_STATE_KEY_AT:])
     raise StateIncompatible(
@@ -254,6 +262,8 @@ class Collected:
     writes: dict[int, dict[bytes, bytes]]
     task_record: TaskRecord | None
     """The last one in the stretch."""
+    seed_mark: SeedMark | None = None
+    """The last one in the stretch."""
 
 
 def collect(keys: Sequence[bytes | None], values: Sequence[bytes | None]) -> Collected:
@@ -263,6 +273,7 @@ def collect(keys: Sequence[bytes | None], values: Sequence[bytes | None]) -> Col
     """
     by_prefix: dict[bytes, dict[bytes, bytes]] = {}
     record: bytes | None = None
+    mark: bytes | None = None
     for key, value in zip(keys, values, strict=True):
         if key is None or value is None:
             raise StateIncompatible(
@@ -272,13 +283,23 @@ def collect(keys: Sequence[bytes | None], values: Sequence[bytes | None]) -> Col
         prefix = key[:_STATE_KEY_AT]
         values_there = by_prefix.get(prefix)
         if values_there is None:
-            if isinstance(parse_key(key), TaskRecordKey):
-                record = value
-                continue
+            match parse_key(key):
+                case TaskRecordKey():
+                    record = value
+                    continue
+                case SeedMarkKey():
+                    mark = value
+                    continue
+                case SightingKey():
+                    pass
             values_there = by_prefix[prefix] = {}
         values_there[key[_STATE_KEY_AT:]] = value
     writes = {int.from_bytes(prefix[1:]): found for prefix, found in by_prefix.items()}
-    return Collected(writes, None if record is None else decode_task_record(record))
+    return Collected(
+        writes,
+        None if record is None else decode_task_record(record),
+        None if mark is None else decode_seed_mark(mark),
+    )
 
 
 _RECORD_VERSION: Final = 1

@@ -9,14 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NoReturn
 
 from dedup import crashpoints
 from dedup.core.window import Window
 from dedup.errors import StateIncompatible
 from dedup.session.wire import FetchedRecord, LogBounds, NoAnswer, TopicPartition, Wire
 from dedup.store.base import Store, Writes
-from dedup.store.changelog import collect, decode_sightings, rebucket
+from dedup.store.changelog import Collected, collect, decode_sightings, rebucket
+from dedup.store.seed_mark import SeedMark
 from dedup.worker.starting import bounds_of
 
 FETCH_BYTES: Final = 8 << 20
@@ -38,12 +39,15 @@ class Restored:
 async def restore(wire: Wire, changelog: TopicPartition, store: Store, window: Window, progress: Progress) -> Restored:
     """Apply all committed changelog records from the store's position to the true end.
 
-    Raises StateIncompatible, with the store untouched, where the changelog is not the one this store was written with.
+    Raises StateIncompatible, with the store untouched, where the changelog is not the one this store was written with;
+    and where it holds a seed that was not finished.
     """
     bounds = await bounds_of(wire, changelog)
     refuse_other_changelog(store, changelog, bounds)
-    position = max(store.position, bounds.start)
+    # Without a task record nothing was ever committed but perhaps half a seed, whose mark must be read again.
+    position = bounds.start if store.task_record is None else max(store.position, bounds.start)
     begin, records = position, 0
+    mark: SeedMark | None = None
     while position < bounds.end:
         try:
             fetched = await wire.fetch(changelog, position, max_bytes=FETCH_BYTES, wait_ms=WAIT_MS)
@@ -54,12 +58,24 @@ async def restore(wire: Wire, changelog: TopicPartition, store: Store, window: W
             position = await truncated_to(wire, changelog, position, refused)
             continue
         if fetched.next_offset > position:
-            apply_changelog(store, window, fetched.records, fetched.next_offset)
+            found = apply_changelog(store, window, fetched.records, max(fetched.next_offset, store.position))
+            mark = found.seed_mark or mark
             crashpoints.reached("in_restore")
             records += len(fetched.records)
             position = fetched.next_offset
         progress(position - begin, bounds.end - begin)
+    if store.task_record is None and mark is not None:
+        refuse_half_seed(changelog, mark)
     return Restored(records, bounds.end)
+
+
+def refuse_half_seed(changelog: TopicPartition, mark: SeedMark) -> NoReturn:
+    """Raise StateIncompatible: the seed of this partition began and did not end."""
+    raise StateIncompatible(
+        f"{changelog.topic}/{changelog.partition} holds half a seed: seed {mark.seed} was to write {mark.sightings} "
+        f"records of sightings and never said that it was done. No record was judged. Run the same `dedup spark seed` "
+        f"again, which finishes it; or give it up with `dedup reset`."
+    )
 
 
 async def truncated_to(wire: Wire, changelog: TopicPartition, position: int, refused: StateIncompatible) -> int:
@@ -83,8 +99,8 @@ def refuse_other_changelog(store: Store, changelog: TopicPartition, bounds: LogB
         )
 
 
-def apply_changelog(store: Store, window: Window, records: Sequence[FetchedRecord], next_offset: int) -> None:
-    """Apply one fetch of changelog records as a single atomic write."""
+def apply_changelog(store: Store, window: Window, records: Sequence[FetchedRecord], next_offset: int) -> Collected:
+    """Apply one fetch of changelog records as a single atomic write; return what it said."""
     found = collect([record.key for record in records], [record.value for record in records])
     writes: Writes = found.writes
     if _other_grid(writes, window):
@@ -93,6 +109,7 @@ def apply_changelog(store: Store, window: Window, records: Sequence[FetchedRecor
         ids = [key for key, _ in entries]
         writes = rebucket(entries, window.segment_ms, store.get_each(store.segments(), ids))
     store.apply(writes, found.task_record, next_offset)
+    return found
 
 
 def _other_grid(writes: Writes, window: Window) -> bool:
