@@ -52,6 +52,14 @@ class Fault:
     """A sentence; of the payload it names at most the path."""
 
 
+ODD_HEADER_NAME: Final = Fault(
+    FaultKind.UNREADABLE,
+    "header_not_utf8",
+    "the name of a header is not UTF-8; here each such byte is written as \\x and two hexadecimal digits",
+)
+"""Of a record that most clients can not read."""
+
+
 @dataclass(frozen=True, slots=True)
 class One:
     """What one record carries."""

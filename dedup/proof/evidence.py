@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from typing import Final, NamedTuple
 
+from dedup.core.extract import Extracted, Extractor
+from dedup.core.extract_one import ODD_HEADER_NAME
 from dedup.core.window import Source
 from dedup.proof.compare import Headers, digest
-from dedup.proof.kafka_reader import Bounds, KafkaReader, OpenTransaction
+from dedup.proof.kafka_reader import Bounds, Columns, KafkaReader, OpenTransaction
 
 SOURCE_HEADER: Final = "dedup-source"
 TIMESTAMP_HEADER: Final = "dedup-timestamp"
@@ -58,6 +60,15 @@ class SideTopic:
     def place(self, filed: Filed) -> str:
         """Return where a record is, for people."""
         return f"{self.name}/{filed.partition} offset {filed.offset}"
+
+
+def extracted_of(extract: Extractor, columns: Columns) -> Extracted:
+    """Return IDs, times and faults of records as a worker finds them, header names that are not UTF-8 included."""
+    extracted = extract(columns.keys, columns.values, columns.headers, columns.timestamps_ms)
+    if not columns.odd_names:
+        return extracted
+    odd = {row: ODD_HEADER_NAME for row, offset in enumerate(columns.offsets) if offset in columns.odd_names}
+    return replace(extracted, faults=extracted.faults | odd)
 
 
 def header(headers: Headers, name: str) -> bytes | None:
@@ -139,10 +150,13 @@ def _file(
     timestamp_ms = parse_time_ms(header(headers, TIMESTAMP_HEADER))
     whole = tuple(name for name, _ in headers[-len(tail) :]) == tuple(tail)
     original = headers[: -len(tail)] if whole else headers
+    reason = (header(headers, REASON_HEADER) or b"").decode("utf-8", "replace")
+    if reason == ODD_HEADER_NAME.code:
+        original = ()  # the source's can not be read, so there is nothing to compare them with
     filed = Filed(
         digest(key, value, original, _NO_TIME_MS if timestamp_ms is None else timestamp_ms),
         stands_for,
-        (header(headers, REASON_HEADER) or b"").decode("utf-8", "replace"),
+        reason,
         *place,
     )
     if source in side.filed:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from operator import methodcaller
 from types import TracebackType
 from typing import Final, Self
 
@@ -31,6 +32,7 @@ _BATCH: Final = 10_000
 _POLL_S: Final = 0.1
 """A batch waits this long for more; at the end of a partition, where markers stand instead of records, always."""
 _NO_HEADERS: Final[Headers] = ()
+_ask_headers: Final = methodcaller("headers")
 
 CREATE_TIME: Final = 1
 
@@ -55,18 +57,22 @@ class Columns:
     timestamps_ms: list[int] = field(default_factory=list)
     broker_time: bool = False
     """The topic replaces timestamps by its own clock (LogAppendTime)."""
+    odd_names: frozenset[int] = frozenset()
+    """Offsets of records with a header name that is not UTF-8; the client gives none of their headers."""
 
     @classmethod
     def of(cls, messages: list[Message]) -> Self:
         """Return the columns of some messages."""
         stamps = [message.timestamp() for message in messages]
+        headers, odd_names = _headers(messages)
         return cls(
             [message.offset() or 0 for message in messages],
             [message.key() for message in messages],
             [message.value() for message in messages],
-            [message.headers() or _NO_HEADERS for message in messages],  # type: ignore[misc]
+            headers,
             [stamp for _, stamp in stamps],
             broker_time=bool(stamps) and stamps[0][0] != CREATE_TIME,
+            odd_names=odd_names,
         )
 
     def rows(self, wanted: list[int]) -> Columns:
@@ -78,7 +84,26 @@ class Columns:
             [self.headers[row] for row in wanted],
             [self.timestamps_ms[row] for row in wanted],
             self.broker_time,
+            self.odd_names,
         )
+
+
+def _headers(messages: list[Message]) -> tuple[list[Headers], frozenset[int]]:
+    """Return headers by row, and the offsets of the records whose header names can not be read."""
+    found: list[Headers] = []
+    odd: set[int] = set()
+    for message in messages:
+        # For a name that is not UTF-8 the client (2.16.0) returns a list with null pointers *and* sets an error, and at
+        # a second question the list alone. So: asked once, and by a call that looks for the error, as one that the
+        # interpreter has specialised does not.
+        try:
+            found.append(_ask_headers(message) or _NO_HEADERS)
+        except (SystemError, UnicodeDecodeError) as error:
+            if not isinstance(error.__cause__ or error, UnicodeDecodeError):
+                raise
+            found.append(_NO_HEADERS)
+            odd.add(message.offset() or 0)
+    return found, frozenset(odd)
 
 
 class OpenTransaction(Exception):  # a fact about a partition, reported, not an error of ours

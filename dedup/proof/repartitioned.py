@@ -18,7 +18,15 @@ from dedup.proof.compare import Headers, compare, digest
 from dedup.proof.cut import Cut, Written
 from dedup.proof.differences import explain
 from dedup.proof.direct import report_leftovers
-from dedup.proof.evidence import IDLE_HEADER, SOURCE_HEADER, TIMESTAMP_HEADER, header, parse_source, parse_time_ms
+from dedup.proof.evidence import (
+    IDLE_HEADER,
+    SOURCE_HEADER,
+    TIMESTAMP_HEADER,
+    extracted_of,
+    header,
+    parse_source,
+    parse_time_ms,
+)
 from dedup.proof.kafka_reader import Columns
 from dedup.proof.orderfree import OrderFree
 from dedup.proof.replay import Log, TaskReplay
@@ -201,7 +209,7 @@ def _match(  # one call site; a class would only rename the seven
 
 def _account_for_absent(cut: Cut, columns: Columns, feed: Feed, beside: TaskReplay, free: OrderFree | None) -> None:
     """Handle records that are not in the log: forwarded or dead-lettered without an ID, purged, or lost."""
-    extracted = cut.plan.extract(columns.keys, columns.values, columns.headers, columns.timestamps_ms)
+    extracted = extracted_of(cut.plan.extract, columns)
     faulty = sorted(extracted.faults)
     if faulty:
         some = columns.rows(faulty)

@@ -18,6 +18,7 @@ from dedup.proof.evidence import (
     VERDICT_HEADER,
     Filed,
     SideTopic,
+    extracted_of,
     header,
     parse_source,
     stand_in,
@@ -133,7 +134,7 @@ class TaskReplay:
     def take(self, log: Log, *, pending: bool = False) -> None:
         """Replay some records. ``pending``: beyond the committed offset, so they may be judged or not."""
         columns, plan = log.columns, self._plan
-        extracted = plan.extract(columns.keys, columns.values, columns.headers, columns.timestamps_ms)
+        extracted = extracted_of(plan.extract, columns)
         fingerprints = extracted.fingerprints or [b""] * len(columns.keys)
         self._pending = pending
         for row, source in enumerate(log.sources):

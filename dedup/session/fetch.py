@@ -18,6 +18,7 @@ from aiokafka.protocol.fetch import FetchRequest
 from aiokafka.record.memory_records import MemoryRecords
 
 from dedup.errors import BrokerUnavailable, StateIncompatible
+from dedup.session.odd_names import odd_offsets, records_of
 from dedup.session.wire import Header, NoAnswer, TopicPartition
 
 if TYPE_CHECKING:
@@ -38,6 +39,8 @@ class Columns:
     keys: list[bytes | None] = field(default_factory=list)
     values: list[bytes | None] = field(default_factory=list)
     headers: list[list[Header]] = field(default_factory=list)
+    odd_names: frozenset[int] = frozenset()
+    """Offsets of records with a header name that is not UTF-8; see `odd_names`."""
 
     def cut(self, begin: int, end: int) -> Columns:
         """Return the rows from ``begin`` up to, not including, ``end``."""
@@ -49,6 +52,7 @@ class Columns:
             self.keys[begin:end],
             self.values[begin:end],
             self.headers[begin:end],
+            self.odd_names,
         )
 
 
@@ -105,7 +109,11 @@ def columns_of(source: TopicPartition, raw: bytes, aborted: Any, position: int) 
         source, MemoryRecords(raw), aborted, position, None, None, check_crcs=True, isolation_level=READ_COMMITTED
     )
     for batch in batches.batches():
-        records = list(batch)
+        try:
+            records = list(batch)
+        except UnicodeDecodeError:
+            records = records_of(raw, batch.base_offset)
+            found.odd_names |= odd_offsets(records)
         if records and records[0].offset < position:
             records = [record for record in records if record.offset >= position]
         found.offsets += [record.offset for record in records]

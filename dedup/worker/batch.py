@@ -21,6 +21,8 @@ class FeedBatch:
     headers: Sequence[Sequence[Header]]
     follows: int
     """Where the batch before this one ended, so that a lost batch is noticed."""
+    odd_names: frozenset[int] = frozenset()
+    """Offsets of records with a header name that is not UTF-8: dead letters."""
 
     @classmethod
     def of(cls, feeding: TopicPartition, columns: Columns, *, follows: int) -> FeedBatch:
@@ -33,6 +35,7 @@ class FeedBatch:
             columns.values,
             columns.headers,
             follows,
+            columns.odd_names,
         )
 
     def __len__(self) -> int:
@@ -56,4 +59,5 @@ class FeedBatch:
             self.values[skip:],
             self.headers[skip:],
             self.follows,
+            self.odd_names,
         )

@@ -9,6 +9,7 @@ from itertools import repeat
 from typing import Final
 
 from dedup.core.extract import Extracted, Extractor, Fault, FaultKind
+from dedup.core.extract_one import ODD_HEADER_NAME
 from dedup.core.fold import Outcome, Rows, Rules, Sightings, fold
 from dedup.core.stream_time import Feed, FeedProgress, StreamTime
 from dedup.core.window import Sighting, Window
@@ -171,8 +172,8 @@ class Judge:
         unwrapped = unwrap(batch, plan.source_topics) if plan.wrapped else None
         plain = batch if unwrapped is None else unwrapped.batch
         extracted = plan.extractor(plain.keys, plain.values, plain.headers, plain.timestamps_ms)
-        if refusals.rows:
-            extracted = _with_refused(extracted, batch, refusals.rows)
+        if refusals.rows or batch.odd_names:
+            extracted = _with_faults(extracted, batch, refusals.rows)
         if unwrapped is None:
             rows = Rows(extracted, batch.offsets, plan.feeds)
         else:
@@ -337,11 +338,13 @@ def _longest(values: Sequence[bytes]) -> Sightings:
     return tuple(longest.values())
 
 
-def _with_refused(extracted: Extracted, batch: FeedBatch, refused: Mapping[int, str]) -> Extracted:
+def _with_faults(extracted: Extracted, batch: FeedBatch, refused: Mapping[int, str]) -> Extracted:
     faults = dict(extracted.faults)
     for row, offset in enumerate(batch.offsets):
         if offset in refused:
             faults[row] = Fault(FaultKind.UNREADABLE, "refused_by_broker", refused[offset])
+        elif offset in batch.odd_names:
+            faults[row] = ODD_HEADER_NAME
     return replace(extracted, faults=faults)
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from dedup.core.extract import Extracted, Extractor
+from dedup.core.extract_one import ODD_HEADER_NAME
 from dedup.core.fold import DeadLetter, Outcome, Rows
 from dedup.core.murmur2 import partitions
 from dedup.core.stream_time import Feed
@@ -77,7 +78,7 @@ class Repartition:
         place = f"{batch.feeding.topic}/{batch.feeding.partition}/"
         for row, partition in enumerate(chosen):
             offset = batch.offsets[row]
-            if offset in refusals.rows:
+            if offset in refusals.rows or offset in batch.odd_names:
                 continue
             headers: list[Header] = [
                 *batch.headers[row],
@@ -87,19 +88,21 @@ class Repartition:
             lines.setdefault(partition, []).append((offset, now_ms, batch.keys[row], batch.values[row], headers))
         self._judged.verdicts["repartitioned"] += sum(map(len, lines.values()))
         batches = self._filled(lines, refusals)
-        if refusals.rows:
+        if refusals.rows or batch.odd_names:
             batches += self._dead_letters(batch, extracted, refusals)
         return Judged(batches, batch.next_offset)
 
     def _dead_letters(self, batch: FeedBatch, extracted: Extracted, refusals: Refusals) -> list[RecordBatch]:
-        """Return dead letters for records that the repartition topic refused: no dedup task will ever see them."""
-        dead = [
-            (row, DeadLetter("refused_by_broker", refusals.rows[offset]))
-            for row, offset in enumerate(batch.offsets)
-            if offset in refusals.rows
-        ]
+        """Return dead letters for records that no repartition topic takes: no dedup task will ever see them."""
+        dead = []
+        for row, offset in enumerate(batch.offsets):
+            if offset in refusals.rows:
+                dead.append((row, DeadLetter("refused_by_broker", refusals.rows[offset])))
+            elif offset in batch.odd_names:
+                dead.append((row, DeadLetter(ODD_HEADER_NAME.code, ODD_HEADER_NAME.detail)))
         self._judged.verdicts["dead_letter"] += len(dead)
-        self._judged.dead_reasons["refused_by_broker"] += len(dead)
+        for _, letter in dead:
+            self._judged.dead_reasons[letter.code] += 1
         rows = Rows(extracted, batch.offsets, (Feed(self._plan.topic, batch.feeding.partition),))
         return self._publisher.publish(batch, rows, Outcome(dead=dead), refusals.most_rows)
 

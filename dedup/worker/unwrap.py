@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from dedup.core.stream_time import Feed
@@ -47,7 +47,7 @@ def unwrap(batch: FeedBatch, source_topics: tuple[str, ...]) -> Unwrapped:
         sources.append(origin.offset)
         timestamps_ms.append(origin.timestamp_ms)
         headers.append(list(own[:-2]))
-    plain = FeedBatch(batch.feeding, batch.offsets, timestamps_ms, batch.keys, batch.values, headers, batch.follows)
+    plain = replace(batch, timestamps_ms=timestamps_ms, headers=headers)
     # A single entry would be read as "one feed for all".
     return Unwrapped(plain, feeds, sources, frozenset(idle_rows))
 

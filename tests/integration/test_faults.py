@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 
 import pytest
-from confluent_kafka import Producer
+from confluent_kafka import Message, Producer
 
 from dedup.proof.verify import verify
+from dedup.session.record_batch import TopicPartition
+from tests import odd_names
 from tests.integration.conftest import MakeJob
 from tests.integration.fleet import Job, until
 from tests.integration.watch import Watch
@@ -169,3 +171,40 @@ def test_f52_compacted_gaps(make_job: MakeJob) -> None:
     assert len(values) >= 3
     assert set(values) <= {message.value() for message in left}
     assert job.committed()[0] == 40
+
+
+@pytest.mark.parametrize("way", ["direct", "repartitioned"])
+async def test_a_header_name_that_is_not_utf8_is_a_dead_letter(make_job: MakeJob, way: str) -> None:
+    """The broker takes it, no usual client reads it: its neighbours of the same batch are judged all the same."""
+    name = f"odd-{way}"
+    source = {"topics": [f"{name}-in"]} | ({"partitioned_by": "tracking_id"} if way == "direct" else {})
+    job = make_job(name=name, document={"source": source})
+    rows: list[odd_names.Row] = [
+        (BASE_MS + number, b"k%d" % number, b'{"id":"%d","n":%d}' % (number % 4, number), [("plain", b"1")])
+        for number in range(8)
+    ]
+    rows[2] = (*rows[2][:3], [("plain", b"1"), (odd_names.ODD, b"\xff"), ("none", None)])
+    await odd_names.send(job.kafka.bootstrap, TopicPartition(f"{name}-in", 1), rows)
+    job.send(workload(29, 200))
+    job.finish()
+    (dead,) = [message for message in job.read(job.topology.dead_letter) if message.key() == b"k2"]
+    headers = list(message_headers(dead))
+    assert (dead.key(), dead.value()) == (rows[2][1], rows[2][2])
+    assert headers[:3] == [("plain", b"1"), (odd_names.WRITTEN, b"\xff"), ("none", None)]
+    added = dict(headers[3:])
+    assert added["dedup-reason"] == b"header_not_utf8"
+    assert added["dedup-source"] == f"{name}-in/1/2".encode()
+    assert added["dedup-timestamp"] == b"%d" % (BASE_MS + 2)
+    forwarded = {message.value() for message in job.read(job.output)}
+    # Number 6 has the ID of number 2, of which no sighting was kept.
+    assert {rows[at][2] for at in (0, 1, 3, 6)} <= forwarded
+    assert not {rows[at][2] for at in (2, 4, 5, 7)} & forwarded
+    report = verify(job.topology, job.settings)
+    assert report.passed, report.samples
+    assert report.not_provable == {}
+    assert all(books.balanced for books in report.books)
+    assert report.read >= len(rows) + 200
+
+
+def message_headers(message: Message) -> list[tuple[str, bytes | None]]:
+    return list(message.headers() or [])  # type: ignore[arg-type]  # pairs, whatever the stubs say
