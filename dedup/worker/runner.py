@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 log: Final = logging.getLogger(__name__)
 GC_THRESHOLD: Final = 100_000
 """Allocations between young collections: a batch makes tens of thousands of records, none of them in a cycle."""
-PATIENCE_S: Final = 30
 LOOK_S: Final = 0.05
 
 
@@ -61,14 +60,15 @@ async def run_worker(topology: Topology, settings: Settings, options: RunOptions
 async def _run_alone(topology: Topology, settings: Settings, options: RunOptions) -> DedupApp:
     wire = KafkaWire(Connection.of(settings, client_id=f"dedup-{topology.name}"))
     await wire.start()
+    patience_s = wire.connection.patience_ms / 1000
     try:
         try:
-            async with asyncio.timeout(PATIENCE_S):
+            async with asyncio.timeout(patience_s):
                 cluster = await _cluster(topology, settings, wire)
                 ends = await _ends(topology, cluster, wire) if options.exit_when_done else {}
         except TimeoutError as error:
             raise BrokerUnavailable(
-                f"the cluster at {', '.join(settings.brokers)} did not say within {PATIENCE_S} s which offsets and "
+                f"the cluster at {', '.join(settings.brokers)} did not say within {patience_s:g} s which offsets and "
                 f"topics it has: a partition has no leader, or the group no coordinator. Look at the brokers' logs."
             ) from error
         app = create_app(topology, settings, cluster, wire)

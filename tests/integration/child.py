@@ -12,14 +12,19 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from aiokafka.consumer.group_coordinator import GroupCoordinator
+
 from dedup.cli.main import main as dedup
+from dedup.errors import TaskCorrupted
 from dedup.session.client import KafkaWire
 from dedup.session.connection import Connection
+from dedup.session.wire import NoAnswer
 from dedup.worker import transport
 from dedup.worker.app import DedupApp
 from dedup.worker.judge import Judge
 from dedup.worker.task import Task
 from dedup.worker.tasks import Tasks
+from dedup.worker.workshop import Workshop
 
 
 class AgentFailedOnPurpose(Exception):
@@ -176,6 +181,60 @@ def metadata_every(interval_ms: int) -> None:
     Connection.client_options = quick  # type: ignore[method-assign]
 
 
+def store_damaged(number: int) -> None:
+    """The n-th batch finds a block of the store damaged; so does each one after it until the store is deleted."""
+    judge, wipe = Judge.judge, Workshop.wipe
+    seen = 0
+    damaged = False
+
+    def failing(self: Judge, batch: Any, refusals: Any) -> Any:
+        nonlocal seen, damaged
+        seen += 1
+        damaged = damaged or seen == number
+        if damaged:
+            raise TaskCorrupted("a block of the store has a wrong checksum")
+        return judge(self, batch, refusals)
+
+    def wiped(self: Workshop, feeding: Any) -> None:
+        nonlocal damaged
+        damaged = False
+        wipe(self, feeding)
+
+    Judge.judge = failing  # type: ignore[method-assign]
+    Workshop.wipe = wiped  # type: ignore[method-assign]
+
+
+def membership_dies(number: int) -> None:
+    """The group membership ends by itself when the n-th batch was judged, as on an error that aiokafka does not know."""
+    process = Task.process
+    started: list[GroupCoordinator] = []
+    begin = GroupCoordinator.__init__
+    seen = 0
+
+    def remember(self: GroupCoordinator, *args: Any, **options: Any) -> None:
+        begin(self, *args, **options)
+        started.append(self)
+
+    async def dying(self: Task, batch: Any) -> None:
+        nonlocal seen
+        seen += 1
+        await process(self, batch)
+        if seen == number:
+            started[0]._coordination_task.cancel()
+
+    GroupCoordinator.__init__ = remember
+    Task.process = dying  # type: ignore[method-assign]
+
+
+def no_group_coordinator(_number: int) -> None:
+    """No coordinator of the group answers."""
+
+    async def silent(self: KafkaWire, group: str, source: Any) -> Any:
+        raise NoAnswer("no coordinator")
+
+    KafkaWire.committed_offset = silent  # type: ignore[method-assign]
+
+
 ACCIDENTS: dict[str, Callable[[int], None]] = {
     accident.__name__: accident
     for accident in (
@@ -190,6 +249,9 @@ ACCIDENTS: dict[str, Callable[[int], None]] = {
         small_batches,
         patience,
         metadata_every,
+        store_damaged,
+        membership_dies,
+        no_group_coordinator,
     )
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 
 import pytest
 from confluent_kafka import Message, Producer
@@ -39,6 +40,33 @@ def test_topic_send_of_an_agent_is_refused(job: Job) -> None:
     assert f"topic.send() to '{escape}'" in worker.log
     assert job.admin.end_offsets(escape) == {0: 0}
     job.finish()
+    job.judge()
+
+
+def test_f31_damage_found_while_running_is_restored_and_nothing_is_judged_twice(job: Job) -> None:
+    events = workload(30, 3_000)
+    with Watch(job):
+        worker = job.start("a", "small_batches=100", "store_damaged=12")
+        job.send(events[:600])
+        job.until_done()
+        job.send(events[600:])
+        job.until_done()
+        _, _, after = worker.log.partition("a block of the store has a wrong checksum")
+        assert re.search(r"running from offset [1-9]\d*, epoch \d+, after [1-9]\d* changelog records", after), (
+            worker.log
+        )
+        assert worker.stop() == 0, worker.log
+    job.judge()
+
+
+def test_a_worker_whose_membership_has_died_ends(job: Job) -> None:
+    """Nobody would tell it that its partitions are another's: it must not sit there, alive to all who ask."""
+    with Watch(job):
+        worker = job.start("a", "small_batches=100", "membership_dies=4")
+        job.send(workload(37, 2_000))
+        assert worker.wait() == 5, worker.log
+        assert "no longer a member of the group" in worker.log
+        job.finish()
     job.judge()
 
 

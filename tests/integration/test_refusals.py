@@ -142,6 +142,14 @@ def test_no_broker_is_exit_5_and_one_sentence(job: Job) -> None:
     assert "Traceback" not in worker.log
 
 
+def test_a_group_without_a_coordinator_is_exit_5(job: Job) -> None:
+    """The brokers answer, but not what a start has to know: it waits so long and no longer."""
+    worker = job.start("a", "no_group_coordinator=1", "patience=500")
+    assert worker.wait() == 5, worker.log
+    assert "did not say within 0.5 s" in worker.log
+    assert "Traceback" not in worker.log
+
+
 def test_missing_source_topic_is_said(make_job: MakeJob) -> None:
     job = make_job()
     job.admin.delete_topic(job.topology.source.topics[0])
