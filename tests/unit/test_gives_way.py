@@ -1,0 +1,246 @@
+"""What a worker does when something it stands on gives way: its store, its membership, a connection, its standbys."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from aiokafka.client import ConnectionGroup
+from aiokafka.conn import CloseReason
+from faust.types import TP
+
+from dedup.errors import BrokerUnavailable, DedupError, TaskCorrupted
+from dedup.session.client import KafkaWire
+from dedup.session.connection import Connection
+from dedup.session.record_batch import TopicPartition
+from dedup.session.wire import NoAnswer
+from dedup.settings import Security
+from dedup.worker.table import TableManager
+from dedup.worker.task import TaskState
+from dedup.worker.tasks import Tasks
+from dedup.worker.transport import Consumer
+
+FEED = TopicPartition("in", 0)
+OTHER = TopicPartition("in", 1)
+
+
+class FakeTask:
+    """A task whose work fails when it is told to."""
+
+    def __init__(self, feeding: TopicPartition) -> None:
+        self.task_id = str(feeding)
+        self.state = TaskState.CREATED
+        self.dirty = asyncio.Event()
+        self.committing = False
+        self.epoch = 1
+        self.numbers = SimpleNamespace(restored=0, took=lambda _: None)
+        self.fails_in: dict[str, BaseException] = {}
+        self.drained: bool | None = None
+
+    def _go(self, what: str) -> None:
+        if what in self.fails_in:
+            raise self.fails_in[what]
+
+    async def start(self) -> int:
+        self._go("start")
+        self.state = TaskState.RUNNING
+        return 7
+
+    async def process(self, _batch: object) -> None:
+        self._go("process")
+
+    async def commit(self) -> None:
+        self.dirty.clear()
+        self._go("commit")
+
+    async def close(self, *, drain: bool) -> None:
+        self.state, self.drained = TaskState.CLOSED, drain
+
+
+class Shop:
+    """Tasks with what they were told to do, and what they have asked for."""
+
+    def __init__(self, damage: Callable[[FakeTask], None] = lambda _: None) -> None:
+        self.made: list[FakeTask] = []
+        self.wiped: list[TopicPartition] = []
+        self.ready: list[tuple[TopicPartition, int]] = []
+        self.rejoined = asyncio.Event()
+        self._damage = damage
+        self.tasks = Tasks(self._build, self.wiped.append, commit_interval_ms=0)
+        self.tasks.connect(lambda *each: self.ready.append(each), self.rejoined.set)
+
+    def _build(self, feeding: TopicPartition) -> Any:
+        task = FakeTask(feeding)
+        self._damage(task)
+        self.made.append(task)
+        return task
+
+    async def assigned(self, *feeding: TopicPartition) -> None:
+        """A rebalance is over, and every task runs that can."""
+        await self.tasks.close_all(drain=True)
+        self.rejoined.clear()
+        self.tasks.open(feeding)
+        for _ in range(20):
+            await asyncio.sleep(0)
+
+
+DAMAGE = TaskCorrupted("a block has a wrong checksum")
+BATCH: Any = SimpleNamespace(feeding=FEED)
+
+
+async def damaged_by(shop: Shop, how: str) -> None:
+    task = shop.made[-1]
+    task.fails_in[how] = DAMAGE
+    if how == "process":
+        await shop.tasks.process(BATCH)
+    else:
+        task.dirty.set()
+        await asyncio.wait_for(
+            asyncio.wait(
+                [asyncio.ensure_future(shop.rejoined.wait()), shop.tasks.failure], return_when=asyncio.FIRST_COMPLETED
+            ),
+            10,
+        )
+
+
+@pytest.mark.parametrize("how", ["process", "commit"])
+async def test_state_damage_found_while_running_is_restored_once(how: str) -> None:
+    shop = Shop()
+    await shop.assigned(FEED)
+    await damaged_by(shop, how)
+    assert shop.made[0].drained is False, "what was judged on damaged state must not be committed"
+    assert (shop.wiped, shop.tasks.corrupted) == ([FEED], 1)
+    assert shop.rejoined.is_set()
+    assert not shop.tasks.failure.done()
+    # The new assignment builds a new task; the same partition damaged again is not this disk's to keep.
+    await shop.assigned(FEED)
+    assert len(shop.made) == 2
+    await damaged_by(shop, how)
+    assert shop.tasks.failure.result() is DAMAGE
+    assert shop.wiped == [FEED]
+    await shop.tasks.close_all(drain=False)
+
+
+async def test_damage_of_another_partition_counts_apart() -> None:
+    shop = Shop()
+    for feeding in (FEED, OTHER):
+        await shop.assigned(feeding)
+        shop.made[-1].fails_in["process"] = DAMAGE
+        await shop.tasks.process(SimpleNamespace(feeding=feeding))  # type: ignore[arg-type]
+    assert shop.wiped == [FEED, OTHER]
+    assert not shop.tasks.failure.done()
+    await shop.tasks.close_all(drain=False)
+
+
+async def test_damage_found_at_the_start_is_restored_in_place() -> None:
+    damaged: list[FakeTask] = []
+
+    def first_is_damaged(task: FakeTask) -> None:
+        if not damaged:
+            damaged.append(task)
+            task.fails_in["start"] = DAMAGE
+
+    shop = Shop(first_is_damaged)
+    await shop.assigned(FEED)
+    assert (shop.wiped, shop.ready, shop.tasks.corrupted) == ([FEED], [(FEED, 7)], 1)
+    assert not shop.rejoined.is_set()
+    await shop.tasks.close_all(drain=False)
+
+
+async def test_what_is_no_damage_stops_the_worker() -> None:
+    shop = Shop()
+    await shop.assigned(FEED)
+    shop.made[0].fails_in["process"] = DedupError("a policy says fail")
+    with pytest.raises(DedupError, match="a policy"):
+        await shop.tasks.process(BATCH)
+    assert shop.wiped == []
+    assert shop.tasks.failure.done()
+    await shop.tasks.close_all(drain=False)
+
+
+async def test_a_standby_never_opens_the_store_of_a_task_of_this_worker() -> None:
+    """Faust may name a partition standby here and active here, too: it assigns topics of each partition count apart."""
+    warm: list[set[int]] = []
+
+    async def nothing() -> None: ...
+
+    app = SimpleNamespace(
+        tasks=SimpleNamespace(running={TopicPartition("t.repartition", 0): None, TopicPartition("in", 1): None}),
+        sub_topologies={"repartition": ("in",), "dedup": ("t.repartition",)},
+        assignor=SimpleNamespace(
+            assigned_standbys=lambda: {TP("t.changelog", 0), TP("t.changelog", 1), TP("t.changelog", 2), TP("other", 3)}
+        ),
+        standbys=SimpleNamespace(assign=warm.append),
+        flow_control=SimpleNamespace(resume=lambda: None),
+        consumer=SimpleNamespace(resume_flow=lambda: None),
+        _fetcher=SimpleNamespace(maybe_start=nothing),
+    )
+    manager: Any = SimpleNamespace(
+        app=app,
+        changelog_topics={"t.changelog"},
+        _recovery_started=asyncio.Event(),
+        _update_channels=nothing,
+        on_actives_ready=lambda: None,
+        on_standbys_ready=lambda: None,
+    )
+    await TableManager.on_rebalance(manager, set(), set(), set())
+    # Partition 1 of the source is a task here, too, but has no store.
+    assert warm == [{1, 2}]
+
+
+class SilentConnection:
+    """A connection to a broker that has stopped answering."""
+
+    def __init__(self) -> None:
+        self.closed: list[CloseReason] = []
+
+    def send(self, _request: object) -> Any:
+        async def in_vain() -> None:
+            raise TimeoutError
+
+        return in_vain()
+
+    def close(self, reason: CloseReason) -> None:
+        self.closed.append(reason)
+
+
+async def test_a_produce_connection_that_gives_no_answer_is_closed() -> None:
+    """Else every new epoch would be written into the same dead connection until the kernel gives it up."""
+    silent = SilentConnection()
+
+    async def ready(_node: int, group: object) -> bool:
+        return group == ConnectionGroup.DEFAULT
+
+    wire = KafkaWire(Connection(("nowhere:9092",), Security()))
+    wire._client = SimpleNamespace(  # type: ignore[assignment]
+        ready=ready,
+        _conns={(1, ConnectionGroup.DEFAULT): silent},
+        cluster=SimpleNamespace(leader_for_partition=lambda _: 1),
+    )
+    answer = await wire.produce("id", [(FEED, b"batch")])
+    with pytest.raises(NoAnswer, match="ProduceRequest"):
+        await answer
+    assert silent.closed == [CloseReason.CONNECTION_TIMEOUT]
+
+
+def member(routine: Any, *, pending: BaseException | None = None, closed: bool = False) -> Any:
+    coordinator = SimpleNamespace(_coordination_task=routine, _pending_exception=pending)
+    client = SimpleNamespace(_coordinator=coordinator, _closed=closed)
+    return SimpleNamespace(client=client, app=SimpleNamespace(conf=SimpleNamespace(id="orders")))
+
+
+async def test_a_membership_that_has_died_is_told() -> None:
+    forever = asyncio.ensure_future(asyncio.Event().wait())
+    ended = asyncio.ensure_future(asyncio.sleep(0))
+    await ended
+    assert Consumer.lost_membership(member(forever)) is None
+    assert Consumer.lost_membership(member(None)) is None, "not joined yet"
+    assert Consumer.lost_membership(member(ended, closed=True)) is None, "left by itself"
+    for lost in (member(ended), member(forever, pending=RuntimeError("fenced"))):
+        found = Consumer.lost_membership(lost)
+        assert isinstance(found, BrokerUnavailable)
+        assert "no longer a member of the group 'orders'" in str(found)
+    forever.cancel()
