@@ -1,0 +1,251 @@
+"""One attempt of a Spark task: a partition of a micro-batch, judged by the fleet's own task.
+
+Theory of operation. The position of a partition travels with its state: every transaction holds the records it sends,
+the sightings they leave, the task record that names the next offset, and the group's offset. So whatever Spark does
+with attempts, each begins where the last committed transaction ended:
+
+* A micro-batch run again after a crash: rows below the position are skipped, the rest is judged.
+* A task that fails upstream looks to Python like a normal end of its input (measured: 10,000 of 40,000 rows were lost
+  by a writer that marked epochs). Here a shorter input is a shorter prefix of the log, which is right to commit: the
+  next attempt goes on behind it.
+* A speculative copy, or an executor that lost its driver: InitProducerId fences the older attempt, which can not
+  commit any more.
+* Rows that begin *behind* the position: what is between must be transaction markers only; that is read from the log,
+  else the attempt refuses, as records would be lost.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import tempfile
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import pyarrow as pa
+
+from dedup.errors import DedupError, StateIncompatible, TaskCorrupted, TaskMigrated
+from dedup.session.client import KafkaWire
+from dedup.session.connection import Connection
+from dedup.session.wire import NoAnswer, TopicPartition
+from dedup.spark.feed_columns import feed_batches
+from dedup.spark.shipped import ShippedSettings
+from dedup.store.directory import own_state
+from dedup.store.rocks import RocksMemory
+from dedup.worker.clock import SteadyClock
+from dedup.worker.starting import bounds_of
+from dedup.worker.task import Task, TaskId
+from dedup.worker.workshop import Workshop
+
+if TYPE_CHECKING:
+    from dedup.topology.model import Topology
+    from dedup.worker.batch import FeedBatch
+    from dedup.worker.plan import Cluster
+
+GC_THRESHOLD: Final = 100_000
+"""As in a worker: a batch makes tens of thousands of objects, none of them in a cycle."""
+HOLE_BYTES: Final = 1 << 16
+HOLE_WAIT_MS: Final = 100
+
+REPORT: Final = pa.schema(
+    [
+        ("topic", pa.string()),
+        ("partition", pa.int32()),
+        ("first_offset", pa.int64()),
+        ("next_offset", pa.int64()),
+        ("judged", pa.int64()),
+        ("replayed", pa.int64()),
+        ("unique", pa.int64()),
+        ("duplicate", pa.int64()),
+        ("late", pa.int64()),
+        ("dead_letter", pa.int64()),
+        ("exempt", pa.int64()),
+        ("conflicts", pa.int64()),
+        ("repartitioned", pa.int64()),
+        ("restored", pa.int64()),
+        ("stream_time_ms", pa.int64()),
+        ("took_ms", pa.int64()),
+        ("failure", pa.string()),
+        ("failure_text", pa.string()),
+    ]
+)
+"""What an attempt tells the driver, one row."""
+REPORT_DDL: Final = (
+    "topic string, partition int, first_offset long, next_offset long, judged long, replayed long, unique long, "
+    "duplicate long, late long, dead_letter long, exempt long, conflicts long, repartitioned long, restored long, "
+    "stream_time_ms long, took_ms long, failure string, failure_text string"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class AttemptPlan:
+    """What every attempt needs to know; sent to the executors with the task."""
+
+    topology: Topology
+    settings: ShippedSettings
+    cluster: Cluster
+    commit_rows: int
+    """A transaction is closed after so many rows: it may be open no longer than its time-out."""
+
+
+@cache
+def _clock() -> SteadyClock:
+    return SteadyClock()
+
+
+@cache
+def _memory() -> RocksMemory:
+    return RocksMemory()
+
+
+def judge_partition(plan: AttemptPlan, arrow: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    """Judge and send the rows of one Spark partition; yield one row as `REPORT`, none where there was no row.
+
+    An error that another attempt may cure is raised, so that Spark tries again; any other becomes part of the report,
+    for the driver to raise as what it is.
+    """
+    gc.set_threshold(GC_THRESHOLD)
+    batches = feed_batches(arrow)
+    first = next(batches, None)
+    if first is None:
+        return
+    began = time.monotonic()
+    report = _empty_report(first)
+    try:
+        with asyncio.Runner() as runner:
+            report |= runner.run(_judge(plan, first, batches))
+    except TaskMigrated:
+        raise
+    except DedupError as error:
+        if error.exit_code == _BROKER_TROUBLE:
+            raise
+        report |= {"failure": type(error).__name__, "failure_text": str(error)}
+    report["took_ms"] = int((time.monotonic() - began) * 1000)
+    yield pa.RecordBatch.from_pylist([report], schema=REPORT)
+
+
+_BROKER_TROUBLE: Final = 5
+"""BrokerUnavailable: the one action of ours that another attempt can take."""
+
+
+def _empty_report(first: FeedBatch) -> dict[str, Any]:
+    report: dict[str, Any] = dict.fromkeys(REPORT.names, 0)
+    place = {"topic": first.feeding.topic, "partition": first.feeding.partition, "first_offset": first.offsets[0]}
+    return report | place | {"next_offset": None, "failure": None, "failure_text": None}
+
+
+async def _judge(plan: AttemptPlan, first: FeedBatch, batches: Iterator[FeedBatch]) -> dict[str, Any]:
+    settings = plan.settings.reveal()
+    wire = KafkaWire(Connection.of(settings, client_id=f"dedup-{plan.topology.name}-spark"))
+    await wire.start()
+    try:
+        with _own_directory(settings.state_dir, plan.topology.name, first.feeding) as state_dir:
+            here = replace(settings, state_dir=state_dir)
+            workshop = Workshop(plan.topology, here, plan.cluster, wire, _clock(), _memory())
+            task = await _started(workshop, first.feeding)
+            try:
+                await _refuse_hole(wire, task, first)
+                await _run(plan, task, first, batches)
+            finally:
+                await task.close(drain=False)
+    finally:
+        await wire.stop()
+    verdicts = task.numbers.verdicts
+    return {
+        "next_offset": task.next_offset,
+        "judged": sum(verdicts.values()),
+        "replayed": task.numbers.replayed,
+        **{name: verdicts[name] for name in ("unique", "duplicate", "late", "dead_letter", "exempt", "repartitioned")},
+        "conflicts": task.numbers.conflicts,
+        "restored": task.numbers.restored,
+        "stream_time_ms": task.numbers.stream_time_ms,
+    }
+
+
+async def _started(workshop: Workshop, feeding: TopicPartition) -> Task:
+    """Return the partition's task, running; damaged local state is thrown away once and restored."""
+    task = workshop.build(feeding)
+    try:
+        await task.start()
+    except TaskCorrupted:
+        await task.close(drain=False)
+        workshop.wipe(feeding)
+        task = workshop.build(feeding)
+        await task.start()
+    return task
+
+
+async def _run(plan: AttemptPlan, task: Task, first: FeedBatch, batches: Iterator[FeedBatch]) -> None:
+    batch: FeedBatch | None = first
+    follows, waiting = task.next_offset, 0
+    while batch is not None:
+        await task.process(replace(batch, follows=follows))
+        follows, waiting = batch.next_offset, waiting + len(batch)
+        if waiting >= plan.commit_rows:
+            await task.commit()
+            waiting = 0
+        # In a thread: what was judged is sent while Spark reads on.
+        batch = await asyncio.to_thread(next, batches, None)
+    await task.commit()
+
+
+async def _refuse_hole(wire: KafkaWire, task: Task, first: FeedBatch) -> None:
+    """Raise StateIncompatible where records between the state's position and the first row were never judged."""
+    feeding, position, begins = first.feeding, task.next_offset, first.offsets[0]
+    kept = (await bounds_of(wire, feeding)).start if position < begins else 0
+    if position < kept:
+        raise eaten(task.task_id, position, kept)
+    while position < begins:
+        try:
+            fetched = await wire.fetch(feeding, position, max_bytes=HOLE_BYTES, wait_ms=HOLE_WAIT_MS)
+        except NoAnswer:
+            await wire.pause(HOLE_WAIT_MS)
+            continue
+        missed = [record.offset for record in fetched.records if record.offset < begins]
+        if missed:
+            raise StateIncompatible(
+                f"{task.task_id}: the checkpoint goes on at offset {begins}, but the state has judged records below "
+                f"{task.next_offset} only; {missed[0]} is the first that would be lost. State and checkpoint do not "
+                f"belong together. Nothing was touched. Start with an empty checkpoint directory: it begins where the "
+                f"state ends."
+            )
+        position = fetched.next_offset
+
+
+def eaten(task_id: TaskId, position: int, kept: int) -> StateIncompatible:
+    """Return the error for a log whose retention deleted records before they were judged."""
+    feeding = task_id.feeding
+    return StateIncompatible(
+        f"{feeding.topic}/{feeding.partition} no longer holds offset {position}, which is to be judged next: it begins "
+        f"at {kept} now, retention deleted {kept - position} offsets unjudged. Nothing was skipped. Lengthen "
+        f"`retention.ms` of the topic; `dedup reset --to earliest` with an empty checkpoint directory accepts the loss."
+    )
+
+
+@contextmanager
+def _own_directory(state_dir: Path, topology: str, feeding: TopicPartition) -> Iterator[Path]:
+    """Inside ``with``, nobody else keeps the partition's state there.
+
+    It is the same directory for the next micro-batch on this machine. While an attempt that was fenced is still
+    ending there, a temporary one is used and the state is restored from the changelog.
+    """
+    shared = state_dir / ".spark"
+    shared.mkdir(mode=0o700, parents=True, exist_ok=True)
+    owner = own_state(shared, f"{topology}-{feeding.topic.replace('.', '-')}-{feeding.partition}")
+    try:
+        owner.__enter__()
+    except StateIncompatible as in_use:
+        if "in use" not in str(in_use):
+            raise
+        with tempfile.TemporaryDirectory(prefix="dedup-spark-") as private:
+            yield Path(private)
+        return
+    try:
+        yield shared
+    finally:
+        owner.__exit__(None, None, None)
