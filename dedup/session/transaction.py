@@ -4,8 +4,9 @@ Theory of operation. A session has one transactional id for as long as its task'
 InitProducerId: older epochs of the id are fenced, what they left open is ended and its markers are written (KIP-98).
 In an epoch:
 
-    add(batches)       AddPartitions for partitions not announced yet, then Produce; in order, in the background
-    commit(offsets)    every produce answered without error -> AddOffsets -> TxnOffsetCommit -> EndTxn
+    add(batches)       AddPartitions for partitions not announced yet, Produce, then AddOffsets once a transaction;
+                       in order, in the background
+    commit(offsets)    TxnOffsetCommit, and every produce answered without error -> EndTxn
 
 AddPartitions, AddOffsets, TxnOffsetCommit and EndTxn are sent once per epoch and purpose. An *answer* that says "try
 again" is obeyed, because the broker has said that nothing was done. *No answer* means that the effect is unknown: a
@@ -217,14 +218,20 @@ class Session:
 
         Raises TaskMigrated when another owner has fenced us, CommitUnknown when an answer is missing.
         """
-        ends = await self.settle()
-        crashpoints.reached("after_changelog")
+        if self._sender is not None:
+            await self._sender
         if not self._group_announced:
             await self._announce_group()  # nothing but the offset is to be committed
-        await self._once(
-            "TxnOffsetCommit",
-            lambda: self._wire.commit_offsets(self.transactional_id, self._identity, self._group, offsets),
-        )
+        # The offsets need not wait for the answers to what was produced: EndTxn waits for both.
+        sent = asyncio.ensure_future(self._commit_offsets(offsets))
+        try:
+            ends = await self.settle()
+            crashpoints.reached("after_changelog")
+            await sent
+        except BaseException:
+            sent.cancel()
+            await asyncio.gather(sent, return_exceptions=True)
+            raise
         crashpoints.reached("after_offsets")
         crashpoints.reached("before_end")
         await self._once(
@@ -233,6 +240,12 @@ class Session:
         crashpoints.reached("after_end")
         self._forget_transaction()
         return ends
+
+    async def _commit_offsets(self, offsets: Mapping[TopicPartition, int]) -> None:
+        await self._once(
+            "TxnOffsetCommit",
+            lambda: self._wire.commit_offsets(self.transactional_id, self._identity, self._group, offsets),
+        )
 
     async def drop(self) -> None:
         """Forget the transaction on this side; the broker aborts it at the next `open` of any owner, or on time-out."""

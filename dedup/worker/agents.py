@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING, Any
 
 import faust
@@ -37,3 +38,5 @@ def attach_agents(app: DedupApp) -> None:
         async def judge(stream: StreamT[Any]) -> None:
             async for batch in stream:
                 await app.tasks.process(batch)
+                # Judging never waits: without this, answers to a commit under way would wait for the whole queue.
+                await asyncio.sleep(0)

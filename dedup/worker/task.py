@@ -44,7 +44,8 @@ MOVES: Final[Mapping[TaskState, frozenset[TaskState]]] = {
     TaskState.RUNNING: frozenset({TaskState.CLOSED}),  # a revoked task is never resumed; a new one is built
     TaskState.CLOSED: frozenset(),
 }
-MOST_WAITING: Final = 4
+MOST_WAITING: Final = 16_000
+"""Records judged while a commit is in flight, before their task waits for it."""
 MOST_REFUSALS: Final = 10_000
 
 
@@ -144,6 +145,7 @@ class Task:
         self._held: list[FeedBatch] = []
         """Batches judged and not known to be committed: a refused record makes them be judged again."""
         self._waiting: list[Judged] = []
+        self._waiting_records = 0
         self._commit_lock: Final = asyncio.Lock()
         self._sendable: Final = asyncio.Event()
 
@@ -206,7 +208,7 @@ class Task:
         fresh = self._not_yet_judged(batch)
         if fresh is not None:
             self._take(fresh)
-            if len(self._waiting) >= MOST_WAITING:
+            if self._waiting_records >= MOST_WAITING:
                 await self._sendable.wait()
 
     def _take(self, batch: FeedBatch) -> None:
@@ -234,6 +236,7 @@ class Task:
     def _judge(self, batch: FeedBatch) -> None:
         self._held.append(batch)
         self._waiting.append(self._work.judge(batch, self._refusals))
+        self._waiting_records += len(batch)
         self._next_offset = batch.next_offset
         self.dirty.set()
 
@@ -249,6 +252,7 @@ class Task:
         for judged in self._waiting:
             self._session.add(judged.batches)
         self._waiting.clear()
+        self._waiting_records = 0
 
     async def commit(self) -> None:
         """Make all that was judged so far visible, and then apply it; does nothing if there is nothing.
@@ -336,6 +340,7 @@ class Task:
     def _judge_held_again(self) -> None:
         self._work.discard()
         self._waiting.clear()
+        self._waiting_records = 0
         held, self._held = self._held, []
         if held:
             self._next_offset = held[0].offsets[0]

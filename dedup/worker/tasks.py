@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
@@ -15,10 +16,12 @@ from dedup.worker.batch import FeedBatch
 from dedup.worker.task import Task, TaskState
 
 log: Final = logging.getLogger(__name__)
-TASK_REST_S: Final = 0.0075
-"""Rest between commits for each busy task: a transaction costs 0.7-1.5 ms of CPU, so commits take about a fifth."""
-LONGEST_REST_S: Final = 1.0
+TASK_INTERVAL_S: Final = 0.0075
+"""From commit to commit for each busy task: a transaction costs 0.7-1.5 ms of CPU, so commits take about a fifth."""
+LONGEST_INTERVAL_S: Final = 1.0
 """A transaction is open meanwhile: readers wait for it, and the broker ends it after its time-out."""
+LEAST_REST: Final = 0.5
+"""Share of the interval that is judging time, however long the last commit took: commits must not be all there is."""
 MOST_RESTORES: Final = 2
 Build = Callable[[TopicPartition], Task]
 Ready = Callable[[TopicPartition, int], None]
@@ -125,17 +128,19 @@ class Tasks:
         self._rejoin()
 
     async def _commit_by_the_clock(self, task: Task) -> None:
+        begun = -math.inf
         while task.state is TaskState.RUNNING:
             await task.dirty.wait()
-            await asyncio.sleep(self._rest_s())
-            begin = time.monotonic()
+            interval_s = self._interval_s()
+            await asyncio.sleep(max(begun + interval_s - time.monotonic(), LEAST_REST * interval_s))
+            begun = time.monotonic()
             await task.commit()
-            task.numbers.took(time.monotonic() - begin)
+            task.numbers.took(time.monotonic() - begun)
 
-    def _rest_s(self) -> float:
+    def _interval_s(self) -> float:
         """The commit interval, stretched where so many tasks are busy that commits would eat the core."""
         busy = sum(1 for task in self._tasks.values() if task.dirty.is_set())
-        return max(self._commit_interval_s, min(TASK_REST_S * busy, LONGEST_REST_S))
+        return max(self._commit_interval_s, min(TASK_INTERVAL_S * busy, LONGEST_INTERVAL_S))
 
     def fail(self, error: BaseException) -> None:
         """Stop the worker for this reason; only the first counts."""

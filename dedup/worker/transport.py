@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from dedup.worker.app import DedupApp
 
 log: Final = logging.getLogger(__name__)
-BATCH_RECORDS: Final = 4000
+BATCH_RECORDS: Final = 2000
 POLL_MS: Final = 200
 
 
