@@ -19,6 +19,7 @@ COMMANDS: Final = (
     "dedup.cli.verify",
     "dedup.cli.broker",
     "dedup.cli.bench",
+    "dedup.cli.spark",
 )
 """Each has `register(app)`, and imports what its commands need when they run: `--help` must be quick."""
 

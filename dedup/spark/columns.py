@@ -1,0 +1,98 @@
+"""Tracking ID, event time and fingerprint as columns: the worker's own extractor, a batch of Arrow rows at a time.
+
+It is the code of `dedup.core.extract` that runs, so the golden vectors of tests/vectors/ hold here as they do there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Final
+
+import pyarrow as pa
+from pyspark.sql import DataFrame
+from pyspark.sql.types import BinaryType, LongType, StringType, StructField, StructType
+
+from dedup.core.extract import Extracted, Extractor, compile_extractor
+from dedup.topology.model import Topology
+
+IDENTIFIED: Final = (
+    StructField("dedup_id", BinaryType()),
+    StructField("dedup_time_ms", LongType()),
+    StructField("dedup_fingerprint", BinaryType()),
+    StructField("dedup_fault", StringType()),
+    StructField("dedup_kind", StringType()),
+    StructField("dedup_detail", StringType()),
+)
+"""State key (null where there is a fault), event time (ms), eight bytes of the payload's digest (null unless the
+topology compares payloads), and of a fault its code, its kind (`dedup.core.extract.FaultKind`) and a sentence."""
+
+Batches = Iterator[pa.RecordBatch]
+
+
+def extractor_for(topology: Topology) -> Extractor:
+    """Return the extractor of a topology, as its worker has it."""
+    return compile_extractor(
+        topology.tracking_id,
+        topology.event_time,
+        fmt=topology.source.format,
+        fingerprint=topology.fingerprints_wanted,
+        fingerprint_exclude=topology.fingerprint_exclude,
+    )
+
+
+def identified(df: DataFrame, topology: Topology) -> DataFrame:
+    """Return the records (`rows.RECORDS`, more columns are kept) with the columns `IDENTIFIED` after them."""
+    schema = StructType([*df.schema.fields, *IDENTIFIED])
+    return df.mapInArrow(_identifying(topology), schema)
+
+
+def _identifying(topology: Topology) -> Callable[[Iterable[pa.RecordBatch]], Batches]:
+    def run(batches: Iterable[pa.RecordBatch]) -> Batches:
+        extractor = extractor_for(topology)
+        for batch in batches:
+            extracted = extract_batch(extractor, batch)
+            names = [*batch.schema.names, *(field.name for field in IDENTIFIED)]
+            yield pa.RecordBatch.from_arrays([*batch.columns, *identified_arrays(extracted)], names)
+
+    return run
+
+
+def extract_batch(extractor: Extractor, batch: pa.RecordBatch) -> Extracted:
+    """Return what the extractor finds in Arrow columns `key`, `value`, `headers`, `timestamp_ms`.
+
+    A row without a timestamp has the time -1, which is a dead letter where the topology takes the record's time.
+    """
+    count = batch.num_rows
+    keys = batch.column("key").to_pylist()
+    values = batch.column("value").to_pylist()
+    timestamps = batch.column("timestamp_ms")
+    if timestamps.null_count:
+        timestamps = timestamps.fill_null(-1)
+    column = batch.column("headers")
+    if column.null_count == count:
+        headers: list[list[tuple[str, bytes | None]]] = [[]] * count
+    else:
+        headers = [[(each["key"], each["value"]) for each in row or ()] for row in column.to_pylist()]
+    return extractor(keys, values, headers, timestamps.to_pylist())
+
+
+def identified_arrays(extracted: Extracted) -> list[pa.Array]:
+    """Return the columns `IDENTIFIED` of a batch."""
+    count = len(extracted.ids)
+    faults = extracted.faults
+    fingerprints = extracted.fingerprints
+    if faults:
+        found = [faults.get(row) for row in range(count)]
+        codes = [None if fault is None else fault.code for fault in found]
+        kinds = [None if fault is None else fault.kind.value for fault in found]
+        details = [None if fault is None else fault.detail for fault in found]
+    else:
+        codes = kinds = details = [None] * count
+    return [
+        pa.array(extracted.ids, pa.binary()),
+        pa.array(extracted.times_ms, pa.int64()),
+        pa.nulls(count, pa.binary()) if fingerprints is None else pa.array(fingerprints, pa.binary()),
+        pa.array(codes, pa.string()),
+        pa.array(kinds, pa.string()),
+        pa.array(details, pa.string()),
+    ]

@@ -1,0 +1,112 @@
+"""The shape all Spark jobs share: a Kafka record as a row, wherever it was kept.
+
+Coordinates (topic, partition, offset) are null for rows that never were in Kafka, or that no longer know where.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from pyspark.sql import Column, DataFrame
+from pyspark.sql import functions as F  # noqa: N812 - the name every Spark page uses
+from pyspark.sql.types import (
+    ArrayType,
+    BinaryType,
+    DataType,
+    IntegerType,
+    LongType,
+    StringType,
+    StructField,
+    StructType,
+    TimestampType,
+)
+
+from dedup.errors import Problem, TopologyError
+
+HEADERS: Final = ArrayType(StructType([StructField("key", StringType()), StructField("value", BinaryType())]))
+
+RECORDS: Final = StructType(
+    [
+        StructField("key", BinaryType()),
+        StructField("value", BinaryType()),
+        StructField("headers", HEADERS),
+        StructField("timestamp_ms", LongType()),
+        StructField("topic", StringType()),
+        StructField("partition", IntegerType()),
+        StructField("offset", LongType()),
+    ]
+)
+"""Key and value as bytes, null kept; headers null where there are none; timestamp in ms since 1970 UTC."""
+
+COORDINATES: Final = ("topic", "partition", "offset")
+
+
+def records_of_kafka(df: DataFrame) -> DataFrame:
+    """Return what Spark's Kafka source read as `RECORDS`; without `includeHeaders` the headers are null."""
+    headers = F.col("headers").cast(HEADERS) if "headers" in df.columns else F.lit(None).cast(HEADERS)
+    return df.select(
+        F.col("key").cast(BinaryType()),
+        F.col("value").cast(BinaryType()),
+        headers.alias("headers"),
+        F.unix_millis("timestamp").alias("timestamp_ms"),
+        F.col("topic").cast(StringType()),
+        F.col("partition").cast(IntegerType()),
+        F.col("offset").cast(LongType()),
+    )
+
+
+def records_of_files(df: DataFrame, *, place: str = "the input") -> DataFrame:
+    """Return a table of records as `RECORDS`, by the names of its columns.
+
+    Needed: `value` (text or bytes). Taken if there: `key`, `headers`, `timestamp_ms` (integer) or `timestamp`, and
+    `topic`, `partition`, `offset`, of which all or none must be there. Raises TopologyError with every column that is
+    missing or of a type that can not be read without a guess; `place` names the table in it.
+    """
+    problems = [text for text in (_problem(df, name) for name in ("value", *_OPTIONAL)) if text]
+    there = [name for name in COORDINATES if name in df.columns]
+    if there and len(there) < len(COORDINATES):
+        missing = ", ".join(name for name in COORDINATES if name not in there)
+        problems.append(
+            f"has {', '.join(there)} but not {missing}: give all three of topic, partition, offset, or none"
+        )
+    if problems:
+        raise TopologyError([Problem(place, text) for text in problems])
+    return df.select(*(_as_record(df, field).alias(field.name) for field in RECORDS.fields))
+
+
+_OPTIONAL: Final = ("key", "headers", "timestamp_ms", "timestamp", "topic", "partition", "offset")
+_KINDS: Final[dict[str, tuple[str, ...]]] = {
+    "value": ("string", "binary"),
+    "key": ("string", "binary"),
+    "timestamp_ms": ("bigint", "int"),
+    "timestamp": ("timestamp",),
+    "topic": ("string",),
+    "partition": ("bigint", "int", "smallint", "tinyint"),
+    "offset": ("bigint", "int"),
+}
+_HEADER_KINDS: Final = ("array<struct<key:string,value:binary>>", "array<struct<key:string,value:string>>")
+
+
+def _problem(df: DataFrame, name: str) -> str | None:
+    if name not in df.columns:
+        return "has no column `value`: name the column that holds the events" if name == "value" else None
+    found = df.schema[name].dataType.simpleString()
+    wanted = _HEADER_KINDS if name == "headers" else _KINDS[name]
+    if found in wanted:
+        return None
+    return f"column `{name}` is {found}; write it as {' or '.join(wanted)}"
+
+
+def _as_record(df: DataFrame, field: StructField) -> Column:
+    name, kind = field.name, field.dataType
+    if name == "timestamp_ms" and name not in df.columns and "timestamp" in df.columns:
+        return F.unix_millis("timestamp")
+    if name not in df.columns:
+        return F.lit(None).cast(kind)
+    return _cast(df.schema[name].dataType, name, kind)
+
+
+def _cast(found: DataType, name: str, kind: DataType) -> Column:
+    if isinstance(found, TimestampType):
+        return F.unix_millis(name)
+    return F.col(name).cast(kind)

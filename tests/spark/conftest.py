@@ -1,0 +1,57 @@
+"""One Spark session for the whole run. Without a Java that can start it: skipped by name, in CI a failure."""
+
+from __future__ import annotations
+
+import gc
+import os
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("pyspark", reason="PySpark is not installed: pip install dedup-streams[spark]")
+
+from pyspark.sql import SparkSession
+
+from dedup.errors import BrokerUnavailable
+from dedup.spark.java import use_java
+from dedup.spark.session import session_for
+
+HERE = Path(__file__).parent
+TUNED = {
+    "spark.ui.enabled": "false",
+    "spark.sql.shuffle.partitions": "2",
+    "spark.driver.memory": "1g",
+    "spark.ui.showConsoleProgress": "false",
+    "spark.sql.execution.arrow.pyspark.enabled": "true",
+}
+
+
+@pytest.fixture(scope="session")
+def spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkSession]:
+    """Return the run's session: `local[2]`, with the jars of Kafka, Delta and JDBC."""
+    try:
+        use_java(os.environ)
+    except BrokerUnavailable as error:
+        if os.environ.get("CI") == "true":
+            pytest.fail(str(error))
+        pytest.skip(str(error))
+    conf = {**TUNED, "spark.sql.warehouse.dir": str(tmp_path_factory.mktemp("warehouse"))}
+    conf["spark.local.dir"] = str(tmp_path_factory.mktemp("spark-local"))
+    session = session_for(None, master="local[2]", packages=("kafka", "delta", "jdbc"), conf=conf)
+    session.sparkContext.setLogLevel("ERROR")
+    yield session
+    session.stop()
+    # Its last sockets are collected here, and not in the middle of someone else's test.
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)
+        gc.collect()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """PySpark leaves sockets to the garbage collector and calls deprecated functions; neither is ours to mend."""
+    for item in items:
+        if HERE in item.path.parents:
+            item.add_marker(pytest.mark.filterwarnings("ignore::ResourceWarning"))
+            item.add_marker(pytest.mark.filterwarnings("ignore:::pyspark"))
