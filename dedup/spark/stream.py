@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 
 MOST_OFFSETS: Final = 1_000_000
 COMMIT_ROWS: Final = 100_000
+_LOOK_S: Final = 0.2
+_TOLD_LINES: Final = 12
 _FAILURES: Final[Mapping[str, type[DedupError]]] = {
     kind.__name__: kind for kind in (StateIncompatible, RecordFailed, InvariantBroken, BrokerUnavailable)
 }
@@ -96,37 +98,44 @@ class Stream:
             for sub_topology in self._sub_topologies():
                 # The second begins where the first has brought its topic by now.
                 if not self._stopping.is_set():
-                    query = self._started(sub_topology)
-                    self._queries.append(query)
-                    self._ended(query)
-            return
-        while all(query.isActive for query in self._queries):
-            self._spark.streams.awaitAnyTermination(1)
-        self.stop()
-        for query in self._queries:
-            self._ended(query)
+                    self._queries.append(self._started(sub_topology))
+                    self._watch()
+        self._watch()
+        self._end()
 
     def stop(self) -> None:
-        """The queries have ended; what was committed stays, the rest is judged by the next run."""
+        """`wait` returns soon; what was committed stays, the next run judges the rest. Signal handlers may call it."""
         self._stopping.set()
+
+    def _watch(self) -> None:
+        """Return when a query has ended, or all were asked to."""
+        while all(query.isActive for query in self._still()):
+            if self._stopping.wait(_LOOK_S):
+                return
+        self._raise_failure()
+
+    def _still(self) -> list[StreamingQuery]:
+        """Return the queries that should be running: with `exit_when_done`, the last."""
+        return self._queries[-1:] if self._options.exit_when_done else self._queries
+
+    def _end(self) -> None:
         for query in self._queries:
             query.stop()
+        self._raise_failure()
+
+    def _raise_failure(self) -> None:
+        if self.failure is not None:
+            raise self.failure
+        for query in self._queries:
+            error = query.exception()
+            if error is not None:
+                raise DedupError(
+                    f"the query {query.name} failed: {_first_lines(str(error))}\nNothing is lost: start it again with "
+                    f"the same checkpoint once the cause is mended."
+                )
 
     def _sub_topologies(self) -> tuple[SubTopology, ...]:
         return ("dedup",) if self._topology.direct else ("repartition", "dedup")
-
-    def _ended(self, query: StreamingQuery) -> None:
-        from pyspark.errors import StreamingQueryException  # noqa: PLC0415  # only where Spark is there
-
-        try:
-            query.awaitTermination()
-        except StreamingQueryException as error:
-            if self.failure is not None:
-                raise self.failure from None
-            raise DedupError(
-                f"the query {query.name} failed: {_first_lines(str(error))}\nNothing is lost: start it again with the "
-                f"same checkpoint once the cause is mended."
-            ) from error
 
     def _started(self, sub_topology: SubTopology) -> StreamingQuery:
         topology, options, ready = self._topology, self._options, self._ready
@@ -188,6 +197,3 @@ def start_stream(spark: SparkSession, topology: Topology, settings: Settings, op
 
 def _first_lines(text: str) -> str:
     return "\n".join(text.splitlines()[:_TOLD_LINES])
-
-
-_TOLD_LINES: Final = 12
