@@ -15,7 +15,6 @@ from aiokafka import errors as kafka_errors
 from aiokafka.client import AIOKafkaClient, ConnectionGroup, CoordinationType
 from aiokafka.conn import CloseReason
 from aiokafka.consumer.fetcher import READ_COMMITTED, PartitionRecords
-from aiokafka.protocol.commit import OffsetFetchRequest
 from aiokafka.protocol.fetch import FetchRequest
 from aiokafka.protocol.offset import OffsetRequest
 from aiokafka.protocol.produce import ProduceRequest
@@ -30,6 +29,7 @@ from aiokafka.record.memory_records import MemoryRecords
 
 from dedup.errors import BrokerUnavailable, StateIncompatible
 from dedup.session.fetch import data_of
+from dedup.session.stable_offsets import StableOffset
 from dedup.session.wire import (
     COORDINATOR_MOVED,
     CommittedOffset,
@@ -214,15 +214,13 @@ class KafkaWire:
         answer = await self._ask_coordinator(CoordinationType.TRANSACTION, transactional_id, request)
         return self._noted(CoordinationType.TRANSACTION, transactional_id, answer.error_code)
 
-    async def committed_offset(self, group: str, source: TopicPartition) -> CommittedOffset:
+    async def committed_offset(self, group: str, source: TopicPartition, *, stable: bool) -> CommittedOffset:
         """See `Wire`."""
-        request = OffsetFetchRequest(group, [(source.topic, [source.partition])])
+        request = StableOffset(group, *source, stable=stable)
         answer = await self._ask_coordinator(CoordinationType.GROUP, group, request)
-        code = getattr(answer, "error_code", 0)
-        offset = -1
-        for _, parts in answer.topics:
-            for _, part_offset, _, part_code in parts:
-                offset, code = part_offset, code or part_code
+        code, offset = answer.error_code, -1
+        for _, ((_, part_offset, _, _, part_code, _),), _ in answer.topics:
+            offset, code = part_offset, code or part_code
         return CommittedOffset(self._noted(CoordinationType.GROUP, group, code), offset if offset >= 0 else None)
 
     async def ask_group(self, group: str, request: Any) -> Any:  # noqa: ANN401  # untyped protocol structures

@@ -15,6 +15,7 @@ from dedup.session.record_batch import Header, ProducerIdentity, RecordBatch, To
 
 __all__ = [
     "COORDINATOR_MOVED",
+    "UNSTABLE_OFFSET",
     "CommittedOffset",
     "Fetched",
     "FetchedRecord",
@@ -30,6 +31,9 @@ __all__ = [
 
 COORDINATOR_MOVED: Final = frozenset({14, 15, 16})
 """Codes by which a coordinator says that it is loading, away or another: nothing was done, ask again."""
+
+UNSTABLE_OFFSET: Final = 88
+"""An open transaction is about to change the offset that was asked for."""
 
 
 class NoAnswer(Exception):
@@ -111,8 +115,11 @@ class Wire(Protocol):
     async def end_transaction(self, transactional_id: str, identity: ProducerIdentity, *, commit: bool) -> int:
         """Commit or abort."""
 
-    async def committed_offset(self, group: str, source: TopicPartition) -> CommittedOffset:
-        """Read the group's committed offset now, from its coordinator."""
+    async def committed_offset(self, group: str, source: TopicPartition, *, stable: bool) -> CommittedOffset:
+        """Read the group's committed offset now, from its coordinator.
+
+        ``stable``: the answer is `UNSTABLE_OFFSET` while an open transaction is about to change it (KIP-447).
+        """
 
     async def bounds(self, source: TopicPartition) -> LogBounds:
         """Read start and high watermark of a partition now, from its leader."""

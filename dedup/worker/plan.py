@@ -140,7 +140,8 @@ async def group_is_new(topology: Topology, wire: Wire, admin: Admin) -> bool:
     have = await admin.topics(topology.feeding_topics)
     for topic in have.values():
         for partition in range(topic.partitions):
-            offset = await committed_offset(wire, topology.name, TopicPartition(topic.name, partition))
+            place = TopicPartition(topic.name, partition)
+            offset = await committed_offset(wire, topology.name, place, stable=False)
             if offset is not None:
                 return False
     return True

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final, Literal, assert_never
 
 from dedup.errors import BrokerUnavailable
-from dedup.session.wire import COORDINATOR_MOVED, LogBounds, NoAnswer, TopicPartition, Wire
+from dedup.session.wire import COORDINATOR_MOVED, UNSTABLE_OFFSET, LogBounds, NoAnswer, TopicPartition, Wire
 
 PAUSE_MS: Final = 50
 Start = Literal["earliest", "latest"] | int
@@ -35,17 +35,21 @@ async def first_offset(wire: Wire, feeding: TopicPartition, start: Start) -> int
             assert_never(never)
 
 
-async def committed_offset(wire: Wire, group: str, source: TopicPartition) -> int | None:
-    """Return the group's committed offset as of now, asking again while its coordinator is away."""
+async def committed_offset(wire: Wire, group: str, source: TopicPartition, *, stable: bool = True) -> int | None:
+    """Return the group's committed offset as of now, asking again while its coordinator is away.
+
+    ``stable``: and while a transaction that would change it is open. For an owner, who has ended those of its own id;
+    whoever only looks on would wait for a dead worker's transaction to time out.
+    """
     while True:
         try:
-            answer = await wire.committed_offset(group, source)
+            answer = await wire.committed_offset(group, source, stable=stable)
         except NoAnswer:
             await wire.pause(PAUSE_MS)
             continue
         if answer.error_code == 0:
             return answer.offset
-        if answer.error_code not in COORDINATOR_MOVED:
+        if answer.error_code not in COORDINATOR_MOVED | {UNSTABLE_OFFSET}:
             raise BrokerUnavailable(
                 f"the group {group!r} does not tell its offset of {source.topic}/{source.partition} "
                 f"(code {answer.error_code}). Grant the principal Read on the group."

@@ -71,7 +71,7 @@ async def _task(
 ) -> SurveyedTask:
     kind, feeding = at
     bounds = await bounds_of(wire, feeding)
-    committed = await committed_offset(wire, topology.name, feeding)
+    committed = await committed_offset(wire, topology.name, feeding, stable=False)
     begin = end = None
     changelog = have.get(topology.changelog_topic)
     if kind == "dedup" and changelog is not None and feeding.partition < changelog.partitions:

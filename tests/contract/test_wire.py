@@ -12,7 +12,7 @@ from dedup.session.client import KafkaWire
 from dedup.session.connection import Connection
 from dedup.session.record_batch import Line, fill
 from dedup.session.transaction import AGAIN_ANNOUNCING, FENCED, OK
-from dedup.session.wire import NoAnswer, Produced, ProducerIdentity, TopicPartition, Wire
+from dedup.session.wire import UNSTABLE_OFFSET, NoAnswer, Produced, ProducerIdentity, TopicPartition, Wire
 from dedup.settings import Security
 from tests.brokers import unique
 from tests.simulation.cluster import INVALID_STATE, OUT_OF_ORDER, TOO_LARGE, Cluster
@@ -102,12 +102,15 @@ class Place:
         fetched = await self.wire.fetch(self.target, 0, max_bytes=1 << 20, wait_ms=50)
         return (await self.wire.bounds(self.target)).end, fetched.last_stable_offset
 
-    async def committed(self) -> int | None:
-        async def ask() -> int:
-            return (await self.wire.committed_offset(self.group, self.target)).error_code
+    async def committed(self, *, stable: bool = False) -> int | None:
+        assert await self.stability(stable=stable) == OK
+        return (await self.wire.committed_offset(self.group, self.target, stable=stable)).offset
 
-        assert await self.asked(ask) == OK
-        return (await self.wire.committed_offset(self.group, self.target)).offset
+    async def stability(self, *, stable: bool) -> int:
+        async def ask() -> int:
+            return (await self.wire.committed_offset(self.group, self.target, stable=stable)).error_code
+
+        return await self.asked(ask)
 
     async def with_offset(self, identity: ProducerIdentity, offset: int) -> int:
         assert await self.asked(lambda: self.wire.add_offsets(self.id, identity, self.group)) == OK
@@ -204,6 +207,19 @@ async def test_offsets_are_committed_with_the_transaction(place: Place) -> None:
     assert await place.with_offset(second, 2) == OK
     await place.begin()
     assert await place.committed() == 1
+
+
+async def test_an_offset_on_its_way_is_no_stable_one(place: Place) -> None:
+    """KIP-447: whoever takes over after another id's transaction must not begin where it began."""
+    identity = await place.begin()
+    assert await place.committed(stable=True) is None
+    await place.wrote(identity, b"one")
+    assert await place.with_offset(identity, 1) == OK
+    assert await place.committed() is None
+    assert await place.stability(stable=True) == UNSTABLE_OFFSET
+    assert await place.ended(identity, commit=True) == OK
+    await place.begin()
+    assert await place.committed(stable=True) == 1
 
 
 async def test_a_record_too_large_is_refused_and_its_neighbours_are_not(place: Place) -> None:

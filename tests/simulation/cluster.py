@@ -15,6 +15,7 @@ from typing import Literal, NamedTuple
 from aiokafka.record.memory_records import MemoryRecords
 
 from dedup.session.wire import (
+    UNSTABLE_OFFSET,
     CommittedOffset,
     Fetched,
     FetchedRecord,
@@ -301,7 +302,9 @@ class Cluster:
             while known.state in ENDING:
                 self._mark_next(known)
 
-    def committed_offset(self, group: str, source: TopicPartition) -> CommittedOffset:
+    def committed_offset(self, group: str, source: TopicPartition, *, stable: bool) -> CommittedOffset:
+        if stable and any((group, source) in known.offsets for known in self._ids.values()):
+            return CommittedOffset(UNSTABLE_OFFSET, None)
         return CommittedOffset(OK, self.offsets.get((group, source)))
 
     def bounds(self, source: TopicPartition) -> LogBounds:

@@ -190,11 +190,11 @@ class SimWire:
         )
         return answer
 
-    async def committed_offset(self, group: str, source: TopicPartition) -> CommittedOffset:
+    async def committed_offset(self, group: str, source: TopicPartition, *, stable: bool) -> CommittedOffset:
         answer: CommittedOffset = await self._process.park(
             "OffsetFetch",
             "group",
-            lambda: self._cluster.committed_offset(group, source),
+            lambda: self._cluster.committed_offset(group, source, stable=stable),
             put_off=lambda: CommittedOffset(LOADING, None),
         )
         return answer

@@ -96,7 +96,8 @@ class RestoreBeforeInit(Task):
 
     async def start(self) -> int:
         self._move(TaskState.RESTORING)
-        restored = await self._work.restore(await committed_offset(self._wire, self._group, self.task_id.feeding))
+        early = await committed_offset(self._wire, self._group, self.task_id.feeding, stable=False)
+        restored = await self._work.restore(early)
         await self._session.open()
         committed = self._committed = await committed_offset(self._wire, self._group, self.task_id.feeding)
         self._next_offset = self._expected = max(restored, committed or 0)
@@ -110,7 +111,8 @@ class OffsetBeforeInit(Task):
 
     async def start(self) -> int:
         self._move(TaskState.RESTORING)
-        committed = self._committed = await committed_offset(self._wire, self._group, self.task_id.feeding)
+        feeding = self.task_id.feeding
+        committed = self._committed = await committed_offset(self._wire, self._group, feeding, stable=False)
         await self._session.open()
         await self._work.restore(committed)
         self._next_offset = self._expected = committed or 0
