@@ -21,6 +21,7 @@ from dedup.session.wire import TopicPartition
 from dedup.store.directory import own_state
 from dedup.worker.app import DedupApp, create_app
 from dedup.worker.beside import Beside, MakePages
+from dedup.worker.lost_offsets import refuse_lost_offsets
 from dedup.worker.plan import Cluster, group_is_new, prepare
 from dedup.worker.starting import bounds_of
 from dedup.worker.task import TaskState
@@ -65,6 +66,7 @@ async def _run_alone(topology: Topology, settings: Settings, options: RunOptions
         try:
             async with asyncio.timeout(patience_s):
                 cluster = await _cluster(topology, settings, wire)
+                await refuse_lost_offsets(topology, cluster, wire)
                 ends = await _ends(topology, cluster, wire) if options.exit_when_done else {}
         except TimeoutError as error:
             raise BrokerUnavailable(

@@ -75,6 +75,26 @@ def test_f19_offsets_deleted_the_task_record_decides(done: Job) -> None:
     done.judge()
 
 
+def test_f19_offsets_of_a_repartitioned_source_deleted(make_job: MakeJob) -> None:
+    """The group knew nothing of two partitions: one was read, one never held a record. Only the first is missed."""
+    job = make_job(document={"source": {"topics": ["lost-in"]}})
+    job.send([Event(0, b'{"id":"%d","n":%d}' % (number % 70, number), BASE_MS + number) for number in range(200)])
+    job.finish()
+    job.finish()  # a start with an offset that was never there is none that was lost
+    for future in job.admin.client.delete_consumer_groups([job.name]).values():
+        future.result(timeout=30)
+    worker = job.refused(code=INCOMPATIBLE, says="has no offset of lost-in/0, but")
+    assert "Nothing was touched" in worker.log
+    job.refused("elsewhere", code=INCOMPATIBLE, says="has no offset of lost-in/0, but")
+    # What the message proposes.
+    places = [TopicPartition("lost-in", 0, 200)]
+    asked = job.admin.client.alter_consumer_group_offsets([ConsumerGroupTopicPartitions(job.name, places)])
+    asked[job.name].result(timeout=30)
+    job.send([Event(1, b'{"id":"new-%d","n":1000}' % number, BASE_MS) for number in range(20)])
+    job.finish()
+    job.judge()
+
+
 def test_f19_offsets_set_back_to_the_start(done: Job) -> None:
     places = [TopicPartition(done.topology.source.topics[0], partition, 0) for partition in range(done.partitions)]
     asked = done.admin.client.alter_consumer_group_offsets([ConsumerGroupTopicPartitions(done.name, places)])
