@@ -45,8 +45,8 @@ async def refuse_lost_offsets(topology: Topology, cluster: Cluster, wire: Wire) 
         names = ", ".join(f"{topology.source.topics[feed.topic]}/{feed.partition}" for feed in lost)
         raise StateIncompatible(
             f"the group {topology.name!r} has no offset of {names}, but task records in {topology.changelog_topic} say "
-            f"that records from there were judged: offsets were deleted. Nothing was touched; a new beginning at `start` "
-            f"would judge all of them twice. Set the group's offsets to where it had come "
+            f"that records from there were judged: offsets were deleted. Nothing was touched; to begin at `start` once "
+            f"more would judge all of them twice. Set the group's offsets to where it had come "
             f"(kafka-consumer-groups.sh --reset-offsets), or start anew with `dedup reset`."
         )
 
