@@ -148,18 +148,43 @@ def fold(rows: Rows, rules: Rules, before: StreamTime, lookup: Lookup, *, ceilin
 
     ``ceiling_ms`` is the greatest event time accepted. Raises RecordFailed where a policy says `fail`.
     """
-    outcome = Outcome()
-    skipped = _faults(rows, rules, outcome)
-    times_ms = _accepted_times(rows, rules, skipped, outcome, ceiling_ms)
-    outcome.judged_times_ms = times_ms
+    outcome, skipped = screen(rows, rules, ceiling_ms=ceiling_ms)
+    times_ms = outcome.judged_times_ms
     stream_times, outcome.stream_time = _stream_times(rows, times_ms, skipped, before)
     ids = rows.extracted.ids
     wanted = ids if not skipped else [key for row, key in enumerate(ids) if row not in skipped]
     if wanted:
         judged = times_ms if not skipped else [t for row, t in enumerate(times_ms) if row not in skipped]
         known = lookup(wanted, min(judged), max(judged))  # type: ignore[arg-type]  # no None is left
-        _Judging(rows, rules, outcome, dict(known)).run(stream_times, skipped)
+        judge(rows, rules, outcome, dict(known), stream_times, skipped)
     return outcome
+
+
+def screen(rows: Rows, rules: Rules, *, ceiling_ms: int) -> tuple[Outcome, set[int]]:
+    """Return an outcome in which only faults and impossible times are dealt with, and the rows not to be judged.
+
+    Raises RecordFailed where a policy says `fail`.
+    """
+    outcome = Outcome()
+    skipped = _faults(rows, rules, outcome)
+    outcome.judged_times_ms = _accepted_times(rows, rules, skipped, outcome, ceiling_ms)
+    return outcome, skipped
+
+
+def judge(
+    rows: Rows,
+    rules: Rules,
+    outcome: Outcome,
+    known: dict[bytes, Sightings],
+    stream_times: list[int],
+    skipped: set[int],
+) -> None:
+    """The outcome has the verdicts of all rows not skipped, each at a stream time of its own.
+
+    `known` is brought up to date, but for the IDs of `outcome.singles`. For engines that bring the rows of an ID
+    together, and know the stream time of each without its neighbours. Raises RecordFailed where a policy says `fail`.
+    """
+    _Judging(rows, rules, outcome, known).run(stream_times, skipped)
 
 
 def _faults(rows: Rows, rules: Rules, outcome: Outcome) -> set[int]:
