@@ -1,0 +1,226 @@
+"""The first half of a backfill: what each record carries, which can not be judged, and what stream time it brings.
+
+Runs before the rows of an ID are brought together, in the order of the input.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from typing import Final, Literal
+
+import numpy as np
+import orjson
+import pyarrow as pa
+import pyarrow.compute as pc
+from pyspark import TaskContext
+from pyspark.sql.types import BinaryType, IntegerType, LongType, StringType, StructField
+
+from dedup.core.fold import Outcome, Rows, screen
+from dedup.core.stream_time import Feed, StreamTime
+from dedup.core.window import BEFORE_ALL_TIME
+from dedup.errors import StateIncompatible
+from dedup.spark.columns import extract_batch, extractor_for
+from dedup.spark.fold_sorted import Integers
+from dedup.spark.stretches import Stretch, Stretches
+from dedup.spark.unwrapped import unwrapped
+from dedup.topology.model import Topology
+
+Mode = Literal["direct", "merged", "log", "event_time"]
+"""``direct``: each source partition is a log of its own. ``merged``: several, judged in step. ``log``: the repartition
+topic, with its feeds. ``event_time``: rows without coordinates."""
+
+SCREENED: Final = (
+    StructField("dedup_id", BinaryType()),
+    StructField("dedup_time_ms", LongType()),
+    StructField("dedup_fingerprint", BinaryType()),
+    StructField("verdict", StringType()),
+    StructField("reason", StringType()),
+    StructField("detail", StringType()),
+    StructField("dedup_partition", IntegerType()),
+    StructField("dedup_offset", LongType()),
+    StructField("stream_time_ms", LongType()),
+)
+STRETCH: Final = StructField("_stretch", LongType())
+TARGET: Final = StructField("_target", IntegerType())
+"""Not null in rows that are no records: stretches, for the reader whose place in the shuffle this is."""
+
+Batches = Iterator[pa.RecordBatch]
+
+
+@dataclass(frozen=True, slots=True)
+class Screening:
+    """What the first half must know."""
+
+    topology: Topology
+    mode: Mode
+    ceiling_ms: int
+    targets: tuple[int, ...] = ()
+    """A value of `TARGET` for every reader of the shuffle that follows."""
+    feeds: tuple[Feed, ...] = ()
+    """Behind a repartition topic: every source partition there is."""
+
+
+def screening(plan: Screening) -> Callable[[Iterable[pa.RecordBatch]], Batches]:
+    """Return the function for `mapInArrow`."""
+
+    def run(batches: Iterable[pa.RecordBatch]) -> Batches:
+        context = TaskContext.get()
+        screener = _Screener(plan, 0 if context is None else context.partitionId())
+        empty: pa.RecordBatch | None = None
+        for batch in batches:
+            empty = batch.slice(0, 0)
+            if batch.num_rows:
+                yield screener.screened(batch)
+        if empty is not None and screener.stretches.all and plan.targets:
+            yield _notice(screener.screened(empty).schema, screener.stretches.all, plan.targets)
+
+    return run
+
+
+def _notice(schema: pa.Schema, stretches: Sequence[Stretch], targets: tuple[int, ...]) -> pa.RecordBatch:
+    text = orjson.dumps([asdict(each) for each in stretches])
+    columns = {
+        "value": pa.array([text] * len(targets), pa.binary()),
+        TARGET.name: pa.array(targets, pa.int32()),
+    }
+    arrays = [columns.get(field.name, pa.nulls(len(targets), field.type)) for field in schema]
+    return pa.RecordBatch.from_arrays(arrays, schema=schema)
+
+
+def read_notice(values: Iterable[bytes]) -> list[Stretch]:
+    """Return the stretches that tasks of the first half have sent."""
+    return [Stretch(**each) for value in values for each in orjson.loads(value)]
+
+
+class _Screener:
+    """Screens the batches of one Spark task, in order."""
+
+    def __init__(self, plan: Screening, task: int) -> None:
+        self._plan: Final = plan
+        self._rules: Final = plan.topology.rules
+        self._extractor: Final = extractor_for(plan.topology)
+        self.stretches: Final = Stretches(task)
+        self._partition = -1
+        self._stream_time = StreamTime.before(plan.feeds)
+
+    def screened(self, batch: pa.RecordBatch) -> pa.RecordBatch:
+        """Return the records with `SCREENED`, `STRETCH` and `TARGET` after them."""
+        plan = self._plan
+        partitions, offsets = _integers(batch, "partition"), _integers(batch, "offset")
+        idle: frozenset[int] = frozenset()
+        if plan.mode == "log":
+            origin = unwrapped(batch)
+            batch, idle = origin.batch, origin.idle_rows
+        topics = _topics(batch, plan.topology.source.topics, needed=plan.mode != "event_time")
+        feeds = [Feed(0, -1)] if plan.mode == "event_time" else _feeds(topics, _integers(batch, "partition"))
+        rows = Rows(extract_batch(self._extractor, batch), _integers(batch, "offset").tolist(), feeds, idle)
+        outcome, skipped = screen(rows, self._rules, ceiling_ms=plan.ceiling_ms)
+        times_ms = np.array(outcome.judged_times_ms, np.int64)
+        moving = times_ms.copy()
+        if skipped:
+            moving[list(skipped)] = BEFORE_ALL_TIME
+        stretch = None
+        match plan.mode:
+            case "event_time":
+                stream_ms = moving
+            case "log":
+                stream_ms = self._along_log(partitions, rows, moving, skipped)
+            case "direct" | "merged":
+                stretch, stream_ms = self.stretches.take(topics, partitions, offsets, moving)
+        task = (partitions, offsets) if plan.mode in {"direct", "log"} else None
+        added = _added(rows, outcome, times_ms, stream_ms, task)
+        added += [
+            pa.nulls(batch.num_rows, pa.int64()) if stretch is None else pa.array(stretch),
+            pa.nulls(batch.num_rows, pa.int32()),
+        ]
+        names = [*batch.schema.names, *(field.name for field in (*SCREENED, STRETCH, TARGET))]
+        result = pa.RecordBatch.from_arrays([*batch.columns, *added], names)
+        return result.filter(_without(idle, batch.num_rows)) if idle else result
+
+    def _along_log(self, partitions: Integers, rows: Rows, times_ms: Integers, skipped: set[int]) -> Integers:
+        """Return stream time at every row of the repartition topic; the rows of a partition come one after another."""
+        result = np.empty(len(partitions), np.int64)
+        borders = [0, *(np.flatnonzero(partitions[1:] != partitions[:-1]) + 1).tolist(), len(partitions)]
+        for begin, end in pairwise(borders):
+            if begin == end:
+                continue
+            if int(partitions[begin]) != self._partition:
+                self._partition = int(partitions[begin])
+                self._stream_time = StreamTime.before(self._plan.feeds)
+            column, self._stream_time = self._stream_time.after(
+                (
+                    rows.feeds[row] if len(rows.feeds) > 1 else rows.feeds[0],
+                    None if row in skipped else int(times_ms[row]),
+                    row in rows.idle_rows,
+                )
+                for row in range(begin, end)
+            )
+            result[begin:end] = column
+        return result
+
+
+def _added(
+    rows: Rows, outcome: Outcome, times_ms: Integers, stream_ms: Integers, task: tuple[Integers, Integers] | None
+) -> list[pa.Array]:
+    """Return the columns `SCREENED`."""
+    count = len(times_ms)
+    verdicts: list[str | None] = [None] * count
+    reasons: list[str | None] = [None] * count
+    details: list[str | None] = [None] * count
+    for row, exempt in outcome.exempt.items():
+        verdicts[row], reasons[row] = "exempt", exempt.why
+    for row, dead in outcome.dead:
+        verdicts[row], reasons[row], details[row] = "dead_letter", dead.code, dead.detail
+    fingerprints = rows.extracted.fingerprints
+    known = stream_ms > BEFORE_ALL_TIME
+    return [
+        pa.array(rows.extracted.ids, pa.binary()),
+        pa.array(times_ms),
+        pa.nulls(count, pa.binary()) if fingerprints is None else pa.array(fingerprints, pa.binary()),
+        pa.array(verdicts, pa.string()),
+        pa.array(reasons, pa.string()),
+        pa.array(details, pa.string()),
+        pa.nulls(count, pa.int32()) if task is None else pa.array(task[0].astype(np.int32)),
+        pa.nulls(count, pa.int64()) if task is None else pa.array(task[1]),
+        pa.array(stream_ms, mask=None if known.all() else ~known),
+    ]
+
+
+def _integers(batch: pa.RecordBatch, name: str) -> Integers:
+    column = batch.column(name)
+    if column.null_count:
+        column = column.fill_null(-1)
+    result: Integers = column.to_numpy(zero_copy_only=False).astype(np.int64)
+    return result
+
+
+def _topics(batch: pa.RecordBatch, topics: tuple[str, ...], *, needed: bool) -> Integers:
+    """Return the positions in ``source.topics``; 0 for all where there are no coordinates."""
+    if not needed:
+        return np.zeros(batch.num_rows, np.int64)
+    column = batch.column("topic")
+    found = pc.index_in(column, value_set=pa.array(topics, pa.string()))
+    if found.null_count or batch.column("partition").null_count or batch.column("offset").null_count:
+        others = sorted({str(each) for each in column.filter(pc.is_null(found)).to_pylist()})
+        what = f"topic {', '.join(others)}" if others else "no partition or offset"
+        raise StateIncompatible(
+            f"the input holds records of {what}; the topology reads {', '.join(topics)}, and its records are judged in "
+            f"the order of their offsets. Filter the input, or drop its columns topic, partition and offset to judge "
+            f"in the order of event times."
+        )
+    result: Integers = found.to_numpy(zero_copy_only=False).astype(np.int64)
+    return result
+
+
+def _feeds(topics: Integers, partitions: Integers) -> list[Feed]:
+    if len(topics) and (topics == topics[0]).all() and (partitions == partitions[0]).all():
+        return [Feed(int(topics[0]), int(partitions[0]))]
+    return list(map(Feed, topics.tolist(), partitions.tolist()))
+
+
+def _without(rows: frozenset[int], count: int) -> pa.Array:
+    kept = np.ones(count, np.bool_)
+    kept[list(rows)] = False
+    return pa.array(kept)
