@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
+from typing import Any
 
 from dedup.session.fetch import Columns
 from dedup.session.wire import Header, TopicPartition
@@ -61,3 +63,11 @@ class FeedBatch:
             self.follows,
             self.odd_names,
         )
+
+
+def gather(rows: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
+    """Return a function that takes these rows' entries out of a column, in C; there must be a row."""
+    if len(rows) == 1:
+        (row,) = rows
+        return lambda column: (column[row],)  # itemgetter would return the bare entry
+    return itemgetter(*rows)

@@ -27,7 +27,7 @@ from dedup.store.changelog import (
     task_record_key,
 )
 from dedup.store.overlay import Overlay
-from dedup.worker.batch import FeedBatch
+from dedup.worker.batch import FeedBatch, gather
 from dedup.worker.clock import Clock
 from dedup.worker.misplaced import Placement
 from dedup.worker.publish import Publisher
@@ -59,7 +59,6 @@ class JudgePlan:
     start: Start
     fingerprint: bytes
     compression: str
-    cache_ids: int
     partitions: int = 1
     """Of the source topic, where it is read directly: IDs are sampled for being in the wrong one."""
 
@@ -121,7 +120,7 @@ class Judge:
         """See `task.Work`; raises StateIncompatible, with nothing touched, where state and topology do not fit."""
         plan = self._plan
         store = self._store = self._open_store()
-        self._overlay = Overlay(store, cache_ids=plan.cache_ids)
+        self._overlay = Overlay(store)
         restored = await restore(self._wire, plan.changelog, store, plan.rules.window, self._note_progress)
         self._numbers.restored = restored.records
         record = store.task_record
@@ -228,15 +227,15 @@ class Judge:
         if singles:
             for segment, feed, part in _grouped(singles, rows, outcome, window):
                 fingerprints = rows.extracted.fingerprints
+                taken = gather(part)
                 values = encode_single_column(
-                    [outcome.judged_times_ms[row] for row in part],
+                    taken(outcome.judged_times_ms),
                     feed.topic,
                     feed.partition,
-                    [rows.sources[row] for row in part],
-                    None if fingerprints is None else [fingerprints[row] for row in part],
+                    taken(rows.sources),
+                    None if fingerprints is None else taken(fingerprints),
                 )
-                keys = [rows.extracted.ids[row] for row in part]
-                writes.setdefault(segment, {}).update(zip(keys, values, strict=True))  # type: ignore[arg-type]
+                writes.setdefault(segment, {}).update(zip(taken(rows.extracted.ids), values, strict=True))
         for (segment, key), sightings in outcome.rewritten.items():
             writes.setdefault(segment, {})[key] = encode_sighting(sightings)
         return writes
@@ -314,7 +313,7 @@ class Judge:
 def _grouped(singles: list[int], rows: Rows, outcome: Outcome, window: Window) -> Iterator[tuple[int, Feed, list[int]]]:
     """Yield (segment, feed, rows); nearly always one segment and one feed, so that is tried first."""
     times_ms = outcome.judged_times_ms
-    taken = [times_ms[row] for row in singles]
+    taken = gather(singles)(times_ms)
     least, greatest = window.segment_of(min(taken)), window.segment_of(max(taken))
     if len(rows.feeds) == 1 and least == greatest:
         yield least, rows.feeds[0], singles

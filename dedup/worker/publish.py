@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import repeat
 from operator import itemgetter
-from typing import Final, TypeVar
+from typing import Final
 
 from dedup.core.fold import DeadLetter, Outcome, Rows
 from dedup.core.murmur2 import partitions
 from dedup.core.window import Sighting
 from dedup.session.record_batch import Header, Line, RecordBatch, TopicPartition, fill
-from dedup.worker.batch import FeedBatch
+from dedup.worker.batch import FeedBatch, gather
 
 SOURCE: Final = "dedup-source"
 TIMESTAMP: Final = "dedup-timestamp"
@@ -28,8 +28,6 @@ REPLAYED: Final = "dedup-replayed"
 """On what `dedup replay` sent: where the record stood in the source when it was first judged."""
 SLACK_BYTES: Final = 65_536
 """A late or dead-letter topic takes records this much larger than the source's: room for our headers."""
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,8 +97,8 @@ class Publisher:
         lines = self._lines(batch, rows, outcome, forwarded)
         if self._routes.keep_partition:
             return [(TopicPartition(route.topic, self._partition), lines)]
-        keys = _column(batch.keys, forwarded)
-        ids = _column(rows.extracted.ids, forwarded)
+        taken = gather(forwarded)
+        keys, ids = taken(batch.keys), taken(rows.extracted.ids)
         chosen = partitions(
             [key if key is not None else own or b"" for key, own in zip(keys, ids, strict=True)], route.partitions
         )
@@ -126,17 +124,18 @@ class Publisher:
         if self._routes.output_headers:
             for row in forwarded:
                 marks.setdefault(row, []).append((SOURCE, self._place(rows, row)))
-        timestamps = _column(batch.timestamps_ms, forwarded)
+        taken = gather(forwarded)
+        timestamps = taken(batch.timestamps_ms)
         if outcome.clamped and self._routes.time_is_record:
             timestamps = [outcome.clamped.get(row, own) for row, own in zip(forwarded, timestamps, strict=True)]
         headers: Iterable[list[Header]] = repeat([])
         if marks or any(batch.headers):
             headers = [[*batch.headers[row], *marks.get(row, ())] for row in forwarded]
         return zip(
-            _column(batch.offsets, forwarded),
+            taken(batch.offsets),
             timestamps,
-            _column(batch.keys, forwarded),
-            _column(batch.values, forwarded),
+            taken(batch.keys),
+            taken(batch.values),
             headers,
             strict=False,
         )
@@ -199,10 +198,3 @@ class Publisher:
             None,
             [*ours, (DIGEST, f"blake2b-256:{digest} of {len(value or b'')} bytes".encode())],
         )
-
-
-def _column(column: Sequence[T], rows: list[int]) -> Sequence[T]:
-    """Return the entries of some rows; itemgetter gathers in C, but returns a bare entry for a single row."""
-    if len(rows) == 1:
-        return (column[rows[0]],)
-    return itemgetter(*rows)(column)  # type: ignore[no-any-return]

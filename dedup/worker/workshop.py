@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from dedup.settings import Settings
     from dedup.topology.model import Topology
 
-CACHE_IDS: Final = 400_000
-"""IDs a worker keeps in memory in front of its stores, shared by its tasks."""
 DEADLINE_MS: Final = 20_000
 
 
@@ -102,7 +100,6 @@ class Workshop:
             start=topology.source.start if topology.direct else "earliest",
             fingerprint=topology.state_fingerprint(self.cluster.source_partitions(topology)),
             compression=self.settings.topics.compression,
-            cache_ids=CACHE_IDS // max(1, self.cluster.topics[topology.changelog_topic].partitions),
             partitions=self.cluster.topics[feeding.topic].partitions if topology.direct else 1,
         )
         session = self._session(topology.transactional_id("dedup", feeding.partition))

@@ -77,7 +77,6 @@ def task(wire: DirectWire, *, start="earliest", judge=Judge) -> Task:
         start=start,
         fingerprint=b"f" * 16,
         compression="none",
-        cache_ids=0,
     )
     routes = Routes(
         source_topics=("in",),

@@ -37,7 +37,6 @@ def random_scenario(dice: random.Random) -> Scenario:
         offsets=dice.choice(["kept", "kept", "forgotten", "stale"]),
         seeder=dice.random() < 0.15,
         fetch_entries=dice.randint(1, 5),
-        cache_ids=dice.choice([0, 0, 3, 100]),
         new_disk_at_end=dice.random() < 0.3,
     )
 

@@ -79,7 +79,6 @@ class Scenario:
     seeder: bool = False
     """Another transactional id has an open transaction on the changelog."""
     fetch_entries: int = 3
-    cache_ids: int = 0
     last_incarnation: bool = True
     """At the end every process is killed, and a new one reads the probes; else those who live do."""
     new_disk_at_end: bool = False
@@ -177,7 +176,6 @@ class Builder:
             start="earliest",
             fingerprint=FINGERPRINT,
             compression="none",
-            cache_ids=scenario.cache_ids,
         )
         disk = process.disks[feeding]
         publisher = self._publisher()

@@ -158,7 +158,7 @@ class RemovedAtCapture(Judge):
     async def restore(self, committed: int | None) -> int:
         start = await super().restore(committed)
         assert self._store is not None
-        self._overlay = ForgetfulOverlay(self._store, cache_ids=0)
+        self._overlay = ForgetfulOverlay(self._store)
         return start
 
 

@@ -18,9 +18,9 @@ def store():
     return MemoryStore()
 
 
-@pytest.fixture(params=[0, 1, 1_000], ids=lambda size: f"cache{size}")
-def overlay(request, store):
-    return Overlay(store, cache_ids=request.param)
+@pytest.fixture
+def overlay(store):
+    return Overlay(store)
 
 
 def test_a_sighting_is_visible_from_the_fold_to_the_store(overlay, store):
@@ -109,20 +109,11 @@ def test_a_discarded_overlay_shows_the_store_alone(overlay, store):
     assert store.position == 1
 
 
-def test_dropped_segments_leave_the_cache(overlay):
+def test_dropped_segments_are_gone(overlay):
     overlay.add({0: {b"a": b"1"}, 100: {b"a": b"2"}})
     overlay.applied(overlay.freeze(), RECORD, 1)
     assert overlay.drop_below(100, 100) == (0,)
     assert overlay.get_many(SEGMENTS, [b"a"]) == {b"a": [b"2"]}
-
-
-def test_the_cache_is_bounded(store):
-    overlay = Overlay(store, cache_ids=10)
-    for number in range(100):
-        overlay.add({0: {b"%d" % number: b"v"}})
-        overlay.applied(overlay.freeze(), None, number)
-        assert sum(len(values) for tier in overlay._tiers() for values in tier.values()) <= 12
-    assert len(overlay.get_many((0,), [b"%d" % number for number in range(100)])) == 100
 
 
 ids = st.sampled_from([b"a", b"b", b"c", b"d"])
@@ -135,9 +126,9 @@ steps = st.lists(
 )
 
 
-@given(steps, st.integers(0, 4))
-def test_look_ups_equal_a_plain_dict_of_everything_judged(steps, cache_ids):
-    overlay, judged, generation, position = Overlay(MemoryStore(), cache_ids=cache_ids), {}, None, 0
+@given(steps)
+def test_look_ups_equal_a_plain_dict_of_everything_judged(steps):
+    overlay, judged, generation, position = Overlay(MemoryStore()), {}, None, 0
     for step in steps:
         if isinstance(step, dict):
             overlay.add(step)
