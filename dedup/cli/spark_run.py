@@ -67,12 +67,15 @@ def run(
 def _run_exact(
     topology: Topology, settings: Settings, options: StreamOptions, master: str | None, conf: list[str], *, quiet: bool
 ) -> None:
+    import os
     from dataclasses import replace
 
     from dedup.spark.session import session_for
     from dedup.spark.stream import start_stream
 
-    spark = session_for(topology, master=master, packages=("kafka",), conf=_pairs(conf))
+    # Alone, a task that fails would end the stream: inside one machine Spark tries again only if the master says so.
+    alone = master is None and "PYSPARK_GATEWAY_PORT" not in os.environ
+    spark = session_for(topology, master="local[*,4]" if alone else master, packages=("kafka",), conf=_pairs(conf))
     try:
         with StreamProgress(enabled=not quiet) as progress:
             stream = start_stream(spark, topology, settings, replace(options, on_batch=progress.add))

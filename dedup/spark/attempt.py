@@ -8,6 +8,7 @@ with attempts, each begins where the last committed transaction ended:
 * A task that fails upstream looks to Python like a normal end of its input (measured: 10,000 of 40,000 rows were lost
   by a writer that marked epochs). Here a shorter input is a shorter prefix of the log, which is right to commit: the
   next attempt goes on behind it.
+* An answer that is missing at a commit: a new epoch finds out, and what is left is judged again, as in a worker.
 * A speculative copy, or an executor that lost its driver: InitProducerId fences the older attempt, which can not
   commit any more.
 * Rows that begin *behind* the position: what is between must be transaction markers only; that is read from the log,
@@ -20,16 +21,17 @@ import asyncio
 import gc
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import pyarrow as pa
 
-from dedup.errors import DedupError, StateIncompatible, TaskCorrupted, TaskMigrated
+from dedup.errors import CommitUnknown, DedupError, StateIncompatible, TaskCorrupted, TaskMigrated
 from dedup.session.client import KafkaWire
 from dedup.session.connection import Connection
 from dedup.session.wire import NoAnswer, TopicPartition
@@ -49,6 +51,8 @@ if TYPE_CHECKING:
 
 GC_THRESHOLD: Final = 100_000
 """As in a worker: a batch makes tens of thousands of objects, none of them in a cycle."""
+MOST_RENEWALS: Final = 3
+"""Epochs in which one commit is tried again, before Spark is left to."""
 HOLE_BYTES: Final = 1 << 16
 HOLE_WAIT_MS: Final = 100
 
@@ -147,51 +151,94 @@ async def _judge(plan: AttemptPlan, first: FeedBatch, batches: Iterator[FeedBatc
         with _own_directory(settings.state_dir, plan.topology.name, first.feeding) as state_dir:
             here = replace(settings, state_dir=state_dir)
             workshop = Workshop(plan.topology, here, plan.cluster, wire, _clock(), _memory())
-            task = await _started(workshop, first.feeding)
-            try:
-                await _refuse_hole(wire, task, first)
-                await _run(plan, task, first, batches)
-            finally:
-                await task.close(drain=False)
+            attempt = _Attempt(workshop, wire, first.feeding, plan.commit_rows)
+            return await attempt.run(first, batches)
     finally:
         await wire.stop()
+
+
+class _Attempt:
+    """The partition's task, and what it was given since its last commit."""
+
+    def __init__(self, workshop: Workshop, wire: KafkaWire, feeding: TopicPartition, commit_rows: int) -> None:
+        self._workshop: Final = workshop
+        self._wire: Final = wire
+        self._feeding: Final = feeding
+        self._commit_rows: Final = commit_rows
+        self._done: Final[Counter[str]] = Counter()
+        """Counts of tasks thrown away; only what is known to be committed is in them."""
+        self._uncommitted: list[FeedBatch] = []
+        self._task = workshop.build(feeding)
+
+    async def run(self, first: FeedBatch, batches: Iterator[FeedBatch]) -> dict[str, Any]:
+        """Judge and commit everything; return the report."""
+        try:
+            await self._start()
+            await _refuse_hole(self._wire, self._task, first)
+            follows, waiting, batch = self._task.next_offset, 0, cast("FeedBatch | None", first)
+            while batch is not None:
+                linked = replace(batch, follows=follows)
+                follows, waiting = batch.next_offset, waiting + len(batch)
+                self._uncommitted.append(linked)
+                await self._task.process(linked)
+                if waiting >= self._commit_rows:
+                    await self._commit()
+                    waiting = 0
+                # In a thread: what was judged is sent while Spark reads on.
+                batch = await asyncio.to_thread(next, batches, None)
+            await self._commit()
+        finally:
+            await self._task.close(drain=False)
+        return self._report()
+
+    async def _start(self) -> None:
+        """The task runs; damaged local state is thrown away once and restored."""
+        try:
+            await self._task.start()
+        except TaskCorrupted:
+            await self._task.close(drain=False)
+            self._workshop.wipe(self._feeding)
+            self._task = self._workshop.build(self._feeding)
+            await self._task.start()
+
+    async def _commit(self) -> None:
+        for renewals in range(MOST_RENEWALS + 1):
+            try:
+                await self._task.commit()
+            except CommitUnknown:
+                if renewals == MOST_RENEWALS:
+                    raise
+                await self._begin_again()
+            else:
+                self._uncommitted.clear()
+                return
+
+    async def _begin_again(self) -> None:
+        """A new epoch has found out what the last commit did; what it left undone is judged again."""
+        self._done.update(_counts(self._task))
+        await self._task.close(drain=False)
+        self._task = self._workshop.build(self._feeding)
+        await self._start()
+        follows = self._task.next_offset
+        for batch in self._uncommitted:
+            await self._task.process(replace(batch, follows=follows))
+            follows = batch.next_offset
+
+    def _report(self) -> dict[str, Any]:
+        self._done.update(_counts(self._task))
+        stream_time_ms = self._task.numbers.stream_time_ms
+        return {**self._done, "next_offset": self._task.next_offset, "stream_time_ms": stream_time_ms}
+
+
+def _counts(task: Task) -> dict[str, int]:
     verdicts = task.numbers.verdicts
     return {
-        "next_offset": task.next_offset,
-        "judged": sum(verdicts.values()),
-        "replayed": task.numbers.replayed,
         **{name: verdicts[name] for name in ("unique", "duplicate", "late", "dead_letter", "exempt", "repartitioned")},
+        "judged": sum(verdicts.values()),
         "conflicts": task.numbers.conflicts,
+        "replayed": task.numbers.replayed,
         "restored": task.numbers.restored,
-        "stream_time_ms": task.numbers.stream_time_ms,
     }
-
-
-async def _started(workshop: Workshop, feeding: TopicPartition) -> Task:
-    """Return the partition's task, running; damaged local state is thrown away once and restored."""
-    task = workshop.build(feeding)
-    try:
-        await task.start()
-    except TaskCorrupted:
-        await task.close(drain=False)
-        workshop.wipe(feeding)
-        task = workshop.build(feeding)
-        await task.start()
-    return task
-
-
-async def _run(plan: AttemptPlan, task: Task, first: FeedBatch, batches: Iterator[FeedBatch]) -> None:
-    batch: FeedBatch | None = first
-    follows, waiting = task.next_offset, 0
-    while batch is not None:
-        await task.process(replace(batch, follows=follows))
-        follows, waiting = batch.next_offset, waiting + len(batch)
-        if waiting >= plan.commit_rows:
-            await task.commit()
-            waiting = 0
-        # In a thread: what was judged is sent while Spark reads on.
-        batch = await asyncio.to_thread(next, batches, None)
-    await task.commit()
 
 
 async def _refuse_hole(wire: KafkaWire, task: Task, first: FeedBatch) -> None:

@@ -1,0 +1,109 @@
+"""A Spark driver with planned accidents: ``python driver.py [name=number ...] -- ARGUMENTS OF dedup spark``.
+
+`failures=N`: attempts fail N times, in turn upstream of the judge, inside it, and by SIGKILL of the Python worker; each
+takes a token from the directory ``DRIVER_TOKENS``, so that drivers started one after the other share the number.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+AFTER_BATCHES = 3
+"""Arrow batches that an attempt sees before its accident: it has committed some of them."""
+MOST_OF_ONE_TASK = 2
+
+
+class AttemptFailedOnPurpose(Exception):
+    """What a planned accident raises."""
+
+
+def take(tokens: Path, failures: int) -> int | None:
+    """Take the next accident's number; None when all have happened."""
+    for number in range(failures):
+        try:
+            (tokens / str(number)).open("x").close()
+        except FileExistsError:
+            continue
+        return number
+    return None
+
+
+def upstream(tokens: Path, failures: int, batches: Iterable[Any]) -> Iterator[Any]:
+    """An operator before the judge; it fails in the middle of a partition."""
+    from pyspark import TaskContext  # noqa: PLC0415  on executors only
+
+    # Spark gives up at the fourth failure of a task.
+    may_fail = TaskContext.get().attemptNumber() < MOST_OF_ONE_TASK
+    for seen, batch in enumerate(batches):
+        if seen == AFTER_BATCHES and may_fail:
+            number = take(tokens, failures)
+            if number is not None and number % 3 == 0:
+                raise AttemptFailedOnPurpose(f"upstream, accident {number}")
+            if number is not None:
+                yield _marked(batch, number)
+                continue
+        yield batch
+
+
+def _marked(batch: Any, number: int) -> Any:
+    """Tell the judge's side of the same attempt which accident is its own, by the topic of an impossible name."""
+    import pyarrow as pa  # noqa: PLC0415  on executors only
+
+    return batch.replace_schema_metadata(None).set_column(
+        batch.schema.get_field_index("topic"), "topic", pa.array([f"accident {number}"] * batch.num_rows)
+    )
+
+
+def judging(judge: Callable[..., Iterator[Any]], plan: Any, batches: Iterable[Any]) -> Iterator[Any]:
+    """The judge, whose attempt may be broken off in its middle."""
+    return judge(plan, _breaking(batches))
+
+
+def _breaking(batches: Iterable[Any]) -> Iterator[Any]:
+    for batch in batches:
+        topic = batch.column("topic")[0].as_py()
+        if topic.startswith("accident"):
+            if int(topic.split()[1]) % 3 == 1:
+                raise AttemptFailedOnPurpose(topic)
+            os.kill(os.getpid(), signal.SIGKILL)
+        yield batch
+
+
+def attempts_fail(failures: int) -> None:
+    """Accidents happen in this driver's tasks."""
+    from dedup.spark import stream  # noqa: PLC0415  only where it is asked for
+
+    tokens = Path(os.environ["DRIVER_TOKENS"])
+    columns, judge = stream.feeding_columns, stream.judge_partition
+
+    def feeding_columns(rows: Any) -> Any:
+        plain = columns(rows)
+        return plain.mapInArrow(partial(upstream, tokens, failures), plain.schema)
+
+    stream.feeding_columns = feeding_columns
+    stream.judge_partition = partial(judging, judge)
+
+
+ACCIDENTS: dict[str, Callable[[int], None]] = {"failures": attempts_fail}
+
+
+def main() -> None:
+    """Plan the accidents, then be `dedup spark`."""
+    end = sys.argv.index("--")
+    for planned in sys.argv[1:end]:
+        name, _, number = planned.partition("=")
+        ACCIDENTS[name](int(number))
+    sys.argv[1:] = ["spark", *sys.argv[end + 1 :]]
+    from dedup.cli.main import main as dedup  # noqa: PLC0415  it must see what was patched
+
+    dedup()
+
+
+if __name__ == "__main__":
+    main()

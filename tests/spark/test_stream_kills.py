@@ -1,0 +1,50 @@
+"""Drivers are killed and attempts fail while a committed reader looks on: nothing lost, nothing twice."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from tests.integration.fleet import Job
+from tests.integration.watch import Watch
+from tests.integration.workload import workload
+from tests.spark.streaming import SMALL_BATCHES, accidents_of, start_driver
+
+SMALL_STEPS = (*SMALL_BATCHES, "--most-offsets", "6000", "--commit-rows", "500")
+
+
+@pytest.fixture
+def job(kafka, admin, tmp_path, topic_names):
+    made = Job(kafka, admin, tmp_path / "job", topic_names("job"))
+    yield made
+    made.end()
+
+
+def survives(job, *, events, kills, failures):
+    job.send(workload(4, events))
+    dice = random.Random(8)
+    run = ("--master", "local[2,4]", *SMALL_STEPS)
+    with Watch(job) as watch:
+        for number in range(kills):
+            driver = start_driver(job, f"failures={failures}", arguments=run, name=f"driver-{number}")
+            job.until_progress(dice.randrange(1_000, events // (kills + 2)))
+            driver.kill()
+        last = start_driver(job, f"failures={failures}", arguments=(*run, "--exit-when-done"), name="last")
+        assert last.wait(300) == 0, job.logs()
+        job.until_done()
+    assert accidents_of(job) == failures
+    assert watch.duplicated == []
+    report = job.judge()
+    assert report.read == events
+
+
+@pytest.mark.timeout(300)
+def test_a_killed_driver_and_failing_attempts(job):
+    survives(job, events=40_000, kills=1, failures=6)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1_800)
+def test_five_killed_drivers_and_twenty_failing_attempts(job):
+    survives(job, events=200_000, kills=5, failures=20)
