@@ -36,6 +36,10 @@ class SeedMark:
     """Changelog records of sightings in this partition."""
     digest: str
     """Of these records, in any order."""
+    judged_at_ms: int
+    """The wall clock that decided which times are in the future."""
+    begins: dict[str, list[int]]
+    """Source topic -> the offset of each partition from which on the fleet reads."""
 
 
 def encode_seed_mark(mark: SeedMark) -> bytes:

@@ -25,8 +25,8 @@ from dedup.worker.restore import restore
 
 CHANGELOG = TopicPartition("t.changelog", 0)
 WINDOW = Window(10, 10)
-BEGUN = SeedMark("seeding", "a1", 7, 5, 2, "00")
-DONE = SeedMark("seeded", "a1", 7, 5, 2, "00")
+BEGUN = SeedMark("seeding", "a1", 7, 5, 2, "00", 9, {"in": [7]})
+DONE = SeedMark("seeded", "a1", 7, 5, 2, "00", 9, {"in": [7]})
 RECORD = TaskRecord(b"f", 5, (), 7, WINDOW.segment_ms)
 
 
@@ -52,7 +52,7 @@ class Log:
     async def fetch(self, source, offset, *, max_bytes, wait_ms):
         end = min(offset + self.step, len(self.lines))
         records = [FetchedRecord(at, 0, *self.lines[at]) for at in range(offset, end)]
-        return Fetched(records, end, len(self.lines), len(self.lines))
+        return Fetched.of(records, end, len(self.lines), len(self.lines))
 
 
 def restored(store, lines, step=1):

@@ -1,0 +1,213 @@
+"""History folded into a fleet's state: the sightings that still count, and how far each task's feeds have come."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+import pyarrow as pa
+from pyspark.sql import functions as fn
+from pyspark.sql import types as t
+
+from dedup.core.fold import OnConflict
+from dedup.core.murmur2 import partitions
+from dedup.core.window import BEFORE_ALL_TIME
+from dedup.errors import StateIncompatible
+from dedup.spark.batch import Order, judged
+from dedup.spark.changelog import OUTSIDE_KAFKA, SIGHTINGS
+from dedup.store.base import FeedTime
+
+if TYPE_CHECKING:
+    from pyspark.sql import Column, DataFrame
+
+    from dedup.topology.model import Topology
+
+_PLACED: Final = t.StructField("_placed", t.IntegerType())
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """What the task of one partition knows after the history, beside its sightings."""
+
+    stream_time_ms: int
+    feeds: tuple[FeedTime, ...]
+
+
+NOTHING_YET: Final = Progress(BEFORE_ALL_TIME, ())
+
+
+@dataclass(frozen=True, slots=True)
+class Folded:
+    """A history, folded."""
+
+    sightings: DataFrame
+    """`changelog.SIGHTINGS`: those that still count."""
+    progress: Mapping[int, Progress]
+    """By task; without those that history says nothing about."""
+    verdicts: Mapping[str, int]
+
+
+def order_of(history: DataFrame) -> Order:
+    """Return the order that a history can be judged in.
+
+    Raises StateIncompatible where some rows say where they were in Kafka and some do not: no order holds both.
+    """
+    row = history.agg(fn.count("offset").alias("placed"), fn.count(fn.lit(1)).alias("all")).first()
+    placed, rows = (0, 0) if row is None else (row["placed"], row["all"])
+    if 0 < placed < rows:
+        raise StateIncompatible(
+            f"{rows - placed} of {rows} records of the history have no topic, partition and offset, and the others "
+            f"have: no order holds both. Nothing was written. Give all of them, or leave the columns out."
+        )
+    return "offsets" if placed else "event_time"
+
+
+def fold_history(
+    history: DataFrame, topology: Topology, *, tasks: int, source_partitions: Mapping[str, int], now_ms: int
+) -> Folded:
+    """Return the state that judging a history (`rows.RECORDS`) leaves in each of ``tasks`` tasks.
+
+    Rows with Kafka coordinates are judged in the log's order, others by event time. Raises StateIncompatible where a
+    row can not be placed: it is of no source topic, or of a keyless record where the key decides the partition.
+    """
+    order = order_of(history)
+    _refuse_strangers(history, topology, source_partitions, order)
+    verdicts = placed(judged(history, topology, now_ms=now_ms, order=order), topology, tasks=tasks, order=order)
+    verdicts = verdicts.persist()
+    try:
+        counts = {row["verdict"]: row["count"] for row in verdicts.groupBy("verdict").count().collect()}
+        failed = counts.get("fail", 0)
+        if failed:
+            raise StateIncompatible(
+                f"{failed} records of the history meet a policy `fail` of the topology: a worker would stop there. "
+                f"Nothing was written. `dedup spark backfill` names them."
+            )
+        progress = _progress(verdicts, topology, source_partitions, order)
+        sightings = _live(_sightings(verdicts, topology, order), topology, progress).persist()
+        sightings.count()
+    finally:
+        verdicts.unpersist()
+    return Folded(sightings, progress, counts)
+
+
+def _refuse_strangers(
+    history: DataFrame, topology: Topology, source_partitions: Mapping[str, int], order: Order
+) -> None:
+    if order == "event_time":
+        if topology.direct and not history.where("key IS NULL").isEmpty():
+            raise StateIncompatible(
+                "the history has records without a key and without partitions, and the topology reads its source "
+                "directly: in which partition such an ID is met, only its key can say. Nothing was written. Give the "
+                "files a column `key`, as the producers set it, or topic, partition and offset."
+            )
+        return
+    for row in history.groupBy("topic").agg(fn.max("partition").alias("last")).collect():
+        count = source_partitions.get(row["topic"])
+        if count is None or row["last"] >= count:
+            raise StateIncompatible(
+                f"the history has records of {row['topic']}/{row['last']}, but the source topics are "
+                f"{', '.join(f'{name} with {number} partitions' for name, number in source_partitions.items())}. "
+                f"Nothing was written. Leave the columns topic, partition and offset out if they mean another cluster."
+            )
+
+
+def placed(verdicts: DataFrame, topology: Topology, *, tasks: int, order: Order) -> DataFrame:
+    """Return the rows with `dedup_partition`: the task that meets the ID, by producers or repartition tasks."""
+    if topology.direct and order == "offsets":
+        return verdicts.withColumn("dedup_partition", fn.col("partition"))
+    column = "key" if topology.direct else "dedup_id"
+
+    def run(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        for batch in batches:
+            hashed = [each or b"" for each in batch.column(column).to_pylist()]
+            chosen = pa.array(partitions(hashed, tasks), pa.int32())
+            yield pa.RecordBatch.from_arrays([*batch.columns, chosen], [*batch.schema.names, _PLACED.name])
+
+    schema = t.StructType([*verdicts.schema.fields, _PLACED])
+    return verdicts.mapInArrow(run, schema).withColumn("dedup_partition", fn.col("_placed")).drop("_placed")
+
+
+def _topic_position(topology: Topology, column: str) -> Column:
+    position = fn.lit(0)
+    for at, name in enumerate(topology.source.topics[1:], start=1):
+        position = fn.when(fn.col(column) == name, fn.lit(at)).otherwise(position)
+    return position.cast("int")
+
+
+def _sightings(verdicts: DataFrame, topology: Topology, order: Order) -> DataFrame:
+    """Return every sighting that judging left, extended where the topology says so."""
+    outside = order == "event_time"
+    fingerprint = fn.coalesce("dedup_fingerprint", fn.lit(b"")) if topology.fingerprints_wanted else fn.lit(b"")
+    first = verdicts.where("verdict = 'unique'").select(
+        "dedup_partition",
+        "dedup_id",
+        fn.col("dedup_time_ms").alias("first_ms"),
+        fn.col("dedup_time_ms").alias("last_ms"),
+        (fn.lit(0) if outside else _topic_position(topology, "topic")).alias("source_topic"),
+        (fn.col("dedup_partition") if outside else fn.col("partition")).alias("source_partition"),
+        (fn.lit(OUTSIDE_KAFKA) if outside else fn.col("offset")).alias("source_offset"),
+        fingerprint.alias("fingerprint"),
+    )
+    window = topology.window
+    if not window.extend:
+        return first
+    repeats = verdicts.where("verdict IN ('duplicate', 'conflict')").select(
+        "dedup_partition",
+        "dedup_id",
+        fn.col("first_time_ms").alias("first_ms"),
+        *([] if outside else [fn.col("first_partition").alias("source_partition")]),
+        *([] if outside else [fn.col("first_offset").alias("source_offset")]),
+        *([] if outside else [_topic_position(topology, "first_topic").alias("source_topic")]),
+        # With `forward` identity is ID and payload: only the same payload repeats a sighting.
+        *([fingerprint.alias("fingerprint")] if topology.on_conflict is OnConflict.FORWARD else []),
+        "dedup_time_ms",
+    )
+    by = [name for name in repeats.columns if name != "dedup_time_ms"]
+    latest = repeats.groupBy(*by).agg(fn.max("dedup_time_ms").alias("latest_ms"))
+    capped = fn.least(fn.coalesce("latest_ms", "first_ms"), fn.col("first_ms") + fn.lit(window.extend_at_most_ms))
+    joined = first.join(latest, by, "left")
+    return joined.withColumn("last_ms", fn.greatest("first_ms", capped)).select(*SIGHTINGS.fieldNames())
+
+
+def _live(sightings: DataFrame, topology: Topology, progress: Mapping[int, Progress]) -> DataFrame:
+    """Return the sightings that still count at each task's stream time."""
+    oldest = {partition: topology.window.oldest_live_ms(each.stream_time_ms) for partition, each in progress.items()}
+    if not oldest:
+        return sightings.limit(0)
+    bounds = fn.create_map(*(fn.lit(each) for pair in oldest.items() for each in pair))
+    return sightings.where(fn.col("last_ms") >= bounds[fn.col("dedup_partition")])
+
+
+def _progress(
+    verdicts: DataFrame, topology: Topology, source_partitions: Mapping[str, int], order: Order
+) -> dict[int, Progress]:
+    """Return each task's stream time and what it was made from (2-semantics, Skew)."""
+    moved = verdicts.where("verdict IN ('unique', 'duplicate', 'conflict', 'late')")
+    grouped = moved.groupBy("dedup_partition", "topic", "partition").agg(fn.max("dedup_time_ms").alias("max_ms"))
+    found: dict[int, dict[tuple[str | None, int | None], int]] = {}
+    for row in grouped.collect():
+        found.setdefault(row["dedup_partition"], {})[row["topic"], row["partition"]] = row["max_ms"]
+    return {
+        task: _task_progress(task, maxima, topology, source_partitions, order) for task, maxima in sorted(found.items())
+    }
+
+
+def _task_progress(
+    task: int,
+    maxima: Mapping[Any, int],
+    topology: Topology,
+    source_partitions: Mapping[str, int],
+    order: Order,
+) -> Progress:
+    greatest = max(maxima.values())
+    if topology.direct:
+        return Progress(greatest, (FeedTime(0, task, greatest, idle=False),))
+    feeds = []
+    for position, topic in enumerate(topology.source.topics):
+        for partition in range(source_partitions[topic]):
+            # Files do not say which feed brought a record: the history brings all of them to its end.
+            max_ms = greatest if order == "event_time" else maxima.get((topic, partition), BEFORE_ALL_TIME)
+            # A feed without any history has nothing more for now: it must not hold the others back.
+            feeds.append(FeedTime(position, partition, max_ms, idle=max_ms == BEFORE_ALL_TIME))
+    return Progress(min(feed.max_ms for feed in feeds if not feed.idle), tuple(feeds))

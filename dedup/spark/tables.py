@@ -1,0 +1,317 @@
+"""Tables with one row per tracking ID: Delta by MERGE, PostgreSQL and SQLite by JDBC.
+
+Of several records of one ID the newest by a *stated* order stays. The order travels into the table (`dedup_order`,
+`dedup_partition`, `dedup_offset`), so that a record older than the row there changes nothing: a run may be repeated, or
+killed and repeated, and runs may come in any order; the table ends the same. A row that equals its successor in all
+three stays as it is.
+
+JDBC has no upsert in Spark. Rows go into a staging table of this run, and one statement in one database transaction
+moves them over; a killed run leaves its staging table behind and the target untouched.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import uuid
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, cast
+
+from pyspark.errors import PySparkException
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import functions as fn
+from pyspark.sql import types as t
+
+from dedup.errors import Problem, SettingsError, StateIncompatible
+from dedup.spark.columns import identified
+from dedup.topology.model import Topology
+
+ID: Final = "tracking_id"
+ORDER: Final = ("dedup_order", "dedup_partition", "dedup_offset")
+"""What of two rows of one ID decides, in this sequence; partition and offset are -1 for records of files."""
+EVENT_TIME, OFFSET = "event_time", "offset"
+_NAME: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)?")
+_BAD_JSON: Final = "_dedup_bad_json"
+
+
+@dataclass(frozen=True, slots=True)
+class TableRows:
+    """Records as rows of a table, and those that can not be any."""
+
+    rows: DataFrame
+    """`tracking_id`, the payload's columns, `event_time_ms`, the three order columns."""
+    rejected: DataFrame
+    """The records as they came, with `reason` and `detail`."""
+
+
+def table_rows(records: DataFrame, topology: Topology, *, schema: str | None = None, order: str) -> TableRows:
+    """Return records (`rows.RECORDS`) as rows of a table.
+
+    ``schema`` is Spark DDL: members of the JSON value become columns, and a value that does not fit is rejected.
+    Without it the columns are `key` and `value`, bytes. A null value makes a row whose payload columns are null.
+    ``order`` is `event_time`, `offset` (of Kafka; an ID must stay in its partition) or a column of ``schema``.
+    """
+    payload = _schema(schema)
+    _refuse_order(order, payload)
+    known = identified(records, topology)
+    reason = fn.col("dedup_fault")
+    detail = fn.col("dedup_detail")
+    if payload is not None:
+        # One more column takes what Spark can not parse: without it a mixed type would silently be a null.
+        asked = t.StructType([*payload.fields, t.StructField(_BAD_JSON, t.StringType())])
+        options = {"mode": "PERMISSIVE", "columnNameOfCorruptRecord": _BAD_JSON}
+        known = known.withColumn("_payload", fn.from_json(fn.col("value").cast("string"), asked, options))
+        bad = fn.col(f"_payload.{_BAD_JSON}").isNotNull()
+        reason = fn.coalesce(reason, fn.when(bad, fn.lit("schema_mismatch")))
+        detail = fn.coalesce(detail, fn.when(bad, fn.lit("the value is not what --schema says")))
+    by = {EVENT_TIME: fn.col("dedup_time_ms"), OFFSET: fn.col("offset")}.get(order, fn.col(f"_payload.{order}"))
+    reason = fn.coalesce(reason, fn.when(by.isNull(), fn.lit("no_order")))
+    detail = fn.coalesce(detail, fn.when(by.isNull(), fn.lit(f"it has no {order}, by which newer and older are told")))
+    marked = known.withColumns({"reason": reason, "detail": detail, "dedup_order": by})
+    columns = [fn.col("key"), fn.col("value")]
+    if payload is not None:
+        columns = [fn.col(f"_payload.{field.name}").alias(field.name) for field in payload.fields]
+    rows = marked.where("reason IS NULL").select(
+        fn.col("dedup_id").alias(ID),
+        *columns,
+        fn.col("dedup_time_ms").alias("event_time_ms"),
+        "dedup_order",
+        fn.coalesce("partition", fn.lit(-1)).cast("int").alias("dedup_partition"),
+        fn.coalesce("offset", fn.lit(-1)).cast("long").alias("dedup_offset"),
+    )
+    return TableRows(rows, marked.where("reason IS NOT NULL").select(*records.columns, "reason", "detail"))
+
+
+def _schema(ddl: str | None) -> t.StructType | None:
+    if ddl is None:
+        return None
+    try:
+        parsed = cast("t.StructType", t.StructType.fromDDL(ddl))
+    except PySparkException as error:
+        text = f"is no Spark DDL, such as 'flight STRING, delay DOUBLE': {str(error).splitlines()[0]}"
+        raise SettingsError([Problem("--schema", text)]) from error
+    taken = {ID, "event_time_ms", *ORDER, _BAD_JSON} & {field.name for field in parsed.fields}
+    if taken:
+        raise SettingsError([Problem("--schema", f"{', '.join(sorted(taken))}: dedup writes a column of this name")])
+    return parsed
+
+
+def _refuse_order(order: str, payload: t.StructType | None) -> None:
+    if order in {EVENT_TIME, OFFSET} or (payload is not None and order in payload.fieldNames()):
+        return
+    raise SettingsError([Problem("--order", f"{order!r} is not event_time, offset or a column that --schema names")])
+
+
+def newest(rows: DataFrame, order: Sequence[str] = ORDER) -> DataFrame:
+    """Return one row per tracking ID: the greatest in ``order``; of equal ones the same is taken in every run."""
+    others = [name for name in rows.columns if name != ID]
+    by = fn.struct(*order, fn.xxhash64(*others).alias("tie"))
+    best = rows.groupBy(ID).agg(fn.max_by(fn.struct(*others), by).alias("best"))
+    return best.select(ID, *(fn.col(f"best.{name}").alias(name) for name in others))
+
+
+def upsert_delta(rows: DataFrame, path: str) -> None:
+    """The Delta table at ``path`` holds the newest row of every ID; it is made where it is not there.
+
+    Raises StateIncompatible where the table there has other columns.
+    """
+    spark = rows.sparkSession
+    source = newest(rows)
+    table = f"delta.`{path}`"
+    spark.sql(f"CREATE TABLE IF NOT EXISTS {table} ({_ddl(source.schema)}) USING delta")
+    _refuse_other_columns(path, source.columns, spark.read.format("delta").load(path).columns)
+    newer = f"struct({_listed(ORDER, 's.')}) > struct({_listed(ORDER, 't.')})"
+    merge = (
+        f"MERGE INTO {table} t USING {{source}} s ON t.{ID} = s.{ID} "
+        f"WHEN MATCHED AND {newer} THEN UPDATE SET * WHEN NOT MATCHED THEN INSERT *"
+    )
+    spark.sql(merge, source=source)
+
+
+def _ddl(schema: t.StructType) -> str:
+    return ", ".join(f"`{field.name}` {field.dataType.simpleString()}" for field in schema.fields)
+
+
+def _listed(names: Sequence[str], prefix: str = "") -> str:
+    return ", ".join(prefix + name for name in names)
+
+
+def _refuse_other_columns(table: str, wanted: Sequence[str], found: Sequence[str]) -> None:
+    missing = sorted(set(wanted) - set(found))
+    if missing:
+        raise StateIncompatible(
+            f"the table {table} has no column {', '.join(missing)}: it was made with another --schema, or not by us. "
+            f"Nothing was written. Write to another table, or add the columns."
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Jdbc:
+    """One table of one database."""
+
+    url: str
+    """`jdbc:postgresql://…` or `jdbc:sqlite:FILE`."""
+    table: str
+    user: str | None = None
+    password: str | None = None
+
+    @property
+    def dialect(self) -> Dialect:
+        """What this database calls things; raises SettingsError for one that is neither."""
+        for dialect in (POSTGRESQL, SQLITE):
+            if self.url.startswith(dialect.prefix):
+                return dialect
+        raise SettingsError([Problem("--jdbc", f"{self.url!r} is neither jdbc:postgresql: nor jdbc:sqlite:")])
+
+    def properties(self) -> dict[str, str]:
+        """Return the options of a connection."""
+        given = {"user": self.user, "password": self.password}
+        return {"driver": self.dialect.driver} | {name: value for name, value in given.items() if value is not None}
+
+
+@dataclass(frozen=True, slots=True)
+class Dialect:
+    """What two databases call differently."""
+
+    prefix: str
+    driver: str
+    binary: str
+    double: str
+    one_writer: bool
+
+    def column(self, kind: t.DataType) -> str:
+        """Return the SQL type of a Spark type; raises SettingsError for one that no column can hold."""
+        match kind:
+            case t.BinaryType():
+                return self.binary
+            case t.StringType():
+                return "TEXT"
+            case t.LongType():
+                return "BIGINT"
+            case t.IntegerType() | t.ShortType() | t.ByteType():
+                return "INTEGER"
+            case t.DoubleType() | t.FloatType():
+                return self.double
+            case t.BooleanType():
+                return "BOOLEAN"
+            case t.TimestampType():
+                return "TIMESTAMP"
+            case t.DateType():
+                return "DATE"
+            case t.DecimalType():
+                return f"NUMERIC({kind.precision},{kind.scale})"
+            case _:
+                text = f"a column of type {kind.simpleString()} fits no table of a database; take its members apart"
+                raise SettingsError([Problem("--schema", text)])
+
+
+POSTGRESQL: Final = Dialect("jdbc:postgresql:", "org.postgresql.Driver", "BYTEA", "DOUBLE PRECISION", one_writer=False)
+SQLITE: Final = Dialect("jdbc:sqlite:", "org.sqlite.JDBC", "BLOB", "DOUBLE", one_writer=True)
+
+
+def upsert_jdbc(rows: DataFrame, to: Jdbc) -> None:
+    """The table holds the newest row of every ID; it is made, with `tracking_id` as its key, where it is not there.
+
+    Raises StateIncompatible where the table there has other columns or no unique `tracking_id`; then, and wherever
+    the run ends before the last statement, the table is as it was.
+    """
+    if not _NAME.fullmatch(to.table):
+        raise SettingsError([Problem("--table", f"{to.table!r} is no name; write letters, digits and _, as s.t or t")])
+    source = newest(rows).persist()
+    staging = f"{to.table}_dedup_{uuid.uuid4().hex[:8]}"
+    columns = [f'"{field.name}" {to.dialect.column(field.dataType)}' for field in source.schema.fields]
+    try:
+        expected = source.count()
+        with _connected(source.sparkSession, to) as connection:
+            key = f'PRIMARY KEY ("{ID}")'
+            _execute(connection, f"CREATE TABLE IF NOT EXISTS {to.table} ({', '.join([*columns, key])})")
+            _refuse_other_columns(to.table, source.columns, _columns_of(connection, to.table))
+            _execute(connection, f"CREATE TABLE {staging} ({', '.join(columns)})")
+            try:
+                part = source.coalesce(1) if to.dialect.one_writer else source
+                part.write.jdbc(to.url, staging, mode="append", properties=to.properties())
+                _move(connection, staging, to.table, source.columns, expected)
+            finally:
+                _execute(connection, f"DROP TABLE {staging}")
+    finally:
+        source.unpersist()
+
+
+def _move(connection: Any, staging: str, table: str, names: Sequence[str], expected: int) -> None:  # noqa: ANN401  # Java's
+    """Move the staged rows over in one transaction, after all of them are known to be there."""
+    listed = ", ".join(f'"{name}"' for name in names)
+    found = _numbers(connection, f'SELECT count(DISTINCT "{ID}") FROM {staging}')  # noqa: S608  # checked names
+    if found != expected:
+        raise StateIncompatible(
+            f"{found} tracking IDs arrived in {staging}, but {expected} were sent. The table {table} was not touched; "
+            f"run the command again."
+        )
+    changed = ", ".join(f'"{name}" = excluded."{name}"' for name in names if name != ID)
+    newer = ", ".join(f'excluded."{name}"' for name in ORDER), ", ".join(f'{table}."{name}"' for name in ORDER)
+    # DISTINCT: a task that was committed and whose answer was lost is tried again, and stages its rows twice.
+    _execute(
+        connection,
+        f"INSERT INTO {table} ({listed}) SELECT DISTINCT {listed} FROM {staging} WHERE true "  # noqa: S608  # checked names
+        f'ON CONFLICT ("{ID}") DO UPDATE SET {changed} WHERE ({newer[0]}) > ({newer[1]})',
+    )
+
+
+@contextlib.contextmanager
+def _connected(spark: SparkSession, to: Jdbc) -> Iterator[Any]:
+    """Yield a connection of the driver's JVM, each statement of which is a transaction."""
+    java: Any = spark._jvm  # noqa: SLF001  # PySpark's only way to its JVM
+    # Spark loads jars beside the system's class path, where DriverManager does not look; its registry knows how.
+    java.org.apache.spark.sql.execution.datasources.jdbc.DriverRegistry.register(to.dialect.driver)
+    properties = java.java.util.Properties()
+    for name, value in to.properties().items():
+        properties.setProperty(name, value)
+    with _explained(to.url):
+        connection = java.java.sql.DriverManager.getConnection(to.url, properties)
+    try:
+        yield connection
+    finally:
+        connection.close()
+
+
+@contextlib.contextmanager
+def _explained(what: str) -> Iterator[None]:
+    """Turn the database's refusal into a sentence."""
+    from py4j.protocol import Py4JJavaError  # type: ignore[import-untyped]  # noqa: PLC0415  # PySpark's own
+
+    try:
+        yield
+    except Py4JJavaError as error:
+        said = str(error.java_exception.getMessage()).splitlines()[0]
+        raise StateIncompatible(
+            f"{what}: the database says: {said}. The table was not touched; correct the cause and run again."
+        ) from error
+
+
+def _execute(connection: Any, sql: str) -> None:  # noqa: ANN401  # Java's
+    statement = connection.createStatement()
+    try:
+        with _explained(sql.partition(" (")[0]):
+            statement.execute(sql)
+    finally:
+        statement.close()
+
+
+def _numbers(connection: Any, sql: str) -> int:  # noqa: ANN401  # Java's
+    statement = connection.createStatement()
+    try:
+        with _explained(sql):
+            found = statement.executeQuery(sql)
+            found.next()
+            return int(found.getLong(1))
+    finally:
+        statement.close()
+
+
+def _columns_of(connection: Any, table: str) -> list[str]:  # noqa: ANN401  # Java's
+    statement = connection.createStatement()
+    try:
+        shape = statement.executeQuery(f"SELECT * FROM {table} WHERE 1 = 0").getMetaData()  # noqa: S608  # a checked name
+        return [shape.getColumnName(at + 1) for at in range(shape.getColumnCount())]
+    finally:
+        statement.close()

@@ -1,0 +1,211 @@
+"""Tables with one row per tracking ID, in Delta, PostgreSQL and SQLite: newest wins, runs may be repeated."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import pytest
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import functions as fn
+
+from dedup.errors import SettingsError, StateIncompatible
+from dedup.spark.rows import RECORDS
+from dedup.spark.tables import ORDER, Jdbc, newest, table_rows, upsert_delta, upsert_jdbc
+from dedup.topology.parse import parse
+from tests.spark.postgres import USER, RunningPostgres, running_postgres
+
+SCHEMA = "id STRING, delay DOUBLE, note STRING, day DATE, seats INT, on_time BOOLEAN, price DECIMAL(9,2)"
+TOPOLOGY = parse(
+    json.dumps(
+        {
+            "dedup": 1,
+            "name": "shop",
+            "source": {"topics": ["orders"], "partitioned_by": "tracking_id"},
+            "tracking_id": {"field": "id"},
+            "guard_period": "1h",
+            "output": {"topic": "orders.unique"},
+        }
+    ),
+    name="shop.yaml",
+)
+
+
+@pytest.fixture(scope="module")
+def postgres() -> Iterator[RunningPostgres]:
+    """Return the module's PostgreSQL server."""
+    with running_postgres() as running:
+        yield running
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table of one kind, to be written and read."""
+
+    upsert: Callable[[DataFrame], None]
+    read: Callable[[], DataFrame]
+    others: Callable[[], set[str]]
+    """Tables beside it: none may be left behind."""
+
+
+def jdbc_table(spark: SparkSession, to: Jdbc, tables: str) -> Table:
+    properties = to.properties()
+    listed = f"(SELECT name AS n FROM ({tables}) x WHERE name LIKE '%\\_dedup\\_%' ESCAPE '\\') y"
+    return Table(
+        lambda rows: upsert_jdbc(rows, to),
+        lambda: spark.read.jdbc(to.url, to.table, properties=properties),
+        lambda: {row.n for row in spark.read.jdbc(to.url, listed, properties=properties).collect()},
+    )
+
+
+def delta_table(spark: SparkSession, path: str) -> Table:
+    # Its own tables' logs are read with 50 tasks otherwise, for a handful of rows.
+    spark.conf.set("spark.databricks.delta.snapshotPartitions", "1")
+    return Table(lambda rows: upsert_delta(rows, path), lambda: spark.read.format("delta").load(path), set)
+
+
+@pytest.fixture(params=["delta", "sqlite", "postgresql"])
+def table(request, spark, tmp_path) -> Table:
+    """Return an empty place for a table."""
+    match request.param:
+        case "delta":
+            return delta_table(spark, str(tmp_path / "delta"))
+        case "sqlite":
+            to = Jdbc(f"jdbc:sqlite:{tmp_path / 'shop.db'}", "orders")
+            return jdbc_table(spark, to, "SELECT name FROM sqlite_master")
+        case _:
+            server = request.getfixturevalue("postgres")
+            to = Jdbc(server.url, f"orders_{tmp_path.name}", USER, server.password)
+            return jdbc_table(spark, to, "SELECT table_name AS name FROM information_schema.tables")
+
+
+def event(number: int, time_ms: int, offset: int, **members: object):
+    value = None if members.get("gone") else json.dumps({"id": f"o{number}", **members}).encode()
+    return (b"k", value, None, time_ms, "orders.unique", 0, offset)
+
+
+def records(spark: SparkSession, *events: tuple[object, ...]) -> DataFrame:
+    return spark.createDataFrame(list(events), RECORDS)
+
+
+def rows_of(spark: SparkSession, *events: tuple[object, ...], order: str = "event_time") -> DataFrame:
+    return table_rows(records(spark, *events), TOPOLOGY, schema=SCHEMA, order=order).rows
+
+
+def notes(table: Table) -> dict[str, str]:
+    return {row.id: row.note for row in table.read().collect()}
+
+
+def test_the_newest_of_an_id_stays_whatever_is_run_again_and_in_which_order(spark, table):
+    first = rows_of(
+        spark,
+        event(1, 10, 0, note="old", delay=1.5, day="2026-11-21", seats=3, on_time=True, price=12.25),
+        event(1, 30, 1, note="newest"),
+        event(2, 10, 2, note="two"),
+    )
+    second = rows_of(spark, event(1, 20, 3, note="between"), event(2, 11, 4, note="two, newer"), event(3, 1, 5))
+    wanted = {"o1": "newest", "o2": "two, newer", "o3": None}
+    for rows in (first, second, first, second):
+        table.upsert(rows)
+    assert notes(table) == wanted
+    assert table.others() == set()
+    assert {len(row.tracking_id) for row in table.read().collect()} == {3}
+
+
+def test_values_arrive_as_they_were(spark, table):
+    table.upsert(
+        rows_of(
+            spark, event(1, 10, 7, note="é'\"; --", delay=1.5, day="2026-11-21", seats=3, on_time=True, price=12.25)
+        )
+    )
+    # SQLite has neither dates nor booleans of its own: JDBC gives numbers back for them.
+    (row,) = table.read().selectExpr("*", "CAST(on_time AS INT) = 1 AS yes").collect()
+    assert (row.note, row.delay, row.seats, row.yes, float(row.price)) == ("é'\"; --", 1.5, 3, True, 12.25)
+    assert (row.event_time_ms, row.dedup_order, row.dedup_partition, row.dedup_offset) == (10, 10, 0, 7)
+
+
+def test_the_stated_order_decides(spark):
+    pair = (event(1, 30, 1, note="later", seats=1), event(1, 10, 2, note="behind it", seats=9))
+    for order, wanted in [("event_time", "later"), ("offset", "behind it"), ("seats", "behind it")]:
+        (row,) = newest(rows_of(spark, *pair, order=order)).collect()
+        assert row.note == wanted
+
+
+def test_what_is_no_row_is_rejected_with_its_reason_and_its_neighbours_are_not(spark):
+    found = table_rows(
+        records(
+            spark,
+            event(1, 10, 0, note="fine"),
+            event(2, 10, 1, seats="three"),
+            (b"k", b"no json", None, 5, "orders.unique", 0, 2),
+            (b"k", b'{"n": 1}', None, 5, "orders.unique", 0, 3),
+            event(3, 10, 4, gone=True),
+            event(4, 10, 5, note="without seats"),
+        ),
+        TOPOLOGY,
+        schema=SCHEMA,
+        order="seats",
+    )
+    reasons = {row.offset: row.reason for row in found.rejected.collect()}
+    assert reasons.keys() == {0, 1, 2, 3, 4, 5}
+    assert (reasons[1], reasons[3], reasons[5]) == ("schema_mismatch", "id_missing", "no_order")
+    assert found.rows.isEmpty()
+
+
+@pytest.mark.parametrize("schema", ["id STRING,", "tracking_id STRING", "a b c"])
+def test_a_schema_that_can_not_be_is_refused(spark, schema):
+    with pytest.raises(SettingsError, match="--schema"):
+        table_rows(records(spark, event(1, 1, 1)), TOPOLOGY, schema=schema, order="event_time")
+
+
+def test_an_order_that_is_not_there_is_refused(spark):
+    with pytest.raises(SettingsError, match="--order"):
+        table_rows(records(spark, event(1, 1, 1)), TOPOLOGY, order="seats")
+
+
+def test_a_table_with_other_columns_is_left_alone(spark, table):
+    other = table_rows(records(spark, event(1, 1, 1)), TOPOLOGY, schema="id STRING, note STRING", order="event_time")
+    table.upsert(other.rows)
+    with pytest.raises(StateIncompatible, match=r"has no column.*delay"):
+        table.upsert(rows_of(spark, event(1, 2, 2, note="x")))
+    assert notes(table) == {"o1": None}
+    assert table.others() == set()
+
+
+def test_a_run_that_fails_half_way_leaves_the_table_as_it_was(spark, table):
+    table.upsert(rows_of(spark, event(1, 1, 1, note="before")))
+
+    @fn.udf("string")
+    def fails(note: str) -> str:
+        if note == "bad":
+            raise ValueError("planted")
+        return note
+
+    rows = rows_of(spark, event(1, 2, 2, note="after"), event(2, 2, 3, note="bad")).withColumn("note", fails("note"))
+    with pytest.raises(Exception, match="planted"):
+        table.upsert(rows)
+    assert notes(table) == {"o1": "before"}
+    assert table.others() == set()
+
+
+def test_the_database_says_why_in_a_sentence(spark, tmp_path):
+    to = Jdbc(f"jdbc:sqlite:{tmp_path / 'shop.db'}", "orders")
+    rows = rows_of(spark, event(1, 1, 1))
+    columns = ", ".join(f'"{name}"' for name in rows.columns)
+    import sqlite3  # noqa: PLC0415
+
+    with sqlite3.connect(tmp_path / "shop.db") as database:
+        database.execute(f"CREATE TABLE orders ({columns})")  # no key
+    with pytest.raises(StateIncompatible, match="ON CONFLICT"):
+        upsert_jdbc(rows, to)
+    with pytest.raises(StateIncompatible, match=r"the database says"):
+        upsert_jdbc(rows, Jdbc(f"jdbc:sqlite:{tmp_path / 'no' / 'such' / 'place.db'}", "orders"))
+    with pytest.raises(SettingsError, match="is no name"):
+        upsert_jdbc(rows, Jdbc(to.url, "orders; DROP TABLE x"))
+    with pytest.raises(SettingsError, match="neither"):
+        upsert_jdbc(rows, Jdbc("jdbc:mysql://h/d", "orders"))
+
+
+def test_the_order_columns_are_those_that_are_documented():
+    assert ORDER == ("dedup_order", "dedup_partition", "dedup_offset")
