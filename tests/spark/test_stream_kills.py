@@ -27,6 +27,11 @@ def committed(job):
     return sum(job.committed().values())
 
 
+def until_committed(job, goal, driver):
+    until(lambda: committed(job) >= goal or not driver.running, "progress", within_s=START_S)
+    assert driver.running, job.logs()
+
+
 def survives(job, *, events, kills, failures):
     job.send(workload(4, events))
     dice = random.Random(8)
@@ -35,8 +40,7 @@ def survives(job, *, events, kills, failures):
         for number in range(kills):
             driver = start_driver(job, f"failures={failures}", arguments=run, name=f"driver-{number}")
             goal = committed(job) + dice.randrange(1_000, events // (kills + 2))
-            until(lambda goal=goal: committed(job) >= goal or not driver.running, "progress", within_s=START_S)
-            assert driver.running, job.logs()
+            until_committed(job, goal, driver)
             driver.kill()
         last = start_driver(job, f"failures={failures}", arguments=(*run, "--exit-when-done"), name="last")
         assert last.wait(START_S) == 0, job.logs()
