@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 from aiokafka import errors as kafka_errors
 from aiokafka.client import AIOKafkaClient, ConnectionGroup, CoordinationType
 from aiokafka.conn import CloseReason
-from aiokafka.consumer.fetcher import READ_COMMITTED, PartitionRecords
+from aiokafka.consumer.fetcher import READ_COMMITTED
 from aiokafka.protocol.fetch import FetchRequest
 from aiokafka.protocol.offset import OffsetRequest
 from aiokafka.protocol.produce import ProduceRequest
@@ -25,16 +25,14 @@ from aiokafka.protocol.transaction import (
     InitProducerIdRequest,
     TxnOffsetCommitRequest,
 )
-from aiokafka.record.memory_records import MemoryRecords
 
 from dedup.errors import BrokerUnavailable, StateIncompatible
-from dedup.session.fetch import data_of
+from dedup.session.fetch import columns_of, data_of
 from dedup.session.stable_offsets import StableOffset
 from dedup.session.wire import (
     COORDINATOR_MOVED,
     CommittedOffset,
     Fetched,
-    FetchedRecord,
     LogBounds,
     NoAnswer,
     Produced,
@@ -257,11 +255,10 @@ class KafkaWire:
         if code:
             raise self._read_failed(source, code, offset)
         aborted, raw = data_of(rest)
-        unpacked = PartitionRecords(
-            source, MemoryRecords(raw), aborted, offset, None, None, check_crcs=True, isolation_level=READ_COMMITTED
+        found, next_offset = columns_of(source, raw, aborted, offset)
+        return Fetched(
+            found.offsets, found.timestamps_ms, found.keys, found.values, next_offset, high_watermark, stable
         )
-        records = [FetchedRecord(r.offset, r.timestamp, r.key, r.value) for r in unpacked]
-        return Fetched(records, unpacked.next_fetch_offset, high_watermark, stable)
 
     def _read_failed(self, source: TopicPartition, code: int, offset: int | None = None) -> Exception:
         if code in LEADER_MOVED:

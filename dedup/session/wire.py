@@ -51,13 +51,27 @@ class FetchedRecord(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Fetched:
-    """One answer to a fetch: committed records, and where to go on."""
+    """One answer to a fetch: committed records column by column, and where to go on."""
 
-    records: list[FetchedRecord]
+    offsets: list[int]
+    timestamps_ms: list[int]
+    keys: list[bytes | None]
+    values: list[bytes | None]
     next_offset: int
     """Past everything read, control batches and aborted records too."""
     high_watermark: int
     last_stable_offset: int
+
+    @classmethod
+    def of(cls, records: Sequence[FetchedRecord], next_offset: int, high_watermark: int, stable: int) -> Fetched:
+        """Return the answer that holds these records."""
+        columns = [list(column) for column in zip(*records, strict=True)] or [[], [], [], []]
+        return cls(*columns, next_offset, high_watermark, stable)  # type: ignore[arg-type, call-arg]
+
+    @property
+    def records(self) -> list[FetchedRecord]:
+        """The records one by one, made anew each time."""
+        return list(map(FetchedRecord, self.offsets, self.timestamps_ms, self.keys, self.values))
 
 
 @dataclass(frozen=True, slots=True)

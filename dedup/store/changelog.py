@@ -21,8 +21,9 @@ from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -138,6 +139,18 @@ def _decode_entry(value: bytes, at: int) -> tuple[Sighting, int]:
     return Sighting(first_ms, last_ms, Source(topic, partition, offset), fingerprint), at + entry.size
 
 
+def all_within(values: Collection[bytes], begin_ms: int, end_ms: int) -> bool:
+    """Tell whether every sighting of these values ends in [``begin_ms``, ``end_ms``); raises as `decode_sightings`."""
+    joined = b"".join(values)
+    if len(joined) == len(values) * _PLAIN_BYTES and set(map(len, values)) == {_PLAIN_BYTES}:
+        rows = np.frombuffer(joined, np.uint8).reshape(len(values), _PLAIN_BYTES)
+        heads = np.ascontiguousarray(rows[:, :8]).view(">u8")
+        # The header is a head's top byte: another one than that of a plain entry is out of these bounds.
+        if _PLAIN_BASE + begin_ms <= heads.min() and heads.max() < _PLAIN_BASE + end_ms:
+            return True
+    return all(begin_ms <= seen.last_ms < end_ms for value in values for seen in decode_sightings(value))
+
+
 def encode_single_column(
     times_ms: Integers,
     topic: int | Integers,
@@ -199,6 +212,9 @@ def _encode_rows(
 _SIGHTING_TAG: Final = b"S"
 _TASK_RECORD_KEY: Final = b"T"
 _STATE_KEY_AT: Final = 9
+_ALONE: Final = frozenset({_TASK_RECORD_KEY, SEED_MARK_KEY})
+_prefix_of: Final = itemgetter(slice(_STATE_KEY_AT))
+_state_key_of: Final = itemgetter(slice(_STATE_KEY_AT, None))
 
 
 class SightingKey(NamedTuple):
@@ -271,35 +287,51 @@ def collect(keys: Sequence[bytes | None], values: Sequence[bytes | None]) -> Col
 
     Raises StateIncompatible for a record that dedup does not write: no key, no value, unknown key or version.
     """
-    by_prefix: dict[bytes, dict[bytes, bytes]] = {}
-    record: bytes | None = None
-    mark: bytes | None = None
-    for key, value in zip(keys, values, strict=True):
-        if key is None or value is None:
-            raise StateIncompatible(
-                "the changelog has a record without a key or a value, which dedup does not write: another program "
-                "writes this topic. Nothing was changed."
-            )
-        prefix = key[:_STATE_KEY_AT]
-        values_there = by_prefix.get(prefix)
-        if values_there is None:
-            match parse_key(key):
-                case TaskRecordKey():
-                    record = value
-                    continue
-                case SeedMarkKey():
-                    mark = value
-                    continue
-                case SightingKey():
-                    pass
-            values_there = by_prefix[prefix] = {}
-        values_there[key[_STATE_KEY_AT:]] = value
-    writes = {int.from_bytes(prefix[1:]): found for prefix, found in by_prefix.items()}
+    if None in keys or None in values:
+        raise StateIncompatible(
+            "the changelog has a record without a key or a value, which dedup does not write: another program "
+            "writes this topic. Nothing was changed."
+        )
+    return _collect(keys, values)  # type: ignore[arg-type]  # neither holds None
+
+
+def _collect(keys: Sequence[bytes], values: Sequence[bytes]) -> Collected:
+    prefixes = set(map(_prefix_of, keys))
+    segments = prefixes - _ALONE
+    whole = min((size for size in set(map(len, keys)) if size > 1), default=0) > _STATE_KEY_AT
+    if len(segments) == 1 and whole:
+        # As good as always: all of one segment, so the sightings are told apart from the rest in C.
+        (prefix,) = segments
+        parse_key(prefix + b"0")
+        found = dict(zip(map(_state_key_of, keys), values, strict=True))
+        found.pop(b"", None)
+        by_prefix = {prefix: found}
+    else:
+        by_prefix = _by_prefix(keys, values)
+    record, mark = (_last(keys, values, key) if key in prefixes else None for key in (_TASK_RECORD_KEY, SEED_MARK_KEY))
     return Collected(
-        writes,
+        {int.from_bytes(prefix[1:]): found for prefix, found in by_prefix.items()},
         None if record is None else decode_task_record(record),
         None if mark is None else decode_seed_mark(mark),
     )
+
+
+def _by_prefix(keys: Sequence[bytes], values: Sequence[bytes]) -> dict[bytes, dict[bytes, bytes]]:
+    by_prefix: dict[bytes, dict[bytes, bytes]] = {}
+    for key, value in zip(keys, values, strict=True):
+        prefix = key[:_STATE_KEY_AT]
+        there = by_prefix.get(prefix)
+        if there is None:
+            if not isinstance(parse_key(key), SightingKey):
+                continue
+            there = by_prefix[prefix] = {}
+        there[key[_STATE_KEY_AT:]] = value
+    return by_prefix
+
+
+def _last(keys: Sequence[bytes], values: Sequence[bytes], key: bytes) -> bytes:
+    """Return the value of the last record with a key that is there."""
+    return values[len(keys) - 1 - keys[::-1].index(key)]
 
 
 _RECORD_VERSION: Final = 1
@@ -353,43 +385,3 @@ def decode_task_record(value: bytes) -> TaskRecord:
         next_offset=next_offset,
         segment_ms=segment_ms,
     )
-
-
-def rebucket(
-    entries: Iterable[tuple[bytes, bytes]],
-    segment_ms: int,
-    known: Mapping[int, Mapping[bytes, bytes]] | None = None,
-) -> dict[int, dict[bytes, bytes]]:
-    """Return writes that put (state key, encoded value) pairs of an old grid into segments of ``segment_ms``.
-
-    ``known`` is what the new grid holds already for these IDs; the writes include it. Sightings of one ID with the
-    same first time, source and fingerprint are one sighting, extended to the latest of their ends.
-    """
-    intervals: dict[bytes, dict[tuple[int, Source, bytes], int]] = {}
-    for state_key, value in _with_known(entries, known):
-        ends = intervals.setdefault(state_key, {})
-        for first_ms, last_ms, source, fingerprint in decode_sightings(value):
-            name = (first_ms, source, fingerprint)
-            ends[name] = max(ends.get(name, last_ms), last_ms)
-    regrouped: dict[int, dict[bytes, list[Sighting]]] = {}
-    for state_key, ends in intervals.items():
-        for (first_ms, source, fingerprint), last_ms in sorted(ends.items()):
-            there = regrouped.setdefault(last_ms - last_ms % segment_ms, {})
-            there.setdefault(state_key, []).append(Sighting(first_ms, last_ms, source, fingerprint))
-    return {
-        start: {state_key: encode_sighting(sightings) for state_key, sightings in of.items()}
-        for start, of in regrouped.items()
-    }
-
-
-def _with_known(
-    entries: Iterable[tuple[bytes, bytes]], known: Mapping[int, Mapping[bytes, bytes]] | None
-) -> Iterable[tuple[bytes, bytes]]:
-    wanted: set[bytes] = set()
-    for state_key, value in entries:
-        wanted.add(state_key)
-        yield state_key, value
-    for held in (known or {}).values():
-        for state_key, value in held.items():
-            if state_key in wanted:
-                yield state_key, value

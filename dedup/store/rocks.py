@@ -184,8 +184,9 @@ class RocksStore:
                     continue
                 held = self._segments.get(start) or self._create(start)
                 handle = held.handle
-                for state_key, value in values.items():
-                    put(state_key, value, handle)
+                # In key order RocksDB inserts up to ten times as fast: more than sorting costs.
+                for state_key in sorted(values):
+                    put(state_key, values[state_key], handle)
                 entry = replace(
                     held.entry,
                     width_ms=max(held.entry.width_ms, current.segment_ms if current is not None else 0),

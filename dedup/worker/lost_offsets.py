@@ -6,6 +6,7 @@ every record would get a second verdict. Task records of the changelog tell whic
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from typing import TYPE_CHECKING, Final
 
 from dedup.core.stream_time import Feed
@@ -76,7 +77,7 @@ async def _last_between(wire: Wire, changelog: TopicPartition, begin: int, end: 
         except NoAnswer:
             await wire.pause(PAUSE_MS)
             continue
-        records = [record for record in fetched.records if record.offset < end]
-        found = collect([each.key for each in records], [each.value for each in records]).task_record or found
+        below = bisect_left(fetched.offsets, end)
+        found = collect(fetched.keys[:below], fetched.values[:below]).task_record or found
         begin = fetched.next_offset
     return found

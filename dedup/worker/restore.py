@@ -7,16 +7,17 @@ read until the *position* reaches the end; the last offsets may be transaction m
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, NoReturn
 
 from dedup import crashpoints
 from dedup.core.window import Window
 from dedup.errors import StateIncompatible
-from dedup.session.wire import FetchedRecord, LogBounds, NoAnswer, TopicPartition, Wire
-from dedup.store.base import Store, Writes
-from dedup.store.changelog import Collected, collect, decode_sightings, rebucket
+from dedup.session.wire import LogBounds, NoAnswer, TopicPartition, Wire
+from dedup.store.base import Store, TaskRecord, Writes
+from dedup.store.changelog import Collected, all_within, collect
+from dedup.store.regrid import rebucket
 from dedup.store.seed_mark import SeedMark
 from dedup.worker.starting import bounds_of
 
@@ -36,12 +37,23 @@ class Restored:
     end: int
 
 
-async def restore(wire: Wire, changelog: TopicPartition, store: Store, window: Window, progress: Progress) -> Restored:
+async def restore(
+    wire: Wire,
+    changelog: TopicPartition,
+    store: Store,
+    window: Window,
+    progress: Progress,
+    *,
+    accept: Callable[[TaskRecord], None] = lambda _: None,
+) -> Restored:
     """Apply all committed changelog records from the store's position to the true end.
 
-    Raises StateIncompatible, with the store untouched, where the changelog is not the one this store was written with;
-    and where it holds a seed that was not finished.
+    ``accept`` is shown the store's task record and those of the changelog, before anything they came with is applied;
+    it may raise. Raises StateIncompatible, with the store untouched, where the changelog is not the one this store was
+    written with; and where it holds a seed that was not finished.
     """
+    if store.task_record is not None:
+        accept(store.task_record)
     bounds = await bounds_of(wire, changelog)
     refuse_other_changelog(store, changelog, bounds)
     # Without a task record nothing was ever committed but perhaps half a seed, whose mark must be read again.
@@ -58,10 +70,13 @@ async def restore(wire: Wire, changelog: TopicPartition, store: Store, window: W
             position = await truncated_to(wire, changelog, position, refused)
             continue
         if fetched.next_offset > position:
-            found = apply_changelog(store, window, fetched.records, max(fetched.next_offset, store.position))
+            found = collect(fetched.keys, fetched.values)
+            if found.task_record is not None:
+                accept(found.task_record)
+            apply_changelog(store, window, found, max(fetched.next_offset, store.position))
             mark = found.seed_mark or mark
             crashpoints.reached("in_restore")
-            records += len(fetched.records)
+            records += len(fetched.keys)
             position = fetched.next_offset
         progress(position - begin, bounds.end - begin)
     if store.task_record is None and mark is not None:
@@ -99,9 +114,8 @@ def refuse_other_changelog(store: Store, changelog: TopicPartition, bounds: LogB
         )
 
 
-def apply_changelog(store: Store, window: Window, records: Sequence[FetchedRecord], next_offset: int) -> Collected:
-    """Apply one fetch of changelog records as a single atomic write; return what it said."""
-    found = collect([record.key for record in records], [record.value for record in records])
+def apply_changelog(store: Store, window: Window, found: Collected, next_offset: int) -> None:
+    """Apply one fetch of changelog records as a single atomic write."""
     writes: Writes = found.writes
     if _other_grid(writes, window):
         # Written under another guard period: sightings move to the segments of today's grid.
@@ -109,14 +123,12 @@ def apply_changelog(store: Store, window: Window, records: Sequence[FetchedRecor
         ids = [key for key, _ in entries]
         writes = rebucket(entries, window.segment_ms, store.get_each(store.segments(), ids))
     store.apply(writes, found.task_record, next_offset)
-    return found
 
 
 def _other_grid(writes: Writes, window: Window) -> bool:
     """Tell whether a sighting stands in another segment than today's guard period would put it into."""
+    width_ms = window.segment_ms
     return any(
-        window.segment_of(seen.last_ms) != segment
+        segment % width_ms or not all_within(part.values(), segment, segment + width_ms)
         for segment, part in writes.items()
-        for value in part.values()
-        for seen in decode_sightings(value)
     )

@@ -11,6 +11,7 @@ from dedup.core.window import Window
 from dedup.errors import DedupError, StateIncompatible
 from dedup.session.wire import NoAnswer, TopicPartition, Wire
 from dedup.store.base import Store
+from dedup.store.changelog import collect
 from dedup.worker.restore import FETCH_BYTES, apply_changelog, refuse_other_changelog, truncated_to
 from dedup.worker.starting import bounds_of
 
@@ -71,7 +72,7 @@ class Standbys:
         except StateIncompatible as refused:
             return await truncated_to(self._wire, TopicPartition(self._topic, partition), position, refused)
         if fetched.next_offset > position:
-            apply_changelog(store, self._window, fetched.records, fetched.next_offset)
+            apply_changelog(store, self._window, collect(fetched.keys, fetched.values), fetched.next_offset)
             if store.task_record is not None:
                 oldest_ms = self._window.oldest_live_ms(store.task_record.stream_time_ms)
                 store.drop_below(oldest_ms, self._window.segment_ms)

@@ -320,7 +320,7 @@ class Cluster:
         stable = log.stable_end
         end = max(offset, min(stable, offset + self._fetch_entries))
         records = [FetchedRecord(row.offset, row.timestamp, row.key, row.value) for row in log.committed(offset, end)]
-        return Fetched(records, end, log.end, stable)
+        return Fetched.of(records, end, log.end, stable)
 
     def time_passes(self) -> bool:
         """End every open transaction by its time-out; False if there was none."""

@@ -11,9 +11,9 @@ from dedup.core.extract import Extractor
 from dedup.core.fold import Rules
 from dedup.core.model import Model, ModelRecord, ModelRules
 from dedup.core.window import Source
-from dedup.session.wire import FetchedRecord, TopicPartition
+from dedup.session.wire import TopicPartition
 from dedup.store.base import Store
-from dedup.store.changelog import decode_sightings
+from dedup.store.changelog import collect, decode_sightings
 from dedup.store.memory import MemoryStore
 from dedup.worker.restore import apply_changelog
 from tests.simulation.cluster import Cluster, Record
@@ -109,8 +109,9 @@ def fold_of_changelog(cluster: Cluster, changelog: TopicPartition, rules: Rules)
     """Return the state that the changelog alone says."""
     log = cluster.partition(changelog)
     store = MemoryStore()
-    rows = [FetchedRecord(row.offset, row.timestamp, row.key, row.value) for row in log.committed(0, log.stable_end)]
-    apply_changelog(store, rules.window, rows, log.stable_end)
+    rows = log.committed(0, log.stable_end)
+    found = collect([row.key for row in rows], [row.value for row in rows])
+    apply_changelog(store, rules.window, found, log.stable_end)
     return store
 
 

@@ -11,6 +11,7 @@ from dedup.store.base import FeedTime, TaskRecord
 from dedup.store.changelog import (
     SightingKey,
     TaskRecordKey,
+    all_within,
     collect,
     decode_sightings,
     decode_task_record,
@@ -18,11 +19,11 @@ from dedup.store.changelog import (
     encode_single_column,
     encode_task_record,
     parse_key,
-    rebucket,
     sighting_key,
     sighting_keys_column,
     task_record_key,
 )
+from dedup.store.regrid import rebucket
 
 TIME_MS = 1_700_000_000_000
 PLAIN = Sighting(TIME_MS, TIME_MS, Source(1, 2, 3))
@@ -253,3 +254,50 @@ def test_rebucket_unites_an_extended_sighting_and_keeps_what_the_new_grid_holds(
         known={20: {b"a": encode_sighting(other), b"b": encode_sighting(other)}},
     )
     assert writes == {20: {b"a": encode_sighting((extended, other))}}
+
+
+changelog_keys = st.one_of(
+    st.just(task_record_key()),
+    st.builds(sighting_key, st.sampled_from([0, 100, 100, 100]), st.binary(min_size=1, max_size=3)),
+)
+
+
+@given(st.lists(st.tuples(changelog_keys, st.integers(0, 9)), max_size=30))
+def test_of_several_records_with_one_key_the_last_counts(rows):
+    """However the stretch is made: one segment with task records between is taken in columns, others row by row."""
+    rows = [
+        (
+            key,
+            encode_task_record(TaskRecord(b"f" * 16, 0, (), number, 100))
+            if key == task_record_key()
+            else b"%d" % number,
+        )
+        for key, number in rows
+    ]
+    last = dict(rows)
+    record = last.pop(task_record_key(), None)
+    found = collect([key for key, _ in rows], [value for _, value in rows])
+    assert found.task_record == (None if record is None else decode_task_record(record))
+    assert {sighting_key(start, own): v for start, part in found.writes.items() for own, v in part.items()} == last
+    assert all(found.writes.values())
+
+
+spans = st.integers(0, 300).flatmap(lambda first: st.tuples(st.just(first), st.integers(first, 300)))
+
+
+@given(
+    st.lists(st.lists(spans, min_size=1, max_size=2), max_size=6),
+    st.integers(0, 300),
+    st.integers(0, 300),
+    st.booleans(),
+)
+def test_all_within_is_what_each_sighting_says(ids, begin, end, plain):
+    ids = [[(first, first) for first, _ in spans[:1]] for spans in ids] if plain else ids
+    sightings = [[Sighting(first, last, Source(0, 0, 1)) for first, last in spans] for spans in ids]
+    inside = all(begin <= seen.last_ms < end for several in sightings for seen in several)
+    assert all_within([encode_sighting(several) for several in sightings], begin, end) is inside
+
+
+def test_all_within_refuses_what_it_can_not_read():
+    with pytest.raises(StateIncompatible, match="version 2"):
+        all_within([b"\x20" + bytes(14)], 0, 100)
