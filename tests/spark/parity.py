@@ -1,0 +1,260 @@
+"""One seeded stream with every kind of trouble, the topologies it is judged by, and what the exact model says of it.
+
+The header `n` numbers the records, and no rule looks at it: so a record is found again in any topic it was written to.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import uuid
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from datetime import UTC, datetime
+from typing import Any, NamedTuple
+
+from dedup.core.extract_one import Fault, One, Recipe, extract_one
+from dedup.core.model import Model, ModelFault, ModelRecord, ModelRules, ModelVerdict
+from dedup.core.window import Source
+from dedup.topology.model import Topology
+from tests.integration.workload import BASE_MS, Event
+
+STEP_MS = 10
+GUARD_MS = 120_000
+NOW_MS = BASE_MS + 10 * 365 * 86_400_000
+"""The wall clock of the batch job: any at which the stream is past and the year 2099 is not."""
+YEAR_2099_MS = 4_070_908_800_000
+SENT_AGAIN = 300
+"""How far back a retry reaches, in events."""
+
+SIMPLE: dict[str, Any] = {"guard_period": "2m", "grace": "30s"}
+RULES: dict[str, dict[str, Any]] = {
+    "key": {"tracking_id": {"key": True}},
+    "header": {"tracking_id": {"header": "id"}},
+    "field": {"tracking_id": {"field": "id"}},
+    "normalized": {"tracking_id": {"field": "id", "normalize": ["trim", "lower", "nfc"]}},
+    "fields": {"tracking_id": {"fields": ["tenant", "order.id"]}, "event_time": {"field": "at", "unit": "ms"}},
+    "content": {"tracking_id": {"content": {"exclude": ["at", "v", "order.placed"]}}},
+    "raw": {"tracking_id": {"content": True}, "source": {"format": "bytes"}},
+}
+"""Every tracking-ID rule; laid over `SIMPLE`."""
+POLICIES: dict[str, dict[str, Any]] = {
+    "extend": {"extend": True, "extend_at_most": "5m", "late": "drop"},
+    "conflicts": {"conflicts": {"topic": "{name}-conflicts", "exclude": ["at", "order.placed"]}},
+    "identity": {"on_conflict": "forward", "extend": True, "conflicts": {"exclude": ["at", "order.placed"]}},
+    "no_grace": {"grace": "0s", "late": "forward", "event_time": {"field": "order.placed", "unit": "rfc3339"}},
+    "lenient": {"tracking_id": {"field": "id", "missing": "forward", "tombstones": "dead_letter"}},
+    "clamped": {"future": "clamp", "event_time": {"field": "at", "unit": "ms"}},
+}
+
+
+def document(name: str, options: Mapping[str, Any], topic: str | None = None) -> dict[str, Any]:
+    """Return a topology file's content: options over `SIMPLE`, all side topics wanted."""
+    base = {
+        "dedup": 1,
+        "name": name,
+        "source": {"topics": [topic or f"{name}-in"], "partitioned_by": "tracking_id"},
+        "tracking_id": {"field": "id"},
+        "output": {"topic": f"{name}-out", "headers": True},
+        "duplicates": f"{name}-duplicates",
+        **SIMPLE,
+    }
+    made = json.loads(json.dumps({**base, **options}).replace("{name}", name))
+    made["source"] = {**base["source"], **options.get("source", {})}
+    return made
+
+
+def stream(seed: int, count: int, partitions: int = 2) -> list[Event]:
+    """Return the stream, an event each 10 ms of event time: a third repeats near, some far beyond the guard period.
+
+    A fiftieth comes up to ten minutes late, nearly all out of order by up to 20 s, some from the year 2099; a
+    hundredth is bad in one of many ways.
+    """
+    dice = random.Random(seed)
+    made: list[Event] = []
+    fresh = 0
+    for number in range(count):
+        if dice.random() < 0.03 and number > SENT_AGAIN:
+            made.append(_again(made[number - 1 - dice.randrange(SENT_AGAIN)], number))
+            continue
+        if dice.random() < 0.33 and fresh:
+            chosen = max(0, fresh - 1 - dice.randrange(400)) if dice.random() < 0.9 else dice.randrange(fresh)
+        else:
+            chosen, fresh = fresh, fresh + 1
+        time_ms = BASE_MS + number * STEP_MS - dice.randint(0, 20_000)
+        if dice.random() < 0.02:
+            time_ms -= dice.randint(0, 600_000)
+        if dice.random() < 0.001:
+            time_ms = YEAR_2099_MS + number
+        made.append(_event(dice, number, chosen, time_ms, chosen % partitions))
+    return made
+
+
+def _again(event: Event, number: int) -> Event:
+    """The same bytes once more, as a producer's retry sends them."""
+    return replace(
+        event, headers=tuple((name, b"%d" % number if name == "n" else value) for name, value in event.headers)
+    )
+
+
+def _event(dice: random.Random, number: int, chosen: int, time_ms: int, partition: int) -> Event:
+    name = _id_of(chosen)
+    value: bytes | None = json.dumps(
+        {
+            "id": name,
+            "tenant": f"t{chosen % 7}",
+            "order": {"id": chosen, "placed": _rfc3339(time_ms)},
+            "at": time_ms,
+            "v": dice.randrange(2),
+        }
+    ).encode()
+    if dice.random() < 0.2:
+        # Another spelling of the same content.
+        value = value.replace(b": ", b":") if dice.random() < 0.5 else value.replace(b"{", b"{ ")
+    key: bytes | None = b"order-%d" % chosen
+    headers: list[tuple[str, bytes | None]] = [("id", b"order-%d" % chosen), ("n", b"%d" % number)]
+    if dice.random() < 0.01:
+        key, value, headers = _spoilt(dice, key, value, headers)
+    return Event(partition, value, time_ms, key, tuple(headers))
+
+
+def _id_of(chosen: int) -> object:
+    """Every type an ID can have; equal for equal numbers, different for others."""
+    text = f"Order {chosen}"
+    kinds = [
+        text,
+        f" {text}\u00e9 ",
+        chosen,
+        str(uuid.UUID(int=chosen)),
+        chosen + 0.5,
+        10**25 + chosen,
+        "x" * 40 + text,
+    ]
+    return kinds[chosen % len(kinds)]
+
+
+def _rfc3339(time_ms: int) -> str:
+    return datetime.fromtimestamp(time_ms / 1000, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+def _spoilt(
+    dice: random.Random, key: bytes | None, value: bytes | None, headers: list[tuple[str, bytes | None]]
+) -> tuple[bytes | None, bytes | None, list[tuple[str, bytes | None]]]:
+    assert value is not None
+    whole = json.loads(value)
+    match dice.randrange(10):
+        case 0:
+            return key, None, headers
+        case 1:
+            return None, dice.choice([b"", b"no json", b'{"id":', b"\xff\xfe{}", b"[" * 600]), headers
+        case 2:
+            return b"", json.dumps({**whole, "id": None, "tenant": None}).encode(), [("id", None), *headers[1:]]
+        case 3:
+            return key, json.dumps({**whole, "id": "", "tenant": ""}).encode(), [("id", b""), *headers[1:]]
+        case 4:
+            return key, json.dumps({**whole, "id": {}, "tenant": []}).encode(), headers[1:]
+        case 5:
+            return key, json.dumps({name: whole[name] for name in ("at", "v")}).encode(), [headers[0], *headers]
+        case 6:
+            return key, json.dumps({**whole, "id": True, "at": -5}).encode(), headers
+        case 7:
+            return key, value.replace(b'"tenant"', b'"id": 1, "tenant": 2, "tenant"'), headers
+        case 8:
+            return (
+                key,
+                json.dumps({**whole, "at": "soon", "order": {**whole["order"], "placed": "soon"}}).encode(),
+                headers,
+            )
+        case _:
+            return key, json.dumps({**whole, "at": 10**30, "order": {}}).encode(), headers
+
+
+class Row(NamedTuple):
+    """A verdict as every engine must give it."""
+
+    verdict: str
+    reason: str | None
+    first_time_ms: int | None
+    first_source: tuple[int, int] | None
+    """Partition and offset."""
+
+
+FAULTS: dict[str, ModelFault] = {
+    "missing_id": "missing_id",
+    "unreadable": "unreadable",
+    "tombstone": "tombstone",
+    "bad_time": "bad_time",
+}
+
+
+def rules_of(topology: Topology) -> ModelRules:
+    """Return what the exact model takes of a topology."""
+    rules = topology.rules
+    return ModelRules(
+        guard_ms=rules.window.guard_ms,
+        grace_ms=rules.window.grace_ms,
+        extend=rules.window.extend,
+        extend_at_most_ms=rules.window.extend_at_most_ms,
+        missing=rules.missing.value,
+        tombstones=rules.tombstones.value,
+        on_conflict=rules.on_conflict.value,
+        future=rules.future.value,
+    )
+
+
+def recipe_of(topology: Topology) -> Recipe:
+    """Return what the slow extractor takes of a topology."""
+    return Recipe(
+        topology.tracking_id,
+        topology.event_time,
+        topology.source.format,
+        topology.fingerprints_wanted,
+        topology.fingerprint_exclude,
+    )
+
+
+def by_model(
+    events: Iterable[Event], topology: Topology, now_ms: int = NOW_MS
+) -> dict[tuple[int, int], tuple[Row, int]]:
+    """Return, by partition and offset, the model's verdict and its stream time; each partition is a task of its own."""
+    rules, recipe = rules_of(topology), recipe_of(topology)
+    ceiling_ms = now_ms + topology.max_clock_skew_ms
+    tasks: dict[int, Model] = {}
+    ends: dict[int, int] = {}
+    found: dict[tuple[int, int], tuple[Row, int]] = {}
+    for event in events:
+        offset = ends[event.partition] = ends.get(event.partition, -1) + 1
+        task = tasks.setdefault(event.partition, Model(rules, [(0, event.partition)]))
+        record, code = model_record(recipe, event, Source(0, event.partition, offset), ceiling_ms)
+        verdict = task.judge(record)
+        found[event.partition, offset] = row_of(verdict, code), verdict.stream_time_ms
+        if offset % 20_000 == 0:
+            task.forget()
+    return found
+
+
+def model_record(recipe: Recipe, event: Event, source: Source, ceiling_ms: int) -> tuple[ModelRecord, str]:
+    """Return a record for the model, and the code of its fault, if any."""
+    match extract_one(recipe, event.key, event.value, event.headers, event.timestamp_ms):
+        case One(key, time_ms, fingerprint):
+            return ModelRecord(key, time_ms, source, fingerprint, ceiling_ms=ceiling_ms), ""
+        case Fault(kind, code, _):
+            return ModelRecord(None, 0, source, fault=FAULTS[kind.value]), code
+
+
+def row_of(verdict: ModelVerdict, code: str) -> Row:
+    """Return the model's verdict in the words of the batch job."""
+    of = verdict.of
+    first = (None, None) if of is None else (of.first_ms, (of.source.partition, of.source.offset))
+    kind: str = verdict.kind
+    reason: str | None = None
+    if kind == "duplicate" and verdict.conflict:
+        kind = "conflict"
+    elif kind == "unique" and verdict.conflict:
+        reason = "conflict"
+        first = (None, None)
+    elif kind == "dead_letter":
+        reason = code or verdict.reason
+    elif kind == "exempt":
+        reason = verdict.reason
+    return Row(kind, reason, *first)

@@ -1,0 +1,156 @@
+"""Both halves of the batch job without Spark between them: cut and mixed in every way, they judge as the model does."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from itertools import pairwise
+from unittest.mock import patch
+
+import pyarrow as pa
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from dedup.errors import StateIncompatible
+from dedup.spark.folded import Folding, folding
+from dedup.spark.rows import RECORDS
+from dedup.spark.screened import Screening, screening
+from dedup.topology.model import Topology
+from dedup.topology.parse import parse
+from tests.integration.workload import Event
+from tests.spark.parity import NOW_MS, POLICIES, RULES, Row, by_model, document, stream
+
+TOPIC = "parity-in"
+HEADERS = pa.list_(pa.struct([("key", pa.string()), ("value", pa.binary())]))
+KINDS = [pa.binary(), pa.binary(), HEADERS, pa.int64(), pa.string(), pa.int32(), pa.int64()]
+READERS = (5, 9)
+
+
+def batches(events: list[Event], topic: str = TOPIC) -> pa.Table:
+    ends: dict[int, int] = {}
+    rows = []
+    for event in events:
+        offset = ends[event.partition] = ends.get(event.partition, -1) + 1
+        headers = [{"key": name, "value": value} for name, value in event.headers]
+        rows.append((event.key, event.value, headers, event.timestamp_ms, topic, event.partition, offset))
+    columns = list(zip(*rows, strict=True)) or [()] * 7
+    return pa.table([pa.array(c, k) for c, k in zip(columns, KINDS, strict=True)], names=RECORDS.names)
+
+
+def by_halves(table: pa.Table, topology: Topology, cuts: list[int], *, rows: int, seed: int = 0) -> pa.Table:
+    """Screen the table in the pieces between cuts, in any order; bring the rows of an ID together; fold them."""
+    plan = Screening(topology, "direct", NOW_MS + topology.max_clock_skew_ms, READERS)
+    borders = [0, *sorted(cuts), table.num_rows]
+    screened: list[pa.RecordBatch] = []
+    for task, (begin, end) in enumerate(pairwise(borders)):
+        piece = table.slice(begin, end - begin).combine_chunks().to_batches(max_chunksize=rows)
+        with patch("dedup.spark.screened.TaskContext") as context:
+            context.get.return_value.partitionId.return_value = task
+            screened += screening(plan)(piece)
+    random.Random(seed).shuffle(screened)
+    whole = pa.Table.from_batches(screened)
+    found = []
+    for reader, target in enumerate(READERS):
+        lines = whole.to_pylist()
+        mine = [
+            line
+            for line in lines
+            if (line["_target"] == target if line["_target"] is not None else hash(line["dedup_id"]) % 2 == reader)
+        ]
+        mine.sort(key=judging_order)
+        sent = pa.Table.from_pylist(mine, schema=whole.schema).to_batches(max_chunksize=rows)
+        found += list(folding(Folding(topology, "direct"))(iter(sent)))
+    return pa.Table.from_batches(found)
+
+
+def judging_order(line) -> tuple[bool, bool, bytes, int, int]:
+    task = line["dedup_partition"] or 0, line["dedup_offset"] or 0
+    return line["_target"] is None, line["dedup_id"] is not None, line["dedup_id"] or b"", *task
+
+
+def rows_of(table: pa.Table) -> dict[tuple[int, int], Row]:
+    found = {}
+    for row in table.to_pylist():
+        first = None if row["first_partition"] is None else (row["first_partition"], row["first_offset"])
+        shown = (None, None) if row["verdict"] == "unique" else (row["first_time_ms"], first)
+        found[row["partition"], row["offset"]] = Row(row["verdict"], row["reason"], *shown)
+    return found
+
+
+def topology_of(options) -> Topology:
+    return parse(json.dumps(document("parity", options, TOPIC)), name="parity")
+
+
+@pytest.mark.parametrize("name", [*RULES, *POLICIES])
+def test_every_rule_and_policy(name):
+    topology = topology_of({**RULES, **POLICIES}[name])
+    events = stream(3, 3_000)
+    expected = {place: row for place, (row, _) in by_model(events, topology).items()}
+    assert {"unique", "duplicate", "late", "dead_letter"} <= {row.verdict for row in expected.values()}
+    # Each partition's log by itself, as Kafka's source reads it.
+    table = pa.concat_tables([batches([e for e in events if e.partition == p]) for p in (0, 1)])
+    found = by_halves(table, topology, [400, 401, 1700, 2900], rows=97)
+    assert rows_of(found) == expected
+
+
+SMALL = st.lists(
+    st.tuples(st.integers(0, 1), st.integers(0, 3), st.integers(0, 40), st.integers(0, 1)), min_size=1, max_size=40
+)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    SMALL,
+    st.integers(0, 20),
+    st.booleans(),
+    st.sampled_from(["duplicate", "forward"]),
+    st.lists(st.integers(0, 40), max_size=3),
+    st.integers(1, 9),
+)
+def test_any_small_log_cut_anywhere(made, grace_ms, extend, on_conflict, cuts, rows):
+    options = {
+        "guard_period": "10ms",
+        "grace": f"{grace_ms}ms",
+        "extend": extend,
+        "on_conflict": on_conflict,
+        "conflicts": "c",
+    }
+    topology = topology_of(options)
+    events = [
+        Event(partition, b'{"id":%d,"v":%d}' % (name, payload), time_ms) for partition, name, time_ms, payload in made
+    ]
+    expected = {place: row for place, (row, _) in by_model(events, topology).items()}
+    found = by_halves(batches(events), topology, [min(c, len(events)) for c in cuts], rows=rows, seed=len(events))
+    assert rows_of(found) == expected
+
+
+def test_one_id_that_comes_again_and_again_is_judged_in_parts():
+    topology = topology_of({"guard_period": "10ms", "grace": "0s"})
+    events = [Event(0, b'{"id":1}', number * 6) for number in range(3_000)]
+    expected = {place: row for place, (row, _) in by_model(events, topology).items()}
+    assert rows_of(by_halves(batches(events), topology, [], rows=1_000)) == expected
+
+
+def test_a_record_that_is_there_twice_is_refused():
+    table = batches([Event(0, b'{"id":%d}' % number, number) for number in range(10)])
+    twice = pa.concat_tables([table, table.slice(4, 2)])
+    with pytest.raises(StateIncompatible, match=r"parity-in/0: the offsets 4 to 9 were met twice"):
+        by_halves(twice, topology_of({}), [], rows=100)
+
+
+def test_rows_in_no_order_are_refused_instead_of_guessed():
+    table = batches([Event(0, b'{"id":%d}' % number, number) for number in range(12_000)])
+    mixed = table.take(pa.array([(number * 7919) % 12_000 for number in range(12_000)]))
+    with pytest.raises(StateIncompatible, match="contiguous=False"):
+        by_halves(mixed, topology_of({}), [], rows=5_000)
+
+
+def test_a_topic_that_the_topology_does_not_read_is_refused():
+    def screened() -> Iterator[pa.RecordBatch]:
+        plan = Screening(topology_of({}), "direct", NOW_MS, READERS)
+        return screening(plan)(batches([Event(0, b'{"id":1}', 1)], "elsewhere").to_batches())
+
+    with pytest.raises(StateIncompatible, match=r"topic elsewhere; the topology reads parity-in"):
+        list(screened())

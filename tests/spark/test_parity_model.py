@@ -1,0 +1,76 @@
+"""The batch job judges every record as the exact model does, by every rule and every policy."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from pyspark.sql import DataFrame, SparkSession
+
+from dedup.core.window import BEFORE_ALL_TIME
+from dedup.spark.batch import judged
+from dedup.spark.rows import RECORDS
+from dedup.topology.parse import parse
+from tests.integration.workload import Event
+from tests.spark.parity import NOW_MS, POLICIES, RULES, Row, by_model, document, stream
+
+COUNT = 6_000
+TOPIC = "parity-in"
+
+
+def frame(spark: SparkSession, events: list[Event], directory) -> DataFrame:
+    """Return the events as rows with coordinates, in an order of nobody's."""
+    import pyarrow as pa  # noqa: PLC0415 - with PySpark
+    import pyarrow.parquet as pq  # noqa: PLC0415
+
+    ends: dict[int, int] = {}
+    rows = []
+    for event in events:
+        offset = ends[event.partition] = ends.get(event.partition, -1) + 1
+        headers = [{"key": name, "value": value} for name, value in event.headers]
+        rows.append((event.key, event.value, headers, event.timestamp_ms, TOPIC, event.partition, offset))
+    rows.sort(key=lambda row: hash((row[6] // 50, row[5])))
+    columns = list(zip(*rows, strict=True))
+    headers = pa.list_(pa.struct([("key", pa.string()), ("value", pa.binary())]))
+    kinds = [pa.binary(), pa.binary(), headers, pa.int64(), pa.string(), pa.int32(), pa.int64()]
+    table = pa.table([pa.array(c, k) for c, k in zip(columns, kinds, strict=True)], names=RECORDS.names)
+    for part in range(3):
+        size = len(rows) // 3 + 1
+        pq.write_table(table.slice(part * size, size), directory / f"{part}.parquet")
+    return spark.read.parquet(str(directory)).select(*RECORDS.names)
+
+
+@pytest.fixture(scope="module")
+def events() -> list[Event]:
+    return stream(1, COUNT)
+
+
+@pytest.fixture(scope="module")
+def shuffled(spark, events, tmp_path_factory) -> DataFrame:
+    return frame(spark, events, tmp_path_factory.mktemp("parity")).cache()
+
+
+def rows_of(df: DataFrame) -> dict[tuple[int, int], tuple[Row, int]]:
+    found = {}
+    for row in df.collect():
+        first = None if row.first_partition is None else (row.first_partition, row.first_offset)
+        if row.verdict == "unique":
+            assert (row.reason is None) == (row.first_time_ms is None)
+            verdict = Row(row.verdict, row.reason, None, None)
+        else:
+            verdict = Row(row.verdict, row.reason, row.first_time_ms, first)
+        assert (row.partition, row.offset) not in found
+        stream_time_ms = BEFORE_ALL_TIME if row.stream_time_ms is None else row.stream_time_ms
+        found[row.partition, row.offset] = verdict, stream_time_ms
+    return found
+
+
+@pytest.mark.parametrize("name", [*RULES, *POLICIES])
+def test_every_rule_and_policy(spark, events, shuffled, name):
+    options = {**RULES, **POLICIES}[name]
+    topology = parse(json.dumps(document(name, options, TOPIC)), name=name)
+    expected = by_model(events, topology)
+    kinds = {row.verdict for row, _ in expected.values()}
+    assert {"unique", "duplicate", "late", "dead_letter"} <= kinds
+    found = rows_of(judged(shuffled, topology, now_ms=NOW_MS, order="offsets"))
+    assert found == expected
