@@ -8,15 +8,14 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Final, Self
+from typing import TYPE_CHECKING, Annotated, Final, Literal, Self
 
 import typer
 from rich.console import Console
 
 if TYPE_CHECKING:
-    from dedup.settings import Settings
-    from dedup.spark.stream import BatchReport, StreamOptions
-    from dedup.topology.model import Topology
+    from dedup.spark.running import Running
+    from dedup.spark.stream import BatchReport
 
 EXAMPLES = """
 Examples:
@@ -42,6 +41,10 @@ def run(
     checkpoint: Annotated[str, typer.Option(help="Spark's checkpoint: a directory of this topology alone.")],
     config: Annotated[Path | None, typer.Option(help="Where: brokers, security, directories.")] = None,
     overrides: Annotated[list[str] | None, typer.Option("--set", help="key=value, over the config file.")] = None,
+    semantics: Annotated[
+        Literal["exact", "watermark"],
+        typer.Option(help="exact: the fleet's verdicts. watermark: Spark's own operator; its differences are printed."),
+    ] = "exact",
     master: Annotated[str | None, typer.Option(help="Spark's master; left to spark-submit there.")] = None,
     conf: Annotated[list[str] | None, typer.Option("--conf", help="key=value for Spark.")] = None,
     exit_when_done: Annotated[
@@ -53,40 +56,41 @@ def run(
 ) -> None:
     """Deduplicate a topology's topics on Spark, exactly once, with the fleet's own verdicts and state."""
     import os
+    from dataclasses import replace
 
     from dedup.cli.inputs import read_topology
     from dedup.settings import load_settings
-    from dedup.spark.stream import StreamOptions
+    from dedup.spark.session import session_for
+    from dedup.spark.stream import StreamOptions, start_stream
 
     settings = load_settings(config, overrides or [], os.environ)
     parsed = read_topology(topology)
     options = StreamOptions(checkpoint, exit_when_done, most_offsets, commit_rows)
-    _run_exact(parsed, settings, options, master, conf or [], quiet=quiet)
-
-
-def _run_exact(
-    topology: Topology, settings: Settings, options: StreamOptions, master: str | None, conf: list[str], *, quiet: bool
-) -> None:
-    import os
-    from dataclasses import replace
-
-    from dedup.spark.session import session_for
-    from dedup.spark.stream import start_stream
-
     # Alone, a task that fails would end the stream: inside one machine Spark tries again only if the master says so.
     alone = master is None and "PYSPARK_GATEWAY_PORT" not in os.environ
-    spark = session_for(topology, master="local[*,4]" if alone else master, packages=("kafka",), conf=_pairs(conf))
+    spark = session_for(parsed, master="local[*,4]" if alone else master, packages=("kafka",), conf=pairs(conf or []))
     try:
-        with StreamProgress(enabled=not quiet) as progress:
-            stream = start_stream(spark, topology, settings, replace(options, on_batch=progress.add))
-            with _stopped_by_signals(stream.stop):
-                stream.wait()
+        if semantics == "watermark":
+            from dedup.spark.watermark import differences, start_watermark
+
+            stream = start_watermark(spark, parsed, settings, options)
+            typer.echo(differences(parsed), err=True)
+            _wait(stream)
+        else:
+            with StreamProgress(enabled=not quiet) as progress:
+                _wait(start_stream(spark, parsed, settings, replace(options, on_batch=progress.add)))
+            progress.closing_line()
     finally:
         spark.stop()
-    progress.closing_line()
 
 
-def _pairs(conf: list[str]) -> dict[str, str]:
+def _wait(stream: Running) -> None:
+    with _stopped_by_signals(stream.stop):
+        stream.wait()
+
+
+def pairs(conf: list[str]) -> dict[str, str]:
+    """Return `--conf key=value` options as a mapping. Raises SettingsError with every one that has no value."""
     from dedup.errors import Problem, SettingsError
 
     wrong = [text for text in conf if "=" not in text]

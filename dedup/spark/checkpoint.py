@@ -7,6 +7,7 @@ The directory may be on any file system that Hadoop knows.
 from __future__ import annotations
 
 import json
+import uuid
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Final
@@ -33,8 +34,8 @@ class CheckpointIdentity:
     """Kafka's ids of the topics read: one made anew has other records under the same offsets."""
 
 
-def claim(spark: SparkSession, directory: str, identity: CheckpointIdentity) -> bool:
-    """The directory is this identity's; return whether it was new.
+def claim(spark: SparkSession, directory: str, identity: CheckpointIdentity) -> str:
+    """The directory is this identity's; return the checkpoint's own id, another for every new one.
 
     Raises StateIncompatible, with nothing touched, where it is another's.
     """
@@ -42,8 +43,7 @@ def claim(spark: SparkSession, directory: str, identity: CheckpointIdentity) -> 
     path = jvm.org.apache.hadoop.fs.Path(directory, FILE)
     files = path.getFileSystem(spark._jsparkSession.sessionState().newHadoopConf())  # noqa: SLF001
     if files.exists(path):
-        _refuse_other(directory, identity, _read(jvm, files, path))
-        return False
+        return _refuse_other(directory, identity, _read(jvm, files, path))
     there = files.listStatus(path.getParent()) if files.exists(path.getParent()) else []
     # A driver killed while it wrote leaves the file beside.
     if any(status.getPath().getName() != FILE + _BESIDE for status in there):
@@ -51,11 +51,12 @@ def claim(spark: SparkSession, directory: str, identity: CheckpointIdentity) -> 
             f"{directory}: is not empty, and no checkpoint of `dedup spark run`: {FILE} is missing. Nothing was "
             f"touched. Name a directory of its own."
         )
-    _write(files, path, json.dumps({"version": _VERSION, **asdict(identity)}, sort_keys=True))
-    return True
+    own_id = uuid.uuid4().hex
+    _write(files, path, json.dumps({"version": _VERSION, "id": own_id, **asdict(identity)}, sort_keys=True))
+    return own_id
 
 
-def _refuse_other(directory: str, identity: CheckpointIdentity, text: str) -> None:
+def _refuse_other(directory: str, identity: CheckpointIdentity, text: str) -> str:
     try:
         found = json.loads(text)
     except ValueError as error:
@@ -68,6 +69,7 @@ def _refuse_other(directory: str, identity: CheckpointIdentity, text: str) -> No
             f"{directory}: is the checkpoint of another topology ({told}). Nothing was touched. Go back to that one, "
             f"or name an empty directory: the position is in the state, nothing is read twice or lost."
         )
+    return str(found["id"])
 
 
 def _read(jvm: Any, files: Any, path: Any) -> str:  # noqa: ANN401  # objects of the JVM
