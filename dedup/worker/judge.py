@@ -121,25 +121,29 @@ class Judge:
         plan = self._plan
         store = self._store = self._open_store()
         self._overlay = Overlay(store)
-        restored = await restore(self._wire, plan.changelog, store, plan.rules.window, self._note_progress)
-        self._numbers.restored = restored.records
+        self._numbers.restored = await self._restore(store)
         record = store.task_record
         if record is None:
             self._refuse_lost_state(committed)
             return committed if committed is not None else await first_offset(self._wire, plan.feeding, plan.start)
-        self._refuse_other_fingerprint(record)
         self._applied = self._stream_time = _stream_time(record, plan.feeds)
         self._drop_expired()
         return max(committed or 0, record.next_offset)
 
     async def overtaken(self) -> bool:
         """See `task.Work`; the changelog holds a task record of every commit."""
-        store, plan = self._store, self._plan
+        store = self._store
         if store is None:
-            raise InvariantBroken(f"the state of {plan.feeding} was used before it was restored.")
+            raise InvariantBroken(f"the state of {self._plan.feeding} was used before it was restored.")
         before = store.task_record
-        await restore(self._wire, plan.changelog, store, plan.rules.window, self._note_progress)
+        await self._restore(store)
         return store.task_record != before
+
+    async def _restore(self, store: Store) -> int:
+        window, changelog = self._plan.rules.window, self._plan.changelog
+        accept = self._refuse_other_fingerprint
+        restored = await restore(self._wire, changelog, store, window, self._note_progress, accept=accept)
+        return restored.records
 
     def _note_progress(self, done: int, total: int) -> None:
         self._numbers.restore_remaining = max(0, total - done)

@@ -51,12 +51,20 @@ class Workshop:
         directory = store_directory(self.settings.state_dir, identity)
         store = RocksStore.open(directory, identity=identity, memory=self.memory)
         record = store.task_record
-        if record is not None and record.segment_ms != self.topology.window.segment_ms:
+        if (
+            record is not None
+            and record.segment_ms != self.topology.window.segment_ms
+            and record.fingerprint == self._fingerprint()
+        ):
             # Another guard period: what is on disk stands in segments of another width. The changelog holds it too,
-            # and a restore puts every sighting into the segment it belongs to now.
+            # and a restore puts every sighting into the segment it belongs to now. Of another fingerprint it is not
+            # ours to wipe: the task refuses it.
             store.wipe()
             store = RocksStore.open(directory, identity=identity, memory=self.memory)
         return store
+
+    def _fingerprint(self) -> bytes:
+        return self.topology.state_fingerprint(self.cluster.source_partitions(self.topology))
 
     def wipe(self, feeding: TopicPartition) -> None:
         """Delete a partition's local state; the changelog has all of it."""
@@ -98,7 +106,7 @@ class Workshop:
             rules=topology.rules,
             max_clock_skew_ms=topology.max_clock_skew_ms,
             start=topology.source.start if topology.direct else "earliest",
-            fingerprint=topology.state_fingerprint(self.cluster.source_partitions(topology)),
+            fingerprint=self._fingerprint(),
             compression=self.settings.topics.compression,
             partitions=self.cluster.topics[feeding.topic].partitions if topology.direct else 1,
         )

@@ -21,22 +21,33 @@ output: {{topic: out}}
 
 def opened(state_dir, guard):
     topology = parse(TEXT.format(guard=guard), name="t.yaml")
-    cluster = Cluster({"t.changelog": Topic("t.changelog", "id", 1)})
+    cluster = Cluster({name: Topic(name, "id", 1) for name in ("t.changelog", "in")})
     settings = Settings(brokers=("127.0.0.1:1",), state_dir=state_dir)
     workshop = Workshop(topology, settings, cluster, None, SteadyClock(), RocksMemory())
-    return topology.window, workshop.open_store(0)
+    return topology.window, topology.state_fingerprint({"in": 1}), workshop.open_store(0)
 
 
 def test_state_of_another_guard_period_is_restored_from_the_changelog(tmp_path):
-    window, store = opened(tmp_path, "1h")
-    record = TaskRecord(b"f" * 16, 1_000, (), 7, window.segment_ms)
+    window, fingerprint, store = opened(tmp_path, "1h")
+    record = TaskRecord(fingerprint, 1_000, (), 7, window.segment_ms)
     store.apply({0: {b"key": b"value"}}, record, 9)
     store.close()
 
-    window, store = opened(tmp_path, "1h")
+    window, _, store = opened(tmp_path, "1h")
     assert (store.position, store.segments()) == (9, (0,))
     store.close()
 
-    window, store = opened(tmp_path, "5m")
+    window, _, store = opened(tmp_path, "5m")
     assert (store.position, store.segments(), store.task_record) == (0, (), None)
+    store.close()
+
+
+def test_state_of_another_id_rule_is_not_wiped_whatever_the_guard_period(tmp_path):
+    window, _, store = opened(tmp_path, "1h")
+    record = TaskRecord(b"another topology", 1_000, (), 7, window.segment_ms)
+    store.apply({0: {b"key": b"value"}}, record, 9)
+    store.close()
+
+    _, _, store = opened(tmp_path, "5m")
+    assert (store.position, store.segments(), store.task_record) == (9, (0,), record)
     store.close()

@@ -1,0 +1,82 @@
+"""What a restore refuses, and that it refuses before anything is applied."""
+
+import pytest
+
+from dedup.core.window import Window
+from dedup.errors import StateIncompatible
+from dedup.session.wire import Fetched, FetchedRecord, LogBounds, TopicPartition
+from dedup.store.base import TaskRecord
+from dedup.store.changelog import encode_single_column, encode_task_record, sighting_key, task_record_key
+from dedup.store.memory import MemoryStore
+from dedup.worker.restore import restore
+
+CHANGELOG = TopicPartition("t.changelog", 0)
+WINDOW = Window(100, 100)
+OURS, THEIRS = b"o" * 16, b"t" * 16
+
+
+class Log:
+    """A changelog that gives ``step`` offsets a fetch, from ``start`` on."""
+
+    def __init__(self, lines, *, start=0, step=2):
+        self.lines = lines
+        self.start = start
+        self.step = step
+
+    async def bounds(self, _partition):
+        return LogBounds(self.start, len(self.lines))
+
+    async def fetch(self, _partition, offset, *, max_bytes, wait_ms):
+        end = min(offset + self.step, len(self.lines))
+        records = [FetchedRecord(at, 0, *self.lines[at]) for at in range(offset, end)]
+        return Fetched.of(records, end, len(self.lines), len(self.lines))
+
+
+def sighting(name):
+    (value,) = encode_single_column([5], 0, 0, [1])
+    return sighting_key(0, name), value
+
+
+def record(fingerprint, next_offset=1):
+    return task_record_key(), encode_task_record(TaskRecord(fingerprint, 5, (), next_offset, WINDOW.segment_ms))
+
+
+def refuse_theirs(found):
+    if found.fingerprint != OURS:
+        raise StateIncompatible("another topology")
+
+
+async def restored(log, store):
+    return await restore(log, CHANGELOG, store, WINDOW, lambda _done, _total: None, accept=refuse_theirs)
+
+
+async def test_everything_up_to_the_end_is_applied():
+    store = MemoryStore()
+    found = await restored(Log([sighting(b"a"), record(OURS), sighting(b"b"), record(OURS, 2)]), store)
+    assert (found.records, store.position, store.task_record.next_offset) == (4, 4, 2)
+    assert [name for _, name, _ in store.sightings()] == [b"a", b"b"]
+
+
+async def test_another_fingerprint_in_the_changelog_is_refused_before_it_is_applied():
+    store = MemoryStore()
+    with pytest.raises(StateIncompatible, match="another topology"):
+        await restored(Log([sighting(b"a"), record(THEIRS)]), store)
+    assert (store.position, store.segments(), store.task_record) == (0, (), None)
+
+
+async def test_what_another_topology_wrote_after_us_is_not_applied():
+    store = MemoryStore()
+    lines = [sighting(b"a"), record(OURS)]
+    await restored(Log(lines), store)
+    with pytest.raises(StateIncompatible, match="another topology"):
+        await restored(Log([*lines, sighting(b"b"), record(THEIRS)]), store)
+    assert store.position == 2
+    assert [name for _, name, _ in store.sightings()] == [b"a"]
+
+
+async def test_another_fingerprint_in_the_store_is_refused_without_reading_on():
+    store = MemoryStore()
+    store.apply({}, TaskRecord(THEIRS, 5, (), 1, WINDOW.segment_ms), 1)
+    with pytest.raises(StateIncompatible, match="another topology"):
+        await restored(Log([record(THEIRS), sighting(b"a"), record(OURS)]), store)
+    assert (store.position, store.segments()) == (1, ())
