@@ -7,8 +7,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from tests.integration.fleet import Job, Worker
+import pyarrow as pa
 
+from tests.integration.fleet import Job, Worker
+from tests.integration.workload import Event
+
+HEADERS = pa.list_(pa.struct([("key", pa.string()), ("value", pa.binary())]))
 DRIVER = Path(__file__).with_name("driver.py")
 SMALL_BATCHES = ("--conf", "spark.sql.execution.arrow.maxRecordsPerBatch=200")
 QUIET = ("--conf", "spark.ui.enabled=false", "--conf", "spark.ui.showConsoleProgress=false")
@@ -30,3 +34,23 @@ def start_driver(job: Job, *accidents: str, arguments: Sequence[str] = (), name:
 def accidents_of(job: Job) -> int:
     """Return how many planned accidents have happened."""
     return len(list((job.directory / "accidents").iterdir()))
+
+
+def arrow_of(job: Job, rows: int) -> list[pa.RecordBatch]:
+    """Return what was sent to the only source partition as Spark hands it over, in batches of so many rows."""
+    (topic,) = job.topology.source.topics
+    return [_arrow(topic, at, job.sent[at : at + rows]) for at in range(0, len(job.sent), rows)]
+
+
+def _arrow(topic: str, begin: int, events: Sequence[Event]) -> pa.RecordBatch:
+    count = len(events)
+    columns = {
+        "topic": pa.array([topic] * count),
+        "partition": pa.array([0] * count, pa.int32()),
+        "offset": pa.array(range(begin, begin + count), pa.int64()),
+        "timestamp": pa.array([event.timestamp_ms * 1000 for event in events], pa.timestamp("us", tz="UTC")),
+        "key": pa.array([event.key for event in events], pa.binary()),
+        "value": pa.array([event.value for event in events], pa.binary()),
+        "headers": pa.array([list(event.headers) or None for event in events], HEADERS),
+    }
+    return pa.RecordBatch.from_arrays(list(columns.values()), list(columns))

@@ -1,0 +1,247 @@
+"""The exact stream in the run's session: verdicts, restarts, hand-over, what is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+
+import pytest
+from confluent_kafka import TopicPartition
+
+from dedup.core.fold import RecordFailed
+from dedup.errors import StateIncompatible, TaskMigrated
+from dedup.spark.attempt import AttemptPlan, judge_partition
+from dedup.spark.prepared import prepared
+from dedup.spark.shipped import ShippedSettings
+from dedup.spark.stream import StreamOptions, start_stream
+from tests.integration.fleet import Job
+from tests.integration.workload import BASE_MS, Event, workload
+from tests.spark.streaming import arrow_of
+
+
+@pytest.fixture
+def make_job(kafka, admin, tmp_path, topic_names):
+    made = []
+
+    def make(**options):
+        name = topic_names("job")
+        made.append(Job(kafka, admin, tmp_path / name, name, **options))
+        return made[-1]
+
+    yield make
+    for job in made:
+        job.end()
+
+
+@pytest.fixture
+def run(spark):
+    """A stream over what is there; returns its micro-batches' reports."""
+
+    def run(job, *, checkpoint="checkpoint", topology=None, **options):
+        reports = []
+        directory = str(job.directory / checkpoint)
+        chosen = StreamOptions(directory, exit_when_done=True, on_batch=reports.append, **options)
+        start_stream(spark, topology or job.topology, job.settings, chosen).wait()
+        return reports
+
+    return run
+
+
+def total(reports, name):
+    return sum(report.total(name) for report in reports)
+
+
+def test_verdicts_are_the_models_and_a_restart_goes_on(make_job, run):
+    job = make_job(document={"guard_period": "20s", "grace": "5s"})
+    job.topology = dataclasses.replace(job.topology, duplicates=f"{job.name}-again")
+    events = workload(1, 6_000)
+    job.send(events[:4_000])
+    first = run(job, most_offsets=1_500, commit_rows=400)
+    assert len(first) >= 3
+    assert total(first, "late") > 0
+    job.send(events[4_000:])
+    second = run(job)
+    assert total(second, "judged") == 2_000
+    assert total(second, "replayed") == 0
+    assert run(job) == []
+    judge(job)
+
+
+def judge(job):
+    """Every verdict is the model's; `Job.judge` also counts distinct IDs, for guards that cover the whole stream."""
+    from dedup.proof.verify import verify  # noqa: PLC0415
+
+    report = verify(job.topology, job.settings)
+    assert report.passed, report.samples[:10]
+    assert sum(report.not_provable.values()) == 0
+    assert report.read == len(job.sent)
+    return report
+
+
+def test_an_empty_checkpoint_begins_where_the_state_ends(make_job, run):
+    job = make_job()
+    events = workload(2, 3_000)
+    job.send(events[:2_000])
+    run(job)
+    job.send(events[2_000:])
+    again = run(job, checkpoint="another")
+    assert (total(again, "judged"), total(again, "replayed")) == (1_000, 0)
+    job.judge()
+
+
+def test_behind_a_repartition_topic(make_job, run, topic_names):
+    job = make_job(document={"source": {"topics": [topic_names("one"), topic_names("two")]}})
+    job.send(workload(3, 4_000, topics=2, scattered=True))
+    reports = run(job, most_offsets=1_500)
+    assert total(reports, "repartitioned") == 4_000
+    job.judge()
+
+
+def test_a_fleet_and_a_stream_take_over_from_each_other(make_job, run):
+    job = make_job()
+    events = workload(5, 6_000)
+    job.send(events[:2_000])
+    job.finish("a")
+    job.send(events[2_000:4_000])
+    assert total(run(job), "judged") == 2_000
+    job.send(events[4_000:])
+    worker = job.finish("a")
+    assert "judged 2,000" in worker.log
+    assert total(run(job), "judged") == 0
+    job.judge()
+
+
+def test_transactions_in_the_source_leave_gaps_that_lose_nothing(make_job, run):
+    job = make_job()
+    events = workload(6, 3_000)
+    job.send(events[:1_000], transactional_id=f"{job.name}-a")
+    job.send(workload(7, 500), transactional_id=f"{job.name}-b", commit=False)
+    run(job)
+    job.send(events[1_000:], transactional_id=f"{job.name}-c")
+    run(job)
+    job.judge()
+
+
+def test_a_policy_that_stops_is_raised_as_what_it_is(make_job, run):
+    job = make_job(document={"missing": "fail"})
+    job.send([Event(0, b'{"id":"a"}', BASE_MS), Event(0, b"{}", BASE_MS)])
+    with pytest.raises(RecordFailed, match="offset 1"):
+        run(job)
+
+
+# Refusals: nothing is touched.
+
+
+def test_a_checkpoint_of_another_topology(make_job, run):
+    job = make_job()
+    job.send(workload(8, 100))
+    run(job)
+    other = make_job(document={"tracking_id": {"field": "n"}})
+    other.send(workload(8, 100))
+    with pytest.raises(StateIncompatible, match="is the checkpoint of another topology"):
+        run(other, checkpoint=job.directory / "checkpoint")
+    assert set(other.written()[other.output].values()) == {0}
+
+
+def test_a_directory_that_is_no_checkpoint(make_job, run):
+    job = make_job()
+    (job.directory / "checkpoint").mkdir()
+    (job.directory / "checkpoint" / "photo.jpg").touch()
+    with pytest.raises(StateIncompatible, match="no checkpoint of `dedup spark run`"):
+        run(job)
+
+
+def test_an_output_topic_with_another_partition_count(make_job, run, admin):
+    job = make_job()
+    admin.delete_topic(job.output)
+    name = f"{job.name}-wide"
+    admin.create_topic(name, 3)
+    wide = dataclasses.replace(job.topology, output=dataclasses.replace(job.topology.output, topic=name))
+    job.send(workload(9, 100))
+    with pytest.raises(StateIncompatible, match=r"has 3 partitions, but '.*-in' has 2"):
+        run(job, topology=wide)
+
+
+def test_retention_ate_what_was_not_judged_yet(make_job, run, admin):
+    job = make_job()
+    job.send([Event(0, b'{"id":"%d"}' % n, BASE_MS + n) for n in range(100)])
+    run(job)
+    job.send([Event(0, b'{"id":"%d"}' % n, BASE_MS + n) for n in range(100, 200)])
+    (source,) = job.topology.source.topics
+    admin.client.delete_records([TopicPartition(source, 0, 150)])[TopicPartition(source, 0, 150)].result(timeout=30)
+    with pytest.raises(StateIncompatible, match="no longer holds offset 100, .* begins at 150 now, .* 50 offsets"):
+        run(job)
+    with pytest.raises(StateIncompatible, match="no longer holds offset 100"):
+        run(job, checkpoint="another")
+
+
+# Attempts, as Spark makes them.
+
+
+@pytest.fixture
+def plan_of():
+    def plan(job, state="state-a", **options):
+        ready = prepared(job.topology, job.settings)
+        settings = dataclasses.replace(job.settings, state_dir=job.directory / state)
+        return AttemptPlan(job.topology, ShippedSettings.of(settings), ready.cluster, options.get("commit_rows", 200))
+
+    return plan
+
+
+def one_partition(events):
+    return [dataclasses.replace(event, partition=0) for event in events]
+
+
+def test_an_input_that_ends_too_soon_is_a_prefix(make_job, plan_of):
+    job = make_job(partitions=1)
+    job.send(one_partition(workload(10, 1_000)))
+    batches = arrow_of(job, 100)
+    (cut,) = next(judge_partition(plan_of(job), batches[:3])).to_pylist()
+    assert (cut["next_offset"], cut["failure"]) == (300, None)
+    (whole,) = next(judge_partition(plan_of(job, "elsewhere"), batches)).to_pylist()
+    assert (whole["replayed"], whole["judged"], whole["next_offset"]) == (300, 700, 1_000)
+    job.judge()
+
+
+def test_rows_that_begin_behind_the_state_are_refused(make_job, plan_of):
+    job = make_job(partitions=1)
+    job.send(one_partition(workload(11, 1_000)))
+    before = job.written()[job.output]
+    (report,) = next(judge_partition(plan_of(job), arrow_of(job, 100)[5:])).to_pylist()
+    assert report["failure"] == "StateIncompatible"
+    assert "goes on at offset 500" in report["failure_text"]
+    assert "0 is the first that would be lost" in report["failure_text"]
+    assert job.written()[job.output] == before
+
+
+def test_a_speculative_copy_fences_the_first_attempt(make_job, plan_of):
+    job = make_job(partitions=1)
+    job.send(one_partition(workload(12, 1_000)))
+    batches = arrow_of(job, 100)
+    half_way, overtaken = threading.Event(), threading.Event()
+    failures = []
+
+    def slow():
+        yield from batches[:5]
+        half_way.set()
+        assert overtaken.wait(60)
+        yield from batches[5:]
+
+    def first_attempt():
+        try:
+            list(judge_partition(plan_of(job, "first"), slow()))
+        except TaskMigrated as error:
+            failures.append(error)
+        finally:
+            half_way.set()
+
+    thread = threading.Thread(target=first_attempt)
+    thread.start()
+    assert half_way.wait(60)
+    (report,) = next(judge_partition(plan_of(job, "second"), batches)).to_pylist()
+    overtaken.set()
+    thread.join(60)
+    assert report["judged"] + report["replayed"] == 1_000
+    assert 0 < report["replayed"] < 1_000
+    assert len(failures) == 1
+    job.judge()
