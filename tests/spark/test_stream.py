@@ -123,7 +123,7 @@ def test_transactions_in_the_source_leave_gaps_that_lose_nothing(make_job, run):
 
 
 def test_a_policy_that_stops_is_raised_as_what_it_is(make_job, run):
-    job = make_job(document={"missing": "fail"})
+    job = make_job(document={"tracking_id": {"field": "id", "missing": "fail"}})
     job.send([Event(0, b'{"id":"a"}', BASE_MS), Event(0, b"{}", BASE_MS)])
     with pytest.raises(RecordFailed, match="offset 1"):
         run(job)
@@ -169,7 +169,7 @@ def test_retention_ate_what_was_not_judged_yet(make_job, run, admin):
     job.send([Event(0, b'{"id":"%d"}' % n, BASE_MS + n) for n in range(100, 200)])
     (source,) = job.topology.source.topics
     admin.client.delete_records([TopicPartition(source, 0, 150)])[TopicPartition(source, 0, 150)].result(timeout=30)
-    with pytest.raises(StateIncompatible, match="no longer holds offset 100, .* begins at 150 now, .* 50 offsets"):
+    with pytest.raises(StateIncompatible, match=r"no longer holds offset 100, .* begins at 150 now, .* 50 offsets"):
         run(job)
     with pytest.raises(StateIncompatible, match="no longer holds offset 100"):
         run(job, checkpoint="another")
