@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from operator import methodcaller
 from types import TracebackType
-from typing import Final, Self
+from typing import Final, Self, TypeVar
 
 from confluent_kafka import (
-    OFFSET_INVALID,
     Consumer,
-    ConsumerGroupTopicPartitions,
     IsolationLevel,
     KafkaError,
     KafkaException,
@@ -31,10 +30,21 @@ _NO_PROGRESS_S: Final = 60.0
 _BATCH: Final = 10_000
 _POLL_S: Final = 0.1
 """A batch waits this long for more; at the end of a partition, where markers stand instead of records, always."""
+_AGAIN: Final = frozenset(
+    {
+        KafkaError.COORDINATOR_LOAD_IN_PROGRESS,
+        KafkaError.COORDINATOR_NOT_AVAILABLE,
+        KafkaError.NOT_COORDINATOR,
+        KafkaError.UNSTABLE_OFFSET_COMMIT,
+        KafkaError._TIMED_OUT,  # noqa: SLF001  # the client's name for it
+        KafkaError._WAIT_COORD,  # noqa: SLF001
+    }
+)
 _NO_HEADERS: Final[Headers] = ()
 _ask_headers: Final = methodcaller("headers")
 
 CREATE_TIME: Final = 1
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +130,8 @@ class KafkaReader:
         self._config: Final = client_config(settings)
         self._brokers: Final = ", ".join(settings.brokers)
         self._admin: Final = AdminClient(dict(self._config))
+        self._askers: Final[dict[str, Consumer]] = {}
+        """Group -> a consumer that asks for its offsets, and never joins."""
         self._consumer: Final = Consumer(
             {
                 **self._config,
@@ -141,6 +153,8 @@ class KafkaReader:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self._consumer.close()
+        for asker in self._askers.values():
+            asker.close()
 
     def partitions(self, topics: Iterable[str]) -> dict[str, int]:
         """Return the partition count of each topic; 0 for one that does not exist."""
@@ -171,21 +185,37 @@ class KafkaReader:
         places = [TopicPartition(topic, partition) for partition in partitions]
         if not places:
             return {}
-        asked = self._admin.list_consumer_group_offsets(
-            [ConsumerGroupTopicPartitions(group, places)],
-            # Not while a commit of them is under way.
-            require_stable=True,
-            request_timeout=_ANSWER_WITHIN_S,
-        )
-        try:
-            answer = asked[group].result()
-        except KafkaException as error:
-            raise self._unavailable(f"reading the offsets of group {group}", error) from error
-        return {
-            place.partition: place.offset
-            for place in answer.topic_partitions or ()
-            if place.offset != OFFSET_INVALID and place.offset >= 0
-        }
+        found = self._patiently(f"reading the offsets of group {group}", partial(self._committed, group, places))
+        return {place.partition: place.offset for place in found if place.offset >= 0}
+
+    def _committed(self, group: str, places: list[TopicPartition]) -> list[TopicPartition]:
+        """Ask by a consumer that never joins; raises KafkaException.
+
+        Not by the admin client: that one ends the process with SIGSEGV when the coordinator answers that it is loading
+        or has moved (librdkafka issue 5040; seen with 2.16.0).
+        """
+        if group not in self._askers:
+            # Committed: no offset while a transaction that changes it is open.
+            options = {"group.id": group, "enable.auto.commit": False, "isolation.level": "read_committed"}
+            self._askers[group] = Consumer({**self._config, **options})
+        found = self._askers[group].committed(places, _ANSWER_WITHIN_S)
+        for place in found:
+            if place.error is not None:
+                raise KafkaException(place.error)
+        return found
+
+    def _patiently(self, doing: str, ask: Callable[[], T]) -> T:
+        """Return the answer, asking again while it is that another one may come."""
+        deadline = time.monotonic() + _NO_PROGRESS_S
+        while True:
+            try:
+                return ask()
+            except KafkaException as error:
+                kafka_error = error.args[0]
+                again = kafka_error.retriable() or kafka_error.code() in _AGAIN
+                if not again or time.monotonic() > deadline:
+                    raise self._unavailable(doing, error) from error
+                time.sleep(_POLL_S)
 
     def read(self, topic: str, partition: int, start: int, end: int) -> Iterator[Columns]:
         """Yield the committed records with offsets in [start, end).
