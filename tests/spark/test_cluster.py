@@ -1,0 +1,81 @@
+"""A standalone cluster from the PySpark wheel: a master and two workers on the loopback run what users submit."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from pathlib import Path
+
+import pyspark
+import pytest
+
+from dedup.local.leashed import Leashed
+from dedup.spark.java import use_java
+from tests.integration.fleet import Job, until
+from tests.integration.workload import workload
+from tests.spark.streaming import start_driver
+
+SPARK_CLASS = Path(pyspark.__file__).parent / "bin" / "spark-class"
+START_S = 240
+LOOPBACK = ("--conf", "spark.driver.host=127.0.0.1", "--conf", "spark.driver.bindAddress=127.0.0.1")
+SMALL = ("--conf", "spark.executor.memory=600m", "--conf", "spark.executor.cores=1", "--conf", "spark.cores.max=2")
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def started(directory, name, *arguments):
+    environ = {"JAVA_HOME": os.environ["JAVA_HOME"], "PYSPARK_PYTHON": sys.executable, "SPARK_LOCAL_IP": "127.0.0.1"}
+    environ |= {"SPARK_HOME": str(SPARK_CLASS.parents[1]), "PATH": os.environ["PATH"]}
+    command = ["env", *(f"{key}={value}" for key, value in environ.items()), str(SPARK_CLASS), *arguments]
+    return Leashed(command, directory / f"{name}.log")
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    """The address of a master with two workers of one core each."""
+    use_java(os.environ)
+    directory = tmp_path_factory.mktemp("cluster")
+    port = free_port()
+    address = f"spark://127.0.0.1:{port}"
+    common = ("--host", "127.0.0.1", "--webui-port", "0")
+    master = ("org.apache.spark.deploy.master.Master", "--port", str(port), *common)
+    processes = [started(directory, "master", *master)]
+    try:
+        for name in ("worker-1", "worker-2"):
+            worker = ("org.apache.spark.deploy.worker.Worker", "--cores", "1", "--memory", "1g", *common)
+            work = directory / name
+            processes.append(started(directory, name, *worker, "--work-dir", str(work), address))
+        for name in ("worker-1", "worker-2"):
+            log = directory / f"{name}.log"
+            until(lambda log=log: "Successfully registered" in log.read_text(), f"{name} registers", within_s=START_S)
+        yield address
+    finally:
+        for process in processes:
+            process.stop()
+
+
+@pytest.fixture
+def job(kafka, admin, tmp_path, topic_names):
+    made = Job(kafka, admin, tmp_path / "job", topic_names("job"))
+    yield made
+    made.end()
+
+
+@pytest.mark.timeout(600)
+def test_a_stream_on_a_cluster(cluster, job):
+    events = workload(13, 12_000)
+    run = ("--master", cluster, *LOOPBACK, *SMALL, "--most-offsets", "2500", "--exit-when-done")
+    job.send(events[:8_000])
+    first = start_driver(job, arguments=run)
+    assert first.wait(START_S) == 0, first.log
+    assert "judged 8,000" in first.log
+    job.send(events[8_000:])
+    second = start_driver(job, arguments=run)
+    assert second.wait(START_S) == 0, second.log
+    assert "judged 4,000" in second.log
+    job.judge()
