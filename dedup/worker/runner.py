@@ -21,10 +21,10 @@ from dedup.session.wire import TopicPartition
 from dedup.store.directory import own_state
 from dedup.worker.app import DedupApp, create_app
 from dedup.worker.beside import Beside, MakePages
+from dedup.worker.finish import Finish
 from dedup.worker.lost_offsets import refuse_lost_offsets
 from dedup.worker.plan import Cluster, group_is_new, prepare
 from dedup.worker.starting import bounds_of
-from dedup.worker.task import TaskState
 
 if TYPE_CHECKING:
     from dedup.settings import Settings
@@ -134,26 +134,15 @@ async def _ends(topology: Topology, cluster: Cluster, wire: KafkaWire) -> dict[T
 async def _until_over(
     app: DedupApp, stop: asyncio.Event, options: RunOptions, cluster: Cluster, ends: dict[TopicPartition, int]
 ) -> None:
-    wire = app.wire
-    stages = [ends] if ends or options.exit_when_done else []
-    if stages and len(app.sub_topologies) > 1:
-        stages.append({})
+    finish = Finish(app, ends) if options.exit_when_done else None
     while not stop.is_set() and not app.tasks.failure.done() and not app.crashed:
         _refuse_growth(app, cluster)
         _refuse_lost_membership(app)
         if options.on_tick is not None:
             options.on_tick(app)
-        if stages and _done(app, stages[0]):
-            stages.pop(0)
-            if not stages:
-                log.info("everything that was there at the start is done")
-                return
-            # The second hop ends where the first has brought it by now.
-            (topic,) = app.sub_topologies["dedup"]
-            count = app.member.topic_partitions(topic) or 0
-            hop = [TopicPartition(topic, partition) for partition in range(count)]
-            # A rebalance may yet bring source partitions here: they must be done, too.
-            stages[0] = {**ends, **{each: (await bounds_of(wire, each)).end for each in hop}}
+        if finish is not None and await finish.reached():
+            log.info("everything that was there at the start is done")
+            return
         await asyncio.sleep(LOOK_S)
     if app.crashed and not app.tasks.failure.done():
         app.tasks.fail(app.crash_reason or DedupError("the Faust app stopped without saying why."))
@@ -178,21 +167,6 @@ def _refuse_growth(app: DedupApp, cluster: Cluster) -> None:
                     f"judged. `dedup reset` starts anew with {has}."
                 )
             )
-
-
-def _done(app: DedupApp, ends: dict[TopicPartition, int]) -> bool:
-    """Tell whether this worker's tasks have committed everything below the ends."""
-    if not app.tasks.opened.is_set():
-        return False
-    for feeding, task in app.tasks.running.items():
-        if feeding not in ends:
-            continue
-        if task.state is not TaskState.RUNNING or task.dirty.is_set() or task.committing:
-            return False
-        # A position past the last record counts markers and aborted records, which no task ever sees.
-        if task.next_offset < ends[feeding] and not app.member.passed(feeding, ends[feeding], task.next_offset):
-            return False
-    return True
 
 
 def main_loop(topology: Topology, settings: Settings, options: RunOptions) -> DedupApp:

@@ -9,7 +9,7 @@ from confluent_kafka import Message
 
 from dedup.proof.verify import verify
 from tests.integration.conftest import MakeJob
-from tests.integration.fleet import Job
+from tests.integration.fleet import Job, until
 from tests.integration.workload import BASE_MS, SECONDS, Event, Expected, assert_order_kept, id_of, workload
 
 pytestmark = pytest.mark.broker
@@ -166,3 +166,20 @@ def test_expiry_drops_whole_segments_and_forgets_no_verdict(make_job: MakeJob) -
     assert report.passed, report.samples
     assert sum(books.unique for books in report.books) > len(Expected.of(events).ids)
     assert_order_kept(job.read(job.output))
+
+
+def test_a_worker_is_done_when_all_workers_are(make_job: MakeJob) -> None:
+    """Two partitions, three workers: the one that has none must not say that all is done while the others are not."""
+    job = make_job()
+    waiting = job.send(workload(6, 400), transactional_id=f"{job.name}-open", commit=None)
+    others = [job.start(name) for name in ("b", "c")]
+    until(lambda: all("running from offset" in worker.log for worker in others), f"both run; {job.logs()}")
+    idle = job.start("a", exit_when_done=True)
+    idle.until_logged("waiting for other workers")
+    waiting.commit_transaction(30)
+    job.sent.extend(workload(6, 400))
+    assert idle.wait() == 0, idle.log
+    assert job.all_committed()
+    for worker in others:
+        assert worker.stop() == 0, worker.log
+    job.judge()
