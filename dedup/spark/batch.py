@@ -41,7 +41,7 @@ JUDGED: Final = (*SCREENED, *FOUND)
 """`dedup_time_ms` is the time as judged (the ceiling where a future time was clamped; 0 without one), `reason` the code
 of a dead letter, an exemption or a forwarded conflict, `detail` a dead letter's sentence. `dedup_partition` and
 `dedup_offset` are the place in the task's log, null where rows are judged in no one task's order; `stream_time_ms` is
-the task's after this record. `first_*` is the sighting that a duplicate repeats or a forwarded conflict contradicts."""
+the task's after this record. `first_*` is the sighting that a duplicate repeats."""
 
 
 def judged(
@@ -137,6 +137,7 @@ def _in_log_order(df: DataFrame, mode: Mode, readers: int, *, contiguous: bool) 
 def _judging_order(mode: Mode) -> list[Column]:
     """Return what rows are sorted by: first the rows that are no records, then by ID."""
     first = [F.col(TARGET.name).asc_nulls_last(), F.col("dedup_id")]
+    names: tuple[str, ...]
     match mode:
         case "direct" | "log":
             names = ("dedup_partition", "dedup_offset")

@@ -56,7 +56,7 @@ class Decided:
 
     verdicts: npt.NDArray[np.int8]
     has_first: npt.NDArray[np.bool_]
-    """Whether there is a sighting that the record repeats, or contradicts."""
+    """Whether there is a sighting that the record repeats."""
     first_ms: Integers
     first_topics: Integers
     first_partitions: Integers

@@ -80,13 +80,18 @@ def screening(plan: Screening) -> Callable[[Iterable[pa.RecordBatch]], Batches]:
 
 
 def _notice(schema: pa.Schema, stretches: Sequence[Stretch], targets: tuple[int, ...]) -> pa.RecordBatch:
-    text = orjson.dumps([asdict(each) for each in stretches])
+    text = write_notice(stretches)
     columns = {
         "value": pa.array([text] * len(targets), pa.binary()),
         TARGET.name: pa.array(targets, pa.int32()),
     }
     arrays = [columns.get(field.name, pa.nulls(len(targets), field.type)) for field in schema]
     return pa.RecordBatch.from_arrays(arrays, schema=schema)
+
+
+def write_notice(stretches: Sequence[Stretch]) -> bytes:
+    """Return what `read_notice` reads."""
+    return orjson.dumps([asdict(each) for each in stretches])
 
 
 def read_notice(values: Iterable[bytes]) -> list[Stretch]:

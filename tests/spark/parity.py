@@ -42,7 +42,7 @@ POLICIES: dict[str, dict[str, Any]] = {
     "extend": {"extend": True, "extend_at_most": "5m", "late": "drop"},
     "conflicts": {"conflicts": {"topic": "{name}-conflicts", "exclude": ["at", "order.placed"]}},
     "identity": {"on_conflict": "forward", "extend": True, "conflicts": {"exclude": ["at", "order.placed"]}},
-    "no_grace": {"grace": "0s", "late": "forward", "event_time": {"field": "order.placed", "unit": "rfc3339"}},
+    "no-grace": {"grace": "0s", "late": "forward", "event_time": {"field": "order.placed", "unit": "rfc3339"}},
     "lenient": {"tracking_id": {"field": "id", "missing": "forward", "tombstones": "dead_letter"}},
     "clamped": {"future": "clamp", "event_time": {"field": "at", "unit": "ms"}},
 }

@@ -74,8 +74,7 @@ def rows_of(table: pa.Table) -> dict[tuple[int, int], Row]:
     found = {}
     for row in table.to_pylist():
         first = None if row["first_partition"] is None else (row["first_partition"], row["first_offset"])
-        shown = (None, None) if row["verdict"] == "unique" else (row["first_time_ms"], first)
-        found[row["partition"], row["offset"]] = Row(row["verdict"], row["reason"], *shown)
+        found[row["partition"], row["offset"]] = Row(row["verdict"], row["reason"], row["first_time_ms"], first)
     return found
 
 

@@ -54,11 +54,7 @@ def rows_of(df: DataFrame) -> dict[tuple[int, int], tuple[Row, int]]:
     found = {}
     for row in df.collect():
         first = None if row.first_partition is None else (row.first_partition, row.first_offset)
-        if row.verdict == "unique":
-            assert (row.reason is None) == (row.first_time_ms is None)
-            verdict = Row(row.verdict, row.reason, None, None)
-        else:
-            verdict = Row(row.verdict, row.reason, row.first_time_ms, first)
+        verdict = Row(row.verdict, row.reason, row.first_time_ms, first)
         assert (row.partition, row.offset) not in found
         stream_time_ms = BEFORE_ALL_TIME if row.stream_time_ms is None else row.stream_time_ms
         found[row.partition, row.offset] = verdict, stream_time_ms
