@@ -1,0 +1,90 @@
+"""Spark's own operator behind the same topology file: what it does, what it can not, and that nothing is twice."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections import Counter
+
+import pytest
+
+from dedup.errors import StateIncompatible, TopologyError
+from dedup.spark.stream import StreamOptions
+from dedup.spark.watermark import differences, start_watermark
+from tests.integration.fleet import Job
+from tests.integration.workload import BASE_MS, Event
+
+
+@pytest.fixture
+def job(kafka, admin, tmp_path, topic_names):
+    made = Job(kafka, admin, tmp_path / "job", topic_names("job"), document={"guard_period": "1h"})
+    yield made
+    made.end()
+
+
+@pytest.fixture
+def run(spark, job):
+    def run(topology=None):
+        options = StreamOptions(str(job.directory / "checkpoint"), exit_when_done=True, most_offsets=200)
+        start_watermark(spark, topology or job.topology, job.settings, options).wait()
+
+    return run
+
+
+def event(number, *, at_s=0, value=None):
+    time_ms = BASE_MS + at_s * 1000
+    return Event(number % 2, value or json.dumps({"id": f"id-{number}"}).encode(), time_ms, b"k%d" % number)
+
+
+def ids(job):
+    return Counter(json.loads(message.value())["id"] for message in job.read(job.output))
+
+
+def test_each_id_is_forwarded_once_also_over_restarts(job, run):
+    job.send([event(n, at_s=n) for n in range(300)] + [event(n, at_s=n) for n in range(0, 300, 3)])
+    run()
+    job.send([event(n, at_s=300) for n in range(0, 600, 2)])
+    run()
+    run()
+    assert ids(job) == Counter({f"id-{n}": 1 for n in {*range(300), *range(0, 600, 2)}})
+    found = job.read(job.output)
+    assert {message.partition() for message in found} == {0, 1}
+    first = next(message for message in found if json.loads(message.value())["id"] == "id-7")
+    assert first.headers() == [("dedup-event-time", str(BASE_MS + 7_000).encode())]
+    assert (first.key(), first.timestamp()[1], first.partition()) == (b"k7", BASE_MS + 7_000, 1)
+
+
+def test_dead_letters_go_around_the_operator(job, run):
+    far = Event(0, b'{"id":"future"}', 4_102_444_800_000, b"k")
+    job.send([event(1), event(2, value=b"no json"), event(3, value=b"{}"), far, event(4)])
+    run()
+    job.send([event(5)])
+    run()
+    assert ids(job) == Counter(["id-1", "id-4", "id-5"])
+    dead = {dict(message.headers())["dedup-reason"] for message in job.read(job.topology.dead_letter)}
+    assert dead == {b"unreadable", b"missing_id", b"future_time"}
+
+
+def test_what_the_operator_can_not_do_is_refused(job, run):
+    able = dataclasses.replace(
+        job.topology, duplicates="d", window=dataclasses.replace(job.topology.window, extend=True)
+    )
+    with pytest.raises(TopologyError) as refused:
+        run(able)
+    assert {problem.text.split(":")[0] for problem in refused.value.problems} == {"duplicates", "extend"}
+
+
+def test_the_checkpoint_of_the_exact_stream_is_refused(job, run, spark):
+    job.send([event(1)])
+    run()
+    from dedup.spark.stream import start_stream  # noqa: PLC0415
+
+    options = StreamOptions(str(job.directory / "checkpoint"), exit_when_done=True)
+    with pytest.raises(StateIncompatible, match="semantics: 'watermark', now 'exact'"):
+        start_stream(spark, job.topology, job.settings, options)
+
+
+def test_the_differences_name_the_topologys_numbers(job):
+    text = differences(job.topology)
+    assert "the guard period (3,600 s)" in text
+    assert "dropped silently" in text
