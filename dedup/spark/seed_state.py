@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Literal
 
 from dedup.errors import DedupError, Problem, SettingsError, StateIncompatible
 from dedup.session.group import Group
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from dedup.settings import Settings
     from dedup.topology.model import Topology
 
-Until = Mapping[TopicPartition, int] | int
-"""Where the fleet begins: an offset for each source partition, or a record time in ms."""
+Until = Mapping[TopicPartition, int] | int | Literal["latest"]
+"""Where the fleet begins: an offset for each source partition, a record time in ms, or the end as it is now."""
 
 FETCH_BYTES: Final = 1 << 16
 PAUSE_MS: Final = 50
@@ -135,7 +135,7 @@ async def _begins(topology: Topology, cluster: Cluster, wire: KafkaWire, until: 
         for name in topology.source.topics
         for partition in range(cluster.topics[name].partitions)
     ]
-    if isinstance(until, int):
+    if isinstance(until, int | str):
         return {place: await first_offset(wire, place, until) for place in places}
     problems = []
     for place in dict.fromkeys([*places, *until]):

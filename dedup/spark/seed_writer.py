@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Final
 
 import pyarrow as pa
 
-from dedup.errors import CommitUnknown, DedupError, InvariantBroken
+from dedup.errors import CommitUnknown, DedupError
 from dedup.session.client import KafkaWire
 from dedup.session.connection import Connection
 from dedup.session.record_batch import Line, fill
@@ -112,7 +112,7 @@ async def write_partition(
             skipped = sum(1 for _ in rows)
             return {"partition": partition, "records": skipped, "was_there": True}
         count = await _write_rows(plan, settings, session, partition, rows)
-        await _finish(plan, session, partition)
+        await _finish(plan, session, wire, partition)
     finally:
         await session.drop()
     return {"partition": partition, "records": count, "was_there": False}
@@ -122,7 +122,6 @@ async def _write_rows(
     plan: WritePlan, settings: Settings, session: Session, partition: int, rows: Iterable[Row]
 ) -> int:
     changelog = TopicPartition(plan.topology.changelog_topic, partition)
-    compression = settings.topics.compression
     lines: list[Line] = []
     count, digest, now_ms = 0, 0, int(time.time() * 1000)
     for _, key, value, hashed in rows:
@@ -130,10 +129,8 @@ async def _write_rows(
         count += 1
         digest ^= hashed & DIGEST_MASK
         if len(lines) >= plan.commit_rows:
-            session.add(fill(changelog, lines, compression=compression))
-            await session.commit({})
+            await _insist(session, {changelog: lines}, settings.topics.compression)
             lines = []
-    session.add(fill(changelog, lines, compression=compression))
     mark = plan.marks[partition]
     if (count, f"{digest:016x}") != (mark.sightings, mark.digest):
         raise PartitionTruncated(
@@ -141,21 +138,57 @@ async def _write_rows(
             f"instead of {mark.digest}: a Spark task before this one failed. Nothing is finished by that; Spark tries "
             f"again."
         )
+    if lines:
+        await _insist(session, {changelog: lines}, settings.topics.compression)
     return count
 
 
-async def _finish(plan: WritePlan, session: Session, partition: int) -> None:
+async def _insist(session: Session, lines: Mapping[TopicPartition, list[Line]], compression: str) -> None:
+    """Commit lines, in a new epoch if need be: written twice they say the same.
+
+    Raises TaskMigrated where another owner has taken the partition, CommitUnknown after `MOST_ATTEMPTS`.
+    """
+    for attempt in range(MOST_ATTEMPTS):
+        try:
+            if attempt:
+                await session.open()
+            for target, part in lines.items():
+                session.add(fill(target, part, compression=compression))
+            await session.commit({})
+        except CommitUnknown:
+            # A leader that moved, or does not know yet a topic that was made a moment ago.
+            if attempt + 1 == MOST_ATTEMPTS:
+                raise
+            await asyncio.sleep(LOOK_S)
+        else:
+            return
+
+
+async def _finish(plan: WritePlan, session: Session, wire: KafkaWire, partition: int) -> None:
     """Commit the last transaction: from now on a task may start."""
     topology, record = plan.topology, plan.records[partition]
     mark = replace(plan.marks[partition], phase="seeded")
-    changelog = TopicPartition(topology.changelog_topic, partition)
     now_ms = int(time.time() * 1000)
     closing: list[Line] = [
         (-1, now_ms, task_record_key(), encode_task_record(record), []),
         (-1, now_ms, SEED_MARK_KEY, encode_seed_mark(mark), []),
     ]
-    session.add(fill(changelog, closing, compression="none"))
-    await session.commit({TopicPartition(topology.feeding_topics[0], partition): record.next_offset})
+    feeding = TopicPartition(topology.feeding_topics[0], partition)
+    for attempt in range(MOST_ATTEMPTS):
+        try:
+            if attempt:
+                await session.open()
+                # It may have been committed after all, and a task may have gone on from there: never set it back.
+                if await committed_offset(wire, topology.name, feeding) is not None:
+                    return
+            session.add(fill(TopicPartition(topology.changelog_topic, partition), closing, compression="none"))
+            await session.commit({feeding: record.next_offset})
+        except CommitUnknown:
+            if attempt + 1 == MOST_ATTEMPTS:
+                raise
+            await asyncio.sleep(LOOK_S)
+        else:
+            return
 
 
 async def announce(topology: Topology, settings: Settings, wire: KafkaWire, marks: Mapping[int, SeedMark]) -> None:
@@ -164,20 +197,11 @@ async def announce(topology: Topology, settings: Settings, wire: KafkaWire, mark
         # Whatever a worker that was stopped still holds open must not be committed behind the marks.
         await session_of(topology, settings, wire, partition).open()
     now_ms = int(time.time() * 1000)
-    for attempt in range(MOST_ATTEMPTS):
-        session = session_of(topology, settings, wire, min(marks))
-        try:
-            await session.open()
-            for partition, mark in marks.items():
-                line: Line = (-1, now_ms, SEED_MARK_KEY, encode_seed_mark(mark), [])
-                session.add(fill(TopicPartition(topology.changelog_topic, partition), [line], compression="none"))
-            await session.commit({})
-        except CommitUnknown:
-            # A topic made a moment ago may have a leader that does not know it yet. Written twice it says the same.
-            if attempt + 1 == MOST_ATTEMPTS:
-                raise
-            await wire.refresh()
-            await asyncio.sleep(LOOK_S)
-        else:
-            return
-    raise InvariantBroken("the last attempt neither ended nor raised.")
+    lines: dict[TopicPartition, list[Line]] = {
+        TopicPartition(topology.changelog_topic, partition): [(-1, now_ms, SEED_MARK_KEY, encode_seed_mark(mark), [])]
+        for partition, mark in marks.items()
+    }
+    session = session_of(topology, settings, wire, min(marks))
+    await session.open()
+    await _insist(session, lines, "none")
+    await session.drop()

@@ -1,0 +1,74 @@
+"""What the commands of `dedup spark` read from their command lines, where several need it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Literal
+
+from dedup.errors import Problem, SettingsError
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+
+    from dedup.session.wire import TopicPartition
+    from dedup.spark.jars import Package
+    from dedup.spark.seed_state import Until
+    from dedup.topology.model import Topology
+
+FileFormat = Literal["parquet", "json", "delta"]
+
+
+def open_session(
+    topology: Topology, master: str | None, conf: list[str] | None, packages: Iterable[Package]
+) -> SparkSession:
+    """Return a session with ``--conf key=value`` in it. Raises SettingsError for one without a value."""
+    from dedup.spark.session import session_for
+
+    wrong = [text for text in conf or () if "=" not in text]
+    if wrong:
+        raise SettingsError([Problem(f"--conf {text}", "has no value; write --conf key=value") for text in wrong])
+    pairs = {key: value for key, _, value in (text.partition("=") for text in conf or ())}
+    return session_for(topology, master=master, packages=packages, conf=pairs)
+
+
+def read_files(spark: SparkSession, path: str, fmt: FileFormat) -> DataFrame:
+    """Return the records of a table of files (`rows.RECORDS`). Raises SettingsError where there is none."""
+    from pyspark.errors import AnalysisException
+
+    from dedup.spark.rows import records_of_files
+
+    try:
+        found = spark.read.format(fmt).load(path)
+    except AnalysisException as error:
+        text = f"can not be read as {fmt}: {str(error).splitlines()[0]}"
+        raise SettingsError([Problem(path, text)]) from error
+    return records_of_files(found, place=path)
+
+
+def parse_until(text: str) -> Until:
+    """Return what ``--until`` says: `latest`, a time, or `topic/partition=offset,...`."""
+    if text == "latest":
+        return "latest"
+    if "=" in text:
+        return dict(map(_offset, text.split(",")))
+    return parse_time(text, "--until", "latest, 2024-01-01T00:00:00Z or orders/0=1200,orders/1=900")
+
+
+def parse_time(text: str, option: str, write: str) -> int:
+    """Return a time in ms; raises SettingsError that says what to write instead."""
+    from dedup.core.event_time import rfc3339_ms
+
+    found = int(text) if text.isdecimal() else rfc3339_ms(text)
+    if found is None:
+        raise SettingsError([Problem(option, f'"{text}" is no time; write {write}')])
+    return found
+
+
+def _offset(text: str) -> tuple[TopicPartition, int]:
+    from dedup.session.wire import TopicPartition
+
+    place, _, offset = text.strip().partition("=")
+    topic, _, partition = place.rpartition("/")
+    if not (topic and partition.isdecimal() and offset.isdecimal()):
+        raise SettingsError([Problem("--until", f'"{text}" is no offset; write topic/partition=offset')])
+    return TopicPartition(topic, int(partition)), int(offset)

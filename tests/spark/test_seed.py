@@ -1,0 +1,209 @@
+"""A fleet started from a seed judges as if it had judged the history itself."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+from pyspark.sql import DataFrame, SparkSession
+
+from dedup.core.model import Model, ModelRecord, ModelRules
+from dedup.core.murmur2 import partitions
+from dedup.core.window import Source
+from dedup.errors import SettingsError, StateIncompatible
+from dedup.local.leashed import Leashed
+from dedup.proof.verify import verify
+from dedup.session.wire import TopicPartition
+from dedup.spark.changelog import read_changelog
+from dedup.spark.rows import RECORDS
+from dedup.spark.seed import SeedOptions, seed
+from tests.integration.fleet import Job, until
+from tests.integration.workload import BASE_MS, Event
+
+pytestmark = pytest.mark.broker
+GUARD_MS, GRACE_MS = 20_000, 5_000
+SHORT = {"guard_period": "20s", "grace": "5s"}
+MakeJob = Callable[..., Job]
+
+
+@pytest.fixture
+def make_job(kafka, admin, tmp_path: Path, topic_names) -> Iterator[MakeJob]:
+    jobs: list[Job] = []
+
+    def make(**options):
+        name = topic_names("seed")
+        jobs.append(Job(kafka, admin, tmp_path / name, name, **{"document": SHORT, **options}))
+        return jobs[-1]
+
+    yield make
+    for job in jobs:
+        job.end()
+
+
+def events(seed_: int, count: int, *, first: int = 0) -> list[Event]:
+    """Return events, one each 10 ms: half repeat one of the last 3,000 IDs, beyond the guard period too; 1 % is bad."""
+    dice = random.Random(seed_)
+    made = []
+    for number in range(first, first + count):
+        time_ms = BASE_MS + number * 10 - dice.randint(0, 8_000)
+        chosen = b"id-%d" % (number if dice.random() < 0.5 else max(0, number - dice.randint(1, 3_000)))
+        value = b"bad" if dice.random() < 0.01 else b'{"id":"%s","n":%d}' % (chosen, number)
+        made.append(Event(partitions([chosen], 2)[0], value, time_ms, chosen))
+    return made
+
+
+def expected(
+    parts: Sequence[Sequence[Event]], live_from: int, *, guard_ms: int = GUARD_MS, grace_ms: int = GRACE_MS
+) -> list[bytes]:
+    """Return the values that the events of one partition from ``live_from`` on forward, by the exact model."""
+    model = Model(ModelRules(guard_ms, grace_ms), [(0, 0)])
+    found = []
+    for number, event in enumerate(event for part in parts for event in part):
+        known = None if event.value == b"bad" else json.loads(event.value)["id"].encode()
+        fault = "unreadable" if known is None else None
+        verdict = model.judge(ModelRecord(known, event.timestamp_ms, Source(0, 0, number), fault=fault))
+        if number >= live_from and verdict.kind == "unique":
+            found.append(event.value)
+    return found
+
+
+def of_partition(made: Sequence[Event], partition: int) -> list[Event]:
+    return [event for event in made if event.partition == partition]
+
+
+def forwarded(job: Job, partition: int) -> list[bytes]:
+    return [message.value() or b"" for message in job.read(job.output) if message.partition() == partition]
+
+
+def as_files(spark: SparkSession, made: Sequence[Event]) -> DataFrame:
+    rows = [(event.key, event.value, None, event.timestamp_ms, None, None, None) for event in made]
+    return spark.createDataFrame(rows, RECORDS)
+
+
+def test_history_and_live_of_one_topic_meet_without_gap_or_double(spark, make_job):
+    job = make_job()
+    history, live = events(1, 6_000), events(2, 3_000, first=6_000)
+    job.send(history)
+    done = seed(spark, job.topology, job.settings, SeedOptions("latest", commit_rows=500))
+    assert sum(each.sightings for each in done.partitions) > 500
+    assert set(done.verdicts) == {"unique", "duplicate", "late", "dead_letter"}
+    job.send(live)
+    job.finish()
+    for partition in range(2):
+        parts = [of_partition(history, partition), of_partition(live, partition)]
+        assert forwarded(job, partition) == expected(parts, len(parts[0]))
+    again = read_changelog(spark, job.topology, job.settings)
+    assert {row.source_topic for row in again.collect()} == {0}
+    with pytest.raises(StateIncompatible, match=r"can not be seeded|this history makes"):
+        seed(spark, job.topology, job.settings, SeedOptions("latest"), history=as_files(spark, history[:100]))
+
+
+def test_files_without_coordinates_and_a_topic_that_overlaps_them(spark, make_job):
+    job = make_job()
+    everything = events(3, 6_000)
+    history, live = everything[:4_000], everything[3_500:]
+    job.send(live)
+    begins = {TopicPartition(job.topology.source.topics[0], partition): 0 for partition in range(2)}
+    files = as_files(spark, random.Random(4).sample(history, len(history)))
+    first = seed(spark, job.topology, job.settings, SeedOptions(begins), history=files)
+    second = seed(spark, job.topology, job.settings, SeedOptions(begins), history=files)
+    assert second.name == first.name
+    assert all(each.was_there for each in second.partitions)
+    job.finish()
+    for partition in range(2):
+        # A history without coordinates is judged by event time; of equal times it does not matter which is first.
+        before = sorted(of_partition(history, partition), key=lambda event: event.timestamp_ms)
+        assert forwarded(job, partition) == expected([before, of_partition(live, partition)], len(before))
+
+
+def test_a_topology_that_repartitions_two_topics(spark, make_job, topic_names):
+    name = topic_names("two")
+    job = make_job(document={"source": {"topics": [f"{name}-a", f"{name}-b"]}, "guard_period": "1d"})
+    made = [
+        Event(number % 2, b'{"id":"%d"}' % (number * 7 % 1_500), BASE_MS + number, b"k", topic=number // 2 % 2)
+        for number in range(4_000)
+    ]
+    job.send(made[:3_000])
+    done = seed(spark, job.topology, job.settings, SeedOptions("latest"))
+    assert done.verdicts == {"unique": 1_500, "duplicate": 1_500}
+    job.send([*made[3_000:], Event(0, b'{"id":"new"}', BASE_MS + 5_000, b"k")])
+    job.finish()
+    assert [message.value() for message in job.read(job.output)] == [b'{"id":"new"}']
+
+
+def test_a_seed_of_what_extends_and_conflicts_is_the_state_that_a_fleet_has(spark, make_job):
+    rules = {**SHORT, "extend": True, "extend_at_most": "40s", "conflicts": {"exclude": ["n"]}}
+    one, other = make_job(document=rules), make_job(document=rules)
+    history = events(5, 3_000)
+    one.send(history)
+    one.finish()
+    other.send(history)
+    seed(spark, other.topology, other.settings, SeedOptions("latest"))
+    by_fleet, by_seed = (read_changelog(spark, job.topology, job.settings).collect() for job in (one, other))
+    assert len(by_seed) > 500
+    assert any(row.last_ms > row.first_ms for row in by_seed)
+    assert sorted(map(tuple, by_seed)) == sorted(map(tuple, by_fleet))
+
+
+def test_what_can_not_be_seeded_is_refused_with_nothing_written(spark, make_job):
+    job = make_job()
+    source = job.topology.source.topics[0]
+    job.send(events(6, 300))
+    half = {TopicPartition(source, 0): 10}
+    with pytest.raises(SettingsError, match=f"{source}/1 is missing"):
+        seed(spark, job.topology, job.settings, SeedOptions(half))
+    with pytest.raises(SettingsError, match="holds offsets 0 to"):
+        seed(spark, job.topology, job.settings, SeedOptions({TopicPartition(source, at): 9_999 for at in (0, 1)}))
+    keyless = spark.createDataFrame([(None, b'{"id":"a"}', None, BASE_MS, None, None, None)], RECORDS)
+    with pytest.raises(StateIncompatible, match="only its key can say"):
+        seed(spark, job.topology, job.settings, SeedOptions("latest"), history=keyless)
+    mixed = keyless.union(spark.createDataFrame([(b"a", b'{"id":"a"}', None, BASE_MS, source, 0, 0)], RECORDS))
+    with pytest.raises(StateIncompatible, match="no order holds both"):
+        seed(spark, job.topology, job.settings, SeedOptions("latest"), history=mixed)
+    elsewhere = spark.createDataFrame([(b"a", b'{"id":"a"}', None, BASE_MS, source, 7, 0)], RECORDS)
+    with pytest.raises(StateIncompatible, match=f"{source}/7"):
+        seed(spark, job.topology, job.settings, SeedOptions("latest"), history=elsewhere)
+    job.finish()
+    with pytest.raises(StateIncompatible, match="can not be seeded"):
+        seed(spark, job.topology, job.settings, SeedOptions("latest"))
+    report = verify(job.topology, job.settings)
+    assert report.passed, report.closing_line()
+    assert report.read == len(job.sent)
+
+
+def test_a_seed_that_is_killed_half_way_is_refused_by_the_fleet_and_healed_by_a_second_run(spark, make_job):
+    job = make_job(document={"guard_period": "1d"})
+    history = events(7, 6_000)
+    job.send(history)
+    begins = job.admin.end_offsets(job.topology.source.topics[0])
+    until_ = ",".join(f"{job.topology.source.topics[0]}/{at}={end}" for at, end in begins.items())
+    command = [sys.executable, "-m", "dedup.cli.main", "spark", "seed", str(job.topology_file), "--until", until_]
+    command += ["--config", str(job.config_file), "--master", "local[1]", "--commit-rows", "5"]
+    killed = Leashed([*command, "--conf", "spark.ui.enabled=false"], job.directory / "seed.log")
+    changelog = job.topology.changelog_topic
+    job.admin.create_topic(changelog, 2, {"cleanup.policy": "compact,delete", "retention.ms": "-1"})
+    until(
+        lambda: max(job.admin.end_offsets(changelog).values()) > 100 or not killed.running, "half a seed", within_s=300
+    )
+    assert killed.running, (job.directory / "seed.log").read_text(encoding="utf-8")[-3_000:]
+    os.killpg(killed.leash_pid, signal.SIGKILL)
+    killed.kill()
+    for _ in range(2):
+        # The second time the worker has what there is on its disk already.
+        job.refused(code=StateIncompatible.exit_code, says="half a seed")
+    with pytest.raises(StateIncompatible, match="this history makes seed"):
+        seed(spark, job.topology, job.settings, SeedOptions("latest"), history=as_files(spark, history[:100]))
+    healed = seed(spark, job.topology, job.settings, SeedOptions("latest"))
+    assert not all(each.was_there for each in healed.partitions)
+    live = events(8, 1_500, first=6_000)
+    job.send(live)
+    job.finish()
+    for partition in range(2):
+        parts = [of_partition(history, partition), of_partition(live, partition)]
+        assert forwarded(job, partition) == expected(parts, len(parts[0]), guard_ms=86_400_000, grace_ms=86_400_000)
