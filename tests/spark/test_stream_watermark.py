@@ -14,10 +14,14 @@ from dedup.spark.watermark import differences, start_watermark
 from tests.integration.fleet import Job
 from tests.integration.workload import BASE_MS, Event
 
+ANY_TIME = {"message.timestamp.after.max.ms": str(2**63 - 1)}
+
 
 @pytest.fixture
 def job(kafka, admin, tmp_path, topic_names):
-    made = Job(kafka, admin, tmp_path / "job", topic_names("job"), document={"guard_period": "1h"})
+    made = Job(
+        kafka, admin, tmp_path / "job", topic_names("job"), document={"guard_period": "1h"}, source_config=ANY_TIME
+    )
     yield made
     made.end()
 
