@@ -1,0 +1,65 @@
+"""The Spark stream judges every record as the exact model does, by every rule and every policy."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+
+import pytest
+
+from dedup.settings import Settings
+from dedup.spark.stream import StreamOptions, start_stream
+from dedup.topology.model import LateDrop
+from dedup.topology.parse import parse
+from tests.spark.parity import POLICIES, RULES, by_model, document, stream
+from tests.spark.parity_topics import rows_in_topics, sent
+
+MANY = int(os.environ.get("DEDUP_TEST_PARITY_EVENTS", "100000"))
+FEW = 2_000
+"""For each of the rules and policies but one."""
+
+
+def judged(spark, kafka, directory, topology, **options):
+    settings = Settings(brokers=(kafka.bootstrap,), state_dir=directory / "state")
+    chosen = StreamOptions(str(directory / topology.name), exit_when_done=True, **options)
+    return start_stream(spark, topology, settings, chosen)
+
+
+def assert_equal(kafka, topology, events, places):
+    expected = {place: row for place, (row, _) in by_model(events, topology, int(time.time() * 1000)).items()}
+    kinds = {row.verdict for row in expected.values()}
+    assert {"unique", "duplicate", "late", "dead_letter"} <= kinds
+    if isinstance(topology.late, LateDrop):
+        expected = {place: row for place, row in expected.items() if row.verdict != "late"}
+    found = rows_in_topics(kafka.bootstrap, topology, places)
+    wrong = [(place, found.get(place), row) for place, row in expected.items() if found.get(place) != row]
+    assert wrong == []
+    assert len(found) == len(expected)
+
+
+@pytest.mark.timeout(1_800)
+def test_one_long_stream(spark, kafka, admin, topic_names, tmp_path):
+    topic = topic_names("parity-in")
+    events = stream(2, MANY)
+    places = sent(admin, topic, events)
+    topology = parse(json.dumps(document(topic_names("parity"), {}, topic)), name="parity")
+    judged(spark, kafka, tmp_path, topology, most_offsets=MANY // 4, commit_rows=MANY // 20).wait()
+    assert_equal(kafka, topology, events, places)
+
+
+@pytest.mark.timeout(600)
+def test_every_rule_and_policy(spark, kafka, admin, topic_names, tmp_path):
+    topic = topic_names("parity-in")
+    events = stream(3, FEW)
+    places = sent(admin, topic, events)
+    topologies = [
+        parse(json.dumps(document(topic_names(name), options, topic)), name=name)
+        for name, options in {**RULES, **POLICIES}.items()
+    ]
+    # Side by side: what takes time is starting micro-batches.
+    running = [judged(spark, kafka, tmp_path, topology) for topology in topologies]
+    for each in running:
+        each.wait()
+    for topology in topologies:
+        assert_equal(kafka, topology, events, places)
