@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from dedup.errors import Problem, SettingsError
 
 if TYPE_CHECKING:
-    from pyspark.sql import DataFrame, SparkSession
+    from pyspark.sql import SparkSession
 
     from dedup.session.wire import TopicPartition
     from dedup.spark.jars import Package
     from dedup.spark.seed_state import Until
     from dedup.topology.model import Topology
-
-FileFormat = Literal["parquet", "json", "delta"]
 
 
 def open_session(
@@ -29,20 +27,6 @@ def open_session(
         raise SettingsError([Problem(f"--conf {text}", "has no value; write --conf key=value") for text in wrong])
     pairs = {key: value for key, _, value in (text.partition("=") for text in conf or ())}
     return session_for(topology, master=master, packages=packages, conf=pairs)
-
-
-def read_files(spark: SparkSession, path: str, fmt: FileFormat) -> DataFrame:
-    """Return the records of a table of files (`rows.RECORDS`). Raises SettingsError where there is none."""
-    from pyspark.errors import AnalysisException
-
-    from dedup.spark.rows import records_of_files
-
-    try:
-        found = spark.read.format(fmt).load(path)
-    except AnalysisException as error:
-        text = f"can not be read as {fmt}: {str(error).splitlines()[0]}"
-        raise SettingsError([Problem(path, text)]) from error
-    return records_of_files(found, place=path)
 
 
 def parse_until(text: str) -> Until:

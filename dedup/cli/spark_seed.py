@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dedup.cli.spark_inputs import FileFormat, open_session, parse_until, read_files
+from dedup.cli.spark_backfill import InputFormat
+from dedup.cli.spark_inputs import open_session, parse_until
 
 if TYPE_CHECKING:
     from dedup.spark.seed import Seeded
@@ -34,30 +35,41 @@ def seed_command(  # noqa: PLR0917  # one parameter per option
         str,
         typer.Option(metavar="latest|TIME|OFFSETS", help="Where the fleet begins: everything before is history."),
     ],
-    history: Annotated[str | None, typer.Option(help="A table of files; the source topics, if not given.")] = None,
-    fmt: Annotated[FileFormat, typer.Option("--format", help="Of the files.")] = "parquet",
+    history: Annotated[
+        list[str] | None, typer.Option(help="Files or directories. Without it the source topics are read.")
+    ] = None,
+    fmt: Annotated[InputFormat, typer.Option("--format", help="Of --history.")] = InputFormat.PARQUET,
+    rows_are_events: Annotated[
+        bool, typer.Option("--rows-are-events", help="The table has no column `value`: each row, as JSON, is an event.")
+    ] = False,
     config: Annotated[Path | None, typer.Option(help="Where: brokers, security, directories.")] = None,
     overrides: Annotated[list[str] | None, typer.Option("--set", help="key=value, over the config file.")] = None,
     commit_rows: Annotated[int, typer.Option(min=1, help="Changelog records in a transaction.")] = 50_000,
     master: Annotated[str | None, typer.Option(help="Spark's master; left to spark-submit there.")] = None,
     conf: Annotated[list[str] | None, typer.Option("--conf", help="key=value for Spark.")] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", help="No progress bar.")] = False,
 ) -> None:
     """Write what a history says into the fleet's changelog, so that history and live meet without gap or double.
 
     The fleet must be stopped and new: no offsets, no changelog. A seed that was killed is finished by running it again.
     """
     import os
+    from functools import partial
 
     from dedup.cli.inputs import read_topology
     from dedup.settings import load_settings
+    from dedup.spark.failures import told
+    from dedup.spark.files import read_files
+    from dedup.spark.progress import JobProgress
     from dedup.spark.seed import SeedOptions, seed
 
     parsed, settings = read_topology(topology), load_settings(config, overrides or [], os.environ)
     options = SeedOptions(parse_until(until), commit_rows=commit_rows)
-    spark = open_session(parsed, master, conf, ["kafka", "delta"] if fmt == "delta" else ["kafka"])
+    spark = open_session(parsed, master, conf, ["kafka", "delta"] if fmt is InputFormat.DELTA else ["kafka"])
     try:
-        records = None if history is None else read_files(spark, history, fmt)
-        done = seed(spark, parsed, settings, options, history=records, tell=lambda text: typer.echo(text, err=True))
+        with told(), JobProgress(spark, enabled=not quiet):
+            files = read_files(spark, history, fmt.value, rows_are_events=rows_are_events) if history else None
+            done = seed(spark, parsed, settings, options, history=files, tell=partial(typer.echo, err=True))
     finally:
         spark.stop()
     _print(done)

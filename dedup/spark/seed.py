@@ -18,19 +18,21 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import TYPE_CHECKING, Final, Literal, TypeVar
 
 from pyspark.errors import PySparkException
 from pyspark.sql import functions as fn
 
 from dedup.errors import DedupError, StateIncompatible
+from dedup.proof.kafka_reader import KafkaReader
 from dedup.session.admin import Admin
 from dedup.session.client import KafkaWire
 from dedup.session.connection import Connection
 from dedup.spark.changelog import changelog_rows
-from dedup.spark.kafka_options import kafka_options
-from dedup.spark.rows import records_of_kafka
-from dedup.spark.seed_history import NOTHING_YET, Folded, fold_history
+from dedup.spark.failures import told
+from dedup.spark.files import History
+from dedup.spark.kafka_range import history_of_range
+from dedup.spark.seed_history import NOTHING_YET, Folded, as_history, fold_history
 from dedup.spark.seed_state import Found, Until, begin, look
 from dedup.spark.seed_writer import COMMIT_ROWS, WRITTEN_DDL, WritePlan, write_partition, write_partitions
 from dedup.spark.shipped import ShippedSettings
@@ -89,29 +91,31 @@ def seed(
     settings: Settings,
     options: SeedOptions,
     *,
-    history: DataFrame | None = None,
+    history: History | DataFrame | None = None,
     tell: Tell = lambda _: None,
 ) -> Seeded:
     """The fleet's changelog and offsets are those of a fleet that has judged the history and goes on at `until`.
 
-    ``history`` (`rows.RECORDS`) is the source topics from their start, if None. Rows that the fleet will read itself,
-    by their offset or else by their timestamp, are left out. Raises StateIncompatible where the group has offsets, the
-    changelog is not new, or an unfinished seed was another one; nothing is written then.
+    ``history`` (files, or a DataFrame of `rows.RECORDS`) is the source topics from their start, if None. Rows that the
+    fleet will read itself, by their offset or else by their timestamp, are left out. Raises StateIncompatible where the
+    group has offsets, the changelog is not new, or an unfinished seed was another one; nothing is written then.
     """
     found = _on_cluster(topology, settings, partial(_look, topology, settings, options))
-    records = (
-        _of_topics(spark, topology, settings, found) if history is None else _before(history, found, options.until)
-    )
-    folded = fold_history(
-        records,
-        topology,
-        tasks=found.tasks,
-        source_partitions={name: found.cluster.topics[name].partitions for name in topology.source.topics},
-        now_ms=found.judged_at_ms,
-    )
+    if history is None:
+        whole = _of_topics(spark, settings, found)
+    else:
+        whole = _before(history if isinstance(history, History) else as_history(history), found, options.until)
+    with told():
+        folded = fold_history(
+            whole,
+            topology,
+            tasks=found.tasks,
+            source_partitions={name: found.cluster.topics[name].partitions for name in topology.source.topics},
+            now_ms=found.judged_at_ms,
+        )
     rows = changelog_rows(folded.sightings, topology.window).withColumn("hash", fn.xxhash64("key", "value")).persist()
     try:
-        plan = _plan(topology, settings, found, folded, rows)
+        plan = _plan(topology, settings, found, folded, rows, "topics" if history is None else "files")
         plan = replace(plan, commit_rows=options.commit_rows)
         _refuse_other_seed(topology, found, plan)
         _on_cluster(topology, settings, lambda wire, _: begin(plan, settings, wire, found))
@@ -146,21 +150,18 @@ async def _look(topology: Topology, settings: Settings, options: SeedOptions, wi
     return await look(topology, settings, wire, admin, until=options.until, now_ms=options.now_ms)
 
 
-def _of_topics(spark: SparkSession, topology: Topology, settings: Settings, found: Found) -> DataFrame:
+def _of_topics(spark: SparkSession, settings: Settings, found: Found) -> History:
     """Return the records of the source topics before the place where the fleet begins."""
-    ends: dict[str, dict[str, int]] = {}
+    ends: dict[str, dict[int, int]] = {}
     for place, offset in found.begins.items():
-        ends.setdefault(place.topic, {})[str(place.partition)] = offset
-    options = {
-        **kafka_options(settings),
-        "subscribe": ",".join(topology.source.topics),
-        "startingOffsets": "earliest",
-        "endingOffsets": json.dumps(ends),
-    }
-    return records_of_kafka(spark.read.format("kafka").options(**options).load())
+        ends.setdefault(place.topic, {})[place.partition] = offset
+    with KafkaReader(settings) as reader:
+        bounds = {topic: reader.bounds(topic, part) for topic, part in ends.items()}
+    lows = {topic: {partition: each.low for partition, each in part.items()} for topic, part in bounds.items()}
+    return history_of_range(spark, settings, lows, ends)
 
 
-def _before(history: DataFrame, found: Found, until: Until) -> DataFrame:
+def _before(history: History, found: Found, until: Until) -> History:
     """Return the rows that the fleet will not read itself, as far as a row says when or where it was."""
     pairs = [
         fn.lit(each) for place, offset in found.begins.items() for each in (f"{place.topic}/{place.partition}", offset)
@@ -170,10 +171,17 @@ def _before(history: DataFrame, found: Found, until: Until) -> DataFrame:
     mine = fn.col("offset").isNull() | begins.isNull() | (fn.col("offset") < begins)
     if isinstance(until, int):
         mine &= fn.col("offset").isNotNull() | fn.col("timestamp_ms").isNull() | (fn.col("timestamp_ms") < until)
-    return history.where(mine)
+    return replace(history, records=history.records.where(mine))
 
 
-def _plan(topology: Topology, settings: Settings, found: Found, folded: Folded, rows: DataFrame) -> WritePlan:
+def _plan(
+    topology: Topology,
+    settings: Settings,
+    found: Found,
+    folded: Folded,
+    rows: DataFrame,
+    origin: Literal["topics", "files"],
+) -> WritePlan:
     counted = rows.groupBy("dedup_partition").agg(fn.count("key").alias("rows"), fn.bit_xor("hash").alias("digest"))
     sums = {row["dedup_partition"]: (row["rows"], f"{row['digest'] & (1 << 64) - 1:016x}") for row in counted.collect()}
     fingerprint = topology.state_fingerprint(found.cluster.source_partitions(topology))
@@ -198,6 +206,7 @@ def _plan(topology: Topology, settings: Settings, found: Found, folded: Folded, 
             *sums.get(task, _NO_ROWS),
             judged_at_ms=found.judged_at_ms,
             begins=begins,
+            history=origin,
         )
         for task, each in progress.items()
     }
@@ -225,7 +234,8 @@ def _write(rows: DataFrame, plan: WritePlan, tasks: int) -> dict[int, bool]:
     """Write every partition that has sightings; return which of them an earlier run had finished."""
     placed = rows.repartition(tasks, "dedup_partition").sortWithinPartitions("dedup_partition")
     try:
-        reports = placed.mapInArrow(partial(write_partitions, plan), WRITTEN_DDL).collect()
+        with told():
+            reports = placed.mapInArrow(partial(write_partitions, plan), WRITTEN_DDL).collect()
     except PySparkException as error:
         said = next((line for line in reversed(str(error).strip().splitlines()) if "Error" in line or ": " in line), "")
         raise DedupError(

@@ -16,6 +16,7 @@ from dedup.core.window import BEFORE_ALL_TIME
 from dedup.errors import StateIncompatible
 from dedup.spark.batch import Order, judged
 from dedup.spark.changelog import OUTSIDE_KAFKA, SIGHTINGS
+from dedup.spark.files import History
 from dedup.store.base import FeedTime
 
 if TYPE_CHECKING:
@@ -48,41 +49,35 @@ class Folded:
     verdicts: Mapping[str, int]
 
 
-def order_of(history: DataFrame) -> Order:
-    """Return the order that a history can be judged in.
+def as_history(df: DataFrame) -> History:
+    """Return a DataFrame of `rows.RECORDS` as a history.
 
     Raises StateIncompatible where some rows say where they were in Kafka and some do not: no order holds both.
     """
-    row = history.agg(fn.count("offset").alias("placed"), fn.count(fn.lit(1)).alias("all")).first()
+    row = df.agg(fn.count("offset").alias("placed"), fn.count(fn.lit(1)).alias("all")).first()
     placed, rows = (0, 0) if row is None else (row["placed"], row["all"])
     if 0 < placed < rows:
         raise StateIncompatible(
             f"{rows - placed} of {rows} records of the history have no topic, partition and offset, and the others "
             f"have: no order holds both. Nothing was written. Give all of them, or leave the columns out."
         )
-    return "offsets" if placed else "event_time"
+    return History(df, placed > 0, contiguous=False, identity=f"{rows} rows", place=f"{rows:,} rows")
 
 
 def fold_history(
-    history: DataFrame, topology: Topology, *, tasks: int, source_partitions: Mapping[str, int], now_ms: int
+    history: History, topology: Topology, *, tasks: int, source_partitions: Mapping[str, int], now_ms: int
 ) -> Folded:
     """Return the state that judging a history (`rows.RECORDS`) leaves in each of ``tasks`` tasks.
 
     Rows with Kafka coordinates are judged in the log's order, others by event time. Raises StateIncompatible where a
     row can not be placed: it is of no source topic, or of a keyless record where the key decides the partition.
     """
-    order = order_of(history)
-    _refuse_strangers(history, topology, source_partitions, order)
-    verdicts = placed(judged(history, topology, now_ms=now_ms, order=order), topology, tasks=tasks, order=order)
-    verdicts = verdicts.persist()
+    order: Order = "offsets" if history.placed else "event_time"
+    _refuse_strangers(history.records, topology, source_partitions, order)
+    every = judged(history.records, topology, now_ms=now_ms, order=order, contiguous=history.contiguous)
+    verdicts = placed(every, topology, tasks=tasks, order=order).persist()
     try:
         counts = {row["verdict"]: row["count"] for row in verdicts.groupBy("verdict").count().collect()}
-        failed = counts.get("fail", 0)
-        if failed:
-            raise StateIncompatible(
-                f"{failed} records of the history meet a policy `fail` of the topology: a worker would stop there. "
-                f"Nothing was written. `dedup spark backfill` names them."
-            )
         progress = _progress(verdicts, topology, source_partitions, order)
         sightings = _live(_sightings(verdicts, topology, order), topology, progress).persist()
         sightings.count()

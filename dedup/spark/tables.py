@@ -277,7 +277,7 @@ def _connected(spark: SparkSession, to: Jdbc) -> Iterator[Any]:
 @contextlib.contextmanager
 def _explained(what: str) -> Iterator[None]:
     """Turn the database's refusal into a sentence."""
-    from py4j.protocol import Py4JJavaError  # type: ignore[import-untyped]  # noqa: PLC0415  # PySpark's own
+    from py4j.protocol import Py4JJavaError  # noqa: PLC0415  # PySpark's own; nobody else needs it
 
     try:
         yield

@@ -40,6 +40,8 @@ class SeedMark:
     """The wall clock that decided which times are in the future."""
     begins: dict[str, list[int]]
     """Source topic -> the offset of each partition from which on the fleet reads."""
+    history: Literal["topics", "files"]
+    """What was judged: the source topics before `begins`, or files."""
 
 
 def encode_seed_mark(mark: SeedMark) -> bytes:

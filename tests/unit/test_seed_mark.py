@@ -25,8 +25,8 @@ from dedup.worker.restore import restore
 
 CHANGELOG = TopicPartition("t.changelog", 0)
 WINDOW = Window(10, 10)
-BEGUN = SeedMark("seeding", "a1", 7, 5, 2, "00", 9, {"in": [7]})
-DONE = SeedMark("seeded", "a1", 7, 5, 2, "00", 9, {"in": [7]})
+BEGUN = SeedMark("seeding", "a1", 7, 5, 2, "00", 9, {"in": [7]}, "topics")
+DONE = SeedMark("seeded", "a1", 7, 5, 2, "00", 9, {"in": [7]}, "topics")
 RECORD = TaskRecord(b"f", 5, (), 7, WINDOW.segment_ms)
 
 
