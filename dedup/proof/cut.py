@@ -19,6 +19,7 @@ from dedup.proof.report import Report
 from dedup.topology.model import LateForward, LateTo, Topology
 
 WHY_REPLAYED: Final = "late records that `dedup replay` forwarded, outside the guarantee"
+WHY_RESET: Final = "offsets of output and side topics that are older than the last `dedup reset`"
 WHY_OPEN: Final = "a transaction stays open in a topic they were written to"
 
 
@@ -64,6 +65,10 @@ class Cut:
     """Feeding topic -> partition -> the group's committed offset when the cut began."""
     bounds: dict[str, dict[int, Bounds]]
     """Of the topics written, taken after the offsets; and of the topics read."""
+    begins: dict[str, dict[int, int]]
+    """Source topic -> partition -> where `dedup reset --to` has set its beginning."""
+    compacted: frozenset[str]
+    """Topics of which records may be missing between others."""
     plan: Plan
     observed: Counter[Feed]
     """How many records of each source partition, judged at the cut, the late and dead-letter topics hold."""
@@ -131,7 +136,13 @@ def take_cut(topology: Topology, reader: KafkaReader, report: Report, progress: 
         topic: reader.committed(topology.name, topic, range(partitions[topic]))
         for topic in dict.fromkeys([*topology.source.topics, *feeding])
     }
-    bounds = {topic: reader.bounds(topic, range(number)) for topic, number in partitions.items()}
+    marks = {
+        topic: reader.committed(topology.reset_group, topic, range(number)) for topic, number in partitions.items()
+    }
+    begins = {topic: marks.pop(topic) for topic in topology.source.topics}
+    bounds = {topic: reader.bounds(topic, range(number), marks.get(topic)) for topic, number in partitions.items()}
+    report.unprovable(WHY_RESET, sum(each.before for of_topic in bounds.values() for each in of_topic.values()))
+    compacted = reader.compacted(topic for topic in (*topology.source.topics, *_output(topology)) if partitions[topic])
     total = sum(each.high - each.low for of_topic in bounds.values() for each in of_topic.values())
     plan = _plan(topology, reader, bounds)
     done = sum(
@@ -141,7 +152,21 @@ def take_cut(topology: Topology, reader: KafkaReader, report: Report, progress: 
         for each in bounds[side.name].values()
     )
     observed = _observed(topology, plan, committed)
-    return Cut(topology, reader, report, progress, partitions, committed, bounds, plan, observed, total, done)
+    return Cut(
+        topology,
+        reader,
+        report,
+        progress,
+        partitions,
+        committed,
+        bounds,
+        begins,
+        compacted,
+        plan,
+        observed,
+        total,
+        done,
+    )
 
 
 def _observed(topology: Topology, plan: Plan, committed: dict[str, dict[int, int]]) -> Counter[Feed]:
@@ -152,6 +177,10 @@ def _observed(topology: Topology, plan: Plan, committed: dict[str, dict[int, int
                 offset = committed[topology.source.topics[source.topic]].get(source.partition, 0)
                 found[source.topic, source.partition] += source.offset < offset
     return found
+
+
+def _output(topology: Topology) -> list[str]:
+    return [topology.output.topic] if topology.output is not None else []
 
 
 def _written_topics(topology: Topology) -> list[str]:

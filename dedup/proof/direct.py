@@ -9,20 +9,25 @@ from dedup.core.window import Source
 from dedup.proof.compare import Comparison, Expected, compare
 from dedup.proof.cut import Cut, Written
 from dedup.proof.differences import explain
-from dedup.proof.evidence import SideTopic
+from dedup.proof.evidence import SideTopic, extracted_of
 from dedup.proof.kafka_reader import Bounds, Columns
+from dedup.proof.orderfree import OrderFree
 from dedup.proof.replay import Log, Plan, TaskReplay, forwarded_digest
 from dedup.proof.report import Books
 
 WHY_NO_OFFSET: Final = "the group has no committed offset for their partition, so what was judged is not known"
 WHY_SHORTER: Final = "the source ends before the committed offset: it was deleted and made again, or truncated"
 WHY_SOURCE_GONE: Final = "the source has lost its beginning, from which came records of"
+WHY_COMPACTED: Final = "compaction took records from among them; checked without order: no ID twice, none missing"
 WHY_OUTPUT_GONE: Final = "the output has lost its beginning"
 
 
 def verify_direct(cut: Cut) -> None:
     """Replay every partition of the source; afterwards say what the side topics hold beyond that."""
     source = cut.topology.source.topics[0]
+    if cut.compacted:
+        _verify_compacted(cut, source)
+        return
     for partition in range(cut.partitions[source]):
         _verify_partition(cut, source, partition)
     for side in (cut.plan.late, cut.plan.dead_letters):
@@ -65,6 +70,24 @@ def _verify_partition(cut: Cut, source: str, partition: int) -> None:
         _compare_copies(cut, task, written, expected, known=known)
 
 
+def _verify_compacted(cut: Cut, source: str) -> None:
+    """Check what needs no order and no neighbours: records that are gone took part in the verdicts on those left."""
+    cut.report.method = f"order-free checks: {' and '.join(sorted(cut.compacted))} is compacted"
+    written = [each for partition in range(cut.partitions[source]) if (each := _output(cut, partition)) is not None]
+    free = OrderFree(cut, written)
+    for partition in range(cut.partitions[source]):
+        bounds, committed = cut.bounds[source][partition], cut.committed[source].get(partition, 0)
+        begin = max(bounds.low, cut.begins[source].get(partition, 0))
+        for columns in cut.read(source, partition, begin, committed):
+            extracted = extracted_of(cut.plan.extract, columns)
+            for row, offset in enumerate(columns.offsets):
+                place, own = Source(0, partition, offset), extracted.ids[row]
+                if row not in extracted.faults and own is not None and place not in cut.plan.dead_letters.filed:
+                    name = f"{source}/{partition} offset {offset}"
+                    free.must_be_somewhere(name, own, extracted.times_ms[row], place)
+            cut.report.unprovable(WHY_COMPACTED, len(columns.offsets))
+
+
 def _output(cut: Cut, partition: int) -> Written | None:
     output = cut.topology.output
     if output is None or not cut.partitions[output.topic]:
@@ -85,16 +108,19 @@ def _log(columns: Columns, partition: int) -> Log:
 def _start(cut: Cut, plan: Plan, bounds: Bounds, partition: int, output: Written | None) -> tuple[int, bool]:
     """Return the first offset that was judged, and whether nothing before it was."""
     topic = cut.topology.source.topics[0]
+    begin = cut.begins[topic].get(partition)
+    if begin is not None:
+        return max(begin, bounds.low), begin >= bounds.low
     match cut.topology.source.start:
         case "earliest":
-            return bounds.low, bounds.low == 0
+            return bounds.low, not bounds.beheaded
         case int() as time_ms:
             found = cut.reader.offset_for_time(topic, partition, time_ms)
             start = bounds.high if found is None else found
-            return start, start > bounds.low or bounds.low == 0
+            return start, start > bounds.low or not bounds.beheaded
         case _:
             start = _first_judged(cut, plan, bounds, partition, output)
-            return start, start > bounds.low or bounds.low == 0
+            return start, start > bounds.low or not bounds.beheaded
 
 
 def _first_judged(cut: Cut, plan: Plan, bounds: Bounds, partition: int, output: Written | None) -> int:
@@ -113,14 +139,14 @@ def _first_judged(cut: Cut, plan: Plan, bounds: Bounds, partition: int, output: 
 
 def _compare_output(cut: Cut, task: TaskReplay, output: Written, *, known: bool) -> None:
     expected = task.forwarded.expected
-    if output.bounds.low > 0:
+    if output.bounds.beheaded:
         _excuse_deleted(cut, task, output)
     comparison = compare([expected], [output.digests])
     if not known:
         _excuse_front(cut, comparison, output)
     explain(comparison, [task], [output], cut.report, cut.ids_of)
     books = task.books
-    if not task.settled or output.bounds.low > 0:
+    if not task.settled or output.bounds.beheaded:
         return
     beside = cut.observed[0, books.partition]
     if cut.plan.late is None and not cut.plan.late_forwarded:
@@ -164,7 +190,7 @@ def _copies(cut: Cut, task: TaskReplay, partition: int) -> list[tuple[Written, E
 
 
 def _compare_copies(cut: Cut, task: TaskReplay, copies: Written, expected: Expected, *, known: bool) -> None:
-    if copies.bounds.low > 0:
+    if copies.bounds.beheaded:
         cut.report.unprovable(f"{copies.topic} has lost its beginning", len(expected.digests))
         return
     found = compare([expected], [copies.digests])
@@ -197,6 +223,9 @@ def _report_leftover(cut: Cut, side: SideTopic, source: Source, place: str) -> N
     if committed is None or source.offset >= committed:
         return
     low = cut.bounds[topic][source.partition].low if source.partition in cut.bounds[topic] else 0
+    if topic in cut.compacted:
+        cut.report.unprovable(WHY_COMPACTED)
+        return
     if source.offset < low:
         cut.report.unprovable(f"the source records that {side.name} names are deleted")
         return

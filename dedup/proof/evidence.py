@@ -119,7 +119,7 @@ def read_side_topic(
     tail: Sequence[str],
 ) -> SideTopic:
     """Return the committed records of a side topic within bounds."""
-    side = SideTopic(name, complete=all(each.low == 0 for each in bounds.values()))
+    side = SideTopic(name, complete=not any(each.beheaded for each in bounds.values()))
     for partition, each in bounds.items():
         try:
             for columns in reader.read(name, partition, each.low, each.high):

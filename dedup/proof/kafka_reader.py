@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from operator import methodcaller
@@ -18,7 +18,12 @@ from confluent_kafka import (
     Message,
     TopicPartition,
 )
-from confluent_kafka.admin import AdminClient, OffsetSpec  # type: ignore[attr-defined]  # exported, undeclared
+from confluent_kafka.admin import (  # type: ignore[attr-defined]  # exported, undeclared
+    AdminClient,
+    ConfigResource,
+    OffsetSpec,
+    ResourceType,
+)
 
 from dedup.errors import BrokerUnavailable
 from dedup.proof.compare import Headers
@@ -49,11 +54,15 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """The offsets a partition holds: from ``low`` up to, not including, ``high``."""
+    """The offsets of a partition to look at: from ``low`` up to, not including, ``high``."""
 
     low: int
     high: int
     """The high watermark: open transactions included."""
+    beheaded: bool
+    """Retention, or somebody, has deleted the beginning."""
+    before: int = 0
+    """Offsets that are there below ``low``: written before a reset."""
 
 
 @dataclass(slots=True)
@@ -165,14 +174,35 @@ class KafkaReader:
             raise self._unavailable("listing the topics", error) from error
         return {topic: len(known[topic].partitions) if topic in known else 0 for topic in topics}
 
-    def bounds(self, topic: str, partitions: Iterable[int]) -> dict[int, Bounds]:
-        """Return what each partition holds at this moment."""
+    def bounds(
+        self, topic: str, partitions: Iterable[int], since: Mapping[int, int] | None = None
+    ) -> dict[int, Bounds]:
+        """Return what each partition holds at this moment; of some only from ``since`` on."""
         places = [TopicPartition(topic, partition) for partition in partitions]
         if not places:
             return {}
         low = self._list_offsets(dict.fromkeys(places, OffsetSpec.earliest()))  # type: ignore[no-untyped-call, arg-type]
         high = self._list_offsets(dict.fromkeys(places, OffsetSpec.latest()))  # type: ignore[no-untyped-call, arg-type]
-        return {partition: Bounds(low[partition], high[partition]) for partition in low}
+        found: dict[int, Bounds] = {}
+        for partition, start in low.items():
+            begin = (since or {}).get(partition, 0)
+            found[partition] = Bounds(max(start, begin), high[partition], start > begin, max(0, begin - start))
+        return found
+
+    def compacted(self, topics: Iterable[str]) -> frozenset[str]:
+        """Return those topics of which records may be missing between others: compaction took them."""
+        asked = self._admin.describe_configs(
+            [ConfigResource(ResourceType.TOPIC, topic) for topic in topics], request_timeout=_ANSWER_WITHIN_S
+        )
+        found: set[str] = set()
+        for resource, answer in asked.items():
+            try:
+                policy = answer.result()["cleanup.policy"].value
+            except KafkaException as error:
+                raise self._unavailable(f"reading the configuration of {resource.name}", error) from error
+            if "compact" in policy.split(","):
+                found.add(resource.name)
+        return frozenset(found)
 
     def offset_for_time(self, topic: str, partition: int, time_ms: int) -> int | None:
         """Return the offset of the first record at or after a time; None if there is none."""

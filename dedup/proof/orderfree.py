@@ -19,7 +19,7 @@ class OrderFree:
     def __init__(self, cut: Cut, written: list[Written]) -> None:
         self._cut: Final = cut
         self._times_ms: Final[dict[bytes, list[int]]] = {}
-        self._complete: Final = all(each.bounds.low == 0 for each in written)
+        self._complete: Final = not any(each.bounds.beheaded or each.topic in cut.compacted for each in written)
         self._exempt: Final[set[bytes]] = set()
         for each in written:
             self._collect(each)

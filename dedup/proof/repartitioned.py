@@ -61,13 +61,13 @@ def verify_repartitioned(cut: Cut) -> None:
     written = _outputs(cut)
     stamped = cut.plan.rules.future != "clamp" and not any(each.broker_time for each in written)
     cut.plan = replace(cut.plan, output_stamped=stamped, duplicates=False, conflicts=False)
-    purged = any(bounds.low > 0 for bounds in cut.bounds[log].values())
+    purged = any(bounds.beheaded for bounds in cut.bounds[log].values())
     free = OrderFree(cut, written) if purged else None
     tasks = [
         _replay(cut, log, partition, carried)
         for partition in range(cut.partitions[log])
         # Of several feeds one may be far ahead of stream time: how far the purged ones were, nothing bounds.
-        if cut.bounds[log][partition].low == 0
+        if not cut.bounds[log][partition].beheaded
     ]
     beside = _account_for_sources(cut, carried, free)
     if cut.topology.output is not None:
@@ -163,6 +163,9 @@ def _account_for_sources(cut: Cut, carried: dict[Feed, Carried], free: OrderFree
 def _start(cut: Cut, topic: str, partition: int, held: Carried) -> int:
     """Return the first source offset that was judged."""
     low = cut.bounds[topic][partition].low
+    begin = cut.begins[topic].get(partition)
+    if begin is not None:
+        return max(begin, low)
     match cut.topology.source.start:
         case "earliest":
             return low

@@ -120,6 +120,11 @@ class Topology:
         return f"{self.name}.changelog"
 
     @property
+    def reset_group(self) -> str:
+        """The group whose offsets say where the last `dedup reset` left off, in sources and in topics written."""
+        return f"{self.name}.reset"
+
+    @property
     def repartition_topic(self) -> str:
         """The topic in which equal IDs meet; used unless `direct`."""
         return f"{self.name}.repartition"

@@ -26,7 +26,7 @@ from dedup.store.directory import delete_store
 from dedup.topology.model import Start
 from dedup.worker.clock import SteadyClock
 from dedup.worker.plan import Cluster, missing_topics, topic_names
-from dedup.worker.starting import first_offset
+from dedup.worker.starting import bounds_of, first_offset
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -74,6 +74,7 @@ class Reset:
         self._wire: Final = wire
         self._admin: Final = admin
         self._group: Final = Group(wire, topology.name)
+        self._mark: Final = Group(wire, topology.reset_group)
 
     async def look(self) -> Doomed:
         """Return what there is to delete; raises DedupError while the group has members."""
@@ -109,6 +110,7 @@ class Reset:
         await self._admin.delete(doomed.topics)
         await self._until(0, doomed.topics, "not gone yet")
         delete_local_state(doomed.partitions)
+        await self._leave_mark(left, offsets)
         made = await self._admin.create(wanted)
         await self._until(len(made), made, "not there yet")
         if offsets and topology.direct:
@@ -116,6 +118,21 @@ class Reset:
         elif offsets:
             await self._group.set_offsets(offsets)
         return offsets
+
+    async def _leave_mark(self, left: Mapping[str, Topic], offsets: Mapping[TopicPartition, int]) -> None:
+        """Note where the topics written end now: `dedup verify` proves what comes after, and nothing of before.
+
+        While no changelog exists, so that no state outlives its mark.
+        """
+        written = [
+            TopicPartition(name, partition)
+            for name in self._topology.written_topics
+            if name in left
+            for partition in range(left[name].partitions)
+        ]
+        ends = {place: (await bounds_of(self._wire, place)).end for place in written}
+        await self._mark.delete()
+        await self._mark.set_offsets({**ends, **offsets})
 
     async def _fence(self, sources: list[TopicPartition], have: Mapping[str, Topic]) -> None:
         """End what a worker may still hold open: one that was stopped, not killed, must not write into new topics."""

@@ -17,6 +17,7 @@ from confluent_kafka.admin import AlterConfigOpType, ConfigEntry, ConfigResource
 
 from dedup.crashpoints import VARIABLE
 from dedup.metrics import METRICS
+from dedup.proof.cut import WHY_RESET
 from dedup.proof.verify import verify
 from tests.integration.conftest import MakeJob
 from tests.integration.fleet import Job, Worker, until
@@ -134,6 +135,11 @@ def test_reset_forgets_everything_and_starts_anew(make_job: MakeJob) -> None:
     assert "2 partitions' local state deleted" in dedup(job, "reset", "--local", state_of="b")
     job.finish("b")
     assert set(output_ids(job).values()) == {2}
+    report = verify(job.topology, job.settings)
+    assert report.passed, report.samples
+    assert list(report.not_provable) == [WHY_RESET], "what the forgotten state has written"
+    assert sum(books.unique for books in report.books) == 100
+    assert all(books.balanced for books in report.books)
 
 
 @pytest.mark.parametrize("direct", [True, False], ids=["direct", "repartitioned"])
@@ -151,6 +157,11 @@ def test_reset_to_latest_reads_on_from_there(make_job: MakeJob, direct: bool) ->
     assert {key for key, times in found.items() if times == 2} == {f"x-{number}" for number in range(20)}
     assert len(found) == 100
     job.finish()
+    report = verify(job.topology, job.settings)
+    assert report.passed, report.samples
+    assert list(report.not_provable) == [WHY_RESET]
+    judged = [books for books in report.books if books.read]
+    assert [sum(books.unique for books in judged), sum(books.read for books in judged)] == [20, 20]
 
 
 @pytest.mark.parametrize("crash_at", ["after_changelog:1", "after_end:1", "before_end:2"])
