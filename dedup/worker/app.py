@@ -75,7 +75,7 @@ def create_app(topology: Topology, settings: Settings, cluster: Cluster, wire: K
         topic_partitions=cluster.topics[topology.changelog_topic].partitions,
         table_standby_replicas=topology.state.standby_replicas,
         stream_wait_empty=True,
-        stream_buffer_maxsize=8,
+        stream_buffer_maxsize=1,
         stream_publish_on_commit=False,
         broker_session_timeout=settings.session_timeout_ms / 1000,
         broker_commit_interval=1.0,

@@ -13,23 +13,31 @@ from dedup.metrics import TaskNumbers
 from dedup.session.wire import TopicPartition
 
 SAMPLED_IDS: Final = 8
-"""Of each batch: the column hash of so few takes less than judging a few hundred records."""
+"""At a time: the column hash of so few takes less than judging a few hundred records."""
+SAMPLE_EVERY: Final = 1000
+"""Records from sample to sample, so that small batches do not pay for it each."""
 log: Final = logging.getLogger(__name__)
 
 
 class Placement:
-    """Compares a few IDs of every batch with the partition that Kafka's default partitioner would give them."""
+    """Compares a few IDs now and then with the partition that Kafka's default partitioner would give them."""
 
     def __init__(self, feeding: TopicPartition, count: int, numbers: TaskNumbers) -> None:
         self._feeding: Final = feeding
         self._count: Final = count
         self._numbers: Final = numbers
         self._warned = False
+        self._passed = SAMPLE_EVERY
+        """Records since the last sample."""
 
     def sample(self, ids: Sequence[bytes | None]) -> None:
         """Count the sampled IDs, and those that belong elsewhere; warn at the first of these."""
         if self._count < 2:  # noqa: PLR2004  # with one partition nothing is misplaced
             return
+        self._passed += len(ids)
+        if self._passed < SAMPLE_EVERY:
+            return
+        self._passed = 0
         step = max(1, len(ids) // SAMPLED_IDS)
         texts = [text for key in ids[::step][:SAMPLED_IDS] if key is not None and (text := id_text(key)) is not None]
         if not texts:
