@@ -162,7 +162,7 @@ class TestPlacement:
     def test_misplaced_ids_are_counted_and_warned_of_once(self, caplog):
         placement, numbers = self.place((self.home(self.HERE[0]) + 1) % 4)
         for _ in range(3):
-            placement.sample([self.HERE[0]] * 100)
+            placement.sample([self.HERE[0]] * 1000)
         assert numbers.misplaced == numbers.sampled == 24
         assert caplog.text.count("belong to another partition") == 1
         assert "partitioned_by" in caplog.text
