@@ -1,0 +1,138 @@
+"""The whole way of a batch, extraction to record batches, on records that nobody should send.
+
+Each record must come out exactly once: forwarded, as duplicate, late or dead letter, as the slow reference says, its
+bytes unchanged. DEDUP_FUZZ=1000000 asks for more records; a failure names the seed.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+
+import pytest
+from aiokafka.record.memory_records import MemoryRecords
+
+from dedup.core.extract import Extractor, Recipe
+from dedup.core.extract_one import One, extract_one
+from dedup.core.fold import OnFuture, OnMissing, OnTombstone, Rules
+from dedup.core.model import Model, ModelRecord, ModelRules
+from dedup.core.stream_time import Feed
+from dedup.core.window import Source, Window
+from dedup.metrics import TaskNumbers
+from dedup.session.record_batch import ProducerIdentity
+from dedup.session.wire import TopicPartition
+from dedup.store.memory import MemoryStore
+from dedup.worker.batch import FeedBatch
+from dedup.worker.judge import Judge, JudgePlan
+from dedup.worker.publish import Publisher, Route, Routes
+from dedup.worker.task import Refusals
+from tests.fuzz.records import NOW_MS, records
+from tests.property.extract_cases import RECIPES
+from tests.simulation.cluster import Cluster
+from tests.simulation.direct import DirectWire
+from tests.simulation.scenario import CHANGELOG
+
+RECORDS = int(os.environ.get("DEDUP_FUZZ", "100000"))
+SEEDS = 20
+SKEW_MS = 100_000
+FEEDING = TopicPartition("in", 0)
+ROUTES = Routes(
+    ("in",), Route("out", 1), Route("dead", 1, 1 << 20), Route("late", 1, 1 << 20), duplicates=Route("twice", 1)
+)
+TOPICS = {"unique": "out", "exempt": "out", "duplicate": "twice", "late": "late", "dead_letter": "dead"}
+SHAPES = [
+    (guard_ms, grace_ms, extend) for guard_ms in (1, 60_000) for grace_ms in (0, 60_000) for extend in (False, True)
+]
+
+
+class FixedClock:
+    """Stands still: a verdict must not depend on when the test runs."""
+
+    def now_ms(self) -> int:
+        return NOW_MS
+
+
+async def judge_of(recipe: Recipe, rules: Rules) -> Judge:
+    """Return a judge with an empty changelog, restored."""
+    plan = JudgePlan(
+        feeding=FEEDING,
+        changelog=CHANGELOG,
+        feeds=(Feed(0, 0),),
+        source_topics=("in",),
+        wrapped=False,
+        extractor=Extractor(recipe),
+        rules=rules,
+        max_clock_skew_ms=SKEW_MS,
+        start="earliest",
+        fingerprint=b"f" * 16,
+        compression="snappy",
+    )
+    wire = DirectWire(Cluster())
+    judge = Judge(plan, wire, MemoryStore, Publisher(ROUTES, 0), FixedClock(), TaskNumbers())
+    await judge.restore(None)
+    return judge
+
+
+def model_record(recipe: Recipe, record, offset: int, ceiling_ms: int) -> ModelRecord:
+    """Return what the model is to judge, extracted the slow way."""
+    source = Source(0, 0, offset)
+    match extract_one(recipe, *record):
+        case One(key, time_ms, fingerprint):
+            return ModelRecord(key, time_ms, source, fingerprint, ceiling_ms=ceiling_ms)
+        case fault:
+            return ModelRecord(None, 0, source, fault=fault.kind.name.lower())
+
+
+def sent(judged) -> dict[int, tuple[str, object]]:
+    """Return each row's topic and record as the broker would get them; a row sent twice is a defect."""
+    found = {}
+    for batch in judged.batches:
+        if batch.target == CHANGELOG:
+            continue
+        whole = MemoryRecords(batch.sealed(ProducerIdentity(1, 1), 0)).next_batch()
+        assert whole.validate_crc()
+        for row, record in zip(batch.rows, whole, strict=True):
+            assert row not in found, f"offset {row} was sent to {found[row][0]} and to {batch.target.topic}"
+            found[row] = (batch.target.topic, record)
+    return found
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("seed", range(SEEDS))
+async def test_every_record_comes_out_once_as_the_reference_says(seed):
+    dice = random.Random(seed)
+    recipe = dice.choice(list(RECIPES.values()))
+    guard_ms, grace_ms, extend = dice.choice(SHAPES)
+    missing, tombstones = dice.choice(["dead_letter", "forward"]), dice.choice(["dead_letter", "forward"])
+    future = dice.choice(["dead_letter", "clamp"])
+    most_ms = 3 * guard_ms if extend else 0
+    rules = Rules(
+        Window(guard_ms, grace_ms, extend, most_ms),
+        OnMissing(missing),
+        OnTombstone(tombstones),
+        OnFuture(future),
+        fingerprints=recipe.fingerprint,
+    )
+    judge = await judge_of(recipe, rules)
+    model = Model(ModelRules(guard_ms, grace_ms, extend, most_ms, missing, tombstones, "duplicate", future))
+    stream, offset, left = records(dice, RECORDS // SEEDS), 0, RECORDS // SEEDS
+    applied_ms = 0
+    while left:
+        size = min(left, dice.choice((1, 3, 40, 400)))
+        left -= size
+        part = [next(stream) for _ in range(size)]
+        columns = [list(column) for column in zip(*part, strict=True)]
+        keys, values, headers, times_ms = columns
+        batch = FeedBatch(FEEDING, list(range(offset, offset + size)), times_ms, keys, values, headers, offset)
+        found = sent(judge.judge(batch, Refusals()))
+        ceiling_ms = max(NOW_MS, applied_ms) + SKEW_MS
+        for row, record in enumerate(part, start=offset):
+            verdict = model.judge(model_record(recipe, record, row, ceiling_ms))
+            assert row in found, f"seed {seed}: offset {row} came out nowhere: {record}"
+            topic, written = found[row]
+            assert topic == TOPICS[verdict.kind], f"seed {seed}: offset {row}: {record} went to {topic}, not {verdict}"
+            assert (written.key, written.value) == record[:2], f"seed {seed}: offset {row} was changed"
+        assert len(found) == size
+        offset += size
+        judge.freeze(offset).apply({CHANGELOG: offset})
+        applied_ms = model.stream_time_ms
