@@ -34,7 +34,7 @@ def parse_until(text: str) -> Until:
     if text == "latest":
         return "latest"
     if "=" in text:
-        return dict(map(_offset, text.split(",")))
+        return parse_offsets(text, "--until")
     return parse_time(text, "--until", "latest, 2024-01-01T00:00:00Z or orders/0=1200,orders/1=900")
 
 
@@ -48,11 +48,15 @@ def parse_time(text: str, option: str, write: str) -> int:
     return found
 
 
-def _offset(text: str) -> tuple[TopicPartition, int]:
+def parse_offsets(text: str, option: str) -> dict[TopicPartition, int]:
+    """Return the offsets of `topic/partition=offset,...`; raises SettingsError for what is none."""
     from dedup.session.wire import TopicPartition
 
-    place, _, offset = text.strip().partition("=")
-    topic, _, partition = place.rpartition("/")
-    if not (topic and partition.isdecimal() and offset.isdecimal()):
-        raise SettingsError([Problem("--until", f'"{text}" is no offset; write topic/partition=offset')])
-    return TopicPartition(topic, int(partition)), int(offset)
+    found = {}
+    for each in text.split(","):
+        place, _, offset = each.strip().partition("=")
+        topic, _, partition = place.rpartition("/")
+        if not (topic and partition.isdecimal() and offset.isdecimal()):
+            raise SettingsError([Problem(option, f'"{each}" is no offset; write topic/partition=offset')])
+        found[TopicPartition(topic, int(partition))] = int(offset)
+    return found

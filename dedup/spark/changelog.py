@@ -28,7 +28,7 @@ from dedup.store.changelog import (
     parse_key,
     sighting_key,
 )
-from dedup.store.seed_mark import decode_seed_mark
+from dedup.store.seed_mark import SEED_MARK_KEY, SeedMark, decode_seed_mark
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -98,6 +98,12 @@ def read_changelog(spark: SparkSession, topology: Topology, settings: Settings) 
         return longest.limit(0)
     live = fn.create_map(*(fn.lit(each) for pair in oldest.items() for each in pair))
     return longest.where(fn.col("last_ms") >= live[fn.col("dedup_partition")])
+
+
+def seed_marks(spark: SparkSession, topology: Topology, settings: Settings) -> dict[int, SeedMark]:
+    """Return the seed marks that a changelog still has, by partition; none for a fleet that was not seeded."""
+    rows = _records(spark, topology, settings).where(fn.col("key") == fn.lit(SEED_MARK_KEY))
+    return {row["partition"]: decode_seed_mark(bytes(row["value"])) for row in rows.collect()}
 
 
 def _records(spark: SparkSession, topology: Topology, settings: Settings) -> DataFrame:

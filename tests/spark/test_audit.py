@@ -1,0 +1,120 @@
+"""The audit on a real broker: a correct run passes, planted faults are found and named, as the verifier does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from confluent_kafka import TopicPartition
+from pyspark.sql import SparkSession
+
+from dedup.proof.render import to_html
+from dedup.proof.report import Report
+from dedup.spark.audit import audit
+from tests.integration.fleet import Job
+from tests.integration.planting import found
+from tests.integration.test_verify_plants import (
+    Bench,
+    World,
+    duplicate_forwarded,
+    invented,
+    judged_late,
+    made_a_dead_letter,
+    sent_twice,
+    swapped,
+    wrong_reason,
+)
+from tests.integration.workload import workload
+
+pytestmark = pytest.mark.broker
+
+
+@pytest.fixture
+def bench(kafka, admin, topic_names: Callable[[str], str], tmp_path: Path) -> Bench:
+    return Bench(kafka, admin, topic_names("audited"), tmp_path)
+
+
+@pytest.fixture
+def make_job(kafka, admin, tmp_path: Path, topic_names) -> Iterator[Callable[..., Job]]:
+    jobs: list[Job] = []
+
+    def make(**options):
+        name = topic_names("audited")
+        jobs.append(Job(kafka, admin, tmp_path / name, name, **options))
+        return jobs[-1]
+
+    yield make
+    for job in jobs:
+        job.end()
+
+
+def audited(spark: SparkSession, bench: Bench) -> Report:
+    return audit(spark, bench.topology, bench.settings)
+
+
+def test_a_correct_run_passes_with_the_verifiers_own_books(spark, bench):
+    verified = bench.verify()
+    report = audited(spark, bench)
+    assert found(report) == {}, report.samples
+    assert report.passed
+    assert report.not_provable == {}
+    assert report.books == verified.books
+    assert sum(map(sum, report.timeline.counts.values())) == report.read
+
+
+def lost(world: World) -> None:
+    world.output.pop(1)
+
+
+@pytest.mark.parametrize(
+    ("plant", "expected"),
+    [
+        pytest.param(lost, {"lost": 1, "unbalanced": 1}, id="a loss"),
+        pytest.param(sent_twice, {"duplicated": 1, "unbalanced": 1}, id="a double"),
+        pytest.param(invented, {"phantom": 1, "unbalanced": 1}, id="a phantom"),
+        pytest.param(judged_late, {"wrong_late": 1}, id="a wrong late"),
+    ],
+)
+def test_each_planted_fault_is_found_and_only_that(spark, bench, plant, expected):
+    verified = bench.verify(plant)
+    report = audited(spark, bench)
+    assert found(report) == expected == found(verified), report.samples
+    assert "<svg" in to_html(report)
+
+
+def test_many_faults_at_once_are_told_apart(spark, bench):
+    def plant(world: World) -> None:
+        made_a_dead_letter(world)
+        swapped(world)
+        duplicate_forwarded(world)
+        wrong_reason(world)
+        world.late.append(world.late[0])
+        world.dead.append(world.dead.pop(1))
+        world.duplicates.pop(0)
+
+    bench.verify(plant)
+    report = audited(spark, bench)
+    wanted = {"reordered": 1, "duplicated": 2, "wrong_dead_letter": 2, "wrong_duplicate": 1, "unbalanced": 1}
+    assert found(report) == wanted, report.samples
+
+
+def test_what_is_deleted_proves_nothing_and_is_counted(spark, bench):
+    bench.verify()
+    for topic, partition, offset in (("in", 0, 4), ("out", 1, 1)):
+        place = TopicPartition(f"{bench.name}-{topic}", partition, offset)
+        bench.admin.client.delete_records([place])[place].result(timeout=30)
+    report = audited(spark, bench)
+    assert found(report) == {}, report.samples
+    assert sum(report.not_provable.values()) > 1
+
+
+def test_a_fleets_run_that_repartitions_passes(spark, make_job, topic_names):
+    topic = topic_names("hops")
+    job = make_job(document={"source": {"topics": [topic]}, "guard_period": "20s", "grace": "60s"})
+    job.send(workload(3, 1_500, scattered=True))
+    job.finish()
+    report = audit(spark, job.topology, job.settings)
+    assert found(report) == {}, report.samples
+    assert report.not_provable == {}
+    assert report.read == 1_500
