@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
@@ -114,14 +114,6 @@ class TaskNumbers:
     def took(self, seconds: float) -> None:
         """Add the duration of one commit."""
         self.commits.add(seconds)
-
-
-def merged(many: Iterable[TaskNumbers]) -> dict[str, int]:
-    """Return the verdicts of several tasks added up."""
-    total: Counter[str] = Counter()
-    for numbers in many:
-        total.update(numbers.verdicts)
-    return dict(total)
 
 
 @dataclass(frozen=True, slots=True)

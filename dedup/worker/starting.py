@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Final, Literal, assert_never
+from collections.abc import Awaitable, Callable
+from typing import Final, Literal, TypeVar, assert_never
 
 from dedup.errors import BrokerUnavailable
 from dedup.session.wire import COORDINATOR_MOVED, UNSTABLE_OFFSET, LogBounds, NoAnswer, TopicPartition, Wire
 
 PAUSE_MS: Final = 50
 Start = Literal["earliest", "latest"] | int
+T = TypeVar("T")
 
 
 async def bounds_of(wire: Wire, partition: TopicPartition) -> LogBounds:
     """Return a partition's start and high watermark, asking again while its leader moves."""
+    return await answered(wire, lambda: wire.bounds(partition))
+
+
+async def answered(wire: Wire, ask: Callable[[], Awaitable[T]]) -> T:
+    """Return what a question that may be repeated is answered, asking again while nobody does."""
     while True:
         try:
-            return await wire.bounds(partition)
+            return await ask()
         except NoAnswer:
             await wire.pause(PAUSE_MS)
 
@@ -29,7 +36,7 @@ async def first_offset(wire: Wire, feeding: TopicPartition, start: Start) -> int
         case "latest":
             return bounds.end
         case int() as time_ms:
-            offset = await wire.offset_at(feeding, time_ms)
+            offset = await answered(wire, lambda: wire.offset_at(feeding, time_ms))
             return bounds.end if offset is None else offset
         case never:
             assert_never(never)
@@ -42,11 +49,7 @@ async def committed_offset(wire: Wire, group: str, source: TopicPartition, *, st
     whoever only looks on would wait for a dead worker's transaction to time out.
     """
     while True:
-        try:
-            answer = await wire.committed_offset(group, source, stable=stable)
-        except NoAnswer:
-            await wire.pause(PAUSE_MS)
-            continue
+        answer = await answered(wire, lambda: wire.committed_offset(group, source, stable=stable))
         if answer.error_code == 0:
             return answer.offset
         if answer.error_code not in COORDINATOR_MOVED | {UNSTABLE_OFFSET}:

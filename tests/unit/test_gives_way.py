@@ -16,8 +16,9 @@ from dedup.errors import BrokerUnavailable, DedupError, TaskCorrupted
 from dedup.session.client import KafkaWire
 from dedup.session.connection import Connection
 from dedup.session.record_batch import TopicPartition
-from dedup.session.wire import NoAnswer
+from dedup.session.wire import LogBounds, NoAnswer
 from dedup.settings import Security
+from dedup.worker.starting import first_offset
 from dedup.worker.table import TableManager
 from dedup.worker.task import TaskState
 from dedup.worker.tasks import Tasks
@@ -244,3 +245,26 @@ async def test_a_membership_that_has_died_is_told() -> None:
         assert isinstance(found, BrokerUnavailable)
         assert "no longer a member of the group 'orders'" in str(found)
     forever.cancel()
+
+
+async def test_a_leader_that_moves_while_a_start_is_looked_up_is_asked_again() -> None:
+    """Also for a point in time: the worker must not end for a question that may simply be repeated."""
+    asked: list[str] = []
+
+    async def bounds(_place: object) -> LogBounds:
+        asked.append("bounds")
+        if len(asked) < 2:
+            raise NoAnswer("the leader moved")
+        return LogBounds(3, 9)
+
+    async def offset_at(_place: object, time_ms: int) -> int | None:
+        asked.append(f"at {time_ms}")
+        if len(asked) < 4:
+            raise NoAnswer("the leader moved")
+        return 5
+
+    async def pause(_delay_ms: int) -> None: ...
+
+    wire: Any = SimpleNamespace(bounds=bounds, offset_at=offset_at, pause=pause)
+    assert await first_offset(wire, FEED, 1_000) == 5
+    assert asked == ["bounds", "bounds", "at 1000", "at 1000"]

@@ -8,7 +8,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from dedup.core.murmur2 import partitions
-from dedup.metrics import COMMIT_BUCKETS_S, METRICS, Durations, TaskNumbers, TaskSeen, WorkerSeen, merged
+from dedup.metrics import COMMIT_BUCKETS_S, METRICS, Durations, TaskNumbers, TaskSeen, WorkerSeen
 from dedup.session.wire import TopicPartition
 from dedup.worker.exposition import READERS, STATES, exposition
 from dedup.worker.misplaced import Placement, id_text
@@ -119,12 +119,6 @@ def test_lag_in_seconds_is_zero_without_lag():
     assert seen(numbers, lag=0).tasks[0].lag_seconds == 0
     assert seen(numbers, lag=1).tasks[0].lag_seconds > 1e9
     assert seen(TaskNumbers(), lag=1).tasks[0].lag_seconds == 0
-
-
-def test_verdicts_of_several_tasks_add_up():
-    one, other = TaskNumbers(), TaskNumbers()
-    one.verdicts["unique"], other.verdicts["unique"], other.verdicts["late"] = 1, 2, 3
-    assert merged([one, other]) == {"unique": 3, "late": 3}
 
 
 @pytest.mark.parametrize(
