@@ -30,9 +30,10 @@ def open_session(
 
 
 def parse_until(text: str) -> Until:
-    """Return what ``--until`` says: `latest`, a time, or `topic/partition=offset,...`."""
-    if text == "latest":
-        return "latest"
+    """Return what ``--until`` says: `earliest`, `latest`, a time, or `topic/partition=offset,...`."""
+    match text:
+        case "earliest" | "latest":
+            return text
     if "=" in text:
         return parse_offsets(text, "--until")
     return parse_time(text, "--until", "latest, 2024-01-01T00:00:00Z or orders/0=1200,orders/1=900")

@@ -33,7 +33,9 @@ def seed_command(  # noqa: PLR0917  # one parameter per option
     topology: Annotated[Path, typer.Argument(help="The topology file.", metavar="TOPOLOGY")],
     until: Annotated[
         str,
-        typer.Option(metavar="latest|TIME|OFFSETS", help="Where the fleet begins: everything before is history."),
+        typer.Option(
+            metavar="earliest|latest|TIME|OFFSETS", help="Where the fleet begins: everything before is history."
+        ),
     ],
     history: Annotated[
         list[str] | None, typer.Option(help="Files or directories. Without it the source topics are read.")

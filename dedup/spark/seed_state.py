@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from dedup.settings import Settings
     from dedup.topology.model import Topology
 
-Until = Mapping[TopicPartition, int] | int | Literal["latest"]
-"""Where the fleet begins: an offset for each source partition, a record time in ms, or the end as it is now."""
+Until = Mapping[TopicPartition, int] | int | Literal["earliest", "latest"]
+"""Where the fleet begins: an offset for each source partition, a record time in ms, or the ends as they are now."""
 
 FETCH_BYTES: Final = 1 << 16
 PAUSE_MS: Final = 50

@@ -1,7 +1,7 @@
 """Tables with one row per tracking ID: Delta by MERGE, PostgreSQL and SQLite by JDBC.
 
-Of several records of one ID the newest by a *stated* order stays. The order travels into the table (`dedup_order`,
-`dedup_partition`, `dedup_offset`), so that a record older than the row there changes nothing: a run may be repeated, or
+Of several records of one ID the newest by a *stated* order stays. The order travels into the table (`order_value`,
+`order_partition`, `order_offset`), so that a record older than the row there changes nothing: a run may be repeated, or
 killed and repeated, and runs may come in any order; the table ends the same. A row that equals its successor in all
 three stays as it is.
 
@@ -23,12 +23,15 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as fn
 from pyspark.sql import types as t
 
-from dedup.errors import Problem, SettingsError, StateIncompatible
+from dedup.errors import DedupError, Problem, SettingsError, StateIncompatible
+from dedup.proof.kafka_reader import KafkaReader
+from dedup.settings import Settings
 from dedup.spark.columns import identified
+from dedup.spark.kafka_range import history_of_range
 from dedup.topology.model import Topology
 
 ID: Final = "tracking_id"
-ORDER: Final = ("dedup_order", "dedup_partition", "dedup_offset")
+ORDER: Final = ("order_value", "order_partition", "order_offset")
 """What of two rows of one ID decides, in this sequence; partition and offset are -1 for records of files."""
 EVENT_TIME, OFFSET = "event_time", "offset"
 _NAME: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)?")
@@ -68,7 +71,7 @@ def table_rows(records: DataFrame, topology: Topology, *, schema: str | None = N
     by = {EVENT_TIME: fn.col("dedup_time_ms"), OFFSET: fn.col("offset")}.get(order, fn.col(f"_payload.{order}"))
     reason = fn.coalesce(reason, fn.when(by.isNull(), fn.lit("no_order")))
     detail = fn.coalesce(detail, fn.when(by.isNull(), fn.lit(f"it has no {order}, by which newer and older are told")))
-    marked = known.withColumns({"reason": reason, "detail": detail, "dedup_order": by})
+    marked = known.withColumns({"reason": reason, "detail": detail, "order_value": by})
     columns = [fn.col("key"), fn.col("value")]
     if payload is not None:
         columns = [fn.col(f"_payload.{field.name}").alias(field.name) for field in payload.fields]
@@ -76,11 +79,43 @@ def table_rows(records: DataFrame, topology: Topology, *, schema: str | None = N
         fn.col("dedup_id").alias(ID),
         *columns,
         fn.col("dedup_time_ms").alias("event_time_ms"),
-        "dedup_order",
-        fn.coalesce("partition", fn.lit(-1)).cast("int").alias("dedup_partition"),
-        fn.coalesce("offset", fn.lit(-1)).cast("long").alias("dedup_offset"),
+        "order_value",
+        fn.coalesce("partition", fn.lit(-1)).cast("int").alias("order_partition"),
+        fn.coalesce("offset", fn.lit(-1)).cast("long").alias("order_offset"),
     )
     return TableRows(rows, marked.where("reason IS NOT NULL").select(*records.columns, "reason", "detail"))
+
+
+def output_records(spark: SparkSession, topology: Topology, settings: Settings) -> DataFrame:
+    """Return the committed records of a topology's output topic. Raises StateIncompatible where there is none."""
+    topic = topology.output.topic if topology.output is not None else None
+    with KafkaReader(settings) as reader:
+        count = reader.partitions([topic])[topic] if topic is not None else 0
+        if topic is None or not count:
+            raise StateIncompatible(f"{topology.name} has no output topic in this cluster; give --input.")
+        bounds = reader.bounds(topic, range(count))
+    lows = {topic: {partition: each.low for partition, each in bounds.items()}}
+    return history_of_range(spark, settings, lows, {topic: {at: each.high for at, each in bounds.items()}}).records
+
+
+def keep_rejected(found: TableRows, path: str | None) -> int:
+    """Return the number of records that are no rows; they are in Parquet files at ``path``, which are made anew.
+
+    Raises DedupError without a path: nothing may be left out in silence.
+    """
+    rejected = found.rejected
+    if path is not None:
+        rejected.write.mode("overwrite").parquet(path)
+        return rejected.sparkSession.read.parquet(path).count()
+    first = rejected.first()
+    if first is None:
+        return 0
+    number = rejected.count()
+    where = "" if first["offset"] is None else f" ({first['topic']}/{first['partition']} offset {first['offset']})"
+    raise DedupError(
+        f"{number} records can not be rows, the first{where} for {first['reason']}: {first['detail']}. Nothing was "
+        f"written. Correct --schema or --order, or name a directory for them with --rejected."
+    )
 
 
 def _schema(ddl: str | None) -> t.StructType | None:

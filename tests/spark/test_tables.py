@@ -122,7 +122,7 @@ def test_values_arrive_as_they_were(spark, table):
     # SQLite has neither dates nor booleans of its own: JDBC gives numbers back for them.
     (row,) = table.read().selectExpr("*", "CAST(on_time AS INT) = 1 AS yes").collect()
     assert (row.note, row.delay, row.seats, row.yes, float(row.price)) == ("é'\"; --", 1.5, 3, True, 12.25)
-    assert (row.event_time_ms, row.dedup_order, row.dedup_partition, row.dedup_offset) == (10, 10, 0, 7)
+    assert (row.event_time_ms, row.order_value, row.order_partition, row.order_offset) == (10, 10, 0, 7)
 
 
 def test_the_stated_order_decides(spark):
@@ -208,4 +208,4 @@ def test_the_database_says_why_in_a_sentence(spark, tmp_path):
 
 
 def test_the_order_columns_are_those_that_are_documented():
-    assert ORDER == ("dedup_order", "dedup_partition", "dedup_offset")
+    assert ORDER == ("order_value", "order_partition", "order_offset")
