@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Protocol
 
 from dedup.errors import DedupError
 
@@ -15,13 +15,26 @@ _LOOK_S: Final = 0.2
 _TOLD_LINES: Final = 12
 
 
+class Beside(Protocol):
+    """What runs as long as the queries do."""
+
+    def start(self) -> None:
+        """It runs."""
+
+    def stop(self) -> None:
+        """It has ended."""
+
+
 class Running:
     """A running stream; `wait` returns when it is over."""
 
-    def __init__(self, starters: Sequence[Callable[[], StreamingQuery]], *, in_turn: bool) -> None:
+    def __init__(
+        self, starters: Sequence[Callable[[], StreamingQuery]], *, in_turn: bool, beside: Sequence[Beside] = ()
+    ) -> None:
         self._starters: Final = starters
         self._in_turn: Final = in_turn
         """Each begins when the one before has done all there was."""
+        self._beside: Final = beside
         self._queries: list[StreamingQuery] = []
         self._stopping: Final = threading.Event()
         self.failure: DedupError | None = None
@@ -36,19 +49,22 @@ class Running:
         """The queries run; in turn, the first does."""
         for starter in self._starters[:1] if self._in_turn else self._starters:
             self._queries.append(starter())
+        for each in self._beside:
+            each.start()
 
     def wait(self) -> None:
         """Return when every query has ended by `stop` or by being done. Raises what made one fail."""
-        if self._in_turn:
+        try:
             self._watch()
-            for starter in self._starters[1:]:
+            for starter in self._starters[1:] if self._in_turn else ():
                 if not self._stopping.is_set():
                     self._queries.append(starter())
                     self._watch()
-        else:
-            self._watch()
-        for query in self._queries:
-            query.stop()
+        finally:
+            for each in self._beside:
+                each.stop()
+            for query in self._queries:
+                query.stop()
         self._raise_failure()
 
     def stop(self) -> None:

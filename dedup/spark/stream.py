@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
@@ -22,6 +23,7 @@ from dedup.errors import BrokerUnavailable, DedupError, InvariantBroken, StateIn
 from dedup.spark.attempt import REPORT_DDL, AttemptPlan, judge_partition
 from dedup.spark.checkpoint import claim
 from dedup.spark.feed_columns import feeding_columns
+from dedup.spark.idle import IdleMarks
 from dedup.spark.kafka_options import kafka_options
 from dedup.spark.prepared import Prepared, prepared
 from dedup.spark.running import Running
@@ -80,11 +82,13 @@ class _Batches:
         self._plan: Final = plan
         self._options: Final = options
         self.running: Running | None = None
+        self.busy: AbstractContextManager[object] = nullcontext()
 
     def run(self, rows: DataFrame, batch_id: int) -> None:
         """Judge and send a micro-batch; what no retry can cure is kept for the driver, as Spark hands on only text."""
         try:
-            reports = run_batch(rows, self._plan)
+            with self.busy:
+                reports = run_batch(rows, self._plan)
         except DedupError as error:
             if self.running is not None:
                 self.running.failure = error
@@ -123,7 +127,12 @@ def start_stream(spark: SparkSession, topology: Topology, settings: Settings, op
         partial(_started, spark, ready, options, sub_topology, each.run)
         for sub_topology, each in zip(sub_topologies, batches, strict=True)
     ]
-    running = Running(starters, in_turn=options.exit_when_done)
+    beside = []
+    if not (topology.direct or options.exit_when_done):
+        marks = IdleMarks(ready)
+        batches[0].busy = marks.busy
+        beside.append(marks)
+    running = Running(starters, in_turn=options.exit_when_done, beside=beside)
     for each in batches:
         each.running = running
     running.start()

@@ -14,7 +14,7 @@ from dedup.spark.attempt import AttemptPlan, judge_partition
 from dedup.spark.prepared import prepared
 from dedup.spark.shipped import ShippedSettings
 from dedup.spark.stream import StreamOptions, start_stream
-from tests.integration.fleet import Job
+from tests.integration.fleet import Job, until
 from tests.integration.workload import BASE_MS, Event, workload
 from tests.spark.streaming import arrow_of
 
@@ -95,6 +95,28 @@ def test_behind_a_repartition_topic(make_job, run, topic_names):
     reports = run(job, most_offsets=1_500)
     assert total(reports, "repartitioned") == 4_000
     job.judge()
+
+
+def test_a_silent_partition_is_marked_idle(make_job, spark, topic_names):
+    source = {"topics": [topic_names("one"), topic_names("two")]}
+    job = make_job(document={"source": source, "idle_after": "1s", "guard_period": "10s", "grace": "1s"})
+    events = [dataclasses.replace(event, topic=0) for event in workload(14, 2_000, scattered=True)]
+    job.send(events)
+    stream = start_stream(spark, job.topology, job.settings, StreamOptions(str(job.directory / "checkpoint")))
+    try:
+        waited_for = {f"{source['topics'][1]}/0", f"{source['topics'][1]}/1"}
+        until(lambda: waited_for <= idle_marks(job), "the silent partitions say so", within_s=100)
+        job.send([Event(n % 2, b'{"id":"new-%d"}' % n, BASE_MS + 100_000 + n) for n in range(200)])
+        job.send([Event(n % 2, b'{"id":"old-%d"}' % n, BASE_MS + n) for n in range(100)])
+        until(lambda: job.admin.end_offsets(f"{job.name}-out.late") != {0: 0, 1: 0}, "something is late", within_s=100)
+    finally:
+        stream.stop()
+        stream.wait()
+
+
+def idle_marks(job):
+    found = (dict(message.headers() or ()).get("dedup-idle") for message in job.read(job.topology.repartition_topic))
+    return {mark.decode() for mark in found if mark is not None}
 
 
 def test_a_fleet_and_a_stream_take_over_from_each_other(make_job, run):
