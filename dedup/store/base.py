@@ -9,12 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Final, Protocol
 
 from dedup.errors import InvariantBroken
 
 Writes = Mapping[int, Mapping[bytes, bytes]]
 """Segment start in ms -> state key -> encoded value: *all* sightings of that ID that end in that segment."""
+
+
+NOT_SAID: Final = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +43,8 @@ class TaskRecord:
     """Of the feeding partition: everything below it was judged."""
     segment_ms: int
     """Width of the segments that new sightings go to."""
+    kept_from: int = NOT_SAID
+    """The changelog offset from which on everything that live segments hold was written; `NOT_SAID` by a new state."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -334,8 +334,8 @@ def _last(keys: Sequence[bytes], values: Sequence[bytes], key: bytes) -> bytes:
     return values[len(keys) - 1 - keys[::-1].index(key)]
 
 
-_RECORD_VERSION: Final = 1
-_RECORD_HEAD: Final = struct.Struct(">BBqqqH")
+_RECORD_VERSION: Final = 2
+_RECORD_HEAD: Final = struct.Struct(">BBqqqqH")
 _RECORD_FEED: Final = struct.Struct(">HIqB")
 _CHECKSUM_BYTES: Final = 4
 
@@ -350,6 +350,7 @@ def encode_task_record(record: TaskRecord) -> bytes:
                 record.stream_time_ms,
                 record.next_offset,
                 record.segment_ms,
+                record.kept_from,
                 len(record.feeds),
             ),
             record.fingerprint,
@@ -371,7 +372,7 @@ def decode_task_record(value: bytes) -> TaskRecord:
     body, checksum = value[:-_CHECKSUM_BYTES], value[-_CHECKSUM_BYTES:]
     if len(body) < _RECORD_HEAD.size or zlib.crc32(body) != int.from_bytes(checksum):
         raise TaskCorrupted(f"a task record of {len(value)} bytes is damaged: its checksum differs. {_RESTORE}")
-    _, print_bytes, stream_time_ms, next_offset, segment_ms, feeds = _RECORD_HEAD.unpack_from(body)
+    _, print_bytes, stream_time_ms, next_offset, segment_ms, kept_from, feeds = _RECORD_HEAD.unpack_from(body)
     feeds_at = _RECORD_HEAD.size + print_bytes
     if len(body) != feeds_at + feeds * _RECORD_FEED.size:
         raise TaskCorrupted(f"a task record of {len(value)} bytes is damaged: its length is wrong. {_RESTORE}")
@@ -384,4 +385,5 @@ def decode_task_record(value: bytes) -> TaskRecord:
         ),
         next_offset=next_offset,
         segment_ms=segment_ms,
+        kept_from=kept_from,
     )

@@ -84,6 +84,8 @@ class Judge:
         self._judged = TaskNumbers()
         """Verdicts of the open transaction: one that is aborted is judged again, and counted once."""
         self._store: Store | None = None
+        self._begins = 0
+        """Where the changelog began when it was last looked at."""
         self._overlay: Overlay | None = None
         self._applied = StreamTime.before(plan.feeds)
         self._stream_time = self._applied
@@ -143,7 +145,25 @@ class Judge:
         window, changelog = self._plan.rules.window, self._plan.changelog
         accept = self._refuse_other_fingerprint
         restored = await restore(self._wire, changelog, store, window, self._note_progress, accept=accept)
+        self.note_begin(restored.start)
         return restored.records
+
+    def note_begin(self, offset: int) -> None:
+        """Note where the changelog begins now: nothing below it is counted on any more."""
+        self._begins = max(self._begins, offset)
+
+    def _kept_from(self, stream_time_ms: int) -> int:
+        """Return the changelog offset from which on all of the state is that is live at a stream time.
+
+        At or above what `truncate_below` says once this is applied: the owner's own truncation is no loss.
+        """
+        store, window = self._store, self._plan.rules.window
+        if store is None:
+            raise InvariantBroken(f"the state of {self._plan.feeding} was used before it was restored.")
+        oldest_ms = window.oldest_live_ms(stream_time_ms)
+        live = [segment for segment in store.segments() if segment + window.segment_ms > oldest_ms]
+        births = [birth for birth in map(store.first_offset, live) if birth is not None]
+        return max(self._begins, min(births, default=store.position))
 
     def _note_progress(self, done: int, total: int) -> None:
         self._numbers.restore_remaining = max(0, total - done)
@@ -277,7 +297,8 @@ class Judge:
             for feed, progress in stream_time.feeds.items()
         )
         segment_ms = self._plan.rules.window.segment_ms
-        return TaskRecord(self._plan.fingerprint, stream_time.value_ms, feeds, next_offset, segment_ms)
+        kept_from = self._kept_from(stream_time.value_ms)
+        return TaskRecord(self._plan.fingerprint, stream_time.value_ms, feeds, next_offset, segment_ms, kept_from)
 
     def _drop_expired(self) -> None:
         """Drop segments that can not count any more, by *applied* stream time: the open transaction may yet abort."""

@@ -6,24 +6,18 @@ every record would get a second verdict. Task records of the changelog tell whic
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from dedup.core.stream_time import Feed
 from dedup.core.window import BEFORE_ALL_TIME
 from dedup.errors import StateIncompatible
-from dedup.session.wire import NoAnswer, TopicPartition, Wire
-from dedup.store.base import TaskRecord
-from dedup.store.changelog import collect
-from dedup.worker.starting import PAUSE_MS, bounds_of, committed_offset
+from dedup.session.wire import TopicPartition, Wire
+from dedup.worker.restore import last_task_record
+from dedup.worker.starting import committed_offset
 
 if TYPE_CHECKING:
     from dedup.topology.model import Topology
     from dedup.worker.plan import Cluster
-
-LOOK_BACK: Final = 256
-"""Offsets from the changelog's end in which a task record is looked for first; then in ever more."""
-FETCH_BYTES: Final = 1 << 20
 
 
 async def refuse_lost_offsets(topology: Topology, cluster: Cluster, wire: Wire) -> None:
@@ -55,29 +49,3 @@ async def refuse_lost_offsets(topology: Topology, cluster: Cluster, wire: Wire) 
 async def _offset(topology: Topology, wire: Wire, feed: Feed) -> int | None:
     place = TopicPartition(topology.source.topics[feed.topic], feed.partition)
     return await committed_offset(wire, topology.name, place, stable=False)
-
-
-async def last_task_record(wire: Wire, changelog: TopicPartition) -> TaskRecord | None:
-    """Return the newest committed task record of a changelog partition; None where there is none."""
-    bounds = await bounds_of(wire, changelog)
-    begin, step = bounds.end, LOOK_BACK
-    while begin > bounds.start:
-        end, begin, step = begin, max(bounds.start, begin - step), 8 * step
-        record = await _last_between(wire, changelog, begin, end)
-        if record is not None:
-            return record
-    return None
-
-
-async def _last_between(wire: Wire, changelog: TopicPartition, begin: int, end: int) -> TaskRecord | None:
-    found: TaskRecord | None = None
-    while begin < end:
-        try:
-            fetched = await wire.fetch(changelog, begin, max_bytes=FETCH_BYTES, wait_ms=PAUSE_MS)
-        except NoAnswer:
-            await wire.pause(PAUSE_MS)
-            continue
-        below = bisect_left(fetched.offsets, end)
-        found = collect(fetched.keys[:below], fetched.values[:below]).task_record or found
-        begin = fetched.next_offset
-    return found

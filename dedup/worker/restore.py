@@ -7,6 +7,7 @@ read until the *position* reaches the end; the last offsets may be transaction m
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, NoReturn
@@ -15,7 +16,7 @@ from dedup import crashpoints
 from dedup.core.window import Window
 from dedup.errors import StateIncompatible
 from dedup.session.wire import LogBounds, NoAnswer, TopicPartition, Wire
-from dedup.store.base import Store, TaskRecord, Writes
+from dedup.store.base import NOT_SAID, Store, TaskRecord, Writes
 from dedup.store.changelog import Collected, all_within, collect
 from dedup.store.regrid import rebucket
 from dedup.store.seed_mark import SeedMark
@@ -24,6 +25,9 @@ from dedup.worker.starting import bounds_of
 FETCH_BYTES: Final = 8 << 20
 WAIT_MS: Final = 500
 PAUSE_MS: Final = 50
+LOOK_BACK: Final = 256
+"""Offsets from the changelog's end in which a task record is looked for first; then in ever more."""
+LOOK_BYTES: Final = 1 << 20
 
 Progress = Callable[[int, int], None]
 """(offsets restored, offsets to restore in all)."""
@@ -34,6 +38,8 @@ class Restored:
     """What a restore read."""
 
     records: int
+    start: int
+    """Where the changelog began."""
     end: int
 
 
@@ -56,6 +62,8 @@ async def restore(
         accept(store.task_record)
     bounds = await bounds_of(wire, changelog)
     refuse_other_changelog(store, changelog, bounds)
+    if store.position < bounds.start:
+        await refuse_truncated(wire, changelog, bounds)
     # Without a task record nothing was ever committed but perhaps half a seed, whose mark must be read again.
     position = bounds.start if store.task_record is None else max(store.position, bounds.start)
     begin, records = position, 0
@@ -81,7 +89,45 @@ async def restore(
         progress(position - begin, bounds.end - begin)
     if store.task_record is None and mark is not None:
         refuse_half_seed(changelog, mark)
-    return Restored(records, bounds.end)
+    return Restored(records, bounds.start, bounds.end)
+
+
+async def last_task_record(wire: Wire, changelog: TopicPartition) -> TaskRecord | None:
+    """Return the newest committed task record of a changelog partition; None where there is none."""
+    bounds = await bounds_of(wire, changelog)
+    begin, step = bounds.end, LOOK_BACK
+    while begin > bounds.start:
+        end, begin, step = begin, max(bounds.start, begin - step), 8 * step
+        record = await _last_between(wire, changelog, begin, end)
+        if record is not None:
+            return record
+    return None
+
+
+async def _last_between(wire: Wire, changelog: TopicPartition, begin: int, end: int) -> TaskRecord | None:
+    found: TaskRecord | None = None
+    while begin < end:
+        try:
+            fetched = await wire.fetch(changelog, begin, max_bytes=LOOK_BYTES, wait_ms=WAIT_MS)
+        except NoAnswer:
+            await wire.pause(PAUSE_MS)
+            continue
+        below = bisect_left(fetched.offsets, end)
+        found = collect(fetched.keys[:below], fetched.values[:below]).task_record or found
+        begin = fetched.next_offset
+    return found
+
+
+async def refuse_truncated(wire: Wire, changelog: TopicPartition, bounds: LogBounds) -> None:
+    """Raise StateIncompatible if the changelog begins after records that its last task record counts on."""
+    record = await last_task_record(wire, changelog)
+    if record is not None and NOT_SAID < record.kept_from < bounds.start:
+        raise StateIncompatible(
+            f"{changelog.topic}/{changelog.partition} begins at offset {bounds.start}, but its last task record says "
+            f"that state in force was written from offset {record.kept_from} on: somebody has truncated the changelog. "
+            f"This worker's disk does not hold what is gone. Nothing was touched. Start it where the disk does, or "
+            f"accept the loss of these sightings with `dedup reset`."
+        )
 
 
 def refuse_half_seed(changelog: TopicPartition, mark: SeedMark) -> NoReturn:

@@ -84,6 +84,8 @@ class Upkeep:
             judge = task.work
             if task.state is TaskState.RUNNING and isinstance(judge, Judge):
                 wanted[judge.changelog] = judge.truncate_below or 0
+                # An owner before us may have had a deletion on its way when we restored.
+                judge.note_begin((await self._app.wire.bounds(judge.changelog)).start)
                 if not self._topology.direct:
                     wanted[feeding] = await self._passed_and_old(feeding, task)
         news = {partition: offset for partition, offset in wanted.items() if offset > self._told.get(partition, 0)}

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from dedup.core.window import BEFORE_ALL_TIME, Sighting, Source
 from dedup.errors import InvariantBroken, StateIncompatible, TaskCorrupted
-from dedup.store.base import FeedTime, TaskRecord
+from dedup.store.base import NOT_SAID, FeedTime, TaskRecord
 from dedup.store.changelog import (
     SightingKey,
     TaskRecordKey,
@@ -69,9 +69,10 @@ def test_the_bytes_of_keys_are_frozen():
 
 
 def test_the_bytes_of_a_task_record_are_frozen():
-    record = TaskRecord(b"\xff" * 2, 5, (FeedTime(1, 2, 3, idle=True),), 6, 7)
+    record = TaskRecord(b"\xff" * 2, 5, (FeedTime(1, 2, 3, idle=True),), 6, 7, 8)
     value = (
-        "01 02 0000000000000005 0000000000000006 0000000000000007 0001 ffff 0001 00000002 0000000000000003 01 47d70095"
+        "02 02 0000000000000005 0000000000000006 0000000000000007 0000000000000008 0001 ffff"
+        "0001 00000002 0000000000000003 01 da540f07"
     )
     assert encode_task_record(record) == bytes.fromhex(value)
     assert decode_task_record(bytes.fromhex(value)) == record
@@ -187,6 +188,7 @@ records = st.builds(
     ).map(tuple),
     times,
     times,
+    st.just(NOT_SAID) | times,
 )
 
 

@@ -5,7 +5,7 @@ import pytest
 from dedup.core.window import Window
 from dedup.errors import StateIncompatible
 from dedup.session.wire import Fetched, FetchedRecord, LogBounds, TopicPartition
-from dedup.store.base import TaskRecord
+from dedup.store.base import NOT_SAID, TaskRecord
 from dedup.store.changelog import encode_single_column, encode_task_record, sighting_key, task_record_key
 from dedup.store.memory import MemoryStore
 from dedup.worker.restore import restore
@@ -37,8 +37,9 @@ def sighting(name):
     return sighting_key(0, name), value
 
 
-def record(fingerprint, next_offset=1):
-    return task_record_key(), encode_task_record(TaskRecord(fingerprint, 5, (), next_offset, WINDOW.segment_ms))
+def record(fingerprint, next_offset=1, kept_from=NOT_SAID):
+    made = TaskRecord(fingerprint, 5, (), next_offset, WINDOW.segment_ms, kept_from)
+    return task_record_key(), encode_task_record(made)
 
 
 def refuse_theirs(found):
@@ -80,3 +81,39 @@ async def test_another_fingerprint_in_the_store_is_refused_without_reading_on():
     with pytest.raises(StateIncompatible, match="another topology"):
         await restored(Log([record(THEIRS), sighting(b"a"), record(OURS)]), store)
     assert (store.position, store.segments()) == (1, ())
+
+
+def long_log(start, kept_from):
+    """Return a changelog of 1,000 sightings, each with a task record of an earlier moment, and the last record."""
+    lines = [line for number in range(1_000) for line in (sighting(b"%d" % number), record(OURS, kept_from=0))]
+    return Log([*lines, record(OURS, 1_000, kept_from), *[sighting(b"x")] * 600], start=start, step=50)
+
+
+async def test_a_changelog_truncated_below_what_it_needs_is_whole():
+    store = MemoryStore()
+    found = await restored(long_log(100, 100), store)
+    assert found.start == 100
+    assert store.task_record.next_offset == 1_000
+
+
+@pytest.mark.parametrize("kept", [0, 50])
+async def test_a_changelog_truncated_too_far_is_refused_on_a_disk_that_lacks_what_is_gone(kept):
+    store = MemoryStore()
+    if kept:
+        store.apply({}, TaskRecord(OURS, 5, (), 1, WINDOW.segment_ms, 0), kept)
+    with pytest.raises(StateIncompatible, match=r"begins at offset 100, but its last task record .* from offset 99 on"):
+        await restored(long_log(100, 99), store)
+    assert (store.position, store.segments()) == (kept, ())
+
+
+async def test_it_does_no_harm_where_the_disk_has_it():
+    store = MemoryStore()
+    store.apply({}, TaskRecord(OURS, 5, (), 1, WINDOW.segment_ms, 0), 100)
+    await restored(long_log(100, 0), store)
+    assert store.task_record.next_offset == 1_000
+
+
+async def test_a_changelog_of_before_the_first_own_record_says_nothing_of_it():
+    store = MemoryStore()
+    await restored(Log([record(OURS), record(OURS)], start=1), store)
+    assert store.position == 2
