@@ -59,8 +59,8 @@ def run(
     from dataclasses import replace
 
     from dedup.cli.inputs import read_topology
+    from dedup.cli.spark_inputs import open_session
     from dedup.settings import load_settings
-    from dedup.spark.session import session_for
     from dedup.spark.stream import StreamOptions, start_stream
 
     settings = load_settings(config, overrides or [], os.environ)
@@ -68,7 +68,7 @@ def run(
     options = StreamOptions(checkpoint, exit_when_done, most_offsets, commit_rows)
     # Alone, a task that fails would end the stream: inside one machine Spark tries again only if the master says so.
     alone = master is None and "PYSPARK_GATEWAY_PORT" not in os.environ
-    spark = session_for(parsed, master="local[*,4]" if alone else master, packages=("kafka",), conf=pairs(conf or []))
+    spark = open_session(parsed, "local[*,4]" if alone else master, conf, ("kafka",))
     try:
         if semantics == "watermark":
             from dedup.spark.watermark import differences, start_watermark
@@ -87,16 +87,6 @@ def run(
 def _wait(stream: Running) -> None:
     with _stopped_by_signals(stream.stop):
         stream.wait()
-
-
-def pairs(conf: list[str]) -> dict[str, str]:
-    """Return `--conf key=value` options as a mapping. Raises SettingsError with every one that has no value."""
-    from dedup.errors import Problem, SettingsError
-
-    wrong = [text for text in conf if "=" not in text]
-    if wrong:
-        raise SettingsError([Problem(f"--conf {text}", "has no value; write --conf key=value") for text in wrong])
-    return {key: value for key, _, value in (text.partition("=") for text in conf)}
 
 
 @contextmanager

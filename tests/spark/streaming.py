@@ -20,13 +20,18 @@ QUIET = ("--conf", "spark.ui.enabled=false", "--conf", "spark.ui.showConsoleProg
 
 def start_driver(job: Job, *accidents: str, arguments: Sequence[str] = (), name: str = "driver") -> Worker:
     """Start `dedup spark run` for a job in a process of its own; its checkpoint is the job's."""
+    checkpoint = ("--checkpoint", str(job.directory / "checkpoint"))
+    return start_spark(job, "run", *accidents, arguments=(*checkpoint, *arguments), name=name)
+
+
+def start_spark(job: Job, command: str, *accidents: str, arguments: Sequence[str] = (), name: str = "driver") -> Worker:
+    """Start a command of `dedup spark` for a job's topology."""
     tokens = job.directory / "accidents"
     tokens.mkdir(exist_ok=True)
     unset = [part for variable in os.environ if variable.startswith("DEDUP_") for part in ("-u", variable)]
-    command = ["env", *unset, f"DRIVER_TOKENS={tokens}", sys.executable, str(DRIVER), *accidents, "--", "run"]
-    command += [str(job.topology_file), "--config", str(job.config_file), "--quiet", *QUIET]
-    command += ["--checkpoint", str(job.directory / "checkpoint"), *arguments]
-    driver = Worker(job, name, command, job.directory / f"{name}.log")
+    line = ["env", *unset, f"DRIVER_TOKENS={tokens}", sys.executable, str(DRIVER), *accidents, "--", command]
+    line += [str(job.topology_file), "--config", str(job.config_file), "--quiet", *QUIET, *arguments]
+    driver = Worker(job, name, line, job.directory / f"{name}.log")
     job.workers.append(driver)
     return driver
 

@@ -14,7 +14,7 @@ from dedup.local.leashed import Leashed
 from dedup.spark.java import use_java
 from tests.integration.fleet import Job, until
 from tests.integration.workload import workload
-from tests.spark.streaming import start_driver
+from tests.spark.streaming import start_driver, start_spark
 
 SPARK_CLASS = Path(pyspark.__file__).parent / "bin" / "spark-class"
 START_S = 240
@@ -67,7 +67,7 @@ def job(kafka, admin, tmp_path, topic_names):
 
 
 @pytest.mark.timeout(600)
-def test_a_stream_on_a_cluster(cluster, job):
+def test_a_stream_and_a_backfill_on_a_cluster(cluster, job):
     events = workload(13, 12_000)
     run = ("--master", cluster, *LOOPBACK, *SMALL, "--most-offsets", "2500", "--exit-when-done")
     job.send(events[:8_000])
@@ -79,3 +79,10 @@ def test_a_stream_on_a_cluster(cluster, job):
     assert second.wait(START_S) == 0, second.log
     assert "judged 4,000" in second.log
     job.judge()
+
+    out = ("--out", str(job.directory / "verdicts"))
+    history = start_spark(job, "backfill", arguments=("--master", cluster, *LOOPBACK, *SMALL, *out))
+    assert history.wait(START_S) == 0, history.log
+    assert "judged 12,000" in history.log
+    unique = len(job.read(job.output))
+    assert f"unique {unique:,}" in history.log
