@@ -128,6 +128,11 @@ def compare_state(
     own, others = list(store.sightings()), list(folded.sightings())
     if own != others:
         found.append(Violation("state", f"the store holds {own}, the changelog says {others}"))
+    births = [birth for birth in map(store.first_offset, store.segments()) if birth is not None]
+    record = store.task_record
+    if record is not None and births and min(births) > record.kept_from:
+        # The owner deletes below the births; a later restore takes more than its record allows for an accident.
+        found.append(Violation("state", f"births {births}, but the task record keeps from {record.kept_from}"))
     live: dict[tuple[bytes, int, Source], int] = {}
     for _, state_key, value in own:
         for seen in decode_sightings(value):
