@@ -25,9 +25,9 @@ from pyspark.sql.types import StructType
 
 from dedup.core.stream_time import Feed
 from dedup.errors import InvariantBroken, Problem, TopologyError
-from dedup.spark.folded import FOUND, Folding, folding, resolving
-from dedup.spark.rows import COORDINATES, RECORDS
-from dedup.spark.screened import SCREENED, STRETCH, TARGET, Mode, Screening, screening
+from dedup.spark.folded import JUDGED, Folding, folding, resolving
+from dedup.spark.rows import COORDINATES, RECORDS, headers_of
+from dedup.spark.screened import PLACE, STREAM, STRETCH, TARGET, TASK, Mode, Screening, screened_fields, screening
 from dedup.topology.model import Topology
 
 Order = Literal["offsets", "event_time"]
@@ -36,12 +36,6 @@ Order = Literal["offsets", "event_time"]
 VERDICTS: Final = ("unique", "duplicate", "conflict", "late", "dead_letter", "exempt")
 """``exempt``: forwarded unjudged by policy, with the reason missing_id or tombstone. A forwarded conflict is
 ``unique`` with the reason conflict."""
-
-JUDGED: Final = (*SCREENED, *FOUND)
-"""`dedup_time_ms` is the time as judged (the ceiling where a future time was clamped; 0 without one), `reason` the code
-of a dead letter, an exemption or a forwarded conflict, `detail` a dead letter's sentence. `dedup_partition` and
-`dedup_offset` are the place in the task's log, null where rows are judged in no one task's order; `stream_time_ms` is
-the task's after this record. `first_*` is the sighting that a duplicate repeats."""
 
 
 def judged(
@@ -66,8 +60,9 @@ def judged(
     targets = _targets(df.sparkSession, readers) if mode in {"direct", "merged"} else {}
     ceiling_ms = now_ms + topology.max_clock_skew_ms
     plan = Screening(topology, mode, ceiling_ms, tuple(targets.values()), tuple(feeds))
-    screened = _in_log_order(df, mode, readers, contiguous=contiguous).mapInArrow(
-        screening(plan), StructType([*df.schema.fields, *SCREENED, STRETCH, TARGET])
+    ready = df.withColumn("headers", headers_of(df))
+    screened = _in_log_order(ready, mode, readers, contiguous=contiguous).mapInArrow(
+        screening(plan), StructType([*df.schema.fields, *screened_fields(plan)])
     )
     if mode == "merged":
         by_chance = F.coalesce(F.col(TARGET.name), F.hash(STRETCH.name, "offset"))
@@ -77,7 +72,7 @@ def judged(
     together = screened.repartition(readers, F.coalesce(F.col(TARGET.name), spread))
     fields = [*df.schema.fields, *JUDGED]
     return together.sortWithinPartitions(*_judging_order(mode)).mapInArrow(
-        folding(Folding(topology, mode)), StructType(fields)
+        folding(Folding(topology, mode, df.schema.names)), StructType(fields)
     )
 
 
@@ -116,8 +111,9 @@ def _refuse_other_shape(df: DataFrame) -> None:
         for field in RECORDS.fields
         if found.get(field.name) != field.dataType
     ]
-    ours = {field.name for field in (*JUDGED, STRETCH, TARGET)}
-    problems += [Problem(f"column {name}", "is ours; rename or drop it") for name in found if name in ours]
+    ours = {field.name for field in JUDGED}
+    taken = [name for name in found if name in ours or name.startswith("_dedup_")]
+    problems += [Problem(f"column {name}", "is ours; rename or drop it") for name in taken]
     if problems:
         raise TopologyError(problems)
 
@@ -135,14 +131,20 @@ def _in_log_order(df: DataFrame, mode: Mode, readers: int, *, contiguous: bool) 
 
 
 def _judging_order(mode: Mode) -> list[Column]:
-    """Return what rows are sorted by: first the rows that are no records, then by ID."""
-    first = [F.col(TARGET.name).asc_nulls_last(), F.col("dedup_id")]
+    """Return what rows are sorted by: first the rows that are no records, then by ID.
+
+    Spark compares the first eight bytes of the first column quickly, and the rest slowly: so a hash goes first.
+    """
+    hashed = F.when(F.col("dedup_id").isNotNull(), F.xxhash64("dedup_id"))
+    first = [hashed.asc_nulls_first(), F.col(TARGET.name).asc_nulls_last(), F.col("dedup_id")]
     names: tuple[str, ...]
     match mode:
-        case "direct" | "log":
-            names = ("dedup_partition", "dedup_offset")
+        case "direct":
+            names = ("partition", "offset")
+        case "log":
+            names = (TASK.name, PLACE.name)
         case "merged":
-            names = ("stream_time_ms", *COORDINATES)
+            names = (STREAM.name, *COORDINATES)
         case "event_time":
             names = ("dedup_time_ms", "key", "value", "headers", "timestamp_ms")
     return first + [F.col(name) for name in names]

@@ -13,6 +13,7 @@ from pyspark.sql import DataFrame
 from pyspark.sql.types import BinaryType, LongType, StringType, StructField, StructType
 
 from dedup.core.extract import Extracted, Extractor, compile_extractor
+from dedup.spark.rows import headers_of
 from dedup.topology.model import Topology
 
 IDENTIFIED: Final = (
@@ -43,7 +44,7 @@ def extractor_for(topology: Topology) -> Extractor:
 def identified(df: DataFrame, topology: Topology) -> DataFrame:
     """Return the records (`rows.RECORDS`, more columns are kept) with the columns `IDENTIFIED` after them."""
     schema = StructType([*df.schema.fields, *IDENTIFIED])
-    return df.mapInArrow(_identifying(topology), schema)
+    return df.withColumn("headers", headers_of(df)).mapInArrow(_identifying(topology), schema)
 
 
 def _identifying(topology: Topology) -> Callable[[Iterable[pa.RecordBatch]], Batches]:
@@ -69,7 +70,7 @@ def extract_batch(extractor: Extractor, batch: pa.RecordBatch) -> Extracted:
     if timestamps.null_count:
         timestamps = timestamps.fill_null(-1)
     column = batch.column("headers")
-    if column.null_count == count:
+    if column.null_count == count or len(column.flatten()) == 0:
         headers: list[list[tuple[str, bytes | None]]] = [[]] * count
     else:
         headers = [[(each["key"], each["value"]) for each in row or ()] for row in column.to_pylist()]

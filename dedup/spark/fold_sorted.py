@@ -21,6 +21,7 @@ from dedup.core.stream_time import Feed
 from dedup.core.window import Sighting, Source
 
 Integers = npt.NDArray[np.int64]
+Booleans = npt.NDArray[np.bool_]
 
 UNIQUE: Final = 0
 DUPLICATE: Final = 1
@@ -98,6 +99,7 @@ class SortedFold:
             several[0] = True
         else:
             self._known = ()
+        several = self._without_plain(rows, starts, lengths, several, decided, goes_on=goes_on)
         of_group = 0
         for piece, groups in _pieces(starts, lengths, np.flatnonzero(several).tolist()):
             if int(groups[0]) != of_group:
@@ -105,10 +107,43 @@ class SortedFold:
             self._judge_piece(rows, piece, groups, decided)
             of_group = int(groups[-1])
         if not several[-1]:
-            last = count - 1
-            self._known = () if late[last] else (_sighting(rows, last),)
+            first = int(starts[-1])
+            self._known = () if late[first] else (_sighting(rows, first),)
         self._last = _key(rows, count - 1)
         return decided
+
+    def _without_plain(
+        self,
+        rows: SortedRows,
+        starts: Integers,
+        lengths: Integers,
+        several: Booleans,
+        decided: Decided,
+        *,
+        goes_on: bool,
+    ) -> Booleans:
+        """Decide, in columns, the groups in which every row repeats the first by the plain rule; return the others."""
+        window = self._rules.window
+        if window.extend or self._rules.fingerprints:
+            return several
+        own = np.repeat(np.arange(len(starts)), lengths)
+        first = starts[own]
+        first_ms = rows.times_ms[first]
+        near = np.abs(rows.times_ms - first_ms) < window.guard_ms
+        # The first row itself is near, and must be unique.
+        plain = near & (first_ms >= rows.stream_ms - window.retention_ms) & (decided.verdicts[first] == UNIQUE)
+        easy = several & np.logical_and.reduceat(plain, starts)
+        if goes_on:
+            easy[0] = False
+        repeats = np.flatnonzero(easy[own] & (np.arange(len(own)) != first))
+        of = first[repeats]
+        decided.verdicts[repeats] = DUPLICATE
+        decided.has_first[repeats] = True
+        decided.first_ms[repeats] = rows.times_ms[of]
+        decided.first_topics[repeats] = rows.topics[of]
+        decided.first_partitions[repeats] = rows.partitions[of]
+        decided.first_offsets[repeats] = rows.offsets[of]
+        return several & ~easy
 
     def _judge_piece(self, rows: SortedRows, piece: Integers, groups: Integers, decided: Decided) -> None:
         """Judge rows of a few IDs; `_known` has the sightings of the first of them before, of the last after."""

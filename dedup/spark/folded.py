@@ -13,16 +13,42 @@ from pyspark.sql.types import IntegerType, LongType, StringType, StructField
 
 from dedup.core.window import BEFORE_ALL_TIME
 from dedup.spark.fold_sorted import Decided, Integers, SortedFold, SortedRows
-from dedup.spark.screened import STRETCH, TARGET, Mode, read_notice
+from dedup.spark.screened import (
+    FINGERPRINT,
+    ID,
+    LETTER,
+    LETTER_PARTS,
+    PLACE,
+    STREAM,
+    STRETCH,
+    TARGET,
+    TASK,
+    TIME,
+    Mode,
+    read_notice,
+)
 from dedup.spark.stretches import before_each, resolved
 from dedup.topology.model import Topology
 
-FOUND: Final = (
+JUDGED: Final = (
+    ID,
+    TIME,
+    FINGERPRINT,
+    StructField("verdict", StringType()),
+    StructField("reason", StringType()),
+    StructField("detail", StringType()),
+    StructField("dedup_partition", IntegerType()),
+    StructField("dedup_offset", LongType()),
+    StructField("stream_time_ms", LongType()),
     StructField("first_time_ms", LongType()),
     StructField("first_topic", StringType()),
     StructField("first_partition", IntegerType()),
     StructField("first_offset", LongType()),
 )
+"""`dedup_time_ms` is the time as judged (the ceiling where a future time was clamped; 0 without one), `reason` the code
+of a dead letter, an exemption or a forwarded conflict, `detail` a dead letter's sentence. `dedup_partition` and
+`dedup_offset` are the place in the task's log, null where rows are judged in no one task's order; `stream_time_ms` is
+the task's after this record. `first_*` is the sighting that a duplicate repeats."""
 _NAMES: Final = pa.array(["unique", "duplicate", "conflict", "late", "unique"])
 _REASONS: Final = pa.array([None, None, None, None, "conflict"], pa.string())
 
@@ -35,6 +61,8 @@ class Folding:
 
     topology: Topology
     mode: Mode
+    names: list[str]
+    """The columns of the input."""
 
 
 def resolving(topology: Topology) -> Callable[[Iterable[pa.RecordBatch]], Batches]:
@@ -87,41 +115,57 @@ class _Notices:
         """Return stream time at each record."""
         if self._before is None:
             self._before = before_each(read_notice(self._texts), self._topics)
-        return resolved(self._before, _numbers(records, STRETCH.name), _numbers(records, "stream_time_ms"))
+        return resolved(self._before, _numbers(records, STRETCH.name), _numbers(records, STREAM.name))
 
 
 def _with_stream_times(records: pa.RecordBatch, stream_ms: Integers) -> pa.RecordBatch:
     known = stream_ms > BEFORE_ALL_TIME
     column = pa.array(stream_ms, mask=None if known.all() else ~known)
-    return records.set_column(records.schema.get_field_index("stream_time_ms"), "stream_time_ms", column)
+    return records.set_column(records.schema.get_field_index(STREAM.name), STREAM.name, column)
 
 
 def _numbers(records: pa.RecordBatch, name: str) -> Integers:
     column = records.column(name)
     if column.null_count:
-        column = column.fill_null(BEFORE_ALL_TIME if name == "stream_time_ms" else -1)
+        column = column.fill_null(BEFORE_ALL_TIME if name == STREAM.name else -1)
     result: Integers = column.to_numpy(zero_copy_only=False).astype(np.int64)
     return result
 
 
 def _judged(records: pa.RecordBatch, fold: SortedFold, plan: Folding) -> pa.RecordBatch:
-    """Return the records with their verdicts and `FOUND`, without what only this job needs."""
-    open_rows = records.column("verdict").is_null()
-    if open_rows.true_count == 0:
-        found = pa.RecordBatch.from_arrays(_nothing_found(records.num_rows), [field.name for field in FOUND])
-        return _assembled(records, records.column("verdict"), records.column("reason"), found)
-    everything = open_rows.true_count == records.num_rows
-    rows = records if everything else records.filter(open_rows)
+    """Return the records with `JUDGED` after them."""
+    letters = records.column(LETTER.name)
+    if letters.null_count == records.num_rows:
+        return _assembled(records, _of_judged(records, fold, plan), plan)
+    open_rows = letters.is_null()
+    of_letters = _of_letters(letters.filter(letters.is_valid()))
+    if letters.null_count == 0:
+        return _assembled(records, of_letters, plan)
+    both = pa.concat_batches([_of_judged(records.filter(open_rows), fold, plan), of_letters])
+    is_open = _booleans(open_rows)
+    where = np.where(is_open, np.cumsum(is_open) - 1, letters.null_count + np.cumsum(~is_open) - 1)
+    return _assembled(records, both.take(pa.array(where)), plan)
+
+
+_FOUND: Final = JUDGED[3:6] + JUDGED[9:]
+
+
+def _of_judged(rows: pa.RecordBatch, fold: SortedFold, plan: Folding) -> pa.RecordBatch:
     decided = fold.judge(_sorted_rows(rows, plan))
-    verdicts = _NAMES.take(pa.array(decided.verdicts))
-    reasons = _REASONS.take(pa.array(decided.verdicts))
-    found = pa.RecordBatch.from_arrays(_found(decided, plan), [field.name for field in FOUND])
-    if not everything:
-        verdicts = pc.replace_with_mask(records.column("verdict"), open_rows, verdicts)
-        reasons = pc.replace_with_mask(records.column("reason"), open_rows, reasons)
-        where = pa.array(np.cumsum(open_rows.to_numpy(zero_copy_only=False)) - 1, mask=~_booleans(open_rows))
-        found = found.take(where)
-    return _assembled(records, verdicts, reasons, found)
+    codes = pa.array(decided.verdicts)
+    columns = [_NAMES.take(codes), _REASONS.take(codes), pa.nulls(rows.num_rows, pa.string()), *_found(decided, plan)]
+    return pa.RecordBatch.from_arrays(columns, [field.name for field in _FOUND])
+
+
+def _of_letters(letters: pa.Array) -> pa.RecordBatch:
+    parts = [letter.split(LETTER_PARTS, 2) for letter in letters.to_pylist()]
+    columns = [
+        pa.array([verdict for verdict, _, _ in parts], pa.string()),
+        pa.array([reason for _, reason, _ in parts], pa.string()),
+        pa.array([detail or None for _, _, detail in parts], pa.string()),
+        *_nothing_found(len(parts)),
+    ]
+    return pa.RecordBatch.from_arrays(columns, [field.name for field in _FOUND])
 
 
 def _booleans(column: pa.Array) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
@@ -131,7 +175,7 @@ def _booleans(column: pa.Array) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
 
 def _sorted_rows(rows: pa.RecordBatch, plan: Folding) -> SortedRows:
     times_ms = _numbers(rows, "dedup_time_ms")
-    by_task = plan.mode in {"direct", "log"}
+    tasks = {"direct": "partition", "log": TASK.name}.get(plan.mode)
     placed = plan.mode != "event_time"
     nowhere = np.full(rows.num_rows, -1, np.int64)
     nothing = np.zeros(rows.num_rows, np.int64)
@@ -139,9 +183,9 @@ def _sorted_rows(rows: pa.RecordBatch, plan: Folding) -> SortedRows:
     several = placed and len(topics) > 1
     return SortedRows(
         ids=rows.column("dedup_id"),
-        tasks=_numbers(rows, "dedup_partition") if by_task else nothing,
+        tasks=nothing if tasks is None else _numbers(rows, tasks),
         times_ms=times_ms,
-        stream_ms=_numbers(rows, "stream_time_ms"),
+        stream_ms=_numbers(rows, STREAM.name),
         topics=pc.index_in(rows.column("topic"), value_set=pa.array(topics)).to_numpy() if several else nothing,
         partitions=_numbers(rows, "partition") if placed else nowhere,
         offsets=_numbers(rows, "offset") if placed else nowhere,
@@ -170,8 +214,22 @@ def _nothing_found(count: int) -> list[pa.Array]:
     ]
 
 
-def _assembled(records: pa.RecordBatch, verdicts: pa.Array, reasons: pa.Array, found: pa.RecordBatch) -> pa.RecordBatch:
-    replaced = {"verdict": verdicts, "reason": reasons}
-    names = [name for name in records.schema.names if name not in {STRETCH.name, TARGET.name}]
-    columns = [replaced.get(name, records.column(name)) for name in names]
-    return pa.RecordBatch.from_arrays([*columns, *found.columns], [*names, *found.schema.names])
+def _assembled(records: pa.RecordBatch, found: pa.RecordBatch, plan: Folding) -> pa.RecordBatch:
+    count = records.num_rows
+    match plan.mode:
+        case "direct":
+            task = records.column("partition"), records.column("offset")
+        case "log":
+            task = records.column(TASK.name), records.column(PLACE.name)
+        case "merged" | "event_time":
+            task = pa.nulls(count, pa.int32()), pa.nulls(count, pa.int64())
+    known = {
+        **{name: records.column(name) for name in records.schema.names},
+        **{name: found.column(name) for name in found.schema.names},
+        "dedup_partition": task[0],
+        "dedup_offset": task[1],
+        "stream_time_ms": records.column(STREAM.name),
+    }
+    known.setdefault(FINGERPRINT.name, pa.nulls(count, pa.binary()))
+    names = [*plan.names, *(field.name for field in JUDGED)]
+    return pa.RecordBatch.from_arrays([known[name] for name in names], names)

@@ -36,18 +36,17 @@ RECORDS: Final = StructType(
         StructField("offset", LongType()),
     ]
 )
-"""Key and value as bytes, null kept; headers null where there are none; timestamp in ms since 1970 UTC."""
+"""Key and value as bytes, null kept; headers empty where there are none; timestamp in ms since 1970 UTC."""
 
 COORDINATES: Final = ("topic", "partition", "offset")
 
 
 def records_of_kafka(df: DataFrame) -> DataFrame:
-    """Return what Spark's Kafka source read as `RECORDS`; without `includeHeaders` the headers are null."""
-    headers = F.col("headers").cast(HEADERS) if "headers" in df.columns else F.lit(None).cast(HEADERS)
+    """Return what Spark's Kafka source read as `RECORDS`; without `includeHeaders` there are none."""
     return df.select(
         F.col("key").cast(BinaryType()),
         F.col("value").cast(BinaryType()),
-        headers.alias("headers"),
+        headers_of(df).alias("headers"),
         F.unix_millis("timestamp").alias("timestamp_ms"),
         F.col("topic").cast(StringType()),
         F.col("partition").cast(IntegerType()),
@@ -72,6 +71,15 @@ def records_of_files(df: DataFrame, *, place: str = "the input") -> DataFrame:
     if problems:
         raise TopologyError([Problem(place, text) for text in problems])
     return df.select(*(_as_record(df, field).alias(field.name) for field in RECORDS.fields))
+
+
+def headers_of(df: DataFrame) -> Column:
+    """Return the column `headers`, empty where it is null or missing.
+
+    Spark 4.0 takes 16 µs to hand a null array to Python, and 1 µs for an empty one (bench/README.md).
+    """
+    none = F.array().cast(HEADERS)
+    return F.coalesce(F.col("headers").cast(HEADERS), none) if "headers" in df.columns else none
 
 
 _OPTIONAL: Final = ("key", "headers", "timestamp_ms", "timestamp", "topic", "partition", "offset")
@@ -99,6 +107,8 @@ def _problem(df: DataFrame, name: str) -> str | None:
 
 def _as_record(df: DataFrame, field: StructField) -> Column:
     name, kind = field.name, field.dataType
+    if name == "headers":
+        return headers_of(df)
     if name == "timestamp_ms" and name not in df.columns and "timestamp" in df.columns:
         return F.unix_millis("timestamp")
     if name not in df.columns:

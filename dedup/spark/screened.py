@@ -31,22 +31,24 @@ Mode = Literal["direct", "merged", "log", "event_time"]
 """``direct``: each source partition is a log of its own. ``merged``: several, judged in step. ``log``: the repartition
 topic, with its feeds. ``event_time``: rows without coordinates."""
 
-SCREENED: Final = (
-    StructField("dedup_id", BinaryType()),
-    StructField("dedup_time_ms", LongType()),
-    StructField("dedup_fingerprint", BinaryType()),
-    StructField("verdict", StringType()),
-    StructField("reason", StringType()),
-    StructField("detail", StringType()),
-    StructField("dedup_partition", IntegerType()),
-    StructField("dedup_offset", LongType()),
-    StructField("stream_time_ms", LongType()),
-)
-STRETCH: Final = StructField("_stretch", LongType())
-TARGET: Final = StructField("_target", IntegerType())
+ID: Final = StructField("dedup_id", BinaryType())
+TIME: Final = StructField("dedup_time_ms", LongType())
+FINGERPRINT: Final = StructField("dedup_fingerprint", BinaryType())
+STREAM: Final = StructField("_dedup_stream_ms", LongType())
+"""Stream time, or within a stretch the running maximum."""
+LETTER: Final = StructField("_dedup_letter", StringType())
+"""Verdict, reason and detail of a row that is not to be judged, apart by line feeds; null for nearly all."""
+TASK: Final = StructField("_dedup_task", IntegerType())
+PLACE: Final = StructField("_dedup_place", LongType())
+"""Partition and offset in the repartition topic, where that is read."""
+STRETCH: Final = StructField("_dedup_stretch", LongType())
+TARGET: Final = StructField("_dedup_target", IntegerType())
 """Not null in rows that are no records: stretches, for the reader whose place in the shuffle this is."""
 
 Batches = Iterator[pa.RecordBatch]
+
+
+LETTER_PARTS: Final = "\n"
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +62,16 @@ class Screening:
     """A value of `TARGET` for every reader of the shuffle that follows."""
     feeds: tuple[Feed, ...] = ()
     """Behind a repartition topic: every source partition there is."""
+
+
+def screened_fields(plan: Screening) -> list[StructField]:
+    """Return the columns that the first half adds; as few as the mode needs, since each costs time in every row."""
+    fields = [ID, TIME, *([FINGERPRINT] if plan.topology.fingerprints_wanted else []), STREAM, LETTER, TARGET]
+    if plan.mode == "log":
+        fields += [TASK, PLACE]
+    if plan.mode in {"direct", "merged"}:
+        fields.append(STRETCH)
+    return fields
 
 
 def screening(plan: Screening) -> Callable[[Iterable[pa.RecordBatch]], Batches]:
@@ -85,6 +97,7 @@ def _notice(schema: pa.Schema, stretches: Sequence[Stretch], targets: tuple[int,
         "value": pa.array([text] * len(targets), pa.binary()),
         TARGET.name: pa.array(targets, pa.int32()),
     }
+    columns["headers"] = pa.array([[]] * len(targets), schema.field("headers").type)
     arrays = [columns.get(field.name, pa.nulls(len(targets), field.type)) for field in schema]
     return pa.RecordBatch.from_arrays(arrays, schema=schema)
 
@@ -111,7 +124,7 @@ class _Screener:
         self._stream_time = StreamTime.before(plan.feeds)
 
     def screened(self, batch: pa.RecordBatch) -> pa.RecordBatch:
-        """Return the records with `SCREENED`, `STRETCH` and `TARGET` after them."""
+        """Return the records with `screened_fields` after them."""
         plan = self._plan
         partitions, offsets = _integers(batch, "partition"), _integers(batch, "offset")
         idle: frozenset[int] = frozenset()
@@ -134,14 +147,22 @@ class _Screener:
                 stream_ms = self._along_log(partitions, rows, moving, skipped)
             case "direct" | "merged":
                 stretch, stream_ms = self.stretches.take(topics, partitions, offsets, moving)
-        task = (partitions, offsets) if plan.mode in {"direct", "log"} else None
-        added = _added(rows, outcome, times_ms, stream_ms, task)
-        added += [
-            pa.nulls(batch.num_rows, pa.int64()) if stretch is None else pa.array(stretch),
-            pa.nulls(batch.num_rows, pa.int32()),
-        ]
-        names = [*batch.schema.names, *(field.name for field in (*SCREENED, STRETCH, TARGET))]
-        result = pa.RecordBatch.from_arrays([*batch.columns, *added], names)
+        known = stream_ms > BEFORE_ALL_TIME
+        fingerprints = rows.extracted.fingerprints
+        added = {
+            ID.name: pa.array(rows.extracted.ids, pa.binary()),
+            TIME.name: pa.array(times_ms),
+            FINGERPRINT.name: None if fingerprints is None else pa.array(fingerprints, pa.binary()),
+            STREAM.name: pa.array(stream_ms, mask=None if known.all() else ~known),
+            LETTER.name: _letters(outcome, batch.num_rows),
+            TASK.name: pa.array(partitions.astype(np.int32)),
+            PLACE.name: pa.array(offsets),
+            STRETCH.name: None if stretch is None else pa.array(stretch),
+            TARGET.name: pa.nulls(batch.num_rows, pa.int32()),
+        }
+        names = [field.name for field in screened_fields(plan)]
+        columns = [*batch.columns, *(added[name] for name in names)]
+        result = pa.RecordBatch.from_arrays(columns, [*batch.schema.names, *names])
         return result.filter(_without(idle, batch.num_rows)) if idle else result
 
     def _along_log(self, partitions: Integers, rows: Rows, times_ms: Integers, skipped: set[int]) -> Integers:
@@ -166,31 +187,15 @@ class _Screener:
         return result
 
 
-def _added(
-    rows: Rows, outcome: Outcome, times_ms: Integers, stream_ms: Integers, task: tuple[Integers, Integers] | None
-) -> list[pa.Array]:
-    """Return the columns `SCREENED`."""
-    count = len(times_ms)
-    verdicts: list[str | None] = [None] * count
-    reasons: list[str | None] = [None] * count
-    details: list[str | None] = [None] * count
+def _letters(outcome: Outcome, count: int) -> pa.Array:
+    if not (outcome.exempt or outcome.dead):
+        return pa.nulls(count, pa.string())
+    letters: list[str | None] = [None] * count
     for row, exempt in outcome.exempt.items():
-        verdicts[row], reasons[row] = "exempt", exempt.why
+        letters[row] = LETTER_PARTS.join(("exempt", exempt.why, ""))
     for row, dead in outcome.dead:
-        verdicts[row], reasons[row], details[row] = "dead_letter", dead.code, dead.detail
-    fingerprints = rows.extracted.fingerprints
-    known = stream_ms > BEFORE_ALL_TIME
-    return [
-        pa.array(rows.extracted.ids, pa.binary()),
-        pa.array(times_ms),
-        pa.nulls(count, pa.binary()) if fingerprints is None else pa.array(fingerprints, pa.binary()),
-        pa.array(verdicts, pa.string()),
-        pa.array(reasons, pa.string()),
-        pa.array(details, pa.string()),
-        pa.nulls(count, pa.int32()) if task is None else pa.array(task[0].astype(np.int32)),
-        pa.nulls(count, pa.int64()) if task is None else pa.array(task[1]),
-        pa.array(stream_ms, mask=None if known.all() else ~known),
-    ]
+        letters[row] = LETTER_PARTS.join(("dead_letter", dead.code, dead.detail))
+    return pa.array(letters, pa.string())
 
 
 def _integers(batch: pa.RecordBatch, name: str) -> Integers:

@@ -57,17 +57,21 @@ def by_halves(table: pa.Table, topology: Topology, cuts: list[int], *, rows: int
         mine = [
             line
             for line in lines
-            if (line["_target"] == target if line["_target"] is not None else hash(line["dedup_id"]) % 2 == reader)
+            if (
+                line["_dedup_target"] == target
+                if line["_dedup_target"] is not None
+                else hash(line["dedup_id"]) % 2 == reader
+            )
         ]
         mine.sort(key=judging_order)
         sent = pa.Table.from_pylist(mine, schema=whole.schema).to_batches(max_chunksize=rows)
-        found += list(folding(Folding(topology, "direct"))(iter(sent)))
+        found += list(folding(Folding(topology, "direct", RECORDS.names))(iter(sent)))
     return pa.Table.from_batches(found)
 
 
 def judging_order(line) -> tuple[bool, bool, bytes, int, int]:
-    task = line["dedup_partition"] or 0, line["dedup_offset"] or 0
-    return line["_target"] is None, line["dedup_id"] is not None, line["dedup_id"] or b"", *task
+    task = line["partition"] or 0, line["offset"] or 0
+    return line["_dedup_target"] is None, line["dedup_id"] is not None, line["dedup_id"] or b"", *task
 
 
 def rows_of(table: pa.Table) -> dict[tuple[int, int], Row]:
