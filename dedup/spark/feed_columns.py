@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Final
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from dedup.errors import InvariantBroken
 from dedup.session.wire import Header, TopicPartition
@@ -14,6 +15,7 @@ from dedup.worker.batch import FeedBatch
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
 
+_UNREAD: Final = "\ufffd"
 _US_PER_MS: Final = 1_000
 _BATCH_ROWS: Final = 4_000
 """As many as one fetch of a worker returns: what is judged at once stays in the processor's caches."""
@@ -50,15 +52,32 @@ def _feed_batch(batch: pa.RecordBatch) -> FeedBatch:
     if len(topics.unique()) != 1 or len(partitions.unique()) != 1:
         raise InvariantBroken(f"a Spark partition that begins with {first} holds another Kafka partition, too.")
     times_us = batch.column("timestamp").cast(pa.int64()).to_numpy(zero_copy_only=False)
+    offsets = batch.column("offset").to_numpy(zero_copy_only=False).tolist()
+    headers = headers_column(batch.column("headers"))
     return FeedBatch(
         first,
-        batch.column("offset").to_numpy(zero_copy_only=False).tolist(),
+        offsets,
         (times_us // _US_PER_MS).tolist(),
         binary_column(batch.column("key")),
         binary_column(batch.column("value")),
-        headers_column(batch.column("headers")),
+        headers,
         -1,
+        _odd_names(batch.column("headers"), offsets, headers),
     )
+
+
+def _odd_names(column: Any, offsets: list[int], headers: list[list[Header]]) -> frozenset[int]:  # noqa: ANN401  # as above
+    """Return the offsets of records with a header name that is not UTF-8: Java has put U+FFFD for what it can not read.
+
+    They are dead letters, as a worker makes them: sent on, they would have other names than they came with.
+    """
+    if (
+        column.null_count == len(column)
+        or not pc.any(pc.match_substring(column.flatten().field("key"), _UNREAD)).as_py()
+    ):
+        return frozenset()
+    rows = zip(offsets, headers, strict=True)
+    return frozenset(offset for offset, own in rows if any(_UNREAD in name for name, _ in own))
 
 
 def binary_column(column: pa.Array) -> list[bytes | None]:

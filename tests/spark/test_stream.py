@@ -225,6 +225,17 @@ def test_an_input_that_ends_too_soon_is_a_prefix(make_job, plan_of):
     job.judge()
 
 
+def test_a_header_name_that_is_not_utf8_is_a_dead_letter(make_job, plan_of):
+    job = make_job(partitions=1)
+    events = [Event(0, b'{"id":"%d"}' % n, BASE_MS, headers=(("h", b"1"),)) for n in range(3)]
+    events[1] = dataclasses.replace(events[1], headers=(("h", b"1"), ("\ufffdx", b"2")))
+    job.send(events)
+    (report,) = next(judge_partition(plan_of(job), arrow_of(job, 100))).to_pylist()
+    assert (report["unique"], report["dead_letter"]) == (2, 1)
+    (dead,) = job.read(job.topology.dead_letter)
+    assert dict(dead.headers())["dedup-reason"] == b"header_not_utf8"
+
+
 def test_rows_that_begin_behind_the_state_are_refused(make_job, plan_of):
     job = make_job(partitions=1)
     job.send(one_partition(workload(11, 1_000)))
