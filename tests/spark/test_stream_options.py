@@ -1,0 +1,61 @@
+"""What a stream tells Spark's Kafka source, and how settings travel to executors."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+
+from dedup.errors import SettingsError
+from dedup.settings import Secret, Security, Settings
+from dedup.spark.kafka_options import kafka_options
+from dedup.spark.shipped import ShippedSettings
+
+
+def settings(**security):
+    return Settings(brokers=("a:1", "b:2"), security=Security(**security))
+
+
+def test_committed_records_only_and_no_silent_loss():
+    options = kafka_options(settings())
+    assert options["kafka.bootstrap.servers"] == "a:1,b:2"
+    assert options["kafka.isolation.level"] == "read_committed"
+    assert (options["failOnDataLoss"], options["includeHeaders"]) == ("true", "true")
+
+
+def test_a_password_with_quotes_stays_one_password():
+    options = kafka_options(
+        settings(protocol="SASL_SSL", mechanism="SCRAM-SHA-256", username="u", password=Secret('p"; x\\'))
+    )
+    assert options["kafka.sasl.jaas.config"] == (
+        'org.apache.kafka.common.security.scram.ScramLoginModule required username="u" password="p\\"; x\\\\";'
+    )
+
+
+def test_certificates_travel_as_text(tmp_path):
+    for name in ("ca", "cert", "key"):
+        (tmp_path / name).write_text(f"PEM of {name}")
+    files = {f"{name}_file": str(tmp_path / name) for name in ("ca", "cert", "key")}
+    options = kafka_options(settings(protocol="SSL", **files, key_password=Secret("k")))
+    assert options["kafka.ssl.truststore.certificates"] == "PEM of ca"
+    assert options["kafka.ssl.keystore.certificate.chain"] == "PEM of cert"
+    assert (options["kafka.ssl.keystore.key"], options["kafka.ssl.key.password"]) == ("PEM of key", "k")
+
+
+@pytest.mark.parametrize(
+    ("security", "says"),
+    [
+        ({"protocol": "SASL_SSL", "mechanism": "OAUTHBEARER", "password": Secret("t")}, "OAUTHBEARER can not be used"),
+        ({"protocol": "SSL", "ca_file": "/nowhere/ca.pem"}, "can not be read as PEM text"),
+    ],
+)
+def test_what_the_connector_can_not_be_told_is_refused(security, says):
+    with pytest.raises(SettingsError, match=says):
+        kafka_options(settings(**security))
+
+
+def test_secrets_reach_the_executors_and_no_log():
+    given = settings(protocol="SASL_SSL", mechanism="PLAIN", username="u", password=Secret("hush"))
+    shipped = pickle.loads(pickle.dumps(ShippedSettings.of(given)))
+    assert shipped.reveal().security == given.security
+    assert "hush" not in repr(shipped)
