@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 from py4j.protocol import Py4JJavaError
 from pyspark import TaskContext
 from pyspark.errors import AnalysisException
@@ -20,7 +21,7 @@ from dedup.core.stream_time import Feed
 from dedup.errors import Problem, SettingsError, StateIncompatible
 from dedup.spark.rows import COORDINATES, records_of_files
 from dedup.spark.screened import read_notice, write_notice
-from dedup.spark.stretches import Stretches, overlap
+from dedup.spark.stretches import Stretch, Stretches, overlap
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -64,9 +65,8 @@ def read_files(spark: SparkSession, paths: Sequence[str], fmt: FileFormat, *, ro
     if rows_are_events:
         table = table.select(F.to_json(F.struct("*")).cast(BinaryType()).alias("value"))
     records = records_of_files(table, place=place)
-    placed = _placed(table, records, place)
+    placed, contiguous = in_log_order(records, place) if "offset" in table.columns else (False, False)
     identity = _delta_version(spark, paths) if fmt == "delta" else _files_identity(spark, table)
-    contiguous = placed and in_log_order(records)
     named = f"{fmt} {identity} rows_are_events={rows_are_events}"
     return History(records, placed, contiguous, named, place, countable=fmt in {"parquet", "delta"})
 
@@ -138,22 +138,6 @@ def _footer(spark: SparkSession, file: str) -> tuple[dict[str, str], str]:
             reader.close()
 
 
-def _placed(table: DataFrame, records: DataFrame, place: str) -> bool:
-    """Tell whether rows have coordinates. Raises SettingsError where only some have."""
-    if "offset" not in table.columns:
-        return False
-    has = [F.count(name).alias(name) for name in COORDINATES]
-    row = records.agg(*has, F.count(F.lit(1)).alias("rows")).first()
-    counts = {row[name] for name in COORDINATES} if row is not None else {0}
-    rows = row["rows"] if row is not None else 0
-    if counts == {0}:
-        return False
-    if counts != {rows}:
-        text = f"only {min(counts):,} of {rows:,} rows have topic, partition and offset; judge the others by themselves"
-        raise SettingsError([Problem(place, text)])
-    return True
-
-
 def _files_identity(spark: SparkSession, table: DataFrame) -> str:
     """Return a digest of the files' names and sizes."""
     jvm: Any = spark._jvm  # noqa: SLF001
@@ -170,50 +154,66 @@ def _delta_version(spark: SparkSession, paths: Sequence[str]) -> str:
     return " ".join(f"{path}@{'?' if row is None else row['version']}" for path, row in zip(paths, rows, strict=True))
 
 
-def in_log_order(records: DataFrame) -> bool:
-    """Tell whether each Spark partition has ascending offsets, and no two overlap: then nothing need be sorted.
+def in_log_order(records: DataFrame, place: str) -> tuple[bool, bool]:
+    """Return whether rows have coordinates, and whether Spark reads them in the log's order as they are.
 
-    Reads three columns of the input. A wrong answer would be noticed: the job checks it while it runs.
+    In that order each Spark partition has ascending offsets, and no two overlap: then nothing need be sorted. A wrong
+    answer would be noticed: the job checks it while it runs. Reads three columns of the input. Raises SettingsError
+    where only some rows have coordinates.
     """
-    notices = records.select(*COORDINATES).mapInArrow(_stretches, "notice binary, topics binary").collect()
-    if any(row["notice"] is None for row in notices):
-        return False
-    # Positions of topics are each task's own.
-    found = []
+    pieces = records.select(*COORDINATES).mapInArrow(_surveyed, "counts array<bigint>, notice binary, topics binary")
+    found = pieces.collect()
+    rows, placed, anywhere = (sum(counts) for counts in zip(*(row["counts"] for row in found), strict=True))
+    if anywhere and placed < rows:
+        text = f"only {placed:,} of {rows:,} rows have topic, partition and offset; judge the others by themselves"
+        raise SettingsError([Problem(place, text)])
+    if not placed or any(row["notice"] is None for row in found):
+        return placed > 0, False
+    stretches: list[Stretch] = []
     names: list[str] = []
-    for row in notices:
+    for row in found:
+        # Positions of topics are each task's own.
         own = bytes(row["topics"]).decode().split("\n")
         for stretch in read_notice([bytes(row["notice"])]):
             topic = own[stretch.topic]
             if topic not in names:
                 names.append(topic)
             stretch.topic = names.index(topic)
-            found.append(stretch)
-    return overlap(found) is None
+            stretches.append(stretch)
+    return True, overlap(stretches) is None
 
 
-def _stretches(batches: Iterable[pa.RecordBatch]) -> Iterable[pa.RecordBatch]:
+def _surveyed(batches: Iterable[pa.RecordBatch]) -> Iterable[pa.RecordBatch]:
+    """Yield one row: [rows, those with all coordinates, those with any], the stretches or null, and their topics."""
     context = TaskContext.get()
     stretches = Stretches(0 if context is None else context.partitionId())
     topics: list[str] = []
-    notice: bytes | None = None
-    try:
-        for batch in batches:
-            if batch.num_rows:
+    counts = [0, 0, 0]
+    ordered = True
+    for batch in batches:
+        valid = [batch.column(name).is_valid() for name in COORDINATES]
+        everywhere = pc.and_(pc.and_(*valid[:2]), valid[2])
+        anywhere = pc.or_(pc.or_(*valid[:2]), valid[2])
+        found = (batch.num_rows, everywhere.true_count, anywhere.true_count)
+        counts = [before + more for before, more in zip(counts, found, strict=True)]
+        ordered = ordered and everywhere.true_count == batch.num_rows
+        if ordered and batch.num_rows:
+            try:
                 _take(stretches, batch, topics)
-        notice = write_notice(stretches.all)
-    except StateIncompatible:
-        for _ in batches:  # Spark wants its input read
-            pass
-    yield pa.RecordBatch.from_pydict(
-        {"notice": pa.array([notice], pa.binary()), "topics": pa.array(["\n".join(topics).encode()], pa.binary())}
-    )
+            except StateIncompatible:
+                ordered = False
+    columns = {
+        "counts": pa.array([counts], pa.list_(pa.int64())),
+        "notice": pa.array([write_notice(stretches.all) if ordered else None], pa.binary()),
+        "topics": pa.array(["\n".join(topics).encode()], pa.binary()),
+    }
+    yield pa.RecordBatch.from_pydict(columns)
 
 
 def _take(stretches: Stretches, batch: pa.RecordBatch, topics: list[str]) -> None:
-    column = batch.column("topic")
-    topics += [name for name in column.unique().to_pylist() if name not in topics]
-    positions = {name: position for position, name in enumerate(topics)}
-    where = np.array([positions[name] for name in column.to_pylist()], np.int64)
+    column = batch.column("topic").dictionary_encode()
+    topics += [name for name in column.dictionary.to_pylist() if name not in topics]
+    positions = np.array([topics.index(name) for name in column.dictionary.to_pylist()], np.int64)
+    where = positions[column.indices.to_numpy(zero_copy_only=False)]
     partitions, offsets = (batch.column(name).to_numpy().astype(np.int64) for name in ("partition", "offset"))
     stretches.take(where, partitions, offsets, np.zeros(batch.num_rows, np.int64))

@@ -1,0 +1,182 @@
+"""Spark batch: rows judged a second, beside Spark's own `dropDuplicates` on the same rows in the same session.
+
+    python -m bench.spark_batch                        5,000,000 rows on 2 cores
+    python -m bench.spark_batch --rows 1000000 --cores 1
+
+Rows are Kafka records in Parquet with their coordinates, written in the log's order: JSON of about 160 bytes with a
+UUID, of which `--repeats` per cent repeat an ID of the last minutes. `dropDuplicates` reads the ID by
+`get_json_object`; it keeps any one record of an ID for all time, knows no guard period, no late record and no dead
+letter, and does not say which rows it left out. Every verdict is counted against what the generator knows.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Final
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import typer
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import functions as F  # noqa: N812 - the name every Spark page uses
+
+from dedup.spark.backfill import backfill
+from dedup.spark.batch import judged
+from dedup.spark.files import read_files
+from dedup.spark.session import session_for
+from dedup.topology.model import Topology
+from dedup.topology.parse import parse
+
+BASE_MS: Final = 1_700_000_000_000
+PARTITIONS: Final = 4
+FILE_ROWS: Final = 250_000
+TOPOLOGY: Final = """
+dedup: 1
+name: bench
+source: {topics: [events], partitioned_by: tracking_id}
+tracking_id: {field: event_id}
+guard_period: 1d
+output: {topic: events.unique}
+"""
+SCHEMA: Final = pa.schema(
+    [
+        ("key", pa.binary()),
+        ("value", pa.binary()),
+        ("timestamp_ms", pa.int64()),
+        ("topic", pa.string()),
+        ("partition", pa.int32()),
+        ("offset", pa.int64()),
+    ]
+)
+
+
+def write_rows(directory: Path, rows: int, repeats: float) -> int:
+    """Write the records of each partition to files of its own; return how many IDs there are."""
+    dice = np.random.default_rng(7)
+    fresh = 0
+    for partition in range(PARTITIONS):
+        for first in range(0, rows // PARTITIONS, FILE_ROWS):
+            count = min(FILE_ROWS, rows // PARTITIONS - first)
+            again = dice.random(count) < repeats
+            again[0] = False
+            number = fresh + np.cumsum(~again) - 1
+            back = dice.integers(0, 1_000, count)
+            number = np.where(again, np.maximum(fresh, number - back), number)
+            fresh += int((~again).sum())
+            _write_file(directory / f"{partition}-{first:010}.parquet", partition, first, number)
+    return fresh
+
+
+def _write_file(path: Path, partition: int, first: int, numbers: np.ndarray) -> None:
+    offsets = np.arange(first, first + len(numbers))
+    ids = [_uuid(number) for number in numbers.tolist()]
+    pad = "x" * 60
+    values = [
+        f'{{"event_id":"{name}","amount":{at % 1000},"user":"user-{at % 5000}","pad":"{pad}"}}'.encode()
+        for name, at in zip(ids, offsets.tolist(), strict=True)
+    ]
+    columns = [
+        [name.encode() for name in ids],
+        values,
+        BASE_MS + offsets,
+        ["events"] * len(ids),
+        np.full(len(ids), partition, np.int32),
+        offsets,
+    ]
+    pq.write_table(pa.table(columns, schema=SCHEMA), path)
+
+
+def _uuid(number: int) -> str:
+    # Multiplied by an odd number, so that neighbours are not neighbours in the sort.
+    text = f"{number * 0x9E3779B97F4A7C15F39CC0605CEDC835 % (1 << 128):032x}"
+    return f"{text[:8]}-{text[8:12]}-{text[12:16]}-{text[16:20]}-{text[20:]}"
+
+
+def _timed(what: Callable[[], None]) -> float:
+    began = time.monotonic()
+    what()
+    return time.monotonic() - began
+
+
+def _builtin(spark: SparkSession, rows: Path) -> DataFrame:
+    found = spark.read.parquet(str(rows))
+    return found.withColumn("id", F.get_json_object(F.col("value").cast("string"), "$.event_id")).dropDuplicates(["id"])
+
+
+def main(
+    rows: Annotated[int, typer.Option(help="Rows, over all partitions.")] = 5_000_000,
+    cores: Annotated[int, typer.Option(help="Threads of the local session.")] = 2,
+    rounds: Annotated[int, typer.Option(help="Each measured so often, in turn; the first round is left out.")] = 2,
+    repeats: Annotated[float, typer.Option(help="Share of records that repeat an ID.")] = 0.3,
+    shuffle: Annotated[int, typer.Option(help="Shuffle partitions.")] = 8,
+    memory: Annotated[str, typer.Option(help="Heap of the driver, which is the executor.")] = "4g",
+    directory: Annotated[str, typer.Option(help="Keeps the rows for the next run.")] = "",
+) -> None:
+    """Print rows/s of each candidate and round."""
+    work = Path(tempfile.mkdtemp(prefix="dedup-spark-bench-"))
+    kept = Path(directory) if directory else work
+    source = kept / f"rows-{rows}-{repeats}"
+    if not (source / "_ids").exists():
+        source.mkdir(parents=True, exist_ok=True)
+        (source / "_ids").write_text(str(write_rows(source, rows, repeats)))
+    ids = int((source / "_ids").read_text())
+    conf = {
+        "spark.ui.enabled": "false",
+        "spark.ui.showConsoleProgress": "false",
+        "spark.sql.shuffle.partitions": str(shuffle),
+        "spark.driver.memory": memory,
+        "spark.local.dir": str(work),
+    }
+    topology = parse(TOPOLOGY, name="bench")
+    spark = session_for(topology, master=f"local[{cores}]", conf=conf)
+    spark.sparkContext.setLogLevel("ERROR")
+    try:
+        for number in range(rounds + 1):
+            _round(spark, topology, source, work / str(number), (rows, ids, number, cores))
+    finally:
+        spark.stop()
+        shutil.rmtree(work)
+
+
+def _round(
+    spark: SparkSession, topology: Topology, source: Path, out: Path, numbers: tuple[int, int, int, int]
+) -> None:
+    rows, ids, number, cores = numbers
+    files = str(source / "*.parquet")
+    candidates: dict[str, Callable[[], None]] = {
+        "dropDuplicates, nowhere": lambda: _nowhere(_builtin(spark, source)),
+        "dedup, nowhere": lambda: _nowhere(_judged(spark, topology, files)),
+        "dropDuplicates, Parquet": lambda: _builtin(spark, source).write.parquet(str(out / "builtin")),
+        "dedup backfill, Parquet": lambda: _backfill(spark, topology, files, out, (rows, ids)),
+    }
+    for name, what in candidates.items():
+        seconds = _timed(what)
+        kind = "warm-up" if number == 0 else f"round {number}"
+        shown = {"what": name, "round": kind, "rows": rows, "cores": cores, "seconds": round(seconds, 2)}
+        print(json.dumps({**shown, "rows_per_s": round(rows / seconds)}), flush=True)
+
+
+def _judged(spark: SparkSession, topology: Topology, files: str) -> DataFrame:
+    history = read_files(spark, [files], "parquet")
+    now_ms = int(time.time() * 1000)
+    return judged(history.records, topology, now_ms=now_ms, order="offsets", contiguous=history.contiguous)
+
+
+def _backfill(spark: SparkSession, topology: Topology, files: str, out: Path, numbers: tuple[int, int]) -> None:
+    rows, ids = numbers
+    report = backfill(read_files(spark, [files], "parquet"), topology, str(out / "dedup"), say=lambda _: None)
+    assert report.verdicts == {"duplicate": rows - ids, "unique": ids}, report.verdicts
+
+
+def _nowhere(df: DataFrame) -> None:
+    df.write.format("noop").mode("overwrite").save()
+
+
+if __name__ == "__main__":
+    typer.run(main)
