@@ -132,7 +132,8 @@ def fold_of(topology: Topology) -> Callable[[object, Iterator[pd.DataFrame], Gro
             times_ms = (rows_of["timestamp"].astype("int64") // 1_000_000).tolist()
             values = rows_of["value"].tolist()
             extracted = extractor(rows_of["key"].tolist(), values, [[]] * len(values), times_ms)
-            rows = Rows(extracted, rows_of["offset"].tolist(), (Feed(0, 0),))
+            # Spark pads the columns of several groups to one length, which makes floats of them.
+            rows = Rows(extracted, rows_of["offset"].astype("int64").tolist(), (Feed(0, 0),))
             look_up = lambda ids, _least, _most: {key: known[key] for key in ids if key in known}  # noqa: E731
             outcome = fold(rows, rules, stream_time, look_up, ceiling_ms=1 << 60)
             stream_time = outcome.stream_time
