@@ -21,6 +21,8 @@ from dedup.spark.kafka_sink import EpochReport, KafkaSink
 from dedup.spark.marker import read_markers
 from tests.brokers import read_all
 
+pytestmark = pytest.mark.timeout(600)
+
 # Executors can not import a test.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 

@@ -18,6 +18,8 @@ from tests.integration.fleet import Job, until
 from tests.integration.workload import BASE_MS, Event, workload
 from tests.spark.streaming import arrow_of
 
+pytestmark = pytest.mark.timeout(600)
+
 
 @pytest.fixture
 def make_job(kafka, admin, tmp_path, topic_names):

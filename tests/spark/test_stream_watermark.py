@@ -14,6 +14,8 @@ from dedup.spark.watermark import differences, start_watermark
 from tests.integration.fleet import Job
 from tests.integration.workload import BASE_MS, Event
 
+pytestmark = pytest.mark.timeout(600)
+
 ANY_TIME = {"message.timestamp.after.max.ms": str(2**63 - 1)}
 
 
