@@ -28,7 +28,7 @@ from dedup.spark.running import Running
 from dedup.spark.stream import StreamOptions, triggered
 from dedup.topology.model import LateTo
 from dedup.worker.plan import missing_topics
-from dedup.worker.publish import DETAIL, REASON, SOURCE, TIMESTAMP, VERDICT
+from dedup.worker.publish import DETAIL, EVENT_TIME, REASON, SOURCE, TIMESTAMP, VERDICT
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -36,9 +36,6 @@ if TYPE_CHECKING:
 
     from dedup.settings import Settings
     from dedup.topology.model import Topology
-
-EVENT_TIME: Final = "dedup-event-time"
-"""Header of every forwarded record: event time in ms, which later jobs need not take out of the value again."""
 
 DIFFERENCES: Final = """--semantics watermark: Spark's dropDuplicatesWithinWatermark decides, not the fleet's rule.
   * A record later than the watermark is dropped silently: it is in no topic. Spark counts it in its progress

@@ -26,6 +26,8 @@ IDLE: Final = "dedup-idle"
 DIGEST: Final = "dedup-digest"
 REPLAYED: Final = "dedup-replayed"
 """On what `dedup replay` sent: where the record stood in the source when it was first judged."""
+EVENT_TIME: Final = "dedup-event-time"
+"""On what `dedup spark run --semantics watermark` forwards: event time in ms."""
 SLACK_BYTES: Final = 65_536
 """A late or dead-letter topic takes records this much larger than the source's: room for our headers."""
 
