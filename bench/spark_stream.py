@@ -8,7 +8,6 @@ Workload W1 (bench/workload.py) on the embedded broker, which shares the cores. 
 * `dedup`: the exact stream, exactly-once (dedup/spark/attempt.py).
 * `operator, exactly-once`: `dropDuplicatesWithinWatermark` with our transactional writer (`--semantics watermark`).
 * `operator, stock sink`: the same operator, its ID by `get_json_object`, with Spark's at-least-once Kafka sink.
-* `bucketed state`: verdicts by the same fold, each partition's sightings as one value of `applyInPandasWithState`.
 * `stock sink alone`: rows copied by Spark's own source and sink, the ceiling of any stream here.
 
 Each has a checkpoint, topics and micro-batches of its own; a first round warms up JVM and Python and is left out.
@@ -17,28 +16,22 @@ Each has a checkpoint, topics and micro-batches of its own; a first round warms 
 from __future__ import annotations
 
 import json
-import pickle
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-import pandas as pd
 import typer
 from confluent_kafka import Consumer, TopicPartition
 from confluent_kafka.admin import AdminClient
 from confluent_kafka.cimpl import NewTopic
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812 - the name every Spark page uses
-from pyspark.sql.streaming.state import GroupState
 
 from bench.workload import Workload, load
-from dedup.core.extract import compile_extractor
-from dedup.core.fold import Rows, fold, sighting_of
-from dedup.core.stream_time import Feed, StreamTime
 from dedup.local.kafka import EmbeddedKafka
 from dedup.settings import Settings
 from dedup.spark.session import session_for
@@ -110,48 +103,10 @@ def copied(bench: Bench, name: str) -> None:
     bench.write_stock(bench.rows().select("key", "value"), name)
 
 
-def bucketed(bench: Bench, name: str) -> None:
-    topology = bench.topology(name)
-    found = bench.rows().select("partition", "offset", "timestamp", "key", "value").groupBy("partition")
-    judged = found.applyInPandasWithState(
-        fold_of(topology), "key binary, value binary", "kept binary", "append", "NoTimeout"
-    )
-    bench.write_stock(judged, name)
-
-
-def fold_of(topology: Topology) -> Callable[[object, Iterator[pd.DataFrame], GroupState], Iterator[pd.DataFrame]]:
-    """Return a fold whose state is one value a partition: what a state call costs is paid once for all its rows."""
-
-    rules = topology.rules
-
-    def run(_key: object, frames: Iterator[pd.DataFrame], state: GroupState) -> Iterator[pd.DataFrame]:
-        known, stream_time = pickle.loads(state.get[0]) if state.exists else ({}, StreamTime.before((Feed(0, 0),)))
-        extractor = compile_extractor(topology.tracking_id, topology.event_time, fmt="json", fingerprint=False)
-        for frame in frames:
-            rows_of = frame.sort_values("offset")
-            times_ms = (rows_of["timestamp"].astype("int64") // 1_000_000).tolist()
-            values = rows_of["value"].tolist()
-            extracted = extractor(rows_of["key"].tolist(), values, [[]] * len(values), times_ms)
-            # Spark pads the columns of several groups to one length, which makes floats of them.
-            rows = Rows(extracted, rows_of["offset"].astype("int64").tolist(), (Feed(0, 0),))
-            look_up = lambda ids, _least, _most: {key: known[key] for key in ids if key in known}  # noqa: E731
-            outcome = fold(rows, rules, stream_time, look_up, ceiling_ms=1 << 60)
-            stream_time = outcome.stream_time
-            for row in outcome.singles:
-                known[extracted.ids[row]] = (sighting_of(rows, outcome.judged_times_ms, row),)
-            for (_, key), sightings in outcome.rewritten.items():
-                known[key] = sightings
-            yield rows_of.iloc[outcome.unique][["key", "value"]]
-        state.update((pickle.dumps((known, stream_time)),))
-
-    return run
-
-
 CANDIDATES: dict[str, Callable[[Bench, str], None]] = {
     "dedup": exact,
     "operator, exactly-once": operator_once,
     "operator, stock sink": operator_stock,
-    "bucketed state": bucketed,
     "stock sink alone": copied,
 }
 
