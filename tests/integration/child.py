@@ -229,7 +229,7 @@ def membership_dies(number: int) -> None:
 def no_group_coordinator(_number: int) -> None:
     """No coordinator of the group answers."""
 
-    async def silent(self: KafkaWire, group: str, source: Any) -> Any:
+    async def silent(self: KafkaWire, group: str, source: Any, *, stable: bool) -> Any:
         raise NoAnswer("no coordinator")
 
     KafkaWire.committed_offset = silent  # type: ignore[method-assign]
