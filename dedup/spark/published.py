@@ -90,7 +90,7 @@ class RunDirectory:
         attempt = self._at(f"_attempt-{self._run}-{uuid4().hex[:8]}")
         verdicts.write.partitionBy("verdict").parquet(str(attempt))
         made = report(_counts(self._spark.read.parquet(str(attempt))))
-        self._write(self._child(attempt, _REPORT), json.dumps(asdict(made)))
+        self._write_report(self._child(attempt, _REPORT), made)
         if not self._files.rename(attempt, self._at(f"run={self._run}")):
             raise StateIncompatible(
                 f"{self.path} appeared while this run was under way: another job has published the same run. Its files "
@@ -106,7 +106,7 @@ class RunDirectory:
         table = self._spark.read.format("delta").load(self.path)
         made = report(_counts(table.where(F.col("run") == self._run)))
         self._files.mkdirs(self._at("_runs"))
-        self._write(self._at(f"_runs/{self._run}.json"), json.dumps(asdict(made)))
+        self._write_report(self._at(f"_runs/{self._run}.json"), made)
         return made
 
     def _published(self) -> RunReport | None:
@@ -127,6 +127,9 @@ class RunDirectory:
 
     def _child(self, parent: Any, name: str) -> Any:  # noqa: ANN401
         return self._jvm.org.apache.hadoop.fs.Path(parent, name)
+
+    def _write_report(self, path: Any, report: RunReport) -> None:  # noqa: ANN401
+        self._write(path, json.dumps(asdict(report)))
 
     def _write(self, path: Any, text: str) -> None:  # noqa: ANN401
         # Under another name first: half a mark would be worse than none.

@@ -55,3 +55,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if HERE in item.path.parents:
             item.add_marker(pytest.mark.filterwarnings("ignore::ResourceWarning"))
             item.add_marker(pytest.mark.filterwarnings("ignore:::pyspark"))
+            if item.get_closest_marker("timeout") is None:
+                # Whichever test comes first starts the session: on a busy machine that alone took two minutes.
+                item.add_marker(pytest.mark.timeout(600))

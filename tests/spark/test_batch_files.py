@@ -1,0 +1,328 @@
+"""Backfill over files: what comes out, that it comes once, and which input is refused with its name."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from pyspark.sql import functions as F  # noqa: N812 - the name every Spark page uses
+
+from dedup.core.fold import RecordFailed
+from dedup.errors import SettingsError, StateIncompatible, TopologyError
+from dedup.spark.backfill import backfill
+from dedup.spark.batch import judged
+from dedup.spark.files import History, read_files
+from dedup.spark.outputs import outputs
+from dedup.spark.published import RunDirectory
+from dedup.spark.rows import RECORDS
+from dedup.topology.parse import parse
+
+NOW_MS = 1_800_000_000_000
+BASE_MS = 1_700_000_000_000
+BYTES = pa.binary()
+
+
+def topology(**options):
+    made = {
+        "dedup": 1,
+        "name": "shop",
+        "source": {"topics": ["orders"], "partitioned_by": "tracking_id"},
+        "tracking_id": {"field": "id"},
+        "guard_period": "10s",
+        "grace": "5s",
+        "output": {"topic": "orders.unique"},
+        **options,
+    }
+    return parse(json.dumps(made), name="shop.yaml")
+
+
+def write(path: Path, rows, *, placed=True, value=BYTES) -> None:
+    """Write (value, seconds after BASE_MS, partition, offset)."""
+    columns = {
+        "value": pa.array([row[0] for row in rows], value),
+        "timestamp_ms": pa.array([BASE_MS + row[1] * 1000 for row in rows], pa.int64()),
+    }
+    if placed:
+        columns["topic"] = pa.array(["orders"] * len(rows))
+        columns["partition"] = pa.array([row[2] for row in rows], pa.int32())
+        columns["offset"] = pa.array([row[3] for row in rows], pa.int64())
+    path.parent.mkdir(exist_ok=True)
+    pq.write_table(pa.table(columns), path)
+
+
+LOG = [
+    (b'{"id":1}', 0, 0, 0),
+    (b'{"id":1}', 9, 0, 1),
+    (b'{"id":1}', 10, 0, 2),
+    (b"torn", 11, 0, 3),
+    (b'{"id":7}', 30, 0, 4),
+    (b'{"id":8}', 24, 0, 5),
+    (b'{"id":8}', 24, 1, 0),
+]
+VERDICTS = {
+    (0, 0): "unique",
+    (0, 1): "duplicate",
+    (0, 2): "unique",
+    (0, 3): "dead_letter",
+    (0, 4): "unique",
+    (0, 5): "late",
+    (1, 0): "unique",
+}
+
+
+def verdicts_at(spark, path) -> dict[tuple[int, int], str]:
+    rows = spark.read.parquet(path).collect()
+    found = {(row["partition"], row["offset"]): row["verdict"] for row in rows}
+    assert len(found) == len(rows)
+    return found
+
+
+def test_a_backfill_publishes_every_verdict_once_and_only_once(spark, tmp_path):
+    write(tmp_path / "in" / "a.parquet", LOG)
+    history = read_files(spark, [str(tmp_path / "in")], "parquet")
+    assert history.placed
+    assert history.contiguous
+    said = []
+    report = backfill(history, topology(), str(tmp_path / "out"), now_ms=NOW_MS, say=said.append)
+    assert report.verdicts == {"dead_letter": 1, "duplicate": 1, "late": 1, "unique": 4}
+    assert verdicts_at(spark, report.path) == VERDICTS
+    assert "in the order of offsets" in said[0]
+    files = sorted((tmp_path / "out").rglob("*"))
+    again = backfill(history, topology(), str(tmp_path / "out"), say=said.append)
+    assert again == report.__class__(**{**again_fields(report), "fresh": False})
+    assert "nothing was written" in said[-1]
+    assert sorted((tmp_path / "out").rglob("*")) == files
+
+
+def again_fields(report):
+    return {name: getattr(report, name) for name in report.__dataclass_fields__}
+
+
+def test_a_killed_run_is_made_anew_by_the_same_clock(spark, tmp_path, monkeypatch):
+    write(tmp_path / "in" / "a.parquet", [(b'{"id":1}', 0, 0, 0), (b'{"id":2}', 20 * 365 * 86_400, 0, 1)])
+    history = read_files(spark, [str(tmp_path / "in")], "parquet")
+
+    def killed(*_arguments):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RunDirectory, "_write_report", killed)
+        with pytest.raises(KeyboardInterrupt):
+            backfill(history, topology(), str(tmp_path / "out"), now_ms=NOW_MS)
+    assert [path.name for path in (tmp_path / "out").glob("run=*")] == []
+    assert [path.name for path in (tmp_path / "out").glob("_attempt-*")] != []
+    # By another clock the second record would not be from the future.
+    report = backfill(history, topology(), str(tmp_path / "out"), now_ms=NOW_MS * 2)
+    assert report.now_ms == NOW_MS
+    assert report.verdicts == {"dead_letter": 1, "unique": 1}
+    assert len(verdicts_at(spark, report.path)) == 2
+    assert sorted(path.name for path in (tmp_path / "out").glob("*")) == ["run=backfill"]
+
+
+def test_the_same_run_of_another_topology_or_input_is_refused(spark, tmp_path):
+    write(tmp_path / "in" / "a.parquet", LOG)
+    history = read_files(spark, [str(tmp_path / "in")], "parquet")
+    backfill(history, topology(), str(tmp_path / "out"), now_ms=NOW_MS)
+    with pytest.raises(StateIncompatible, match="Choose another --run"):
+        backfill(history, topology(guard_period="11s"), str(tmp_path / "out"), now_ms=NOW_MS)
+    write(tmp_path / "in" / "b.parquet", [(b'{"id":9}', 0, 1, 1)])
+    with pytest.raises(StateIncompatible, match=r"was published .* with another topology, input or order"):
+        backfill(read_files(spark, [str(tmp_path / "in")], "parquet"), topology(), str(tmp_path / "out"))
+
+
+def test_a_delta_table_takes_a_run_at_once_and_is_read_again(spark, tmp_path):
+    write(tmp_path / "in" / "a.parquet", LOG)
+    table = str(tmp_path / "table")
+    read_files(spark, [str(tmp_path / "in")], "parquet").records.write.format("delta").save(table)
+    history = read_files(spark, [table], "delta")
+    out = str(tmp_path / "out")
+    report = backfill(history, topology(), out, run="one", fmt="delta", now_ms=NOW_MS)
+    assert report.verdicts == {"dead_letter": 1, "duplicate": 1, "late": 1, "unique": 4}
+    (tmp_path / "out" / "_runs" / "one.json").unlink()  # as if the driver had died right after the table's commit
+    backfill(history, topology(), out, run="one", fmt="delta", now_ms=NOW_MS)
+    backfill(history, topology(), out, run="two", fmt="delta", now_ms=NOW_MS)
+    rows = spark.read.format("delta").load(out).collect()
+    assert len(rows) == 2 * len(LOG)
+    assert {(row["partition"], row["offset"]): row["verdict"] for row in rows if row["run"] == "one"} == VERDICTS
+
+
+def test_json_lines_are_events_byte_for_byte(spark, tmp_path):
+    lines = [
+        b'{"id": 1.0, "at": 5}',
+        b'{"id": 1, "at": 6}',
+        b'{"id": 1.0, "at": 7}',
+        b'{"id": "torn',
+        b"",
+        b'{"id":{}}',
+    ]
+    (tmp_path / "events.jsonl.gz").write_bytes(gzip.compress(b"\n".join(lines) + b"\n"))
+    history = read_files(spark, [str(tmp_path / "events.jsonl.gz")], "json")
+    assert not history.placed
+    said = []
+    timed = topology(event_time={"field": "at", "unit": "s"})
+    report = backfill(history, timed, str(tmp_path / "out"), now_ms=NOW_MS, say=said.append)
+    assert report.verdicts == {"dead_letter": 3, "duplicate": 1, "unique": 2}
+    assert "order of event times" in said[0]
+    values = {bytes(row["value"]) for row in spark.read.parquet(report.path).collect()}
+    assert values == set(lines)
+
+
+def test_without_coordinates_the_order_is_that_of_event_times_and_nothing_is_late(spark, tmp_path):
+    rows = [(b'{"id":1,"n":%d}' % second, second, 0, 0) for second in (40, 0, 9, 31, 10)]
+    write(tmp_path / "in" / "a.parquet", rows, placed=False)
+    history = read_files(spark, [str(tmp_path / "in")], "parquet")
+    found = judged(history.records, topology(), now_ms=NOW_MS, order="event_time").collect()
+    by_second = {(row["timestamp_ms"] - BASE_MS) // 1000: row for row in found}
+    assert {second: row["verdict"] for second, row in by_second.items()} == {
+        0: "unique",
+        9: "duplicate",
+        10: "unique",
+        31: "unique",
+        40: "duplicate",
+    }
+    assert by_second[40]["first_time_ms"] == BASE_MS + 31_000
+    assert by_second[40]["first_offset"] is None
+
+
+def test_a_table_whose_rows_are_events(spark, tmp_path):
+    frame = spark.createDataFrame([(1, "a", 5), (1, "b", 6), (None, "c", 7)], "id long, what string, at long")
+    frame.write.parquet(str(tmp_path / "in"))
+    history = read_files(spark, [str(tmp_path / "in")], "parquet", rows_are_events=True)
+    timed = topology(event_time={"field": "at", "unit": "s"})
+    report = backfill(history, timed, str(tmp_path / "out"), now_ms=NOW_MS)
+    assert report.verdicts == {"dead_letter": 1, "duplicate": 1, "unique": 1}
+
+
+def test_a_damaged_file_is_refused_by_name_before_anything_runs(spark, tmp_path):
+    write(tmp_path / "in" / "good.parquet", LOG)
+    whole = (tmp_path / "in" / "good.parquet").read_bytes()
+    (tmp_path / "in" / "torn.parquet").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(SettingsError, match=r"torn.parquet: .*(damaged|can not be read)"):
+        read_files(spark, [str(tmp_path / "in")], "parquet")
+
+
+def test_damage_inside_a_file_is_told_and_nothing_is_published(spark, tmp_path):
+    rows = [(b'{"id":%d,"pad":"%s"}' % (number, b"x" * 500), number, 0, number) for number in range(2_000)]
+    write(tmp_path / "in" / "a.parquet", rows)
+    whole = bytearray((tmp_path / "in" / "a.parquet").read_bytes())
+    whole[100:5_000] = bytes(4_900)
+    (tmp_path / "in" / "a.parquet").write_bytes(whole)
+    history = History(
+        read_columns(spark, tmp_path / "in"), placed=True, contiguous=True, identity="damaged", place="damaged"
+    )
+    with pytest.raises(SettingsError, match=r"a\.parquet: is damaged or not of the format named"):
+        backfill(history, topology(), str(tmp_path / "out"), now_ms=NOW_MS)
+    assert list((tmp_path / "out").glob("run=*")) == []
+
+
+def read_columns(spark, path):
+    from dedup.spark.rows import records_of_files  # noqa: PLC0415 - only here
+
+    return records_of_files(spark.read.parquet(str(path)))
+
+
+@pytest.mark.parametrize("drift", ["missing", "other type"])
+def test_files_of_another_schema_are_refused_with_both(spark, tmp_path, drift):
+    write(tmp_path / "in" / "a.parquet", LOG)
+    if drift == "missing":
+        write(tmp_path / "in" / "b.parquet", LOG[:1], placed=False)
+    else:
+        write(tmp_path / "in" / "b.parquet", [("text", 0, 0, 9)], value=pa.string())
+    with pytest.raises(
+        SettingsError, match=r"b.parquet: column `(offset|value)` is .*, in the first file .*read them apart"
+    ):
+        read_files(spark, [str(tmp_path / "in")], "parquet")
+
+
+def test_columns_of_another_type_are_refused_with_what_to_write(spark, tmp_path):
+    pq.write_table(pa.table({"value": [1.5], "timestamp_ms": ["noon"], "offset": [1]}), tmp_path / "a.parquet")
+    with pytest.raises(TopologyError) as refused:
+        read_files(spark, [str(tmp_path / "a.parquet")], "parquet")
+    text = str(refused.value)
+    assert "column `value` is double; write it as string or binary" in text
+    assert "column `timestamp_ms` is string; write it as bigint or int" in text
+    assert "has offset, but not topic, partition" in text
+
+
+def test_rows_of_which_only_some_have_coordinates_are_refused(spark, tmp_path):
+    write(tmp_path / "in" / "a.parquet", [*LOG, (b'{"id":9}', 0, None, None)])
+    with pytest.raises(SettingsError, match="only 7 of 8 rows have topic, partition and offset"):
+        read_files(spark, [str(tmp_path / "in")], "parquet")
+
+
+def test_a_record_that_is_archived_twice_is_refused(spark, tmp_path):
+    write(tmp_path / "in" / "a.parquet", LOG)
+    write(tmp_path / "in" / "b.parquet", LOG[2:4])
+    history = read_files(spark, [str(tmp_path / "in")], "parquet")
+    assert not history.contiguous
+    with pytest.raises(StateIncompatible, match=r"orders/0: the offsets 2 to \d+ were met twice"):
+        backfill(history, topology(), str(tmp_path / "out"), now_ms=NOW_MS)
+    assert list((tmp_path / "out").glob("run=*")) == []
+
+
+def test_ids_of_every_type_and_times_out_of_range(spark, tmp_path):
+    rows = [
+        (b'{"id":1}', 0, 0, 0),
+        (b'{"id":"1"}', 0, 0, 1),
+        (b'{"id":1.0}', 0, 0, 2),
+        (b'{"id":true}', 0, 0, 3),
+        (b'{"id":null}', 0, 0, 4),
+        (b"{}", 0, 0, 5),
+        (None, 0, 0, 6),
+        (b'{"id":2}', -2 * BASE_MS // 1000, 0, 7),
+        (b'{"id":3}', 10**10, 0, 8),
+    ]
+    write(tmp_path / "in" / "a.parquet", rows)
+    history = read_files(spark, [str(tmp_path / "in")], "parquet")
+    found = {
+        row["offset"]: row for row in judged(history.records, topology(), now_ms=NOW_MS, order="offsets").collect()
+    }
+    assert [found[offset]["verdict"] for offset in range(4)] == ["unique"] * 4
+    reasons = [(found[offset]["verdict"], found[offset]["reason"]) for offset in range(4, 9)]
+    assert reasons == [
+        ("dead_letter", "id_null"),
+        ("dead_letter", "id_missing"),
+        ("exempt", "tombstone"),
+        ("dead_letter", "negative_time"),
+        ("dead_letter", "future_time"),
+    ]
+
+
+def test_a_policy_that_says_fail_ends_the_job_with_the_record(spark, tmp_path):
+    write(tmp_path / "in" / "a.parquet", [*LOG[:1], (b"{}", 1, 0, 1)])
+    history = read_files(spark, [str(tmp_path / "in")], "parquet")
+    failing = topology(tracking_id={"field": "id", "missing": "fail"})
+    with pytest.raises(RecordFailed, match=r"partition 0, offset 1: .*`missing: fail`"):
+        backfill(history, failing, str(tmp_path / "out"), now_ms=NOW_MS)
+    assert list((tmp_path / "out").glob("run=*")) == []
+
+
+def test_a_run_name_that_is_no_directory_is_refused(spark, tmp_path):
+    with pytest.raises(SettingsError, match="is no name for a directory"):
+        backfill(spark.createDataFrame([], RECORDS), topology(), str(tmp_path), run="../up")
+
+
+def test_outputs_are_the_records_that_a_worker_writes(spark, tmp_path):
+    write(tmp_path / "in" / "a.parquet", LOG)
+    shop = topology(output={"topic": "orders.unique", "headers": True}, duplicates="orders.again")
+    history = read_files(spark, [str(tmp_path / "in")], "parquet")
+    found = outputs(judged(history.records, shop, now_ms=NOW_MS, order="offsets"), shop)
+    assert set(found) == {"orders.unique", "orders.again", "orders.unique.late", "orders.unique.dead-letter"}
+    lines = {
+        topic: [headers(row) for row in df.orderBy(F.col("timestamp_ms")).collect()] for topic, df in found.items()
+    }
+    assert lines["orders.unique"][0] == [("dedup-source", "orders/0/0")]
+    assert lines["orders.again"] == [[("dedup-first-time", str(BASE_MS)), ("dedup-first-source", "orders/0/0")]]
+    assert lines["orders.unique.late"] == [
+        [("dedup-source", "orders/0/5"), ("dedup-timestamp", str(BASE_MS + 24_000))],
+    ]
+    names = [name for name, _ in lines["orders.unique.dead-letter"][0]]
+    assert names == ["dedup-reason", "dedup-detail", "dedup-source", "dedup-timestamp"]
+
+
+def headers(row) -> list[tuple[str, str]]:
+    return [(each["key"], bytes(each["value"]).decode()) for each in row["headers"]]

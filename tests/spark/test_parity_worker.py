@@ -1,0 +1,152 @@
+"""The batch job over a range of Kafka, the real worker on the same topic and the exact model: equal row by row."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from dataclasses import replace
+
+import pytest
+
+from dedup.core.model import Model, ModelRecord
+from dedup.core.window import Source
+from dedup.local.leashed import Leashed
+from dedup.settings import Settings
+from dedup.spark.batch import judged
+from dedup.spark.kafka_range import read_kafka
+from dedup.topology.parse import parse
+from tests.brokers import read_all
+from tests.integration.workload import BASE_MS, Event
+from tests.spark.parity import POLICIES, RULES, by_model, document, model_record, recipe_of, row_of, rules_of, stream
+from tests.spark.parity_topics import ANY_TIME, rows_in_topics, sent
+from tests.spark.test_parity_model import rows_of
+
+pytestmark = pytest.mark.broker
+
+MANY = int(os.environ.get("DEDUP_TEST_PARITY_EVENTS", "100000"))
+FEW = 3_000
+A_YEAR_LATER_MS = BASE_MS + 365 * 86_400_000
+ALL = {**RULES, **POLICIES}
+SEEN_IN_TOPICS = [name for name, options in ALL.items() if options.get("late") != "drop"]
+
+
+def start_worker(directory, topology_file, kafka, name) -> Leashed:
+    config = {"brokers": [kafka.bootstrap], "state_dir": str(directory / f"{name}-state"), "web": {"enabled": False}}
+    (directory / f"{name}-config.yaml").write_text(json.dumps(config), encoding="utf-8")
+    command = [sys.executable, "-m", "dedup.cli.main", "run", str(topology_file), "--quiet", "--exit-when-done"]
+    command += ["--config", str(directory / f"{name}-config.yaml")]
+    return Leashed(command, log_file=directory / f"{name}.log")
+
+
+def until_ended(worker: Leashed, log, within_s: float) -> None:
+    deadline = time.monotonic() + within_s
+    while worker.running:
+        assert time.monotonic() < deadline, log.read_text(encoding="utf-8")
+        time.sleep(0.05)
+    assert worker.exit_code == 0, log.read_text(encoding="utf-8")
+
+
+def unclocked(row):
+    """A clamped time is the clock of whoever judged: here it only has to be one."""
+    return row._replace(first_time_ms=0) if (row.first_time_ms or 0) > A_YEAR_LATER_MS else row
+
+
+def by_model_of_log(kafka, topology, partitions, now_ms):
+    """Return the model's verdicts in the order of the repartition topic, by source partition and offset."""
+    rules, recipe = rules_of(topology), recipe_of(topology)
+    feeds = [(0, partition) for partition in range(partitions)]
+    tasks: dict[int, Model] = {}
+    found = {}
+    for message in sorted(
+        read_all(kafka.bootstrap, topology.repartition_topic), key=lambda m: (m.partition(), m.offset())
+    ):
+        task = tasks.setdefault(message.partition(), Model(rules, feeds))
+        *own, last, stamp = message.headers()
+        if last[0] == "dedup-idle" or stamp[0] == "dedup-idle":
+            marker = dict([last, stamp])["dedup-idle"].decode().rsplit("/", 1)
+            task.judge(ModelRecord(None, 0, Source(0, int(marker[1]), -1), idle=True))
+            continue
+        partition, offset = map(int, last[1].decode().rsplit("/", 2)[1:])
+        event = Event(partition, message.value(), int(stamp[1]), message.key(), tuple(own))
+        record, code = model_record(recipe, event, Source(0, partition, offset), now_ms + 3_600_000)
+        found[partition, offset] = row_of(task.judge(record), code)
+    return found
+
+
+@pytest.fixture
+def compared(spark, kafka, admin, topic_names, tmp_path):
+    """Return a function that lets worker, batch job and model judge a stream by these topologies, and compares."""
+
+    def compare(names, count, seed, within_s):
+        topic = topic_names("parity-in")
+        events = stream(seed, count)
+        places = sent(admin, topic, events)
+        settings = Settings(brokers=(kafka.bootstrap,), state_dir=tmp_path / "state")
+        topologies, workers = {}, {}
+        for name in names:
+            made = document(topic_names(name), ALL[name], topic)
+            file = tmp_path / f"{name}.yaml"
+            file.write_text(json.dumps(made), encoding="utf-8")
+            topologies[name] = parse(file.read_text(encoding="utf-8"), name=name)
+            admin.create_topic(topologies[name].output.topic, 2, ANY_TIME)
+            workers[name] = start_worker(tmp_path, file, kafka, name)
+        try:
+            for name, worker in workers.items():
+                until_ended(worker, tmp_path / f"{name}.log", within_s)
+        finally:
+            for worker in workers.values():
+                worker.kill()
+        now_ms = int(time.time() * 1000)
+        for topology in topologies.values():
+            model = {place: unclocked(row) for place, (row, _) in by_model(events, topology, now_ms).items()}
+            assert {"unique", "duplicate", "late", "dead_letter"} <= {row.verdict for row in model.values()}
+            history = read_kafka(spark, topology, settings)
+            batch = rows_of(judged(history.records, topology, now_ms=now_ms, order="offsets", contiguous=True))
+            assert {place: unclocked(row) for place, (row, _) in batch.items()} == model
+            worker_said = rows_in_topics(kafka.bootstrap, topology, places)
+            assert {place: unclocked(row) for place, row in worker_said.items()} == model
+
+    return compare
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", ["field", "identity"])
+def test_behind_a_repartition_topic_in_its_order(spark, kafka, admin, topic_names, tmp_path, name):
+    topic = topic_names("parity-in")
+    events = stream(8, FEW)
+    # Equal IDs in any partition, and one partition far ahead of the other.
+    events = [replace(event, partition=number * 7919 % 2) for number, event in enumerate(events)]
+    places = sent(admin, topic, events)
+    made = document(topic_names(name), ALL[name], topic)
+    made["source"] = {"topics": [topic]}
+    made["idle_after"] = "1s"
+    file = tmp_path / f"{name}.yaml"
+    file.write_text(json.dumps(made), encoding="utf-8")
+    topology = parse(file.read_text(encoding="utf-8"), name=name)
+    admin.create_topic(topology.output.topic, 2, ANY_TIME)
+    worker = start_worker(tmp_path, file, kafka, name)
+    try:
+        until_ended(worker, tmp_path / f"{name}.log", 240)
+    finally:
+        worker.kill()
+    now_ms = int(time.time() * 1000)
+    model = by_model_of_log(kafka, topology, 2, now_ms)
+    assert len(model) == len(events)
+    assert {"unique", "duplicate", "dead_letter"} <= {row.verdict for row in model.values()}
+    settings = Settings(brokers=(kafka.bootstrap,), state_dir=tmp_path / "state")
+    history = read_kafka(spark, topology, settings, repartitioned=True)
+    batch = rows_of(judged(history.records, topology, now_ms=now_ms, order="offsets", feeds=history.feeds))
+    assert {place: row for place, (row, _) in batch.items()} == model
+    assert rows_in_topics(kafka.bootstrap, topology, places) == model
+
+
+@pytest.mark.timeout(900)
+def test_every_rule_and_policy(compared):
+    compared(SEEN_IN_TOPICS, FEW, seed=5, within_s=240)
+
+
+@pytest.mark.timeout(1_800)
+def test_one_long_stream(compared):
+    compared(["fields"], MANY, seed=6, within_s=600)
