@@ -53,6 +53,8 @@ GC_THRESHOLD: Final = 100_000
 """As in a worker: a batch makes tens of thousands of objects, none of them in a cycle."""
 MOST_RENEWALS: Final = 3
 """Epochs in which one commit is tried again, before Spark is left to."""
+_MARGIN: Final = 4
+"""The broker ends a transaction at its time-out: it is committed when a quarter of that has passed."""
 HOLE_BYTES: Final = 1 << 16
 HOLE_WAIT_MS: Final = 100
 
@@ -144,6 +146,7 @@ def _empty_report(first: FeedBatch) -> dict[str, Any]:
 
 
 async def _judge(plan: AttemptPlan, first: FeedBatch, batches: Iterator[FeedBatch]) -> dict[str, Any]:
+    _refuse_growth(plan, first.feeding)
     settings = plan.settings.reveal()
     wire = KafkaWire(Connection.of(settings, client_id=f"dedup-{plan.topology.name}-spark"))
     await wire.start()
@@ -151,20 +154,33 @@ async def _judge(plan: AttemptPlan, first: FeedBatch, batches: Iterator[FeedBatc
         with _own_directory(settings.state_dir, plan.topology.name, first.feeding) as state_dir:
             here = replace(settings, state_dir=state_dir)
             workshop = Workshop(plan.topology, here, plan.cluster, wire, _clock(), _memory())
-            attempt = _Attempt(workshop, wire, first.feeding, plan.commit_rows)
+            attempt = _Attempt(workshop, wire, first.feeding, plan)
             return await attempt.run(first, batches)
     finally:
         await wire.stop()
 
 
+def _refuse_growth(plan: AttemptPlan, feeding: TopicPartition) -> None:
+    """Raise StateIncompatible for a partition that did not exist at the start: IDs may have moved to it."""
+    had = plan.cluster.topics[feeding.topic].partitions
+    if feeding.partition >= had:
+        raise StateIncompatible(
+            f"topic {feeding.topic!r} had {had} partitions when the stream started, and has partition "
+            f"{feeding.partition} now: equal IDs may be in other partitions than those that saw them. Nothing of it "
+            f"was judged. `dedup reset` and an empty checkpoint directory start anew."
+        )
+
+
 class _Attempt:
     """The partition's task, and what it was given since its last commit."""
 
-    def __init__(self, workshop: Workshop, wire: KafkaWire, feeding: TopicPartition, commit_rows: int) -> None:
+    def __init__(self, workshop: Workshop, wire: KafkaWire, feeding: TopicPartition, plan: AttemptPlan) -> None:
         self._workshop: Final = workshop
         self._wire: Final = wire
         self._feeding: Final = feeding
-        self._commit_rows: Final = commit_rows
+        self._commit_rows: Final = plan.commit_rows
+        self._longest_s: Final = plan.settings.plain.transaction_timeout_ms / 1000 / _MARGIN
+        self._committed_s = asyncio.get_running_loop().time()
         self._done: Final[Counter[str]] = Counter()
         """Counts of tasks thrown away; only what is known to be committed is in them."""
         self._uncommitted: list[FeedBatch] = []
@@ -175,21 +191,32 @@ class _Attempt:
         try:
             await self._start()
             await _refuse_hole(self._wire, self._task, first)
-            follows, waiting, batch = self._task.next_offset, 0, cast("FeedBatch | None", first)
+            follows, batch = self._task.next_offset, cast("FeedBatch | None", first)
             while batch is not None:
                 linked = replace(batch, follows=follows)
-                follows, waiting = batch.next_offset, waiting + len(batch)
+                follows = batch.next_offset
                 self._uncommitted.append(linked)
                 await self._task.process(linked)
-                if waiting >= self._commit_rows:
+                if sum(map(len, self._uncommitted)) >= self._commit_rows:
                     await self._commit()
-                    waiting = 0
-                # In a thread: what was judged is sent while Spark reads on.
-                batch = await asyncio.to_thread(next, batches, None)
+                batch = await self._next(batches)
             await self._commit()
         finally:
             await self._task.close(drain=False)
         return self._report()
+
+    async def _next(self, batches: Iterator[FeedBatch]) -> FeedBatch | None:
+        """Return the next batch; None at the end. A transaction that is open for long is committed while Spark reads.
+
+        Spark is read in a thread, so that meanwhile what was judged is sent.
+        """
+        coming = asyncio.ensure_future(asyncio.to_thread(next, batches, None))
+        if self._uncommitted:
+            open_s = asyncio.get_running_loop().time() - self._committed_s
+            await asyncio.wait({coming}, timeout=max(0.0, self._longest_s - open_s))
+            if not coming.done() or open_s > self._longest_s:
+                await self._commit()
+        return await coming
 
     async def _start(self) -> None:
         """The task runs; damaged local state is thrown away once and restored."""
@@ -211,6 +238,7 @@ class _Attempt:
                 await self._begin_again()
             else:
                 self._uncommitted.clear()
+                self._committed_s = asyncio.get_running_loop().time()
                 return
 
     async def _begin_again(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 
+import pyarrow as pa
 import pytest
 from confluent_kafka import TopicPartition
 
@@ -224,6 +225,33 @@ def test_an_input_that_ends_too_soon_is_a_prefix(make_job, plan_of):
     assert (cut["next_offset"], cut["failure"]) == (300, None)
     (whole,) = next(judge_partition(plan_of(job, "elsewhere"), batches)).to_pylist()
     assert (whole["replayed"], whole["judged"], whole["next_offset"]) == (300, 700, 1_000)
+    job.judge()
+
+
+def test_a_partition_that_was_added_is_refused(make_job, plan_of):
+    job = make_job(partitions=2)
+    job.send(one_partition(workload(15, 100)))
+    plan = plan_of(job)
+    topics = {name: dataclasses.replace(topic, partitions=1) for name, topic in plan.cluster.topics.items()}
+    before = dataclasses.replace(plan, cluster=dataclasses.replace(plan.cluster, topics=topics))
+    (first,) = arrow_of(job, 100)
+    moved = first.set_column(1, "partition", pa.array([1] * 100, pa.int32()))
+    (report,) = next(judge_partition(before, [moved])).to_pylist()
+    assert "had 1 partitions when the stream started, and has partition 1 now" in report["failure_text"]
+
+
+def test_an_input_that_stalls_keeps_no_transaction_open(make_job, plan_of):
+    job = make_job(partitions=1, config={"transaction_timeout": "2s"})
+    job.send(one_partition(workload(16, 400)))
+    batches = arrow_of(job, 100)
+
+    def stalling():
+        yield from batches[:2]
+        until(lambda: job.committed()[0] == 200, "the first half is committed while the input stalls")
+        yield from batches[2:]
+
+    (report,) = next(judge_partition(plan_of(job, commit_rows=10_000), stalling())).to_pylist()
+    assert (report["judged"], report["failure"]) == (400, None)
     job.judge()
 
 
