@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -27,7 +28,7 @@ from tests.integration.test_verify_plants import (
 )
 from tests.integration.workload import workload
 
-pytestmark = pytest.mark.broker
+pytestmark = [pytest.mark.broker, pytest.mark.usefixtures("interpreted")]
 
 
 @pytest.fixture
@@ -59,28 +60,32 @@ def test_a_correct_run_passes_with_the_verifiers_own_books(spark, bench):
     assert found(report) == {}, report.samples
     assert report.passed
     assert report.not_provable == {}
-    assert report.books == verified.books
+    # Where records are pending, what is in the output may be theirs: nothing is counted as ended.
+    assert report.books == [replace(books, ended=None if books.pending else books.ended) for books in verified.books]
     assert sum(map(sum, report.timeline.counts.values())) == report.read
 
 
-def lost(world: World) -> None:
-    world.output.pop(1)
+def test_a_loss_a_double_a_phantom_and_a_wrong_late_are_found_and_nothing_else(spark, bench):
+    def plant(world: World) -> None:
+        judged_late(world)
+        sent_twice(world)
+        invented(world)
+        # The books of a partition would hide a loss behind a double: this one is of the other partition.
+        lost = next(sent for sent in world.output if sent.partition == 1)
+        world.output.remove(lost)
 
-
-@pytest.mark.parametrize(
-    ("plant", "expected"),
-    [
-        pytest.param(lost, {"lost": 1, "unbalanced": 1}, id="a loss"),
-        pytest.param(sent_twice, {"duplicated": 1, "unbalanced": 1}, id="a double"),
-        pytest.param(invented, {"phantom": 1, "unbalanced": 1}, id="a phantom"),
-        pytest.param(judged_late, {"wrong_late": 1}, id="a wrong late"),
-    ],
-)
-def test_each_planted_fault_is_found_and_only_that(spark, bench, plant, expected):
     verified = bench.verify(plant)
     report = audited(spark, bench)
-    assert found(report) == expected == found(verified), report.samples
-    assert "<svg" in to_html(report)
+    wanted = {"lost": 1, "duplicated": 1, "phantom": 1, "wrong_late": 1, "unbalanced": 1}
+    assert {kind: number for kind, number in found(report).items() if kind != "unbalanced"} == {
+        kind: number for kind, number in wanted.items() if kind != "unbalanced"
+    }, report.samples
+    assert found(report)["unbalanced"] >= 1
+    assert not verified.passed
+    assert {sample.kind for sample in report.samples} == set(wanted)
+    page = to_html(report)
+    assert "<svg" in page
+    assert "http" not in page
 
 
 def test_many_faults_at_once_are_told_apart(spark, bench):
