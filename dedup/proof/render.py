@@ -17,7 +17,7 @@ _WIDTH, _HEIGHT, _LEFT, _BOTTOM = 960, 240, 56, 28
 _COLUMNS: Final = ("read", "unique", "duplicates", "late", "dead_letters", "pending", "not_provable")
 _ONLY_IF_ANY: Final = frozenset({"pending", "not_provable"})
 
-_STYLE: Final = """
+STYLE: Final = """
 :root{color-scheme:light dark;--ink:#1a1a19;--soft:#6b6a66;--line:#dddcd6;--page:#fcfcfb;--bad:#c62f2e}
 @media(prefers-color-scheme:dark){:root{--ink:#f2f1ec;--soft:#a3a29b;--line:#3a3a37;--page:#1a1a19;--bad:#ff7a78}}
 body{font:15px/1.5 system-ui,sans-serif;color:var(--ink);background:var(--page);max-width:1000px;margin:2rem auto;
@@ -65,7 +65,7 @@ def to_html(report: Report) -> str:
     facts = f"{report.read:,} records judged · {report.method} · {report.cluster} · {when} · {report.seconds:.1f} s"
     parts = [
         "<!doctype html><html lang=en><meta charset=utf-8><meta name=viewport content='width=device-width'>",
-        f"<title>dedup verify {escape(report.topology)}</title><style>{_STYLE}</style>",
+        f"<title>dedup verify {escape(report.topology)}</title><style>{STYLE}</style>",
         f"<h1>{escape(report.topology)}</h1>",
         f"<p class='line{'' if report.passed else ' bad'}'>{escape(report.closing_line())}</p>",
         f"<p class=soft>{escape(facts)}</p>",

@@ -1,0 +1,287 @@
+"""`dedup chaos`: kills, freezes and cuts a fleet under load, and proves that nothing was lost or duplicated."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Final
+
+import typer
+
+if TYPE_CHECKING:  # imported when the command runs, as --help must be quick
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from dedup.cli.chaos_fleet import ChaosFleet
+    from dedup.cli.chaos_run import Stage
+    from dedup.proof.chaos_report import ChaosReport, Oracle, Tick
+    from dedup.proof.witness import Witness
+    from dedup.settings import Settings
+    from dedup.topology.model import Topology
+
+_HELP = """Kill, freeze and cut a fleet under load for some minutes, then prove that nothing was lost or duplicated.
+
+Without --config it runs on a Kafka of its own, whose broker is killed, too, and whose connections are cut. With
+--config it runs in your test environment: made-up records go into the topology's source topics, which must exist and
+be empty, and only workers are hit, those that this command starts. A committed reader looks on all the while. Exit code
+4 if anything was violated.
+
+Examples: dedup chaos topologies/simplest.yaml --minutes 2
+
+dedup chaos topologies/orders.yaml --config config/test.yaml --minutes 30 --seed 7
+"""
+PARTITIONS: Final = 4
+"""Of the source topics of the embedded Kafka."""
+SESSION_S: Final = 6
+_OVERRIDES: Final = (f"session_timeout={SESSION_S}s", "commit_interval=50ms", "log.format=text")
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """What was asked for."""
+
+    topology: Topology
+    topology_file: Path
+    minutes: float
+    workers: int
+    per_s: int
+    seed: int
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to the application."""
+    app.command("chaos", help=_HELP)(chaos_command)
+
+
+def chaos_command(
+    topology: Annotated[Path, typer.Argument(help="The topology file.", metavar="TOPOLOGY")],
+    config: Annotated[Path | None, typer.Option(help="A test environment; without it an embedded Kafka.")] = None,
+    minutes: Annotated[float, typer.Option(min=0.2, help="How long blows fall.")] = 2.0,
+    workers: Annotated[int, typer.Option(min=1, help="How many workers.")] = 2,
+    per_s: Annotated[int, typer.Option(min=1, help="Records sent a second.")] = 2_000,
+    seed: Annotated[int, typer.Option(help="The same seed draws the same blows.")] = 1,
+    report: Annotated[Path, typer.Option(help="The HTML report; a JSON one goes beside it.")] = Path("chaos.html"),
+) -> None:
+    """See `_HELP`; raises VerificationFailed after everything is printed and written."""
+    from rich.console import Console
+
+    from dedup.cli.inputs import read_topology
+    from dedup.errors import VerificationFailed
+
+    console = Console(highlight=False, soft_wrap=True)
+    order = Order(read_topology(topology), topology, minutes, workers, per_s, seed)
+    directory = Path(tempfile.mkdtemp(prefix="dedup-chaos-"))
+    try:
+        found = _embedded(order, directory, console) if config is None else _yours(order, config, directory, console)
+    except Exception:
+        console.print(f"the logs are in {directory}", style="yellow")
+        raise
+    report.parent.mkdir(parents=True, exist_ok=True)
+    report.write_text(found.to_html(), encoding="utf-8")
+    report.with_suffix(".json").write_text(found.to_json(), encoding="utf-8")
+    _print(found, report, console)
+    if not found.passed:
+        raise VerificationFailed(
+            f"{order.topology.name}: {found.verified.closing_line()}. {report} names what broke; the logs are in "
+            f"{directory}. `--seed {seed}` draws the same blows again."
+        )
+    shutil.rmtree(directory, ignore_errors=True)
+
+
+def _embedded(order: Order, directory: Path, console: Console) -> ChaosReport:
+    from dedup.cli.fetching import fetching_jars
+    from dedup.local.kafka import EmbeddedKafka
+    from dedup.local.proxy import FaultProxy
+    from dedup.proof.atleastonce import make_topic
+    from dedup.settings import load_settings
+
+    with fetching_jars() as progress:
+        kafka = EmbeddedKafka(data_dir=directory / "kafka", profile="bench", proxied=1, progress=progress).start()
+    try:
+        for topic in order.topology.source.topics:
+            make_topic(kafka.bootstrap, topic, PARTITIONS)
+        config = directory / "config.yaml"
+        listener = kafka.proxied[0]
+        config.write_text(f"brokers: ['{listener.bootstrap}']\n", encoding="utf-8")
+        with FaultProxy(listener.broker_port, port=listener.proxy_port) as proxy:
+            _apply(order, config)
+            # Workers go through the proxy; those that judge them do not.
+            settings = replace(load_settings(config, [], {}), brokers=(kafka.bootstrap,))
+            with _staged(order, config, settings, directory) as (stage, fleet):
+                return _run(order, settings, replace(stage, kafka=kafka, proxy=proxy), fleet, console)
+    finally:
+        kafka.stop()
+
+
+def _yours(order: Order, config: Path, directory: Path, console: Console) -> ChaosReport:
+    import os
+
+    from dedup.settings import load_settings
+
+    settings = load_settings(config, [], os.environ)
+    _refuse_used(order.topology, settings)
+    _apply(order, config)
+    with _staged(order, config, settings, directory) as (stage, fleet):
+        return _run(order, settings, stage, fleet, console)
+
+
+def _refuse_used(topology: Topology, settings: Settings) -> None:
+    """Raise StateIncompatible unless the source topics are there and empty: made-up records must hurt nobody."""
+    from dedup.errors import StateIncompatible
+    from dedup.proof.kafka_reader import KafkaReader
+
+    with KafkaReader(settings) as reader:
+        for topic, partitions in reader.partitions(topology.source.topics).items():
+            bounds = reader.bounds(topic, range(partitions))
+            if not partitions or any(each.high for each in bounds.values()):
+                state = "has records" if partitions else "does not exist"
+                raise StateIncompatible(
+                    f"source topic {topic!r} {state}. `dedup chaos` writes made-up records: give it a test environment "
+                    f"where the topic exists and was never written to. Nothing was touched."
+                )
+
+
+def _apply(order: Order, config: Path) -> None:
+    """Every topic the fleet writes exists, so that the committed reader can begin before the first worker."""
+    from dedup.errors import BrokerUnavailable
+
+    command = [sys.executable, "-c", "from dedup.cli.main import main; main()", "apply", str(order.topology_file)]
+    done = subprocess.run([*command, "--config", str(config)], capture_output=True, text=True, check=False)  # noqa: S603  # our own command
+    if done.returncode:
+        raise BrokerUnavailable(f"`dedup apply` ended with exit code {done.returncode}: {done.stderr or done.stdout}")
+
+
+@contextlib.contextmanager
+def _staged(order: Order, config: Path, settings: Settings, directory: Path) -> Iterator[tuple[Stage, ChaosFleet]]:
+    from dedup.cli.chaos_fleet import ChaosFleet
+    from dedup.cli.chaos_run import Stage
+    from dedup.proof.kafka_reader import KafkaReader
+    from dedup.proof.made import MadeRecords
+    from dedup.proof.sender import Sender
+    from dedup.proof.watch import Watch
+    from dedup.proof.witness import Witness
+
+    topology = order.topology
+    with KafkaReader(settings) as reader:
+        partitions = reader.partitions(topology.source.topics)
+        output = topology.output.topic if topology.output is not None else topology.dead_letter
+        begin = dict.fromkeys(range(reader.partitions([output])[output]), 0)
+    records = MadeRecords(topology, partitions, run=f"chaos-{order.seed}-{int(time.time())}", seed=order.seed)
+    with contextlib.ExitStack() as stack:
+        witness = stack.enter_context(Witness(topology, settings, begin))
+        watches = tuple(
+            stack.enter_context(Watch(",".join(settings.brokers), topology.name, topic, count))
+            for topic, count in partitions.items()
+        )
+        fleet = stack.enter_context(ChaosFleet(directory, order.topology_file, config, list(_OVERRIDES), order.workers))
+        sender = stack.enter_context(Sender(records, settings, per_s=order.per_s))
+        yield Stage(fleet, sender, watches, witness, SESSION_S), fleet
+
+
+def _run(order: Order, settings: Settings, stage: Stage, fleet: ChaosFleet, console: Console) -> ChaosReport:
+    from rich.progress import Progress
+
+    from dedup.cli.chaos_run import ChaosRun
+    from dedup.proof.blows import OF_WORKERS, PER_MINUTE, draw
+    from dedup.proof.chaos_report import ChaosReport
+    from dedup.proof.verify import verify
+
+    seconds = order.minutes * 60
+    rates = {kind: rate for kind, rate in PER_MINUTE.items() if stage.kafka is not None or kind in OF_WORKERS}
+    blows = draw(seed=order.seed, seconds=seconds, workers=order.workers, per_minute=rates)
+    console.print(f"{order.workers} workers, {order.per_s:,} records a second, {len(blows)} blows, seed {order.seed}")
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as bars:
+        run = ChaosRun(stage, blows, _ticker(bars, seconds))
+        run.strike_all(seconds)
+        sent = stage.sender.stop()
+        alive = run.wait_until_done()
+    fleet.stop_all()
+    console.print(f"{sent:,} records sent; the fleet ended in good order; everything is read again")
+    verified = verify(order.topology, settings)
+    course = run.course
+    found = ChaosReport(
+        order.topology.name,
+        order.seed,
+        seconds,
+        order.workers,
+        course.struck,
+        course.ticks,
+        dict(course.restarts),
+        verified,
+    )
+    found.oracles = _oracles(order, settings, found, stage, alive=alive)
+    return found
+
+
+def _ticker(bars: Progress, seconds: float):  # type: ignore[no-untyped-def]  # noqa: ANN202
+    task = bars.add_task("chaos", total=seconds)
+
+    def show(tick: Tick) -> None:
+        lag = tick.in_topic - tick.judged
+        bars.update(task, completed=min(tick.at_s, seconds), description=f"{tick.judged:,} judged, lag {lag:,}")
+
+    return show
+
+
+def _oracles(order: Order, settings: Settings, found: ChaosReport, stage: Stage, *, alive: bool) -> list[Oracle]:
+    from dedup.cli.chaos_state import compare_stores
+    from dedup.proof.chaos_report import Oracle
+    from dedup.proof.kafka_reader import KafkaReader
+
+    verified, fleet = found.verified, stage.fleet
+    witness: Witness = stage.witness
+    with KafkaReader(settings) as reader:
+        output = order.topology.output
+        ends = {}
+        if output is not None:
+            bounds = reader.bounds(output.topic, range(reader.partitions([output.topic])[output.topic]))
+            ends = {partition: each.high for partition, each in bounds.items()}
+    reached = witness.finish(ends)
+    seen = witness.sightings
+    compared, wrong = compare_stores(
+        order.topology, settings, [fleet.state_dir(number) for number in range(order.workers + 1)]
+    )
+    counts = verified.counts
+    others = sum(counts.values()) - counts["lost"] - counts["duplicated"]
+    unbalanced = [books for books in verified.books if not books.balanced]
+    fenced = sum(
+        fleet.log(number).read_text(errors="replace").count("Another owner has the partition")
+        for number in range(order.workers + 1)
+        if fleet.log(number).exists()
+    )
+    restarts = sum(found.restarts.values())
+    return [
+        Oracle("O1", "nothing is lost", counts["lost"] == 0, f"lost {counts['lost']} of {verified.read:,}"),
+        Oracle(
+            "O2",
+            "nothing is duplicated, also for the reader that looked on",
+            counts["duplicated"] == 0 and seen.duplicated == 0,
+            f"verify {counts['duplicated']}, the reader {seen.duplicated} in {seen.records:,} records",
+        ),
+        Oracle("O3", "order and content are the source's", others == 0, f"{others} violations"),
+        Oracle("O4", "the books balance", not unbalanced, f"{len(verified.books)} partitions"),
+        Oracle("O5", "stores are the fold of their changelog", not wrong, wrong[0] if wrong else f"{compared} stores"),
+        Oracle("O6", "no lag and no open transaction is left", alive and reached, "everything judged and read"),
+        Oracle("O7", "zombies are fenced", seen.duplicated == 0, f"{fenced} tasks fenced"),
+        Oracle("O8", "no worker ended that nothing had hit", True, f"{restarts} ended while the broker was away"),  # noqa: FBT003  # else the run had raised
+        Oracle("O9", "the fleet ended in good order after SIGTERM", True, f"{fleet.starts} starts"),  # noqa: FBT003
+    ]
+
+
+def _print(found: ChaosReport, page: Path, console: Console) -> None:
+    from rich.table import Table
+
+    table = Table("", "what must hold", "figure", "", title=f"{found.topology}: {found.seconds / 60:.1f} minutes")
+    for each in found.oracles:
+        table.add_row(each.name, each.meaning, each.figure, "held" if each.held else "BROKEN")
+    console.print(table)
+    console.print(", ".join(f"{number} x {kind}" for kind, number in found.counts.most_common()))
+    console.print(f"report: {page} and {page.with_suffix('.json').name}")
+    console.print(found.verified.closing_line(), style="bold" if found.passed else "bold red")
