@@ -87,7 +87,7 @@ def cli_page() -> str:
         "the commands' own --help",
         "# Commands",
         "Exit codes and their remedies: [operations](operations.md#exit-codes).",
-        *(part for name in sorted(command.commands) for part in _command(name, command.commands[name])),
+        *_commands(command),
     )
 
 
@@ -105,6 +105,13 @@ def _page(source: str, *parts: str) -> str:
 
 def _numbers(numbers: tuple[float, ...]) -> str:
     return ", ".join(f"{number:g}" for number in numbers)
+
+
+def _commands(group: Any, above: str = "") -> Iterator[str]:  # noqa: ANN401  # typer's own group class
+    for name, command in sorted(group.commands.items()):
+        yield from _command(f"{above}{name}", command)
+        if hasattr(command, "commands"):
+            yield from _commands(command, f"{above}{name} ")
 
 
 def _command(name: str, command: Any) -> Iterator[str]:  # noqa: ANN401  # typer's own command class
