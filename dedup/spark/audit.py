@@ -86,7 +86,8 @@ def audit(
         known = as_history(history) if isinstance(history, DataFrame) else history
         log = _log(spark, topology, settings, cut, topics, known)
         lane = fn.col("partition") if topology.direct else fn.lit(0)
-        rows = expected(log, topology, topics.dead.filed).withColumn("lane", lane).persist()
+        filed_late = topics.late.filed if topics.late is not None else None
+        rows = expected(log, topology, topics.dead.filed, filed_late).withColumn("lane", lane).persist()
         try:
             _keep_books(report, topology, cut, rows, topics)
             _keep_timeline(report, rows)

@@ -46,7 +46,7 @@ class Log:
     """The output keeps the source's timestamps."""
 
 
-def expected(log: Log, topology: Topology, filed_dead: DataFrame) -> DataFrame:
+def expected(log: Log, topology: Topology, filed_dead: DataFrame, filed_late: DataFrame | None) -> DataFrame:
     """Return every record of the log with its verdict, and what it must look like in each topic.
 
     Columns: `PLACE`, `verdict`, `reason`, `time_ms`, `stream_ms`, `id`, `task`, `at` (the log's offset), `pending`,
@@ -74,7 +74,7 @@ def expected(log: Log, topology: Topology, filed_dead: DataFrame) -> DataFrame:
             "history": fn.col("at") < _by_task(log.begins, "task", 0),
         }
     )
-    return _with_doubt(rows, log, topology)
+    return _with_doubt(rows, log, topology, filed_late)
 
 
 def _by_task(values: Mapping[int, int], column: str, otherwise: int) -> Column:
@@ -147,11 +147,12 @@ def _digests(topology: Topology, *, stamped: bool) -> list[Column]:
     ]
 
 
-def _with_doubt(rows: DataFrame, log: Log, topology: Topology) -> DataFrame:
+def _with_doubt(rows: DataFrame, log: Log, topology: Topology, filed_late: DataFrame | None) -> DataFrame:
     """Return the rows with `doubtful`: another verdict is possible, because the log's beginning is not known.
 
-    Any sighting may stand before a log whose beginning is gone, up to its first record plus grace. An ID that was met
-    there stays in doubt: the verifier follows it until the doubt expires, here it stays for good, which claims less.
+    Any sighting may stand before a log whose beginning is gone, up to its first record that was not late plus grace. An
+    ID that was met there stays in doubt: the verifier follows it until the doubt expires, here it stays for good, which
+    claims less.
     """
     unknown = [task for task, known in log.known.items() if not known]
     clamped = topology.future is OnFuture.CLAMP
@@ -166,13 +167,25 @@ def _with_doubt(rows: DataFrame, log: Log, topology: Topology) -> DataFrame:
         doubt |= fn.coalesce(fn.max("beyond").over(until_now) > 0, fn.expr("false"))
     if unknown:
         by_task = Window.partitionBy("task").orderBy("at")
-        first = fn.first("time_ms", ignorenulls=True).over(by_task)
+        whole = by_task.rowsBetween(Window.unboundedPreceding, Window.unboundedFollowing)
+        rows, on_time = _not_filed_late(rows, filed_late)
+        first = fn.first(fn.when(on_time, fn.col("stream_ms")), ignorenulls=True).over(whole)
         seen = fn.col("stream_ms") - fn.lit(topology.window.retention_ms)
-        front = fn.col("task").isin(*unknown) & (seen <= first + fn.lit(topology.window.grace_ms))
+        early = fn.coalesce(seen <= first + fn.lit(topology.window.grace_ms), fn.expr("true"))
+        front = fn.col("task").isin(*unknown) & early
         rows = rows.withColumn("front", front.cast("int"))
         by_id = Window.partitionBy("task", "id").orderBy("at")
         doubt |= fn.col("id").isNotNull() & fn.coalesce(fn.max("front").over(by_id) > 0, fn.expr("false"))
         if log.feeds:
             # Of several feeds one may have been far ahead of stream time: nothing bounds what was purged.
             doubt |= fn.col("task").isin(*unknown)
-    return rows.withColumn("doubtful", doubt).drop("beyond", "front")
+    return rows.withColumn("doubtful", doubt).drop("beyond", "front", "was_late")
+
+
+def _not_filed_late(rows: DataFrame, filed_late: DataFrame | None) -> tuple[DataFrame, Column]:
+    """Return the rows, and whether one was not in the late topic: a late one does not say how far stream time was."""
+    if filed_late is None:
+        return rows, fn.expr("true")
+    late = filed_late.where("NOT strange").select(*(fn.col(f"source_{name}").alias(name) for name in PLACE)).distinct()
+    joined = rows.join(late.withColumn("was_late", fn.expr("true")), list(PLACE), "left")
+    return joined, fn.col("was_late").isNull()
