@@ -34,9 +34,10 @@ def parse_until(text: str) -> Until:
     match text:
         case "earliest" | "latest":
             return text
-    if "=" in text:
-        return parse_offsets(text, "--until")
-    return parse_time(text, "--until", "latest, 2024-01-01T00:00:00Z or orders/0=1200,orders/1=900")
+        case _ if "=" in text:
+            return parse_offsets(text, "--until")
+        case _:
+            return parse_time(text, "--until", "latest, 2024-01-01T00:00:00Z or orders/0=1200,orders/1=900")
 
 
 def parse_time(text: str, option: str, write: str) -> int:
