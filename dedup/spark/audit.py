@@ -310,6 +310,7 @@ def _keep_timeline(report: Report, rows: DataFrame) -> None:
     if span is None or span["first"] is None:
         return
     step = max(1_000, (span["last"] - span["first"]) // _STEPS)
+    report.timeline.step_ms = step
     start = (fn.col("time_ms") - fn.col("time_ms") % fn.lit(step)).alias("start")
     for row in judged.groupBy(start, "verdict").count().collect():
         report.timeline.add(row["start"], _VERDICTS[row["verdict"]], row["count"])
