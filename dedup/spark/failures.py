@@ -35,7 +35,7 @@ def told() -> Iterator[None]:
         if ours is not None:
             raise _OURS[ours[1]](ours[2]) from error
         if _UNREADABLE.search(text):
-            files = sorted(set(_FILE.findall(text)))
+            files = sorted({found.rstrip(".") for found in _FILE.findall(text)})
             place = files[0] if files else "a file of the input"
             raise SettingsError(
                 [Problem(place, "is damaged or not of the format named. Nothing was published. Mend or remove it")]

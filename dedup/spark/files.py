@@ -89,7 +89,7 @@ def _table(spark: SparkSession, paths: Sequence[str], fmt: FileFormat, place: st
                 return whole
             case "parquet":
                 found = reader.option("mergeSchema", "false").parquet(*paths)
-                _refuse_drift(spark, found.inputFiles())
+                _refuse_drift(spark, sorted(found.inputFiles()))
                 return found
     except AnalysisException as error:
         text = f"can not be read as {fmt}: {str(error).splitlines()[0]}"

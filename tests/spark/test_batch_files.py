@@ -245,7 +245,7 @@ def test_columns_of_another_type_are_refused_with_what_to_write(spark, tmp_path)
     text = str(refused.value)
     assert "column `value` is double; write it as string or binary" in text
     assert "column `timestamp_ms` is string; write it as bigint or int" in text
-    assert "has offset, but not topic, partition" in text
+    assert "has offset but not topic, partition" in text
 
 
 def test_rows_of_which_only_some_have_coordinates_are_refused(spark, tmp_path):

@@ -114,7 +114,7 @@ def test_source_topics_of_a_repartitioned_topology_are_judged_in_step(spark, sho
     assert verdicts[1, 0] == "unique"
     assert verdicts[0, 7] == "duplicate"
     assert sorted(verdicts.values()).count("late") == 0
-    assert sorted(verdicts.values()).count("unique") == 20
+    assert sorted(verdicts.values()).count("unique") == 21
     feeds = (Feed(0, 0), Feed(0, 1))
     with pytest.raises(Exception, match="was not written by a repartition task"):
         judged(history.records, scattered, now_ms=BASE_MS * 2, order="offsets", feeds=feeds).collect()
