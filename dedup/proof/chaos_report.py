@@ -20,7 +20,7 @@ _COLOURS: Final[dict[str, str]] = {
     "SIGTERM": "#eda100",
     "another worker joins and leaves": "#1baf7a",
     "connections cut": "#2a78d6",
-    "broker SIGKILL": "#1a1a19",
+    "broker SIGKILL": "#6b6a66",
 }
 
 
