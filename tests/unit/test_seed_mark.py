@@ -3,7 +3,7 @@
 import asyncio
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dedup.core.window import Sighting, Source, Window
@@ -66,6 +66,7 @@ def test_a_mark_is_read_as_written():
     assert collect(*zip(*[*HALF, *END], strict=True)).seed_mark == DONE
 
 
+@settings(deadline=None)
 @given(st.data())
 def test_a_damaged_mark_is_refused(data):
     value = bytearray(encode_seed_mark(BEGUN))
