@@ -183,7 +183,7 @@ NOT_YET: set[str] = set()
 
 def test_commands_that_pages_and_messages_name_exist_with_these_options():
     group = get_command(create_app())
-    options = {name: {opt for own in command.params for opt in own.opts} for name, command in group.commands.items()}
+    options = {name: options_of(command) for name, command in group.commands.items()}
     texts = [text_of(page) for page in PAGES] + messages()
     lacking = {
         f"{name}{rest}"
@@ -191,6 +191,12 @@ def test_commands_that_pages_and_messages_name_exist_with_these_options():
         if name not in options or not set(re.findall(r"--[a-z-]+", rest)) <= {*options[name], "--help"}
     }
     assert lacking <= NOT_YET
+
+
+def options_of(command) -> set[str]:
+    """Return the options of a command, or of all commands below it: `dedup spark run --checkpoint`."""
+    below = [option for name in getattr(command, "commands", {}) for option in options_of(command.commands[name])]
+    return {option for own in command.params for option in own.opts} | set(below)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=named)
