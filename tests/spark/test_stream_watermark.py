@@ -68,7 +68,7 @@ def test_dead_letters_go_around_the_operator(job, run):
     run()
     assert ids(job) == Counter(["id-1", "id-4", "id-5"])
     dead = {dict(message.headers())["dedup-reason"] for message in job.read(job.topology.dead_letter)}
-    assert dead == {b"unreadable", b"missing_id", b"future_time"}
+    assert dead == {b"not_json", b"id_missing", b"future_time"}
 
 
 def test_what_the_operator_can_not_do_is_refused(job, run):
