@@ -14,6 +14,7 @@ from dedup.proof.evidence import FIRST_SOURCE_HEADER, FIRST_TIME_HEADER, SOURCE_
 from dedup.proof.replay import REFUSED_BY_THE_BROKER
 from dedup.spark.audit_records import digest, headers_or_none, with_header
 from dedup.spark.batch import judged
+from dedup.spark.changelog import OUTSIDE_KAFKA
 from dedup.spark.columns import identified
 from dedup.topology.model import LateForward
 
@@ -134,7 +135,9 @@ def _digests(topology: Topology, *, stamped: bool) -> list[Column]:
     ahead = fn.when(why.isNotNull(), with_header(own, VERDICT_HEADER, why)).otherwise(own)
     if topology.output is not None and topology.output.headers:
         ahead = with_header(ahead, SOURCE_HEADER, place)
-    first = fn.concat_ws("/", "first_topic", *(fn.col(f"first_{n}").cast("string") for n in ("partition", "offset")))
+    # A sighting that a seed took from files without offsets: here it has a place before the log, there it has none.
+    outside = fn.when(fn.col("first_offset") < 0, fn.lit(OUTSIDE_KAFKA)).otherwise(fn.col("first_offset"))
+    first = fn.concat_ws("/", "first_topic", fn.col("first_partition").cast("string"), outside.cast("string"))
     copied = with_header(own, FIRST_TIME_HEADER, fn.col("first_time_ms").cast("string"))
     copied = with_header(copied, FIRST_SOURCE_HEADER, first)
     stamp = fn.col("timestamp_ms") if stamped else fn.lit(0)
