@@ -28,7 +28,7 @@ from tests.integration.test_verify_plants import (
 )
 from tests.integration.workload import workload
 
-pytestmark = [pytest.mark.broker, pytest.mark.usefixtures("interpreted")]
+pytestmark = [pytest.mark.broker, pytest.mark.usefixtures("interpreted"), pytest.mark.timeout(400)]
 
 
 @pytest.fixture

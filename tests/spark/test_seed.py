@@ -26,7 +26,7 @@ from dedup.spark.seed import SeedOptions, seed
 from tests.integration.fleet import Job, until
 from tests.integration.workload import BASE_MS, Event
 
-pytestmark = [pytest.mark.broker, pytest.mark.usefixtures("interpreted")]
+pytestmark = [pytest.mark.broker, pytest.mark.usefixtures("interpreted"), pytest.mark.timeout(400)]
 GUARD_MS, GRACE_MS = 20_000, 5_000
 SHORT = {"guard_period": "20s", "grace": "5s"}
 MakeJob = Callable[..., Job]
