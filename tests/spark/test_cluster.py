@@ -19,7 +19,16 @@ from tests.spark.streaming import start_driver, start_spark
 SPARK_CLASS = Path(pyspark.__file__).parent / "bin" / "spark-class"
 START_S = 240
 LOOPBACK = ("--conf", "spark.driver.host=127.0.0.1", "--conf", "spark.driver.bindAddress=127.0.0.1")
-SMALL = ("--conf", "spark.executor.memory=600m", "--conf", "spark.executor.cores=1", "--conf", "spark.cores.max=2")
+SMALL = (
+    "--conf",
+    "spark.sql.shuffle.partitions=2",
+    "--conf",
+    "spark.executor.memory=600m",
+    "--conf",
+    "spark.executor.cores=1",
+    "--conf",
+    "spark.cores.max=2",
+)
 
 
 def free_port():
