@@ -3,7 +3,7 @@
 Theory of operation. Spark reads the topics, places the work, tries again and keeps the offsets of a micro-batch; a
 Spark task judges its Kafka partition as a worker does (`attempt.py`) and commits records, sightings, task record and
 group offset in one transaction of the fleet's transactional id. So a fleet can take over where the stream stops, and
-the other way round: never both at once, they would fence each other. `dedup status`, `verify` and `explain` work.
+the other way round: never both at once, they would fence each other. `dedup status` and `verify` work.
 
 A topology that is not direct runs two queries, as a fleet runs two kinds of task: `repartition` puts records into the
 topic in which equal IDs meet, `dedup` judges in that topic's order.

@@ -44,7 +44,7 @@ DIFFERENCES: Final = """--semantics watermark: Spark's dropDuplicatesWithinWater
   * An ID is forgotten when the watermark has passed its time by the guard period: it blocks for at least twice that.
     A new event with that ID in between, which the fleet would forward, is dropped.
   * Which of several equal IDs in one micro-batch is forwarded is not defined.
-  * State is in the checkpoint: `dedup status`, `explain`, `verify` and a fleet can not go on from it.
+  * State is in the checkpoint: `dedup status`, `lookup`, `verify` and a fleet can not go on from it.
 """
 
 
