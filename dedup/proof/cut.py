@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Final
 
-from dedup.core.extract import Extractor, compile_extractor
 from dedup.core.model import Feed, ModelRules
 from dedup.errors import StateIncompatible
 from dedup.proof.compare import digest
@@ -16,6 +15,7 @@ from dedup.proof.evidence import DEAD_TAIL, LATE_TAIL, SideTopic, forwarded_by_r
 from dedup.proof.kafka_reader import Bounds, Columns, KafkaReader, OpenTransaction
 from dedup.proof.replay import Plan
 from dedup.proof.report import Report
+from dedup.topology.extractor import extractor_of
 from dedup.topology.model import LateForward, LateTo, Topology
 
 WHY_REPLAYED: Final = "late records that `dedup replay` forwarded, outside the guarantee"
@@ -216,7 +216,7 @@ def _plan(topology: Topology, reader: KafkaReader, bounds: dict[str, dict[int, B
     dead_letters = read_side_topic(reader, topology.dead_letter, bounds[topology.dead_letter], topics, DEAD_TAIL)
     return Plan(
         model_rules(topology),
-        extractor(topology),
+        extractor_of(topology),
         topics,
         topology.max_clock_skew_ms,
         source_header=topology.output is not None and topology.output.headers,
@@ -225,17 +225,6 @@ def _plan(topology: Topology, reader: KafkaReader, bounds: dict[str, dict[int, B
         dead_letters=dead_letters,
         duplicates=topology.duplicates is not None,
         conflicts=topology.conflicts is not None,
-    )
-
-
-def extractor(topology: Topology) -> Extractor:
-    """Return what takes IDs, times and fingerprints from records, as the topology says."""
-    return compile_extractor(
-        topology.tracking_id,
-        topology.event_time,
-        fmt=topology.source.format,
-        fingerprint=topology.fingerprints_wanted,
-        fingerprint_exclude=topology.fingerprint_exclude,
     )
 
 

@@ -12,8 +12,9 @@ import pyarrow as pa
 from pyspark.sql import DataFrame
 from pyspark.sql.types import BinaryType, LongType, StringType, StructField, StructType
 
-from dedup.core.extract import Extracted, Extractor, compile_extractor
+from dedup.core.extract import Extracted, Extractor
 from dedup.spark.rows import headers_of
+from dedup.topology.extractor import extractor_of
 from dedup.topology.model import Topology
 
 IDENTIFIED: Final = (
@@ -30,17 +31,6 @@ topology compares payloads), and of a fault its code, its kind (`dedup.core.extr
 Batches = Iterator[pa.RecordBatch]
 
 
-def extractor_for(topology: Topology) -> Extractor:
-    """Return the extractor of a topology, as its worker has it."""
-    return compile_extractor(
-        topology.tracking_id,
-        topology.event_time,
-        fmt=topology.source.format,
-        fingerprint=topology.fingerprints_wanted,
-        fingerprint_exclude=topology.fingerprint_exclude,
-    )
-
-
 def identified(df: DataFrame, topology: Topology) -> DataFrame:
     """Return the records (`rows.RECORDS`, more columns are kept) with the columns `IDENTIFIED` after them."""
     schema = StructType([*df.schema.fields, *IDENTIFIED])
@@ -49,7 +39,7 @@ def identified(df: DataFrame, topology: Topology) -> DataFrame:
 
 def _identifying(topology: Topology) -> Callable[[Iterable[pa.RecordBatch]], Batches]:
     def run(batches: Iterable[pa.RecordBatch]) -> Batches:
-        extractor = extractor_for(topology)
+        extractor = extractor_of(topology)
         for batch in batches:
             extracted = extract_batch(extractor, batch)
             names = [*batch.schema.names, *(field.name for field in IDENTIFIED)]

@@ -21,10 +21,11 @@ from dedup.core.fold import Outcome, Rows, screen
 from dedup.core.stream_time import Feed, StreamTime
 from dedup.core.window import BEFORE_ALL_TIME
 from dedup.errors import StateIncompatible
-from dedup.spark.columns import extract_batch, extractor_for
+from dedup.spark.columns import extract_batch
 from dedup.spark.fold_sorted import Integers
 from dedup.spark.stretches import Stretch, Stretches
 from dedup.spark.unwrapped import unwrapped
+from dedup.topology.extractor import extractor_of
 from dedup.topology.model import Topology
 
 Mode = Literal["direct", "merged", "log", "event_time"]
@@ -118,7 +119,7 @@ class _Screener:
     def __init__(self, plan: Screening, task: int) -> None:
         self._plan: Final = plan
         self._rules: Final = plan.topology.rules
-        self._extractor: Final = extractor_for(plan.topology)
+        self._extractor: Final = extractor_of(plan.topology)
         self.stretches: Final = Stretches(task)
         self._partition = -1
         self._stream_time = StreamTime.before(plan.feeds)

@@ -16,6 +16,7 @@ from dedup.session.wire import TopicPartition, Wire
 from dedup.store.base import Store, StoreIdentity
 from dedup.store.directory import delete_store, store_directory
 from dedup.store.rocks import RocksMemory, RocksStore
+from dedup.topology.extractor import extractor_of
 from dedup.worker.clock import Clock
 from dedup.worker.judge import Judge, JudgePlan
 from dedup.worker.plan import Cluster, routes_of
@@ -88,13 +89,7 @@ class Workshop:
     def _dedup(self, feeding: TopicPartition) -> Task:
         topology = self.topology
         changelog = TopicPartition(topology.changelog_topic, feeding.partition)
-        extractor = compile_extractor(
-            topology.tracking_id,
-            topology.event_time,
-            fmt=topology.source.format,
-            fingerprint=topology.fingerprints_wanted,
-            fingerprint_exclude=topology.fingerprint_exclude,
-        )
+        extractor = extractor_of(topology)
         feeds = (Feed(0, feeding.partition),) if topology.direct else self.cluster.feeds(topology)
         plan = JudgePlan(
             feeding=feeding,
