@@ -33,7 +33,6 @@ _PORT_TRIES: Final = 3
 
 _PROPERTIES: Final[Mapping[str, str]] = {
     "process.roles": "broker,controller",
-    "node.id": "1",
     "controller.listener.names": "CONTROLLER",
     "inter.broker.listener.name": "CLIENT",
     "auto.create.topics.enable": "false",
@@ -64,11 +63,24 @@ class ProxiedListener:
         return f"{HOST}:{self.proxy_port}"
 
 
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """A node's place in a cluster of several (see cluster.py): all of it is decided before the first one starts."""
+
+    node_id: int
+    cluster_id: str
+    client_port: int
+    controller_port: int
+    voters: str
+    """Kafka's `controller.quorum.voters`."""
+
+
 class EmbeddedKafka:
     """One Kafka node in a process of its own, which ends when this process does, however this process ends.
 
     Blocking; not for use from two threads at once. `port` 0 takes a free one. Without `data_dir` the data live in a
-    temporary directory and `stop()` removes them. `proxied` adds that many listeners for fault proxies.
+    temporary directory and `stop()` removes them. `proxied` adds that many listeners for fault proxies. Without a
+    `seat` it is a cluster of its own.
     Every method raises BrokerUnavailable when Java, the jars or the node are not to be had.
     """
 
@@ -81,8 +93,10 @@ class EmbeddedKafka:
         proxied: int = 0,
         properties: Mapping[str, str] | None = None,
         progress: Progress | None = None,
+        seat: Seat | None = None,
     ) -> None:
         self._given_port = port
+        self._seat = seat
         self._given_dir = data_dir
         self._profile: Profile = profile
         self._overrides = dict(properties or {})
@@ -202,6 +216,8 @@ class EmbeddedKafka:
     def _free_ports(self) -> tuple[int, ...]:
         wanted = 2 + 2 * self._proxied_wanted
         ports = free_ports(wanted)
+        if self._seat is not None:
+            return (self._seat.client_port, self._seat.controller_port, *ports[2:])
         return (self._given_port, *ports[1:]) if self._given_port else ports
 
     def _format(self, java: Path, jars: Path) -> None:
@@ -213,7 +229,8 @@ class EmbeddedKafka:
             return
         data.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(_bootstrap_checkpoint(java, jars), data / "bootstrap.checkpoint")
-        identity = f"version=1\ncluster.id={_new_id()}\nnode.id=1\ndirectory.id={_new_id()}\n"
+        cluster, node = (new_id(), 1) if self._seat is None else (self._seat.cluster_id, self._seat.node_id)
+        identity = f"version=1\ncluster.id={cluster}\nnode.id={node}\ndirectory.id={new_id()}\n"
         # Last, as its presence says that the directory is whole.
         (data / "meta.properties").write_text(identity, encoding="utf-8")
 
@@ -229,7 +246,7 @@ class EmbeddedKafka:
         properties = {
             **_PROPERTIES,
             **_profile_properties(self._profile),
-            "controller.quorum.voters": f"1@{HOST}:{controller}",
+            **self._quorum(controller),
             "listeners": ",".join([f"CLIENT://{HOST}:{client}", f"CONTROLLER://{HOST}:{controller}", *bound]),
             "advertised.listeners": ",".join([f"CLIENT://{HOST}:{client}", *told]),
             "listener.security.protocol.map": ",".join(f"{name}:PLAINTEXT" for name in all_names),
@@ -237,6 +254,11 @@ class EmbeddedKafka:
             **self._overrides,
         }
         return "".join(f"{key}={value}\n" for key, value in properties.items())
+
+    def _quorum(self, controller_port: int) -> Mapping[str, str]:
+        if self._seat is None:
+            return {"node.id": "1", "controller.quorum.voters": f"1@{HOST}:{controller_port}"}
+        return {"node.id": str(self._seat.node_id), "controller.quorum.voters": self._seat.voters}
 
     def _launch(self, java: Path, jars: Path) -> None:
         options = [*_jvm_options(self._profile), *_logging_options(), f"-XX:ErrorFile={self._directory()}/crash.log"]
@@ -347,7 +369,7 @@ def _bootstrap_checkpoint(java: Path, jars: Path) -> Path:
         )
         config.write_text("\n".join(lines), encoding="utf-8")
         tool = [str(java), "-cp", f"{jars}/*", "kafka.tools.StorageTool"]
-        command = [*tool, "format", "-t", _new_id(), "-c", str(config)]
+        command = [*tool, "format", "-t", new_id(), "-c", str(config)]
         made = subprocess.run(command, capture_output=True, text=True, check=False)
         if made.returncode != 0:
             raise BrokerUnavailable(
@@ -359,7 +381,8 @@ def _bootstrap_checkpoint(java: Path, jars: Path) -> Path:
     return kept
 
 
-def _new_id() -> str:
+def new_id() -> str:
+    """Return a new id of a cluster or a directory."""
     # Kafka's Uuid text: 16 bytes in URL-safe base 64; one that starts with a dash would look like an option.
     while True:
         text = base64.urlsafe_b64encode(uuid.uuid4().bytes).decode().rstrip("=")
