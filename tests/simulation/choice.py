@@ -16,11 +16,17 @@ class Chooser(Protocol):
 class Odometer:
     """Enumerates all sequences of choices, as TigerBeetle's exhaustigen does: the last digit turns first."""
 
-    def __init__(self) -> None:
-        self._digits: list[int] = []
-        self._most: list[int] = []
+    def __init__(self, digits: Sequence[int] = (), most: Sequence[int] = ()) -> None:
+        """``digits`` and ``most`` of another odometer: go on after the schedule it was at."""
+        self._digits: list[int] = list(digits)
+        self._most: list[int] = list(most)
         self._at = 0
-        self._begun = False
+        self._begun = bool(digits)
+
+    @property
+    def reading(self) -> tuple[list[int], list[int]]:
+        """Where it is, for another one to go on from."""
+        return list(self._digits), list(self._most)
 
     def next_schedule(self) -> bool:
         """Move on to the next schedule; False when there is none left."""

@@ -14,8 +14,6 @@ from tests.simulation.run import Run
 from tests.simulation.scenario import Scenario
 from tests.simulation.variants import Variant
 
-# The worker logs a line for every fenced task; here that is thousands.
-
 
 @dataclass(slots=True)
 class Tally:
@@ -67,11 +65,18 @@ def one(tally: Tally, scenario: Scenario, variant: Variant, chooser: Chooser, la
     tally.add(run, run.go(), f"{variant.name}, {label}")
 
 
-def enumerate_all(scenario: Scenario, variant: Variant, *, most: int | None = None, until_wrong: bool = False) -> Tally:
-    """Run every schedule of a scenario; with ``most``, the first ones."""
+def enumerate_all(
+    scenario: Scenario,
+    variant: Variant,
+    *,
+    most: int | None = None,
+    until_wrong: bool = False,
+    odometer: Odometer | None = None,
+) -> Tally:
+    """Run every schedule of a scenario; with ``most``, the first ones, or those that follow an odometer's."""
     tally = Tally(f"{variant.name} · {scenario.name}")
     begin = time.perf_counter()
-    odometer = Odometer()
+    odometer = odometer or Odometer()
     while odometer.next_schedule():
         one(tally, scenario, variant, odometer, f"{scenario.name}, schedule {tally.schedules}")
         if tally.schedules == most or (until_wrong and tally.wrong):

@@ -23,12 +23,12 @@ class SimLoop(asyncio.AbstractEventLoop):
         self.complaints: list[str] = []
         """What asyncio would have logged: exceptions nobody looked at."""
         self._park_timer = park_timer
-        self._ready: deque[asyncio.Handle] = deque()
+        self.ready: deque[asyncio.Handle] = deque()
         self._tasks: list[asyncio.Task[Any]] = []
 
     def run_until_idle(self) -> None:
         """Run everything that is ready; AssertionError for a loop that never rests."""
-        ready = self._ready
+        ready = self.ready
         asyncio._set_running_loop(self)
         try:
             steps = 0
@@ -50,9 +50,9 @@ class SimLoop(asyncio.AbstractEventLoop):
     def kill(self) -> None:
         """Forget all coroutines. Whatever their clean-up does, it can reach neither log nor disk any more."""
         self.dead = True
-        self._ready.clear()
+        self.ready.clear()
         self.within(self._close_coroutines)
-        self._ready.clear()
+        self.ready.clear()
 
     def _close_coroutines(self) -> None:
         for task in self._tasks:
@@ -67,7 +67,7 @@ class SimLoop(asyncio.AbstractEventLoop):
     ) -> asyncio.Handle:
         handle = asyncio.Handle(callback, args, self, context)
         if not self.dead:
-            self._ready.append(handle)
+            self.ready.append(handle)
         return handle
 
     def call_later(  # type: ignore[override]  # typeshed ties arguments to the callback
@@ -85,7 +85,7 @@ class SimLoop(asyncio.AbstractEventLoop):
     def due(self, handle: asyncio.TimerHandle) -> None:
         """The time of a timer has come."""
         if not self.dead and not handle.cancelled():
-            self._ready.append(handle)
+            self.ready.append(handle)
 
     def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
         """asyncio tells that a timer was cancelled; `cancelled` says so too."""

@@ -9,8 +9,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import TYPE_CHECKING, Any, Protocol
 
+from dedup.errors import TaskCorrupted
 from dedup.session.wire import CommittedOffset, Fetched, LogBounds, NoAnswer, Produced, ProducerIdentity, TopicPartition
 from dedup.store.base import TaskRecord, Writes
 from dedup.store.memory import MemoryStore
@@ -69,6 +71,9 @@ class Disk(Protocol):
     def killed(self) -> None:
         """The process that used the disk is gone."""
 
+    def wipe(self) -> None:
+        """All of it is deleted."""
+
 
 class MemoryDisk:
     """The content of a store, which every write reaches whole or not at all."""
@@ -77,10 +82,14 @@ class MemoryDisk:
         self.kept = MemoryStore()
 
     def open(self, process: Process) -> Store:
+        process.disk_read("open")
         return DiskStore(self.kept, process)
 
     def killed(self) -> None:
         """Nothing is lost: a write is atomic."""
+
+    def wipe(self) -> None:
+        self.kept = MemoryStore()
 
     def copy(self) -> MemoryDisk:
         other = MemoryDisk()
@@ -101,11 +110,20 @@ class DiskStore(MemoryStore):
         self._task_record = kept.task_record
         self._position = kept.position
 
+    def get_each(self, segments: Sequence[int], ids: Sequence[bytes]) -> dict[int, dict[bytes, bytes]]:
+        self.process.disk_read("look-up")
+        return super().get_each(segments, ids)
+
     def apply(self, writes: Writes, record: TaskRecord | None, position: int) -> None:
-        self.process.disk_write("apply")
+        self.process.disk_write("apply", lambda: self._torn(writes))
         super().apply(writes, record, position)
         self.kept._task_record = self._task_record
         self.kept._position = self._position
+
+    def _torn(self, writes: Writes) -> None:
+        """Half of the keys reach the disk, and neither task record nor position."""
+        half = {start: dict(islice(values.items(), (len(values) + 1) // 2)) for start, values in writes.items()}
+        super().apply(half, None, self._position)
 
     def drop_below(self, oldest_live_ms: int, segment_ms: int) -> tuple[int, ...]:
         if any(start + segment_ms <= oldest_live_ms for start in self._segments):
@@ -230,7 +248,12 @@ class Process:
         self.loop = SimLoop(self._park_timer)  # type: ignore[abstract]  # what asyncio asks of it is there
         self.wire = SimWire(self, cluster)
         self.owner = True
-        self.dies_at_write: Callable[[str], bool] = lambda _name: False
+        self.dies_at_write: Callable[[str], str] = lambda _name: ""
+        """What the schedule does to a write: nothing, or the process dies before it, or in it."""
+        self.finds_damage: Callable[[str], bool] = lambda _name: False
+        self.now_ms = 0
+        """Wall time at the start; the worker's clock does not follow a clock that is set while it runs."""
+        self.fingerprint = b""
         self.tasks: Tasks
         self._feeding: tuple[TopicPartition, ...] = ()
         self._most_records = 1
@@ -250,7 +273,7 @@ class Process:
         self.loop.within(lambda: self._begin(build))
 
     def _begin(self, build: Callable[[TopicPartition], Task]) -> None:
-        self.tasks = Tasks(build, lambda _partition: None, commit_interval_ms=COMMIT_INTERVAL_MS)
+        self.tasks = Tasks(build, lambda feeding: self.disks[feeding].wipe(), commit_interval_ms=COMMIT_INTERVAL_MS)
         self.tasks.connect(self._ready, lambda: self._spawn(self._rejoin()))
         self.tasks.open(self._feeding)
 
@@ -321,11 +344,19 @@ class Process:
         if not self.dead:
             self.parked.append(Parked("Timer", "timer", lambda: self.loop.due(handle), future, enabled=enabled))
 
-    def disk_write(self, name: str) -> None:
-        """Die here if the schedule says so; the write is then not done."""
-        if self.dead or self.dies_at_write(name):
+    def disk_write(self, name: str, torn: Callable[[], None] = lambda: None) -> None:
+        """Die here if the schedule says so; the write is then not done, or ``torn`` is done in its place."""
+        fate = "" if self.dead else self.dies_at_write(name)
+        if self.dead or fate:
+            if fate == "torn":
+                torn()
             self.loop.dead = True
             raise Killed
+
+    def disk_read(self, name: str) -> None:
+        """Find damage here if the schedule says so."""
+        if not self.dead and self.finds_damage(name):
+            raise TaskCorrupted(f"a checksum does not fit at {name}")
 
     def answer(self, call: Parked, value: Any) -> None:
         if not call.future.done():

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import random
+from typing import get_args
 
 from dedup.core.window import Window
 from tests.simulation.scenario import Bounds, Fault, Input, Scenario
 
-KINDS: tuple[Fault, ...] = ("crash", "wipe", "stale", "lost", "late", "again", "markers", "expire", "rebalance")
+KINDS: tuple[Fault, ...] = get_args(Fault)
 NAMES = ("a", "b", "c", "d")
 
 

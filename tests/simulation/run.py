@@ -6,22 +6,28 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 
+from dedup.errors import StateIncompatible
 from dedup.session.record_batch import fill
 from dedup.session.wire import TopicPartition
 from tests.simulation.choice import Chooser, Healthy
 from tests.simulation.oracle import Violation
 from tests.simulation.process import Disk, MemoryDisk, Parked, Process
-from tests.simulation.scenario import CHANGELOG, NOW_MS, Bounds, Builder, Fault, Scenario
+from tests.simulation.scenario import CHANGELOG, FINGERPRINT, GROWN, NOW_MS, Bounds, Builder, Fault, Scenario
 from tests.simulation.variants import Variant
 from tests.simulation.watcher import Watcher
 
 MOST_STEPS = 1_000
 MOST_REBALANCES = 3
+MOST_PAUSES = 8
+"""A worker that only asks again and again lets the other one go on: no scheduler is unfair for ever."""
+DAY_MS = 86_400_000
 SEEDER = "t.seed"
 READS = frozenset({"OffsetFetch", "ListOffsets", "Fetch"})
 LOCAL = frozenset({"Poll", "Timer"})
 ENDS = frozenset({"EndTxn", "InitProducerId"})
 REBALANCES = ("rebalance, old owner goes on", "rebalance, old owner drains")
+CLOCKS = ("crash, clock a day ahead", "crash, clock a day back")
+GROWS = "source grows"
 
 
 WRITES_WAYS: Mapping[Fault, tuple[str, ...]] = {
@@ -35,6 +41,8 @@ WRITES_WAYS: Mapping[Fault, tuple[str, ...]] = {
 }
 READS_WAYS: Mapping[Fault, tuple[str, ...]] = {"crash": ("crash before",), "lost": ("not done, answer lost",)}
 LOCAL_WAYS: Mapping[Fault, tuple[str, ...]] = {"crash": ("crash before",), "rebalance": REBALANCES}
+SETTLED_WAYS: Mapping[Fault, tuple[str, ...]] = {"clock": CLOCKS, "grow": (GROWS,)}
+"""What may happen once a transaction is committed: before, a clock a day back makes dead letters of all, rightly."""
 
 
 @lru_cache(maxsize=1_000)
@@ -81,6 +89,11 @@ class Run:
         """Requests whose sender no longer waits for them; they may still arrive."""
         self._watcher = Watcher(scenario, self.cluster)
         self._old_offsets: dict[tuple[str, TopicPartition], int] = {}
+        self._pauses = 0
+        self._wall_ms = NOW_MS
+        self._grown = False
+        """The source has more partitions now, to which IDs may have moved: every later start must be refused."""
+        self._refused = False
 
     def _new_disks(self) -> dict[TopicPartition, Disk]:
         return {self.scenario.judged_log: self.variant.disk()}
@@ -109,6 +122,9 @@ class Run:
                 worker.copies[feeding] = disk.copy()
         process = worker.process = Process(worker.number, worker.incarnations, self.cluster, worker.disks)
         process.dies_at_write = self._dies_at_write
+        process.finds_damage = self._damage_finder()
+        process.now_ms = self._wall_ms
+        process.fingerprint = GROWN if self._grown else FINGERPRINT
         self._old_offsets = dict(self.cluster.offsets)
         builder = Builder(self.scenario, self.variant, process)
         process.begin(self.scenario.feeding, builder.build, self.scenario.most_records)
@@ -128,7 +144,9 @@ class Run:
                     continue
                 return
             if self._current not in ready:
-                self._current = ready[0]
+                self._current, self._pauses = ready[0], 0
+            elif self._pauses > MOST_PAUSES and len(ready) > 1:
+                self._current, self._pauses = next(each for each in ready if each is not self._current), 0
             self.steps += 1
             if self.steps > MOST_STEPS:
                 self.violations.append(Violation("stuck", "the workers do not come to an end"))
@@ -144,6 +162,8 @@ class Run:
         process = worker.process
         if process is None:
             return
+        if not process.loop.ready:
+            return
         process.loop.run_until_idle()
         if process.dead:
             self._crashed(worker)
@@ -155,6 +175,10 @@ class Run:
             if call.writes:
                 self._network.append(call.effect)
         if process.failure is not None:
+            self._refused = self._grown and isinstance(process.failure, StateIncompatible)
+            if self._refused:
+                self._end_all()
+                return
             self.violations.append(Violation("stopped", repr(process.failure)))
         if process.loop.complaints:
             self.violations.append(Violation("stopped", "; ".join(process.loop.complaints)))
@@ -177,6 +201,8 @@ class Run:
         options = [f"{call.name} go"]
         if self._faults:
             options += ways(self.bounds.kinds, call.name, writes=call.writes, again=call.put_off is not None)
+            if call.name == "Poll" and self._settled():
+                options += [f"Poll {way}" for kind in self.bounds.kinds for way in SETTLED_WAYS.get(kind, ())]
         if self._network and self._deliveries:
             options.append(f"{call.name} deliver")
         if self._switches and self._other(worker) is not None:
@@ -204,8 +230,13 @@ class Run:
                 self._faults -= 1
                 self._fault(worker, call, fault)
 
+    def _settled(self) -> bool:
+        """Tell whether there is committed state."""
+        return not self._grown and bool(self.cluster.offsets) and not self.scenario.two_hops
+
     def _answer(self, worker: Worker, call: Parked) -> None:
         assert worker.process is not None
+        self._pauses = self._pauses + 1 if call.name == "pause" else self._pauses
         worker.process.parked.remove(call)
         worker.process.answer(call, call.effect())
 
@@ -241,6 +272,11 @@ class Run:
         match way:
             case "crash before":
                 pass
+            case "source grows":
+                self._grown = True
+                self._faults = self._switches = 0
+            case "crash, clock a day ahead" | "crash, clock a day back":
+                self._wall_ms += DAY_MS if way.endswith("ahead") else -DAY_MS
             case "crash, done late":
                 self._network.append(call.effect)
             case _:
@@ -271,13 +307,35 @@ class Run:
             case "kept":
                 pass
 
-    def _dies_at_write(self, name: str) -> bool:
-        options = ["disk go", f"disk crash before {name}"]
-        if not self._faults or "crash" not in self.bounds.kinds or not self.chooser.pick(options):
-            return False
-        self._faults -= 1
-        self.trace.append(f"{self.steps}: {options[1]}")
-        return True
+    def _dies_at_write(self, name: str) -> str:
+        """Return how the process dies at a write, if it does."""
+        options, fates = ["disk go"], [""]
+        if "crash" in self.bounds.kinds:
+            options.append(f"disk crash before {name}")
+            fates.append("before")
+        if "torn" in self.bounds.kinds and name == "apply":
+            options.append(f"disk crash in {name}")
+            fates.append("torn")
+        choice = self.chooser.pick(options) if self._faults and len(options) > 1 else 0
+        if choice:
+            self._faults -= 1
+            self.trace.append(f"{self.steps}: {options[choice]}")
+        return fates[choice]
+
+    def _damage_finder(self) -> Callable[[str], bool]:
+        """Return what tells a process of a damaged store; once a process: the second time it stops, as it should."""
+        left = [None]
+
+        def found(name: str) -> bool:
+            options = ["disk go", f"disk damaged at {name}"]
+            if not left or not self._faults or "damage" not in self.bounds.kinds or not self.chooser.pick(options):
+                return False
+            left.pop()
+            self._faults -= 1
+            self.trace.append(f"{self.steps}: {options[1]}")
+            return True
+
+        return found
 
     def _other(self, worker: Worker) -> Worker | None:
         """Return who could go on instead."""
@@ -287,6 +345,7 @@ class Run:
         return other if self._heads(other) else None
 
     def _switch(self, worker: Worker) -> None:
+        self._pauses = 0
         other = self._workers[1 - worker.number]
         if other.process is None:
             self._take_over(other)
@@ -315,6 +374,11 @@ class Run:
     def _finish(self) -> None:
         """No more faults: a last incarnation reads everything, and then all must agree."""
         fresh = self.scenario.last_incarnation or self._owner.process is None
+        if self._grown and not self._refused:
+            self.violations.append(Violation("wrong", "the worker goes on after its source grew"))
+            return
+        # Who refused has touched nothing: with the old partitions all goes on.
+        self._grown = False
         if fresh:
             self._end_all()
             self._lose_offsets()

@@ -24,11 +24,15 @@ from tests.simulation.oracle import Judged, new_model, too_large
 from tests.simulation.process import Process
 from tests.simulation.variants import Variant
 
-Fault = Literal["crash", "wipe", "stale", "lost", "late", "again", "markers", "expire", "rebalance"]
+Fault = Literal[
+    "crash", "wipe", "stale", "torn", "damage", "lost", "late", "again", "markers", "expire", "rebalance", "clock", "grow"
+]
 GROUP = "t"
 CHANGELOG = TopicPartition("t.changelog", 0)
 REPARTITION = TopicPartition("t.repartition", 0)
 FINGERPRINT = b"f" * 16
+GROWN = b"g" * 16
+"""The fingerprint once the source has more partitions: it is part of what the state was made with."""
 SKEW_MS = 1_000
 NOW_MS = 10_000_000
 EXTRACTOR: Extractor = compile_extractor(TrackingId(KeyRule(), ()), RecordTime(), fmt="bytes", fingerprint=False)
@@ -37,8 +41,11 @@ EXTRACTOR: Extractor = compile_extractor(TrackingId(KeyRule(), ()), RecordTime()
 class StoppedClock:
     """It is always the same time."""
 
+    def __init__(self, time_ms: int = NOW_MS) -> None:
+        self._time_ms = time_ms
+
     def now_ms(self) -> int:
-        return NOW_MS
+        return self._time_ms
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,12 +181,13 @@ class Builder:
             rules=scenario.rules,
             max_clock_skew_ms=SKEW_MS,
             start="earliest",
-            fingerprint=FINGERPRINT,
+            fingerprint=process.fingerprint,
             compression="none",
         )
         disk = process.disks[feeding]
         publisher = self._publisher()
-        return self._variant.judge(plan, self._wire, lambda: disk.open(process), publisher, StoppedClock(), numbers)
+        clock = StoppedClock(process.now_ms)
+        return self._variant.judge(plan, self._wire, lambda: disk.open(process), publisher, clock, numbers)
 
     def _publisher(self) -> Publisher:
         routes = Routes(

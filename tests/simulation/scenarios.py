@@ -7,15 +7,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import get_args
 
 from dedup.core.window import Window
 from tests.simulation.scenario import Bounds, Fault, Scenario
 
 PLAIN = (("a", 0), ("b", 1), ("a", 2), ("c", 3), ("b", 4))
 PROBES = (("a", 3), ("b", 5), ("c", 6), ("d", 7))
-ALL_FAULTS: tuple[Fault, ...] = ("crash", "wipe", "stale", "lost", "late", "again", "markers", "expire")
+ALL_FAULTS: tuple[Fault, ...] = tuple(kind for kind in get_args(Fault) if kind != "rebalance")
 
 CRASHES = Scenario("killed", PLAIN, Bounds(1, ("crash",)), probes=PROBES)
+DAMAGED = Scenario("a damaged disk", PLAIN, Bounds(2, ("torn", "damage", "stale")), probes=PROBES)
+CLOCKS = Scenario("the clock a day off", PLAIN, Bounds(2, ("clock", "crash")), probes=PROBES, lazy_feed=True)
+GROWTH = Scenario("the source grows", PLAIN, Bounds(2, ("grow", "crash")), probes=PROBES, lazy_feed=True)
 CRASHES_TWICE = Scenario("killed twice", PLAIN[:3], Bounds(2, ("crash",)), probes=PROBES)
 ANSWERS = Scenario("any fault", PLAIN, Bounds(1, ALL_FAULTS, deliveries=1), probes=PROBES)
 REORDERED = Scenario("answers out of order", PLAIN, Bounds(0, (), reorders=1), probes=PROBES, most_records=1)
@@ -65,6 +69,9 @@ TWO_HOPS = Scenario("two hops", PLAIN[:3], Bounds(1, ("crash", "late", "rebalanc
 
 ENUMERATED = (
     CRASHES,
+    DAMAGED,
+    CLOCKS,
+    GROWTH,
     CRASHES_TWICE,
     ANSWERS,
     REORDERED,
@@ -85,6 +92,8 @@ ENUMERATED = (
 
 _WIDER: Mapping[Scenario, Bounds] = {
     CRASHES: Bounds(2, ("crash",)),
+    DAMAGED: Bounds(3, ("crash", "torn", "damage", "stale")),
+    CLOCKS: Bounds(2, ("clock", "crash", "lost")),
     ANSWERS: Bounds(1, ALL_FAULTS, reorders=1, deliveries=1),
     EXPIRY: Bounds(2, ("crash",)),
     REFUSED: Bounds(1, ("crash", "lost", "late"), reorders=1, deliveries=1),

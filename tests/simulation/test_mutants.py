@@ -23,6 +23,9 @@ SHOWN_BY = {
     "expiry by an unapplied stream time": of.EXPIRY,
     "EndTxn sent twice in an epoch": of.DELAYED,
     "no answer to EndTxn is a success": of.ANSWERS,
+    "a damaged block read as the end": of.DAMAGED,
+    "future by the wall clock alone": of.CLOCKS,
+    "state of other partition counts taken over": of.GROWTH,
     "sequence numbers kept over an epoch": of.REFUSED,
 }
 

@@ -9,7 +9,7 @@ from typing import Any
 from dedup.core.fold import Outcome, Rows
 from dedup.core.stream_time import StreamTime
 from dedup.core.window import BEFORE_ALL_TIME
-from dedup.errors import CommitUnknown, RecordRefused
+from dedup.errors import CommitUnknown, RecordRefused, TaskCorrupted
 from dedup.session.transaction import Session
 from dedup.session.wire import LogBounds, NoAnswer, Produced, ProducerIdentity, RecordBatch, TopicPartition, Wire
 from dedup.store.base import Store, TaskRecord, Writes
@@ -173,6 +173,39 @@ class StreamTimeApart(Judge):
         return start
 
 
+class WallClockAlone(Judge):
+    """A time is in the future by the wall clock alone, whatever stream time has come to."""
+
+    def judge(self, batch: FeedBatch, refusals: Refusals) -> Judged:
+        applied, self._applied = self._applied, StreamTime(BEFORE_ALL_TIME, self._applied.feeds)
+        try:
+            return super().judge(batch, refusals)
+        finally:
+            self._applied = applied
+
+
+class AnyFingerprint(Judge):
+    """State made with other partition counts is taken as it is."""
+
+    def _refuse_other_fingerprint(self, record: TaskRecord) -> None:
+        pass
+
+
+class BlindStore(DiskStore):
+    def get_each(self, segments: Sequence[int], ids: Sequence[bytes]) -> dict[int, dict[bytes, bytes]]:
+        try:
+            return super().get_each(segments, ids)
+        except TaskCorrupted:
+            return {}
+
+
+class BlindDisk(MemoryDisk):
+    """What an iterator of RocksDB does that is not asked for its status: a damaged block reads as the end."""
+
+    def open(self, process: Process) -> Store:
+        return BlindStore(self.kept, process)
+
+
 class UnappliedExpiry(Judge):
     """Segments are dropped by the stream time of a transaction that may yet abort."""
 
@@ -274,5 +307,8 @@ MUTANTS = (
     Variant("expiry by an unapplied stream time", judge=UnappliedExpiry),
     Variant("EndTxn sent twice in an epoch", wire=_delegating(EndTwice)),
     Variant("no answer to EndTxn is a success", session=HopefulCommit),
+    Variant("a damaged block read as the end", disk=BlindDisk),
+    Variant("future by the wall clock alone", judge=WallClockAlone),
+    Variant("state of other partition counts taken over", judge=AnyFingerprint),
     Variant("sequence numbers kept over an epoch", session=StaleSequences),
 )
