@@ -101,7 +101,7 @@ def decode(value: bytes) -> JsonValue:
         text = value.decode()
     except UnicodeDecodeError as error:
         raise Unreadable("not_utf8", f"the value is not UTF-8 (byte {error.start})") from None
-    if len(text) > 2 * MAX_DEPTH and _depth(text) > MAX_DEPTH:
+    if len(text) > MAX_DEPTH and _depth(text) > MAX_DEPTH:
         raise Unreadable("too_deep", f"the value is nested more than {MAX_DEPTH} deep")
     # Not json.loads: it guesses encodings. Not DecoderError's text: it would carry the payload's shape at length.
     stripped = text.strip(_BLANK)
