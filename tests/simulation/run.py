@@ -16,7 +16,7 @@ from tests.simulation.scenario import CHANGELOG, FINGERPRINT, GROWN, NOW_MS, Bou
 from tests.simulation.variants import Variant
 from tests.simulation.watcher import Watcher
 
-MOST_STEPS = 1_000
+MOST_STEPS = 4_000
 MOST_REBALANCES = 3
 MOST_PAUSES = 8
 """A worker that only asks again and again lets the other one go on: no scheduler is unfair for ever."""
@@ -273,8 +273,11 @@ class Run:
             case "crash before":
                 pass
             case "source grows":
+                # Every worker of the group sees it, and stops; the next start is one that must refuse.
                 self._grown = True
                 self._faults = self._switches = 0
+                self._owner = worker
+                self._end(self._workers[1 - worker.number])
             case "crash, clock a day ahead" | "crash, clock a day back":
                 self._wall_ms += DAY_MS if way.endswith("ahead") else -DAY_MS
             case "crash, done late":
@@ -401,6 +404,9 @@ class Run:
 
     def _end_all(self) -> None:
         for worker in self._workers:
-            if worker.process is not None:
-                worker.process.bury()
-                worker.process = None
+            self._end(worker)
+
+    def _end(self, worker: Worker) -> None:
+        if worker.process is not None:
+            worker.process.bury()
+            worker.process = None
