@@ -27,6 +27,7 @@ from aiokafka.protocol.transaction import (
 )
 
 from dedup.errors import BrokerUnavailable, StateIncompatible
+from dedup.session.diagnose import diagnose, most_telling
 from dedup.session.fetch import columns_of, data_of
 from dedup.session.stable_offsets import StableOffset
 from dedup.session.wire import (
@@ -66,17 +67,25 @@ class KafkaWire:
         self._coordinators: dict[tuple[int, str], int] = {}
 
     async def start(self) -> None:
-        """Connect; raises BrokerUnavailable when no broker answers within the connection's patience."""
+        """Connect; raises BrokerUnavailable when no broker answers within the connection's patience.
+
+        At once where waiting cures nothing: a wrong password, a certificate that is not trusted.
+        """
         client = AIOKafkaClient(**self.connection.client_options())
         deadline = asyncio.get_running_loop().time() + self.connection.patience_ms / 1000
         while True:
             try:
                 await client.bootstrap()
             except kafka_errors.KafkaConnectionError as error:
+                found = most_telling(await diagnose(self.connection))
+                if found is not None and not found.passing:
+                    await client.close()
+                    raise BrokerUnavailable(f"{found.sentence}.") from error
                 if asyncio.get_running_loop().time() >= deadline:
                     await client.close()
                     text = (
-                        f"no broker answers at {', '.join(self.connection.brokers)} ({error}). "
+                        f"no broker answers at {', '.join(self.connection.brokers)} "
+                        f"({error if found is None else found.sentence}). "
                         f"Start one (`dedup broker`), or correct `brokers` in the config."
                     )
                     raise BrokerUnavailable(text) from error

@@ -6,11 +6,24 @@ import ssl
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
+from aiokafka.abc import AbstractTokenProvider
+
 if TYPE_CHECKING:
-    from dedup.settings import Security, Settings
+    from dedup.settings import Secret, Security, Settings
 
 REQUEST_TIMEOUT_MS: Final = 10_000
 PATIENCE_MS: Final = 30_000
+
+
+class _Token(AbstractTokenProvider):  # type: ignore[misc]  # untyped base
+    """The token of the settings, for every connection."""
+
+    def __init__(self, secret: Secret) -> None:
+        self._secret: Final = secret
+
+    async def token(self) -> str:
+        """Return it."""
+        return self._secret.reveal()
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +49,9 @@ class Connection:
             options["ssl_context"] = self._tls()
         if self.security.protocol.startswith("SASL"):
             options["sasl_mechanism"] = self.security.mechanism
+        if self.security.mechanism == "OAUTHBEARER" and self.security.password is not None:
+            options["sasl_oauth_token_provider"] = _Token(self.security.password)
+        elif self.security.protocol.startswith("SASL"):
             options["sasl_plain_username"] = self.security.username
             options["sasl_plain_password"] = self.security.password.reveal() if self.security.password else None
         return options
