@@ -145,13 +145,22 @@ class Run:
                 return
             if self._current not in ready:
                 self._current, self._pauses = ready[0], 0
-            elif self._pauses > MOST_PAUSES and len(ready) > 1:
-                self._current, self._pauses = next(each for each in ready if each is not self._current), 0
+            elif self._pauses > MOST_PAUSES:
+                self._wait_no_longer(ready)
             self.steps += 1
             if self.steps > MOST_STEPS:
                 self.violations.append(Violation("stuck", "the workers do not come to an end"))
                 return
             self._step(self._current, heads[self._current.number])
+
+    def _wait_no_longer(self, ready: list[Worker]) -> None:
+        """Let the other worker go on, or the coordinator: its markers are written, its time-outs end what is open."""
+        self._pauses = 0
+        others = [worker for worker in ready if worker is not self._current]
+        if others:
+            self._current = others[0]
+        else:
+            self.cluster.time_passes()
 
     def _waits(self) -> bool:
         """Tell whether somebody can not read on because of an open transaction."""
