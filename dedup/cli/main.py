@@ -21,6 +21,8 @@ COMMANDS: Final = (
     "dedup.cli.broker",
     "dedup.cli.bench",
     "dedup.cli.spark",
+    "dedup.cli.ingest",
+    "dedup.cli.sink",
 )
 """Each has `register(app)`, and imports what its commands need when they run: `--help` must be quick."""
 

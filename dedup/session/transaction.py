@@ -74,10 +74,13 @@ def _weight(code: int) -> int:
 class Session:
     """The transactions of one transactional id, one epoch at a time."""
 
-    def __init__(self, wire: Wire, transactional_id: str, group: str, *, timeout_ms: int, deadline_ms: int) -> None:
+    def __init__(
+        self, wire: Wire, transactional_id: str, group: str | None, *, timeout_ms: int, deadline_ms: int
+    ) -> None:
         self.transactional_id: Final = transactional_id
         self._wire: Final = wire
         self._group: Final = group
+        """Whose offsets are part of the transactions; None for a writer that reads no topic."""
         self._timeout_ms: Final = timeout_ms
         self._deadline_ms: Final = deadline_ms
         self._identity = ProducerIdentity(-1, -1)
@@ -181,8 +184,12 @@ class Session:
         crashpoints.reached("after_begin")
 
     async def _announce_group(self) -> None:
+        group = self._group
+        if group is None:
+            self._group_announced = True
+            return
         await self._once(
-            "AddOffsetsToTxn", lambda: self._wire.add_offsets(self.transactional_id, self._identity, self._group)
+            "AddOffsetsToTxn", lambda: self._wire.add_offsets(self.transactional_id, self._identity, group)
         )
         self._group_announced = True
         crashpoints.reached("after_group")
@@ -242,9 +249,14 @@ class Session:
         return ends
 
     async def _commit_offsets(self, offsets: Mapping[TopicPartition, int]) -> None:
+        group = self._group
+        if group is None:
+            if offsets:
+                raise InvariantBroken(f"{self.transactional_id}: offsets were to be committed, but to no group.")
+            return
         await self._once(
             "TxnOffsetCommit",
-            lambda: self._wire.commit_offsets(self.transactional_id, self._identity, self._group, offsets),
+            lambda: self._wire.commit_offsets(self.transactional_id, self._identity, group, offsets),
         )
 
     async def drop(self) -> None:

@@ -5,22 +5,29 @@ Descriptions are shown by editors while someone writes a file.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Final, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, WithJsonSchema
 
-from dedup.core.event_time import TimeUnit, rfc3339_ms
-from dedup.core.paths import parse_path
+from dedup.core.event_time import rfc3339_ms
 from dedup.core.tracking_id import Normalizing
 from dedup.quantities import DURATION_PATTERN, SIZE_PATTERN, parse_duration, parse_size
+from dedup.topology.edge_file import SinkFile
+from dedup.topology.shapes import (
+    NAME,
+    TOPIC,
+    FieldPath,
+    FieldTimeFile,
+    Keys,
+    field_paths,
+    name_text,
+    topic_text,
+    version_text,
+)
 
-_NAME: Final = re.compile(r"[a-z0-9][a-z0-9-]{0,99}")
-_TOPIC: Final = re.compile(r"[a-zA-Z0-9._-]{1,249}")
 _HEADER_CHARS: Final = 1_000
 _MOST_STANDBYS: Final = 10
-VERSION: Final = 1
 
 
 def _no_number(value: Any) -> Any:  # noqa: ANN401 - whatever stands in the file
@@ -45,25 +52,8 @@ def _size(text: str) -> str:
     return text
 
 
-def _path(text: str) -> str:
-    parse_path(text)
-    return text
-
-
-def _name(text: str) -> str:
-    if _NAME.fullmatch(text) is None:
-        raise ValueError(f'"{text}" is no name; use a-z, 0-9 and "-", at most 100 characters, a letter or digit first')
-    return text
-
-
-def _topic(text: str) -> str:
-    if _TOPIC.fullmatch(text) is None or text in {".", ".."}:
-        raise ValueError(f'"{text}" is no topic name; Kafka takes 1 to 249 of a-z A-Z 0-9 "." "_" "-"')
-    return text
-
-
 def _late(text: str) -> str:
-    return text if text in {"forward", "drop"} else _topic(text)
+    return text if text in {"forward", "drop"} else topic_text(text)
 
 
 def _header(text: str) -> str:
@@ -84,12 +74,6 @@ def _standbys(number: int) -> int:
     return number
 
 
-def _version(number: Any) -> Any:  # noqa: ANN401 - whatever stands in the file
-    if number != VERSION or isinstance(number, bool):
-        raise ValueError(f'"{number}" is not a version this program reads; write {VERSION}')
-    return number
-
-
 def _format(text: Any) -> Any:  # noqa: ANN401 - whatever stands in the file
     if isinstance(text, str) and text.lower() in {"avro", "protobuf", "json_schema", "json-schema"}:
         raise ValueError(f'"{text}" is not supported; use json, or bytes with the ID in the key or a header')
@@ -100,16 +84,6 @@ def _rule_true(value: Any) -> Any:  # noqa: ANN401 - whatever stands in the file
     if value is not True:
         raise ValueError("takes true only; leave it out to use another rule")
     return value
-
-
-def _fields(paths: list[str]) -> list[str]:
-    if not paths:
-        raise ValueError("is an empty list; name at least one path")
-    parsed = [parse_path(path) for path in paths]
-    for at, path in enumerate(parsed):
-        if path in parsed[:at]:
-            raise ValueError(f'"{paths[at]}" is listed twice')
-    return paths
 
 
 def _topics(topics: list[str]) -> list[str]:
@@ -131,17 +105,10 @@ PositiveDuration = Annotated[
     str, BeforeValidator(_no_number), AfterValidator(_positive_duration), _text(DURATION_PATTERN)
 ]
 Size = Annotated[str, BeforeValidator(_no_number), AfterValidator(_size), _text(SIZE_PATTERN)]
-FieldPath = Annotated[str, AfterValidator(_path)]
-Topic = Annotated[str, AfterValidator(_topic), _text(f"^{_TOPIC.pattern}$")]
+Topic = Annotated[str, AfterValidator(topic_text), _text(f"^{TOPIC.pattern}$")]
 
 
-class _Keys(BaseModel):
-    """A mapping that refuses keys it does not know and values that are nearly right."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
-
-
-class SourceFile(_Keys):
+class SourceFile(Keys):
     """Where records come from."""
 
     topics: Annotated[list[Topic], AfterValidator(_topics)] = Field(
@@ -161,13 +128,13 @@ class SourceFile(_Keys):
     )
 
 
-class ContentFile(_Keys):
+class ContentFile(Keys):
     """The canonical content of the JSON value is the ID."""
 
     exclude: list[FieldPath] = Field(description="Members that change with every send.")
 
 
-class TrackingIdFile(_Keys):
+class TrackingIdFile(Keys):
     """What identifies the logical event: exactly one of key, header, field, fields, content."""
 
     model_config = ConfigDict(
@@ -183,7 +150,7 @@ class TrackingIdFile(_Keys):
     field: FieldPath | None = Field(
         default=None, description='A member of the JSON value: order.id, items[0].id, a["b.c"].'
     )
-    fields: Annotated[list[FieldPath], AfterValidator(_fields)] | None = Field(
+    fields: Annotated[list[FieldPath], AfterValidator(field_paths)] | None = Field(
         default=None, description="Several members together, in this order; the tenant first."
     )
     content: (
@@ -207,21 +174,14 @@ class TrackingIdFile(_Keys):
     )
 
 
-class FieldTimeFile(_Keys):
-    """The event time is a member of the JSON value."""
-
-    field: FieldPath = Field(description="Where it stands.")
-    unit: TimeUnit = Field(description="rfc3339 text, or a number of seconds, milliseconds or microseconds.")
-
-
-class OutputFile(_Keys):
+class OutputFile(Keys):
     """Where unique records go."""
 
     topic: Topic = Field(description="Key, value, headers and timestamp stay as they were.")
     headers: bool = Field(default=False, description="Adds the header dedup-source.")
 
 
-class ConflictsFile(_Keys):
+class ConflictsFile(Keys):
     """Duplicates whose payload differs."""
 
     topic: Topic | None = Field(default=None, description="Where they go; without it they are counted only.")
@@ -230,7 +190,7 @@ class ConflictsFile(_Keys):
     )
 
 
-class StateFile(_Keys):
+class StateFile(Keys):
     """How state is kept."""
 
     standby_replicas: Annotated[int, AfterValidator(_standbys)] = Field(
@@ -241,11 +201,11 @@ class StateFile(_Keys):
     )
 
 
-class TopologyFile(_Keys):
+class TopologyFile(Keys):
     """One deduplication job."""
 
-    dedup: Annotated[Literal[1], BeforeValidator(_version)] = Field(description="Version of this format.")
-    name: Annotated[str, AfterValidator(_name), _text(f"^{_NAME.pattern}$")] = Field(
+    dedup: Annotated[Literal[1], BeforeValidator(version_text)] = Field(description="Version of this format.")
+    name: Annotated[str, AfterValidator(name_text), _text(f"^{NAME.pattern}$")] = Field(
         description="Consumer group, and prefix of transactional ids and topics."
     )
     source: SourceFile = Field(description="Where records come from.")
@@ -285,6 +245,7 @@ class TopologyFile(_Keys):
     )
     dead_letter: Topic | None = Field(default=None, description="Default: <output topic>.dead-letter.")
     state: StateFile = Field(default=StateFile(), description="How state is kept.")
+    sink: SinkFile | None = Field(default=None, description="The table that `dedup sink` fills from the output.")
 
 
 def _keys(model: type[BaseModel]) -> tuple[str, ...]:
@@ -300,5 +261,6 @@ FIELDS: Final[Mapping[str, tuple[str, ...]]] = {
     "output": _keys(OutputFile),
     "conflicts": _keys(ConflictsFile),
     "state": _keys(StateFile),
+    "sink": _keys(SinkFile),
 }
 """The keys of each mapping, for did-you-mean."""

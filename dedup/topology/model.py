@@ -85,6 +85,33 @@ class StateSpec:
     """The worker stops, with nothing lost, before a partition's state grows beyond; None: no bound."""
 
 
+SinkType = Literal["text", "integer", "number", "boolean", "time", "json"]
+
+
+@dataclass(frozen=True, slots=True)
+class SinkColumn:
+    """A column of a sink's table: where its value stands, and what it must be."""
+
+    name: str
+    path: Path
+    type: SinkType
+
+
+@dataclass(frozen=True, slots=True)
+class SinkSpec:
+    """The table with one row per tracking ID that `dedup sink` fills."""
+
+    url: str
+    """As written: a reference such as ``${env:DATABASE_URL}`` is resolved where it is used."""
+    table: str
+    columns: tuple[SinkColumn, ...]
+    """Empty: the record's key and value, as bytes."""
+    topic: str
+    append: bool
+    """An ID forwarded again after its guard period makes another row, told apart by its event time."""
+    dead_letter: str
+
+
 @dataclass(frozen=True)
 class Topology:
     """One deduplication job."""
@@ -108,6 +135,7 @@ class Topology:
     """Members left out when payloads are compared."""
     on_conflict: OnConflict = OnConflict.DUPLICATE
     state: StateSpec = StateSpec()
+    sink: SinkSpec | None = None
 
     @property
     def direct(self) -> bool:

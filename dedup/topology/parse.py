@@ -24,9 +24,11 @@ from dedup.core.window import Window
 from dedup.document import in_order, read, told
 from dedup.errors import Problem, TopologyError
 from dedup.quantities import parse_duration, parse_size
-from dedup.topology.file import FIELDS, ConflictsFile, FieldTimeFile, TopologyFile, TrackingIdFile
+from dedup.topology.file import FIELDS, ConflictsFile, TopologyFile, TrackingIdFile
 from dedup.topology.model import Late, LateDrop, LateForward, LateTo, Output, SourceSpec, Start, StateSpec, Topology
 from dedup.topology.sense import contradictions
+from dedup.topology.shapes import FieldTimeFile
+from dedup.topology.sink import sink_spec
 
 _EXTENSIONS_OF_GUARD: Final = 7
 
@@ -94,6 +96,7 @@ def _topology(file: TopologyFile) -> Topology:
         fingerprint_exclude=tuple(map(parse_path, conflicts.exclude)),
         on_conflict=OnConflict(file.on_conflict),
         state=_state(file),
+        sink=None if file.sink is None else sink_spec(file.name, file.sink, output),
     )
 
 

@@ -1,0 +1,52 @@
+"""What a source hands over: records to be, dead letters, and where it stands after them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class Dead:
+    """Something that can be no record."""
+
+    place: str
+    """Where it stands in the source."""
+    code: str
+    detail: str
+    value: bytes | None
+    """None where it is too large; then ``detail`` has length and digest."""
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """Records of one part of the source, in its order."""
+
+    part: str
+    """Records without a tracking ID of their own keep their order by going to one partition, this part's."""
+    values: list[bytes]
+    places: list[str]
+    """Of each record: unique in the source for ever, the same whenever it is read."""
+    positions: Mapping[str, bytes | None]
+    """What `restore` is to get when all of this is committed."""
+    dead: list[Dead] = field(default_factory=list)
+
+
+class Source(Protocol):
+    """Files or a table. Blocking; used from one thread at a time."""
+
+    def restore(self, positions: Mapping[str, bytes]) -> None:
+        """Go on from committed positions: what was polled and not committed is polled again."""
+
+    def poll(self) -> Found | None:
+        """Return what comes next; None where nothing has come since.
+
+        Raises AuthorMistake or StateIncompatible where the source can not be read without a loss.
+        """
+
+    def waiting(self) -> list[str]:
+        """Say what is there and can not be read yet."""
+
+    def close(self) -> None:
+        """Let go of files and connections."""
