@@ -113,6 +113,8 @@ async def _named(connection: Connection, host: str, port: int, error: BaseExcept
             return Trouble.NO_SASL, ""
         case ConnectionRefusedError() | ConnectionAbortedError():
             return Trouble.UNREACHABLE, " (connection refused)"
+        case _:
+            pass  # it says too little: the probes below ask on
     if connection.security.protocol.endswith("SSL"):
         return await _of_tls(connection, host, port)
     if await _handshake(host, port, _trusting_all()) is None:
@@ -133,6 +135,8 @@ async def _of_tls(connection: Connection, host: str, port: int) -> tuple[Trouble
             return Trouble.CLIENT_CERTIFICATE, ""
         case ssl.SSLCertVerificationError():
             return _of_certificate(failed), f" ({failed.verify_message})"
+        case _:
+            pass
     if await _answers(host, port, None):
         return Trouble.TLS_TO_PLAINTEXT, ""
     if isinstance(failed, ssl.SSLError) and "ALERT" in str(failed.reason) and "CERTIFICATE" in str(failed.reason):

@@ -11,12 +11,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
-import uvloop
-
 from dedup.errors import BrokerUnavailable, DedupError, StateIncompatible
 from dedup.session.admin import Admin
 from dedup.session.client import KafkaWire
 from dedup.session.connection import Connection
+from dedup.session.loop import Loop
 from dedup.session.wire import TopicPartition
 from dedup.store.directory import own_state
 from dedup.worker.app import DedupApp, create_app
@@ -171,5 +170,5 @@ def _refuse_growth(app: DedupApp, cluster: Cluster) -> None:
 
 def main_loop(topology: Topology, settings: Settings, options: RunOptions) -> DedupApp:
     """Run a worker in an event loop of its own."""
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+    with asyncio.Runner(loop_factory=Loop) as runner:
         return runner.run(run_worker(topology, settings, options))
