@@ -7,18 +7,22 @@ from __future__ import annotations
 
 import asyncio
 import os
+import resource
 import signal
 import sys
+import time
 from collections.abc import Callable
 from typing import Any
 
 from aiokafka.consumer.group_coordinator import GroupCoordinator
 
+from dedup import crashpoints
 from dedup.cli.main import main as dedup
 from dedup.errors import TaskCorrupted
 from dedup.session.client import KafkaWire
 from dedup.session.connection import Connection
 from dedup.session.wire import NoAnswer
+from dedup.store.rocks import RocksStore
 from dedup.worker import transport
 from dedup.worker.app import DedupApp
 from dedup.worker.judge import Judge
@@ -235,6 +239,92 @@ def no_group_coordinator(_number: int) -> None:
     KafkaWire.committed_offset = silent  # type: ignore[method-assign]
 
 
+def freeze_at_point(number: int) -> None:
+    """SIGSTOP at a crash point: ``number`` is 100 * its place among the points + which passing of it."""
+    point, passing = crashpoints.POINTS[number // 100], number % 100
+    left = passing
+
+    def freezing(reached: str) -> None:
+        nonlocal left
+        if reached == point:
+            left -= 1
+            if left == 0:
+                os.kill(os.getpid(), signal.SIGSTOP)
+
+    crashpoints.reached = freezing
+
+
+def end_arrives_late(number: int) -> None:
+    """The n-th EndTxn gets no answer, and reaches the broker in the middle of the id's next transaction."""
+    end_transaction = KafkaWire.end_transaction
+    held: dict[str, Any] = {}
+    seen = 0
+
+    async def late(self: KafkaWire, transactional_id: str, identity: Any, *, commit: bool) -> int:
+        nonlocal seen
+        seen += 1
+        if seen == number:
+            held[transactional_id] = identity
+            raise NoAnswer("EndTxn is still on its way")
+        if transactional_id in held:
+            code = await end_transaction(self, transactional_id, held.pop(transactional_id), commit=True)
+            sys.stderr.write(f"the late EndTxn was answered {code}\n")
+            sys.stderr.flush()
+        return await end_transaction(self, transactional_id, identity, commit=commit)
+
+    KafkaWire.end_transaction = late  # type: ignore[method-assign]
+
+
+def clock_ahead(by_s: int) -> None:
+    """The wall clock is wrong by so much from the start."""
+    right = time.time
+    time.time = lambda: right() + by_s
+
+
+def clock_jumps(by_s: int) -> None:
+    """The wall clock jumps with every batch: ahead, right, behind, right."""
+    right = time.time
+    process = Task.process
+    seen = 0
+
+    async def jumping(self: Task, batch: Any) -> None:
+        nonlocal seen
+        seen += 1
+        await process(self, batch)
+
+    time.time = lambda: right() + by_s * (0, 1, 0, -1)[seen % 4]
+    Task.process = jumping  # type: ignore[method-assign]
+
+
+def no_file_beyond(limit_bytes: int) -> None:
+    """No file grows beyond so many bytes, as on a full disk."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, limit_bytes))
+
+
+def as_user(number: int) -> None:
+    """The worker is this user, not root."""
+    if os.geteuid() == 0:
+        os.setgroups([])
+        os.setgid(number)
+        os.setuid(number)
+
+
+def one_segment_flushed(number: int) -> None:
+    """SIGKILL after the n-th apply, with the oldest of several segments in a file and the others only in the log."""
+    apply = RocksStore.apply
+    seen = 0
+
+    def flushing(self: RocksStore, writes: Any, record: Any, position: int) -> None:
+        nonlocal seen
+        apply(self, writes, record, position)
+        seen += len(self._segments) > 1
+        if seen == number:
+            self._segments[min(self._segments)].family.flush()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    RocksStore.apply = flushing  # type: ignore[method-assign]
+
+
 ACCIDENTS: dict[str, Callable[[int], None]] = {
     accident.__name__: accident
     for accident in (
@@ -252,6 +342,13 @@ ACCIDENTS: dict[str, Callable[[int], None]] = {
         store_damaged,
         membership_dies,
         no_group_coordinator,
+        freeze_at_point,
+        end_arrives_late,
+        clock_ahead,
+        clock_jumps,
+        no_file_beyond,
+        as_user,
+        one_segment_flushed,
     )
 }
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from confluent_kafka import ConsumerGroupTopicPartitions, Message, Producer, TopicPartition
+from confluent_kafka import Consumer, Message, Producer, TopicPartition
 
 from dedup.local.leashed import Leashed
 from dedup.proof.report import Report
@@ -39,11 +39,12 @@ KEPT = {"retention.ms": "-1"}
 """The workload's event times are in 2023."""
 
 
-def until(condition: Callable[[], object], what: str, *, within_s: float = WITHIN_S) -> None:
+def until(condition: Callable[[], object], what: str | Callable[[], str], *, within_s: float = WITHIN_S) -> None:
     """The condition holds. Raises AssertionError with ``what`` if it does not come to."""
     deadline = time.monotonic() + within_s
     while not condition():
-        assert time.monotonic() < deadline, f"not within {within_s:.0f} s: {what}"
+        if time.monotonic() > deadline:
+            raise AssertionError(f"not within {within_s:.0f} s: {what if isinstance(what, str) else what()}")
         time.sleep(LOOK_S)
 
 
@@ -74,7 +75,7 @@ class Worker:
 
     def wait(self, within_s: float = WITHIN_S) -> int:
         """Return the exit code once it has ended by itself; 137 is SIGKILL."""
-        until(lambda: not self.running, f"{self.id} ends; its log:\n{self.log}", within_s=within_s)
+        until(lambda: not self.running, lambda: f"{self.id} ends; its log:\n{self.log}", within_s=within_s)
         code = self._process.exit_code
         assert code is not None
         return code
@@ -103,7 +104,7 @@ class Worker:
             assert found or not ended, f"{self.id} ended before {text!r}:\n{self.log}"
             return found
 
-        until(there, f"{text!r} in the log of {self.id}:\n{self.log}")
+        until(there, lambda: f"{text!r} in the log of {self.id}:\n{self.log}")
 
 
 @dataclass
@@ -145,6 +146,10 @@ class Job:
         self.config_file.write_text(json.dumps(settings | self.config), encoding="utf-8")
         self.producer = Producer({"bootstrap.servers": self.kafka.bootstrap, "enable.idempotence": True})
         self.settings: Settings = load_settings(self.config_file, [], {})
+        # Not the admin client: it ends the process with SIGSEGV when a coordinator is loading (librdkafka issue 5040).
+        # Read uncommitted, or it would wait while a transaction holds new offsets.
+        isolation = {"isolation.level": "read_uncommitted", "log_level": 0}
+        self._group = Consumer({"bootstrap.servers": self.kafka.bootstrap, "group.id": self.name, **isolation})
         for topic in self.topology.source.topics:
             self.admin.create_topic(topic, self.partitions, KEPT | self.source_config)
         if self.topology.output is not None:
@@ -243,8 +248,12 @@ class Job:
         environ: Mapping[str, str] | None = None,
         settings: Sequence[str] = (),
         state_of: str | None = None,
+        supervised: int = 1,
     ) -> Worker:
-        """Start a worker; ``state_of`` names another one whose state directory it shall use."""
+        """Start a worker; ``state_of`` names another one whose state directory it shall use.
+
+        ``supervised`` > 1 starts a supervisor of so many: end it by SIGTERM, or its workers outlive it.
+        """
         variables = dict(environ or {}) | ({"DEDUP_CRASH_AT": crash_at} if crash_at else {})
         unset = [part for name in os.environ if name.startswith("DEDUP_") for part in ("-u", name)]
         command = ["env", *unset, *(f"{name}={value}" for name, value in variables.items())]
@@ -252,6 +261,8 @@ class Job:
         command += ["--config", str(self.config_file), "--set", f"state_dir={self.state_dir(state_of or worker_id)}"]
         for setting in (f"worker_id={worker_id}", *settings):
             command += ["--set", setting]
+        if supervised > 1:
+            command += ["--workers", str(supervised)]
         if exit_when_done:
             command.append("--exit-when-done")
         worker = Worker(self, worker_id, command, self.directory / f"{worker_id}.log")
@@ -282,6 +293,7 @@ class Job:
         """No worker runs any more."""
         for worker in self.workers:
             worker.kill()
+        self._group.close()
 
     # Looking.
 
@@ -289,15 +301,16 @@ class Job:
         """Return the group's offsets of a feeding topic, 0 where there is none."""
         topic = topic or self.topology.feeding_topics[0]
         places = [TopicPartition(topic, partition) for partition in range(self.partitions)]
-        asked = self.admin.client.list_consumer_group_offsets([ConsumerGroupTopicPartitions(self.name, places)])
-        found = asked[self.name].result(timeout=30).topic_partitions
+        found = self._group.committed(places, timeout=30)
         return {place.partition: max(0, place.offset) for place in found}
 
     def until_done(self, *, within_s: float = WITHIN_S) -> None:
         """The group has committed everything sent to the source topics."""
-        until(self.all_committed, f"{self.name}: all committed; logs:\n{self.logs()}", within_s=within_s)
+        until(self.all_committed, lambda: f"{self.name}: all committed; logs:\n{self.logs()}", within_s=within_s)
         if not self.topology.direct:
-            until(self._second_hop_done, f"{self.name}: the second hop; logs:\n{self.logs()}", within_s=within_s)
+            until(
+                self._second_hop_done, lambda: f"{self.name}: the second hop; logs:\n{self.logs()}", within_s=within_s
+            )
 
     def all_committed(self) -> bool:
         """Tell whether the group's offsets are at the end of what was sent."""
@@ -326,7 +339,14 @@ class Job:
     def until_progress(self, records: int) -> None:
         """At least this many more records were committed than before."""
         begin = sum(self.committed().values())
-        until(lambda: sum(self.committed().values()) >= begin + records, f"progress; logs:\n{self.logs()}")
+        until(lambda: self._committed_or_ended() >= begin + records, lambda: f"progress; logs:\n{self.logs()}")
+
+    def _committed_or_ended(self) -> int:
+        """Count what the group has committed; raises AssertionError when no worker is left that could commit more."""
+        some = any(worker.running for worker in self.workers)
+        found = sum(self.committed().values())
+        assert some, self.logs()
+        return found
 
     def read(self, topic: str) -> list[Message]:
         """Return what a committed reader finds in a topic, up to its end."""

@@ -86,7 +86,7 @@ def test_an_undamaged_store_is_as_it_was(tmp_path, healthy):
 
 
 @pytest.mark.parametrize("pattern", ["*.sst", "*.log", "MANIFEST-*", "CURRENT"])
-def test_damaged_files_never_make_a_hole(tmp_path, healthy, pattern):
+def test_f31_damaged_files_never_make_a_hole(tmp_path, healthy, pattern):
     outcomes = set()
     names = sorted(path.name for path in healthy.glob(pattern) if path.stat().st_size)
     assert names
@@ -108,7 +108,7 @@ def test_damaged_files_never_make_a_hole(tmp_path, healthy, pattern):
     assert outcomes & {"refused", "older"}, "no damage was noticed at all"
 
 
-def test_a_stale_copy_is_older_but_whole(tmp_path, healthy):
+def test_f03_a_stale_copy_is_older_but_whole(tmp_path, healthy):
     directory, copy = tmp_path / "0", tmp_path / "copy"
     shutil.copytree(healthy, directory)
     shutil.copytree(healthy, copy)

@@ -149,7 +149,7 @@ def test_position_task_record_and_keys_agree_after_every_kill(tmp_path):
     assert len(set(positions)) > KILLS // 2, "the runs were too short to show anything"
 
 
-def test_one_family_flushed_without_the_others_does_no_harm(tmp_path):
+def test_f40_one_family_flushed_without_the_others_does_no_harm(tmp_path):
     directory = tmp_path / "orders" / "0"
     killed(directory, "apart")
     store = RocksStore.open(directory, identity=IDENTITY, memory=memory())

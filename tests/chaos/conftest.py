@@ -1,0 +1,50 @@
+"""A rough broker for each module of this directory: it may be killed and frozen, and a proxy stands before it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+
+from dedup.local.kafka import EmbeddedKafka
+from dedup.local.proxy import FaultProxy
+from tests import brokers
+from tests.brokers import Admin, RunningKafka
+from tests.integration.conftest import job, make_job
+
+__all__ = ["job", "make_job"]
+
+
+@dataclass(frozen=True)
+class Rough:
+    """A broker and the network before it."""
+
+    kafka: EmbeddedKafka
+    proxy: FaultProxy
+
+    @property
+    def through_proxy(self) -> str:
+        """Where workers connect to that shall meet the proxy's faults."""
+        return self.kafka.proxied[0].bootstrap
+
+
+@pytest.fixture(scope="module")
+def rough() -> Iterator[Rough]:
+    """Return a broker of this module's own, healthy at the end of each test that uses it."""
+    with EmbeddedKafka(proxied=1, properties={"log.retention.check.interval.ms": "500"}) as kafka:
+        listener = kafka.proxied[0]
+        with FaultProxy(listener.broker_port, port=listener.proxy_port) as proxy:
+            yield Rough(kafka, proxy)
+
+
+@pytest.fixture(scope="module")
+def kafka(rough: Rough) -> RunningKafka:
+    """Return the rough broker, for fixtures that know no other name."""
+    return RunningKafka(rough.kafka.bootstrap, rough.kafka)
+
+
+@pytest.fixture(scope="module")
+def admin(kafka: RunningKafka) -> Admin:
+    """Return what creates topics on the rough broker."""
+    return brokers.admin_of(kafka.bootstrap)

@@ -1,0 +1,179 @@
+"""One broker that dies, freezes or is hard to reach, and what it does with requests that come late."""
+
+from __future__ import annotations
+
+import signal
+from functools import partial
+
+import pytest
+
+from dedup.crashpoints import POINTS, Point
+from dedup.local.proxy import Direction
+from tests.chaos.conftest import Rough
+from tests.chaos.transactions import assert_none_open, open_transactions
+from tests.integration.conftest import MakeJob
+from tests.integration.fleet import Job, Worker, until
+from tests.integration.watch import Watch
+from tests.integration.workload import Event, workload
+
+pytestmark = pytest.mark.broker
+
+PIECE = 60
+IN_A_TRANSACTION = (
+    "after_begin",
+    "after_output",
+    pytest.param("after_group", marks=pytest.mark.long),
+    pytest.param("after_changelog", marks=pytest.mark.long),
+    "before_end",
+    "after_end",
+)
+REFUSED_AS_FENCED = ("answered 47", "answered 90")
+
+
+@pytest.mark.parametrize("point", IN_A_TRANSACTION)
+def test_f21_broker_killed_in_a_phase_of_a_transaction(make_job: MakeJob, rough: Rough, point: Point) -> None:
+    """The worker stands still at the point while its broker dies and comes back, and then goes on."""
+    job = make_job(config={"commit_interval": "20ms", "session_timeout": "45s"})
+    events = workload(100 + POINTS.index(point), 1_200)
+    with Watch(job):
+        worker = job.start("a", f"freeze_at_point={100 * POINTS.index(point) + 4}")
+        worker.until_logged("running from offset", times=job.partitions)
+        send_until_frozen(job, worker, events)
+        rough.kafka.kill()
+        rough.kafka.restart()
+        worker.signal(signal.SIGCONT)
+        job.send(events)
+        job.until_done()
+        assert worker.stop() == 0, worker.log
+    job.judge()
+    assert_none_open(job)
+
+
+def send_until_frozen(job: Job, worker: Worker, events: list[Event]) -> None:
+    """Piece by piece, so that each is a transaction of its own; what was not sent yet is left in ``events``."""
+    while not worker.frozen:
+        job.send(events[:PIECE])
+        del events[:PIECE]
+        assert events, "it passed the point too seldom"
+        until(partial(frozen_or_done, job, worker), "it froze or committed")
+
+
+def frozen_or_done(job: Job, worker: Worker) -> bool:
+    return worker.frozen or job.all_committed()
+
+
+def test_f22_frozen_broker(job: Job, rough: Rough) -> None:
+    """It answers nothing for as long as the worker's own deadline of a request, and then goes on."""
+    with Watch(job):
+        with job.stream(workload(120, 40_000), per_s=1_000):
+            worker = job.start()
+            job.until_progress(500)
+            rough.kafka.pause()
+            try:
+                worker.until_logged("got no answer")
+            finally:
+                rough.kafka.resume()
+            job.until_progress(1_000)
+        job.until_done()
+        assert worker.stop() == 0, worker.log
+    job.judge()
+    assert_none_open(job)
+
+
+@pytest.fixture
+def proxied_job(make_job: MakeJob, rough: Rough) -> Job:
+    """Return a job whose workers reach the broker through the proxy; producers and judges do not."""
+    rough.proxy.heal()
+    return make_job(config={"brokers": [rough.through_proxy]})
+
+
+@pytest.mark.parametrize("fault", ["cut", "to the broker", "to the client", "slow", "answers lost", "refused"])
+def test_f24_network(proxied_job: Job, rough: Rough, fault: str) -> None:
+    job, proxy = proxied_job, rough.proxy
+    with Watch(job):
+        with job.stream(workload(121, 60_000), per_s=1_000):
+            worker = job.start()
+            job.until_progress(300)
+            before = proxy.counts()
+            match fault:
+                case "cut":
+                    for _ in range(5):
+                        assert proxy.cut() > 0
+                        job.until_progress(100)
+                case "to the broker" | "to the client":
+                    # Half-open: everything stands, nothing comes through in one direction.
+                    proxy.silence(Direction(fault.replace("the ", "")))
+                    worker.until_logged("got no answer")
+                    proxy.heal()
+                case "slow":
+                    proxy.delay(100)
+                    job.until_progress(300)
+                    proxy.heal()
+                case "answers lost":
+                    for number in range(1, 4):
+                        assert proxy.swallow_answers() > 0
+                        until(lambda n=number: proxy.counts().bytes_swallowed > before.bytes_swallowed + n, "swallowed")
+                        job.until_progress(100)
+                case _:
+                    proxy.refuse()
+                    proxy.cut()
+                    until(lambda: proxy.counts().refused >= before.refused + 5, "it tries again")
+                    proxy.heal()
+            job.until_progress(500)
+        job.until_done()
+        assert worker.stop() == 0, worker.log
+    job.judge()
+    assert_none_open(job)
+
+
+def test_f25_an_end_that_arrives_in_the_next_transaction(job: Job) -> None:
+    """It must not commit the half of it that was sent by then: a new epoch had begun before."""
+    with Watch(job):
+        with job.stream(workload(122, 20_000), per_s=1_000):
+            worker = job.start("a", "end_arrives_late=6")
+            worker.until_logged("the late EndTxn was answered")
+            job.until_progress(500)
+        job.until_done()
+        assert any(answer in worker.log for answer in REFUSED_AS_FENCED), worker.log
+        assert worker.stop() == 0, worker.log
+    job.judge()
+    assert_none_open(job)
+
+
+def test_f15_a_successor_ends_the_transaction_of_the_dead(make_job: MakeJob) -> None:
+    """It may stay open for ten minutes by itself: that readers go on sooner is the successor's doing."""
+    job = make_job(config={"transaction_timeout": "10m", "commit_interval": "20ms"})
+    events = workload(123, 1_200)
+    with Watch(job):
+        dying = job.start(crash_at="before_end:4")
+        while dying.running:
+            job.send(events[:PIECE])
+            del events[:PIECE]
+            until(lambda: not dying.running or job.all_committed(), "it died or committed")
+        assert dying.wait() == 137
+        assert open_transactions(job) != []
+        heir = job.start("heir")
+        until(lambda: open_transactions(job) == [], "readers go on")
+        job.send(events)
+        job.until_done()
+        assert heir.stop() == 0, heir.log
+    job.judge()
+
+
+def test_f08_a_crash_loop_at_the_start_backs_off(job: Job) -> None:
+    """A supervisor waits longer each time, and however often they die, each id has at most one transaction open."""
+    job.send(workload(124, 400))
+    with Watch(job):
+        supervisor = job.start("loop", crash_at="after_output:1", supervised=2)
+        try:
+            supervisor.until_logged("it starts again in 2.0 s", times=2)
+            assert supervisor.log.count("it starts again in 0.5 s") == 2
+            assert supervisor.log.count("it starts again in 1.0 s") == 2
+            found = open_transactions(job)
+            assert len(found) == len(set(found)) <= job.partitions, found
+        finally:
+            supervisor.signal(signal.SIGTERM)
+            supervisor.wait()
+        job.finish()
+    job.judge()
+    assert_none_open(job)

@@ -1,0 +1,183 @@
+"""F23: three nodes, three replicas of everything, two of which must be in sync; any one of them may go."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+from aiokafka.client import AIOKafkaClient, CoordinationType
+from confluent_kafka.admin import AdminClient, AlterConfigOpType, ConfigEntry, ConfigResource, ResourceType
+from confluent_kafka.cimpl import NewTopic
+
+from dedup.local.cluster import KafkaCluster
+from tests.brokers import Admin, RunningKafka
+from tests.chaos.transactions import assert_none_open
+from tests.integration.conftest import MakeJob
+from tests.integration.fleet import KEPT, Job, Worker, until
+from tests.integration.watch import Watch
+from tests.integration.workload import workload
+
+pytestmark = [pytest.mark.broker, pytest.mark.timeout(180)]
+
+IN, OUT, CHANGELOG = "input", "output", "changelog"
+TRANSACTIONS, GROUP = "transaction coordinator", "group coordinator"
+TARGETS = (IN, OUT, CHANGELOG, TRANSACTIONS, GROUP)
+LONG = pytest.mark.long
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterAdmin(Admin):
+    """Makes topics with three replicas; each topic is led by another node than the one made before it."""
+
+    def create_topic(self, name: str, partitions: int = 1, config: dict[str, str] | None = None) -> str:
+        first = {"in": 0, "out": 1, "changelog": 2}.get(name.rpartition("-")[2].rpartition(".")[2], 0)
+        replicas = [1 + (first + step) % 3 for step in range(3)]
+        topic = NewTopic(
+            name, num_partitions=partitions, replica_assignment=[replicas] * partitions, config=config or {}
+        )
+        self.client.create_topics([topic])[name].result(timeout=30)
+        self.end_offsets(name)
+        return name
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[KafkaCluster]:
+    with KafkaCluster() as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def kafka(cluster: KafkaCluster) -> RunningKafka:
+    return RunningKafka(cluster.bootstrap)
+
+
+@pytest.fixture(scope="module")
+def admin(kafka: RunningKafka) -> Admin:
+    return ClusterAdmin(kafka.bootstrap, AdminClient({"bootstrap.servers": kafka.bootstrap, "log_level": 0}))
+
+
+@pytest.fixture
+def job(make_job: MakeJob, kafka: RunningKafka) -> Job:
+    """Return a job whose input, output and changelog are led by three different nodes at first."""
+    made = make_job(config={"brokers": kafka.bootstrap.split(",")})
+    config = KEPT | {"cleanup.policy": "compact,delete"}
+    made.admin.create_topic(made.topology.changelog_topic, made.partitions, config)
+    return made
+
+
+def leader(job: Job, topic: str) -> int:
+    return int(job.admin.client.list_topics(topic, timeout=30).topics[topic].partitions[0].leader)
+
+
+def coordinator(job: Job, kind: int, key: str) -> int:
+    async def ask() -> int:
+        client = AIOKafkaClient(bootstrap_servers=job.kafka.bootstrap)
+        await client.bootstrap()
+        try:
+            return int(await client.coordinator_lookup(kind, key))
+        finally:
+            await client.close()
+
+    return asyncio.run(ask())
+
+
+def node_of(job: Job, target: str) -> int:
+    match target:
+        case "input":
+            return leader(job, job.topology.source.topics[0])
+        case "output":
+            return leader(job, job.output)
+        case "changelog":
+            return leader(job, job.topology.changelog_topic)
+        case "transaction coordinator":
+            return coordinator(job, CoordinationType.TRANSACTION, f"{job.name}.dedup.0")
+        case _:
+            return coordinator(job, CoordinationType.GROUP, job.name)
+
+
+def in_sync(job: Job) -> bool:
+    """Every partition of the job has all its replicas: another node may go."""
+    known = job.admin.client.list_topics(timeout=30).topics
+    return all(
+        len(part.isrs) == 3
+        for name, topic in known.items()
+        if name.startswith((job.name, "__"))
+        for part in topic.partitions.values()
+    )
+
+
+def ends_well(job: Job, worker: Worker) -> None:
+    job.until_done()
+    assert worker.stop() == 0, worker.log
+    job.judge()
+    assert_none_open(job)
+    until(lambda: in_sync(job), "all replicas are in sync again")
+
+
+@pytest.mark.parametrize(
+    ("target", "way"),
+    [(target, "kill") for target in TARGETS]
+    + [pytest.param(target, "pause", marks=() if target in {IN, TRANSACTIONS} else LONG) for target in TARGETS],
+)
+def test_f23_a_leader_goes(job: Job, cluster: KafkaCluster, target: str, way: str) -> None:
+    """While it is away the work goes on with the others; it comes back, and nothing was lost or doubled."""
+    with Watch(job):
+        with job.stream(workload(140, 60_000), per_s=800):
+            worker = job.start()
+            job.until_progress(300)
+            node = cluster.nodes[node_of(job, target)]
+            (node.kill if way == "kill" else node.pause)()
+            try:
+                job.until_progress(500)
+            finally:
+                (node.restart if way == "kill" else node.resume)()
+            job.until_progress(300)
+        ends_well(job, worker)
+
+
+def test_f23_below_min_isr(job: Job, cluster: KafkaCluster) -> None:
+    """The output takes nothing with a replica missing: the worker stands still, commits nothing, and resumes."""
+    require_all(job)
+    with Watch(job):
+        with job.stream(workload(141, 60_000), per_s=500):
+            worker = job.start()
+            job.until_progress(300)
+            node = cluster.nodes[leader(job, job.topology.source.topics[0])]
+            node.kill()
+            try:
+                worker.until_logged("NotEnoughReplicas")
+                stuck = job.committed()
+                worker.until_logged("NotEnoughReplicas", times=5)
+                assert job.committed() == stuck
+            finally:
+                node.restart()
+            job.until_progress(500)
+        ends_well(job, worker)
+
+
+def require_all(job: Job) -> None:
+    """Every replica of the output must be in sync."""
+    every = ConfigEntry("min.insync.replicas", "3", incremental_operation=AlterConfigOpType.SET)
+    resource = ConfigResource(ResourceType.TOPIC, job.output, incremental_configs=[every])
+    for future in job.admin.client.incremental_alter_configs([resource]).values():
+        future.result(timeout=30)
+
+
+@pytest.mark.long
+def test_f23_two_of_three_away(job: Job, cluster: KafkaCluster) -> None:
+    """No quorum and nobody to write to: the worker waits, and goes on when they are back."""
+    with Watch(job):
+        with job.stream(workload(142, 60_000), per_s=500):
+            worker = job.start()
+            job.until_progress(300)
+            for number in (2, 3):
+                cluster.nodes[number].pause()
+            try:
+                worker.until_logged("got no answer")
+            finally:
+                for number in (2, 3):
+                    cluster.nodes[number].resume()
+            job.until_progress(500)
+        ends_well(job, worker)
