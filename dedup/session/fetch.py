@@ -10,6 +10,7 @@ import asyncio
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from aiokafka.consumer.fetcher import READ_COMMITTED, PartitionRecords
@@ -28,6 +29,7 @@ PARTITION_BYTES: Final = 1 << 20
 REQUEST_BYTES: Final = 16 << 20
 OUT_OF_RANGE: Final = 1
 FEED_LANE: Final = "feed"
+_OFFSET, _TIMESTAMP, _KEY, _VALUE, _HEADERS = map(attrgetter, ("offset", "timestamp", "key", "value", "headers"))
 
 
 @dataclass(slots=True)
@@ -116,11 +118,11 @@ def columns_of(source: TopicPartition, raw: bytes, aborted: Any, position: int) 
             found.odd_names |= odd_offsets(records)
         if records and records[0].offset < position:
             records = [record for record in records if record.offset >= position]
-        found.offsets += [record.offset for record in records]
-        found.timestamps_ms += [record.timestamp for record in records]
-        found.keys += [record.key for record in records]
-        found.values += [record.value for record in records]
-        found.headers += [record.headers for record in records]
+        found.offsets.extend(map(_OFFSET, records))
+        found.timestamps_ms.extend(map(_TIMESTAMP, records))
+        found.keys.extend(map(_KEY, records))
+        found.values.extend(map(_VALUE, records))
+        found.headers.extend(map(_HEADERS, records))
     return found, max(position, batches.next_fetch_offset)
 
 

@@ -15,24 +15,13 @@ rocksdict holds the GIL in every call, so a thread would not help: callers keep 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import compress, islice
 from pathlib import Path
 from typing import Final, Self, cast
 
-from rocksdict import (
-    BlockBasedOptions,
-    Cache,
-    ColumnFamily,
-    DBCompressionType,
-    DBRecoveryMode,
-    Options,
-    Rdict,
-    WriteBatch,
-    WriteBufferManager,
-    WriteOptions,
-)
+from rocksdict import ColumnFamily, Rdict, ReadOptions, WriteBatch, WriteOptions
 
 from dedup.errors import DedupError, InvariantBroken, TaskCorrupted
 from dedup.store.base import StoreIdentity, TaskRecord, Writes, refuse_unstorable
@@ -46,6 +35,9 @@ from dedup.store.entries import (
     refuse_other_owner,
 )
 from dedup.store.prefilter import Hashed, Prefilter
+from dedup.store.rocks_options import RocksMemory, rocks_options
+
+__all__ = ["RocksMemory", "RocksStore"]
 
 _IDENTITY: Final = b"identity"
 _STATE: Final = b"state"
@@ -53,23 +45,10 @@ _SEGMENT: Final = b"segment/"
 _LAST_POSITION: Final = b""
 """In a segment: no state key is empty, so this key is free, and sorts first."""
 
-_MEMTABLE_BYTES: Final = 4 << 20
-_ARENA_BLOCK_BYTES: Final = 64 << 10
-_WAL_BYTES: Final = 16 << 20
-_OPEN_FILES: Final = 64
-_BLOOM_BITS: Final = 10
 _FILTERED_ON_OPEN_IDS: Final = 300_000
 """So many IDs are read into a segment's prefilter at once on open: about 0.15 s."""
 _FEW_IDS: Final = 16
 """Below this, asking RocksDB is quicker than hashing a column."""
-
-
-class RocksMemory:
-    """The memory that all stores of one worker share: cached blocks, and writes not yet in files."""
-
-    def __init__(self, *, cache_bytes: int = 64 << 20, write_buffer_bytes: int = 64 << 20) -> None:
-        self.cache: Final = Cache(cache_bytes)
-        self.write_buffers: Final = WriteBufferManager(write_buffer_bytes, allow_stall=False)
 
 
 @dataclass(slots=True)
@@ -77,6 +56,8 @@ class _Segment:
     family: Rdict
     handle: ColumnFamily
     entry: SegmentEntry
+    hashed: bool
+    """Its memtable takes keys in any order at the same speed."""
     filter: Prefilter = field(default_factory=Prefilter)
     filtered_to: bytes | None = None
     """Every key up to here is in the filter; None: every key there is."""
@@ -85,10 +66,12 @@ class _Segment:
 class RocksStore:
     """One task's state in one directory; made by ``open``."""
 
-    def __init__(self, directory: Path, db: Rdict, options: Options) -> None:
+    def __init__(self, directory: Path, db: Rdict, memory: RocksMemory, hashed: Collection[str]) -> None:
         self._directory: Final = directory
         self._db: Final = db
-        self._options: Final = options
+        self._memory: Final = memory
+        self._hashed: Final = set(hashed)
+        """Families with a hashed memtable."""
         self._write_options: Final = WriteOptions()
         self._write_options.sync = False
         self._segments: dict[int, _Segment] = {}
@@ -105,7 +88,8 @@ class RocksStore:
         used at all: in use, a symbolic link, not writable, foreign files.
         """
         prepare_directory(directory)
-        options = _options(memory or RocksMemory())
+        memory = memory or RocksMemory()
+        options = rocks_options(memory, hashed=False)
         failure: DedupError | None = None
         with ErrorsOf(directory):
             manifest = Manifest.of(directory)
@@ -114,7 +98,13 @@ class RocksStore:
                 # RocksDB would begin a new store and replay the old one's log into it.
                 raise TaskCorrupted(f"{directory}: the file CURRENT is gone. {RESTORE}")
             names = Rdict.list_cf(str(directory), options) if exists else ["default"]
-            store = cls(directory, Rdict(str(directory), options, dict.fromkeys(names, options)), options)
+            hashed = [name for name in names if name != "default" and memory.take_table()]
+            families = {name: rocks_options(memory, hashed=name in hashed) for name in names}
+            try:
+                store = cls(directory, Rdict(str(directory), options, families), memory, hashed)
+            except BaseException:
+                memory.give_tables(len(hashed))
+                raise
         try:
             with ErrorsOf(directory):
                 store._load(identity, [name for name in names if name != "default"], manifest)
@@ -184,8 +174,8 @@ class RocksStore:
                     continue
                 held = self._segments.get(start) or self._create(start)
                 handle = held.handle
-                # In key order RocksDB inserts up to ten times as fast: more than sorting costs.
-                for state_key in sorted(values):
+                # In key order a skip list takes keys up to ten times as fast: more than sorting costs.
+                for state_key in values if held.hashed else sorted(values):
                     put(state_key, values[state_key], handle)
                 entry = replace(
                     held.entry,
@@ -219,7 +209,7 @@ class RocksStore:
                 # drops. The other way round a dropped family could not be told from a lost one.
                 self._db.delete(_segment_key(start), self._write_options)
                 del self._segments[start]
-                self._db.drop_column_family(str(start))
+                self._drop_family(str(start))
         return dropped
 
     def first_offset(self, segment: int) -> int | None:
@@ -270,6 +260,7 @@ class RocksStore:
             return
         self._closed = True
         self._segments.clear()
+        self._memory.give_tables(len(self._hashed))
         with ErrorsOf(self._directory):
             self._db.close()
 
@@ -286,11 +277,20 @@ class RocksStore:
 
     def _create(self, start: int) -> _Segment:
         """Return a new, empty segment; killed before its first write, it is dropped at the next open."""
-        family = self._db.create_column_family(str(start), self._options)
+        name, hashed = str(start), self._memory.take_table()
+        if hashed:
+            self._hashed.add(name)
+        family = self._db.create_column_family(name, rocks_options(self._memory, hashed=hashed))
         entry = SegmentEntry(width_ms=0, birth=self._position, last_position=self._position, ids=0)
-        held = _Segment(family, self._db.get_column_family_handle(str(start)), entry)
+        held = _Segment(family, self._db.get_column_family_handle(name), entry, hashed)
         self._segments[start] = held
         return held
+
+    def _drop_family(self, name: str) -> None:
+        self._db.drop_column_family(name)
+        if name in self._hashed:
+            self._hashed.remove(name)
+            self._memory.give_tables(1)
 
     def _load(self, identity: StoreIdentity, names: list[str], found: Manifest | None) -> None:
         owner: bytes | None = self._db.get(_IDENTITY)
@@ -311,7 +311,7 @@ class RocksStore:
             entry = entries.pop(name, None)
             if entry is None:
                 # Made but never written to, or about to be dropped when the process ended.
-                self._db.drop_column_family(name)
+                self._drop_family(name)
             else:
                 self._segments[int(name)] = self._loaded(name, entry)
         if entries:
@@ -335,7 +335,9 @@ class RocksStore:
                 f"{self._directory}: segment {name} lacks writes up to changelog position {entry.last_position}: "
                 f"files were damaged or restored from a copy. {RESTORE}"
             )
-        held = _Segment(family, self._db.get_column_family_handle(name), entry, filtered_to=_LAST_POSITION)
+        held = _Segment(
+            family, self._db.get_column_family_handle(name), entry, name in self._hashed, filtered_to=_LAST_POSITION
+        )
         if entry.ids <= _FILTERED_ON_OPEN_IDS:
             self._read_into_filter(held, entry.ids + 2)
         return held
@@ -343,7 +345,9 @@ class RocksStore:
     def _read_into_filter(self, held: _Segment, limit: int) -> int:
         """Read up to ``limit`` more keys into the segment's prefilter; return how many."""
         with ErrorsOf(self._directory):
-            keys = cast("list[bytes]", list(islice(held.family.keys(from_key=held.filtered_to), limit)))
+            keys = cast(
+                "list[bytes]", list(islice(held.family.keys(from_key=held.filtered_to, read_opt=_in_order()), limit))
+            )
             held.filter.add(Hashed(keys))
             if len(keys) == limit:
                 held.filtered_to = keys[-1]
@@ -355,12 +359,19 @@ class RocksStore:
 
 def _pairs(family: Rdict) -> Iterator[tuple[bytes, bytes]]:
     # In raw mode there is nothing but bytes.
-    return cast("Iterator[tuple[bytes, bytes]]", family.items())
+    return cast("Iterator[tuple[bytes, bytes]]", family.items(read_opt=_in_order()))
+
+
+def _in_order() -> ReadOptions:
+    """Return options to read a family in key order, whatever its memtable."""
+    options = ReadOptions()
+    options.set_total_order_seek(True)
+    return options
 
 
 def _refuse_early_end(family: Rdict, last_key: bytes) -> None:
     """Raise RocksDB's error if an iteration that ended at ``last_key`` did so for a damaged block: it says nothing."""
-    iterator = family.iter()
+    iterator = family.iter(_in_order())
     iterator.seek(last_key)
     if iterator.valid():
         iterator.next()
@@ -369,29 +380,3 @@ def _refuse_early_end(family: Rdict, last_key: bytes) -> None:
 
 def _segment_key(start: int) -> bytes:
     return _SEGMENT + str(start).encode()
-
-
-def _options(memory: RocksMemory) -> Options:
-    """Return the options of a store and of each of its families; small, as one worker may hold 256 stores."""
-    table = BlockBasedOptions()
-    table.set_bloom_filter(_BLOOM_BITS, block_based=False)
-    table.set_block_cache(memory.cache)
-    # Raw mode always: rocksdict's other mode executes pickles that it reads.
-    options = Options(raw_mode=True)
-    options.set_block_based_table_factory(table)
-    options.create_if_missing(create_if_missing=True)
-    options.set_paranoid_checks(True)
-    options.set_wal_recovery_mode(DBRecoveryMode.point_in_time())
-    options.set_max_total_wal_size(_WAL_BYTES)
-    options.set_write_buffer_manager(memory.write_buffers)
-    options.set_write_buffer_size(_MEMTABLE_BYTES)
-    options.set_arena_block_size(_ARENA_BLOCK_BYTES)
-    options.set_allow_concurrent_memtable_write(False)
-    options.set_compression_type(DBCompressionType.lz4())
-    options.set_max_open_files(_OPEN_FILES)
-    options.set_max_background_jobs(2)
-    options.set_keep_log_file_num(1)
-    options.set_max_log_file_size(1 << 20)
-    options.set_stats_dump_period_sec(0)
-    options.set_stats_persist_period_sec(0)
-    return options

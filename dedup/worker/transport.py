@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from dedup.worker.app import DedupApp
 
 log: Final = logging.getLogger(__name__)
-BATCH_RECORDS: Final = 2000
+BATCH_RECORDS: Final = 4000
 POLL_MS: Final = 200
 
 
@@ -160,11 +160,13 @@ class Consumer(FaustConsumer):
                     f"an answer from offset {begun} of {feeding.topic}/{feeding.partition} came, but the one before it "
                     f"ended at {self._passed[TP(*feeding)]}. The worker stops; nothing was committed past that."
                 )
-            for at in range(0, len(columns.offsets), BATCH_RECORDS):
+            count = len(columns.offsets)
+            parts = -(-count // BATCH_RECORDS)
+            for part in range(parts):
                 # The same generation may follow a rejoin: the fetcher's own count tells assignments apart.
                 if not self.flow_active or life != self.fetcher.life:
                     return  # every task is rebuilt after a rebalance and says where to read
-                yield TP(*feeding), self._message(feeding, columns.cut(at, at + BATCH_RECORDS), generation)
+                yield TP(*feeding), self._message(feeding, columns.cut(part * count // parts, (part + 1) * count // parts), generation)
             # Not before the last batch was taken: the fetcher's own position is ahead of what an agent has seen.
             if life == self.fetcher.life:
                 self._passed[TP(*feeding)] = next_offset

@@ -1,0 +1,82 @@
+"""How RocksDB is set up, and the memory that all stores of one worker share."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from rocksdict import (
+    BlockBasedOptions,
+    Cache,
+    DBCompressionType,
+    DBRecoveryMode,
+    MemtableFactory,
+    Options,
+    SliceTransform,
+    WriteBufferManager,
+)
+
+_MEMTABLE_BYTES: Final = 4 << 20
+_ARENA_BLOCK_BYTES: Final = 64 << 10
+_WAL_BYTES: Final = 16 << 20
+_OPEN_FILES: Final = 64
+_BLOOM_BITS: Final = 10
+_BUCKETS: Final = 1 << 14
+_TABLE_BYTES: Final = 8 * _BUCKETS
+"""What an empty hashed memtable takes."""
+_TABLES_SHARE: Final = 4
+"""One part in so many of the write buffers may go to the tables of hashed memtables."""
+_LONGEST_KEY: Final = 33
+"""Bytes of a state key at most; so a key's prefix is the key, and a hashed memtable finds it at once."""
+
+
+class RocksMemory:
+    """The memory that all stores of one worker share: cached blocks, and writes not yet in files."""
+
+    def __init__(self, *, cache_bytes: int = 64 << 20, write_buffer_bytes: int = 64 << 20) -> None:
+        self.cache: Final = Cache(cache_bytes)
+        self.write_buffers: Final = WriteBufferManager(write_buffer_bytes, allow_stall=False)
+        self._tables = write_buffer_bytes // _TABLES_SHARE // _TABLE_BYTES
+
+    def take_table(self) -> bool:
+        """Tell whether one more family may have a hashed memtable; if so it is counted until `give_tables`."""
+        if self._tables <= 0:
+            return False
+        self._tables -= 1
+        return True
+
+    def give_tables(self, count: int) -> None:
+        """So many families with a hashed memtable are closed or dropped."""
+        self._tables += count
+
+
+def rocks_options(memory: RocksMemory, *, hashed: bool) -> Options:
+    """Return the options of a store or of one of its families; small, as one worker may hold 256 stores.
+
+    A hashed memtable takes a key in half the time that a skip list does, in any order (measured: 0.6 against 1.0 us,
+    and 1.5 against 2.3 us to find one). Reading it in key order needs `total_order_seek`.
+    """
+    table = BlockBasedOptions()
+    table.set_bloom_filter(_BLOOM_BITS, block_based=False)
+    table.set_block_cache(memory.cache)
+    # Raw mode always: rocksdict's other mode executes pickles that it reads.
+    options = Options(raw_mode=True)
+    options.set_block_based_table_factory(table)
+    options.create_if_missing(create_if_missing=True)
+    options.set_paranoid_checks(True)
+    options.set_wal_recovery_mode(DBRecoveryMode.point_in_time())
+    options.set_max_total_wal_size(_WAL_BYTES)
+    options.set_write_buffer_manager(memory.write_buffers)
+    options.set_write_buffer_size(_MEMTABLE_BYTES)
+    options.set_arena_block_size(_ARENA_BLOCK_BYTES)
+    options.set_allow_concurrent_memtable_write(False)
+    options.set_compression_type(DBCompressionType.lz4())
+    options.set_max_open_files(_OPEN_FILES)
+    options.set_max_background_jobs(2)
+    options.set_keep_log_file_num(1)
+    options.set_max_log_file_size(1 << 20)
+    options.set_stats_dump_period_sec(0)
+    options.set_stats_persist_period_sec(0)
+    if hashed:
+        options.set_prefix_extractor(SliceTransform.create_max_len_prefix(_LONGEST_KEY))
+        options.set_memtable_factory(MemtableFactory.hash_link_list(_BUCKETS))  # type: ignore[call-arg]  # the stub lacks it
+    return options
