@@ -7,6 +7,7 @@
     ├── StateIncompatible        exit 3: nothing was touched; the message names the command that accepts it
     ├── VerificationFailed       exit 4: the proof found a violation
     ├── BrokerUnavailable        exit 5: no broker answers, or it refuses us
+    ├── DatabaseUnavailable      exit 5: the same of a source's or a sink's database
     ├── TaskMigrated             discard the task and rejoin: another owner has the partition
     │   └── CommitUnknown            the same: whether the commit happened is not known
     ├── TaskCorrupted            delete this partition's local state, restore it from the changelog
@@ -72,6 +73,12 @@ class VerificationFailed(DedupError):
 
 class BrokerUnavailable(DedupError):
     """No broker answered in time, or it refused to talk to us."""
+
+    exit_code = 5
+
+
+class DatabaseUnavailable(DedupError):
+    """The database of a source or a sink did not answer in time, or it refused to talk to us."""
 
     exit_code = 5
 

@@ -259,6 +259,14 @@ def _resolve(document: Document, environ: Mapping[str, str], resolved: dict[str,
         holder[step] = "".join(pieces) + holder[step][end:]
 
 
+def with_references(text: str, place: str, environ: Mapping[str, str]) -> str:
+    """Return a text with every reference replaced. Raises SettingsError where one leads nowhere."""
+    try:
+        return _REFERENCE.sub(lambda match: _referred(match[1], match[2], environ), text)
+    except ValueError as error:
+        raise SettingsError([Problem(place, str(error))]) from None
+
+
 def _referred(kind: str, name: str, environ: Mapping[str, str]) -> str:
     match kind:
         case "env":

@@ -70,7 +70,8 @@ class Outbox:
     ) -> None:
         """The records and positions are visible, once; a position of None is forgotten.
 
-        ``most_rows`` of a batch: where it is 1, a refusal names the record. Raises TaskMigrated when another process has taken the source over, RecordRefused with nothing done.
+        ``most_rows`` of a batch: where it is 1, a refusal names the record. Raises TaskMigrated when another process
+        has taken the source over, RecordRefused with nothing done.
         """
         self._number += 1
         while True:

@@ -1,0 +1,127 @@
+"""PostgreSQL, through psycopg 3. Rows come by COPY into a temporary table, which is as fast as it gets."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Final
+
+import psycopg
+from psycopg import errors as pg
+
+from dedup.edges.database import STAGED, DatabaseAway, Row, RowsRefused, Table, shown
+from dedup.errors import StateIncompatible
+
+PREFIXES: Final = ("postgresql://", "postgres://")
+AGAIN: Final = (
+    psycopg.InterfaceError,
+    pg.DeadlockDetected,
+    pg.SerializationFailure,
+    pg.LockNotAvailable,
+    pg.QueryCanceled,
+    pg.AdminShutdown,
+    pg.CrashShutdown,
+    pg.CannotConnectNow,
+    pg.TooManyConnections,
+    pg.DiskFull,
+    pg.OutOfMemory,
+    pg.ReadOnlySqlTransaction,
+)
+"""Somebody else's doing, which passes: the whole transaction is tried again."""
+
+
+class PostgresConnection:
+    """See `database.Connection`."""
+
+    types: Mapping[str, str] = {
+        "bytes": "BYTEA",
+        "text": "TEXT",
+        "integer": "BIGINT",
+        "number": "DOUBLE PRECISION",
+        "boolean": "BOOLEAN",
+        "time": "TIMESTAMPTZ",
+        "json": "JSONB",
+    }
+    mark = "%s"
+
+    def __init__(self, url: str) -> None:
+        self._shown: Final = shown(url)
+        with self._explained():
+            self._connection = psycopg.connect(url, autocommit=True, connect_timeout=10, application_name="dedup")
+        # A server that is gone is noticed, not waited for.
+        self._cursor = self._connection.cursor()
+
+    def execute(self, sql: str, parameters: Sequence[Any] = ()) -> int:
+        """See `database.Connection`."""
+        with self._explained():
+            return self._cursor.execute(sql.encode(), parameters or None).rowcount
+
+    def query(self, sql: str, parameters: Sequence[Any] = ()) -> list[Row]:
+        """See `database.Connection`."""
+        with self._explained():
+            return self._cursor.execute(sql.encode(), parameters or None).fetchall()
+
+    def stage(self, table: Table, rows: Sequence[Row]) -> None:
+        """See `database.Connection`."""
+        with self._explained():
+            self._cursor.execute(f"TRUNCATE {STAGED}".encode())
+            with self._cursor.copy(f"COPY {STAGED} ({table.listed}) FROM STDIN".encode()) as copy:
+                write = copy.write_row
+                for row in rows:
+                    write(row)
+
+    def make_staging(self, table: Table) -> None:
+        """See `database.Connection`."""
+        self.execute(f"DROP TABLE IF EXISTS pg_temp.{STAGED}")
+        self.execute(f"CREATE TEMP TABLE {STAGED} AS SELECT {table.listed} FROM {table.name} WHERE 1 = 0")  # noqa: S608
+
+    def begin(self) -> None:
+        """See `database.Connection`."""
+        self.execute("BEGIN")
+
+    def commit(self) -> None:
+        """See `database.Connection`."""
+        self.execute("COMMIT")
+
+    def rollback(self) -> None:
+        """See `database.Connection`."""
+        if not self._connection.closed:
+            self.execute("ROLLBACK")
+
+    def close(self) -> None:
+        """See `database.Connection`."""
+        self._connection.close()
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
+        except AGAIN as error:
+            raise DatabaseAway(f"{self._shown}: {_said(error)}") from error
+        except psycopg.OperationalError as error:
+            # Of class 28 and 3D: another password or database is needed, and no waiting helps.
+            if (error.sqlstate or "")[:2] in {"28", "3D"}:
+                raise StateIncompatible(f"{self._shown}: PostgreSQL refuses us: {_said(error)}.") from error
+            raise DatabaseAway(f"{self._shown}: {_said(error)}") from error
+        except psycopg.IntegrityError as error:
+            raise RowsRefused(_code(error), f"PostgreSQL: {_said(error)}") from error
+        except psycopg.DataError as error:
+            raise RowsRefused("wrong_type", f"PostgreSQL takes no such value: {type(error).__name__}") from error
+        except psycopg.Error as error:
+            raise StateIncompatible(f"{self._shown}: PostgreSQL says: {_said(error)}. Nothing was changed.") from error
+
+
+def _said(error: psycopg.Error) -> str:
+    """Return the server's sentence; its detail, which may hold values, is left out."""
+    lines = (error.diag.message_primary or str(error) or type(error).__name__).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
+def _code(error: psycopg.IntegrityError) -> str:
+    match error:
+        case pg.UniqueViolation() | pg.ExclusionViolation():
+            return "unique_violation"
+        case pg.NotNullViolation():
+            return "null_refused"
+        case _:
+            return "constraint"

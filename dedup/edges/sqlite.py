@@ -1,0 +1,105 @@
+"""SQLite: the embedded default. One writer at a time; another one's lock is waited for."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Final
+
+from dedup.edges.database import STAGED, DatabaseAway, Row, RowsRefused, Table
+from dedup.errors import StateIncompatible
+
+PREFIX: Final = "sqlite:///"
+BUSY_S: Final = 5.0
+AWAY: Final = frozenset({"SQLITE_BUSY", "SQLITE_LOCKED", "SQLITE_FULL", "SQLITE_IOERR", "SQLITE_CANTOPEN"})
+
+
+class SqliteConnection:
+    """See `database.Connection`."""
+
+    types: Mapping[str, str] = {
+        "bytes": "BLOB",
+        "text": "TEXT",
+        "integer": "INTEGER",
+        "number": "REAL",
+        "boolean": "INTEGER",
+        "time": "TEXT",
+        "json": "TEXT",
+    }
+    mark = "?"
+
+    def __init__(self, url: str, *, read_only: bool = False) -> None:
+        self._path: Final = url.removeprefix(PREFIX)
+        mode = "?mode=ro" if read_only else ""
+        with self._explained():
+            self._connection = sqlite3.connect(
+                f"file:{self._path}{mode}", uri=True, timeout=BUSY_S, isolation_level=None, check_same_thread=False
+            )
+
+    def execute(self, sql: str, parameters: Sequence[Any] = ()) -> int:
+        """See `database.Connection`."""
+        with self._explained():
+            return self._connection.execute(sql, parameters).rowcount
+
+    def query(self, sql: str, parameters: Sequence[Any] = ()) -> list[Row]:
+        """See `database.Connection`."""
+        with self._explained():
+            return self._connection.execute(sql, parameters).fetchall()
+
+    def stage(self, table: Table, rows: Sequence[Row]) -> None:
+        """See `database.Connection`."""
+        marks = ", ".join("?" for _ in table.columns)
+        with self._explained():
+            self._connection.execute(f"DELETE FROM {STAGED}")  # noqa: S608  # our own name
+            self._connection.executemany(f"INSERT INTO {STAGED} VALUES ({marks})", rows)  # noqa: S608  # our own name
+
+    def make_staging(self, table: Table) -> None:
+        """See `database.Connection`."""
+        self.execute(f"DROP TABLE IF EXISTS temp.{STAGED}")
+        self.execute(f"CREATE TEMP TABLE {STAGED} AS SELECT {table.listed} FROM {table.name} WHERE 1 = 0")  # noqa: S608
+
+    def begin(self) -> None:
+        """See `database.Connection`."""
+        self.execute("BEGIN IMMEDIATE")
+
+    def commit(self) -> None:
+        """See `database.Connection`."""
+        self.execute("COMMIT")
+
+    def rollback(self) -> None:
+        """See `database.Connection`."""
+        if self._connection.in_transaction:
+            self.execute("ROLLBACK")
+
+    def close(self) -> None:
+        """See `database.Connection`."""
+        self._connection.close()
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
+        except sqlite3.IntegrityError as error:
+            raise RowsRefused(_code(error), f"SQLite: {error}") from error
+        except (sqlite3.DataError, OverflowError, UnicodeEncodeError) as error:
+            raise RowsRefused("wrong_type", f"SQLite takes no such value: {error}") from error
+        except sqlite3.OperationalError as error:
+            name = getattr(error, "sqlite_errorname", None) or ""
+            if any(name.startswith(each) for each in AWAY):
+                raise DatabaseAway(f"{self._path}: {error}") from error
+            raise StateIncompatible(f"{self._path}: SQLite says: {error}. Nothing was changed.") from error
+        except sqlite3.DatabaseError as error:
+            raise StateIncompatible(f"{self._path}: SQLite says: {error}. Nothing was changed.") from error
+
+
+def _code(error: sqlite3.IntegrityError) -> str:
+    match getattr(error, "sqlite_errorname", ""):
+        case "SQLITE_CONSTRAINT_UNIQUE" | "SQLITE_CONSTRAINT_PRIMARYKEY":
+            return "unique_violation"
+        case "SQLITE_CONSTRAINT_NOTNULL":
+            return "null_refused"
+        case "SQLITE_CONSTRAINT_DATATYPE":
+            return "wrong_type"
+        case _:
+            return "constraint"
