@@ -1,4 +1,4 @@
-"""Throughput of workload W1 on this worker and on its peers, interleaved against one broker.
+"""Throughput of workload W1 on this worker and on its peers, interleaved against one broker, which is warmed up first.
 
     python -m bench.run                                   all candidates, 1,000,000 events, 3 rounds
     python -m bench.run --only dedup --only quix --events 300000 --rounds 1
@@ -95,6 +95,12 @@ def _chosen(names: Sequence[str] | None) -> list[Candidate]:
 def _rounds(
     settings: Settings, chosen: Sequence[Candidate], sources: Mapping[bool, Source], rounds: int, bars: Progress
 ) -> Iterator[Figures | Failed]:
+    for candidate in chosen:
+        if not candidate.slow:
+            # Thrown away: in its first minute a broker's JVM is busy compiling, on the core a candidate would use.
+            source = sources[candidate.slow]
+            progress = Follow(bars, f"warm-up {candidate.name}", len(source.expected))
+            _run(settings, candidate, candidate.compressions[0], source, 0, progress)
     pairs = [(candidate, compression) for candidate in chosen for compression in candidate.compressions]
     for round_ in range(1, rounds + 1):
         # Each round begins with another one: none always runs on the machine that the same one left behind.
