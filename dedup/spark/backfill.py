@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Final
 
 from dedup.errors import InvariantBroken, Problem, SettingsError
-from dedup.spark.batch import judged, mode_of, order_text
+from dedup.spark.batch import judging, mode_of, order_text
 from dedup.spark.failures import told
 from dedup.spark.files import History
 from dedup.spark.published import OutputFormat, RunDirectory, RunReport
@@ -57,13 +57,14 @@ def backfill(
             say(f"{topology.name}: run {run} was published before at {begun.path}; nothing was written")
             return begun
         say(f"{topology.name}: {source.place}: {order_text(mode)}")
-        verdicts = judged(
+        verdicts = judging(
             source.records,
             topology,
             now_ms=begun,
             order="offsets" if source.placed else "event_time",
             contiguous=source.contiguous,
             feeds=source.feeds,
+            pieces=source.pieces,
         )
 
         def report(counts: Mapping[str, int]) -> RunReport:

@@ -2,7 +2,7 @@
 
 Theory of operation. A verdict depends on the sightings of the record's own ID and on stream time. Stream time is a
 property of the log, so it is found first (`screened`, `stretches`); then the rows of an ID are brought together by one
-shuffle, sorted in the order in which they are judged, and folded (`folded`). Which order that is:
+shuffle (`parcels`), sorted in the order in which they are judged, and folded (`folded`). Which order that is:
 
 * a direct topology: each source partition in the order of its offsets, as its task does;
 * the repartition topic of one that is not: each of its partitions in the order of its offsets, stream time by the skew
@@ -16,19 +16,25 @@ shuffle, sorted in the order in which they are judged, and folded (`folded`). Wh
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Final, Literal
 
-from pyspark.sql import Column, DataFrame, SparkSession
+import pyarrow as pa
+from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812 - the name every Spark page uses
 from pyspark.sql.types import StructType
 
 from dedup.core.stream_time import Feed
-from dedup.errors import InvariantBroken, Problem, TopologyError
-from dedup.spark.folded import JUDGED, Folding, folding, resolving
+from dedup.errors import InvariantBroken, Problem, SettingsError, TopologyError
+from dedup.spark.folded import JUDGED, Folding, folding
+from dedup.spark.parcels import MOST_READERS, PARCELS, TARGET
+from dedup.spark.pieces import Pieces, opened
 from dedup.spark.rows import COORDINATES, RECORDS, headers_of
-from dedup.spark.screened import PLACE, STREAM, STRETCH, TARGET, TASK, Mode, Screening, screened_fields, screening
+from dedup.spark.screened import Mode, Screening, screening
 from dedup.topology.model import Topology
+
+_Step = Callable[[Iterable[pa.RecordBatch]], Iterator[pa.RecordBatch]]
 
 Order = Literal["offsets", "event_time"]
 """``offsets``: rows with Kafka coordinates, in the log's order. ``event_time``: without; nothing is late."""
@@ -36,6 +42,20 @@ Order = Literal["offsets", "event_time"]
 VERDICTS: Final = ("unique", "duplicate", "conflict", "late", "dead_letter", "exempt")
 """``exempt``: forwarded unjudged by policy, with the reason missing_id or tombstone. A forwarded conflict is
 ``unique`` with the reason conflict."""
+
+
+@dataclass(frozen=True, slots=True)
+class Judging:
+    """A table on its way to its verdicts: rows are with the task that judges them."""
+
+    parcels: DataFrame
+    """`parcels.PARCELS`."""
+    plan: Folding
+    schema: StructType
+
+    def frame(self) -> DataFrame:
+        """Return the records with their verdicts."""
+        return self.parcels.mapInArrow(folding(self.plan), self.schema)
 
 
 def judged(
@@ -52,28 +72,39 @@ def judged(
     ``now_ms`` is the wall clock that future times are measured by. ``contiguous``: each Spark partition of ``df`` holds
     ascending offsets of its Kafka partitions, and no two overlap, as Spark's Kafka source does it; it is checked while
     running, and saves a sort. ``feeds``: for the repartition topic, every source partition there is. Raises
-    TopologyError for a table of another shape; a running job raises what `backfill` lists.
+    TopologyError for a table of another shape, SettingsError for settings of Spark that can not be; a running job
+    raises what `backfill` lists.
     """
+    return judging(df, topology, now_ms=now_ms, order=order, contiguous=contiguous, feeds=feeds).frame()
+
+
+def judging(
+    df: DataFrame,
+    topology: Topology,
+    *,
+    now_ms: int,
+    order: Order,
+    contiguous: bool = False,
+    feeds: Sequence[Feed] = (),
+    pieces: Pieces | None = None,
+) -> Judging:
+    """Return what `judged` does one step before; ``pieces``: the files that ``df`` is, to be read in the tasks."""
     _refuse_other_shape(df)
     mode = mode_of(topology, order, feeds)
-    readers = int(df.sparkSession.conf.get("spark.sql.shuffle.partitions") or "200")
-    targets = _targets(df.sparkSession, readers) if mode in {"direct", "merged"} else {}
-    ceiling_ms = now_ms + topology.max_clock_skew_ms
-    plan = Screening(topology, mode, ceiling_ms, tuple(targets.values()), tuple(feeds))
-    ready = df.withColumn("headers", headers_of(df))
-    screened = _in_log_order(ready, mode, readers, contiguous=contiguous).mapInArrow(
-        screening(plan), StructType([*df.schema.fields, *screened_fields(plan)])
-    )
-    if mode == "merged":
-        by_chance = F.coalesce(F.col(TARGET.name), F.hash(STRETCH.name, "offset"))
-        together = screened.repartition(readers, by_chance).sortWithinPartitions(F.col(TARGET.name).asc_nulls_last())
-        screened = together.mapInArrow(resolving(topology), screened.schema)
-    spread = F.when(F.col("dedup_id").isNull(), F.hash("offset", "timestamp_ms", "value")).otherwise(F.hash("dedup_id"))
-    together = screened.repartition(readers, F.coalesce(F.col(TARGET.name), spread))
-    fields = [*df.schema.fields, *JUDGED]
-    return together.sortWithinPartitions(*_judging_order(mode)).mapInArrow(
-        folding(Folding(topology, mode, df.schema.names)), StructType(fields)
-    )
+    readers, batch_rows = _readers_of(df.sparkSession)
+    targets = _targets(df.sparkSession, readers)
+    plan = Screening(topology, mode, now_ms + topology.max_clock_skew_ms, targets, batch_rows, tuple(feeds))
+    if pieces is not None and (contiguous or mode == "event_time"):
+        screened = pieces.frame.mapInArrow(_after(opened(pieces.columns), screening(plan)), PARCELS)
+    else:
+        ready = _in_log_order(df.withColumn("headers", headers_of(df)), mode, readers, contiguous=contiguous)
+        screened = ready.mapInArrow(screening(plan), PARCELS)
+    schema = StructType([*df.schema.fields, *JUDGED])
+    return Judging(screened.repartition(readers, TARGET), Folding(topology, mode, df.schema.names), schema)
+
+
+def _after(first: _Step, then: _Step) -> _Step:
+    return lambda batches: then(first(batches))
 
 
 def mode_of(topology: Topology, order: Order, feeds: Sequence[Feed]) -> Mode:
@@ -130,32 +161,34 @@ def _in_log_order(df: DataFrame, mode: Mode, readers: int, *, contiguous: bool) 
             return df.repartitionByRange(readers, *COORDINATES).sortWithinPartitions(*COORDINATES)
 
 
-def _judging_order(mode: Mode) -> list[Column]:
-    """Return what rows are sorted by: first the rows that are no records, then by ID.
-
-    Spark compares the first eight bytes of the first column quickly, and the rest slowly: so a hash goes first.
-    """
-    hashed = F.when(F.col("dedup_id").isNotNull(), F.xxhash64("dedup_id"))
-    first = [hashed.asc_nulls_first(), F.col(TARGET.name).asc_nulls_last(), F.col("dedup_id")]
-    names: tuple[str, ...]
-    match mode:
-        case "direct":
-            names = ("partition", "offset")
-        case "log":
-            names = (TASK.name, PLACE.name)
-        case "merged":
-            names = (STREAM.name, *COORDINATES)
-        case "event_time":
-            names = ("dedup_time_ms", "key", "value", "headers", "timestamp_ms")
-    return first + [F.col(name) for name in names]
+def _readers_of(spark: SparkSession) -> tuple[int, int]:
+    """Return how many tasks judge, and as how many rows Spark hands over at once."""
+    readers = int(spark.conf.get("spark.sql.shuffle.partitions") or "200")
+    batch_rows = int(spark.conf.get("spark.sql.execution.arrow.maxRecordsPerBatch") or "10000")
+    problems = []
+    if readers > MOST_READERS:
+        problems.append(Problem("spark.sql.shuffle.partitions", f"is {readers:,}; at most {MOST_READERS:,}"))
+    if batch_rows <= 0:
+        text = "must be positive here: a batch without a limit grows beyond what Arrow can hold. Leave it unset"
+        problems.append(Problem("spark.sql.execution.arrow.maxRecordsPerBatch", text))
+    if problems:
+        raise SettingsError(problems)
+    return readers, batch_rows
 
 
-def _targets(spark: SparkSession, readers: int) -> dict[int, int]:
+def _targets(spark: SparkSession, readers: int) -> tuple[int, ...]:
     """Return, for every reader of a shuffle of so many, a number that Spark's own hash sends there."""
-    for tries in (64, 1024):
-        numbers = spark.range(readers * tries).select(F.col("id").cast("int").alias("number"))
-        place = F.pmod(F.hash("number"), F.lit(readers)).alias("place")
-        rows = numbers.select("number", place).groupBy("place").agg(F.min("number").alias("number")).collect()
-        if len(rows) == readers:
-            return {row["place"]: row["number"] for row in rows}
-    raise InvariantBroken(f"Spark's hash reaches only {len(rows)} of {readers} shuffle partitions.")
+    if readers not in _known_targets:
+        for tries in (64, 1024):
+            numbers = spark.range(readers * tries).select(F.col("id").cast("int").alias("number"))
+            place = F.pmod(F.hash("number"), F.lit(readers)).alias("place")
+            rows = numbers.select("number", place).groupBy("place").agg(F.min("number").alias("number")).collect()
+            if len(rows) == readers:
+                break
+        else:
+            raise InvariantBroken(f"Spark's hash reaches only {len(rows)} of {readers} shuffle partitions.")
+        _known_targets[readers] = tuple(row["number"] for row in rows)
+    return _known_targets[readers]
+
+
+_known_targets: Final[dict[int, tuple[int, ...]]] = {}

@@ -6,6 +6,7 @@ It is the code of `dedup.core.extract` that runs, so the golden vectors of tests
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from typing import Final
 
 import pyarrow as pa
@@ -13,6 +14,9 @@ from pyspark.sql import DataFrame
 from pyspark.sql.types import BinaryType, LongType, StringType, StructField, StructType
 
 from dedup.core.extract import Extracted, Extractor
+from dedup.core.extract_one import ODD_HEADER_NAME
+from dedup.session.wire import Header
+from dedup.spark.feed_columns import binary_column, headers_column, odd_rows
 from dedup.spark.rows import headers_of
 from dedup.topology.extractor import extractor_of
 from dedup.topology.model import Topology
@@ -54,17 +58,30 @@ def extract_batch(extractor: Extractor, batch: pa.RecordBatch) -> Extracted:
     A row without a timestamp has the time -1, which is a dead letter where the topology takes the record's time.
     """
     count = batch.num_rows
-    keys = batch.column("key").to_pylist()
-    values = batch.column("value").to_pylist()
     timestamps = batch.column("timestamp_ms")
     if timestamps.null_count:
         timestamps = timestamps.fill_null(-1)
     column = batch.column("headers")
-    if column.null_count == count or len(column.flatten()) == 0:
-        headers: list[list[tuple[str, bytes | None]]] = [[]] * count
-    else:
-        headers = [[(each["key"], each["value"]) for each in row or ()] for row in column.to_pylist()]
-    return extractor(keys, values, headers, timestamps.to_pylist())
+    none = column.null_count == count or len(column.flatten()) == 0
+    headers: list[list[Header]] = [[]] * count if none else headers_column(column)
+    extracted = extractor(
+        binary_column(batch.column("key")),
+        binary_column(batch.column("value")),
+        headers,
+        timestamps.to_numpy(zero_copy_only=False).tolist(),
+    )
+    return extracted if none else _without_odd_names(extracted, odd_rows(column))
+
+
+def _without_odd_names(extracted: Extracted, odd: list[int]) -> Extracted:
+    """Rows with a header name that is not UTF-8 are faults, as a worker has them."""
+    for row in odd:
+        extracted.ids[row] = None
+        extracted.times_ms[row] = 0
+        if extracted.fingerprints is not None:
+            extracted.fingerprints[row] = b""
+    faults = extracted.faults | dict.fromkeys(odd, ODD_HEADER_NAME)
+    return replace(extracted, faults=faults) if odd else extracted
 
 
 def identified_arrays(extracted: Extracted) -> list[pa.Array]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Final
 
+import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from dedup.errors import InvariantBroken
 from dedup.session.wire import Header, TopicPartition
@@ -62,22 +62,29 @@ def _feed_batch(batch: pa.RecordBatch) -> FeedBatch:
         binary_column(batch.column("value")),
         headers,
         -1,
-        _odd_names(batch.column("headers"), offsets, headers),
+        frozenset(offsets[row] for row in odd_rows(batch.column("headers"))),
     )
 
 
-def _odd_names(column: Any, offsets: list[int], headers: list[list[Header]]) -> frozenset[int]:  # noqa: ANN401  # as above
-    """Return the offsets of records with a header name that is not UTF-8: Java has put U+FFFD for what it can not read.
+def odd_rows(column: Any) -> list[int]:  # noqa: ANN401  # as above
+    """Return the rows with a header name that is not UTF-8: Java has put U+FFFD for what it can not read.
 
     They are dead letters, as a worker makes them: sent on, they would have other names than they came with.
     """
-    if (
-        column.null_count == len(column)
-        or not pc.any(pc.match_substring(column.flatten().field("key"), _UNREAD)).as_py()
-    ):
-        return frozenset()
-    rows = zip(offsets, headers, strict=True)
-    return frozenset(offset for offset, own in rows if any(_UNREAD in name for name, _ in own))
+    names = [each or b"" for each in binary_column(column.flatten().field("key").cast(pa.binary()))]
+    if not _is_odd(b"\n".join(names)):
+        return []
+    odd = np.array([_is_odd(name) for name in names])
+    rows = np.repeat(np.arange(len(column)), column.value_lengths().fill_null(0).to_numpy(zero_copy_only=False))
+    found: list[int] = np.unique(rows[odd]).tolist()
+    return found
+
+
+def _is_odd(name: bytes) -> bool:
+    try:
+        return _UNREAD in name.decode()
+    except UnicodeDecodeError:
+        return True
 
 
 def binary_column(column: pa.Array) -> list[bytes | None]:
@@ -91,7 +98,8 @@ def headers_column(column: Any) -> list[list[Header]]:  # noqa: ANN401  # pyarro
     if column.null_count == len(column):
         return [[]] * len(column)
     flat = column.flatten()
-    names = flat.field("key").to_numpy(zero_copy_only=False).tolist()
+    raw = binary_column(flat.field("key").cast(pa.binary()))
+    names = [(name or b"").decode(errors="backslashreplace") for name in raw]
     pairs = list(zip(names, binary_column(flat.field("value")), strict=True))
     counts = column.value_lengths().fill_null(0).to_pylist()
     rows: list[list[Header]] = []

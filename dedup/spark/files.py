@@ -19,6 +19,7 @@ from pyspark.sql.types import BinaryType
 
 from dedup.core.stream_time import Feed
 from dedup.errors import Problem, SettingsError, StateIncompatible
+from dedup.spark.pieces import Pieces, pieces_of, surveyed
 from dedup.spark.rows import COORDINATES, records_of_files
 from dedup.spark.screened import read_notice, write_notice
 from dedup.spark.stretches import Stretch, Stretches, overlap
@@ -30,6 +31,7 @@ FileFormat = Literal["parquet", "json", "json-records", "delta"]
 """``json``: each line is an event. ``json-records``: each line is a row with the columns of `rows.RECORDS`, as text."""
 
 _AT_ONCE: Final = 8
+_SURVEY: Final = "counts array<bigint>, notice binary, topics binary"
 _LOSSLESS: Final = {"ignoreCorruptFiles": "false", "ignoreMissingFiles": "false"}
 
 
@@ -51,6 +53,8 @@ class History:
     """For the repartition topic: every source partition that feeds it."""
     countable: bool = False
     """Whether `count` costs little, and gives the same number again."""
+    pieces: Pieces | None = None
+    """The same records, where tasks can read the files themselves."""
 
 
 def read_files(spark: SparkSession, paths: Sequence[str], fmt: FileFormat, *, rows_are_events: bool = False) -> History:
@@ -65,10 +69,12 @@ def read_files(spark: SparkSession, paths: Sequence[str], fmt: FileFormat, *, ro
     if rows_are_events:
         table = table.select(F.to_json(F.struct("*")).cast(BinaryType()).alias("value"))
     records = records_of_files(table, place=place)
-    placed, contiguous = in_log_order(records, place) if "offset" in table.columns else (False, False)
+    pieces = pieces_of(spark, table.inputFiles(), table) if fmt == "parquet" and not rows_are_events else None
+    placed, contiguous = in_log_order(records, place, pieces) if "offset" in table.columns else (False, False)
     identity = _delta_version(spark, paths) if fmt == "delta" else _files_identity(spark, table)
     named = f"{fmt} {identity} rows_are_events={rows_are_events}"
-    return History(records, placed, contiguous, named, place, countable=fmt in {"parquet", "delta"})
+    countable = fmt in {"parquet", "delta"}
+    return History(records, placed, contiguous, named, place, countable=countable, pieces=pieces)
 
 
 def _table(spark: SparkSession, paths: Sequence[str], fmt: FileFormat, place: str) -> DataFrame:
@@ -154,15 +160,17 @@ def _delta_version(spark: SparkSession, paths: Sequence[str]) -> str:
     return " ".join(f"{path}@{'?' if row is None else row['version']}" for path, row in zip(paths, rows, strict=True))
 
 
-def in_log_order(records: DataFrame, place: str) -> tuple[bool, bool]:
+def in_log_order(records: DataFrame, place: str, pieces: Pieces | None = None) -> tuple[bool, bool]:
     """Return whether rows have coordinates, and whether Spark reads them in the log's order as they are.
 
     In that order each Spark partition has ascending offsets, and no two overlap: then nothing need be sorted. A wrong
     answer would be noticed: the job checks it while it runs. Reads three columns of the input. Raises SettingsError
     where only some rows have coordinates.
     """
-    pieces = records.select(*COORDINATES).mapInArrow(_surveyed, "counts array<bigint>, notice binary, topics binary")
-    found = pieces.collect()
+    if pieces is None:
+        found = records.select(*COORDINATES).mapInArrow(_surveyed, _SURVEY).collect()
+    else:
+        found = surveyed(pieces, _surveyed, _SURVEY).collect()
     rows, placed, anywhere = (sum(counts) for counts in zip(*(row["counts"] for row in found), strict=True))
     if anywhere and placed < rows:
         text = f"only {placed:,} of {rows:,} rows have topic, partition and offset; judge the others by themselves"

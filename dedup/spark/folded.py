@@ -1,10 +1,10 @@
-"""The second half of a backfill: verdicts, once the rows of an ID stand together in the order they are judged in."""
+"""The second half of a backfill: verdicts, once all rows of an ID are with one task."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import pyarrow as pa
@@ -12,7 +12,8 @@ import pyarrow.compute as pc
 from pyspark.sql.types import IntegerType, LongType, StringType, StructField
 
 from dedup.core.window import BEFORE_ALL_TIME
-from dedup.spark.fold_sorted import Decided, Integers, SortedFold, SortedRows
+from dedup.spark.fold_sorted import Booleans, Decided, Integers, SortedRows, judge_sorted
+from dedup.spark.parcels import Delivery
 from dedup.spark.screened import (
     FINGERPRINT,
     ID,
@@ -21,7 +22,6 @@ from dedup.spark.screened import (
     PLACE,
     STREAM,
     STRETCH,
-    TARGET,
     TASK,
     TIME,
     Mode,
@@ -52,6 +52,8 @@ the task's after this record. `first_*` is the sighting that a duplicate repeats
 _NAMES: Final = pa.array(["unique", "duplicate", "conflict", "late", "unique"])
 _REASONS: Final = pa.array([None, None, None, None, "conflict"], pa.string())
 
+_NO_TEXT: Final = pa.scalar(None, pa.string())
+
 Batches = Iterator[pa.RecordBatch]
 
 
@@ -65,171 +67,239 @@ class Folding:
     """The columns of the input."""
 
 
-def resolving(topology: Topology) -> Callable[[Iterable[pa.RecordBatch]], Batches]:
-    """Return a function for `mapInArrow` that makes stream times of a log's stretches those of the whole log."""
-
-    def run(batches: Iterable[pa.RecordBatch]) -> Batches:
-        stretches = _Notices(topology.source.topics)
-        for batch in batches:
-            records = stretches.records(batch)
-            if records.num_rows:
-                yield _with_stream_times(records, stretches.resolved(records))
-
-    return run
-
-
 def folding(plan: Folding) -> Callable[[Iterable[pa.RecordBatch]], Batches]:
-    """Return the function for `mapInArrow`."""
+    """Return the function for `mapInArrow`: `parcels.PARCELS` in, records with `JUDGED` after them out."""
 
     def run(batches: Iterable[pa.RecordBatch]) -> Batches:
-        notices = _Notices(plan.topology.source.topics)
-        fold = SortedFold(plan.topology.rules)
-        for batch in batches:
-            records = notices.records(batch)
-            if records.num_rows == 0:
-                continue
-            if plan.mode == "direct":
-                records = _with_stream_times(records, notices.resolved(records))
-            yield _judged(records, fold, plan)
+        with Delivery() as delivery:
+            delivery.take(batches)
+            yield from _Reader(plan, delivery).judged()
 
     return run
 
 
-class _Notices:
-    """Takes the stretches out of the rows; they come before the first record."""
+class _Reader:
+    """Judges all rows of one Spark task: a few numbers of each row in memory, the records themselves as they came."""
 
-    def __init__(self, topics: tuple[str, ...]) -> None:
-        self._topics: Final = topics
-        self._texts: Final[list[bytes]] = []
-        self._before: Mapping[int, int] | None = None
+    def __init__(self, plan: Folding, delivery: Delivery) -> None:
+        self._plan: Final = plan
+        self._delivery: Final = delivery
+        self._topics: Final = plan.topology.source.topics
+        slim = _slim_columns(plan)
+        parts = [rows.select(slim) for rows in delivery.rows()]
+        self._rows: Final = pa.Table.from_batches(parts) if parts else None
 
-    def records(self, batch: pa.RecordBatch) -> pa.RecordBatch:
-        """Return the rows that are records."""
-        target = batch.column(TARGET.name)
-        if target.null_count == batch.num_rows:
-            return batch
-        self._texts.extend(batch.filter(target.is_valid()).column("value").to_pylist())
-        return batch.filter(target.is_null())
+    def judged(self) -> Batches:
+        """Yield the records with their verdicts, a batch for each parcel."""
+        if self._rows is None:
+            return
+        stream_ms = self._stream_times(self._rows)
+        open_rows = np.flatnonzero(_booleans(self._rows.column(LETTER.name).is_null()))
+        order, sorted_rows = self._sorted(self._rows, open_rows, stream_ms)
+        decided = _scattered(judge_sorted(sorted_rows, self._plan.topology.rules), order, len(stream_ms))
+        begin = 0
+        for records in self._delivery.rows():
+            end = begin + records.num_rows
+            yield self._assembled(records, stream_ms[begin:end], _slice(decided, begin, end))
+            begin = end
 
-    def resolved(self, records: pa.RecordBatch) -> Integers:
-        """Return stream time at each record."""
-        if self._before is None:
-            self._before = before_each(read_notice(self._texts), self._topics)
-        return resolved(self._before, _numbers(records, STRETCH.name), _numbers(records, STREAM.name))
+    def _stream_times(self, rows: pa.Table) -> Integers:
+        within = _numbers(rows, STREAM.name)
+        if self._plan.mode not in {"direct", "merged"}:
+            return within
+        before = before_each(read_notice(self._delivery.notices), self._topics)
+        return resolved(before, _numbers(rows, STRETCH.name), within)
+
+    def _sorted(self, rows: pa.Table, open_rows: Integers, stream_ms: Integers) -> tuple[Integers, SortedRows]:
+        """Return the rows to judge, those of an ID together and in the order in which they are judged."""
+        if len(open_rows) < rows.num_rows:
+            rows, stream_ms = rows.take(pa.array(open_rows)), stream_ms[open_rows]
+        groups, lengths = _groups(rows.column(ID.name))
+        several = np.flatnonzero(lengths[groups] > 1)
+        order = several[np.lexsort([*self._judging_order(rows, several, stream_ms), groups[several]])]
+        if self._plan.mode == "event_time":
+            order = self._ties_ordered(rows, order, groups, open_rows)
+        order = np.append(order, np.flatnonzero(lengths[groups] == 1))
+        taken = self._sorted_rows(rows, groups, stream_ms, order)
+        return open_rows[order], taken
+
+    def _judging_order(self, rows: pa.Table, several: Integers, stream_ms: Integers) -> list[Integers]:
+        """Return the columns to sort an ID's rows by, the last one first."""
+        match self._plan.mode:
+            case "direct":
+                return [_numbers(rows, "offset")[several], _numbers(rows, "partition")[several]]
+            case "log":
+                return [_numbers(rows, PLACE.name)[several], _numbers(rows, TASK.name)[several]]
+            case "merged":
+                by_name = sorted(self._topics, key=str.encode)
+                ranks = pc.index_in(rows.column("topic"), value_set=pa.array(by_name, pa.string())).to_numpy()
+                columns = [_numbers(rows, "offset"), _numbers(rows, "partition"), ranks, stream_ms]
+                return [column[several] for column in columns]
+            case "event_time":
+                return [_numbers(rows, TIME.name)[several]]
+
+    def _ties_ordered(self, rows: pa.Table, order: Integers, groups: Integers, open_rows: Integers) -> Integers:
+        """Return the order in which rows of one ID and one event time stand by what the records themselves hold."""
+        times_ms = _numbers(rows, TIME.name)[order]
+        same = (groups[order][1:] == groups[order][:-1]) & (times_ms[1:] == times_ms[:-1])
+        if not same.any():
+            return order
+        runs = np.cumsum(np.append(True, ~same))
+        tied = np.append(False, same) | np.append(same, False)
+        places = np.flatnonzero(tied)
+        names = ["key", "value", "headers", "timestamp_ms"]
+        records = pa.Table.from_batches([each.select(names) for each in self._delivery.rows()])
+        content = records.take(pa.array(open_rows[order[places]])).to_pylist()
+        keys = [(run, *_bytes_order(row)) for run, row in zip(runs[places].tolist(), content, strict=True)]
+        by_bytes = sorted(range(len(keys)), key=keys.__getitem__)
+        result = order.copy()
+        result[places] = order[places[by_bytes]]
+        return result
+
+    def _sorted_rows(self, rows: pa.Table, groups: Integers, stream_ms: Integers, order: Integers) -> SortedRows:
+        placed = self._plan.mode != "event_time"
+        groups = groups[order]
+        tasks = {"direct": "partition", "log": TASK.name}.get(self._plan.mode)
+        if tasks is not None:
+            # Twice as many places as are needed: of one ID, every task has its own.
+            task = _numbers(rows, tasks)[order]
+            groups = groups * (int(task.max(initial=0)) + 1) + task
+        nowhere = np.full(len(order), -1, np.int64)
+        topics = np.zeros(len(order), np.int64)
+        if placed and len(self._topics) > 1:
+            found = pc.index_in(rows.column("topic"), value_set=pa.array(self._topics, pa.string()))
+            topics = found.to_numpy()[order].astype(np.int64)
+        wanted = self._plan.topology.fingerprints_wanted
+        return SortedRows(
+            groups=groups,
+            times_ms=_numbers(rows, TIME.name)[order],
+            stream_ms=stream_ms[order],
+            topics=topics,
+            partitions=_numbers(rows, "partition")[order] if placed else nowhere,
+            offsets=_numbers(rows, "offset")[order] if placed else nowhere,
+            fingerprints=rows.column(FINGERPRINT.name).take(pa.array(order)) if wanted else None,
+        )
+
+    def _assembled(self, records: pa.RecordBatch, stream_ms: Integers, decided: Decided) -> pa.RecordBatch:
+        count = records.num_rows
+        match self._plan.mode:
+            case "direct":
+                task = records.column("partition"), records.column("offset")
+            case "log":
+                task = records.column(TASK.name), records.column(PLACE.name)
+            case "merged" | "event_time":
+                task = pa.nulls(count, pa.int32()), pa.nulls(count, pa.int64())
+        unknown = stream_ms <= BEFORE_ALL_TIME
+        known = {
+            FINGERPRINT.name: pa.nulls(count, pa.binary()),
+            **{name: records.column(name) for name in records.schema.names},
+            **_found(decided, self._topics),
+            "dedup_partition": task[0],
+            "dedup_offset": task[1],
+            "stream_time_ms": pa.array(stream_ms, mask=unknown if unknown.any() else None),
+        }
+        letters = records.column(LETTER.name)
+        if letters.null_count < count:
+            known |= _of_letters(letters, known)
+        names = [*self._plan.names, *(field.name for field in JUDGED)]
+        return pa.RecordBatch.from_arrays([known[name] for name in names], names)
 
 
-def _with_stream_times(records: pa.RecordBatch, stream_ms: Integers) -> pa.RecordBatch:
-    known = stream_ms > BEFORE_ALL_TIME
-    column = pa.array(stream_ms, mask=None if known.all() else ~known)
-    return records.set_column(records.schema.get_field_index(STREAM.name), STREAM.name, column)
+def _slim_columns(plan: Folding) -> list[str]:
+    names = [ID.name, TIME.name, STREAM.name, LETTER.name]
+    if plan.topology.fingerprints_wanted:
+        names.append(FINGERPRINT.name)
+    match plan.mode:
+        case "direct":
+            return [*names, STRETCH.name, "topic", "partition", "offset"]
+        case "merged":
+            return [*names, STRETCH.name, "topic", "partition", "offset"]
+        case "log":
+            return [*names, TASK.name, PLACE.name, "topic", "partition", "offset"]
+        case "event_time":
+            return names
 
 
-def _numbers(records: pa.RecordBatch, name: str) -> Integers:
-    column = records.column(name)
-    if column.null_count:
-        column = column.fill_null(BEFORE_ALL_TIME if name == STREAM.name else -1)
-    result: Integers = column.to_numpy(zero_copy_only=False).astype(np.int64)
+def _groups(ids: pa.ChunkedArray) -> tuple[Integers, Integers]:
+    """Return a number for each ID, the same for equal ones, and how often each is there."""
+    chunks = ids.dictionary_encode().chunks
+    groups = [chunk.indices.to_numpy().astype(np.int64) for chunk in chunks]
+    together: Integers = np.concatenate(groups) if groups else np.empty(0, np.int64)
+    return together, np.bincount(together)
+
+
+def _bytes_order(row: dict[str, Any]) -> tuple[object, ...]:
+    """Return what orders rows as Spark orders them: null first, then by bytes."""
+    headers = [(_null_first(_encoded(each["key"])), _null_first(each["value"])) for each in row["headers"] or ()]
+    return _null_first(row["key"]), _null_first(row["value"]), headers, _null_first(row["timestamp_ms"])
+
+
+def _null_first(value: object) -> tuple[object, ...]:
+    return () if value is None else (value,)
+
+
+def _encoded(text: str | None) -> bytes | None:
+    return None if text is None else text.encode()
+
+
+def _scattered(decided: Decided, order: Integers, count: int) -> Decided:
+    """Return the verdicts where the rows stood before they were sorted; those of other rows mean nothing."""
+    result = Decided.of(np.zeros(count, np.int8))
+    for before, after in zip(_columns(decided), _columns(result), strict=True):
+        after[order] = before
     return result
 
 
-def _judged(records: pa.RecordBatch, fold: SortedFold, plan: Folding) -> pa.RecordBatch:
-    """Return the records with `JUDGED` after them."""
-    letters = records.column(LETTER.name)
-    if letters.null_count == records.num_rows:
-        return _assembled(records, _of_judged(records, fold, plan), plan)
-    open_rows = letters.is_null()
-    of_letters = _of_letters(letters.filter(letters.is_valid()))
-    if letters.null_count == 0:
-        return _assembled(records, of_letters, plan)
-    both = pa.concat_batches([_of_judged(records.filter(open_rows), fold, plan), of_letters])
-    is_open = _booleans(open_rows)
-    where = np.where(is_open, np.cumsum(is_open) - 1, letters.null_count + np.cumsum(~is_open) - 1)
-    return _assembled(records, both.take(pa.array(where)), plan)
+def _slice(decided: Decided, begin: int, end: int) -> Decided:
+    return Decided(*(column[begin:end] for column in _columns(decided)))
 
 
-_FOUND: Final = JUDGED[3:6] + JUDGED[9:]
-
-
-def _of_judged(rows: pa.RecordBatch, fold: SortedFold, plan: Folding) -> pa.RecordBatch:
-    decided = fold.judge(_sorted_rows(rows, plan))
-    codes = pa.array(decided.verdicts)
-    columns = [_NAMES.take(codes), _REASONS.take(codes), pa.nulls(rows.num_rows, pa.string()), *_found(decided, plan)]
-    return pa.RecordBatch.from_arrays(columns, [field.name for field in _FOUND])
-
-
-def _of_letters(letters: pa.Array) -> pa.RecordBatch:
-    parts = [letter.split(LETTER_PARTS, 2) for letter in letters.to_pylist()]
-    columns = [
-        pa.array([verdict for verdict, _, _ in parts], pa.string()),
-        pa.array([reason for _, reason, _ in parts], pa.string()),
-        pa.array([detail or None for _, _, detail in parts], pa.string()),
-        *_nothing_found(len(parts)),
-    ]
-    return pa.RecordBatch.from_arrays(columns, [field.name for field in _FOUND])
-
-
-def _booleans(column: pa.Array) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
-    result: np.ndarray[tuple[int], np.dtype[np.bool_]] = column.to_numpy(zero_copy_only=False)
-    return result
-
-
-def _sorted_rows(rows: pa.RecordBatch, plan: Folding) -> SortedRows:
-    times_ms = _numbers(rows, "dedup_time_ms")
-    tasks = {"direct": "partition", "log": TASK.name}.get(plan.mode)
-    placed = plan.mode != "event_time"
-    nowhere = np.full(rows.num_rows, -1, np.int64)
-    nothing = np.zeros(rows.num_rows, np.int64)
-    topics = plan.topology.source.topics
-    several = placed and len(topics) > 1
-    return SortedRows(
-        ids=rows.column("dedup_id"),
-        tasks=nothing if tasks is None else _numbers(rows, tasks),
-        times_ms=times_ms,
-        stream_ms=_numbers(rows, STREAM.name),
-        topics=pc.index_in(rows.column("topic"), value_set=pa.array(topics)).to_numpy() if several else nothing,
-        partitions=_numbers(rows, "partition") if placed else nowhere,
-        offsets=_numbers(rows, "offset") if placed else nowhere,
-        fingerprints=rows.column("dedup_fingerprint") if plan.topology.fingerprints_wanted else None,
+def _columns(decided: Decided) -> tuple[Any, ...]:
+    return (
+        decided.verdicts,
+        decided.has_first,
+        decided.first_ms,
+        decided.first_topics,
+        decided.first_partitions,
+        decided.first_offsets,
     )
 
 
-def _found(decided: Decided, plan: Folding) -> list[pa.Array]:
+def _found(decided: Decided, topics: tuple[str, ...]) -> dict[str, pa.Array]:
+    codes = pa.array(decided.verdicts)
     no_sighting = ~decided.has_first
     no_place = no_sighting | (decided.first_partitions < 0)
-    topics = pa.array(plan.topology.source.topics, pa.string())
-    return [
-        pa.array(decided.first_ms, mask=no_sighting),
-        topics.take(pa.array(decided.first_topics, mask=no_place)),
-        pa.array(decided.first_partitions.astype(np.int32), mask=no_place),
-        pa.array(decided.first_offsets, mask=no_place),
-    ]
-
-
-def _nothing_found(count: int) -> list[pa.Array]:
-    return [
-        pa.nulls(count, pa.int64()),
-        pa.nulls(count, pa.string()),
-        pa.nulls(count, pa.int32()),
-        pa.nulls(count, pa.int64()),
-    ]
-
-
-def _assembled(records: pa.RecordBatch, found: pa.RecordBatch, plan: Folding) -> pa.RecordBatch:
-    count = records.num_rows
-    match plan.mode:
-        case "direct":
-            task = records.column("partition"), records.column("offset")
-        case "log":
-            task = records.column(TASK.name), records.column(PLACE.name)
-        case "merged" | "event_time":
-            task = pa.nulls(count, pa.int32()), pa.nulls(count, pa.int64())
-    known = {
-        **{name: records.column(name) for name in records.schema.names},
-        **{name: found.column(name) for name in found.schema.names},
-        "dedup_partition": task[0],
-        "dedup_offset": task[1],
-        "stream_time_ms": records.column(STREAM.name),
+    return {
+        "verdict": _NAMES.take(codes),
+        "reason": _REASONS.take(codes),
+        "detail": pa.nulls(len(codes), pa.string()),
+        "first_time_ms": pa.array(decided.first_ms, mask=no_sighting),
+        "first_topic": pa.array(topics, pa.string()).take(pa.array(decided.first_topics, mask=no_place)),
+        "first_partition": pa.array(decided.first_partitions.astype(np.int32), mask=no_place),
+        "first_offset": pa.array(decided.first_offsets, mask=no_place),
     }
-    known.setdefault(FINGERPRINT.name, pa.nulls(count, pa.binary()))
-    names = [*plan.names, *(field.name for field in JUDGED)]
-    return pa.RecordBatch.from_arrays([known[name] for name in names], names)
+
+
+def _of_letters(letters: pa.Array, found: dict[str, pa.Array]) -> dict[str, pa.Array]:
+    """Return verdict, reason and detail; those of rows that were not to be judged from their letters."""
+    parts = [(None, None, None) if letter is None else letter.split(LETTER_PARTS, 2) for letter in letters.to_pylist()]
+    verdicts, reasons, details = (pa.array([part[at] or None for part in parts], pa.string()) for at in range(3))
+    judged = letters.is_null()
+    return {
+        "verdict": pc.if_else(judged, found["verdict"], verdicts),
+        "reason": pc.if_else(judged, found["reason"], reasons),
+        "detail": pc.if_else(judged, _NO_TEXT, details),
+    }
+
+
+def _numbers(rows: pa.Table, name: str) -> Integers:
+    column = rows.column(name)
+    if column.null_count:
+        column = column.fill_null(BEFORE_ALL_TIME if name == STREAM.name else -1)
+    result: Integers = column.to_numpy().astype(np.int64)
+    return result
+
+
+def _booleans(column: pa.ChunkedArray) -> Booleans:
+    result: Booleans = column.to_numpy()
+    return result

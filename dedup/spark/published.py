@@ -11,15 +11,20 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
 from uuid import uuid4
 
 from pyspark.sql import functions as F  # noqa: N812 - the name every Spark page uses
 
 from dedup.errors import StateIncompatible
+from dedup.spark.folded import folding
+from dedup.spark.parquet_files import codec_of, write_files
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
+
+    from dedup.spark.batch import Judging
 
 OutputFormat = Literal["parquet", "delta"]
 _REPORT: Final = "_run.json"
@@ -77,19 +82,24 @@ class RunDirectory:
         self._write(mark, json.dumps({"identity": identity, "now_ms": now_ms}))
         return now_ms
 
-    def publish(self, verdicts: DataFrame, report: Callable[[Mapping[str, int]], RunReport]) -> RunReport:
+    def publish(self, verdicts: Judging, report: Callable[[Mapping[str, int]], RunReport]) -> RunReport:
         """Write the verdicts, a directory each, make them visible, and return the report made of their counts."""
         write = self._publish_delta if self._fmt == "delta" else self._publish_files
         made = write(verdicts, report)
         self._files.delete(self._at(f"_started-{self._run}.json"), False)  # noqa: FBT003 - not recursive
         return made
 
-    def _publish_files(self, verdicts: DataFrame, report: Callable[[Mapping[str, int]], RunReport]) -> RunReport:
+    def _publish_files(self, verdicts: Judging, report: Callable[[Mapping[str, int]], RunReport]) -> RunReport:
         for left in self._files.globStatus(self._at(f"_attempt-{self._run}-*")) or ():
             self._files.delete(left.getPath(), True)  # noqa: FBT003 - of a run that was killed
         attempt = self._at(f"_attempt-{self._run}-{uuid4().hex[:8]}")
-        verdicts.write.partitionBy("verdict").parquet(str(attempt))
-        made = report(_counts(self._spark.read.parquet(str(attempt))))
+        codec = codec_of(self._spark)
+        if self._files.getScheme() == "file" and codec is not None:
+            files = write_files(verdicts.parcels, folding(verdicts.plan), Path(attempt.toUri().getPath()), codec)
+        else:
+            verdicts.frame().write.partitionBy("verdict").parquet(str(attempt))
+            files = 1
+        made = report(_counts(self._spark.read.parquet(str(attempt))) if files else {})
         self._write_report(self._child(attempt, _REPORT), made)
         if not self._files.rename(attempt, self._at(f"run={self._run}")):
             raise StateIncompatible(
@@ -98,8 +108,8 @@ class RunDirectory:
             )
         return made
 
-    def _publish_delta(self, verdicts: DataFrame, report: Callable[[Mapping[str, int]], RunReport]) -> RunReport:
-        rows = verdicts.withColumn("run", F.lit(self._run))
+    def _publish_delta(self, verdicts: Judging, report: Callable[[Mapping[str, int]], RunReport]) -> RunReport:
+        rows = verdicts.frame().withColumn("run", F.lit(self._run))
         # The table's commit is what publishes; a second one of the same run replaces the rows of the first.
         writer = rows.write.format("delta").mode("overwrite").partitionBy("run", "verdict")
         writer.option("replaceWhere", f"run = '{self._run}'").save(self.path)

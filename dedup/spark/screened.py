@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Final, Literal
+from zlib import crc32
 
 import numpy as np
 import orjson
@@ -22,7 +23,9 @@ from dedup.core.stream_time import Feed, StreamTime
 from dedup.core.window import BEFORE_ALL_TIME
 from dedup.errors import StateIncompatible
 from dedup.spark.columns import extract_batch
+from dedup.spark.feed_columns import binary_column
 from dedup.spark.fold_sorted import Integers
+from dedup.spark.parcels import Packer, Places
 from dedup.spark.stretches import Stretch, Stretches
 from dedup.spark.unwrapped import unwrapped
 from dedup.topology.extractor import extractor_of
@@ -43,13 +46,13 @@ TASK: Final = StructField("_dedup_task", IntegerType())
 PLACE: Final = StructField("_dedup_place", LongType())
 """Partition and offset in the repartition topic, where that is read."""
 STRETCH: Final = StructField("_dedup_stretch", LongType())
-TARGET: Final = StructField("_dedup_target", IntegerType())
-"""Not null in rows that are no records: stretches, for the reader whose place in the shuffle this is."""
 
 Batches = Iterator[pa.RecordBatch]
 
 
 LETTER_PARTS: Final = "\n"
+_BATCH_ROWS: Final = 8_192
+"""What is screened at once stays in the processor's caches."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,15 +62,17 @@ class Screening:
     topology: Topology
     mode: Mode
     ceiling_ms: int
-    targets: tuple[int, ...] = ()
-    """A value of `TARGET` for every reader of the shuffle that follows."""
+    targets: tuple[int, ...] = (0,)
+    """A value of `parcels.TARGET` for every reader of the shuffle that follows."""
+    batch_rows: int = 10_000
+    """As many rows as Spark hands to Python at once."""
     feeds: tuple[Feed, ...] = ()
     """Behind a repartition topic: every source partition there is."""
 
 
 def screened_fields(plan: Screening) -> list[StructField]:
     """Return the columns that the first half adds; as few as the mode needs, since each costs time in every row."""
-    fields = [ID, TIME, *([FINGERPRINT] if plan.topology.fingerprints_wanted else []), STREAM, LETTER, TARGET]
+    fields = [ID, TIME, *([FINGERPRINT] if plan.topology.fingerprints_wanted else []), STREAM, LETTER]
     if plan.mode == "log":
         fields += [TASK, PLACE]
     if plan.mode in {"direct", "merged"}:
@@ -76,31 +81,30 @@ def screened_fields(plan: Screening) -> list[StructField]:
 
 
 def screening(plan: Screening) -> Callable[[Iterable[pa.RecordBatch]], Batches]:
-    """Return the function for `mapInArrow`."""
+    """Return the function for `mapInArrow`: records in, `parcels.PARCELS` out."""
 
     def run(batches: Iterable[pa.RecordBatch]) -> Batches:
         context = TaskContext.get()
         screener = _Screener(plan, 0 if context is None else context.partitionId())
-        empty: pa.RecordBatch | None = None
+        packer = Packer(plan.targets, plan.batch_rows)
         for batch in batches:
-            empty = batch.slice(0, 0)
-            if batch.num_rows:
-                yield screener.screened(batch)
-        if empty is not None and screener.stretches.all and plan.targets:
-            yield _notice(screener.screened(empty).schema, screener.stretches.all, plan.targets)
+            for begin in range(0, batch.num_rows, _BATCH_ROWS):
+                screened = screener.screened(batch.slice(begin, _BATCH_ROWS))
+                yield from packer.add(screened, _places(screened, len(plan.targets)))
+        yield from packer.rest()
+        if screener.stretches.all:
+            yield packer.notices(write_notice(screener.stretches.all))
 
     return run
 
 
-def _notice(schema: pa.Schema, stretches: Sequence[Stretch], targets: tuple[int, ...]) -> pa.RecordBatch:
-    text = write_notice(stretches)
-    columns = {
-        "value": pa.array([text] * len(targets), pa.binary()),
-        TARGET.name: pa.array(targets, pa.int32()),
-    }
-    columns["headers"] = pa.array([[]] * len(targets), schema.field("headers").type)
-    arrays = [columns.get(field.name, pa.nulls(len(targets), field.type)) for field in schema]
-    return pa.RecordBatch.from_arrays(arrays, schema=schema)
+def _places(screened: pa.RecordBatch, readers: int) -> Places:
+    """Return the reader of each row: by its ID, or any for a row without one."""
+    ids = binary_column(screened.column(ID.name))
+    if None in ids:
+        ids = [b"%d" % row if each is None else each for row, each in enumerate(ids)]
+    hashed = np.fromiter(map(crc32, ids), np.uint32, len(ids))  # type: ignore[arg-type]  # no None is left
+    return (hashed % readers).astype(np.uint16)
 
 
 def write_notice(stretches: Sequence[Stretch]) -> bytes:
@@ -159,7 +163,6 @@ class _Screener:
             TASK.name: pa.array(partitions.astype(np.int32)),
             PLACE.name: pa.array(offsets),
             STRETCH.name: None if stretch is None else pa.array(stretch),
-            TARGET.name: pa.nulls(batch.num_rows, pa.int32()),
         }
         names = [field.name for field in screened_fields(plan)]
         columns = [*batch.columns, *(added[name] for name in names)]

@@ -171,7 +171,7 @@ def _before(history: History, found: Found, until: Until) -> History:
     mine = fn.col("offset").isNull() | begins.isNull() | (fn.col("offset") < begins)
     if isinstance(until, int):
         mine &= fn.col("offset").isNotNull() | fn.col("timestamp_ms").isNull() | (fn.col("timestamp_ms") < until)
-    return replace(history, records=history.records.where(mine))
+    return replace(history, records=history.records.where(mine), pieces=None)
 
 
 def _plan(

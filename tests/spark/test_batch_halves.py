@@ -9,14 +9,16 @@ from itertools import pairwise
 from unittest.mock import patch
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dedup.errors import StateIncompatible
 from dedup.spark.folded import Folding, folding
+from dedup.spark.parcels import TARGET
 from dedup.spark.rows import RECORDS
-from dedup.spark.screened import Screening, screening
+from dedup.spark.screened import Mode, Screening, screening
 from dedup.topology.model import Topology
 from dedup.topology.parse import parse
 from tests.integration.workload import Event
@@ -39,39 +41,28 @@ def batches(events: list[Event], topic: str = TOPIC) -> pa.Table:
     return pa.table([pa.array(c, k) for c, k in zip(columns, KINDS, strict=True)], names=RECORDS.names)
 
 
-def by_halves(table: pa.Table, topology: Topology, cuts: list[int], *, rows: int, seed: int = 0) -> pa.Table:
-    """Screen the table in the pieces between cuts, in any order; bring the rows of an ID together; fold them."""
-    plan = Screening(topology, "direct", NOW_MS + topology.max_clock_skew_ms, READERS)
+def by_halves(
+    table: pa.Table, topology: Topology, cuts: list[int], *, rows: int, seed: int = 0, mode: Mode = "direct"
+) -> pa.Table:
+    """Screen the table in the pieces between cuts; deliver the parcels of each reader in any order; fold them."""
+    ceiling_ms = NOW_MS + topology.max_clock_skew_ms
+    plan = Screening(topology, mode, ceiling_ms, READERS)
     borders = [0, *sorted(cuts), table.num_rows]
-    screened: list[pa.RecordBatch] = []
+    parcels: list[pa.RecordBatch] = []
     for task, (begin, end) in enumerate(pairwise(borders)):
         piece = table.slice(begin, end - begin).combine_chunks().to_batches(max_chunksize=rows)
-        with patch("dedup.spark.screened.TaskContext") as context:
+        with (
+            patch("dedup.spark.screened.TaskContext") as context,
+            patch("dedup.spark.parcels._MOST_ROWS", 3 * rows),
+        ):
             context.get.return_value.partitionId.return_value = task
-            screened += screening(plan)(piece)
-    random.Random(seed).shuffle(screened)
-    whole = pa.Table.from_batches(screened)
+            parcels += screening(plan)(piece)
+    random.Random(seed).shuffle(parcels)
     found = []
-    for reader, target in enumerate(READERS):
-        lines = whole.to_pylist()
-        mine = [
-            line
-            for line in lines
-            if (
-                line["_dedup_target"] == target
-                if line["_dedup_target"] is not None
-                else hash(line["dedup_id"]) % 2 == reader
-            )
-        ]
-        mine.sort(key=judging_order)
-        sent = pa.Table.from_pylist(mine, schema=whole.schema).to_batches(max_chunksize=rows)
-        found += list(folding(Folding(topology, "direct", RECORDS.names))(iter(sent)))
+    for target in READERS:
+        mine = [each.filter(pc.equal(each.column(TARGET), target)) for each in parcels]
+        found += list(folding(Folding(topology, mode, RECORDS.names))(iter(mine)))
     return pa.Table.from_batches(found)
-
-
-def judging_order(line) -> tuple[bool, bool, bytes, int, int]:
-    task = line["partition"] or 0, line["offset"] or 0
-    return line["_dedup_target"] is None, line["dedup_id"] is not None, line["dedup_id"] or b"", *task
 
 
 def rows_of(table: pa.Table) -> dict[tuple[int, int], Row]:
