@@ -9,13 +9,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
 
-from dedup.errors import BrokerUnavailable, InvariantBroken
+from dedup.errors import BrokerUnavailable
 from dedup.local.leashed import Leashed
 
 _DEDUP: Final = (sys.executable, "-c", "from dedup.cli.main import main; main()")
 _KILLED: Final = 137
 _NOT_UP_YET: Final = 143
 """SIGTERM before the worker listens to it: it has done nothing then."""
+_GOOD_ENDS: Final = frozenset({0, BrokerUnavailable.exit_code, _NOT_UP_YET})
 _TAIL_LINES: Final = 15
 
 
@@ -36,6 +37,10 @@ class ChaosFleet:
         self._count: Final = count
         self._members: Final[dict[int, _Member]] = {}
         self.starts = 0
+        self.unprovoked: Final[list[str]] = []
+        """Sentences: workers that ended though nothing had hit them."""
+        self.unclean: Final[list[str]] = []
+        """Sentences: workers that SIGTERM did not end in good order."""
 
     def __enter__(self) -> Self:
         for number in range(self._count):
@@ -58,7 +63,7 @@ class ChaosFleet:
         return True
 
     def stop(self, number: int) -> bool:
-        """The worker drained after SIGTERM and was started again; raises InvariantBroken if it did not end well."""
+        """The worker drained after SIGTERM and was started again; how it ended is noted."""
         member = self._members.get(number)
         if member is None or member.frozen:
             return False
@@ -94,9 +99,9 @@ class ChaosFleet:
         self._end(self._count, member)
 
     def bring_back(self) -> Counter[int]:
-        """Start workers again that ended because the broker was away, as a supervisor does; return their exit codes.
+        """Start workers again that ended by themselves, as a supervisor does; return their exit codes.
 
-        Raises InvariantBroken for any other end: nothing has hit that worker.
+        Only that the broker is away is a reason to end; any other is noted as unprovoked.
         """
         codes: Counter[int] = Counter()
         for number, member in list(self._members.items()):
@@ -104,7 +109,7 @@ class ChaosFleet:
             if code is None:
                 continue
             if code != BrokerUnavailable.exit_code:
-                raise InvariantBroken(
+                self.unprovoked.append(
                     f"worker {number} ended by itself with exit code {code}. The end of its log:\n{self.tail(number)}"
                 )
             codes[code] += 1
@@ -112,10 +117,20 @@ class ChaosFleet:
         return codes
 
     def stop_all(self) -> None:
-        """All have drained and ended with exit code 0; raises InvariantBroken otherwise."""
+        """All have drained and ended; how is noted. The broker is there by now, so code 5 is no good end any more."""
         for number, member in list(self._members.items()):
-            self._end(number, member)
+            self._end(number, member, good=frozenset({0, _NOT_UP_YET}))
         self._members.clear()
+
+    @property
+    def most(self) -> int:
+        """Return how many workers there were at most, the guest included; they are numbered from 0."""
+        return self._count + 1
+
+    def count_logged(self, number: int, text: str) -> int:
+        """Return how often a worker logged a text, over all its starts."""
+        path = self.log(number)
+        return path.read_text(encoding="utf-8", errors="replace").count(text) if path.exists() else 0
 
     def log(self, number: int) -> Path:
         """Return where a worker logs."""
@@ -136,10 +151,10 @@ class ChaosFleet:
         self._members[number] = _Member(Leashed([*self._command, *settings], self.log(number)))
         self.starts += 1
 
-    def _end(self, number: int, member: _Member) -> None:
+    def _end(self, number: int, member: _Member, *, good: frozenset[int] = _GOOD_ENDS) -> None:
         if member.frozen:
             self.resume(number)
         code = member.process.stop()
-        if code not in {0, BrokerUnavailable.exit_code, _NOT_UP_YET}:
+        if code not in good:
             why = "was killed: it did not drain in time" if code == _KILLED else f"ended with exit code {code}"
-            raise InvariantBroken(f"worker {number} {why} after SIGTERM. The end of its log:\n{self.tail(number)}")
+            self.unclean.append(f"worker {number} {why} after SIGTERM. The end of its log:\n{self.tail(number)}")

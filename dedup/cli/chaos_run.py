@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Final, assert_never
 
-from dedup.errors import BrokerUnavailable
+from dedup.errors import BrokerUnavailable, DedupError
 from dedup.proof.blows import Blow, BlowKind
 from dedup.proof.chaos_report import Struck, Tick
 
@@ -52,6 +52,8 @@ class Course:
     ticks: list[Tick] = field(default_factory=list)
     restarts: Counter[int] = field(default_factory=Counter)
     """Exit code -> how often a worker had ended by itself with it and was started again."""
+    early: str | None = None
+    """Why the run ended before its time; None: it did not."""
 
 
 class ChaosRun:
@@ -67,8 +69,21 @@ class ChaosRun:
         for blow in blows:
             self._at(blow.at_s, partial(self._strike, blow))
 
+    def play(self, seconds: float) -> bool:
+        """Every blow has fallen and was undone, and everything sent has arrived; return whether it was judged.
+
+        What keeps the run from going on is noted in its course.
+        """
+        try:
+            self.strike_all(seconds)
+            self._stage.sender.stop()
+            return self.wait_until_done()
+        except DedupError as error:
+            self.course.early = str(error)
+            return False
+
     def strike_all(self, seconds: float) -> None:
-        """Every blow has fallen and what it asks for was undone. Raises what ends a worker that nothing had hit."""
+        """Every blow has fallen and what it asks for was undone."""
         self._began_s = time.monotonic()
         next_tick_s = 0.0
         while self._due or self._now() < seconds:

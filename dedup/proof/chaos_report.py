@@ -67,13 +67,25 @@ class ChaosReport:
     struck: list[Struck]
     ticks: list[Tick]
     restarts: dict[int, int]
-    verified: Report
+    verified: Report | None
+    """None: nothing could be verified; the oracles say why."""
     oracles: list[Oracle] = field(default_factory=list)
 
     @property
     def passed(self) -> bool:
-        """Whether every oracle held."""
-        return all(oracle.held for oracle in self.oracles)
+        """Whether everything was verified and every oracle held."""
+        return self.verified is not None and bool(self.oracles) and not self.broken
+
+    @property
+    def broken(self) -> list[Oracle]:
+        """The oracles that did not hold."""
+        return [oracle for oracle in self.oracles if not oracle.held]
+
+    @property
+    def closing_line(self) -> str:
+        """The two numbers that everything is about, and the names of what broke."""
+        line = "nothing was verified" if self.verified is None else self.verified.closing_line()
+        return line + (f"  BROKEN: {', '.join(oracle.name for oracle in self.broken)}" if self.broken else "")
 
     @property
     def counts(self) -> Counter[str]:
@@ -94,7 +106,7 @@ class ChaosReport:
             "oracles": [asdict(oracle) for oracle in self.oracles],
             "struck": [asdict(blow) for blow in self.struck],
             "ticks": [asdict(tick) for tick in self.ticks],
-            "verified": json.loads(self.verified.to_json()),
+            "verified": None if self.verified is None else json.loads(self.verified.to_json()),
         }
         return json.dumps(document, indent=2) + "\n"
 
@@ -105,7 +117,7 @@ class ChaosReport:
             "<!doctype html><html lang=en><meta charset=utf-8><meta name=viewport content='width=device-width'>",
             f"<title>dedup chaos {escape(self.topology)}</title><style>{STYLE}</style>",
             f"<h1>{escape(self.topology)}: {self.seconds / 60:.1f} minutes of chaos</h1>",
-            f"<p class='line{'' if self.passed else ' bad'}'>{escape(self.verified.closing_line())}</p>",
+            f"<p class='line{'' if self.passed else ' bad'}'>{escape(self.closing_line)}</p>",
             f"<p class=soft>{self.workers} workers · {escape(blows)} · seed {self.seed}</p>",
             _oracles(self.oracles),
             "<h2>Records a second</h2>",

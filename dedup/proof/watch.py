@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Final, Self
+from typing import Any, Final, Self
 
 from confluent_kafka import Consumer, KafkaException, TopicPartition
 from confluent_kafka.admin import AdminClient
@@ -31,19 +32,22 @@ class Watch:
     when the coordinator answers that it is loading or has moved (librdkafka issue 5040; seen with 2.16.0).
     """
 
-    def __init__(self, bootstrap: str, group: str, topic: str, partitions: int) -> None:
+    def __init__(
+        self, bootstrap: str, group: str, topic: str, partitions: int, *, client: Mapping[str, Any] | None = None
+    ) -> None:
+        """``client``: librdkafka's options for the cluster, security among them, where an address is not enough."""
+        how = dict(client or {"bootstrap.servers": bootstrap}) | {"log_level": 0}
         self._group: Final = group
         self._topic: Final = topic
-        self._admin: Final = AdminClient({"bootstrap.servers": bootstrap, "log_level": 0})
+        self._admin: Final = AdminClient(dict(how))
         self._places: Final = [TopicPartition(topic, number) for number in range(partitions)]
         self._bootstrap: Final = bootstrap
         self._consumer: Final = Consumer(
             {
-                "bootstrap.servers": bootstrap,
+                **how,
                 "group.id": group,
                 "enable.auto.commit": False,
                 "isolation.level": "read_committed",  # also: no offsets of transactions still open
-                "log_level": 0,
             }
         )
 
