@@ -98,6 +98,10 @@ def _on_cluster(topology: Topology, settings: Settings, work: Work) -> Any:  # n
 def apply(
     topology: TopologyArgument,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be made, and make nothing.")] = False,
+    acls: Annotated[
+        bool, typer.Option("--acls", help="Print what a worker's principal must be allowed, and make nothing.")
+    ] = False,
+    principal: Annotated[str, typer.Option(help="Whom --acls names.")] = "User:dedup",
     as_json: JsonOption = False,
     config: ConfigOption = None,
     overrides: SetOption = None,
@@ -106,6 +110,9 @@ def apply(
     from dedup.worker import apply as applying
 
     parsed, settings = _read(topology, config, overrides)
+    if acls:
+        _print_acls(parsed, settings, principal, as_json=as_json)
+        return
 
     async def work(wire: KafkaWire, admin: Admin) -> TopicPlan:
         plan = await applying.look(parsed, settings, admin)
@@ -120,6 +127,18 @@ def apply(
         typer.echo(json.dumps({"dry_run": dry_run, **asdict(plan)}, indent=2))
     elif not dry_run and plan.make:
         typer.echo(f"{len(plan.make)} topics made")
+
+
+def _print_acls(topology: Topology, settings: Settings, principal: str, *, as_json: bool) -> None:
+    from dedup.cli import acls
+    from dedup.topology.permissions import worker_permissions
+
+    permissions = worker_permissions(topology)
+    if as_json:
+        typer.echo(json.dumps(acls.as_json(permissions, principal), indent=2))
+        return
+    for line in (*acls.as_table(permissions), "", *acls.as_commands(permissions, settings.brokers, principal)):
+        typer.echo(line)
 
 
 def _print_plan(plan: TopicPlan, *, dry_run: bool) -> None:

@@ -1,0 +1,61 @@
+"""What a worker's principal must be allowed, and nothing beyond it: `dedup apply --acls`.
+
+Read, Write and Delete imply Describe (Kafka's authorizer); an idempotent producer needs nothing more since KIP-679.
+Topics are made by `dedup apply` under another principal, which needs Create.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from dedup.topology.model import Topology
+
+
+class Resource(enum.Enum):
+    """A kind of thing that permissions are given for; the value is the option of kafka-acls that names it."""
+
+    TOPIC = "topic"
+    GROUP = "group"
+    TRANSACTIONAL_ID = "transactional-id"
+
+
+@dataclass(frozen=True, slots=True)
+class Permission:
+    """Operations on one resource, or on all whose names begin so."""
+
+    resource: Resource
+    name: str
+    prefixed: bool
+    operations: tuple[str, ...]
+    """As kafka-acls spells them."""
+    why: str
+
+
+def worker_permissions(topology: Topology) -> tuple[Permission, ...]:
+    """Return what `dedup run` needs where its topics exist."""
+    return tuple(_permissions(topology))
+
+
+def _permissions(topology: Topology) -> Iterator[Permission]:
+    own = {topology.changelog_topic: "changelog: written, restored, truncated"}
+    if not topology.direct:
+        own[topology.repartition_topic] = "repartition topic: written, read, purged"
+    for name in topology.source.topics:
+        yield _topic(name, ("Read", "DescribeConfigs"), "source")
+    for name in topology.written_topics:
+        operations = ("Read", "Write", "Delete", "DescribeConfigs") if name in own else ("Write", "DescribeConfigs")
+        yield _topic(name, operations, own.get(name, "output or side topic"))
+    yield Permission(Resource.GROUP, topology.name, prefixed=False, operations=("Read",), why="membership and offsets")
+    yield Permission(
+        Resource.TRANSACTIONAL_ID,
+        f"{topology.name}.",  # a topology's name holds no dot: no other topology's ids begin so
+        prefixed=True,
+        operations=("Write", "Describe"),
+        why="one id a partition",
+    )
+
+
+def _topic(name: str, operations: tuple[str, ...], why: str) -> Permission:
+    return Permission(Resource.TOPIC, name, prefixed=False, operations=operations, why=why)
