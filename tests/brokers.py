@@ -9,12 +9,16 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from confluent_kafka import Consumer, KafkaError, KafkaException, Message, TopicPartition
 from confluent_kafka.admin import AdminClient
 from confluent_kafka.cimpl import NewTopic
 
 from dedup.local.kafka import EmbeddedKafka
+
+if TYPE_CHECKING:
+    from testcontainers.core.network import Network
 
 IMAGE = "apache/kafka:4.1.1"
 
@@ -117,9 +121,13 @@ def embedded() -> Iterator[RunningKafka]:
         yield RunningKafka(kafka.bootstrap, kafka)
 
 
+INSIDE = "kafka:9094"
+"""Where containers of the broker's network find it."""
+
+
 @contextmanager
-def in_container() -> Iterator[RunningKafka]:
-    """Apache's image runs in the Docker engine the environment names."""
+def in_container(network: Network | None = None) -> Iterator[RunningKafka]:
+    """Apache's image runs in the Docker engine the environment names, for the host and for containers of a network."""
     from testcontainers.core.container import DockerContainer  # noqa: PLC0415  only where it is asked for
     from testcontainers.core.wait_strategies import LogMessageWaitStrategy  # noqa: PLC0415
 
@@ -138,15 +146,16 @@ def in_container() -> Iterator[RunningKafka]:
         "GROUP_INITIAL_REBALANCE_DELAY_MS": "0",
     }
     container = DockerContainer(IMAGE).with_exposed_ports(9092)
+    if network is not None:
+        container = container.with_network(network).with_network_aliases(INSIDE.partition(":")[0])
     for key, value in settings.items():
         container = container.with_env(f"KAFKA_{key}", value)
     # The address to advertise is known only once the engine has chosen the host's port: the start waits for it.
     wait = "while [ ! -f /tmp/start.sh ]; do sleep 0.1; done; exec sh /tmp/start.sh"
     with container.with_command(["sh", "-c", wait]) as started:
         address = f"{started.get_container_host_ip()}:{started.get_exposed_port(9092)}"
-        script = (
-            f"export KAFKA_ADVERTISED_LISTENERS=HOST://{address},BROKER://localhost:9094\nexec /etc/kafka/docker/run\n"
-        )
+        inside = "localhost:9094" if network is None else INSIDE
+        script = f"export KAFKA_ADVERTISED_LISTENERS=HOST://{address},BROKER://{inside}\nexec /etc/kafka/docker/run\n"
         started.get_wrapped_container().put_archive("/", _tar("/tmp/start.sh", script.encode()))
         LogMessageWaitStrategy("Kafka Server started").with_startup_timeout(60).wait_until_ready(started)
         yield RunningKafka(address)

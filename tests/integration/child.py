@@ -6,6 +6,7 @@ Accidents reach into the production code from outside; nothing in it knows about
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import os
 import resource
 import signal
@@ -29,6 +30,10 @@ from dedup.worker.judge import Judge
 from dedup.worker.task import Task
 from dedup.worker.tasks import Tasks
 from dedup.worker.workshop import Workshop
+
+CAPABILITY_VERSION_3 = 0x20080522
+OVERRIDES = 1 << 1 | 1 << 2
+"""CAP_DAC_OVERRIDE and CAP_DAC_READ_SEARCH."""
 
 
 class AgentFailedOnPurpose(Exception):
@@ -301,12 +306,15 @@ def no_file_beyond(limit_bytes: int) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, limit_bytes))
 
 
-def as_user(number: int) -> None:
-    """The worker is this user, not root."""
+def bound_by_permissions(_number: int) -> None:
+    """Root may write only what its owner may: without the capabilities that override file permissions."""
     if os.geteuid() == 0:
-        os.setgroups([])
-        os.setgid(number)
-        os.setuid(number)
+        libc = ctypes.CDLL(None, use_errno=True)
+        header, sets = (ctypes.c_uint32 * 2)(CAPABILITY_VERSION_3, 0), (ctypes.c_uint32 * 6)()
+        assert libc.capget(header, sets) == 0
+        for low in (0, 1):  # effective, permitted
+            sets[low] &= ~OVERRIDES
+        assert libc.capset(header, sets) == 0
 
 
 def one_segment_flushed(number: int) -> None:
@@ -347,7 +355,7 @@ ACCIDENTS: dict[str, Callable[[int], None]] = {
         clock_ahead,
         clock_jumps,
         no_file_beyond,
-        as_user,
+        bound_by_permissions,
         one_segment_flushed,
     )
 }

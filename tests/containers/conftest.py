@@ -1,0 +1,62 @@
+"""A Docker engine, the image of this checkout, and a broker beside it; without an engine a named skip."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests import brokers
+from tests.brokers import Admin, RunningKafka
+from tests.integration.conftest import make_job
+
+__all__ = ["make_job"]
+
+ROOT = Path(__file__).parents[2]
+IMAGE = "dedup:containers-test"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def engine() -> None:
+    """Skip where no Docker engine answers at DOCKER_HOST or its usual socket."""
+    import docker  # noqa: PLC0415  # only where containers are asked for
+    from docker.errors import DockerException  # noqa: PLC0415
+
+    try:
+        client = docker.from_env()
+        client.ping()
+        client.close()
+    except DockerException:
+        pytest.skip("no Docker engine answers here; start one, or set DOCKER_HOST", allow_module_level=True)
+
+
+@pytest.fixture(scope="session")
+def image(engine: None) -> str:
+    """Return the name of an image built from this checkout's Dockerfile."""
+    from testcontainers.core.image import DockerImage  # noqa: PLC0415
+
+    # Kept: layers that did not change need not be built again.
+    return str(DockerImage(path=ROOT, tag=IMAGE, clean_up=False).build())
+
+
+@pytest.fixture(scope="session")
+def network(engine: None) -> Iterator[object]:
+    """Return a network of the test's own."""
+    from testcontainers.core.network import Network  # noqa: PLC0415
+
+    with Network() as made:
+        yield made
+
+
+@pytest.fixture(scope="session")
+def kafka(network: object) -> Iterator[RunningKafka]:
+    """Return a broker in a container of that network, that the host reaches, too."""
+    with brokers.in_container(network) as running:  # type: ignore[arg-type]  # its type is imported with it
+        yield running
+
+
+@pytest.fixture(scope="session")
+def admin(kafka: RunningKafka) -> Admin:
+    """Return what creates topics there."""
+    return brokers.admin_of(kafka.bootstrap)
