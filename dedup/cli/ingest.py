@@ -49,17 +49,25 @@ def ingest(
     parsed = read_ingest(source)
     set_up_logging(settings)
     try:
-        done = asyncio.run(run_ingest(parsed, settings, _opener(parsed), exit_when_done=exit_when_done))
+        done = asyncio.run(run_ingest(parsed, settings, _opener(parsed, str(source)), exit_when_done=exit_when_done))
     except TaskMigrated as error:
         typer.echo(f"TaskMigrated: {error}", err=True)
         raise typer.Exit(error.exit_code) from error
     _tell(parsed, done)
 
 
-def _opener(parsed: Ingest) -> OpenSource:
-    from dedup.edges.ingest import open_files
+def _opener(parsed: Ingest, name: str) -> OpenSource:
+    """Return what makes the source, its database's address resolved."""
+    import os
+    from functools import partial
 
-    return open_files
+    from dedup.edges.ingest import open_source
+    from dedup.settings import with_references
+    from dedup.topology.ingest import TableSource
+
+    if isinstance(parsed.source, TableSource):
+        return partial(open_source, url=with_references(parsed.source.url, f"{name}: source.table.url", os.environ))
+    return open_source
 
 
 def _tell(parsed: Ingest, done: Ingested) -> None:

@@ -15,20 +15,23 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from dedup.cli.inputs import read_topology
+from dedup.cli.inputs import read_topology, text_of
 from dedup.errors import AuthorMistake, Problem, SettingsError, TopologyError
 
 if TYPE_CHECKING:
     from dedup.settings import Settings
+    from dedup.topology.chain import Named, Stage
     from dedup.topology.lint import Finding
-    from dedup.topology.model import Topology
 
-_CHECK: Final = """Check topology files: every mistake with its place, and what their authors may not have meant.
+_CHECK: Final = """Check topology and ingest files: every mistake with its place, and what may not have been meant.
 
-Exit code 2 if a file has an error; warnings alone leave it at 0. With --broker the topics of the cluster are compared
+Exit code 2 if a file has an error; warnings alone leave it at 0. Several files are also looked at as a chain from
+source to table, and a stage that is not exactly-once is named. With --broker the topics of the cluster are compared
 with what each topology needs.
 
 Examples: dedup check topologies/*.yaml
+
+dedup check topologies/chain-ingest.yaml topologies/chain.yaml
 
 dedup check topologies/orders.yaml --broker --config config/production.yaml
 """
@@ -38,7 +41,7 @@ Examples: dedup describe topologies/orders.yaml
 
 dedup describe topologies/orders.yaml --svg > orders.svg
 """
-_SCHEMA: Final = """Print the JSON Schema of topology or config files, for editors.
+_SCHEMA: Final = """Print the JSON Schema of topology, config or ingest files, for editors.
 
 Example: dedup schema topology > topologies/topology.schema.json
 """
@@ -53,10 +56,11 @@ _START: Final = "2024-01-01T00:00:00Z"
 
 
 class SchemaOf(enum.Enum):
-    """The two kinds of file."""
+    """The kinds of file."""
 
     TOPOLOGY = "topology"
     CONFIG = "config"
+    INGEST = "ingest"
 
 
 TopologyArgument = Annotated[Path, typer.Argument(metavar="TOPOLOGY", help="The topology file.")]
@@ -84,16 +88,22 @@ def check(
         from dedup.settings import load_settings
 
         settings = load_settings(config, overrides or [], os.environ)
+    from dedup.topology.chain import describe_chain, is_weak, lint_chain
+
     problems: list[Problem] = []
     reports: list[dict[str, Any]] = []
-    for path in topologies:
-        try:
-            found = _findings(read_topology(path), settings)
-        except TopologyError as error:
-            problems.extend(error.problems)
-            errors = [{"place": problem.place, "text": problem.text} for problem in error.problems]
+    read = [_read_stage(path) for path in topologies]
+    stages = [stage for stage in read if not isinstance(stage, TopologyError)]
+    joints = lint_chain(stages)
+    weak: set[str] = set()
+    for path, stage in zip(topologies, read, strict=True):
+        if isinstance(stage, TopologyError):
+            problems.extend(stage.problems)
+            errors = [{"place": problem.place, "text": problem.text} for problem in stage.problems]
             reports.append({"file": str(path), "ok": False, "problems": errors, "findings": []})
             continue
+        found = _findings(stage.stage, settings) + [finding for file, finding in joints if file == stage.file]
+        weak |= {stage.file} if any(map(is_weak, found)) else set()
         bad = [finding for finding in found if finding.level == "error"]
         problems.extend(Problem(str(path), f"{finding.text} [{finding.code}]") for finding in bad)
         findings = [{"level": each.level, "code": each.code, "text": each.text} for each in found]
@@ -102,15 +112,34 @@ def check(
         typer.echo(json.dumps(reports, indent=2))
     else:
         _print_reports(reports)
+        for line in describe_chain(stages, frozenset(weak)) if len(stages) > 1 else ():
+            typer.echo(line)
     if problems and as_json:
         raise typer.Exit(TopologyError.exit_code)
     if problems:
         raise TopologyError(problems)
 
 
-def _findings(topology: Topology, settings: Settings | None) -> list[Finding]:
+def _read_stage(path: Path) -> Named | TopologyError:
+    """Return what a file describes, or what is wrong with it."""
+    from dedup.topology.chain import Named
+    from dedup.topology.ingest import is_ingest, parse_ingest
+    from dedup.topology.parse import parse
+
+    try:
+        text = text_of(path)
+        return Named(str(path), (parse_ingest if is_ingest(text) else parse)(text, name=str(path)))
+    except TopologyError as error:
+        return error
+
+
+def _findings(topology: Stage, settings: Settings | None) -> list[Finding]:
+    from dedup.topology.chain import lint_ingest
+    from dedup.topology.ingest import Ingest
     from dedup.topology.lint import lint
 
+    if isinstance(topology, Ingest):
+        return lint_ingest(topology)
     if settings is None:
         return lint(topology)
     import asyncio
@@ -155,7 +184,7 @@ def describe(
 
 def schema(
     of: Annotated[
-        SchemaOf, typer.Argument(metavar="topology|config", help="Of which kind of file.")
+        SchemaOf, typer.Argument(metavar="topology|config|ingest", help="Of which kind of file.")
     ] = SchemaOf.TOPOLOGY,
 ) -> None:
     """Print a JSON Schema."""
@@ -168,6 +197,10 @@ def schema(
             from dedup.settings import settings_schema
 
             found = settings_schema()
+        case SchemaOf.INGEST:
+            from dedup.topology.ingest import ingest_schema
+
+            found = ingest_schema()
     typer.echo(json.dumps(found, indent=2))
 
 

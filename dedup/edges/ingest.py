@@ -10,9 +10,10 @@ import asyncio
 import logging
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, assert_never
 
 from dedup.core.event_time import FieldTime
 from dedup.edges.files import Files
@@ -20,12 +21,13 @@ from dedup.edges.outbox import Outbox, OutboxOptions
 from dedup.edges.positions import TOPIC_CONFIGS
 from dedup.edges.records import HEADERS_BYTES, Lines, Recorder
 from dedup.edges.source import Source
+from dedup.edges.table import TableRows
 from dedup.edges.topics import provide, wanted
 from dedup.errors import BrokerUnavailable, CommitUnknown, RecordRefused
 from dedup.session.admin import Admin, Topic, WantedTopic
 from dedup.session.client import KafkaWire
 from dedup.session.connection import Connection
-from dedup.topology.ingest import FilesSource, Ingest
+from dedup.topology.ingest import FilesSource, Ingest, TableSource
 
 if TYPE_CHECKING:
     from dedup.settings import Settings
@@ -60,20 +62,25 @@ class _Load:
     dead_letters: int = 0
 
 
-OpenSource = Callable[[Ingest, int], Source]
-"""Makes the source; the number is the most bytes of one record's value."""
+OpenSource = Callable[[Ingest, int, Callable[[], bool]], Source]
+"""Makes the source, from the most bytes of one record's value, and what tells that it is time to stop."""
 
 
-def open_files(ingest: Ingest, most_bytes: int) -> Source:
-    """Return the files of an ingest file's source."""
-    assert isinstance(ingest.source, FilesSource)  # noqa: S101  # the caller chooses by it
-    return Files(ingest.name, ingest.source, most_bytes)
+def open_source(ingest: Ingest, most_bytes: int, stopped: Callable[[], bool], *, url: str = "") -> Source:
+    """Return the source of an ingest file; ``url`` is a table's, its references resolved. Blocking for a table."""
+    match ingest.source:
+        case FilesSource() as files:
+            return Files(ingest.name, files, most_bytes)
+        case TableSource() as table:
+            return TableRows(ingest.name, table, url, stopped)
+        case never:
+            assert_never(never)
 
 
 async def run_ingest(
     ingest: Ingest,
     settings: Settings,
-    open_source: OpenSource,
+    make_source: OpenSource,
     *,
     exit_when_done: bool = False,
     tell: Callable[[Ingested], None] = lambda _: None,
@@ -91,14 +98,31 @@ async def run_ingest(
         outbox = await opened_outbox(wire, f"{ingest.name}.ingest.0", ingest.offsets_topic, settings)
         most_bytes = topics[ingest.topic].max_record_bytes
         recorder = _recorder(ingest, topics, most_bytes)
-        source = open_source(ingest, most_bytes - HEADERS_BYTES)
+        stop = asyncio.Event()
         try:
-            return await _Run(outbox, source, recorder, settings, tell).until_over(exit_when_done=exit_when_done)
+            with _stopped_by_signals(stop):
+                source = await asyncio.to_thread(make_source, ingest, most_bytes - HEADERS_BYTES, stop.is_set)
+                try:
+                    run = _Run(outbox, source, recorder, settings, stop, tell)
+                    return await run.until_over(exit_when_done=exit_when_done)
+                finally:
+                    source.close()
         finally:
-            source.close()
             await outbox.close()
     finally:
         await wire.stop()
+
+
+@contextmanager
+def _stopped_by_signals(stop: asyncio.Event) -> Iterator[None]:
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    try:
+        yield
+    finally:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.remove_signal_handler(number)
 
 
 async def opened_outbox(wire: KafkaWire, transactional_id: str, offsets_topic: str, settings: Settings) -> Outbox:
@@ -135,6 +159,7 @@ class _Run:
         source: Source,
         recorder: Recorder,
         settings: Settings,
+        stop: asyncio.Event,
         tell: Callable[[Ingested], None],
     ) -> None:
         self._outbox: Final = outbox
@@ -143,19 +168,12 @@ class _Run:
         self._interval_s: Final = settings.commit_interval_ms / 1000
         self._tell: Final = tell
         self._done: Final = Ingested()
-        self._stop: Final = asyncio.Event()
+        self._stop: Final = stop
         self._single = False
         """After a refusal: one piece a transaction and one record a batch, so that the broker's answer names it."""
 
     async def until_over(self, *, exit_when_done: bool) -> Ingested:
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._stop.set)
-        try:
-            await self._loop(exit_when_done=exit_when_done)
-        finally:
-            for number in (signal.SIGTERM, signal.SIGINT):
-                loop.remove_signal_handler(number)
+        await self._loop(exit_when_done=exit_when_done)
         self._done.waiting = self._source.waiting()
         return self._done
 

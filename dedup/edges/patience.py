@@ -39,6 +39,19 @@ class Patient:
                     ) from away
                 time.sleep(FIRST_PAUSE_S)
 
+    def insist(self, work: Callable[[Connection], T | None]) -> T | None:
+        """Return what work returns that only reads, however long the database is away; None when we are to stop."""
+        pause_s = FIRST_PAUSE_S
+        while not self._stopped():
+            try:
+                return work(self._connected())
+            except DatabaseAway as away:
+                log.warning("the database does not answer, waiting; nothing is lost: %s", away)
+                self._lose()
+                time.sleep(pause_s)
+                pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+        return None
+
     def once(
         self,
         work: Callable[[Connection], T],

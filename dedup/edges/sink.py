@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 MOST_ROWS: Final = 20_000
 """In a transaction."""
 WAIT_MS: Final = 200
+GATHER_MS: Final = 50
 T = TypeVar("T")
 log: Final = logging.getLogger(__name__)
 
@@ -132,7 +133,7 @@ class _Run:
         self._stop: Final = asyncio.Event()
         self._thread: Final = ThreadPoolExecutor(1, "database")
         self._database: Final = Patient(lambda: connect(spec.url), self._stop.is_set)
-        self._fetcher: Final = FeedFetcher(wire, wait_ms=WAIT_MS)
+        self._fetcher: Final = FeedFetcher(wire, wait_ms=WAIT_MS, gather_ms=GATHER_MS)
         self._taken: dict[int, Taken] = {}
         self._table: Table
         self._done: Final = Sunk()

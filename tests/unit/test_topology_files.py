@@ -9,12 +9,14 @@ from pathlib import Path
 import pytest
 
 from dedup.topology.describe import as_data, describe, graph, to_dot, to_svg
+from dedup.topology.ingest import ingest_schema, is_ingest, parse_ingest
 from dedup.topology.lint import lint
 from dedup.topology.model import Topology
 from dedup.topology.parse import json_schema, parse
 
 DIRECTORY = Path(__file__).parents[2] / "topologies"
-FILES = sorted(DIRECTORY.glob("*.yaml"))
+INGEST_FILES = sorted(path for path in DIRECTORY.glob("*.yaml") if is_ingest(path.read_text(encoding="utf-8")))
+FILES = sorted(set(DIRECTORY.glob("*.yaml")) - set(INGEST_FILES))
 SCHEMA = DIRECTORY / "topology.schema.json"
 
 
@@ -43,6 +45,19 @@ def test_a_file_parses_without_errors(path):
 def test_a_file_begins_with_the_schema_for_editors(path):
     first = path.read_text(encoding="utf-8").splitlines()[0]
     assert first == "# yaml-language-server: $schema=topology.schema.json"
+
+
+@pytest.mark.parametrize("path", INGEST_FILES, ids=named)
+def test_an_ingest_file_parses_and_begins_with_its_schema(path):
+    text = path.read_text(encoding="utf-8")
+    assert parse_ingest(text, name=path.name).name == path.stem
+    assert text.splitlines()[0] == "# yaml-language-server: $schema=ingest.schema.json"
+
+
+def test_the_published_schema_of_ingest_files_is_the_program_s():
+    assert json.loads((DIRECTORY / "ingest.schema.json").read_text(encoding="utf-8")) == ingest_schema(), (
+        "run: dedup schema ingest > topologies/ingest.schema.json"
+    )
 
 
 def test_the_published_schema_is_the_program_s():

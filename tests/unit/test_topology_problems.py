@@ -39,7 +39,7 @@ def test_the_least_file_has_none():
         ("grase: 24h", '8:1: unknown key "grase"; did you mean "grace"?'),
         (
             "zzz: 1",
-            '8:1: unknown key "zzz"; known are conflicts, dead_letter, dedup, duplicates, event_time, extend, extend_at_most, future, grace, guard_period, idle_after, late, max_clock_skew, name, on_conflict, output, source, state, tracking_id',
+            '8:1: unknown key "zzz"; known are conflicts, dead_letter, dedup, duplicates, event_time, extend, extend_at_most, future, grace, guard_period, idle_after, late, max_clock_skew, name, on_conflict, output, sink, source, state, tracking_id',
         ),
         ("grace: 24", '8:8: grace: "24" has no unit; write "24h" or "24m"'),
         ("grace: 500", '8:8: grace: "500" has no unit; write "500ms" or "500s"'),
