@@ -44,6 +44,8 @@ class Expected:
     digests: list[bytes] = field(default_factory=list)
     optional: set[int] = field(default_factory=set)
     """Rows whose presence can not be proved either way."""
+    positions: list[int] = field(default_factory=list)
+    """Where in the log each row comes from, where that is asked for."""
 
 
 @dataclass(slots=True)
@@ -56,6 +58,8 @@ class Comparison:
     """There (partition, row), not expected, or more often than expected."""
     displaced: list[Place] = field(default_factory=list)
     """There (partition, row), but before or after a record of the same task that it should not pass."""
+    matched: list[tuple[Place, Place]] = field(default_factory=list)
+    """There (partition, row), and where it was expected (task, row)."""
 
     @property
     def clean(self) -> bool:
@@ -65,21 +69,26 @@ class Comparison:
 
 def compare(expected: Sequence[Expected], actual: Sequence[Sequence[bytes]]) -> Comparison:
     """Compare tasks with the partitions they write; a task's records keep their order within each partition."""
-    if len(expected) == len(actual) == 1 and expected[0].digests == actual[0]:
-        return Comparison()
+    result = matched(expected, actual)
+    tracks: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    for there, wanted in result.matched:
+        tracks.setdefault((there.sequence, wanted.sequence), []).append((wanted.row, there.row))
+    for (partition, _), track in tracks.items():
+        result.displaced += [Place(partition, row) for row in out_of_order(track)]
+    return result
+
+
+def matched(expected: Sequence[Expected], actual: Sequence[Sequence[bytes]]) -> Comparison:
+    """Find each record that is there among those expected, whatever their order."""
     rows_of = _candidates(expected, actual)
     result = Comparison()
     for partition, digests in enumerate(actual):
-        tracks: dict[int, list[tuple[int, int]]] = {}
         for row, each in enumerate(digests):
             candidates = rows_of.get(each)
-            if not candidates:
+            if candidates:
+                result.matched.append((Place(partition, row), candidates.pop()))
+            else:
                 result.extra.append(Place(partition, row))
-                continue
-            place = candidates.pop()
-            tracks.setdefault(place.sequence, []).append((place.row, row))
-        for track in tracks.values():
-            result.displaced += [Place(partition, row) for row in _out_of_order(track)]
     for candidates in rows_of.values():
         result.missing += [place for place in candidates if place.row not in expected[place.sequence].optional]
     result.missing.sort()
@@ -106,7 +115,7 @@ def _candidates(expected: Sequence[Expected], actual: Sequence[Sequence[bytes]])
     return rows_of
 
 
-def _out_of_order(track: list[tuple[int, int]]) -> list[int]:
+def out_of_order(track: list[tuple[int, int]]) -> list[int]:
     """Return the fewest rows whose removal leaves the rest in the expected order (patience sorting)."""
     tops: list[int] = []
     top_rows: list[int] = []

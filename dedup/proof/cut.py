@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
-from array import array
-from collections import Counter
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Final
 
-from dedup.core.model import Feed, ModelRules
+from dedup.core.model import ModelRules
 from dedup.errors import StateIncompatible
 from dedup.proof.compare import digest
-from dedup.proof.evidence import DEAD_TAIL, LATE_TAIL, SideTopic, forwarded_by_replay, read_side_topic
+from dedup.proof.evidence import (
+    DEAD_TAIL,
+    LATE_TAIL,
+    VERDICT_HEADER,
+    SideTopic,
+    extracted_of,
+    forwarded_by_replay,
+    read_side_topic,
+)
 from dedup.proof.kafka_reader import Bounds, Columns, KafkaReader, OpenTransaction
-from dedup.proof.replay import Plan
+from dedup.proof.order import Column, Order
 from dedup.proof.report import Report
+from dedup.proof.scout import Plan
+from dedup.proof.spill import Spill, condensed, place_of
 from dedup.topology.extractor import extractor_of
 from dedup.topology.model import LateForward, LateTo, Topology
 
@@ -35,20 +45,51 @@ class Progress:
 OnProgress = Callable[[Progress], None]
 
 
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """One record that the worker wrote."""
+
+    row: int
+    """Which of its partition's, among those looked at."""
+    digest: bytes
+    id: bytes | None
+    time_ms: int
+    exempt: bool
+    """Forwarded by a policy that is outside the promise, says its header."""
+
+
 @dataclass(slots=True)
 class Written:
-    """What is in one partition of a topic that the worker writes, within the cut."""
+    """What is in one partition of a topic that the worker writes, within the cut: in buckets, and in order."""
 
     topic: str
     partition: int
     bounds: Bounds
-    digests: list[bytes] = field(default_factory=list)
-    offsets: array[int] = field(default_factory=lambda: array("q"))
+    spill: Spill
+    offsets: Column
+    order: Order
     broker_time: bool = False
+    first_digest: bytes | None = None
+    """Of the first record, in the sample or not."""
+    first_kept: tuple[int, bytes] | None = None
+    """Place and digest of the first record looked at."""
+
+    def __len__(self) -> int:
+        return len(self.offsets)
 
     def place(self, row: int) -> str:
         """Return where a record is, for people."""
         return f"{self.topic}/{self.partition} offset {self.offsets[row]}"
+
+    def bucket(self, number: int) -> list[Seen]:
+        """Return the records of a bucket, in their order."""
+        return [Seen(*values) for values in self.spill.bucket(number)]
+
+    def close(self) -> None:
+        """Give the disk space back."""
+        self.spill.close()
+        self.offsets.close()
+        self.order.close()
 
 
 @dataclass(slots=True)
@@ -70,8 +111,10 @@ class Cut:
     compacted: frozenset[str]
     """Topics of which records may be missing between others."""
     plan: Plan
-    observed: Counter[Feed]
-    """How many records of each source partition, judged at the cut, the late and dead-letter topics hold."""
+    scratch: str
+    """A directory for what does not fit into memory."""
+    sample: int = 1
+    """One ID in so many is looked at."""
     total: int = 0
     done: int = 0
 
@@ -85,20 +128,49 @@ class Cut:
         except OpenTransaction as fact:
             self.report.unprovable(f"{WHY_OPEN}: {fact}")
 
-    def written(self, topic: str, partition: int, *, stamped: bool) -> Written:
+    def sampled(self, place: int) -> bool:
+        """Tell whether a record of this place (`spill.place_of`) is looked at."""
+        return self.sample == 1 or (place >> 32) % self.sample == 0
+
+    def spill(self, buckets: int) -> Spill:
+        """Return an empty spill."""
+        return Spill(self.scratch, buckets)
+
+    def written(self, topic: str, partition: int, buckets: int, *, stamped: bool) -> Written:
         """Return what is in a partition; ``stamped``: timestamps are part of the digests, if the topic keeps them."""
-        bounds = self.bounds[topic][partition]
-        found = Written(topic, partition, bounds)
+        bounds, scratch = self.bounds[topic][partition], self.scratch
+        found = Written(topic, partition, bounds, self.spill(buckets), Column(scratch), Order(scratch))
         for read in self.read(topic, partition, bounds.low, bounds.high):
             columns = self._of_workers(read)
             self.report.unprovable(WHY_REPLAYED, len(read.offsets) - len(columns.offsets))
             found.broker_time = columns.broker_time
-            times_ms = columns.timestamps_ms
-            if not stamped or columns.broker_time:
-                times_ms = [0] * len(times_ms)
-            found.digests += map(digest, columns.keys, columns.values, columns.headers, times_ms)
-            found.offsets.extend(columns.offsets)
+            offsets: list[int] = []
+            for place, offset, seen in self._seen(columns, len(found), stamped=stamped and not columns.broker_time):
+                if found.first_digest is None:
+                    found.first_digest = seen[1]
+                if not self.sampled(place):
+                    continue
+                if found.first_kept is None:
+                    found.first_kept = (place, seen[1])
+                found.spill.add(place, (len(found) + len(offsets), *seen[1:]))
+                offsets.append(offset)
+            found.offsets.extend(offsets)
+        found.order.expect(len(found))
         return found
+
+    def _seen(
+        self, columns: Columns, row: int, *, stamped: bool
+    ) -> Iterator[tuple[int, int, tuple[int, bytes, bytes | None, int, bool]]]:
+        """Yield the place, the offset and the values of `Seen` of each record."""
+        extracted = extracted_of(self.plan.extract, columns)
+        for at, offset in enumerate(columns.offsets):
+            tracking_id = None if at in extracted.faults else extracted.ids[at]
+            value, headers = condensed(columns.values[at]), columns.headers[at]
+            time_ms = columns.timestamps_ms[at] if stamped else 0
+            exempt = any(name == VERDICT_HEADER for name, _ in headers)
+            content = digest(columns.keys[at], value, headers, time_ms)
+            place = place_of(tracking_id, columns.keys[at], value)
+            yield place, offset, (row + at, content, tracking_id, extracted.times_ms[at], exempt)
 
     def _of_workers(self, columns: Columns) -> Columns:
         """Return the records without those that `dedup replay` forwarded, which no verdict accounts for."""
@@ -106,27 +178,21 @@ class Cut:
         apart = {row for row, own in enumerate(columns.headers) if own and forwarded_by_replay(own, topics)}
         return columns.rows([row for row in range(len(columns.offsets)) if row not in apart]) if apart else columns
 
+    def close(self) -> None:
+        """The side topics' files are given back."""
+        for side in (self.plan.late, self.plan.dead_letters):
+            if side is not None:
+                side.close()
+
     def still_committed(self, topic: str, partition: int) -> int:
         """Return the group's committed offset now: what is between it and the cut's is pending."""
         now = self.reader.committed(self.topology.name, topic, [partition])
         return now.get(partition, self.committed[topic].get(partition, 0))
 
-    def ids_of(self, written: Written, rows: set[int]) -> dict[int, bytes | None]:
-        """Return the tracking IDs of some rows; reads the partition again, as IDs are not kept for all."""
-        found: dict[int, bytes | None] = {}
-        at = 0
-        for read in self.reader.read(written.topic, written.partition, written.bounds.low, written.bounds.high):
-            columns = self._of_workers(read)
-            wanted = [row for row in range(len(columns.offsets)) if at + row in rows]
-            if wanted:
-                some = columns.rows(wanted)
-                extracted = self.plan.extract(some.keys, some.values, some.headers, some.timestamps_ms)
-                found.update(zip((at + row for row in wanted), extracted.ids, strict=True))
-            at += len(columns.offsets)
-        return found
 
-
-def take_cut(topology: Topology, reader: KafkaReader, report: Report, progress: OnProgress) -> Cut:
+def take_cut(
+    topology: Topology, reader: KafkaReader, report: Report, progress: OnProgress, scratch: str, sample: int
+) -> Cut:
     """Return the cut: offsets first, then the ends of what is written, then the side topics' records."""
     feeding = topology.feeding_topics
     written = _written_topics(topology)
@@ -144,14 +210,13 @@ def take_cut(topology: Topology, reader: KafkaReader, report: Report, progress: 
     report.unprovable(WHY_RESET, sum(each.before for of_topic in bounds.values() for each in of_topic.values()))
     compacted = reader.compacted(topic for topic in (*topology.source.topics, *_output(topology)) if partitions[topic])
     total = sum(each.high - each.low for of_topic in bounds.values() for each in of_topic.values())
-    plan = _plan(topology, reader, bounds)
+    plan = _plan(topology, reader, bounds, scratch)
     done = sum(
         each.high - each.low
         for side in (plan.late, plan.dead_letters)
         if side is not None
         for each in bounds[side.name].values()
     )
-    observed = _observed(topology, plan, committed)
     return Cut(
         topology,
         reader,
@@ -163,20 +228,11 @@ def take_cut(topology: Topology, reader: KafkaReader, report: Report, progress: 
         begins,
         compacted,
         plan,
-        observed,
+        scratch,
+        sample,
         total,
         done,
     )
-
-
-def _observed(topology: Topology, plan: Plan, committed: dict[str, dict[int, int]]) -> Counter[Feed]:
-    found: Counter[Feed] = Counter()
-    for side in (plan.late, plan.dead_letters):
-        if side is not None:
-            for source in [*side.filed, *(source for source, _ in side.repeated)]:
-                offset = committed[topology.source.topics[source.topic]].get(source.partition, 0)
-                found[source.topic, source.partition] += source.offset < offset
-    return found
 
 
 def _output(topology: Topology) -> list[str]:
@@ -207,13 +263,13 @@ def _refuse_missing(topology: Topology, partitions: dict[str, int]) -> None:
         )
 
 
-def _plan(topology: Topology, reader: KafkaReader, bounds: dict[str, dict[int, Bounds]]) -> Plan:
+def _plan(topology: Topology, reader: KafkaReader, bounds: dict[str, dict[int, Bounds]], scratch: str) -> Plan:
     topics = topology.source.topics
     late: SideTopic | None = None
+    side = partial(_side, reader, bounds, topics, scratch)
     if isinstance(topology.late, LateTo):
-        name = topology.late.topic
-        late = read_side_topic(reader, name, bounds[name], topics, LATE_TAIL)
-    dead_letters = read_side_topic(reader, topology.dead_letter, bounds[topology.dead_letter], topics, DEAD_TAIL)
+        late = side(topology.late.topic, LATE_TAIL)
+    dead_letters = side(topology.dead_letter, DEAD_TAIL)
     return Plan(
         model_rules(topology),
         extractor_of(topology),
@@ -226,6 +282,20 @@ def _plan(topology: Topology, reader: KafkaReader, bounds: dict[str, dict[int, B
         duplicates=topology.duplicates is not None,
         conflicts=topology.conflicts is not None,
     )
+
+
+def _side(
+    reader: KafkaReader,
+    bounds: dict[str, dict[int, Bounds]],
+    topics: tuple[str, ...],
+    scratch: str,
+    name: str,
+    tail: tuple[str, ...],
+) -> SideTopic:
+    own = bounds[name]
+    side = SideTopic(name, str(Path(scratch) / name), complete=not any(each.beheaded for each in own.values()))
+    read_side_topic(reader, side, own, topics, tail)
+    return side
 
 
 def model_rules(topology: Topology) -> ModelRules:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+import sqlite3
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from hashlib import blake2b
 from typing import Final, NamedTuple
 
@@ -12,6 +13,7 @@ from dedup.core.extract_one import ODD_HEADER_NAME
 from dedup.core.window import Source
 from dedup.proof.compare import Headers, digest
 from dedup.proof.kafka_reader import Bounds, Columns, KafkaReader, OpenTransaction
+from dedup.proof.spill import condensed
 
 SOURCE_HEADER: Final = "dedup-source"
 TIMESTAMP_HEADER: Final = "dedup-timestamp"
@@ -29,6 +31,7 @@ LATE_TAIL: Final = (SOURCE_HEADER, TIMESTAMP_HEADER)
 DEAD_TAIL: Final = (REASON_HEADER, DETAIL_HEADER, SOURCE_HEADER, TIMESTAMP_HEADER)
 """The headers the worker appends, in this order; what stands before them is the source record's."""
 
+_MOST_DIGITS: Final = 18
 _NO_TIME_MS: Final = -(1 << 62)
 
 
@@ -44,22 +47,84 @@ class Filed(NamedTuple):
     offset: int
 
 
-@dataclass(slots=True)
-class SideTopic:
-    """A late or dead-letter topic, indexed by source position."""
+_TABLE: Final = """
+CREATE TABLE filed (topic INT, feed INT, position INT, digest BLOB, stands_for BLOB, reason TEXT, part INT, at INT,
+    again INT DEFAULT 0);
+CREATE INDEX by_source ON filed (topic, feed, position);
+CREATE TABLE strangers (part INT, at INT);
+"""
+_CACHE_KIB: Final = 16_384
 
-    name: str
-    complete: bool = True
-    """False where retention deleted its beginning: then absence says nothing."""
-    filed: dict[Source, Filed] = field(default_factory=dict)
-    repeated: list[tuple[Source, Filed]] = field(default_factory=list)
-    """A source record that is there a second time."""
-    strangers: list[tuple[int, int]] = field(default_factory=list)
-    """(partition, offset) of records that name no record of our sources."""
+
+class SideTopic:
+    """A late or dead-letter topic, indexed by source position, in a file of its own."""
+
+    def __init__(self, name: str, path: str, *, complete: bool) -> None:
+        self.name: Final = name
+        self.complete = complete
+        """False where retention deleted its beginning: then absence says nothing."""
+        # No journal: nobody else reads it, and it is deleted with its directory.
+        self._db: Final = sqlite3.connect(path, isolation_level=None)
+        self._db.executescript(f"PRAGMA journal_mode=OFF; PRAGMA synchronous=OFF; PRAGMA cache_size=-{_CACHE_KIB};")
+        self._db.executescript(_TABLE)
+        self._empty = True
 
     def place(self, filed: Filed) -> str:
         """Return where a record is, for people."""
         return f"{self.name}/{filed.partition} offset {filed.offset}"
+
+    def file(self, rows: Sequence[tuple[Source, Filed]], strangers: Sequence[tuple[int, int]]) -> None:
+        """Keep records by their source position; strangers name no record of our sources: (partition, offset)."""
+        self._empty = self._empty and not rows
+        self._db.executemany(
+            "INSERT INTO filed VALUES (?,?,?,?,?,?,?,?,0)", [(*source, *filed) for source, filed in rows]
+        )
+        self._db.executemany("INSERT INTO strangers VALUES (?,?)", strangers)
+
+    def take(self, sources: Sequence[Source]) -> dict[Source, Filed]:
+        """Return what is filed of these records, and take it out: what is left at the end names none that was read."""
+        if self._empty:
+            return {}
+        found: dict[Source, Filed] = {}
+        for source in sources:
+            for row in self._select(source):
+                found.setdefault(source, Filed(*row))
+        once = "DELETE FROM filed WHERE rowid = (SELECT min(rowid) FROM filed WHERE topic=? AND feed=? AND position=?)"
+        self._db.executemany(once, found)
+        self._db.executemany("UPDATE filed SET again=1 WHERE topic=? AND feed=? AND position=?", found)
+        return found
+
+    def _select(self, source: Source) -> list[tuple[bytes, bytes, str, int, int]]:
+        ask = "SELECT digest, stands_for, reason, part, at FROM filed WHERE topic=? AND feed=? AND position=? LIMIT 1"
+        return self._db.execute(ask, source).fetchall()
+
+    def holds(self, source: Source) -> bool:
+        """Tell whether a record is filed and not taken out."""
+        return not self._empty and bool(self._select(source))
+
+    def first_offset(self, partition: int) -> int | None:
+        """Return the least source offset that is filed of a partition of the first source topic."""
+        ask = "SELECT min(position) FROM filed WHERE topic=0 AND feed=?"
+        found: int | None = self._db.execute(ask, (partition,)).fetchone()[0]
+        return found
+
+    def count_below(self, feed: tuple[int, int], offset: int) -> int:
+        """Return how many records are filed of a source partition below an offset, and not taken out."""
+        ask = "SELECT count(*) FROM filed WHERE topic=? AND feed=? AND position<?"
+        return int(self._db.execute(ask, (*feed, offset)).fetchone()[0])
+
+    def left(self) -> Iterator[tuple[Source, Filed, bool]]:
+        """Yield what was not taken out, and whether it is because the same record was, from another place."""
+        for row in self._db.execute("SELECT * FROM filed ORDER BY part, at"):
+            yield Source(*row[:3]), Filed(*row[3:8]), bool(row[8])
+
+    def strangers(self) -> Iterator[tuple[int, int]]:
+        """Yield (partition, offset) of records that name no record of our sources."""
+        yield from self._db.execute("SELECT part, at FROM strangers ORDER BY part, at")
+
+    def close(self) -> None:
+        """Give the file back."""
+        self._db.close()
 
 
 def extracted_of(extract: Extractor, columns: Columns) -> Extracted:
@@ -87,6 +152,8 @@ def parse_source(content: bytes | None, topics: Sequence[str]) -> Source | None:
     partition, _, offset = position.partition("/")
     if topic not in topics or not partition.isdecimal() or not offset.isdecimal():
         return None
+    if len(partition) + len(offset) > _MOST_DIGITS:
+        return None
     return Source(topics.index(topic), int(partition), int(offset))
 
 
@@ -113,38 +180,39 @@ def stand_in(value: bytes | None) -> bytes:
 
 def read_side_topic(
     reader: KafkaReader,
-    name: str,
+    side: SideTopic,
     bounds: Mapping[int, Bounds],
     topics: Sequence[str],
     tail: Sequence[str],
-) -> SideTopic:
-    """Return the committed records of a side topic within bounds."""
-    side = SideTopic(name, complete=not any(each.beheaded for each in bounds.values()))
+) -> None:
+    """The committed records of a side topic within bounds are filed."""
     for partition, each in bounds.items():
         try:
-            for columns in reader.read(name, partition, each.low, each.high):
+            for columns in reader.read(side.name, partition, each.low, each.high):
+                filed: list[tuple[Source, Filed]] = []
+                strangers: list[tuple[int, int]] = []
                 rows = zip(columns.offsets, columns.keys, columns.values, columns.headers, strict=True)
                 for offset, key, value, headers in rows:
-                    _file(side, (partition, offset), (key, value, headers), topics, tail)
+                    source, found = _filed((key, value, headers), (partition, offset), topics, tail)
+                    if source is None:
+                        strangers.append((partition, offset))
+                    else:
+                        filed.append((source, found))
+                side.file(filed, strangers)
         except OpenTransaction:
             side.complete = False
-    return side
 
 
-def _file(
-    side: SideTopic,
-    place: tuple[int, int],
+def _filed(
     record: tuple[bytes | None, bytes | None, Headers],
+    place: tuple[int, int],
     topics: Sequence[str],
     tail: Sequence[str],
-) -> None:
+) -> tuple[Source | None, Filed]:
     key, value, headers = record
     source = parse_source(header(headers, SOURCE_HEADER), topics)
-    if source is None:
-        side.strangers.append(place)
-        return
     stands_for = b""
-    if headers[-1][0] == DIGEST_HEADER:
+    if headers and headers[-1][0] == DIGEST_HEADER:
         stands_for = headers[-1][1] or b""
         headers = headers[:-1]
     timestamp_ms = parse_time_ms(header(headers, TIMESTAMP_HEADER))
@@ -153,13 +221,5 @@ def _file(
     reason = (header(headers, REASON_HEADER) or b"").decode("utf-8", "replace")
     if reason == ODD_HEADER_NAME.code:
         original = ()  # the source's can not be read, so there is nothing to compare them with
-    filed = Filed(
-        digest(key, value, original, _NO_TIME_MS if timestamp_ms is None else timestamp_ms),
-        stands_for,
-        reason,
-        *place,
-    )
-    if source in side.filed:
-        side.repeated.append((source, filed))
-    else:
-        side.filed[source] = filed
+    time_ms = _NO_TIME_MS if timestamp_ms is None else timestamp_ms
+    return source, Filed(digest(key, condensed(value), original, time_ms), stands_for, reason, *place)

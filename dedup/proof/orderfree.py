@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import Final
 
 from dedup.core.window import Source
-from dedup.proof.cut import Cut, Written
-from dedup.proof.evidence import VERDICT_HEADER
+from dedup.proof.cut import Cut, Seen, Written
 
 WHY_NO_TIMES: Final = "the output keeps no event times, so the distance of two records of one ID is not known"
 WHY_OUTPUT_GONE: Final = "the output has lost its beginning"
 
 
 class OrderFree:
-    """The output by tracking ID. Reads it once more, and keeps an ID and its event times for each record."""
+    """The output of one bucket by tracking ID."""
 
-    def __init__(self, cut: Cut, written: list[Written]) -> None:
+    def __init__(self, cut: Cut, written: Sequence[Written], seen: Iterable[Sequence[Seen]]) -> None:
         self._cut: Final = cut
         self._times_ms: Final[dict[bytes, list[int]]] = {}
         self._complete: Final = not any(each.bounds.beheaded or each.topic in cut.compacted for each in written)
         self._exempt: Final[set[bytes]] = set()
-        for each in written:
-            self._collect(each)
+        for records in seen:
+            self._collect(records)
         if any(each.broker_time for each in written):
             cut.report.unprovable(WHY_NO_TIMES, sum(len(times) for times in self._times_ms.values()))
         else:
@@ -31,7 +31,7 @@ class OrderFree:
     def must_be_somewhere(self, place: str, tracking_id: bytes, time_ms: int, source: Source) -> None:
         """Report a judged record as lost unless it was forwarded, is late, or repeats one that was forwarded."""
         late = self._cut.plan.late
-        if late is not None and late.filed.pop(source, None) is not None:
+        if late is not None and late.take([source]):
             return
         times_ms = self._times_ms.get(tracking_id)
         if times_ms is None:
@@ -48,17 +48,14 @@ class OrderFree:
             text = "no record of its tracking ID within a guard period is in the output"
             self._cut.report.violation("lost", place, text)
 
-    def _collect(self, written: Written) -> None:
-        bounds = written.bounds
-        for columns in self._cut.reader.read(written.topic, written.partition, bounds.low, bounds.high):
-            extracted = self._cut.plan.extract(columns.keys, columns.values, columns.headers, columns.timestamps_ms)
-            for row, tracking_id in enumerate(extracted.ids):
-                if tracking_id is None:
-                    continue
-                self._times_ms.setdefault(tracking_id, []).append(extracted.times_ms[row])
-                if any(name == VERDICT_HEADER for name, _ in columns.headers[row]):
-                    # Forwarded by a policy that is outside the promise: the distance rule does not bind its ID.
-                    self._exempt.add(tracking_id)
+    def _collect(self, records: Sequence[Seen]) -> None:
+        for seen in records:
+            if seen.id is None:
+                continue
+            self._times_ms.setdefault(seen.id, []).append(seen.time_ms)
+            if seen.exempt:
+                # Forwarded by a policy that is outside the promise: the distance rule does not bind its ID.
+                self._exempt.add(seen.id)
 
     def _report_too_near(self) -> None:
         guard_ms = self._cut.plan.rules.guard_ms

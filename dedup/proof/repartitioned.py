@@ -1,23 +1,22 @@
 """A topology that repartitions: the repartition topic is the log that was judged, where it still holds the records.
 
-Two steps are checked apart. From the source to the repartition topic: every record once and unchanged. From there to
-the output: the model's verdicts. A record purged from the repartition topic is checked without order (`orderfree`).
+Two steps are checked apart. From the source to the repartition topic: every record once and unchanged, in buckets by
+source position. From there to the output: the model's verdicts, in buckets by tracking ID. A record purged from the
+repartition topic is checked without order (`orderfree`).
 """
 
 from __future__ import annotations
 
-from array import array
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Final
-
-import numpy as np
 
 from dedup.core.model import Feed
 from dedup.core.window import Source
-from dedup.proof.compare import Headers, compare, digest
+from dedup.proof.compare import Headers, digest, matched
 from dedup.proof.cut import Cut, Written
-from dedup.proof.differences import explain
-from dedup.proof.direct import report_leftovers
+from dedup.proof.differences import explain, report_displaced
+from dedup.proof.direct import keep, report_leftovers
 from dedup.proof.evidence import (
     IDLE_HEADER,
     SOURCE_HEADER,
@@ -29,86 +28,120 @@ from dedup.proof.evidence import (
 )
 from dedup.proof.kafka_reader import Columns
 from dedup.proof.orderfree import OrderFree
-from dedup.proof.replay import Log, TaskReplay
+from dedup.proof.replay import TaskReplay
 from dedup.proof.report import Books
+from dedup.proof.scout import Log, Row, Scout
+from dedup.proof.spill import Spill, buckets_for, condensed, place_of
 
 RESERVED: Final = frozenset({SOURCE_HEADER, TIMESTAMP_HEADER, IDLE_HEADER})
 WHY_PURGED: Final = "purged from the repartition topic; checked without order: nothing lost, no ID twice"
 WHY_COPIES: Final = "duplicates and conflicts topics behind a repartition topic are not compared"
+_SPREAD: Final = 0x9E3779B97F4A7C15
+"""Spreads source positions over buckets (Knuth's multiplicative hash)."""
 
 
 @dataclass(slots=True)
-class Carried:
-    """What the repartition topic holds of one source partition: offsets, and 8 bytes of each record's digest."""
+class _Step:
+    """What was read of both steps, in buckets."""
 
-    offsets: array[int] = field(default_factory=lambda: array("q"))
-    digests: array[int] = field(default_factory=lambda: array("Q"))
-
-    def add(self, offset: int, content: bytes) -> None:
-        """Note a record."""
-        self.offsets.append(offset)
-        self.digests.append(int.from_bytes(content[:8], "little"))
+    feeds: list[Feed]
+    logs: list[tuple[Books, Spill]]
+    """By partition of the repartition topic that is whole: what was judged there."""
+    beside: tuple[Books, Spill]
+    """Source records without an ID, forwarded past the repartition topic."""
+    carried: Spill
+    """What the repartition topic holds of the sources: source position, and a digest."""
+    judged: Spill
+    """What the sources hold: the same, and ID and event time."""
+    purged: bool
+    firsts: dict[Feed, int]
+    """Where what was carried over of each source partition begins."""
 
 
 def verify_repartitioned(cut: Cut) -> None:
     """Replay what the repartition topic holds, compare the output, and account for every source record."""
     log = cut.topology.repartition_topic
-    carried: dict[Feed, Carried] = {
-        (position, partition): Carried()
-        for position, topic in enumerate(cut.topology.source.topics)
-        for partition in range(cut.partitions[topic])
-    }
-    written = _outputs(cut)
+    sources = cut.topology.source.topics
+    feeds = [(at, partition) for at, topic in enumerate(sources) for partition in range(cut.partitions[topic])]
+    total = sum(bounds.high - bounds.low for topic in (log, *sources) for bounds in cut.bounds[topic].values())
+    buckets = buckets_for(total)
+    written = _outputs(cut, buckets)
     stamped = cut.plan.rules.future != "clamp" and not any(each.broker_time for each in written)
     cut.plan = replace(cut.plan, output_stamped=stamped, duplicates=False, conflicts=False)
     purged = any(bounds.beheaded for bounds in cut.bounds[log].values())
-    free = OrderFree(cut, written) if purged else None
-    tasks = [
-        _replay(cut, log, partition, carried)
-        for partition in range(cut.partitions[log])
+    beside = (Books("past the repartition topic", 0), cut.spill(buckets))
+    step = _Step(feeds, [], beside, cut.spill(buckets), cut.spill(buckets), purged, {})
+    for partition in range(cut.partitions[log]):
         # Of several feeds one may be far ahead of stream time: how far the purged ones were, nothing bounds.
-        if not cut.bounds[log][partition].beheaded
-    ]
-    beside = _account_for_sources(cut, carried, free)
-    if cut.topology.output is not None:
-        everyone = [*tasks, beside]
-        found = compare([task.forwarded.expected for task in everyone], [each.digests for each in written])
-        if free is not None:
-            # What was purged was forwarded too: an unknown record in the output proves nothing.
-            found.extra.clear()
-        explain(found, everyone, written, cut.report, cut.ids_of)
+        if not cut.bounds[log][partition].beheaded:
+            _read_log(cut, step, log, partition, buckets)
+    _read_sources(cut, step)
+    absent = cut.spill(buckets)
+    for number in range(buckets):
+        _account(cut, step, number, absent)
+    for number in range(buckets):
+        _judge(cut, step, written, number, absent)
+    report_displaced(written, cut.report)
+    if step.beside[0].read:
+        cut.report.books.append(step.beside[0])
+    _conclude(cut, step, purged=purged)
+    for spill in (absent, step.carried, step.judged, beside[1], *(each for _, each in step.logs)):
+        spill.close()
+    for each in written:
+        each.close()
+
+
+def _conclude(cut: Cut, step: _Step, *, purged: bool) -> None:
     if cut.topology.duplicates is not None or cut.topology.conflicts is not None:
-        cut.report.unprovable(WHY_COPIES, sum(task.books.duplicates for task in tasks))
+        cut.report.unprovable(WHY_COPIES, sum(books.duplicates for books, _ in step.logs))
     cut.report.method = "replay of the repartition topic" + (", order-free checks of what is purged" if purged else "")
-    if free is None:
+    if not purged:
         for side in (cut.plan.late, cut.plan.dead_letters):
             if side is not None:
                 report_leftovers(cut, side)
 
 
-def _outputs(cut: Cut) -> list[Written]:
+def _outputs(cut: Cut, buckets: int) -> list[Written]:
     output = cut.topology.output
     if output is None:
         return []
     stamped = cut.plan.rules.future != "clamp"
-    return [cut.written(output.topic, partition, stamped=stamped) for partition in range(cut.partitions[output.topic])]
+    numbers = range(cut.partitions[output.topic])
+    return [cut.written(output.topic, partition, buckets, stamped=stamped) for partition in numbers]
 
 
-def _replay(cut: Cut, log: str, partition: int, carried: dict[Feed, Carried]) -> TaskReplay:
+def _read_log(cut: Cut, step: _Step, log: str, partition: int, buckets: int) -> None:
     books = Books(log, partition)
     cut.report.books.append(books)
     bounds = cut.bounds[log][partition]
     committed = cut.committed[log].get(partition, bounds.low)
-    task = TaskReplay(cut.plan, books, cut.report, list(carried), from_start=True)
-    for columns in cut.read(log, partition, bounds.low, committed):
-        task.take(_unwrap(cut, columns, partition, carried))
-    for columns in cut.read(log, partition, committed, cut.reader.bounds(log, [partition])[partition].high):
-        task.take(_unwrap(cut, columns, partition, carried), pending=True)
-    return task
+    scout = Scout(cut.plan, step.feeds, from_start=True)
+    spill = cut.spill(buckets)
+    step.logs.append((books, spill))
+    high = cut.reader.bounds(log, [partition])[partition].high
+    for begin, end, pending in ((bounds.low, committed, False), (committed, high, True)):
+        for columns in cut.read(log, partition, begin, end):
+            for row in scout.rows(_unwrap(cut, columns, partition), pending=pending):
+                if keep(cut, spill, row):
+                    books.pending += pending
+                    _carry(step, row)
 
 
-def _unwrap(cut: Cut, columns: Columns, partition: int, carried: dict[Feed, Carried]) -> Log:
-    """Return the records as they were in the source, and note that they were carried over."""
+def _carry(step: _Step, row: Row) -> None:
+    topic, partition, offset = row.source
+    feed = (topic, partition)
+    step.firsts[feed] = min(offset, step.firsts.get(feed, offset))
+    content = digest(row.key, row.value, row.headers, row.timestamp_ms)
+    step.carried.add(_position_place(row.source), (*row.source, content))
+
+
+def _position_place(source: Sequence[int]) -> int:
+    topic, partition, offset = source
+    return ((offset * _SPREAD + partition * 31 + topic) >> 16) & ((1 << 48) - 1)
+
+
+def _unwrap(cut: Cut, columns: Columns, partition: int) -> Log:
+    """Return the records as they were in the source."""
     sources: list[Source] = []
     idle_rows: set[int] = set()
     for row, headers in enumerate(columns.headers):
@@ -123,11 +156,6 @@ def _unwrap(cut: Cut, columns: Columns, partition: int, carried: dict[Feed, Carr
         sources.append(source)
         if idle:
             idle_rows.add(row)
-            continue
-        content = digest(columns.keys[row], columns.values[row], own, columns.timestamps_ms[row])
-        feed = (source.topic, source.partition)
-        if feed in carried:
-            carried[feed].add(source.offset, content)
     return Log(columns, sources, frozenset(idle_rows))
 
 
@@ -139,28 +167,98 @@ def _origin(cut: Cut, headers: Headers) -> tuple[Source | None, bool]:
     return parse_source(header(headers, SOURCE_HEADER), topics), False
 
 
-def _account_for_sources(cut: Cut, carried: dict[Feed, Carried], free: OrderFree | None) -> TaskReplay:
-    """Check that every source record was carried over once, unchanged; return what was forwarded past the log."""
-    feeds = list(carried)
-    beside = TaskReplay(cut.plan, Books("past the repartition topic", 0), cut.report, feeds, from_start=True)
-    for (position, partition), held in carried.items():
-        topic = cut.topology.source.topics[position]
+def _read_sources(cut: Cut, step: _Step) -> None:
+    """Put every source record that was judged into buckets; those without an ID never come to the repartition topic."""
+    for feed in step.feeds:
+        topic, partition = cut.topology.source.topics[feed[0]], feed[1]
         committed = cut.committed[topic].get(partition)
         if committed is None:
             continue
-        start = _start(cut, topic, partition, held)
-        offsets = np.frombuffer(held.offsets, dtype=np.int64)
-        order = np.argsort(offsets, kind="stable")
-        offsets, digests = offsets[order], np.frombuffer(held.digests, dtype=np.uint64)[order]
-        _report_twice(cut, f"{topic}/{partition}", offsets)
+        # No order matters for them: they are forwarded, or dead letters, whatever stream time is.
+        scout = Scout(cut.plan, step.feeds, from_start=True)
+        start = _start(cut, topic, partition, step.firsts.get(feed))
         for columns in cut.read(topic, partition, start, committed):
-            _match(cut, columns, (position, partition), offsets, digests, beside, free)
-    if beside.books.read:
-        cut.report.books.append(beside.books)
-    return beside
+            _read_source(cut, step, feed, columns, scout)
 
 
-def _start(cut: Cut, topic: str, partition: int, held: Carried) -> int:
+def _read_source(cut: Cut, step: _Step, feed: Feed, columns: Columns, scout: Scout) -> None:
+    for row, headers in enumerate(columns.headers):
+        if any(name in RESERVED for name, _ in headers):
+            columns.headers[row] = [each for each in headers if each[0] not in RESERVED]
+    extracted = extracted_of(cut.plan.extract, columns)
+    some = columns.rows(sorted(extracted.faults))
+    rows = scout.rows(Log(some, [Source(*feed, offset) for offset in some.offsets]))
+    faulty = {found.position: found for found in rows}
+    for at, offset in enumerate(columns.offsets):
+        own = None if at in extracted.faults else extracted.ids[at]
+        value = condensed(columns.values[at])
+        if not cut.sampled(place_of(own, columns.keys[at], value)):
+            continue
+        content = digest(columns.keys[at], value, columns.headers[at], columns.timestamps_ms[at])
+        source = (*feed, offset)
+        line = (*source, content, own, extracted.times_ms[at], faulty.get(offset))
+        step.judged.add(_position_place(source), line)
+
+
+def _account(cut: Cut, step: _Step, number: int, absent: Spill) -> None:
+    """Check that every source record of a bucket was carried over once, unchanged, or has no ID."""
+    held: dict[Source, bytes] = {}
+    names = cut.topology.source.topics
+    for topic, partition, offset, content in step.carried.bucket(number):
+        source = Source(topic, partition, offset)
+        if source in held:
+            place = f"{names[topic]}/{partition} offset {offset}"
+            cut.report.violation("duplicated", place, "it is in the repartition topic twice")
+        held[source] = content
+    for topic, partition, offset, content, own, time_ms, faulty in step.judged.bucket(number):
+        source = Source(topic, partition, offset)
+        place = f"{names[topic]}/{partition} offset {offset}"
+        there = held.get(source)
+        if there is None:
+            if faulty is not None:
+                keep(cut, step.beside[1], Row.of(faulty))
+            elif cut.plan.dead_letters.take([source]):
+                cut.report.unprovable("dead letters of the repartition step")
+            elif not step.purged:
+                cut.report.violation("lost", place, f"not in {cut.topology.repartition_topic}")
+            else:
+                absent.add(place_of(own, None, None), (*source, own, time_ms))
+        elif there != content:
+            cut.report.violation("changed", place, "stands in the repartition topic with other content")
+
+
+def _judge(cut: Cut, step: _Step, written: list[Written], number: int, absent: Spill) -> None:
+    """Judge the records of a bucket and compare what was forwarded of them."""
+    everyone = []
+    for books, spill in (*step.logs, step.beside):
+        task = TaskReplay(cut.plan, books, cut.report, step.feeds)
+        task.take(map(Row.of, spill.bucket(number)))
+        everyone.append(task)
+    seen = [each.bucket(number) for each in written]
+    if step.purged:
+        free = OrderFree(cut, written, seen)
+        for topic, partition, offset, own, time_ms in absent.bucket(number):
+            source = Source(topic, partition, offset)
+            free.must_be_somewhere(everyone[0].place(source), own, time_ms, source)
+            cut.report.unprovable(WHY_PURGED)
+    if cut.topology.output is None:
+        return
+    found = matched([task.forwarded.expected for task in everyone], [[each.digest for each in own] for own in seen])
+    for at, each in enumerate(written):
+        pairs = [(there, wanted) for there, wanted in found.matched if there.sequence == at]
+        each.order.match(
+            [
+                (seen[at][there.row].row, wanted.sequence, everyone[wanted.sequence].forwarded.positions[wanted.row])
+                for there, wanted in pairs
+            ]
+        )
+    if step.purged:
+        # What was purged was forwarded too: an unknown record in the output proves nothing.
+        found.extra.clear()
+    explain(found, everyone, written, seen, cut.report)
+
+
+def _start(cut: Cut, topic: str, partition: int, first: int | None) -> int:
     """Return the first source offset that was judged."""
     low = cut.bounds[topic][partition].low
     begin = cut.begins[topic].get(partition)
@@ -174,59 +272,4 @@ def _start(cut: Cut, topic: str, partition: int, held: Carried) -> int:
             return cut.bounds[topic][partition].high if found is None else found
         case _:
             # No one wrote down where `latest` was: it is the first record that was carried over.
-            return min(held.offsets, default=cut.bounds[topic][partition].high)
-
-
-def _report_twice(cut: Cut, place: str, offsets: np.ndarray[tuple[int], np.dtype[np.int64]]) -> None:
-    for offset in offsets[1:][offsets[1:] == offsets[:-1]]:
-        cut.report.violation("duplicated", f"{place} offset {offset}", "it is in the repartition topic twice")
-
-
-def _match(  # one call site; a class would only rename the seven
-    cut: Cut,
-    columns: Columns,
-    feed: Feed,
-    offsets: np.ndarray[tuple[int], np.dtype[np.int64]],
-    digests: np.ndarray[tuple[int], np.dtype[np.uint64]],
-    beside: TaskReplay,
-    free: OrderFree | None,
-) -> None:
-    for row, headers in enumerate(columns.headers):
-        if any(name in RESERVED for name, _ in headers):
-            columns.headers[row] = [each for each in headers if each[0] not in RESERVED]
-    wanted = np.array(columns.offsets, dtype=np.int64)
-    found = np.searchsorted(offsets, wanted)
-    inside = np.minimum(found, max(len(offsets) - 1, 0))
-    there = (offsets[inside] == wanted) if len(offsets) else np.zeros(len(wanted), dtype=bool)
-    contents = map(digest, columns.keys, columns.values, columns.headers, columns.timestamps_ms)
-    absent: list[int] = []
-    for row, content in enumerate(contents):
-        if not there[row]:
-            absent.append(row)
-        elif int.from_bytes(content[:8], "little") != int(digests[inside[row]]):
-            place = beside.place(Source(*feed, columns.offsets[row]))
-            cut.report.violation("changed", place, "stands in the repartition topic with other content")
-    if absent:
-        _account_for_absent(cut, columns.rows(absent), feed, beside, free)
-
-
-def _account_for_absent(cut: Cut, columns: Columns, feed: Feed, beside: TaskReplay, free: OrderFree | None) -> None:
-    """Handle records that are not in the log: forwarded or dead-lettered without an ID, purged, or lost."""
-    extracted = extracted_of(cut.plan.extract, columns)
-    faulty = sorted(extracted.faults)
-    if faulty:
-        some = columns.rows(faulty)
-        beside.take(Log(some, [Source(*feed, offset) for offset in some.offsets]))
-    for row, offset in enumerate(columns.offsets):
-        source = Source(*feed, offset)
-        tracking_id = extracted.ids[row]
-        if row in extracted.faults or tracking_id is None:
-            continue
-        if source in cut.plan.dead_letters.filed:
-            del cut.plan.dead_letters.filed[source]
-            cut.report.unprovable("dead letters of the repartition step")
-        elif free is None:
-            cut.report.violation("lost", beside.place(source), f"not in {cut.topology.repartition_topic}")
-        else:
-            free.must_be_somewhere(beside.place(source), tracking_id, extracted.times_ms[row], source)
-            cut.report.unprovable(WHY_PURGED)
+            return cut.bounds[topic][partition].high if first is None else first

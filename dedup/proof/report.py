@@ -121,6 +121,10 @@ class Report:
     books: list[Books] = field(default_factory=list)
     counts: dict[ViolationKind, int] = field(default_factory=lambda: dict.fromkeys(MEANINGS, 0))
     samples: list[Violation] = field(default_factory=list)
+    sample: int = 1
+    """One tracking ID in so many was looked at."""
+    unsampled: int = 0
+    """Records judged of which nothing is said: their IDs are not in the sample."""
     not_provable: dict[str, int] = field(default_factory=dict)
     """Reason, as a sentence -> records."""
     timeline: Timeline = field(default_factory=Timeline)
@@ -155,7 +159,22 @@ class Report:
         )
         unproved = sum(self.not_provable.values())
         tail = f"  not provable {unproved}" if unproved else ""
+        tail += f"  (a sample of 1/{self.sample})" if self.sample > 1 else ""
         return f"lost {self.counts['lost']}  duplicated {self.counts['duplicated']}{others}{tail}"
+
+    def blind_spots(self) -> list[str]:
+        """Return what a sample can not see, as sentences; nothing for a full verification."""
+        if self.sample == 1:
+            return []
+        told = (
+            f"This is a sample: one tracking ID in {self.sample}, chosen by its hash, was judged with all its records; "
+            f"{self.unsampled:,} records of other IDs were read for their event times only."
+        )
+        unseen = (
+            "Not seen: a loss, a duplicate or a change of an ID outside the sample; a record that passed one outside "
+            "the sample; books that do not balance there."
+        )
+        return [told, unseen]
 
     def to_json(self) -> str:
         """Return the report as a JSON document."""
@@ -168,6 +187,8 @@ class Report:
             "started_at_ms": self.started_at_ms,
             "seconds": round(self.seconds, 3),
             "read": self.read,
+            "sample": self.sample,
+            "unsampled": self.unsampled,
             "violations": self.counts,
             "not_provable": self.not_provable,
             "books": [asdict(books) | {"balanced": books.balanced} for books in self.books],
