@@ -80,13 +80,14 @@ def store_directory(state_dir: Path, identity: StoreIdentity) -> Path:
 
 
 def prepare_directory(directory: Path) -> None:
-    """The directory exists, is no symbolic link, holds nothing foreign and can be written; else StateIncompatible."""
+    """The directory exists, is ours, no link, holds nothing foreign and can be written; else StateIncompatible."""
     for path in (directory, directory.parent):
         if path.is_symlink():
             raise StateIncompatible(
                 f"{path}: is a symbolic link, which a state directory must not be: another's data could be reached "
                 "through it. Remove the link or set another state_dir."
             )
+        _refuse_anothers(path)
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
@@ -100,6 +101,23 @@ def prepare_directory(directory: Path) -> None:
             f"{directory}: is not writable for this user. Make state_dir writable, or set another one."
         )
     _refuse_foreign(directory, names)
+
+
+def _refuse_anothers(path: Path) -> None:
+    """Raise StateIncompatible if the directory is another user's, who could change what we believe."""
+    try:
+        owner = path.stat().st_uid
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise StateIncompatible(
+            f"{path}: can not be looked at: {error.strerror}. Give it to this user, or set another state_dir."
+        ) from error
+    if owner != os.geteuid():
+        raise StateIncompatible(
+            f"{path}: belongs to user {owner}, and this worker is user {os.geteuid()}. Nothing was touched; run it as "
+            f"that user, give the directory to this one, or set another state_dir."
+        )
 
 
 def delete_store(directory: Path) -> None:
