@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from confluent_kafka import Consumer, Message, Producer, TopicPartition
+from confluent_kafka import Consumer, KafkaException, Message, Producer, TopicPartition
 
 from dedup.local.leashed import Leashed
 from dedup.proof.report import Report
@@ -302,7 +302,15 @@ class Job:
         """Return the group's offsets of a feeding topic, 0 where there is none."""
         topic = topic or self.topology.feeding_topics[0]
         places = [TopicPartition(topic, partition) for partition in range(self.partitions)]
-        found = self._group.committed(places, timeout=30)
+        found: list[TopicPartition] = []
+
+        def told() -> bool:
+            # The coordinator moves, or is loading: another look tells.
+            with contextlib.suppress(KafkaException):
+                found[:] = self._group.committed(places, timeout=30)
+            return bool(found)
+
+        until(told, f"the offsets of group {self.name} are told")
         return {place.partition: max(0, place.offset) for place in found}
 
     def until_done(self, *, within_s: float = WITHIN_S) -> None:
