@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from html import escape
 from typing import Final
@@ -14,6 +15,7 @@ from dedup.proof.report import MEANINGS, VERDICTS, Books, Report, Timeline
 _SHOWN_ON_THE_TERMINAL: Final = 20
 _COLOURS: Final = ("#2a78d6", "#eda100", "#1baf7a", "#e34948")
 _WIDTH, _HEIGHT, _LEFT, _BOTTOM = 960, 240, 56, 28
+_BAR, _NAMES, _NAME_CHARACTERS, _MOST_BARS = 20, 240, 34, 48
 _COLUMNS: Final = ("read", "unique", "duplicates", "late", "dead_letters", "pending", "not_provable")
 _ONLY_IF_ANY: Final = frozenset({"pending", "not_provable"})
 
@@ -27,6 +29,7 @@ padding:0 1rem}h1{font-size:1.4rem;margin:0}h2{font-size:1.05rem;margin:2rem 0 .
 th,td{padding:.25rem .6rem;text-align:right;border-bottom:1px solid var(--line)}
 th{font-weight:500;color:var(--soft)}th:first-child,td:first-child,td.text{text-align:left}
 svg{width:100%;height:auto}svg text{fill:var(--soft);font:12px system-ui,sans-serif}
+.loud{border-left:4px solid #eda100;padding:.2rem .8rem;margin:1rem 0}
 .key{display:inline-block;width:.8rem;height:.8rem;border-radius:2px;margin:0 .35rem 0 1rem;vertical-align:-1px}
 """
 
@@ -49,6 +52,8 @@ def print_report(report: Report, console: Console) -> None:
         table.add_section()
         table.add_row("all", *(f"{sums[at]:,}" for at in shown), "")
     console.print(table)
+    for sentence in report.blind_spots():
+        console.print(sentence, style="bold yellow", highlight=False)
     for sample in report.samples[:_SHOWN_ON_THE_TERMINAL]:
         console.print(f"{sample.kind}: {sample.place}: {sample.text}", style="red", markup=False, highlight=False)
     hidden = sum(report.counts.values()) - min(len(report.samples), _SHOWN_ON_THE_TERMINAL)
@@ -64,21 +69,54 @@ def to_html(report: Report) -> str:
     when = datetime.fromtimestamp(report.started_at_ms / 1000, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
     facts = f"{report.read:,} records judged · {report.method} · {report.cluster} · {when} · {report.seconds:.1f} s"
     parts = [
-        "<!doctype html><html lang=en><meta charset=utf-8><meta name=viewport content='width=device-width'>",
-        f"<title>dedup verify {escape(report.topology)}</title><style>{STYLE}</style>",
         f"<h1>{escape(report.topology)}</h1>",
         f"<p class='line{'' if report.passed else ' bad'}'>{escape(report.closing_line())}</p>",
         f"<p class=soft>{escape(facts)}</p>",
+        "".join(f"<p class=loud>{escape(sentence)}</p>" for sentence in report.blind_spots()),
         "<h2>Verdicts over event time</h2>",
         _legend(),
         _plot(report.timeline),
         "<h2>Books</h2>",
+        _bars(report.books),
         _books(report),
         _violations(report),
         _not_provable(report),
-        "</html>\n",
     ]
-    return "\n".join(part for part in parts if part)
+    return page(f"dedup verify {report.topology}", parts)
+
+
+def page(title: str, parts: Iterable[str]) -> str:
+    """Return one HTML page, dark or light as its reader's system is; empty parts are left out."""
+    head = (
+        "<!doctype html><html lang=en><meta charset=utf-8><meta name=viewport content='width=device-width'>",
+        f"<title>{escape(title)}</title><style>{STYLE}</style>",
+    )
+    return "\n".join([*head, *(part for part in parts if part), "</html>\n"])
+
+
+def _bars(books: Sequence[Books]) -> str:
+    """Return a bar for each partition: how its records ended, on one scale; what is not balanced is told in red."""
+    shown = [each for each in books if each.read][:_MOST_BARS]
+    if not shown:
+        return ""
+    most, height = max(each.read for each in shown), _BAR * len(shown)
+    rows = []
+    for at, each in enumerate(shown):
+        left, y = float(_NAMES), at * _BAR
+        numbers = (each.unique, each.duplicates, each.late, each.dead_letters)
+        told = ", ".join(f"{name.replace('_', ' ')} {n:,}" for name, n in zip(VERDICTS, numbers, strict=True) if n)
+        rects = ""
+        for number, colour in zip(numbers, _COLOURS, strict=True):
+            wide = number / most * (_WIDTH - _NAMES)
+            rects += f"<rect x='{left:.2f}' y='{y + 3}' width='{wide:.2f}' height='{_BAR - 6}' fill='{colour}'/>"
+            left += wide
+        wrong = "" if each.balanced else " style='fill:var(--bad)'"
+        label = f"{each.topic}/{each.partition}"[-_NAME_CHARACTERS:]
+        name = f"<text x='{_NAMES - 8}' y='{y + _BAR - 6}' text-anchor='end'{wrong}>{escape(label)}</text>"
+        rows.append(f"<g><title>{escape(f'{each.topic}/{each.partition}: {told}')}</title>{name}{rects}</g>")
+    hidden = sum(1 for each in books if each.read) - len(shown)
+    rest = f"<p class=soft>{hidden} more partitions are in the table.</p>" if hidden else ""
+    return f"<svg viewBox='0 0 {_WIDTH} {height}' role=img aria-label='Books'>{''.join(rows)}</svg>{rest}"
 
 
 def _numbers(books: Books) -> list[int]:
