@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from operator import methodcaller
 from types import TracebackType
-from typing import Final, Self, TypeVar
+from typing import Any, Final, Self, TypeVar
 
 from confluent_kafka import (
     Consumer,
@@ -29,6 +29,7 @@ from dedup.errors import BrokerUnavailable
 from dedup.proof.compare import Headers
 from dedup.settings import Settings
 
+_TOKEN_FOR_S: Final = 3600.0
 _ANSWER_WITHIN_S: Final = 30.0
 _NO_PROGRESS_S: Final = 60.0
 """Longer than any transaction may stay open by our own settings."""
@@ -314,21 +315,26 @@ class KafkaReader:
         )
 
 
-def client_config(settings: Settings) -> dict[str, str | int | float | bool]:
+def client_config(settings: Settings) -> dict[str, Any]:
     """Return librdkafka's configuration for the cluster of the settings."""
     security = settings.security
+    by_token = security.mechanism == "OAUTHBEARER"
     wanted = {
         "bootstrap.servers": ",".join(settings.brokers),
         "security.protocol": security.protocol,
         "sasl.mechanism": security.mechanism,
-        "sasl.username": security.username,
-        "sasl.password": security.password and security.password.reveal(),
+        "sasl.username": None if by_token else security.username,
+        "sasl.password": None if by_token or security.password is None else security.password.reveal(),
         "ssl.ca.location": security.ca_file,
         "ssl.certificate.location": security.cert_file,
         "ssl.key.location": security.key_file,
         "ssl.key.password": security.key_password and security.key_password.reveal(),
     }
     # librdkafka logs to stderr by itself; what matters reaches us as errors.
-    config: dict[str, str | int | float | bool] = {"log_level": 0, "client.id": "dedup-verify"}
+    config: dict[str, Any] = {"log_level": 0, "client.id": "dedup-verify"}
     config.update({name: str(value) for name, value in wanted.items() if value is not None})
+    if by_token and security.password is not None:
+        token = security.password
+        # How long it is good for is the broker's to say: it refuses what has expired.
+        config["oauth_cb"] = lambda _: (token.reveal(), time.time() + _TOKEN_FOR_S)
     return config
