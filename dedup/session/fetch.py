@@ -29,6 +29,8 @@ PARTITION_BYTES: Final = 1 << 20
 REQUEST_BYTES: Final = 16 << 20
 OUT_OF_RANGE: Final = 1
 FEED_LANE: Final = "feed"
+FLOW_BYTES: Final = 64 << 10
+"""While records flow, an answer waits a moment for this much: a batch of a few rows costs nearly what hundreds do."""
 _OFFSET, _TIMESTAMP, _KEY, _VALUE, _HEADERS = map(attrgetter, ("offset", "timestamp", "key", "value", "headers"))
 
 
@@ -129,9 +131,14 @@ def columns_of(source: TopicPartition, raw: bytes, aborted: Any, position: int) 
 class FeedFetcher:
     """Reads the feeding partitions of one worker."""
 
-    def __init__(self, wire: KafkaWire, *, wait_ms: int) -> None:
+    def __init__(self, wire: KafkaWire, *, wait_ms: int, gather_ms: int = 0) -> None:
         self._wire: Final = wire
         self._wait_ms: Final = wait_ms
+        """How long a broker may wait for a first record."""
+        self._gather_ms: Final = gather_ms
+        """How long it may wait for more while records flow."""
+        self._flowing: Final[set[int]] = set()
+        """Brokers whose last answer held records."""
         self._positions: dict[TopicPartition, int] = {}
         self._ends: dict[TopicPartition, FeedEnd] = {}
         self._flights: dict[int, asyncio.Task[list[Answer]]] = {}
@@ -205,8 +212,10 @@ class FeedFetcher:
         by_topic: defaultdict[str, list[tuple[int, int, int]]] = defaultdict(list)
         for source in sources:
             by_topic[source.topic].append((source.partition, self._positions[source], PARTITION_BYTES))
-        request = FetchRequest(self._wait_ms, 1, REQUEST_BYTES, READ_COMMITTED, list(by_topic.items()))
+        wait_ms, least_bytes = (self._gather_ms, FLOW_BYTES) if node in self._flowing else (self._wait_ms, 1)
+        request = FetchRequest(wait_ms, least_bytes, REQUEST_BYTES, READ_COMMITTED, list(by_topic.items()))
         answer = await self._wire.send(node, request, FEED_LANE)
+        self._flowing.discard(node)
         found: list[Answer] = []
         for topic, parts in answer.topics:
             for partition, code, high_watermark, stable, *rest in parts:
@@ -217,6 +226,7 @@ class FeedFetcher:
                 self._ends[source] = FeedEnd(high_watermark, stable, asyncio.get_running_loop().time())
                 aborted, raw = data_of(rest)
                 if raw:
+                    self._flowing.add(node)
                     begun = self._positions[source]
                     columns, position = columns_of(source, raw, aborted, begun)
                     self._positions[source] = position

@@ -32,6 +32,9 @@ if TYPE_CHECKING:
 log: Final = logging.getLogger(__name__)
 BATCH_RECORDS: Final = 4000
 POLL_MS: Final = 200
+GATHER_SHARE: Final = 5
+"""While records flow, this part of the commit interval may be spent on gathering a larger batch."""
+MOST_GATHER_MS: Final = 20
 
 
 class RebalanceListener(aiokafka.abc.ConsumerRebalanceListener):  # type: ignore[misc]  # untyped base
@@ -90,7 +93,8 @@ class Consumer(FaustConsumer):
             rebalance_timeout_ms=60_000,
         )
         await self.client.start()
-        self.fetcher = FeedFetcher(app.wire, wait_ms=POLL_MS)
+        gather_ms = min(app.settings.commit_interval_ms // GATHER_SHARE, MOST_GATHER_MS)
+        self.fetcher = FeedFetcher(app.wire, wait_ms=POLL_MS, gather_ms=gather_ms)
 
     async def on_stop(self) -> None:
         """Leave the group; the tasks are closed by then."""
@@ -166,7 +170,10 @@ class Consumer(FaustConsumer):
                 # The same generation may follow a rejoin: the fetcher's own count tells assignments apart.
                 if not self.flow_active or life != self.fetcher.life:
                     return  # every task is rebuilt after a rebalance and says where to read
-                yield TP(*feeding), self._message(feeding, columns.cut(part * count // parts, (part + 1) * count // parts), generation)
+                yield (
+                    TP(*feeding),
+                    self._message(feeding, columns.cut(part * count // parts, (part + 1) * count // parts), generation),
+                )
             # Not before the last batch was taken: the fetcher's own position is ahead of what an agent has seen.
             if life == self.fetcher.life:
                 self._passed[TP(*feeding)] = next_offset
