@@ -221,7 +221,7 @@ def _sentence(trouble: Trouble, connection: Connection) -> str:
         ),
         Trouble.EXPIRED: "the broker's certificate is expired, or not valid yet. Renew it, or correct this clock",
         Trouble.CLIENT_CERTIFICATE: (
-            "the broker asks for a client certificate and there is none: set security.cert_file and key_file"
+            "the broker asks for a client certificate and there is none. Set security.cert_file and key_file"
             if security.cert_file is None
             else f"the broker does not accept the client certificate {security.cert_file}. Name one that its CA signed"
         ),
