@@ -119,6 +119,7 @@ def assert_readable(job: Job, user: str, environ: dict[str, str]) -> None:
     settings = load_settings(job.config_file, [], environ)
     written = [row for row in job.topology.written_topics if row != job.topology.changelog_topic]
     rows = [{"resource": "topic", "name": name, "pattern": "literal", "operations": ["Read"]} for name in written]
+    rows.append({"resource": "group", "name": f"{job.name}.reset", "pattern": "literal", "operations": ["Describe"]})
     grant(job.admin.client, bindings(rows, f"User:{user}"))
     report = verify(job.topology, settings)
     assert report.passed, report.samples
