@@ -17,6 +17,7 @@ COMMANDS: Final = (
     "dedup.cli.inspect",
     "dedup.cli.admin",
     "dedup.cli.verify",
+    "dedup.cli.explain",
     "dedup.cli.chaos",
     "dedup.cli.broker",
     "dedup.cli.bench",

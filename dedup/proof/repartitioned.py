@@ -7,7 +7,7 @@ repartition topic is checked without order (`orderfree`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -113,18 +113,25 @@ def _outputs(cut: Cut, buckets: int) -> list[Written]:
 def _read_log(cut: Cut, step: _Step, log: str, partition: int, buckets: int) -> None:
     books = Books(log, partition)
     cut.report.books.append(books)
-    bounds = cut.bounds[log][partition]
-    committed = cut.committed[log].get(partition, bounds.low)
-    scout = Scout(cut.plan, step.feeds, from_start=True)
     spill = cut.spill(buckets)
     step.logs.append((books, spill))
+    for row in log_rows(cut, partition):
+        if keep(cut, spill, row):
+            books.pending += row.pending
+            _carry(step, row)
+
+
+def log_rows(cut: Cut, partition: int) -> Iterator[Row]:
+    """Yield the records of a partition of the repartition topic up to its present end, as they were in the source."""
+    log, topics = cut.topology.repartition_topic, cut.topology.source.topics
+    feeds = [(at, number) for at, topic in enumerate(topics) for number in range(cut.partitions[topic])]
+    bounds = cut.bounds[log][partition]
+    committed = cut.committed[log].get(partition, bounds.low)
+    scout = Scout(cut.plan, feeds, from_start=not bounds.beheaded)
     high = cut.reader.bounds(log, [partition])[partition].high
     for begin, end, pending in ((bounds.low, committed, False), (committed, high, True)):
         for columns in cut.read(log, partition, begin, end):
-            for row in scout.rows(_unwrap(cut, columns, partition), pending=pending):
-                if keep(cut, spill, row):
-                    books.pending += pending
-                    _carry(step, row)
+            yield from scout.rows(_unwrap(cut, columns, partition), pending=pending)
 
 
 def _carry(step: _Step, row: Row) -> None:

@@ -11,7 +11,7 @@ import typer
 from typer.testing import CliRunner
 
 from dedup.cli.verify import register
-from dedup.errors import VerificationFailed
+from dedup.errors import SettingsError, VerificationFailed
 from tests.brokers import Admin, RunningKafka
 from tests.integration.planting import BASE_MS, Sent, commit, send
 
@@ -75,3 +75,23 @@ def test_a_loss_is_an_error_with_exit_code_4(app: typer.Typer, typed: Callable[[
     assert result.exception.exit_code == 4
     assert str(report) in str(result.exception)
     assert json.loads(result.stdout)["violations"]["lost"] == 1
+
+
+@pytest.mark.parametrize("text", ["1", "2/3", "1/0", "1/x", "0.01"])
+def test_a_share_that_is_none_is_refused(app: typer.Typer, text: str) -> None:
+    result = CliRunner().invoke(app, ["verify", "no-such.yaml", "--sample", text])
+    assert isinstance(result.exception, SettingsError)
+    assert "--sample" in str(result.exception)
+
+
+def test_a_scratch_directory_that_is_none_is_refused(app: typer.Typer, tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["verify", "no-such.yaml", "--scratch", str(tmp_path / "none")])
+    assert isinstance(result.exception, SettingsError)
+
+
+def test_a_sample_says_so_on_the_terminal(app: typer.Typer, typed: Callable[[int], tuple[list[str], Path]]) -> None:
+    arguments, _ = typed(2)
+    result = CliRunner().invoke(app, [*arguments, "--sample", "1/2"])
+    assert result.exception is None, result.output
+    assert "This is a sample" in result.output
+    assert result.output.strip().endswith("(a sample of 1/2)")

@@ -13,10 +13,12 @@ from confluent_kafka import TopicPartition
 from dedup.core.paths import parse_path
 from dedup.core.tracking_id import FieldRule, TrackingId
 from dedup.core.window import Window
+from dedup.proof import spill
 from dedup.proof.render import to_html
 from dedup.proof.report import Report
 from dedup.proof.verify import verify
 from dedup.settings import Settings, load_settings
+from dedup.topology.extractor import extractor_of
 from dedup.topology.model import LateTo, Output, SourceSpec, Topology
 from tests.brokers import Admin, RunningKafka
 from tests.integration.planting import BASE_MS, Sent, commit, found, send
@@ -152,7 +154,7 @@ class Bench:
             config_of = {"message.timestamp.type": "LogAppendTime"}
             self.admin.create_topic(f"{self.name}-{suffix}", 2, config_of)
 
-    def verify(self, plant: Callable[[World], object] = lambda _: None) -> Report:
+    def verify(self, plant: Callable[[World], object] = lambda _: None, *, sample: int = 1) -> Report:
         source, world = the_run(self.name)
         plant(world)
         send(self.kafka, source)
@@ -160,7 +162,13 @@ class Bench:
         written = [*world.output, *world.late, *world.dead, *world.duplicates]
         send(self.kafka, written, transactional_id=f"{self.name}.by-hand")
         commit(self.kafka, self.name, f"{self.name}-in", world.committed)
-        return verify(self.topology, self.settings)
+        return verify(self.topology, self.settings, sample=sample)
+
+
+@pytest.fixture(autouse=True, params=[3, spill.BUCKET_ROWS], ids=["many buckets", "one bucket"])
+def buckets(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is found must be found however many buckets the records are in."""
+    monkeypatch.setattr(spill, "BUCKET_ROWS", request.param)
 
 
 @pytest.fixture
@@ -261,6 +269,39 @@ def test_a_planted_fault_is_caught(bench: Bench, plant: Callable[[World], object
     report = bench.verify(plant)
     assert found(report) == {kind: number for kind, number in expected.items() if number}, report.samples
     assert not report.passed
+
+
+def in_sample(topology: Topology, name: str, sample: int) -> bool:
+    found = extractor_of(topology)([None], [json.dumps({"id": name}).encode()], [()], [BASE_MS])
+    return (spill.place_of(found.ids[0], None, None) >> 32) % sample == 0
+
+
+SAMPLED = [
+    pytest.param(lambda w: w.output.pop(1), "b", {"lost": 1, "unbalanced": 1}, id="one loss"),
+    pytest.param(sent_twice, "a", {"duplicated": 1, "unbalanced": 1}, id="one record twice"),
+    pytest.param(duplicate_forwarded, "a", {"duplicated": 1, "unbalanced": 1}, id="one duplicate forwarded"),
+    pytest.param(changed(value=b'{"id": "b", "at": 102}'), "b", {"changed": 1}, id="another value"),
+    pytest.param(judged_late, "e", {"wrong_late": 1}, id="one wrong late"),
+]
+
+
+@pytest.mark.parametrize(("plant", "name", "expected"), SAMPLED)
+def test_a_sample_sees_what_became_of_its_ids(
+    bench: Bench, plant: Callable[[World], object], name: str, expected: dict[str, int]
+) -> None:
+    sample = next(number for number in range(2, 100) if in_sample(bench.topology, name, number))
+    report = bench.verify(plant, sample=sample)
+    assert found(report) == expected, report.samples
+    assert 0 < report.read < len(ROWS)
+    assert f"1/{sample}" in report.closing_line()
+
+
+def test_a_sample_does_not_see_the_rest_and_says_so(bench: Bench) -> None:
+    sample = next(number for number in range(2, 100) if not in_sample(bench.topology, "b", number))
+    report = bench.verify(lambda world: world.output.pop(1), sample=sample)
+    assert report.passed
+    assert "Not seen: a loss" in to_html(report)
+    assert report.unsampled > 0
 
 
 def test_output_without_an_offset_is_not_explained(bench: Bench) -> None:

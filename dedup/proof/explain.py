@@ -1,0 +1,305 @@
+"""Everything that Kafka says about one tracking ID: its records, the verdict on each and why, where each went.
+
+Reads the topics from their beginnings and keeps only what bears the ID, so memory is bounded by the ID's own records.
+Verdicts are the exact model's; the topics are asked what became of the record, so a contradiction shows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field, replace
+from tempfile import TemporaryDirectory
+from typing import Final
+
+from dedup.core.model import Model, ModelRecord, ModelVerdict
+from dedup.core.window import Source
+from dedup.proof.compare import digest
+from dedup.proof.cut import Cut, OnProgress, take_cut
+from dedup.proof.evidence import FIRST_SOURCE_HEADER, extracted_of, header
+from dedup.proof.kafka_reader import KafkaReader
+from dedup.proof.repartitioned import log_rows
+from dedup.proof.replay import WHY_FRONT, forwarded_digest
+from dedup.proof.report import Report
+from dedup.proof.scout import Log, Row, Scout
+from dedup.proof.spill import condensed
+from dedup.settings import Settings
+from dedup.store.changelog import SightingKey, decode_sightings, decode_task_record, parse_key, task_record_key
+from dedup.topology.model import Topology
+
+MOST_TOLD: Final = 1_000
+"""Records of one ID that are told one by one; the rest is counted."""
+
+
+@dataclass(slots=True)
+class Told:
+    """One record that bears the ID."""
+
+    place: str
+    """``topic/partition offset n`` in the source."""
+    timestamp_ms: int
+    event_time_ms: int
+    stream_time_ms: int
+    """After this record, where it was judged."""
+    verdict: str
+    """The model's: unique, duplicate, late, dead_letter, exempt or fail; `pending` where it was not judged yet."""
+    of: str | None = None
+    """What a duplicate repeats, or a forwarded conflict contradicts."""
+    of_ms: int | None = None
+    conflict: bool = False
+    reason: str = ""
+    """Code of a dead letter."""
+    log_place: str | None = None
+    """In the repartition topic."""
+    went: list[str] = field(default_factory=list)
+    """Where it is now, in the topics that the worker writes."""
+    doubt: str = ""
+    """Why the verdict may have been another one."""
+    wrong: str = ""
+    """How the topics contradict the verdict."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """One sighting in the changelog."""
+
+    place: str
+    first_ms: int
+    last_ms: int
+    source: str
+    guarded_until_ms: int
+    live: bool
+    """Stream time has not passed what it guards."""
+
+
+@dataclass(slots=True)
+class Explanation:
+    """What there is to say about an ID."""
+
+    topology: str
+    id: str
+    records: list[Told] = field(default_factory=list)
+    more: int = 0
+    """Records beyond those told."""
+    strays: list[str] = field(default_factory=list)
+    """Written records with this ID that no record told accounts for."""
+    sightings: list[Kept] = field(default_factory=list)
+
+    @property
+    def contradictions(self) -> int:
+        """How often topics and model do not agree; where not all is told, strays prove nothing."""
+        return sum(bool(told.wrong) for told in self.records) + (0 if self.more else len(self.strays))
+
+
+@dataclass(slots=True)
+class _Search:
+    """One ID being looked for."""
+
+    cut: Cut
+    keys: Collection[bytes]
+    found: Explanation
+    rows: list[tuple[Row, Told]] = field(default_factory=list)
+
+
+def explain_id(
+    topology: Topology,
+    settings: Settings,
+    text: str,
+    keys: Collection[bytes],
+    *,
+    progress: OnProgress = lambda _: None,
+) -> Explanation:
+    """Return what the topics say of an ID; ``keys`` are the state keys that its text may mean.
+
+    Raises StateIncompatible where topology and cluster do not fit, BrokerUnavailable where it can not read.
+    """
+    found = Explanation(topology.name, text)
+    report = Report(topology.name, "", "", 0)
+    with KafkaReader(settings) as reader, TemporaryDirectory(prefix="dedup-explain-") as directory:
+        cut = take_cut(topology, reader, report, progress, directory, 1)
+        try:
+            search = _Search(cut, keys, found)
+            for rows in _logs(cut):
+                _judge(search, rows)
+            if not topology.direct:
+                _find_uncarried(search)
+            _find_written(search)
+            _find_sightings(search)
+        finally:
+            cut.close()
+    found.records.sort(key=lambda told: (told.event_time_ms, told.place))
+    return found
+
+
+def _logs(cut: Cut) -> Iterator[tuple[str, Iterator[Row]]]:
+    """Yield each log that is judged: its name, and its records up to now."""
+    if not cut.topology.direct:
+        for partition in range(cut.partitions[cut.topology.repartition_topic]):
+            yield f"{cut.topology.repartition_topic}/{partition}", log_rows(cut, partition)
+        return
+    source = cut.topology.source.topics[0]
+    for partition in range(cut.partitions[source]):
+        yield "", _direct_rows(cut, source, partition)
+
+
+def _direct_rows(cut: Cut, source: str, partition: int) -> Iterator[Row]:
+    bounds = cut.bounds[source][partition]
+    committed = cut.committed[source].get(partition, bounds.low)
+    begin = max(bounds.low, cut.begins[source].get(partition, 0))
+    scout = Scout(cut.plan, ((0, partition),), from_start=begin == 0 or not bounds.beheaded)
+    for start, end, pending in ((begin, committed, False), (max(begin, committed), bounds.high, True)):
+        for columns in cut.read(source, partition, start, end):
+            sources = [Source(0, partition, offset) for offset in columns.offsets]
+            yield from scout.rows(Log(columns, sources), pending=pending)
+
+
+def _judge(search: _Search, log: tuple[str, Iterator[Row]]) -> None:
+    name, rows = log
+    cut, found = search.cut, search.found
+    topics = cut.topology.source.topics
+    feeds = [(at, partition) for at, topic in enumerate(topics) for partition in range(cut.partitions[topic])]
+    model = Model(cut.plan.rules, feeds)
+    for row in rows:
+        if row.id not in search.keys:
+            continue
+        told = Told(_place(cut, Source(*row.source)), row.timestamp_ms, row.time_ms, row.after_ms, "pending")
+        told.log_place = f"{name} offset {row.position}" if name else None
+        if not row.pending:
+            _tell_verdict(cut, model, row, told)
+        if len(found.records) < MOST_TOLD:
+            found.records.append(told)
+            search.rows.append((row, told))
+        else:
+            found.more += 1
+
+
+def _tell_verdict(cut: Cut, model: Model, row: Row, told: Told) -> None:
+    if row.letter is not None:
+        told.verdict, told.reason = "dead_letter", row.letter.reason
+        told.went.append(cut.plan.dead_letters.place(row.letter))
+        return
+    model.stream_time_ms = row.after_ms
+    record = ModelRecord(row.id, row.time_ms, Source(*row.source), row.fingerprint, row.fault)
+    verdict: ModelVerdict = model.judge(record)
+    told.verdict, told.reason, told.conflict = verdict.kind, verdict.reason, verdict.conflict
+    if verdict.of is not None:
+        told.of, told.of_ms = _place(cut, verdict.of.source), verdict.of.last_ms
+    if row.doubt_ms is not None and row.after_ms - cut.plan.rules.guard_ms - cut.plan.rules.grace_ms <= row.doubt_ms:
+        told.doubt = WHY_FRONT
+    late = cut.plan.late
+    if late is None:
+        return
+    if row.late is not None:
+        told.went.append(late.place(row.late))
+        if verdict.kind != "late":
+            told.wrong = f"by the rule it is {verdict.kind}, but it is in {late.name}"
+    elif verdict.kind == "late" and late.complete:
+        told.wrong = f"it is late, but not in {late.name}"
+
+
+def _find_uncarried(search: _Search) -> None:
+    """Find source records that are not, or no longer, in the repartition topic."""
+    cut, found = search.cut, search.found
+    known = {told.place for told in found.records}
+    for position, topic in enumerate(cut.topology.source.topics):
+        for partition in range(cut.partitions[topic]):
+            bounds = cut.bounds[topic][partition]
+            committed = cut.committed[topic].get(partition, bounds.low)
+            for columns in cut.read(topic, partition, bounds.low, bounds.high):
+                extracted = extracted_of(cut.plan.extract, columns)
+                for row, offset in enumerate(columns.offsets):
+                    place = _place(cut, Source(position, partition, offset))
+                    if extracted.ids[row] not in search.keys or row in extracted.faults or place in known:
+                        continue
+                    if len(found.records) >= MOST_TOLD:
+                        found.more += 1
+                        continue
+                    told = Told(place, columns.timestamps_ms[row], extracted.times_ms[row], 0, "pending")
+                    if offset < committed:
+                        told.verdict = "purged"
+                        told.doubt = "the repartition topic no longer has it, so its verdict is not known"
+                    found.records.append(told)
+
+
+def _find_written(search: _Search) -> None:
+    """Find the ID in the output, the duplicates and the conflicts, and match it with the records told."""
+    cut, topology = search.cut, search.cut.topology
+    # The output may keep another clock's timestamps: what identifies a record here is the rest of it.
+    plan = replace(cut.plan, output_stamped=False)
+    wanted: dict[bytes, list[Told]] = {}
+    by_source: dict[bytes, list[Told]] = {}
+    for row, told in search.rows:
+        why = "conflict" if told.conflict else "late" if told.verdict == "late" else told.reason
+        wanted.setdefault(forwarded_digest(plan, row, why), []).append(told)
+        if told.verdict == "duplicate":
+            content = digest(row.key, row.value, row.headers, 0)
+            by_source.setdefault(content, []).append(told)
+    if topology.output is not None:
+        _match(search, topology.output.topic, wanted)
+        for _, told in search.rows:
+            if told.verdict in {"unique", "exempt"} and not told.went and not told.doubt:
+                told.wrong = f"by the rule it is forwarded, but it is not in {topology.output.topic}"
+    for topic in (topology.duplicates, topology.conflicts):
+        if topic is not None and cut.partitions[topic]:
+            _match(search, topic, by_source, copies=True)
+
+
+def _match(search: _Search, topic: str, wanted: dict[bytes, list[Told]], *, copies: bool = False) -> None:
+    cut = search.cut
+    for partition in range(cut.partitions[topic]):
+        bounds = cut.bounds[topic][partition]
+        for columns in cut.read(topic, partition, bounds.low, bounds.high):
+            extracted = extracted_of(cut.plan.extract, columns)
+            for row, offset in enumerate(columns.offsets):
+                if extracted.ids[row] not in search.keys:
+                    continue
+                headers = columns.headers[row]
+                if copies and header(headers, FIRST_SOURCE_HEADER) is not None:
+                    headers = headers[:-2]
+                content = digest(columns.keys[row], condensed(columns.values[row]), headers, 0)
+                _went(search, f"{topic}/{partition} offset {offset}", wanted.get(content, []))
+
+
+def _went(search: _Search, place: str, candidates: list[Told]) -> None:
+    free = [told for told in candidates if not told.went]
+    # Equal records can not be told apart: the one that the rule forwards comes first.
+    free.sort(key=lambda told: told.verdict not in {"unique", "exempt"})
+    if not free:
+        search.found.strays.append(place)
+        return
+    free[0].went.append(place)
+    if free[0].verdict == "pending":
+        free[0].verdict = "pending, but written already"
+
+
+def _find_sightings(search: _Search) -> None:
+    """Find the ID's sightings in the changelog; of one key the last record counts."""
+    cut, topic = search.cut, search.cut.topology.changelog_topic
+    count = cut.reader.partitions([topic])[topic]
+    window = cut.topology.window
+    for partition, bounds in cut.reader.bounds(topic, range(count)).items():
+        last: dict[bytes, tuple[int, bytes]] = {}
+        stream_ms = 0
+        for columns in cut.read(topic, partition, bounds.low, bounds.high):
+            for key, value, offset in zip(columns.keys, columns.values, columns.offsets, strict=True):
+                if key is None or value is None:
+                    continue
+                if key == task_record_key():
+                    stream_ms = decode_task_record(value).stream_time_ms
+                elif _state_key(key) in search.keys:
+                    last[key] = (offset, value)
+        for offset, value in last.values():
+            for seen in decode_sightings(value):
+                live = seen.last_ms >= window.oldest_live_ms(stream_ms)
+                place, source = f"{topic}/{partition} offset {offset}", _place(cut, seen.source)
+                until_ms = seen.last_ms + window.guard_ms
+                search.found.sightings.append(Kept(place, seen.first_ms, seen.last_ms, source, until_ms, live))
+    search.found.sightings.sort(key=lambda kept: (kept.first_ms, kept.place))
+
+
+def _state_key(key: bytes) -> bytes:
+    parsed = parse_key(key)
+    return parsed.state_key if isinstance(parsed, SightingKey) else b""
+
+
+def _place(cut: Cut, source: Source) -> str:
+    return f"{cut.topology.source.topics[source.topic]}/{source.partition} offset {source.offset}"
