@@ -293,6 +293,9 @@ class KafkaReader:
                     f"{message.topic()}/{message.partition()}: retention deleted records while they were verified. "
                     f"Verify again, or give the topic a longer retention."
                 )
+            elif error.code() == KafkaError.GROUP_AUTHORIZATION_FAILED:
+                # librdkafka looks for a coordinator all the same; what is read here is read without a group.
+                continue
             elif not error.retriable():
                 raise self._unavailable(f"reading {message.topic()}/{message.partition()}", KafkaException(error))
         return kept, reached
