@@ -133,9 +133,11 @@ class Run:
     def _until_quiet(self) -> None:
         while not self.violations:
             for worker in self._workers:
-                self._run_process(worker)
-            self.violations += self._watcher.look()
-            heads = [self._heads(worker) for worker in self._workers]
+                if worker.process is not None and worker.process.loop.ready:
+                    self._run_process(worker, worker.process)
+            if self._watcher.behind:
+                self.violations += self._watcher.look()
+            heads = [[] if worker.process is None else self._heads(worker.process) for worker in self._workers]
             ready = [worker for worker in self._workers if heads[worker.number]]
             if self.violations:
                 return
@@ -167,12 +169,7 @@ class Run:
         processes = [worker.process for worker in self._workers if worker.process is not None]
         return any(call.name in {"Fetch", "Poll"} for process in processes for call in process.parked)
 
-    def _run_process(self, worker: Worker) -> None:
-        process = worker.process
-        if process is None:
-            return
-        if not process.loop.ready:
-            return
+    def _run_process(self, worker: Worker, process: Process) -> None:
         process.loop.run_until_idle()
         if process.dead:
             self._crashed(worker)
@@ -192,12 +189,10 @@ class Run:
         if process.loop.complaints:
             self.violations.append(Violation("stopped", "; ".join(process.loop.complaints)))
 
-    def _heads(self, worker: Worker) -> list[Parked]:
+    def _heads(self, process: Process) -> list[Parked]:
         """Return the calls that can go on: the oldest of each lane."""
-        if worker.process is None:
-            return []
         heads: dict[str, Parked] = {}
-        for call in worker.process.parked:
+        for call in process.parked:
             if call.lane not in heads and call.enabled():
                 heads[call.lane] = call
         calls = list(heads.values())
@@ -207,11 +202,7 @@ class Run:
 
     def _step(self, worker: Worker, heads: list[Parked]) -> None:
         call = heads[0]
-        options = [f"{call.name} go"]
-        if self._faults:
-            options += ways(self.bounds.kinds, call.name, writes=call.writes, again=call.put_off is not None)
-            if call.name == "Poll" and self._settled():
-                options += [f"Poll {way}" for kind in self.bounds.kinds for way in SETTLED_WAYS.get(kind, ())]
+        options = [f"{call.name} go", *self._failing(call)]
         if self._network and self._deliveries:
             options.append(f"{call.name} deliver")
         if self._switches and self._other(worker) is not None:
@@ -238,6 +229,15 @@ class Run:
             case fault:
                 self._faults -= 1
                 self._fault(worker, call, fault)
+
+    def _failing(self, call: Parked) -> list[str]:
+        """Return what may go wrong here."""
+        if not self._faults:
+            return []
+        options = list(ways(self.bounds.kinds, call.name, writes=call.writes, again=call.put_off is not None))
+        if call.name == "Poll" and self._settled():
+            options += [f"Poll {way}" for kind in self.bounds.kinds for way in SETTLED_WAYS.get(kind, ())]
+        return options
 
     def _settled(self) -> bool:
         """Tell whether there is committed state."""
@@ -354,7 +354,7 @@ class Run:
         other = self._workers[1 - worker.number]
         if other.process is None:
             return other if other.incarnations == 0 else None
-        return other if self._heads(other) else None
+        return other if self._heads(other.process) else None
 
     def _switch(self, worker: Worker) -> None:
         self._pauses = 0

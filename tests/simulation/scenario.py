@@ -25,7 +25,19 @@ from tests.simulation.process import Process
 from tests.simulation.variants import Variant
 
 Fault = Literal[
-    "crash", "wipe", "stale", "torn", "damage", "lost", "late", "again", "markers", "expire", "rebalance", "clock", "grow"
+    "crash",
+    "wipe",
+    "stale",
+    "torn",
+    "damage",
+    "lost",
+    "late",
+    "again",
+    "markers",
+    "expire",
+    "rebalance",
+    "clock",
+    "grow",
 ]
 GROUP = "t"
 CHANGELOG = TopicPartition("t.changelog", 0)

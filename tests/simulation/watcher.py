@@ -29,10 +29,13 @@ class Watcher:
         if not self._scenario.two_hops:
             self._judged = self._scenario.expected[1]
 
+    @property
+    def behind(self) -> bool:
+        """Whether something may have become visible since it looked."""
+        return self._cluster.version != self._seen_version
+
     def look(self) -> list[Violation]:
         """Compare what `read_committed` readers see now with the beginning of what they must see."""
-        if self._cluster.version == self._seen_version:
-            return []
         self._seen_version = self._cluster.version
         if self._scenario.two_hops:
             self._judge_hop()

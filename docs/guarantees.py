@@ -1,0 +1,242 @@
+"""Fills the tables of docs/guarantees.md: the grid of faults with its tests, and the figures of all runs.
+
+``python docs/guarantees.py [JUNIT.xml ...]`` takes results of test runs (``pytest --junitxml=FILE``) into
+docs/proof-runs/tests.json and writes the page. What runs of hours came to are files beside it, one each, that add up.
+tests/unit/test_guarantees.py fails where the page differs, or names a test that is not there.
+"""
+# ruff: noqa: INP001  # a script beside its page, not a package
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import subprocess
+import sys
+import time
+import xml.etree.ElementTree as ET
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
+
+DOCS: Final = Path(__file__).parent
+ROOT: Final = DOCS.parent
+PAGE: Final = DOCS / "guarantees.md"
+RUNS: Final = DOCS / "proof-runs"
+RESULTS: Final = RUNS / "tests.json"
+
+GRID: Final[tuple[tuple[str, str, str], ...]] = (
+    ("F01", "SIGKILL at random under load, same state directory", "O1-O6"),
+    ("F02", "exit at each named point of a transaction and of a start", "O1-O6"),
+    ("F03", "state directory deleted, an old copy put back, another partition's put there", "O1-O5; refused"),
+    ("F04", "SIGTERM under load, twice, in a restore", "drains, exit 0"),
+    ("F05", "SIGSTOP beyond the session time-out, then SIGCONT", "O7 O2"),
+    ("F06", "SIGSTOP shorter than it", "no rebalance"),
+    ("F08", "crash loop at the start", "back-off, no pile of open transactions"),
+    ("F11", "workers join and leave every 2 s under load", "O1-O6"),
+    ("F12", "two workers with one state directory", "second refused"),
+    ("F13", "two different topologies of one name", "O8"),
+    ("F14", "another process takes our transactional id", "owner fenced, recovers"),
+    ("F15", "a dead worker's open transaction", "successor unblocks readers"),
+    ("F18", "partitions added to the input while running", "O8"),
+    ("F19", "offsets reset, deleted, out of range", "nothing twice; out of range: O8"),
+    ("F21", "broker SIGKILL and restart in each phase of a transaction", "O1-O6"),
+    ("F22", "broker frozen 20 s", "own deadline, O1-O6"),
+    ("F23", "three nodes: a leader or coordinator killed, paused, isolated; below min.isr", "no loss; stops, resumes"),
+    ("F24", "connections cut, half-open, slow, answers lost", "O1 O2"),
+    ("F25", "an EndTxn delayed past the next transaction", "O2"),
+    ("F26", "a record refused by the broker inside a batch", "dead letter, neighbours kept"),
+    ("F28", "ACL withdrawn while running", "O8, no loss"),
+    ("F31", "RocksDB files flipped, truncated, deleted", "self-heal from the changelog, O5"),
+    ("F32", "disk full on the worker", "exit; restart heals"),
+    ("F33", "state directory read-only, foreign owner, symlink, `..`", "O8"),
+    ("F35", "changelog deleted, made again empty, truncated, wrong partition count", "O8"),
+    ("F36", "old event times in the changelog", "not deleted early"),
+    ("F38", "wall clock jumps by a day while running, and between runs", "verdicts unchanged"),
+    ("F39", "changelog deleted while the fleet is down, local state intact", "exit 3, state untouched"),
+    ("F40", "one RocksDB segment flushed, the other not, SIGKILL", "O1-O5"),
+    ("F41", "invalid JSON, empty, truncated, BOM, UTF-16, invalid UTF-8, NUL, lone surrogate", "one verdict each"),
+    ("F42", "ID missing, null, empty, blank, object, array, bool, NaN", "one verdict each"),
+    ("F43", '1 / "1" / 1.0 / true; integers beyond 2^53, 2^63, 2^64; NFC/NFD; case', "one verdict each"),
+    ("F44", "the ID's member twice in one object", "one verdict each"),
+    ("F45", "null value, null key, both", "one verdict each"),
+    ("F46", "10 MB record, headers over the limit, 1 MB ID, compressed bomb", "one verdict each"),
+    ("F47", "depth 100,000; a 5,000-digit number", "one verdict each"),
+    ("F48", "future times: an hour to the year 9999", "one verdict each"),
+    ("F49", "times -1, -5, 0, -400 days", "one verdict each"),
+    ("F51", "LogAppendTime topics, mixed", "one verdict each"),
+    ("F52", "aborted and open transactions in the input, control batches, compacted gaps", "one verdict each"),
+    ("F53", "poison first, middle, last, all of a batch; the dead-letter topic refuses", "one verdict each; stops"),
+    ("F61", "guard period made longer", "semantics, last section"),
+    ("F62", "guard period made shorter", "semantics, last section"),
+    ("F63", "ID rule changed", "semantics, last section"),
+    ("F64", "old and new version mixed in a rolling upgrade", "semantics, last section"),
+)
+"""Page 5 of the design: id, fault, expected."""
+ALSO: Final[dict[str, tuple[str, ...]]] = {
+    "F02": ("tests/simulation/test_schedules.py::test_schedules",),
+    "F25": ("tests/simulation/test_mutants.py::test_the_mutant_is_caught",),
+    "F31": ("tests/integration/test_store_damage.py",),
+    "F41": ("tests/fuzz/test_records.py::test_every_record_comes_out_once_as_the_reference_says",),
+    "F42": ("tests/unit/test_tracking_id.py", "tests/property/test_extract.py"),
+    "F43": ("tests/unit/test_tracking_id.py", "tests/property/test_extract.py"),
+    "F44": ("tests/unit/test_tracking_id.py", "tests/property/test_extract.py"),
+    "F45": ("tests/fuzz/test_records.py::test_every_record_comes_out_once_as_the_reference_says",),
+    "F47": (
+        "tests/fuzz/test_records.py::test_unclosed_brackets_of_any_length_are_a_fault_however_deep_the_caller_stands",
+    ),
+    "F48": ("tests/fuzz/test_records.py::test_every_record_comes_out_once_as_the_reference_says",),
+    "F49": ("tests/fuzz/test_records.py::test_every_record_comes_out_once_as_the_reference_says",),
+}
+"""Tests that show a row without bearing its name."""
+ORACLES: Final = (
+    "O1 lost 0 · O2 duplicated 0, also for a reader during the fault · O3 order kept · O4 books balance · O5 store = "
+    "changelog = model · O6 alive again · O7 a zombie gets an error · O8 loud: refused with a reason, exit not 0 · "
+    "O9 clean."
+)
+FIGURES: Final[dict[str, tuple[str, ...]]] = {
+    "simulator": ("schedules", "seeds"),
+    "fuzz": ("records",),
+    "soak": ("sent",),
+    "chaos": ("kills", "records"),
+    "verify": ("records",),
+}
+"""Kind of run -> what of its files adds up; every file also has `wrong`, or `passed`."""
+WITH_NUMBER: Final = re.compile(r"test_(f\d\d)_")
+
+
+def tests_by_row() -> dict[str, list[str]]:
+    """Return the tests of each row, those that bear its name first."""
+    found: dict[str, list[str]] = {row: [] for row, _, _ in GRID}
+    for test in all_tests():
+        match = WITH_NUMBER.match(test.partition("::")[2])
+        if match is not None and match[1].upper() in found:
+            found[match[1].upper()].append(test)
+    for row, tests in ALSO.items():
+        found[row] += [test for test in tests if test not in found[row]]
+    return found
+
+
+def all_tests() -> Iterator[str]:
+    """Yield ``path::function`` of every test."""
+    for path in sorted((ROOT / "tests").rglob("test_*.py")):
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name.startswith("test_"):
+                yield f"{path.relative_to(ROOT)}::{node.name}"
+
+
+def take(junit: Path, results: dict[str, Any]) -> None:
+    """Take the outcomes of a test run over; those of a test that ran again replace the older ones."""
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"],  # noqa: S607
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        check=True,
+    )
+    fresh: dict[str, Counter[str]] = {}
+    for case in ET.parse(junit).iter("testcase"):  # noqa: S314  # our own file
+        name = f"{case.get('classname', '').replace('.', '/')}.py::{case.get('name', '').partition('[')[0]}"
+        outcome = next((child.tag for child in case if child.tag in {"failure", "error", "skipped"}), "passed")
+        fresh.setdefault(name, Counter())[outcome] += 1
+    for name, counts in fresh.items():
+        when = {"commit": commit.stdout.strip(), "day": time.strftime("%Y-%m-%d", time.gmtime())}
+        results[name] = {**when, **dict(sorted(counts.items()))}
+
+
+def outcome(tests: list[str], results: dict[str, Any]) -> str:
+    """Return the last result of some tests in a few words."""
+    known = [
+        result
+        for test in tests
+        for name, result in results.items()
+        if name == test or ("::" not in test and name.startswith(f"{test}::"))
+    ]
+    if not tests:
+        return "**not tested yet**"
+    if not known:
+        return "no result kept"
+    sums = Counter(
+        {key: sum(result.get(key, 0) for result in known) for key in ("passed", "failure", "error", "skipped")}
+    )
+    failed = sums["failure"] + sums["error"]
+    words = [f"{sums['passed']} passed"]
+    words += [f"**{failed} failed**"] if failed else []
+    words += [f"{sums['skipped']} skipped"] if sums["skipped"] else []
+    return f"{', '.join(words)} · {max(result['day'] for result in known)}"
+
+
+def grid(results: dict[str, Any]) -> str:
+    """Return the grid as a table."""
+    tests = tests_by_row()
+    lines = ["| | fault | expected | tests | last result |", "|---|---|---|---|---|"]
+    tested = 0
+    for row, fault, expected in GRID:
+        tested += bool(tests[row])
+        named = ", ".join(f"`{test}`" for test in tests[row]) or "none"
+        lines.append(f"| {row} | {fault} | {expected} | {named} | {outcome(tests[row], results)} |")
+    return "\n".join([f"{tested} of {len(GRID)} rows have tests. {ORACLES}", "", *lines])
+
+
+def runs() -> list[dict[str, Any]]:
+    """Return the result files of long runs."""
+    found = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(RUNS.glob("*.json")) if path != RESULTS]
+    return [run for run in found if "proof_run" in run]
+
+
+def figures() -> str:
+    """Return what the long runs came to, kind by kind, added up."""
+    lines = ["| | runs | in all | wrong | hours | at |", "|---|---|---|---|---|---|"]
+    by_kind: dict[str, list[dict[str, Any]]] = {}
+    for run in runs():
+        by_kind.setdefault(run["proof_run"], []).append(run)
+    for kind, own in sorted(by_kind.items()):
+        names = FIGURES.get(kind, ())
+        sums = ", ".join(f"{sum(run.get(name, 0) for run in own):,} {name}" for name in names)
+        wrong = sum(run["wrong"] if "wrong" in run else not run["passed"] for run in own)
+        hours = sum(run.get("seconds", 0) for run in own) / 3600
+        commits = ", ".join(sorted({f"`{run['commit']}`" for run in own}))
+        lines.append(f"| {kind} | {len(own)} | {sums} | {wrong} | {hours:.1f} | {commits} |")
+        for name in ("kills",):
+            total = sum(run.get(name, 0) for run in own)
+            if name in names and total and not wrong:
+                lines.append(
+                    f"| | | 0 of {total:,} {name}: with 95 % confidence fewer than 3 in {total:,} fail | | | |"
+                )
+    return "\n".join(lines if len(lines) > 2 else ["No result of a long run is kept."])  # noqa: PLR2004  # the head
+
+
+def filled(text: str, results: dict[str, Any]) -> str:
+    """Return the page with its generated parts made anew."""
+    for name, part in (("grid", grid(results)), ("figures", figures())):
+        begin, end = f"<!-- {name}: generated by docs/guarantees.py -->\n", f"\n<!-- end of {name} -->"
+        before, found, rest = text.partition(begin)
+        _, closed, after = rest.partition(end)
+        if not (found and closed):
+            raise SystemExit(f"{PAGE}: the marks of {name} are missing")
+        text = f"{before}{begin}{part}{end}{after}"
+    return text
+
+
+def kept() -> dict[str, Any]:
+    """Return the results of tests that are kept."""
+    found: dict[str, Any] = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
+    return found
+
+
+def main() -> None:
+    """Take results over and write the page."""
+    results = kept()
+    for name in sys.argv[1:]:
+        take(Path(name), results)
+    known = set(all_tests())
+    results = {name: result for name, result in sorted(results.items()) if name in known}
+    RUNS.mkdir(exist_ok=True)
+    lines = ",\n".join(f"{json.dumps(name)}: {json.dumps(result)}" for name, result in results.items())
+    RESULTS.write_text(f"{{\n{lines}\n}}\n" if results else "{}\n", encoding="utf-8")
+    PAGE.write_text(filled(PAGE.read_text(encoding="utf-8"), results), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
