@@ -27,7 +27,7 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812 - the name every Spark page uses
 
 from dedup.spark.backfill import backfill
-from dedup.spark.batch import judged
+from dedup.spark.batch import judging
 from dedup.spark.files import read_files
 from dedup.spark.session import session_for
 from dedup.topology.model import Topology
@@ -165,7 +165,15 @@ def _round(
 def _judged(spark: SparkSession, topology: Topology, files: str) -> DataFrame:
     history = read_files(spark, [files], "parquet")
     now_ms = int(time.time() * 1000)
-    return judged(history.records, topology, now_ms=now_ms, order="offsets", contiguous=history.contiguous)
+    found = judging(
+        history.records,
+        topology,
+        now_ms=now_ms,
+        order="offsets",
+        contiguous=history.contiguous,
+        pieces=history.pieces,
+    )
+    return found.frame()
 
 
 def _backfill(spark: SparkSession, topology: Topology, files: str, out: Path, numbers: tuple[int, int]) -> None:

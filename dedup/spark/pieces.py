@@ -106,7 +106,8 @@ def surveyed(
 ) -> DataFrame:
     """Return what `survey` finds in the coordinates of the pieces."""
     read = opened(pieces.columns, COORDINATES)
-    return pieces.frame.mapInArrow(lambda batches: survey(read(batches)), schema)
+    cores = pieces.frame.sparkSession.sparkContext.defaultParallelism
+    return pieces.frame.coalesce(cores).mapInArrow(lambda batches: survey(read(batches)), schema)
 
 
 def _read(file: str, row_group: int, columns: list[str]) -> Iterator[pa.RecordBatch]:
