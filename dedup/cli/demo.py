@@ -32,6 +32,8 @@ deduplicate; one gets SIGKILL and comes back. Then everything is read again and 
 Needs no broker and no Java. About a minute; --fast some 20 seconds.
 
 Example: dedup demo --fast
+
+With --chain the flights are lines of a file, and end as rows of a table: file, topic, deduplication, table.
 """
 
 PARTITIONS: Final = 4
@@ -46,14 +48,25 @@ def register(app: typer.Typer) -> None:
 def demo_command(
     fast: Annotated[bool, typer.Option("--fast", help="The first 40,000 flights only.")] = False,
     report: Annotated[Path | None, typer.Option(help="Where an HTML report goes, the JSON one beside it.")] = None,
+    chain: Annotated[
+        bool, typer.Option("--chain", help="From a file into a table instead; each process of the chain is killed.")
+    ] = False,
 ) -> None:
     """See `_HELP`; raises VerificationFailed after the books are printed."""
+    from dedup.cli.demo_chain import demo_chain
     from dedup.cli.demo_run import FAST, FULL
 
+    if chain and report is not None:
+        raise typer.BadParameter("--report is of the demo without --chain")
     console = Console(highlight=False, soft_wrap=True)
     directory = Path(tempfile.mkdtemp(prefix="dedup-demo-"))
+    size = FAST if fast else FULL
+    found = None
     try:
-        found, distinct = _demo(FAST if fast else FULL, directory, console)
+        if chain:
+            demo_chain(size.flights, directory, console)
+        else:
+            found, distinct = _demo(size, directory, console)
     except Exception:
         # The logs of broker and workers are the only witnesses.
         console.print(f"the logs are in {directory}", style="yellow")
@@ -62,7 +75,8 @@ def demo_command(
         shutil.rmtree(directory, ignore_errors=True)
         raise
     shutil.rmtree(directory, ignore_errors=True)
-    _print_books(found, distinct, report, console)
+    if found is not None:
+        _print_books(found, distinct, report, console)
 
 
 def _demo(size: Size, directory: Path, console: Console) -> tuple[Report, int]:

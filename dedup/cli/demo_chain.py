@@ -1,0 +1,236 @@
+"""`dedup demo --chain`: flights from a file into a table, each process of the chain killed on the way."""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import io
+import json
+import random
+import sqlite3
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from importlib import resources
+from pathlib import Path
+from typing import Final, Self
+
+from rich.console import Console
+
+from dedup.cli.fetching import fetching_jars
+from dedup.errors import InvariantBroken, VerificationFailed
+from dedup.local.flights import flights
+from dedup.local.kafka import EmbeddedKafka
+from dedup.local.leashed import Leashed
+from dedup.proof.atleastonce import make_topic
+
+FILES: Final = ("chain-ingest.yaml", "chain.yaml")
+COUNT: Final = "SELECT count(*) FROM flights"
+PARTITIONS: Final = 4
+BLOCK: Final = 500
+"""Lines written at a time; a block whose writer is not sure that it arrived is written again."""
+PER_S: Final = 6_000
+TWICE: Final = 0.2
+BACK_AFTER_S: Final = 0.5
+STALLS_AFTER_S: Final = 120.0
+LOOK_EVERY_S: Final = 0.1
+
+
+def demo_chain(limit: int, directory: Path, console: Console) -> None:
+    """The table has each flight once; raises VerificationFailed if it has not, InvariantBroken if a process ended."""
+    for name in FILES:
+        text = resources.files("dedup.edges").joinpath(name).read_text(encoding="utf-8")
+        (directory / name).write_text(text, encoding="utf-8")
+    (directory / "incoming").mkdir()
+    with contextlib.ExitStack() as stack:
+        with fetching_jars() as progress:
+            kafka = EmbeddedKafka(data_dir=directory / "kafka", profile="bench", progress=progress).start()
+        stack.callback(kafka.stop)
+        for topic in ("chain.flights", "chain.unique"):
+            make_topic(kafka.bootstrap, topic, PARTITIONS)
+        console.print(f"Kafka runs at {kafka.bootstrap}; dedup check {' '.join(FILES)}")
+        chain = stack.enter_context(Chain(directory, kafka.bootstrap))
+        chain.say_check(console)
+        source = stack.enter_context(FileWriter(directory / "incoming" / "flights.csv", limit))
+        _kill_each(chain, source, limit, console)
+        _wait_for(chain, source, limit)
+        chain.stop()
+    rows, distinct = chain.count(), source.distinct
+    console.print(
+        f"{source.lines:,} lines in the file, {source.lines - distinct:,} of them written twice; "
+        f"all processes ended in good order"
+    )
+    relation = "=" if rows == distinct else "IS NOT"
+    console.print(f"{COUNT}: {rows:,} {relation} distinct flights {distinct:,}")
+    if rows != distinct:
+        raise VerificationFailed(
+            f"The table has {rows} rows and the file {distinct} distinct flights. This is a defect of dedup: please "
+            f"report it, with the logs."
+        )
+
+
+def _kill_each(chain: Chain, source: FileWriter, limit: int, console: Console) -> None:
+    for at, name in enumerate(Chain.COMMANDS, 1):
+        wanted = limit * at // (len(Chain.COMMANDS) + 1)
+        chain.until(partial(_has, chain, wanted), source)
+        chain.kill(name)
+        console.print(f"at {chain.count():,} rows: SIGKILL to dedup {name}")
+        time.sleep(BACK_AFTER_S)
+        chain.start(name)
+
+
+def _has(chain: Chain, rows: int) -> bool:
+    return chain.count() >= rows
+
+
+def _wait_for(chain: Chain, source: FileWriter, limit: int) -> None:
+    chain.until(lambda: source.done.is_set() and chain.count() >= limit, source)
+
+
+class Chain:
+    """The three processes, once each, on a leash. Use with `with`."""
+
+    COMMANDS: Final = {
+        "ingest": ("ingest", "chain-ingest.yaml"),
+        "run": ("run", "chain.yaml", "--quiet"),
+        "sink": ("sink", "chain.yaml"),
+    }
+
+    def __init__(self, directory: Path, bootstrap: str) -> None:
+        self._directory: Final = directory
+        self._running: dict[str, Leashed] = {}
+        config = {"brokers": [bootstrap], "topics": {"replication_factor": 1}, "web": {"enabled": False}}
+        (directory / "config.yaml").write_text(json.dumps(config), encoding="utf-8")
+
+    def __enter__(self) -> Self:
+        """Start all."""
+        for name in self.COMMANDS:
+            self.start(name)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Kill what still runs."""
+        for process in self._running.values():
+            process.kill()
+
+    def start(self, name: str) -> None:
+        """The process of this command runs, in the demo's directory."""
+        code = f"import os; os.chdir({str(self._directory)!r}); from dedup.cli.main import main; main()"
+        command = [sys.executable, "-c", code, *self.COMMANDS[name], "--config", "config.yaml"]
+        self._running[name] = Leashed(command, self._log(name))
+
+    def kill(self, name: str) -> None:
+        """It is gone, by SIGKILL."""
+        self._running.pop(name).kill()
+
+    def stop(self) -> None:
+        """All ended in good order after SIGTERM. Raises InvariantBroken when one did not."""
+        for name, process in self._running.items():
+            code = process.stop()
+            if code != 0:
+                raise self._ended(name, code)
+        self._running = {}
+
+    def until(self, condition: Callable[[], bool], source: FileWriter) -> None:
+        """The condition holds; all processes run. Raises InvariantBroken when no row comes for two minutes."""
+        rows, moved_s = -1, time.monotonic()
+        while not condition():
+            source.check()
+            for name, process in self._running.items():
+                if not process.running:
+                    raise self._ended(name, process.exit_code or 0)
+            if (now := self.count()) != rows:
+                rows, moved_s = now, time.monotonic()
+            if time.monotonic() - moved_s > STALLS_AFTER_S:
+                raise InvariantBroken(f"No row was written for {STALLS_AFTER_S:g} s, at {rows}. Look at the logs.")
+            time.sleep(LOOK_EVERY_S)
+
+    def count(self) -> int:
+        """Return the rows of the table; 0 before it is made."""
+        path = self._directory / "flights.db"
+        if not path.exists():
+            return 0
+        with contextlib.closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True, timeout=30)) as connection:
+            made = connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'flights'").fetchone()
+            return int(connection.execute(COUNT).fetchone()[0]) if made else 0
+
+    def say_check(self, console: Console) -> None:
+        """What `dedup check` says of the chain is printed."""
+        from dedup.cli.inputs import read_ingest, read_topology
+        from dedup.topology.chain import Named, describe_chain
+
+        stages = [
+            Named(FILES[0], read_ingest(self._directory / FILES[0])),
+            Named(FILES[1], read_topology(self._directory / FILES[1])),
+        ]
+        for line in describe_chain(stages, frozenset()):
+            console.print(line)
+
+    def _log(self, name: str) -> Path:
+        return self._directory / f"{name}.log"
+
+    def _ended(self, name: str, code: int) -> InvariantBroken:
+        tail = "\n".join(self._log(name).read_text(encoding="utf-8", errors="replace").splitlines()[-15:])
+        return InvariantBroken(f"dedup {name} ended with exit code {code}. The end of its log:\n{tail}")
+
+
+class FileWriter:
+    """A program that appends flights to a CSV file and, not sure that a block arrived, appends it again."""
+
+    def __init__(self, path: Path, limit: int) -> None:
+        self._path: Final = path
+        self._limit: Final = limit
+        self._dice: Final = random.Random(6)  # noqa: S311  # no secret
+        self._stop: Final = threading.Event()
+        self._thread: Final = threading.Thread(target=self._run, name="file-writer", daemon=True)
+        self._failure: BaseException | None = None
+        self.done: Final = threading.Event()
+        self.lines = 0
+        self.distinct = 0
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def check(self) -> None:
+        """Raise what ended the writer, if it was an error."""
+        if self._failure is not None:
+            raise self._failure
+
+    def _run(self) -> None:
+        try:
+            self._write()
+        except Exception as error:  # noqa: BLE001  # handed to the thread that waits
+            self._failure = error
+
+    def _write(self) -> None:
+        began_s = time.monotonic()
+        with self._path.open("ab", buffering=0) as file:
+            for header, block in self._blocks():
+                text = header + block * (2 if self._dice.random() < TWICE else 1)
+                file.write(text)
+                self.lines += text.count(b"\n") - bool(header)
+                self.distinct += block.count(b"\n")
+                if self._stop.wait(max(0.0, began_s + self.lines / PER_S - time.monotonic())):
+                    return
+        self.done.set()
+
+    def _blocks(self) -> Iterator[tuple[bytes, bytes]]:
+        header, block = b"", io.StringIO()
+        rows = csv.writer(block, lineterminator="\n")
+        for number, flight in enumerate(flights(self._limit), 1):
+            value = json.loads(flight.value)
+            if number == 1:
+                header = (",".join(value) + "\n").encode()
+            rows.writerow(value.values())
+            if number % BLOCK == 0 or number == self._limit:
+                yield header, block.getvalue().encode()
+                header = b""
+                block.seek(0)
+                block.truncate()
