@@ -57,8 +57,9 @@ def commit(kafka: RunningKafka, group: str, topic: str, offsets: dict[int, int])
     """The group has committed these offsets, by partition."""
     consumer = Consumer({"bootstrap.servers": kafka.bootstrap, "group.id": group})
     places = [TopicPartition(topic, partition, offset) for partition, offset in offsets.items()]
-    consumer.commit(offsets=places, asynchronous=False)
+    committed = consumer.commit(offsets=places, asynchronous=False)
     consumer.close()
+    assert [place.error for place in committed] == [None] * len(places)
 
 
 def found(report: Report) -> dict[str, int]:
