@@ -1,6 +1,6 @@
-"""How fast `dedup ingest` and `dedup sink` are: 1,000,000 JSON lines into a topic, the topic into PostgreSQL and SQLite.
+"""How fast the edges are: 1,000,000 JSON lines into a topic, the topic into PostgreSQL and SQLite.
 
-    python -m bench.edges [--records 1000000]
+Run: `python -m bench.edges [--records 1000000]`.
 
 Each command runs once, as a process of its own, with `--exit-when-done`; its time includes starting and stopping.
 Needs the binaries of PostgreSQL on this machine (tests/spark/postgres.py starts them).

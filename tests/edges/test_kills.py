@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import random
+import threading
 import time
 from collections import Counter
 from pathlib import Path
@@ -115,8 +116,6 @@ class feeding_topic:  # noqa: N801  # used as a function is
     """A thread sends events at a rate, some of them no rows."""
 
     def __init__(self, stage: Stage, count: int, bad: int) -> None:
-        import threading
-
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._send, args=(stage, count, bad), daemon=True)
 
