@@ -32,9 +32,8 @@ class Boxed:
             .with_network(network)
             .with_volume_mapping(str(job.directory), "/job", "ro")
             .with_command(command)
-            .with_kwargs(
-                read_only=True, cap_drop=["ALL"], security_opt=["no-new-privileges"], tmpfs={"/tmp": "size=16m"}
-            )
+            .with_tmpfs_mount("/tmp", "size=16m")
+            .with_kwargs(read_only=True, cap_drop=["ALL"], security_opt=["no-new-privileges"])
         )
         self._container.start()
 
