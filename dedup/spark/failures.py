@@ -21,6 +21,7 @@ _UNREADABLE: Final = re.compile(
     r"(?:FAILED_READ_FILE|CANNOT_READ_FILE|Error while reading file|is not a Parquet file|Could not read footer)"
 )
 _FILE: Final = re.compile(r"(?:file|hdfs|s3a?|abfss?|gs):/[^\s,;'\"]+")
+_RANGE: Final = re.compile(r"offsets? (?:range )?\[(\d+), ?(\d+)\) for topic partition (\S+)-(\d+)\b")
 _GONE: Final = re.compile(r"OffsetOutOfRange|KAFKA_DATA_LOSS|data loss|Some data may have been lost", re.IGNORECASE)
 
 
@@ -41,8 +42,10 @@ def told() -> Iterator[None]:
                 [Problem(place, "is damaged or not of the format named. Nothing was published. Mend or remove it")]
             ) from error
         if _GONE.search(text):
+            found = _RANGE.search(text)
+            place = f" (not all of {found[3]}/{found[4]} offsets {found[1]} to {found[2]} is left)" if found else ""
             raise StateIncompatible(
-                "Kafka deleted records of the range while they were read. Nothing was published. Give the topic a "
-                "longer retention, or begin later with --start."
+                f"Kafka deleted records of the range while they were read{place}. Nothing was published. Give the "
+                f"topic a longer retention, or judge what is left with --start earliest."
             ) from error
         raise

@@ -17,9 +17,15 @@ from pyspark.sql import SparkSession
 from dedup.errors import BrokerUnavailable
 from dedup.spark.java import use_java
 from dedup.spark.session import session_for
+from tests.spark.streaming import FAST_JAVA
 
 HERE = Path(__file__).parent
 TUNED = {
+    "spark.driver.extraJavaOptions": FAST_JAVA,
+    # A handful of rows: compiling wide plans, and planning them again half-way, takes most of the time.
+    "spark.sql.codegen.wholeStage": "false",
+    "spark.sql.codegen.factoryMode": "NO_CODEGEN",
+    "spark.sql.adaptive.enabled": "false",
     "spark.ui.enabled": "false",
     "spark.sql.shuffle.partitions": "2",
     "spark.driver.memory": "1g",
@@ -30,7 +36,10 @@ TUNED = {
 
 @pytest.fixture(scope="session")
 def spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkSession]:
-    """Return the run's session: `local[2]`, with the jars of Kafka, Delta and JDBC."""
+    """Return the run's session: `local[2]`, with the jars of Kafka, Delta and JDBC.
+
+    Its plans are interpreted; tests/spark/streaming.py starts drivers of their own, whose plans are compiled.
+    """
     try:
         use_java(os.environ)
     except BrokerUnavailable as error:
@@ -58,15 +67,3 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             if item.get_closest_marker("timeout") is None:
                 # Whichever test comes first starts the session: on a busy machine that alone took two minutes.
                 item.add_marker(pytest.mark.timeout(600))
-
-
-@pytest.fixture(scope="module")
-def interpreted(spark: SparkSession) -> Iterator[None]:
-    """Plans are interpreted, not compiled: for a handful of rows compiling wide plans takes most of the time."""
-    wanted = {"spark.sql.codegen.wholeStage": "false", "spark.sql.codegen.factoryMode": "NO_CODEGEN"}
-    before = {name: spark.conf.get(name) for name in wanted}
-    for name, value in wanted.items():
-        spark.conf.set(name, value)
-    yield
-    for name, value in before.items():
-        spark.conf.set(name, value)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +12,8 @@ import pytest
 from confluent_kafka import TopicPartition
 from pyspark.sql import SparkSession
 
+from dedup.cli.main import main
+from dedup.errors import VerificationFailed
 from dedup.proof.render import to_html
 from dedup.proof.report import Report
 from dedup.spark.audit import audit
@@ -28,7 +32,7 @@ from tests.integration.test_verify_plants import (
 )
 from tests.integration.workload import workload
 
-pytestmark = [pytest.mark.broker, pytest.mark.usefixtures("interpreted"), pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.broker, pytest.mark.timeout(400)]
 
 
 @pytest.fixture
@@ -86,6 +90,35 @@ def test_a_loss_a_double_a_phantom_and_a_wrong_late_are_found_and_nothing_else(s
     page = to_html(report)
     assert "<svg" in page
     assert "http" not in page
+    assert "<title>dedup verify" in page
+
+
+def test_the_command_says_4_and_writes_the_page(spark, bench, tmp_path, monkeypatch, capsys):
+    bench.verify(sent_twice)
+    file, config, page = (tmp_path / name for name in ("audited.yaml", "config.yaml", "audit.html"))
+    name = bench.name
+    document = {
+        "dedup": 1,
+        "name": name,
+        "source": {"topics": [f"{name}-in"], "partitioned_by": "tracking_id"},
+        "tracking_id": {"field": "id"},
+        "guard_period": "10s",
+        "output": {"topic": f"{name}-out"},
+        "duplicates": f"{name}-duplicates",
+        "late": f"{name}-late",
+        "dead_letter": f"{name}-dead",
+    }
+    file.write_text(json.dumps(document), encoding="utf-8")
+    # The run's session goes on; a driver of its own would stop it.
+    monkeypatch.setattr(SparkSession, "stop", lambda _self: None)
+    line = ["dedup", "spark", "audit", str(file), "--config", str(config), "--report", str(page), "--quiet"]
+    monkeypatch.setattr(sys, "argv", line)
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == VerificationFailed.exit_code == 4
+    assert "duplicated 1" in capsys.readouterr().err
+    assert f"<title>dedup spark audit {name}</title>" in page.read_text(encoding="utf-8")
+    assert json.loads(page.with_suffix(".json").read_text(encoding="utf-8"))["topology"] == name
 
 
 def test_many_faults_at_once_are_told_apart(spark, bench):

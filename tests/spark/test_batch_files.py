@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pyarrow as pa
@@ -195,6 +196,42 @@ def test_a_table_whose_rows_are_events(spark, tmp_path):
     timed = topology(event_time={"field": "at", "unit": "s"})
     report = backfill(history, timed, str(tmp_path / "out"), now_ms=NOW_MS)
     assert report.verdicts == {"dead_letter": 1, "duplicate": 1, "unique": 1}
+
+
+def test_a_header_name_that_is_not_utf_8_is_a_dead_letter_as_a_worker_makes_it(spark, tmp_path):
+    names = pa.array([b"whole", b"h\xff", b"h"], pa.binary()).view(pa.string())
+    pairs = pa.StructArray.from_arrays([names, pa.array([b"1", b"2", b"3"])], ["key", "value"])
+    columns = {
+        "value": pa.array([b'{"id":1}', b'{"id":2}', b'{"id":3}'], pa.binary()),
+        "headers": pa.ListArray.from_arrays(pa.array([0, 1, 3, 3], pa.int32()), pairs),
+        "timestamp_ms": pa.array([BASE_MS] * 3, pa.int64()),
+    }
+    (tmp_path / "in").mkdir()
+    pq.write_table(pa.table(columns), tmp_path / "in" / "a.parquet")
+    history = read_files(spark, [str(tmp_path / "in")], "parquet")
+    report = backfill(history, topology(), str(tmp_path / "out"), now_ms=NOW_MS)
+    assert report.verdicts == {"dead_letter": 1, "unique": 2}
+    (dead,) = spark.read.parquet(report.path).where("verdict = 'dead_letter'").select("value", "reason").collect()
+    assert (bytes(dead["value"]), dead["reason"]) == (b'{"id":2}', "header_not_utf8")
+
+
+def test_files_are_read_by_arrow_or_by_spark_with_the_same_verdicts(spark, tmp_path):
+    write(tmp_path / "in" / "a b.parquet", [(row[0].decode(), *row[1:]) for row in LOG], value=pa.string())
+    history = read_files(spark, [str(tmp_path / "in")], "parquet")
+    assert history.pieces is not None
+    by_arrow = backfill(history, topology(), str(tmp_path / "arrow"), now_ms=NOW_MS)
+    by_spark = backfill(replace(history, pieces=None), topology(), str(tmp_path / "spark"), now_ms=NOW_MS)
+    assert verdicts_at(spark, by_arrow.path) == verdicts_at(spark, by_spark.path) == VERDICTS
+    # A codec that Arrow lacks: then Spark writes, and what it writes is the same table.
+    spark.conf.set("spark.sql.parquet.compression.codec", "lz4")
+    try:
+        written = backfill(history, topology(), str(tmp_path / "lz4"), now_ms=NOW_MS)
+    finally:
+        spark.conf.unset("spark.sql.parquet.compression.codec")
+    both = [spark.read.parquet(each.path) for each in (by_arrow, written)]
+    assert both[0].dtypes == both[1].dtypes
+    rows = [sorted(map(repr, each.collect())) for each in both]
+    assert rows[0] == rows[1]
 
 
 def test_a_damaged_file_is_refused_by_name_before_anything_runs(spark, tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import mmap
 import random
 from collections.abc import Iterator
 from itertools import pairwise
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 
 from dedup.errors import StateIncompatible
 from dedup.spark.folded import Folding, folding
-from dedup.spark.parcels import TARGET
+from dedup.spark.parcels import BATCH_BYTES, TARGET
 from dedup.spark.rows import RECORDS
 from dedup.spark.screened import Mode, Screening, screening
 from dedup.topology.model import Topology
@@ -125,6 +126,67 @@ def test_one_id_that_comes_again_and_again_is_judged_in_parts():
     events = [Event(0, b'{"id":1}', number * 6) for number in range(3_000)]
     expected = {place: row for place, (row, _) in by_model(events, topology).items()}
     assert rows_of(by_halves(batches(events), topology, [], rows=1_000)) == expected
+
+
+def test_parcels_beyond_what_memory_may_hold_are_read_again_from_a_file(tmp_path, monkeypatch):
+    monkeypatch.setenv("SPARK_LOCAL_DIRS", str(tmp_path))
+    topology = topology_of({})
+    events = [each for each in stream(4, 2_000) if each.partition == 0]
+    in_memory = by_halves(batches(events), topology, [700], rows=50)
+    with patch("dedup.spark.parcels._IN_MEMORY_BYTES", 2_000), patch("mmap.mmap", wraps=mmap.mmap) as mapped:
+        in_file = by_halves(batches(events), topology, [700], rows=50)
+    assert mapped.call_count == len(READERS)
+    assert list(tmp_path.iterdir()) == []
+    assert in_file.equals(in_memory)
+
+
+@pytest.mark.parametrize("batch_rows", [1, 10_000])
+def test_a_batch_of_parcels_as_spark_makes_it_stays_small(batch_rows):
+    rows = batches(
+        [
+            Event(0, b'{"id":%d,"pad":"%s"}' % (number, random.randbytes(450).hex().encode()), number)
+            for number in range(30_000)
+        ]
+    )
+    plan = Screening(topology_of({}), "direct", NOW_MS, READERS, batch_rows)
+    with patch("dedup.spark.screened.TaskContext") as context:
+        context.get.return_value.partitionId.return_value = 0
+        parcels = [each.column("parcel") for each in screening(plan)(rows.to_batches())]
+    flat = [size for each in parcels for size in pc.binary_length(each).fill_null(0).to_pylist()]
+    assert sum(flat) > 30_000 * 450
+    handed_over = [sum(flat[begin : begin + batch_rows]) for begin in range(0, len(flat), batch_rows)]
+    assert max(handed_over) < 2 * BATCH_BYTES
+
+
+def test_without_coordinates_equal_times_stand_by_bytes_whatever_came_first():
+    made = [
+        (b"b", b'{"id":1,"v":1}', []),
+        (b"a", b'{"id":1,"v":2}', [("h", None)]),
+        (b"a", b'{"id":1,"v":2}', []),
+        (None, b'{"id":1,"v":3}', []),
+        (b"a", b'{"id":1,"v":1}', [("h", b"x")]),
+    ]
+    for seed in range(6):
+        order = random.Random(seed).sample(range(5), 5)
+        table = pa.table(
+            [
+                pa.array([made[at][0] for at in order], pa.binary()),
+                pa.array([made[at][1] for at in order], pa.binary()),
+                pa.array([[{"key": name, "value": value} for name, value in made[at][2]] for at in order], HEADERS),
+                pa.array([5] * 5, pa.int64()),
+                *(pa.nulls(5, kind) for kind in KINDS[4:]),
+            ],
+            names=RECORDS.names,
+        )
+        topology = topology_of({"on_conflict": "forward", "conflicts": "c"})
+        found = by_halves(table, topology, [2], rows=3, seed=seed, mode="event_time").to_pylist()
+        by_row = {(row["key"], row["value"], repr(row["headers"])): row for row in found}
+        assert len(by_row) == len(made)
+        # Identity is ID and payload: of each payload the least by its bytes is the first.
+        unique = [(row["key"], row["value"]) for row in found if row["verdict"] == "unique"]
+        assert sorted(unique, key=repr) == sorted([made[3][:2], made[4][:2], made[2][:2]], key=repr)
+        (of_two,) = (row for row in found if row["value"] == made[2][1] and row["verdict"] == "unique")
+        assert of_two["headers"] == []
 
 
 def test_a_record_that_is_there_twice_is_refused():

@@ -77,6 +77,18 @@ def test_a_topic_whose_start_retention_ate_is_refused_with_the_offsets(spark, sh
     assert left.records.agg(F.min("offset")).first()[0] == 30
 
 
+def test_a_start_that_retention_eats_while_it_is_read_is_refused_with_the_offsets(spark, shop, admin, tmp_path):
+    topology, settings, send = shop
+    topic = topology.source.topics[0]
+    send([(0, number, number) for number in range(50)])
+    history = read_kafka(spark, topology, settings)
+    place = TopicPartition(topic, 0, 30)
+    admin.client.delete_records([place])[place].result(timeout=30)
+    with pytest.raises(StateIncompatible, match=rf"deleted records .*not all of {topic}/0 offsets \d+ to \d+ is left"):
+        backfill(history, topology, str(tmp_path / "out"))
+    assert list((tmp_path / "out").glob("run=*")) == []
+
+
 def test_a_range_between_two_times(spark, shop):
     topology, settings, send = shop
     send([(0, number, number) for number in range(50)])

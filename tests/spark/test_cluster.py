@@ -14,14 +14,14 @@ from dedup.local.leashed import Leashed
 from dedup.spark.java import use_java
 from tests.integration.fleet import Job, until
 from tests.integration.workload import workload
-from tests.spark.streaming import start_driver, start_spark
+from tests.spark.streaming import FAST_JAVA, start_driver, start_spark
 
 SPARK_CLASS = Path(pyspark.__file__).parent / "bin" / "spark-class"
 START_S = 240
 LOOPBACK = ("--conf", "spark.driver.host=127.0.0.1", "--conf", "spark.driver.bindAddress=127.0.0.1")
 SMALL = (
     "--conf",
-    "spark.sql.shuffle.partitions=2",
+    f"spark.executor.extraJavaOptions={FAST_JAVA}",
     "--conf",
     "spark.executor.memory=600m",
     "--conf",
@@ -40,6 +40,7 @@ def free_port():
 def started(directory, name, *arguments):
     environ = {"JAVA_HOME": os.environ["JAVA_HOME"], "PYSPARK_PYTHON": sys.executable, "SPARK_LOCAL_IP": "127.0.0.1"}
     environ |= {"SPARK_HOME": str(SPARK_CLASS.parents[1]), "PATH": os.environ["PATH"]}
+    environ["SPARK_DAEMON_JAVA_OPTS"] = FAST_JAVA
     command = ["env", *(f"{key}={value}" for key, value in environ.items()), str(SPARK_CLASS), *arguments]
     return Leashed(command, directory / f"{name}.log")
 

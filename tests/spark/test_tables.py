@@ -16,7 +16,7 @@ from dedup.spark.tables import ORDER, Jdbc, newest, table_rows, upsert_delta, up
 from dedup.topology.parse import parse
 from tests.spark.postgres import USER, RunningPostgres, running_postgres
 
-pytestmark = [pytest.mark.usefixtures("interpreted"), pytest.mark.timeout(400)]
+pytestmark = pytest.mark.timeout(400)
 SCHEMA = "id STRING, delay DOUBLE, note STRING, day DATE, seats INT, on_time BOOLEAN, price DECIMAL(9,2)"
 TOPOLOGY = parse(
     json.dumps(

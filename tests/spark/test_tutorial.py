@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from dedup.cli.main import create_app
 from tests.brokers import RunningKafka
 
-pytestmark = [pytest.mark.broker, pytest.mark.usefixtures("interpreted")]
+pytestmark = pytest.mark.broker
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "tutorial-history.md"
 FLIGHTS, LIVE, AGAIN = 1_500, 600, 200
