@@ -84,7 +84,7 @@ def _write(found: Report, page: Path, *, as_json: bool) -> None:
     from dedup.proof.render import print_report, to_html
 
     page.parent.mkdir(parents=True, exist_ok=True)
-    page.write_text(to_html(found), encoding="utf-8")
+    page.write_text(to_html(found, "dedup spark audit"), encoding="utf-8")
     page.with_suffix(".json").write_text(found.to_json(), encoding="utf-8")
     if as_json:
         typer.echo(found.to_json(), nl=False)

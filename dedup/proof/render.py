@@ -64,8 +64,8 @@ def print_report(report: Report, console: Console) -> None:
     console.print(report.closing_line(), style="bold" if report.passed else "bold red", highlight=False)
 
 
-def to_html(report: Report) -> str:
-    """Return the report as one HTML page; it asks for nothing from anywhere."""
+def to_html(report: Report, command: str = "dedup verify") -> str:
+    """Return the report of a command as one HTML page; it asks for nothing from anywhere."""
     when = datetime.fromtimestamp(report.started_at_ms / 1000, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
     facts = f"{report.read:,} records judged · {report.method} · {report.cluster} · {when} · {report.seconds:.1f} s"
     parts = [
@@ -82,7 +82,7 @@ def to_html(report: Report) -> str:
         _violations(report),
         _not_provable(report),
     ]
-    return page(f"dedup verify {report.topology}", parts)
+    return page(f"{command} {report.topology}", parts)
 
 
 def page(title: str, parts: Iterable[str]) -> str:
