@@ -21,7 +21,7 @@ from confluent_kafka import Message, Producer
 from dedup.edges.ingest import Ingested, open_source, run_ingest
 from dedup.edges.sink import Sunk, run_sink, spec_of
 from dedup.local.leashed import Leashed
-from dedup.settings import Settings, load_settings
+from dedup.settings import Settings, load_settings, with_references
 from dedup.topology.ingest import Ingest, TableSource, parse_ingest
 from dedup.topology.model import Topology
 from dedup.topology.parse import parse
@@ -161,7 +161,7 @@ class Process(Leashed):
 def maker(parsed: Ingest) -> Any:
     """Return what makes the source of a parsed file."""
     url = parsed.source.url if isinstance(parsed.source, TableSource) else ""
-    return partial(open_source, url=url)
+    return partial(open_source, url=with_references(url, "ingest.yaml", os.environ))
 
 
 def lines(first: int, count: int) -> bytes:

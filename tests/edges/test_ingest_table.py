@@ -9,10 +9,13 @@ import threading
 import psycopg
 import pytest
 
-from dedup.errors import SettingsError, StateIncompatible
+from dedup.errors import SettingsError, StateIncompatible, TopologyError
 from tests.edges.stage import until
 
 pytestmark = pytest.mark.broker
+
+
+SOURCE = "${env:SOURCE_URL}"
 
 
 def table(url, more=""):
@@ -29,8 +32,9 @@ def lite(stage):
 
 
 @pytest.fixture
-def pg(postgres):
-    """Return the address of a PostgreSQL with an empty table, and a connection to it."""
+def pg(postgres, monkeypatch):
+    """Return the address of a PostgreSQL with an empty table, and a connection to it; `SOURCE` refers to it."""
+    monkeypatch.setenv("SOURCE_URL", postgres)
     with psycopg.connect(postgres, autocommit=True) as connection:
         connection.execute(
             "CREATE TABLE rows (n BIGINT GENERATED ALWAYS AS IDENTITY PRIMARY KEY, id TEXT, at TIMESTAMPTZ, price NUMERIC)"
@@ -70,7 +74,9 @@ async def test_ties_need_a_second_column(stage, lite):
         await stage.ingest(table(url, ", unique: m"))
     connection.execute("CREATE UNIQUE INDEX both ON rows (n, m)")
     rows = [(7, m, f"e{m}") for m in range(12_000)]
+    connection.execute("BEGIN")
     connection.executemany("INSERT INTO rows VALUES (?, ?, ?)", rows)
+    connection.execute("COMMIT")
     assert (await stage.ingest(table(url, ", unique: m"))).records == 12_000
     connection.execute("INSERT INTO rows VALUES (7, 12000, 'e12000')")
     assert (await stage.ingest(table(url, ", unique: m"))).records == 1
@@ -99,18 +105,20 @@ async def test_a_table_that_can_not_be_read_without_a_loss_is_refused(stage, lit
 async def test_no_table_and_no_database(stage, lite):
     with pytest.raises(StateIncompatible, match="there is no such table"):
         await stage.ingest(table(lite[0]).replace("rows", "nothing"))
-    with pytest.raises(SettingsError, match="is neither sqlite:///FILE nor postgresql:"):
+    with pytest.raises(SettingsError, match="the environment variable NOWHERE is not set"):
         await stage.ingest(table("${env:NOWHERE}"))
+    with pytest.raises(TopologyError, match="a password must not be written here"):
+        await stage.ingest(table("postgresql://me:secret@host/db"))
 
 
 async def test_rows_of_postgresql_are_sent_once(stage, pg):
-    url, connection = pg
+    _, connection = pg
     connection.execute(
         "INSERT INTO rows (id, at, price) SELECT 'e' || i, now(), i / 7.0 FROM generate_series(1, 12000) i"
     )
-    assert (await stage.ingest(table(url))).records == 12_000
+    assert (await stage.ingest(table(SOURCE))).records == 12_000
     connection.execute("INSERT INTO rows (id, price) VALUES ('nan', 'NaN')")
-    assert (await stage.ingest(table(url))).records == 1
+    assert (await stage.ingest(table(SOURCE))).records == 1
     assert numbers(stage) == list(range(1, 12_002))
 
 
@@ -133,7 +141,7 @@ async def test_a_row_that_is_committed_late_is_not_passed_by(stage, pg, has_id):
             late.execute("SELECT nextval(pg_get_serial_sequence('rows', 'n'))")
             assert late.execute("SELECT pg_current_xact_id_if_assigned()").fetchone() == (None,)
         connection.execute("INSERT INTO rows (id) VALUES ('early')")
-        file = stage.ingest_file(table(url))
+        file = stage.ingest_file(table(SOURCE))
         process = stage.start("ingest", str(file))
         until(lambda: waits(stage, connection), f"it waits for the writer; log:\n{process.log}")
         assert stage.read() == []
@@ -160,7 +168,7 @@ async def test_rows_of_many_writers_at_once_are_all_sent(stage, pg):
                 writer.execute("INSERT INTO rows (id) VALUES (%s)", (f"{number}-{each}",))
                 (writer.rollback if each % 10 == 3 else writer.commit)()
 
-    process = stage.start("ingest", str(stage.ingest_file(table(url))))
+    process = stage.start("ingest", str(stage.ingest_file(table(SOURCE))))
     threads = [threading.Thread(target=write, args=(number,)) for number in range(6)]
     for thread in threads:
         thread.start()

@@ -245,25 +245,24 @@ async def test_a_deadlock_is_tried_again(stage, admin, postgres):
     await stage.sink(topology)
     statement(postgres, "ALTER DATABASE " + postgres.rpartition("/")[2] + " SET deadlock_timeout = '50ms'")
     stage.send([event(1, n=10, time_ms=BASE_MS + 10**6), event(2, n=20, time_ms=BASE_MS + 10**6)])
-    with psycopg.connect(postgres) as other:
-        # The other has row 2 and wants the sink's offset; the sink has its offset and wants row 2.
+    with psycopg.connect(postgres) as other, psycopg.connect(postgres) as third:
+        # PostgreSQL looks for a deadlock when a wait is 50 ms old, so the sink must be the last to wait.
         other.execute("SET deadlock_timeout = '1h'")
         other.execute("UPDATE rows SET n = n WHERE id = 'e2'")
-        other_waits = threading.Thread(target=locks_offsets, args=(postgres, other))
+        third.execute("UPDATE rows SET n = n WHERE id = 'e1'")
         process = stage.start("sink", *[sink_file(stage, postgres)[0]], environ={"SINK_URL": postgres})
-        until(lambda: blocked(postgres), f"the sink waits for row 2; log:\n{process.log}")
-        other_waits.start()
-        until(lambda: "deadlock detected" in process.log, process.log)
-        other_waits.join()
+        until(lambda: waiting(postgres) == 1, "the sink, which has its offset, waits for row 1")
+        wants_offset = threading.Thread(target=other.execute, args=("SELECT 1 FROM dedup_offsets FOR UPDATE",))
+        wants_offset.start()
+        until(lambda: waiting(postgres) == 2, "the other, which has row 2, waits for the sink's offset")
+        third.commit()
+        until(lambda: "deadlock detected" in process.log, "the sink is told")
+        wants_offset.join()
         other.commit()
-    until(lambda: postgres_rows(postgres, "SELECT n FROM rows ORDER BY n") == [(10,), (20,)], process.log)
+    until(lambda: postgres_rows(postgres, "SELECT n FROM rows ORDER BY n") == [(10,), (20,)], "it tries again")
     assert process.stop() == 0
 
 
-def locks_offsets(url, other):
-    other.execute("SELECT 1 FROM dedup_offsets FOR UPDATE")
-
-
-def blocked(url):
-    sql = "SELECT count(*) FROM pg_stat_activity WHERE application_name = 'dedup' AND wait_event_type = 'Lock'"
-    return postgres_rows(url, sql) == [(1,)]
+def waiting(url):
+    sql = "SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND datname = current_database()"
+    return postgres_rows(url, sql)[0][0]
