@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -48,9 +49,12 @@ def told(app: typer.Typer, job: Job, name: str) -> dict[str, Any]:
 EVENTS = [event("a", 0), event("b", 1), event("a", 5), event("c", 100), event("a", 88), event("a", 95)]
 
 
-def test_each_record_of_an_id_is_explained(app: typer.Typer, make_job: MakeJob) -> None:
-    job = make_job(document={**SHORT, "duplicates": "dups-of-explain"})
-    job.admin.create_topic("dups-of-explain", 2, {"retention.ms": "-1"})
+def test_each_record_of_an_id_is_explained(
+    app: typer.Typer, make_job: MakeJob, topic_names: Callable[[str], str]
+) -> None:
+    twice = topic_names("twice")
+    job = make_job(document={**SHORT, "duplicates": twice})
+    job.admin.create_topic(twice, 2, {"retention.ms": "-1"})
     job.send(EVENTS)
     job.finish()
     found = told(app, job, "a")
@@ -64,7 +68,7 @@ def test_each_record_of_an_id_is_explained(app: typer.Typer, make_job: MakeJob) 
     first, repeated, late, again = found["records"]
     assert repeated["of"] == f"{place} 0"
     assert first["went"] == [f"{job.name}-out/0 offset 0"]
-    assert repeated["went"][0].startswith("dups-of-explain/0 offset")
+    assert repeated["went"][0].startswith(f"{twice}/0 offset")
     assert late["went"][0].startswith(f"{job.name}-out.late/0 offset")
     assert again["went"][0].startswith(f"{job.name}-out/0 offset")
     assert [(each["source"], each["live"]) for each in found["sightings"]][-1] == (f"{place} 5", True)
@@ -91,8 +95,10 @@ def test_what_contradicts_the_rule_is_named(app: typer.Typer, make_job: MakeJob)
     assert typed(app, job, "b").exception is None
 
 
-def test_behind_a_repartition_topic_the_log_is_named_too(app: typer.Typer, make_job: MakeJob) -> None:
-    name = "explain-hops"
+def test_behind_a_repartition_topic_the_log_is_named_too(
+    app: typer.Typer, make_job: MakeJob, topic_names: Callable[[str], str]
+) -> None:
+    name = topic_names("hops")
     job = make_job(name=name, document={**SHORT, "source": {"topics": [f"{name}-in"]}})
     job.send([event("a", 0, 0), event("a", 3, 1), event("b", 4, 1)])
     job.finish()
