@@ -100,11 +100,11 @@ def box(image: str, network: Any) -> Iterator[Callable[[Job, int], Boxed]]:
 
 def test_a_fleet_is_killed_and_scaled(make_job: MakeJob, box: Callable[[Job, int], Boxed]) -> None:
     """Three workers; one is killed; then one is left; then four are there."""
-    job = make_job(partitions=4)
+    job = make_job(partitions=12)
     boxed = {"brokers": [INSIDE], "state_dir": "/var/lib/dedup", "session_timeout": "6s", "web": {"enabled": False}}
     (job.directory / "boxed.json").write_text(json.dumps(boxed), encoding="utf-8")
     with Watch(job):
-        with job.stream(workload(160, 200_000, partitions=4), per_s=800):
+        with job.stream(workload(160, 200_000, partitions=12), per_s=800):
             first, second, third = (box(job, number) for number in range(3))
             for each in (first, second, third):
                 each.until_logged("running from offset")
