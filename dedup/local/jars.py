@@ -58,7 +58,11 @@ def cache_dir(environ: Mapping[str, str]) -> Path:
 
 def locked_jars() -> tuple[Jar, ...]:
     """Return the lock file's lines."""
-    text = resources.files(__package__).joinpath(_LOCK_FILE).read_text(encoding="utf-8")
+    return read_lock(resources.files(__package__).joinpath(_LOCK_FILE).read_text(encoding="utf-8"))
+
+
+def read_lock(text: str) -> tuple[Jar, ...]:
+    """Return the lines of a lock file."""
     rows = (line.split() for line in text.splitlines() if line and not line.startswith("#"))
     return tuple(Jar(sha256, int(size_bytes), coordinate) for sha256, size_bytes, coordinate in rows)
 
@@ -161,10 +165,11 @@ def resolve_anew(repository: Path) -> tuple[Jar, ...]:
     roots = [context.create_dependency(replace(Coordinate.parse(root), scope="compile")) for root in ROOTS]
     inputs, transitive = context.resolver.resolve(roots)
     needed = [*inputs, *(found for found in transitive if found.scope in {"compile", "runtime"})]
-    return tuple(sorted((_locked(found.artifact) for found in needed), key=lambda jar: jar.coordinate))
+    return tuple(sorted((locked(found.artifact) for found in needed), key=lambda jar: jar.coordinate))
 
 
-def _locked(artifact: Artifact) -> Jar:
+def locked(artifact: Artifact) -> Jar:
+    """Return the line of a lock file for what Maven Central has; it is fetched."""
     content = artifact.resolve().read_bytes()
     coordinate = f"{artifact.groupId}:{artifact.artifactId}:{artifact.version}"
     return Jar(hashlib.sha256(content).hexdigest(), len(content), coordinate)

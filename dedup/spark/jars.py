@@ -2,6 +2,9 @@
 
 Resolved by jgo from Maven Central into this user's cache, and given to Spark as local paths. Spark's own resolver, Ivy,
 trips over a Maven cache that has descriptions without jars, and asks for a jar that some mirrors lack; jgo does not.
+
+`spark-jars.lock` names the jars of the version that is tested, with their SHA-256; those of another version of Spark
+are taken as Maven Central has them. `python -m dedup.spark.jars` prints that file anew.
 """
 
 from __future__ import annotations
@@ -12,14 +15,16 @@ import shutil
 import tempfile
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from importlib import resources
 from pathlib import Path
-from typing import Final, Literal
+from typing import Final, Literal, get_args
 
 import pyspark
-from jgo.maven import MavenContext, PythonResolver
+from jgo.maven import Artifact, MavenContext, PythonResolver
 from jgo.parse import Coordinate
 
 from dedup.errors import BrokerUnavailable
+from dedup.local.jars import Jar, locked, read_lock
 
 Package = Literal["kafka", "delta", "jdbc"]
 
@@ -27,6 +32,7 @@ SCALA: Final = "2.13"
 DELTA_OF: Final = {"4.0": "4.0.0"}
 """Delta's version for a minor version of Spark: they must match."""
 JDBC: Final = ("org.postgresql:postgresql:42.7.4", "org.xerial:sqlite-jdbc:3.46.1.3")
+_LOCK_FILE: Final = "spark-jars.lock"
 _ANSWER_WITHIN_S: Final = 60
 _VERSIONED: Final = re.compile(r"-\d[\w.\-]*\.jar$")
 
@@ -71,13 +77,16 @@ def jars_for(packages: Iterable[Package], environ: Mapping[str, str] | None = No
 
 def _fetch(wanted: tuple[str, ...], directory: Path) -> None:
     directory.parent.mkdir(parents=True, exist_ok=True)
-    brought = {_VERSIONED.sub("", jar.name) for jar in (Path(pyspark.__file__).parent / "jars").glob("*.jar")}
+    brought = _brought()
     with tempfile.TemporaryDirectory(dir=directory.parent, prefix=f"{directory.name}.part-") as temporary:
         ready = Path(temporary) / "ready"
         ready.mkdir()
         try:
-            for jar in _resolve(wanted, Path(temporary) / "repository"):
+            locks = _locks(wanted)
+            for artifact in _resolve(wanted, Path(temporary) / "repository"):
+                jar: Path = artifact.resolve()
                 if _VERSIONED.sub("", jar.name) not in brought:
+                    _refuse_other(locked(artifact), locks)
                     shutil.copy(jar, ready)
         except (OSError, RuntimeError) as error:
             raise BrokerUnavailable(
@@ -88,9 +97,51 @@ def _fetch(wanted: tuple[str, ...], directory: Path) -> None:
             ready.rename(directory)
 
 
-def _resolve(wanted: tuple[str, ...], repository: Path) -> list[Path]:
+def _locks(wanted: Iterable[str]) -> Mapping[str, Jar] | None:
+    """Return what the jars must be, by coordinate; None for a version that the lock file does not know."""
+    text = resources.files(__package__).joinpath(_LOCK_FILE).read_text(encoding="utf-8")
+    locks = {jar.coordinate: jar for jar in read_lock(text)}
+    return locks if all(root in locks for root in wanted) else None
+
+
+def _refuse_other(found: Jar, locks: Mapping[str, Jar] | None) -> None:
+    if locks is None:
+        return
+    wanted = locks.get(found.coordinate)
+    if found != wanted:
+        expected = "does not name it" if wanted is None else f"expects {wanted.sha256}"
+        raise BrokerUnavailable(
+            f"{found.coordinate} from Maven Central has SHA-256 {found.sha256}, but {_LOCK_FILE} {expected}. Nothing "
+            f"was kept. Try again; if it stays so, something between here and Maven Central alters files."
+        )
+
+
+def _resolve(wanted: Iterable[str], repository: Path) -> list[Artifact]:
     context = MavenContext(resolver=PythonResolver(), repo_cache=repository, timeout=_ANSWER_WITHIN_S)
     roots = [context.create_dependency(replace(Coordinate.parse(root), scope="compile")) for root in wanted]
     inputs, transitive = context.resolver.resolve(roots)
     needed = [*inputs, *(each for each in transitive if each.scope in {"compile", "runtime"})]
-    return [each.artifact.resolve() for each in needed]
+    return [each.artifact for each in needed]
+
+
+def _print_lock_file() -> None:
+    lines: dict[str, Jar] = {}
+    for package in get_args(Package):
+        with tempfile.TemporaryDirectory() as temporary:
+            for artifact in _resolve(coordinates(package, pyspark.__version__), Path(temporary)):
+                if _VERSIONED.sub("", artifact.resolve().name) not in _brought():
+                    jar = locked(artifact)
+                    lines[jar.coordinate] = jar
+    what = f"# The jars beside PySpark {pyspark.__version__}: sha256, bytes, coordinate."
+    head = f"{what} Written by: python -m dedup.spark.jars"
+    body = [f"{jar.sha256} {jar.size_bytes} {jar.coordinate}" for _, jar in sorted(lines.items())]
+    os.write(1, "\n".join([head, *body, ""]).encode())
+
+
+def _brought() -> set[str]:
+    """Return the names, without versions, of the jars that Spark brings."""
+    return {_VERSIONED.sub("", jar.name) for jar in (Path(pyspark.__file__).parent / "jars").glob("*.jar")}
+
+
+if __name__ == "__main__":
+    _print_lock_file()
