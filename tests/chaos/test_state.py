@@ -82,7 +82,9 @@ def test_f33_state_directory_not_ours_to_write(job: Job, trap: str) -> None:
         case _:
             (state / job.name / "0").rename(elsewhere)
             (state / job.name / "0").symlink_to(elsewhere)
-    before, written = tree(job.directory / "state-a"), job.written()
+    # Of two partitions the one that is in order may be opened, which moves RocksDB's bookkeeping about.
+    behind = elsewhere if elsewhere.exists() else state
+    before, written = tree(behind), job.written()
     job.send(workload(132, 50))
     worker = job.start("a", *accidents)
     code = worker.wait()
@@ -92,7 +94,7 @@ def test_f33_state_directory_not_ours_to_write(job: Job, trap: str) -> None:
     assert code == INCOMPATIBLE, worker.log
     assert str(state) in worker.log
     assert "Traceback" not in worker.log
-    assert tree(job.directory / "state-a") == before
+    assert tree(behind) == before
     assert job.written() == written
     job.finish("b")
     job.judge()
