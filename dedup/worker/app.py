@@ -54,7 +54,8 @@ def create_app(topology: Topology, settings: Settings, cluster: Cluster, wire: K
     """Return the app of a topology, not started; call it in the loop that will run it."""
     connection = Connection.of(settings, client_id=f"dedup-{topology.name}")
     # Faust wants a directory of its own; a topology's name has no dot, so this one is nobody's state.
-    directory = settings.state_dir / ".faust"
+    # Faust puts a relative table directory below the data directory, where nothing is made.
+    directory = settings.state_dir.absolute() / ".faust"
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     app = DedupApp(
         topology.name,
