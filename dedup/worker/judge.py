@@ -33,7 +33,7 @@ from dedup.worker.misplaced import Placement
 from dedup.worker.publish import Publisher
 from dedup.worker.restore import restore
 from dedup.worker.starting import Start, first_offset
-from dedup.worker.task import Frozen, Judged, Refusals
+from dedup.worker.task import Frozen, Refusals
 from dedup.worker.unwrap import unwrap
 
 OWN_ROW: Final = -1
@@ -189,7 +189,7 @@ class Judge:
                 f"old topology, or give the state up with `dedup reset`."
             )
 
-    def judge(self, batch: FeedBatch, refusals: Refusals) -> Judged:
+    def judge(self, batch: FeedBatch, refusals: Refusals) -> list[RecordBatch]:
         """See `task.Work`."""
         plan = self._plan
         unwrapped = unwrap(batch, plan.source_topics) if plan.wrapped else None
@@ -207,8 +207,7 @@ class Judge:
         self._count(outcome)
         self._placement.sample(extracted.ids)
         batches = self._publisher.publish(plain, rows, outcome, refusals.most_rows)
-        batches += self._remember(rows, outcome)
-        return Judged(batches, batch.next_offset)
+        return batches + self._remember(rows, outcome)
 
     def _lookup(self, ids: Sequence[bytes], least_ms: int, greatest_ms: int) -> Mapping[bytes, Sightings]:
         overlay = self._opened()

@@ -18,7 +18,7 @@ from dedup.worker.batch import FeedBatch
 from dedup.worker.clock import Clock
 from dedup.worker.publish import IDLE, SOURCE, TIMESTAMP, Publisher
 from dedup.worker.starting import Start, first_offset
-from dedup.worker.task import Frozen, Judged, Refusals
+from dedup.worker.task import Frozen, Refusals
 
 OWN_ROW: Final = -1
 
@@ -61,7 +61,7 @@ class Repartition:
         """See `task.Work`; there is no state."""
         return False
 
-    def judge(self, batch: FeedBatch, refusals: Refusals) -> Judged:
+    def judge(self, batch: FeedBatch, refusals: Refusals) -> list[RecordBatch]:
         """See `task.Work`; records keep their order per ID, originals travel in headers."""
         plan = self._plan
         extracted = plan.extractor(batch.keys, batch.values, batch.headers, batch.timestamps_ms)
@@ -90,7 +90,7 @@ class Repartition:
         batches = self._filled(lines, refusals)
         if refusals.rows or batch.odd_names:
             batches += self._dead_letters(batch, extracted, refusals)
-        return Judged(batches, batch.next_offset)
+        return batches
 
     def _dead_letters(self, batch: FeedBatch, extracted: Extracted, refusals: Refusals) -> list[RecordBatch]:
         """Return dead letters for records that no repartition topic takes: no dedup task will ever see them."""

@@ -61,14 +61,6 @@ class TaskId:
 
 
 @dataclass(frozen=True, slots=True)
-class Judged:
-    """What became of a batch: record batches to send. Its state is kept by the `Work` that made it."""
-
-    batches: list[RecordBatch]
-    next_offset: int
-
-
-@dataclass(frozen=True, slots=True)
 class Frozen:
     """A transaction's state at capture, to be applied when its commit is known to have happened."""
 
@@ -96,8 +88,8 @@ class Work(Protocol):
     async def overtaken(self) -> bool:
         """Tell whether another owner has written state since our last commit; asked in a new epoch of ours."""
 
-    def judge(self, batch: FeedBatch, refusals: Refusals) -> Judged:
-        """Judge a batch on top of all batches judged before; the result is pending until frozen and applied."""
+    def judge(self, batch: FeedBatch, refusals: Refusals) -> list[RecordBatch]:
+        """Judge a batch on top of all before, and return what is to be sent; its state is pending until applied."""
 
     def freeze(self, next_offset: int) -> Frozen:
         """Capture all that was judged; later batches go into a new generation but see this one."""
@@ -144,7 +136,8 @@ class Task:
         """Where the next batch from the transport must begin."""
         self._held: list[FeedBatch] = []
         """Batches judged and not known to be committed: a refused record makes them be judged again."""
-        self._waiting: list[Judged] = []
+        self._waiting: list[list[RecordBatch]] = []
+        """What follows from each batch, where a commit is in flight."""
         self._waiting_records = 0
         self._commit_lock: Final = asyncio.Lock()
         self._sendable: Final = asyncio.Event()
@@ -249,8 +242,8 @@ class Task:
         return True
 
     def _send_waiting(self) -> None:
-        for judged in self._waiting:
-            self._session.add(judged.batches)
+        for batches in self._waiting:
+            self._session.add(batches)
         self._waiting.clear()
         self._waiting_records = 0
 

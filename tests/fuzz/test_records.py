@@ -86,7 +86,7 @@ def model_record(recipe: Recipe, record, offset: int, ceiling_ms: int) -> ModelR
 def sent(judged) -> dict[int, tuple[str, object]]:
     """Return each row's topic and record as the broker would get them; a row sent twice is a defect."""
     found = {}
-    for batch in judged.batches:
+    for batch in judged:
         if batch.target == CHANGELOG:
             continue
         whole = MemoryRecords(batch.sealed(ProducerIdentity(1, 1), 0)).next_batch()

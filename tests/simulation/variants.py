@@ -18,7 +18,7 @@ from dedup.store.overlay import Overlay
 from dedup.worker.batch import FeedBatch
 from dedup.worker.judge import Judge
 from dedup.worker.starting import committed_offset
-from dedup.worker.task import Judged, Refusals, Task, TaskState
+from dedup.worker.task import Refusals, Task, TaskState
 from tests.simulation.cluster import OK, TOO_LARGE
 from tests.simulation.process import Disk, DiskStore, MemoryDisk, Process, SimWire
 
@@ -176,7 +176,7 @@ class StreamTimeApart(Judge):
 class WallClockAlone(Judge):
     """A time is in the future by the wall clock alone, whatever stream time has come to."""
 
-    def judge(self, batch: FeedBatch, refusals: Refusals) -> Judged:
+    def judge(self, batch: FeedBatch, refusals: Refusals) -> list[RecordBatch]:
         applied, self._applied = self._applied, StreamTime(BEFORE_ALL_TIME, self._applied.feeds)
         try:
             return super().judge(batch, refusals)
@@ -209,7 +209,7 @@ class BlindDisk(MemoryDisk):
 class UnappliedExpiry(Judge):
     """Segments are dropped by the stream time of a transaction that may yet abort."""
 
-    def judge(self, batch: FeedBatch, refusals: Refusals) -> Judged:
+    def judge(self, batch: FeedBatch, refusals: Refusals) -> list[RecordBatch]:
         judged = super().judge(batch, refusals)
         assert self._overlay is not None
         window = self._plan.rules.window

@@ -90,7 +90,7 @@ def test_a_repartition_task_makes_it_a_dead_letter(columns):
     numbers = TaskNumbers()
     work = Repartition(plan, None, publisher, SteadyClock(), numbers)
     judged = work.judge(FeedBatch.of(FEED, columns, follows=0), Refusals())
-    assert {made.target.topic: made.rows for made in judged.batches} == {"re": [0, 1, 3], "dead": [2]}
+    assert {made.target.topic: made.rows for made in judged} == {"re": [0, 1, 3], "dead": [2]}
     work.freeze(4).apply({})
     assert numbers.verdicts == {"repartitioned": 3, "dead_letter": 1}
     assert numbers.dead_reasons == {ODD_HEADER_NAME.code: 1}
