@@ -18,6 +18,8 @@ _NOT_UP_YET: Final = 143
 """SIGTERM before the worker listens to it: it has done nothing then."""
 _GOOD_ENDS: Final = frozenset({0, BrokerUnavailable.exit_code, _NOT_UP_YET})
 _TAIL_LINES: Final = 15
+_DRAINS_WITHIN_S: Final = 60.0
+"""A commit that meets a broker that is away waits for its own deadline first."""
 
 
 @dataclass(slots=True)
@@ -154,7 +156,7 @@ class ChaosFleet:
     def _end(self, number: int, member: _Member, *, good: frozenset[int] = _GOOD_ENDS) -> None:
         if member.frozen:
             self.resume(number)
-        code = member.process.stop()
+        code = member.process.stop(_DRAINS_WITHIN_S)
         if code not in good:
             why = "was killed: it did not drain in time" if code == _KILLED else f"ended with exit code {code}"
             self.unclean.append(f"worker {number} {why} after SIGTERM. The end of its log:\n{self.tail(number)}")
