@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import resource
 import subprocess
 import sys
 import tempfile
@@ -43,7 +42,9 @@ def write(bootstrap: str, records: int, value_bytes: int) -> None:
     topics += [NewTopic(f"big-out.{side}", PARTITIONS, 1) for side in ("late", "dead-letter")]
     for made in admin.create_topics(topics).values():
         made.result(60)
-    producer = Producer({"bootstrap.servers": bootstrap, "linger.ms": 50, "compression.type": "lz4"})
+    # Idempotent: a request that is sent again must not pass the next one.
+    settings = {"bootstrap.servers": bootstrap, "linger.ms": 50, "compression.type": "lz4", "enable.idempotence": True}
+    producer = Producer(settings)
     padding = "x" * value_bytes
     for number in range(records):
         fresh = number % 10 != 9
@@ -81,11 +82,13 @@ def main() -> int:
         command = [sys.executable, "-m", "dedup.cli.main", "verify", str(directory / "big.yaml"), "--json"]
         command += ["--config", str(directory / "config.yaml"), "--report", str(directory / "r.html")]
         began = time.monotonic()
-        done = subprocess.run([*command, "--sample", options.sample], stdout=subprocess.PIPE, check=False)
+        with (directory / "out").open("wb") as out:
+            process = subprocess.Popen([*command, "--sample", options.sample], stdout=out)
+            _, status, used = os.wait4(process.pid, 0)
+        code = process.returncode = os.waitstatus_to_exitcode(status)
         seconds = time.monotonic() - began
-        peak_mb = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss // 1024
-        found = json.loads(done.stdout)
-    # The broker is a child, too, but one that has not been waited for when the figure is taken.
+        found = json.loads((directory / "out").read_text(encoding="utf-8"))
+    peak_mb = used.ru_maxrss // 1024
     figures = {
         "bench": "verify_memory",
         "records": options.records,
@@ -95,12 +98,13 @@ def main() -> int:
         "peak_mb": peak_mb,
         "bound_mb": options.bound_mb,
         "seconds": round(seconds, 1),
+        "cpu_seconds": round(used.ru_utime + used.ru_stime, 1),
         "load": os.getloadavg()[0],
     }
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / "verify_memory.json").write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
     print(json.dumps(figures))
-    return 0 if done.returncode == 0 and peak_mb <= options.bound_mb else 1
+    return 0 if code == 0 and peak_mb <= options.bound_mb else 1
 
 
 if __name__ == "__main__":

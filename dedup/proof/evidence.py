@@ -85,14 +85,25 @@ class SideTopic:
         """Return what is filed of these records, and take it out: what is left at the end names none that was read."""
         if self._empty:
             return {}
-        found: dict[Source, Filed] = {}
+        wanted: dict[tuple[int, int], list[int]] = {}
         for source in sources:
-            for row in self._select(source):
-                found.setdefault(source, Filed(*row))
+            wanted.setdefault((source.topic, source.partition), []).append(source.offset)
+        found: dict[Source, Filed] = {}
+        for feed, offsets in wanted.items():
+            there = set(offsets)
+            # One question for all: a log's records come from near one another.
+            for offset, *row in self._between(feed, min(offsets), max(offsets)):
+                if offset in there:
+                    found.setdefault(Source(*feed, offset), Filed(*row))
         once = "DELETE FROM filed WHERE rowid = (SELECT min(rowid) FROM filed WHERE topic=? AND feed=? AND position=?)"
         self._db.executemany(once, found)
         self._db.executemany("UPDATE filed SET again=1 WHERE topic=? AND feed=? AND position=?", found)
         return found
+
+    def _between(self, feed: tuple[int, int], first: int, last: int) -> sqlite3.Cursor:
+        columns = "position, digest, stands_for, reason, part, at"
+        where = "topic=? AND feed=? AND position BETWEEN ? AND ?"
+        return self._db.execute(f"SELECT {columns} FROM filed WHERE {where} ORDER BY rowid", (*feed, first, last))  # noqa: S608
 
     def _select(self, source: Source) -> list[tuple[bytes, bytes, str, int, int]]:
         ask = "SELECT digest, stands_for, reason, part, at FROM filed WHERE topic=? AND feed=? AND position=? LIMIT 1"
