@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Final
 
 from pyspark.sql import SparkSession
 
+from dedup.local.java import use_java_of_spark
 from dedup.spark.jars import Package, jars_for
-from dedup.spark.java import use_java
 
 if TYPE_CHECKING:
     from dedup.topology.model import Topology
@@ -57,7 +57,7 @@ def session_for(
     if "delta" in wanted:
         settings |= DELTA_CONF
     if not submitted:
-        use_java(os.environ)
+        use_java_of_spark(os.environ)
         os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
         os.environ.setdefault("PYSPARK_DRIVER_PYTHON", sys.executable)
         settings["spark.master"] = master or "local[*]"

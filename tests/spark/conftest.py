@@ -15,7 +15,7 @@ pytest.importorskip("pyspark", reason="PySpark is not installed: pip install ded
 from pyspark.sql import SparkSession
 
 from dedup.errors import BrokerUnavailable
-from dedup.spark.java import use_java
+from dedup.local.java import use_java_of_spark
 from dedup.spark.session import session_for
 from tests.spark.streaming import FAST_JAVA
 
@@ -41,7 +41,7 @@ def spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkSession]:
     Its plans are interpreted; tests/spark/streaming.py starts drivers of their own, whose plans are compiled.
     """
     try:
-        use_java(os.environ)
+        use_java_of_spark(os.environ)
     except BrokerUnavailable as error:
         if os.environ.get("CI") == "true":
             pytest.fail(str(error))

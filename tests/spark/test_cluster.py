@@ -10,8 +10,8 @@ from pathlib import Path
 import pyspark
 import pytest
 
+from dedup.local.java import use_java_of_spark
 from dedup.local.leashed import Leashed
-from dedup.spark.java import use_java
 from tests.integration.fleet import Job, until
 from tests.integration.workload import workload
 from tests.spark.streaming import FAST_JAVA, start_driver, start_spark
@@ -48,7 +48,7 @@ def started(directory, name, *arguments):
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory):
     """The address of a master with two workers of one core each."""
-    use_java(os.environ)
+    use_java_of_spark(os.environ)
     directory = tmp_path_factory.mktemp("cluster")
     port = free_port()
     address = f"spark://127.0.0.1:{port}"
