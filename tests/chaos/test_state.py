@@ -120,7 +120,7 @@ def test_f40_one_segment_flushed_and_the_other_not(make_job: MakeJob) -> None:
     events = [replace(each, timestamp_ms=each.timestamp_ms - BASE_MS + border_ms - 8 * SECONDS) for each in events]
     job = make_job(document={"guard_period": "20s"})
     with Watch(job):
-        dying = job.start("a", "small_batches=100", "one_segment_flushed=3")
+        dying = job.start("a", "small_batches=100", "one_segment_flushed=1")
         job.send(events)
         assert dying.wait() == 137, dying.log
         job.finish()
