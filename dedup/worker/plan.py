@@ -95,8 +95,10 @@ def missing_topics(topology: Topology, settings: Settings, have: Mapping[str, To
         "retention.ms": str(settings.topics.retention_ms or sources[0].configs.get("retention.ms", "604800000")),
         "max.message.bytes": str(largest + SLACK_BYTES),
     }
+    # The broker's time: by a worker's clock that is an hour ahead every record would be refused (KIP-937).
+    kept = {**ours, "cleanup.policy": "compact,delete", "message.timestamp.type": "LogAppendTime"}
     configs: dict[str, tuple[int, dict[str, str]]] = {
-        topology.changelog_topic: (changelog, {**ours, "cleanup.policy": "compact,delete"}),
+        topology.changelog_topic: (changelog, kept),
         topology.dead_letter: (count, beside),
     }
     if not topology.direct:
