@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import lru_cache
 
 from dedup.errors import StateIncompatible
 from dedup.session.record_batch import fill
@@ -12,9 +11,10 @@ from dedup.session.wire import TopicPartition
 from tests.simulation.choice import Chooser, Healthy
 from tests.simulation.oracle import Violation
 from tests.simulation.process import Disk, MemoryDisk, Parked, Process
-from tests.simulation.scenario import CHANGELOG, FINGERPRINT, GROWN, NOW_MS, Bounds, Builder, Fault, Scenario
+from tests.simulation.scenario import CHANGELOG, FINGERPRINT, GROWN, NOW_MS, Bounds, Builder, Scenario
 from tests.simulation.variants import Variant
 from tests.simulation.watcher import Watcher
+from tests.simulation.ways import SETTLED_WAYS, ways
 
 MOST_STEPS = 4_000
 MOST_REBALANCES = 3
@@ -22,39 +22,6 @@ MOST_PAUSES = 8
 """A worker that only asks again and again lets the other one go on: no scheduler is unfair for ever."""
 DAY_MS = 86_400_000
 SEEDER = "t.seed"
-READS = frozenset({"OffsetFetch", "ListOffsets", "Fetch"})
-LOCAL = frozenset({"Poll", "Timer"})
-ENDS = frozenset({"EndTxn", "InitProducerId"})
-REBALANCES = ("rebalance, old owner goes on", "rebalance, old owner drains")
-CLOCKS = ("crash, clock a day ahead", "crash, clock a day back")
-GROWS = "source grows"
-
-
-WRITES_WAYS: Mapping[Fault, tuple[str, ...]] = {
-    "crash": ("crash before", "crash after"),
-    "wipe": ("crash and wipe",),
-    "stale": ("crash and old copy",),
-    "lost": ("done, answer lost", "not done, answer lost"),
-    "late": ("done late, no answer", "crash, done late"),
-    "expire": ("transaction timed out",),
-    "rebalance": REBALANCES,
-}
-READS_WAYS: Mapping[Fault, tuple[str, ...]] = {"crash": ("crash before",), "lost": ("not done, answer lost",)}
-LOCAL_WAYS: Mapping[Fault, tuple[str, ...]] = {"crash": ("crash before",), "rebalance": REBALANCES}
-SETTLED_WAYS: Mapping[Fault, tuple[str, ...]] = {"clock": CLOCKS, "grow": (GROWS,)}
-"""What may happen once a transaction is committed: before, a clock a day back makes dead letters of all, rightly."""
-
-
-@lru_cache(maxsize=1_000)
-def ways(kinds: tuple[Fault, ...], name: str, *, writes: bool, again: bool) -> tuple[str, ...]:
-    """Return what may go wrong with a call."""
-    table = WRITES_WAYS if writes else READS_WAYS if name in READS else LOCAL_WAYS if name in LOCAL else {}
-    found = [way for kind in kinds for way in table.get(kind, ())]
-    if again and "again" in kinds:
-        found.append("put off")
-    if name in ENDS and "markers" in kinds:
-        found.append("markers late")
-    return tuple(f"{name} {way}" for way in found)
 
 
 @dataclass(slots=True)
@@ -132,11 +99,7 @@ class Run:
 
     def _until_quiet(self) -> None:
         while not self.violations:
-            for worker in self._workers:
-                if worker.process is not None and worker.process.loop.ready:
-                    self._run_process(worker, worker.process)
-            if self._watcher.behind:
-                self.violations += self._watcher.look()
+            self._run_processes()
             heads = [[] if worker.process is None else self._heads(worker.process) for worker in self._workers]
             ready = [worker for worker in self._workers if heads[worker.number]]
             if self.violations:
@@ -154,6 +117,13 @@ class Run:
                 self.violations.append(Violation("stuck", "the workers do not come to an end"))
                 return
             self._step(self._current, heads[self._current.number])
+
+    def _run_processes(self) -> None:
+        for worker in self._workers:
+            if worker.process is not None and worker.process.loop.ready:
+                self._run_process(worker, worker.process)
+        if self._watcher.behind:
+            self.violations += self._watcher.look()
 
     def _wait_no_longer(self, ready: list[Worker]) -> None:
         """Let the other worker go on, or the coordinator: its markers are written, its time-outs end what is open."""
