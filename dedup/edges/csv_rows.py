@@ -50,23 +50,23 @@ class CsvRows:
         return True
 
     def read(
-        self, lines: Sequence[bytes], offsets: Sequence[int], places: Sequence[str]
-    ) -> tuple[list[bytes], list[str], list[Dead]]:
-        """Return rows as JSON, their places, and the lines that are no rows."""
+        self, lines: Sequence[bytes], offsets: Sequence[int], prefix: str
+    ) -> tuple[list[bytes], list[int], list[Dead]]:
+        """Return rows as JSON, their offsets, and the lines that are no rows, whose places begin with ``prefix``."""
         names = self._names or []
         converters = [_converter(self._columns[name]) for name in names]
         values: list[bytes] = []
-        kept: list[str] = []
+        kept: list[int] = []
         dead: list[Dead] = []
-        for line, offset, place in zip(lines, offsets, places, strict=True):
+        for line, offset in zip(lines, offsets, strict=True):
             if offset < self._first or not line.strip():
                 continue
             found = _row(line, names, converters)
             if isinstance(found, bytes):
                 values.append(found)
-                kept.append(place)
+                kept.append(offset)
             else:
-                dead.append(Dead(place, *found, line))
+                dead.append(Dead(f"{prefix}{offset}", *found, line))
         return values, kept, dead
 
 

@@ -270,7 +270,7 @@ class Files:
         if not deleted or not known.position:
             return None
         known = self._known[known.inode] = msgspec.structs.replace(known, deleted=True)
-        return Found(known.part, [], [], {known.part: msgspec.json.encode(known)})
+        return Found(known.part, "", [], [], {known.part: msgspec.json.encode(known)})
 
     def _found(self, opened: _Open, piece: Piece) -> Found:
         head_bytes = min(piece.next_position, HEAD_BYTES)
@@ -281,15 +281,15 @@ class Files:
             )
         opened.known = self._known[known.inode] = msgspec.structs.replace(known, position=piece.next_position)
         prefix = f"{self._name}/{known.part}/"
-        places = [f"{prefix}{offset}" for offset in piece.offsets]
+        places = piece.offsets
         dead = [_too_long(prefix, line) for line in piece.long_lines]
         values = piece.lines
         if opened.rows is not None:
-            values, places, refused = opened.rows.read(piece.lines, piece.offsets, places)
+            values, places, refused = opened.rows.read(piece.lines, piece.offsets, prefix)
             dead += refused
         else:
             values, places = _without_blank(values, places)
-        return Found(known.part, values, places, {known.part: msgspec.json.encode(opened.known)}, dead)
+        return Found(known.part, prefix, values, places, {known.part: msgspec.json.encode(opened.known)}, dead)
 
 
 def _changed(descriptor: int, known: FilePosition) -> bool:
@@ -299,7 +299,7 @@ def _changed(descriptor: int, known: FilePosition) -> bool:
     return bool(known.head_bytes) and head_digest(descriptor, known.head_bytes) != known.head
 
 
-def _without_blank(values: list[bytes], places: list[str]) -> tuple[list[bytes], list[str]]:
+def _without_blank(values: list[bytes], places: list[int]) -> tuple[list[bytes], list[int]]:
     """Leave out lines of white space, and the carriage returns of files written elsewhere."""
     if any(value.endswith(b"\r") for value in values):
         values = [value.removesuffix(b"\r") for value in values]

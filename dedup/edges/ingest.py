@@ -20,7 +20,7 @@ from dedup.edges.files import Files
 from dedup.edges.outbox import Outbox, OutboxOptions
 from dedup.edges.positions import TOPIC_CONFIGS
 from dedup.edges.records import HEADERS_BYTES, Lines, Recorder
-from dedup.edges.source import Source
+from dedup.edges.source import Found, Source
 from dedup.edges.table import TableRows
 from dedup.edges.topics import provide, wanted
 from dedup.errors import BrokerUnavailable, CommitUnknown, RecordRefused
@@ -56,8 +56,8 @@ class _Load:
 
     lines: Lines = field(default_factory=dict)
     positions: dict[str, bytes | None] = field(default_factory=dict)
-    places: list[str] = field(default_factory=list)
-    """Of the records, where the load is a single piece of the source."""
+    last: Found | None = None
+    """The only piece of the source in it, after a refusal."""
     records: int = 0
     dead_letters: int = 0
 
@@ -215,7 +215,7 @@ class _Run:
             load.positions.update(found.positions)
             load.records += total - dead
             load.dead_letters += dead
-            load.places = found.places
+            load.last = found
             if self._single:
                 break
         return load if load.positions else None
@@ -248,7 +248,7 @@ class _Run:
             self._single = True
             return
         rows = [row for row in refused.rows if row >= 0]
-        if not rows:
+        if not rows or load.last is None:
             raise refused
         log.warning("%s: it becomes a dead letter", refused)
-        self._recorder.refused[load.places[rows[0]]] = str(refused)
+        self._recorder.refused[load.last.place(rows[0])] = str(refused)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any, Final, assert_never
 
 import orjson
 
@@ -45,51 +45,66 @@ class Recorder:
         nothing: list[Any] = [None] * count
         extracted = self._extract(nothing, found.values, [[]] * count, [now_ms] * count)
         bad = {row: _dead(found, row, fault) for row, fault in extracted.faults.items()}
-        if self.refused:
-            bad |= {
-                row: Dead(place, "refused", self.refused[place], None)
-                for row, place in enumerate(found.places)
-                if place in self.refused
-            }
+        bad |= {
+            row: Dead(found.place(row), "refused", self.refused[found.place(row)], None)
+            for row in (range(count) if self.refused else ())
+            if found.place(row) in self.refused
+        }
         keys = self._keys(found.values, bad)
-        for row, value in enumerate(found.values):
-            size = len(value) + len(keys[row] or b"") + HEADERS_BYTES
-            if size > self._most_bytes and row not in bad:
-                detail = f"{len(value)} bytes are more than a record of topic {self._ingest.topic} holds"
-                bad[row] = Dead(found.places[row], "too_large", detail, None)
+        bad |= self._too_large(found, keys, bad)
         lines: defaultdict[TopicPartition, list[Line]] = defaultdict(list)
-        topic = self._ingest.topic
-        targets = [TopicPartition(topic, number) for number in range(self._count)]
-        chosen = self._chosen(keys, found)
-        headers = self._headers(found)
-        rows = zip(chosen, extracted.times_ms, keys, found.values, headers, strict=True)
-        for row, (partition, time_ms, key, value, own) in enumerate(rows):
-            if row not in bad:
-                lines[targets[partition]].append((row, time_ms, key, value, own))
+        rows = zip(range(count), extracted.times_ms, keys, found.values, self._headers(found), strict=True)
+        if keys and self._ingest.tracking_id is not None:
+            parts: list[list[Line]] = [[] for _ in range(self._count)]
+            for partition, line in zip(partitions([key or b"" for key in keys], self._count), rows, strict=True):
+                parts[partition].append(line)
+        else:
+            # One part of the source, one partition: so the order of a file or table is kept.
+            parts = [[] for _ in range(self._count)]
+            parts[partitions([found.part.encode()], self._count)[0]] = list(rows)
+        for partition, part in enumerate(parts):
+            kept = [line for line in part if line[0] not in bad] if bad else part
+            if kept:
+                lines[TopicPartition(self.topic, partition)] = kept
         dead = [*found.dead, *(bad[row] for row in sorted(bad))]
         if dead:
             lines[self._dead_target(found)] += [self._letter(each, now_ms) for each in dead]
         return lines
 
-    def _keys(self, values: Sequence[bytes], bad: dict[int, Dead]) -> Sequence[bytes | None]:
-        match self._ingest.tracking_id:
-            case None:
-                return [None] * len(values)
-            case FieldRule(path):
-                return [b"" if row in bad else _text(_member(value, path)) for row, value in enumerate(values)]
-            case FieldsRule(paths):
-                return [b"" if row in bad else _composite(value, paths) for row, value in enumerate(values)]
+    def _too_large(self, found: Found, keys: Sequence[bytes | None], bad: dict[int, Dead]) -> dict[int, Dead]:
+        longest = max(map(len, found.values), default=0) + max((len(key or b"") for key in keys), default=0)
+        if longest + HEADERS_BYTES <= self._most_bytes:
+            return {}
+        text = f"bytes are more than a record of topic {self.topic} holds"
+        return {
+            row: Dead(found.place(row), "too_large", f"{len(value)} {text}", None)
+            for row, value in enumerate(found.values)
+            if row not in bad and len(value) + len(keys[row] or b"") + HEADERS_BYTES > self._most_bytes
+        }
 
-    def _chosen(self, keys: Sequence[bytes | None], found: Found) -> list[int]:
-        if self._ingest.tracking_id is None:
-            # One part, one partition: so the order of a file or table is kept.
-            return partitions([found.part.encode()], self._count) * len(found.values)
-        return partitions([key or b"" for key in keys], self._count) if keys else []
+    def _keys(self, values: Sequence[bytes], bad: dict[int, Dead]) -> Sequence[bytes | None]:
+        rule = self._ingest.tracking_id
+        if rule is None:
+            return [None] * len(values)
+        if bad:
+            values = [b"null" if row in bad else value for row, value in enumerate(values)]
+        records = map(orjson.loads, values)
+        match rule:
+            case FieldRule((str() as name,)) if not bad:
+                return [_text(record[name]) for record in records]
+            case FieldRule(path):
+                return [b"" if record is None else _text(_at(record, path)) for record in records]
+            case FieldsRule(paths):
+                return [
+                    b"" if record is None else orjson.dumps([_at(record, path) for path in paths]) for record in records
+                ]
+            case never:
+                assert_never(never)
 
     def _headers(self, found: Found) -> Sequence[list[Header]]:
         if not self._ingest.has_header:
             return [[]] * len(found.values)
-        return [[(ID, place.encode())] for place in found.places]
+        return [[(ID, f"{found.prefix}{place}".encode())] for place in found.places]
 
     def _dead_target(self, found: Found) -> TopicPartition:
         return TopicPartition(self._ingest.dead_letter, partitions([found.part.encode()], self._dead_count)[0])
@@ -104,11 +119,7 @@ class Recorder:
 
 
 def _dead(found: Found, row: int, fault: Fault) -> Dead:
-    return Dead(found.places[row], fault.code, fault.detail, found.values[row])
-
-
-def _member(value: bytes, path: Path) -> Any:  # noqa: ANN401 - any JSON value
-    return _at(orjson.loads(value), path)
+    return Dead(found.place(row), fault.code, fault.detail, found.values[row])
 
 
 def _at(found: Any, path: Path) -> Any:  # noqa: ANN401 - any JSON value
@@ -119,8 +130,3 @@ def _at(found: Any, path: Path) -> Any:  # noqa: ANN401 - any JSON value
 
 def _text(found: Any) -> bytes:  # noqa: ANN401 - any JSON value
     return found.encode() if isinstance(found, str) else orjson.dumps(found)
-
-
-def _composite(value: bytes, paths: Sequence[Path]) -> bytes:
-    record = orjson.loads(value)
-    return orjson.dumps([_at(record, path) for path in paths])

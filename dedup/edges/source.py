@@ -25,12 +25,17 @@ class Found:
 
     part: str
     """Records without a tracking ID of their own keep their order by going to one partition, this part's."""
+    prefix: str
     values: list[bytes]
-    places: list[str]
-    """Of each record: unique in the source for ever, the same whenever it is read."""
+    places: list[int] | list[str]
+    """Of each record, after the prefix: unique in the source for ever, the same whenever it is read."""
     positions: Mapping[str, bytes | None]
     """What `restore` is to get when all of this is committed."""
     dead: list[Dead] = field(default_factory=list)
+
+    def place(self, row: int) -> str:
+        """Return where a record stands in the source."""
+        return f"{self.prefix}{self.places[row]}"
 
 
 class Source(Protocol):

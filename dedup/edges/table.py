@@ -134,22 +134,23 @@ class TableRows:
         values: list[bytes] = []
         places: list[str] = []
         dead: list[Dead] = []
+        prefix = f"{self._name}/{self._spec.table}/"
         for row in rows:
             if not all(type(number) is int for number in row[:width]):
                 raise StateIncompatible(
                     f"{self._spec.table}: {' and '.join(self._order)} of a row after {self._at} hold something that is "
                     f"no whole number. Nothing was sent after it; correct that row."
                 )
-            place = f"{self._name}/{self._spec.table}/{'/'.join(map(str, row[:width]))}"
+            place = "/".join(map(str, row[:width]))
             try:
                 value = row[width].encode() if self._postgres else _as_json(self._names, row[width:])
             except (TypeError, ValueError) as error:
-                dead.append(Dead(place, "not_json", f"the row can not be written as JSON: {error}", None))
+                dead.append(Dead(prefix + place, "not_json", f"the row can not be written as JSON: {error}", None))
                 continue
             values.append(value)
             places.append(place)
         self._at = tuple(rows[-1][:width])
-        return Found(PART, values, places, {PART: msgspec.json.encode(self._at)}, dead)
+        return Found(PART, prefix, values, places, {PART: msgspec.json.encode(self._at)}, dead)
 
     def _check(self, connection: Connection) -> None:
         """The table can be read without leaving a row out. Raises StateIncompatible."""
