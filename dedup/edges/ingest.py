@@ -96,6 +96,7 @@ async def run_ingest(
         async with Admin(wire.connection) as admin:
             topics = await provide(admin, _topics(ingest, settings), settings)
         outbox = await opened_outbox(wire, f"{ingest.name}.ingest.0", ingest.offsets_topic, settings)
+        log.info("%s: source taken; earlier owners are fenced", ingest.name)
         most_bytes = topics[ingest.topic].max_record_bytes
         recorder = _recorder(ingest, topics, most_bytes)
         stop = asyncio.Event()

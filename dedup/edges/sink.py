@@ -182,6 +182,7 @@ class _Run:
             position = self._taken[source.partition].position
             self._fetcher.begin(source, bounds.start if position < 0 else position)
             ends[source] = bounds.end
+        log.info("%s: %d partitions taken; earlier owners are fenced", self._owned.reader, len(sources))
         return ends
 
     async def _loop(

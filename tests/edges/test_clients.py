@@ -30,7 +30,7 @@ def test_the_public_names_are_these():
 
 
 async def test_records_and_positions_are_visible_together_or_not_at_all(stage, admin):
-    admin.create_topic(stage.topic, 2)
+    admin.create_topic(stage.topic, 2, {"retention.ms": "-1"})
     async with dedup.IdempotentWriter(stage.name, topics=[stage.topic], settings=stage.settings) as writer:
         assert writer.kept("orders.db") is None
         async with writer.transaction() as transaction:
@@ -55,7 +55,7 @@ async def test_records_and_positions_are_visible_together_or_not_at_all(stage, a
 
 
 async def test_a_newer_writer_of_the_name_fences_the_older(stage, admin):
-    admin.create_topic(stage.topic, 1)
+    admin.create_topic(stage.topic, 1, {"retention.ms": "-1"})
     make = lambda: dedup.IdempotentWriter(stage.name, topics=[stage.topic], settings=stage.settings)  # noqa: E731
     async with make() as older, make() as newer:
         with pytest.raises(TaskMigrated):
@@ -128,7 +128,7 @@ def create_totals(stage):
 
 
 async def test_business_logic_counts_each_event_once(stage, admin):
-    admin.create_topic(stage.topic, 2)
+    admin.create_topic(stage.topic, 2, {"retention.ms": "-1"})
     create_totals(stage)
     stage.send([event(number % 50) for number in range(200)])
     async with reader_of(stage) as reader:
@@ -155,7 +155,7 @@ async def test_business_logic_counts_each_event_once(stage, admin):
 
 
 async def test_a_newer_reader_of_the_name_fences_the_older(stage, admin):
-    admin.create_topic(stage.topic, 1)
+    admin.create_topic(stage.topic, 1, {"retention.ms": "-1"})
     create_totals(stage)
     async with reader_of(stage) as older, reader_of(stage) as newer:
         stage.send([event(1)])
@@ -167,7 +167,7 @@ async def test_a_newer_reader_of_the_name_fences_the_older(stage, admin):
 
 
 async def test_a_record_without_an_id_stops_the_reader(stage, admin):
-    admin.create_topic(stage.topic, 1)
+    admin.create_topic(stage.topic, 1, {"retention.ms": "-1"})
     create_totals(stage)
     stage.send([event(1), (b"k", b'{"n":1}', 1)])
     async with reader_of(stage) as reader:

@@ -52,7 +52,7 @@ def statement(url, sql):
 
 async def test_a_topic_read_again_or_twice_changes_nothing(stage, admin, database):
     url, rows = database
-    admin.create_topic(stage.topic, 3)
+    admin.create_topic(stage.topic, 3, {"retention.ms": "-1"})
     events = [event(number) for number in range(500)]
     stage.send([*events, *(event(number, n=-1, time_ms=BASE_MS + 10**9 + number) for number in range(0, 500, 7))])
     topology = sinking(stage, url)
@@ -76,7 +76,7 @@ async def test_a_topic_read_again_or_twice_changes_nothing(stage, admin, databas
 
 async def test_an_id_used_again_makes_another_row_where_that_is_asked_for(stage, admin, database):
     url, rows = database
-    admin.create_topic(stage.topic, 1)
+    admin.create_topic(stage.topic, 1, {"retention.ms": "-1"})
     stage.send([event(1), event(1, n=2, time_ms=BASE_MS + 10**8), event(1), event(2)])
     done = await stage.sink(sinking(stage, url, f"{COLUMNS}\n  on_reuse: append"))
     assert done.inserted == 3
@@ -87,7 +87,7 @@ async def test_an_id_used_again_makes_another_row_where_that_is_asked_for(stage,
 
 async def test_without_columns_key_and_value_are_kept_as_bytes(stage, admin, database):
     url, rows = database
-    admin.create_topic(stage.topic, 1)
+    admin.create_topic(stage.topic, 1, {"retention.ms": "-1"})
     key, value, time_ms = event(1)
     stage.send([(key, value, time_ms)])
     await stage.sink(sinking(stage, url, ""))
@@ -96,7 +96,7 @@ async def test_without_columns_key_and_value_are_kept_as_bytes(stage, admin, dat
 
 async def test_what_is_no_row_is_a_dead_letter_once_and_its_neighbours_are_rows(stage, admin, database):
     url, rows = database
-    admin.create_topic(stage.topic, 1)
+    admin.create_topic(stage.topic, 1, {"retention.ms": "-1"})
     bad = [
         event(100, n="text"),
         event(101, n=1 << 70),
@@ -125,7 +125,7 @@ async def test_what_is_no_row_is_a_dead_letter_once_and_its_neighbours_are_rows(
 
 async def test_a_violation_of_another_key_is_a_dead_letter(stage, admin, database):
     url, rows = database
-    admin.create_topic(stage.topic, 1)
+    admin.create_topic(stage.topic, 1, {"retention.ms": "-1"})
     stage.send([event(1)])
     topology = sinking(stage, url)
     await stage.sink(topology)
@@ -140,7 +140,7 @@ async def test_a_violation_of_another_key_is_a_dead_letter(stage, admin, databas
 
 
 async def test_where_the_newest_of_an_id_is_refused_the_one_before_it_counts(stage, admin, postgres):
-    admin.create_topic(stage.topic, 1)
+    admin.create_topic(stage.topic, 1, {"retention.ms": "-1"})
     statement(
         postgres, "CREATE TABLE rows (tracking_id BYTEA PRIMARY KEY, event_time_ms BIGINT, id VARCHAR(4), n TEXT)"
     )
@@ -165,7 +165,7 @@ async def test_where_the_newest_of_an_id_is_refused_the_one_before_it_counts(sta
     ],
 )
 async def test_a_table_that_does_not_fit_is_refused_before_the_first_record(stage, admin, made, said):
-    admin.create_topic(stage.topic, 1)
+    admin.create_topic(stage.topic, 1, {"retention.ms": "-1"})
     stage.send([event(1)])
     url = f"sqlite:///{stage.directory}/sink.db"
     statement(url, made)
@@ -174,13 +174,13 @@ async def test_a_table_that_does_not_fit_is_refused_before_the_first_record(stag
 
 
 async def test_a_topic_made_anew_is_refused(stage, admin):
-    admin.create_topic(stage.topic, 1)
+    admin.create_topic(stage.topic, 1, {"retention.ms": "-1"})
     stage.send([event(1)])
     topology = sinking(stage, f"sqlite:///{stage.directory}/sink.db")
     await stage.sink(topology)
     admin.delete_topic(stage.topic)
     until(lambda: stage.topic not in admin.client.list_topics(timeout=10).topics, "it is gone")
-    admin.create_topic(stage.topic, 1)
+    admin.create_topic(stage.topic, 1, {"retention.ms": "-1"})
     with pytest.raises(StateIncompatible, match="it was deleted and made anew"):
         await stage.sink(topology)
 
@@ -193,7 +193,7 @@ def sink_file(stage, url):
 
 async def test_the_second_of_two_wins_and_the_first_stops_with_task_migrated(stage, admin, database):
     url, rows = database
-    admin.create_topic(stage.topic, 2)
+    admin.create_topic(stage.topic, 2, {"retention.ms": "-1"})
     stage.send([event(number) for number in range(1_000)])
     file, environ = sink_file(stage, url)
     count = "SELECT count(*) FROM rows"
@@ -216,7 +216,7 @@ def made(rows):
 
 
 async def test_a_database_that_is_away_is_waited_for(stage, admin, postgres):
-    admin.create_topic(stage.topic, 1)
+    admin.create_topic(stage.topic, 1, {"retention.ms": "-1"})
     stage.send([event(number) for number in range(100)])
     file, environ = sink_file(stage, postgres)
     process = stage.start("sink", file, environ=environ)
@@ -239,7 +239,7 @@ async def test_a_database_that_is_away_is_waited_for(stage, admin, postgres):
 
 
 async def test_a_deadlock_is_tried_again(stage, admin, postgres):
-    admin.create_topic(stage.topic, 1)
+    admin.create_topic(stage.topic, 1, {"retention.ms": "-1"})
     stage.send([event(1), event(2)])
     topology = sinking(stage, postgres)
     await stage.sink(topology)
