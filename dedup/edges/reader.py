@@ -88,10 +88,17 @@ class IdempotentReader:
     async def __aenter__(self) -> Self:
         """Older processes of this name are fenced; their next transaction raises TaskMigrated."""
         await self._wire.start()
+        try:
+            await self._open()
+        except BaseException:
+            await self._close()
+            raise
+        return self
+
+    async def _open(self) -> None:
         async with Admin(self._wire.connection) as admin:
             found = (await admin.topics([self._topic])).get(self._topic)
         if found is None:
-            await self._wire.stop()
             raise StateIncompatible(f"topic {self._topic!r} does not exist; make it first.")
         self._owned = Owned(self._name, self._topic, found.topic_id)
         self._sources = [TopicPartition(self._topic, number) for number in range(found.partitions)]
@@ -101,12 +108,14 @@ class IdempotentReader:
             position = self._taken[source.partition].position
             self._fetcher.begin(source, bounds.start if position < 0 else position)
             self._ends[source] = bounds.end
-        return self
 
     async def __aexit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
         """What was not committed is rolled back."""
+        await self._close()
+
+    async def _close(self) -> None:
         self._stopping = True
         self._fetcher.forget()
         await self._in_thread(self._database.close)

@@ -77,17 +77,23 @@ class IdempotentWriter:
     async def __aenter__(self) -> Self:
         """Older processes of this name are fenced, and what they left open is undone."""
         await self._wire.start()
+        try:
+            await self._open()
+        except BaseException:
+            await self._wire.stop()
+            raise
+        return self
+
+    async def _open(self) -> None:
         offsets = f"{self._name}-source-offsets"
         async with Admin(self._wire.connection) as admin:
             await provide(admin, [wanted(offsets, 1, self._settings, TOPIC_CONFIGS)], self._settings)
             have = await admin.topics(self._topics)
         missing = [topic for topic in self._topics if topic not in have]
         if missing:
-            await self._wire.stop()
             raise StateIncompatible(f"topic {missing[0]!r} does not exist; make it first.")
         self._counts = {name: topic.partitions for name, topic in have.items()}
         self._outbox = await opened_outbox(self._wire, f"{self._name}.writer.0", offsets, self._settings)
-        return self
 
     async def __aexit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None

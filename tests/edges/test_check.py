@@ -1,0 +1,112 @@
+"""Ingest files, sinks of topology files, and several files as a chain: what is wrong is said, with its place."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from dedup.cli.main import create_app
+from dedup.errors import TopologyError
+from dedup.topology.ingest import parse_ingest
+from dedup.topology.parse import parse
+
+TOPOLOGIES = Path(__file__).parents[2] / "topologies"
+FILES = "ingest: 1\nname: x\nsource: {files: {directory: d}}\noutput: {topic: t}\n"
+TOPOLOGY = "dedup: 1\nname: y\nsource: {topics: [t], partitioned_by: tracking_id}\ntracking_id: {field: id}\nguard_period: 1h\n"
+
+
+def problems(text, reads=parse_ingest):
+    with pytest.raises(TopologyError) as caught:
+        reads(text, name="x.yaml")
+    return [str(problem) for problem in caught.value.problems]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("ingest: 2", 'x.yaml:1:9: ingest: "2" is not a version this program reads; write 1'),
+        (FILES + "acks: 1", "producers are always idempotent, transactional and acks=all; leave it out"),
+        (FILES + "enable_idempotence: false", "producers are always idempotent, transactional and acks=all"),
+        (FILES.replace("directory: d", "directory: d, patern: x"), 'unknown key "source.files.patern"; did you mean "pattern"?'),
+        (FILES.replace("directory: d", "directory: d, format: csv"), "format csv needs columns"),
+        (FILES.replace("directory: d", "directory: d, columns: {a: text}"), "columns are of format csv"),
+        (FILES.replace("directory: d", "directory: d, pattern: a/*.csv"), "is no pattern of file names"),
+        (FILES.replace("{files: {directory: d}}", "{}"), "takes exactly one of files and table"),
+        (FILES.replace("topic: t", "topic: x-source-offsets"), '"x-source-offsets" holds the source offsets; name another'),
+        (FILES.replace("topic: t", "topic: x.dead-letter"), '"x.dead-letter" takes dead letters; name another'),
+        (FILES + "tracking_id: {}", "takes exactly one of field and fields"),
+        (FILES.replace("name: x", "name: X"), 'name: "X" is no name'),
+        (
+            FILES.replace("files: {directory: d}", "table: {url: 'postgresql://u:pw@h/d', table: t, column: n}"),
+            "a password must not be written here",
+        ),
+        (FILES.replace("files: {directory: d}", "table: {url: 'mysql://h/d', table: t, column: n}"), "is no database; write"),
+        (FILES.replace("files: {directory: d}", "table: {url: 'sqlite:///x', table: 't;', column: n}"), '"t;" is no table'),
+    ],
+)  # fmt: skip
+def test_a_mistake_in_an_ingest_file(text, said):
+    found = problems(text)
+    assert any(said in problem for problem in found), found
+    assert all("pw" not in problem for problem in found)
+
+
+@pytest.mark.parametrize(
+    ("sink", "said"),
+    [
+        ("url: 'sqlite:///x', table: t, columns: {tracking_id: id}", '"tracking_id" is a column of every sink'),
+        ("url: 'sqlite:///x', table: t, columns: {n: {field: n, type: int}}", "is not one of text | integer"),
+        ("url: 'sqlite:///x'", 'the key "table" is missing in sink'),
+        ("url: 'sqlite:///x', table: t, on_reuse: replace", "is not one of update | append"),
+    ],
+)
+def test_a_mistake_in_a_sink(sink, said):
+    found = problems(f"{TOPOLOGY}sink: {{{sink}}}", parse)
+    assert any(said in problem for problem in found), found
+
+
+def check(tmp_path, *texts):
+    files = []
+    for number, text in enumerate(texts):
+        files.append(tmp_path / f"{number}.yaml")
+        files[-1].write_text(text, encoding="utf-8")
+    result = CliRunner().invoke(create_app(), ["check", *map(str, files)])
+    return result.output + (str(result.exception) if result.exception else "")
+
+
+def test_the_chain_to_copy_is_exactly_once_at_every_stage():
+    result = CliRunner().invoke(
+        create_app(), ["check", *(str(TOPOLOGIES / f"{name}.yaml") for name in ("chain-ingest", "chain"))]
+    )
+    assert result.exit_code == 0
+    assert result.output.splitlines()[-1].endswith(
+        "→ chain → chain.unique → table flights: exactly-once at every stage"
+    )
+
+
+@pytest.mark.parametrize(
+    ("ingest", "topology", "said"),
+    [
+        (FILES, TOPOLOGY, "x puts records into partitions by its place in the source"),
+        (FILES + "tracking_id: {field: other}", TOPOLOGY, "x puts records into partitions by field: other"),
+        (
+            FILES + "tracking_id: {field: id}",
+            TOPOLOGY.replace("field: id", "header: dedup-id"),
+            "tracking_id.header: dedup-id is not on the records of x",
+        ),
+        (FILES + "tracking_id: {field: id}", TOPOLOGY.replace("name: y", "name: x"), "they would fence each other"),
+        (FILES + "tracking_id: {field: id}", TOPOLOGY + "late: drop", "not exactly-once at"),
+        (FILES.replace("d}", "d, changed: start_over}") + "tracking_id: {field: id}", TOPOLOGY, "not exactly-once at"),
+        (FILES.replace("d}", "d, last_line: take}") + "tracking_id: {field: id}", TOPOLOGY, "not exactly-once at"),
+        (FILES, TOPOLOGY.replace("topics: [t]", "topics: [u]"), "no file given here writes u"),
+        (FILES, TOPOLOGY.replace("topics: [t]", "topics: [u]"), "no file given here reads the topic t"),
+    ],
+)
+def test_a_weak_joint_of_a_chain_is_named(tmp_path, ingest, topology, said):
+    assert said in check(tmp_path, ingest, topology)
+
+
+def test_records_with_the_header_fit_a_topology_that_reads_it(tmp_path):
+    topology = TOPOLOGY.replace("field: id", "header: dedup-id").replace(", partitioned_by: tracking_id", "")
+    assert "exactly-once at every stage" in check(tmp_path, FILES, topology)
