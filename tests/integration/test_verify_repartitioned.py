@@ -115,10 +115,10 @@ class Bench:
         for topic, offsets in ends.items():
             commit(self.kafka, self.name, topic, offsets)
 
-    def verify(self) -> Report:
+    def verify(self, *, sample: int = 1) -> Report:
         config = self.directory / "config.yaml"
         config.write_text(f"brokers: ['{self.kafka.bootstrap}']\n", encoding="utf-8")
-        return verify(self.topology(), load_settings(config, [], {}))
+        return verify(self.topology(), load_settings(config, [], {}), sample=sample)
 
     def purge(self) -> None:
         place = TopicPartition(f"{self.name}.repartition", 0, 3)
@@ -137,6 +137,15 @@ def test_a_correct_run_passes(bench: Bench) -> None:
     assert report.not_provable == {}
     assert report.read == len(ROWS)
     assert [books.balanced for books in report.books] == [True, True]
+
+
+def test_a_sample_of_a_correct_run_passes(bench: Bench) -> None:
+    bench.write()
+    for sample in (2, 3):
+        report = bench.verify(sample=sample)
+        assert found(report) == {}, report.samples
+        assert report.read < len(ROWS)
+        assert report.read + report.unsampled == len(ROWS)
 
 
 PLANTS = [
