@@ -122,7 +122,15 @@ def assert_readable(job: Job, user: str, environ: dict[str, str]) -> None:
     assert report.passed, report.samples
 
 
-@pytest.mark.parametrize("which", ["Write", "Read", "transactional-id", "group"])
+@pytest.mark.parametrize(
+    "which",
+    [
+        "Write",
+        "Read",
+        pytest.param("transactional-id", marks=pytest.mark.long),
+        pytest.param("group", marks=pytest.mark.long),
+    ],
+)
 def test_f28_a_permission_withdrawn_while_running(make_job: MakeJob, secured: Secured, which: str) -> None:
     """The worker ends loudly and commits nothing past it; with the permission back nothing is lost or doubled."""
     job = make_job(name=f"withdrawn-{which.lower()}")

@@ -224,13 +224,12 @@ def test_f62_shorter_guard_period(make_job: MakeJob) -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        {"tracking_id": {"field": "n"}},
-        {"tracking_id": {"field": "id", "normalize": ["lower"]}},
-        {"event_time": {"field": "n", "unit": "ms"}},
-        {"source": {"topics": ["other-in"], "partitioned_by": "tracking_id"}},
-        {"conflicts": "other-conflicts"},
+        pytest.param({"tracking_id": {"field": "n"}}, id="field", marks=pytest.mark.long),
+        pytest.param({"tracking_id": {"field": "id", "normalize": ["lower"]}}, id="normalize"),
+        pytest.param({"event_time": {"field": "n", "unit": "ms"}}, id="event_time", marks=pytest.mark.long),
+        pytest.param({"source": {"topics": ["other-in"], "partitioned_by": "tracking_id"}}, id="source"),
+        pytest.param({"conflicts": "other-conflicts"}, id="payloads compared", marks=pytest.mark.long),
     ],
-    ids=["field", "normalize", "event_time", "source", "payloads compared"],
 )
 def test_f63_rule_changed(make_job: MakeJob, change: dict[str, object]) -> None:
     """Old sightings would give wrong verdicts: refused with nothing touched, and the old rule goes on."""

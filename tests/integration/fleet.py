@@ -145,7 +145,9 @@ class Job:
             "web": {"enabled": False},
         }
         self.config_file.write_text(json.dumps(settings | self.config), encoding="utf-8")
-        self.producer = Producer({"bootstrap.servers": self.kafka.bootstrap, "enable.idempotence": True})
+        self.producer = Producer(
+            {"bootstrap.servers": self.kafka.bootstrap, "enable.idempotence": True, "log_level": 0}
+        )
         self.settings: Settings = load_settings(self.config_file, [], {})
         # Not the admin client: it ends the process with SIGSEGV when a coordinator is loading (librdkafka issue 5040).
         # Read uncommitted, or it would wait while a transaction holds new offsets.
