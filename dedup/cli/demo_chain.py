@@ -73,7 +73,7 @@ def demo_chain(limit: int, directory: Path, console: Console) -> None:
 
 def _kill_each(chain: Chain, source: FileWriter, limit: int, console: Console) -> None:
     for at, name in enumerate(Chain.COMMANDS, 1):
-        wanted = limit * at // (len(Chain.COMMANDS) + 1)
+        wanted = limit * at // (len(Chain.COMMANDS) + 2)
         chain.until(partial(_has, chain, wanted), source)
         chain.kill(name)
         console.print(f"at {chain.count():,} rows: SIGKILL to dedup {name}")
@@ -86,7 +86,7 @@ def _has(chain: Chain, rows: int) -> bool:
 
 
 def _wait_for(chain: Chain, source: FileWriter, limit: int) -> None:
-    chain.until(lambda: source.done.is_set() and chain.count() >= limit, source)
+    chain.until(lambda: source.done.is_set() and chain.count() >= limit and chain.all_at_work(), source)
 
 
 class Chain:
@@ -101,6 +101,8 @@ class Chain:
     def __init__(self, directory: Path, bootstrap: str) -> None:
         self._directory: Final = directory
         self._running: dict[str, Leashed] = {}
+        self._log_from: dict[str, int] = {}
+        """Where the log of the running process begins: those killed before it wrote into the same file."""
         config = {"brokers": [bootstrap], "topics": {"replication_factor": 1}, "web": {"enabled": False}}
         (directory / "config.yaml").write_text(json.dumps(config), encoding="utf-8")
 
@@ -119,7 +121,9 @@ class Chain:
         """The process of this command runs, in the demo's directory."""
         code = f"import os; os.chdir({str(self._directory)!r}); from dedup.cli.main import main; main()"
         command = [sys.executable, "-c", code, *self.COMMANDS[name], "--config", "config.yaml"]
-        self._running[name] = Leashed(command, self._log(name))
+        log = self._log(name)
+        self._log_from[name] = log.stat().st_size if log.exists() else 0
+        self._running[name] = Leashed(command, log)
 
     def kill(self, name: str) -> None:
         """It is gone, by SIGKILL."""
@@ -146,6 +150,10 @@ class Chain:
             if time.monotonic() - moved_s > STALLS_AFTER_S:
                 raise InvariantBroken(f"No row was written for {STALLS_AFTER_S:g} s, at {rows}. Look at the logs.")
             time.sleep(LOOK_EVERY_S)
+
+    def all_at_work(self) -> bool:
+        """Return whether those at the edges have begun, so that a signal finds them at work; the worker long has."""
+        return all(b" taken; " in self._log(name).read_bytes()[self._log_from[name] :] for name in ("ingest", "sink"))
 
     def count(self) -> int:
         """Return the rows of the table; 0 before it is made."""
