@@ -136,10 +136,11 @@ def _read_stage(path: Path) -> Named | TopologyError:
 def _findings(topology: Stage, settings: Settings | None) -> list[Finding]:
     from dedup.topology.chain import lint_ingest
     from dedup.topology.ingest import Ingest
-    from dedup.topology.lint import lint
+    from dedup.topology.lint import Finding, lint
 
     if isinstance(topology, Ingest):
-        return lint_ingest(topology)
+        text = "--broker does not look at ingest files: `dedup ingest` makes the topics it needs, or says what differs."
+        return lint_ingest(topology) + ([] if settings is None else [Finding("warning", "not_compared", text)])
     if settings is None:
         return lint(topology)
     import asyncio

@@ -95,21 +95,20 @@ async def run_ingest(
     try:
         async with Admin(wire.connection) as admin:
             topics = await provide(admin, _topics(ingest, settings), settings)
-        outbox = await opened_outbox(wire, f"{ingest.name}.ingest.0", ingest.offsets_topic, settings)
-        log.info("%s: source taken; earlier owners are fenced", ingest.name)
-        most_bytes = topics[ingest.topic].max_record_bytes
-        recorder = _recorder(ingest, topics, most_bytes)
         stop = asyncio.Event()
-        try:
-            with _stopped_by_signals(stop):
+        with _stopped_by_signals(stop):
+            outbox = await opened_outbox(wire, f"{ingest.name}.ingest.0", ingest.offsets_topic, settings, stop.is_set)
+            log.info("%s: source taken; earlier owners are fenced", ingest.name)
+            most_bytes = topics[ingest.topic].max_record_bytes
+            try:
                 source = await asyncio.to_thread(make_source, ingest, most_bytes - HEADERS_BYTES, stop.is_set)
                 try:
-                    run = _Run(outbox, source, recorder, settings, stop, tell)
+                    run = _Run(outbox, source, _recorder(ingest, topics, most_bytes), settings, stop, tell)
                     return await run.until_over(exit_when_done=exit_when_done)
                 finally:
                     source.close()
-        finally:
-            await outbox.close()
+            finally:
+                await outbox.close()
     finally:
         await wire.stop()
 
@@ -126,10 +125,16 @@ def _stopped_by_signals(stop: asyncio.Event) -> Iterator[None]:
             loop.remove_signal_handler(number)
 
 
-async def opened_outbox(wire: KafkaWire, transactional_id: str, offsets_topic: str, settings: Settings) -> Outbox:
+async def opened_outbox(
+    wire: KafkaWire,
+    transactional_id: str,
+    offsets_topic: str,
+    settings: Settings,
+    stopped: Callable[[], bool] = lambda: False,
+) -> Outbox:
     """Return an outbox whose older owners are fenced. Raises BrokerUnavailable where no broker answers in time."""
     options = OutboxOptions(settings.transaction_timeout_ms, settings.topics.compression)
-    outbox = Outbox(wire, transactional_id, offsets_topic, options)
+    outbox = Outbox(wire, transactional_id, offsets_topic, options, stopped)
     try:
         await outbox.open()
     except CommitUnknown as error:

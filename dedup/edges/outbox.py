@@ -11,14 +11,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 import msgspec
 
 from dedup.edges.positions import OWNER_KEY, POSITION, Owner, Positions, read_positions
-from dedup.errors import CommitUnknown, RecordRefused, TaskMigrated
+from dedup.errors import BrokerUnavailable, CommitUnknown, RecordRefused, TaskMigrated
 from dedup.session.record_batch import Line, fill
 from dedup.session.transaction import Session
 from dedup.session.wire import TopicPartition, Wire
@@ -39,9 +39,17 @@ class OutboxOptions:
 class Outbox:
     """The transactions of one source."""
 
-    def __init__(self, wire: Wire, transactional_id: str, offsets_topic: str, options: OutboxOptions) -> None:
+    def __init__(
+        self,
+        wire: Wire,
+        transactional_id: str,
+        offsets_topic: str,
+        options: OutboxOptions,
+        stopped: Callable[[], bool] = lambda: False,
+    ) -> None:
         self.positions = Positions()
         """As of the last commit."""
+        self._stopped: Final = stopped
         self._wire: Final = wire
         self._topic: Final = offsets_topic
         self._compression: Final = options.compression
@@ -115,8 +123,7 @@ class Outbox:
                 await self._session.open()
                 return (await self._refuse_if_overtaken()).transaction == self._number
             except CommitUnknown as again:
-                log.warning("waiting for the broker: %s", again)
-                await asyncio.sleep(PAUSE_S)
+                await self._wait(again)
 
     async def _begin_anew(self) -> None:
         while True:
@@ -124,10 +131,18 @@ class Outbox:
                 await self._session.open()
                 await self._refuse_if_overtaken()
             except CommitUnknown as again:
-                log.warning("waiting for the broker: %s", again)
-                await asyncio.sleep(PAUSE_S)
+                await self._wait(again)
             else:
                 return
+
+    async def _wait(self, unknown: CommitUnknown) -> None:
+        log.warning("waiting for the broker: %s", unknown)
+        if self._stopped():
+            raise BrokerUnavailable(
+                f"stopped while no broker answered: {unknown} The next start finds out whether the last transaction "
+                f"happened, and goes on after it."
+            ) from unknown
+        await asyncio.sleep(PAUSE_S)
 
     async def _refuse_if_overtaken(self, *, stable: bool = False) -> Owner:
         self.positions = await read_positions(self._wire, self._topic, self.positions, stable=stable)
