@@ -60,8 +60,9 @@ def test_ingest(stage, admin, kills):
     file = str(stage.ingest_file(stage.files()))
     path = stage.incoming / "a.jsonl"
     path.touch()
-    with feeding(path, count, PER_S):
+    with feeding(path, count, PER_S) as feeder:
         last = killed_now_and_then(lambda: stage.start("ingest", file), kills, lambda: once(stage, stage.topic), kills)
+        assert feeder.wait() == 0
         until(lambda: len(stage.read()) >= count, f"everything is sent; log:\n{last.log}")
     assert last.stop() == 0
     found = stage.values()
@@ -87,11 +88,12 @@ def test_sink(stage, admin, kills, kind, request):
     rows = rows_of(stage, url)
     bad = 20 * kills
     file = sink_file(stage)
-    with feeding_topic(stage, count, bad):
+    with feeding_topic(stage, count, bad) as feeder:
         last = killed_now_and_then(
             lambda: stage.start("sink", file, environ={"SINK_URL": url}), kills, lambda: distinct(rows), kills
         )
-        until(lambda: total(rows) >= count, f"everything is written; log:\n{last.log}", within_s=120)
+        feeder.join()
+        until(lambda: total(rows) >= count, f"everything is written; log:\n{last.log}")
         until(lambda: len(stage.read(f"{stage.name}.sink.dead-letter")) >= bad, f"all letters; log:\n{last.log}")
     assert last.stop() == 0
     assert rows("SELECT n FROM rows ORDER BY n") == [(number,) for number in range(count)]
@@ -146,8 +148,9 @@ class feeding_topic:  # noqa: N801  # used as a function is
             if self._stop.wait(100 / PER_S):
                 return
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> threading.Thread:
         self._thread.start()
+        return self._thread
 
     def __exit__(self, *_: object) -> None:
         self._stop.set()
@@ -174,7 +177,7 @@ def test_the_whole_chain(stage, admin, kills, tmp_path: Path):
         "sink": lambda: stage.start("sink", str(topology), log="sink", environ=environ),
     }
     (stage.incoming / "a.jsonl").touch()
-    with feeding(stage.incoming / "a.jsonl", count, PER_S):
+    with feeding(stage.incoming / "a.jsonl", count, PER_S) as feeder:
         running = {name: start() for name, start in starts.items()}
         dice = random.Random(kills)
         for kill in range(kills):
@@ -184,6 +187,7 @@ def test_the_whole_chain(stage, admin, kills, tmp_path: Path):
             assert all(process.running for process in running.values()), [each.log for each in running.values()]
             running[name].kill()
             running[name] = starts[name]()
+        assert feeder.wait() == 0
         until(lambda: total(rows) >= count, str([each.log[-1500:] for each in running.values()]))
     assert [process.stop() for process in running.values()] == [0, 0, 0]
     assert rows("SELECT n FROM rows ORDER BY n") == [(number,) for number in range(count)]
