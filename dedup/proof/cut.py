@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Final
@@ -117,6 +117,8 @@ class Cut:
     """One ID in so many is looked at."""
     total: int = 0
     done: int = 0
+    held: list[Spill | Written] = field(default_factory=list)
+    """Everything with a file, for a verification that ends half-way."""
 
     def read(self, topic: str, partition: int, start: int, end: int) -> Iterable[Columns]:
         """Yield committed records of [start, end), and tell how far it is."""
@@ -134,12 +136,15 @@ class Cut:
 
     def spill(self, buckets: int) -> Spill:
         """Return an empty spill."""
-        return Spill(self.scratch, buckets)
+        made = Spill(self.scratch, buckets)
+        self.held.append(made)
+        return made
 
     def written(self, topic: str, partition: int, buckets: int, *, stamped: bool) -> Written:
         """Return what is in a partition; ``stamped``: timestamps are part of the digests, if the topic keeps them."""
         bounds, scratch = self.bounds[topic][partition], self.scratch
         found = Written(topic, partition, bounds, self.spill(buckets), Column(scratch), Order(scratch))
+        self.held.append(found)
         for read in self.read(topic, partition, bounds.low, bounds.high):
             columns = self._of_workers(read)
             self.report.unprovable(WHY_REPLAYED, len(read.offsets) - len(columns.offsets))
@@ -179,7 +184,9 @@ class Cut:
         return columns.rows([row for row in range(len(columns.offsets)) if row not in apart]) if apart else columns
 
     def close(self) -> None:
-        """The side topics' files are given back."""
+        """All files are given back."""
+        for each in self.held:
+            each.close()
         for side in (self.plan.late, self.plan.dead_letters):
             if side is not None:
                 side.close()
