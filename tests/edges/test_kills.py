@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import random
+import signal
 import sqlite3
 import threading
 import time
@@ -25,6 +26,8 @@ KILLS = [
 ]
 KEPT = {"retention.ms": "-1"}
 """Event times are in 2023."""
+ENDED = {0, 128 + signal.SIGTERM}
+"""In good order; or by the signal itself, where the last process had only just been started."""
 PER_S = 1_000
 PER_KILL = 1_500
 
@@ -64,7 +67,7 @@ def test_ingest(stage, admin, kills):
         last = killed_now_and_then(lambda: stage.start("ingest", file), kills, lambda: once(stage, stage.topic), kills)
         assert feeder.wait() == 0
         until(lambda: len(stage.read()) >= count, f"everything is sent; log:\n{last.log}")
-    assert last.stop() == 0
+    assert last.stop() in ENDED
     found = stage.values()
     assert sorted(value["n"] for value in found) == list(range(count))
     assert_order(stage)
@@ -95,7 +98,7 @@ def test_sink(stage, admin, kills, kind, request):
         feeder.join()
         until(lambda: total(rows) >= count, f"everything is written; log:\n{last.log}")
         until(lambda: len(stage.read(f"{stage.name}.sink.dead-letter")) >= bad, f"all letters; log:\n{last.log}")
-    assert last.stop() == 0
+    assert last.stop() in ENDED
     assert rows("SELECT n FROM rows ORDER BY n") == [(number,) for number in range(count)]
     places = [letter["dedup-source"] for letter in stage.letters(f"{stage.name}.sink.dead-letter")]
     assert len(places) == len(set(places)) == bad
@@ -189,7 +192,7 @@ def test_the_whole_chain(stage, admin, kills, tmp_path: Path):
             running[name] = starts[name]()
         assert feeder.wait() == 0
         until(lambda: total(rows) >= count, str([each.log[-1500:] for each in running.values()]))
-    assert [process.stop() for process in running.values()] == [0, 0, 0]
+    assert {process.stop() for process in running.values()} <= ENDED
     assert rows("SELECT n FROM rows ORDER BY n") == [(number,) for number in range(count)]
     for topic in (source, stage.topic):
         assert sorted(value["n"] for value in stage.values(topic)) == list(range(count))
