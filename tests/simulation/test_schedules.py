@@ -5,7 +5,7 @@ runs are ``python -m tests.simulation.long``.
 """
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 
@@ -20,10 +20,10 @@ ENUMERATE = 4_000
 """Schedules of one scenario enumerated at every change."""
 SAMPLE = 500
 """Where there are more: the first ones differ in their last choices only, so some are sampled."""
-SLOW = {"refused records": 4, "two hops": 4, "two workers, a refused record": 4}
+SLOW = {"refused records": 6, "two hops": 6, "two workers, a refused record": 6}
 """Scenarios whose schedules take longer: a share of so many."""
 SEEDS_A_PART = 500
-SEEDS = 5_000
+SEEDS = 3_000
 LEAST = 50_000
 NARROW = [Part(each.name, wide=False, sampled=False, first=0, count=ENUMERATE) for each in ENUMERATED]
 WIDER = [
@@ -56,11 +56,8 @@ def pool(request: pytest.FixtureRequest) -> Iterator[Pool]:
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("part", PARTS, ids=str)
-def test_schedules(part: Part, pool: Pool, record_property: Callable[[str, object], None]) -> None:
-    tally = pool.result(part)
-    record_property("schedules", tally.schedules)
-    record_property("seeds", tally.schedules if part.scenario is None else 0)
-    judged_right(tally)
+def test_schedules(part: Part, pool: Pool) -> None:
+    judged_right(pool.result(part))
 
 
 @pytest.mark.timeout(600)
