@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import re
 import threading
 import time
@@ -64,6 +65,8 @@ class OutputReader:
         """(wall clock in ms when they were there, messages), in the order they came."""
         self.count: int = 0
         """The messages so far; read it from any thread."""
+        # A collection over the messages kept takes up to half a second, and would be seen as the job's latency.
+        gc.disable()
         self._thread: Final = threading.Thread(target=self._read, name=f"reader-{topic}", daemon=True)
         self._thread.start()
 

@@ -29,7 +29,7 @@ PARTITION_BYTES: Final = 1 << 20
 REQUEST_BYTES: Final = 16 << 20
 OUT_OF_RANGE: Final = 1
 FEED_LANE: Final = "feed"
-FLOW_BYTES: Final = 64 << 10
+FLOW_BYTES: Final = 512 << 10
 """While records flow, an answer waits a moment for this much: a batch of a few rows costs nearly what hundreds do."""
 _OFFSET, _TIMESTAMP, _KEY, _VALUE, _HEADERS = map(attrgetter, ("offset", "timestamp", "key", "value", "headers"))
 

@@ -9,6 +9,7 @@ from rocksdict import (
     Cache,
     DBCompressionType,
     DBRecoveryMode,
+    Env,
     MemtableFactory,
     Options,
     SliceTransform,
@@ -16,6 +17,8 @@ from rocksdict import (
 )
 
 _MEMTABLE_BYTES: Final = 4 << 20
+_MEMTABLES: Final = 4
+"""Of a family, before writes wait for a flush."""
 _ARENA_BLOCK_BYTES: Final = 64 << 10
 _WAL_BYTES: Final = 16 << 20
 _OPEN_FILES: Final = 64
@@ -35,6 +38,10 @@ class RocksMemory:
     def __init__(self, *, cache_bytes: int = 64 << 20, write_buffer_bytes: int = 64 << 20) -> None:
         self.cache: Final = Cache(cache_bytes)
         self.write_buffers: Final = WriteBufferManager(write_buffer_bytes, allow_stall=False)
+        self.env: Final = Env()
+        # A flush sorts a memtable for some hundred ms; it has seconds for that, and a record has not.
+        self.env.lower_high_priority_thread_pool_cpu_priority()
+        self.env.lower_thread_pool_cpu_priority()
         self._tables = write_buffer_bytes // _TABLES_SHARE // _TABLE_BYTES
 
     def take_table(self) -> bool:
@@ -66,7 +73,9 @@ def rocks_options(memory: RocksMemory, *, hashed: bool) -> Options:
     options.set_wal_recovery_mode(DBRecoveryMode.point_in_time())
     options.set_max_total_wal_size(_WAL_BYTES)
     options.set_write_buffer_manager(memory.write_buffers)
+    options.set_env(memory.env)
     options.set_write_buffer_size(_MEMTABLE_BYTES)
+    options.set_max_write_buffer_number(_MEMTABLES)
     options.set_arena_block_size(_ARENA_BLOCK_BYTES)
     options.set_allow_concurrent_memtable_write(False)
     options.set_compression_type(DBCompressionType.lz4())

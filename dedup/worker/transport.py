@@ -32,9 +32,9 @@ if TYPE_CHECKING:
 log: Final = logging.getLogger(__name__)
 BATCH_RECORDS: Final = 4000
 POLL_MS: Final = 200
-GATHER_SHARE: Final = 5
+GATHER_SHARE: Final = 4
 """While records flow, this part of the commit interval may be spent on gathering a larger batch."""
-MOST_GATHER_MS: Final = 20
+MOST_GATHER_MS: Final = 25
 
 
 class RebalanceListener(aiokafka.abc.ConsumerRebalanceListener):  # type: ignore[misc]  # untyped base
