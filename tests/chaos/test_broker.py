@@ -62,14 +62,21 @@ def frozen_or_done(job: Job, worker: Worker) -> bool:
     return worker.frozen or job.all_committed()
 
 
+def frozen_in_a_transaction(job: Job) -> Worker:
+    """Return a worker that has committed a few times and stands still with records sent and not committed."""
+    worker = job.start("a", f"freeze_at_point={100 * POINTS.index('after_output') + 6}")
+    until(lambda: worker.frozen, "it froze")
+    return worker
+
+
 def test_f22_frozen_broker(job: Job, rough: Rough) -> None:
     """It answers nothing for as long as the worker's own deadline of a request, and then goes on."""
     with Watch(job):
         with job.stream(workload(120, 40_000), per_s=1_000):
-            worker = job.start()
-            job.until_progress(500)
+            worker = frozen_in_a_transaction(job)
             rough.kafka.pause()
             try:
+                worker.signal(signal.SIGCONT)
                 worker.until_logged("got no answer")
             finally:
                 rough.kafka.resume()
@@ -92,8 +99,10 @@ def test_f24_network(proxied_job: Job, rough: Rough, fault: str) -> None:
     job, proxy = proxied_job, rough.proxy
     with Watch(job):
         with job.stream(workload(121, 60_000), per_s=1_000):
-            worker = job.start()
-            job.until_progress(300)
+            half_open = fault.startswith("to the ")
+            worker = frozen_in_a_transaction(job) if half_open else job.start()
+            if not half_open:
+                job.until_progress(300)
             before = proxy.counts()
             match fault:
                 case "cut":
@@ -103,6 +112,7 @@ def test_f24_network(proxied_job: Job, rough: Rough, fault: str) -> None:
                 case "to the broker" | "to the client":
                     # Half-open: everything stands, nothing comes through in one direction.
                     proxy.silence(Direction(fault.replace("the ", "")))
+                    worker.signal(signal.SIGCONT)
                     worker.until_logged("got no answer")
                     proxy.heal()
                 case "slow":

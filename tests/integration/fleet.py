@@ -152,7 +152,11 @@ class Job:
         # Not the admin client: it ends the process with SIGSEGV when a coordinator is loading (librdkafka issue 5040).
         # Read uncommitted, or it would wait while a transaction holds new offsets.
         isolation = {"isolation.level": "read_uncommitted", "log_level": 0}
-        self._group = Consumer({"bootstrap.servers": self.kafka.bootstrap, "group.id": self.name, **isolation})
+        # A coordinator that is frozen is given up soon: another one takes its place.
+        patience = {"socket.timeout.ms": 5_000}
+        self._group = Consumer(
+            {"bootstrap.servers": self.kafka.bootstrap, "group.id": self.name, **isolation, **patience}
+        )
         for topic in self.topology.source.topics:
             self.admin.create_topic(topic, self.partitions, KEPT | self.source_config)
         if self.topology.output is not None:
