@@ -229,7 +229,8 @@ class Session:
             await self._sender
         if not self._group_announced:
             await self._announce_group()  # nothing but the offset is to be committed
-        # The offsets need not wait for the answers to what was produced: EndTxn waits for both.
+        await self._appended_everywhere()
+        # The offsets need not wait for the other answers to what was produced: EndTxn waits for both.
         sent = asyncio.ensure_future(self._commit_offsets(offsets))
         try:
             ends = await self.settle()
@@ -247,6 +248,16 @@ class Session:
         crashpoints.reached("after_end")
         self._forget_transaction()
         return ends
+
+    async def _appended_everywhere(self) -> None:
+        """Every partition of the transaction has taken a batch.
+
+        With the first one a broker asks the coordinator whether the partition was announced. If the offsets come to
+        the same broker meanwhile, they ask the same, and the broker gives the question before up: it answers
+        NotEnoughReplicas, as if replicas were missing (KIP-890, `AddPartitionsToTxnManager` of Kafka 4.1).
+        """
+        while any(batch.target not in self._ends for flight in self._unanswered for batch in flight.batches):
+            await self._take_answer()
 
     async def _commit_offsets(self, offsets: Mapping[TopicPartition, int]) -> None:
         group = self._group
