@@ -107,8 +107,8 @@ def _refuse_anothers(path: Path) -> None:
     """Raise StateIncompatible if the directory is another user's, who could change what we believe."""
     try:
         owner = path.stat().st_uid
-    except FileNotFoundError:
-        return
+    except (FileNotFoundError, NotADirectoryError):
+        return  # where something is in the way, making it says so
     except OSError as error:
         raise StateIncompatible(
             f"{path}: can not be looked at: {error.strerror}. Give it to this user, or set another state_dir."
