@@ -78,21 +78,9 @@ def _read(topology: Path, config: Path | None, overrides: list[str] | None) -> t
 
 
 def _on_cluster(topology: Topology, settings: Settings, work: Work) -> Any:  # noqa: ANN401  # what the work returns
-    """Run something against the cluster; raises BrokerUnavailable when none answers."""
-    from dedup.session.admin import Admin
-    from dedup.session.client import KafkaWire
-    from dedup.session.connection import Connection
+    from dedup.session.on_cluster import on_cluster
 
-    async def run() -> Any:  # noqa: ANN401
-        wire = KafkaWire(Connection.of(settings, client_id=f"dedup-admin-{topology.name}"))
-        await wire.start()
-        try:
-            async with Admin(wire.connection) as admin:
-                return await work(wire, admin)
-        finally:
-            await wire.stop()
-
-    return asyncio.run(run())
+    return on_cluster(settings, f"dedup-admin-{topology.name}", work)
 
 
 def apply(

@@ -101,6 +101,8 @@ class Connection(Protocol):
     """The SQL type of each column type of a topology."""
     mark: str
     """What stands for a parameter."""
+    temporary: str
+    """The schema of temporary tables."""
 
     def execute(self, sql: str, parameters: Sequence[Any] = ()) -> int:
         """Run a statement; return how many rows it touched."""
@@ -110,9 +112,6 @@ class Connection(Protocol):
 
     def stage(self, table: Table, rows: Sequence[Row]) -> None:
         """Put rows into the empty staging table."""
-
-    def make_staging(self, table: Table) -> None:
-        """The staging table is there, empty, with the types of the target's columns."""
 
     def begin(self) -> None:
         """A transaction that writes is open."""
@@ -142,6 +141,12 @@ def transaction(connection: Connection) -> Iterator[None]:
         connection.rollback()
         raise
     connection.commit()
+
+
+def make_staging(connection: Connection, table: Table) -> None:
+    """The staging table is there, empty, with the types of the target's columns."""
+    connection.execute(f"DROP TABLE IF EXISTS {connection.temporary}.{STAGED}")
+    connection.execute(f"CREATE TEMP TABLE {STAGED} AS SELECT {table.listed} FROM {table.name} WHERE 1 = 0")  # noqa: S608
 
 
 def make_offsets(connection: Connection) -> None:

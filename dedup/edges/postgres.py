@@ -43,6 +43,7 @@ class PostgresConnection:
         "json": "JSONB",
     }
     mark = "%s"
+    temporary = "pg_temp"
 
     def __init__(self, url: str) -> None:
         self._shown: Final = shown(url)
@@ -69,11 +70,6 @@ class PostgresConnection:
                 write = copy.write_row
                 for row in rows:
                     write(row)
-
-    def make_staging(self, table: Table) -> None:
-        """See `database.Connection`."""
-        self.execute(f"DROP TABLE IF EXISTS pg_temp.{STAGED}")
-        self.execute(f"CREATE TEMP TABLE {STAGED} AS SELECT {table.listed} FROM {table.name} WHERE 1 = 0")  # noqa: S608
 
     def begin(self) -> None:
         """See `database.Connection`."""

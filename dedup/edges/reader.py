@@ -10,7 +10,19 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Final, Self, TypeVar
 
-from dedup.edges.database import STAGED, Connection, Owned, Row, Table, Taken, advance, make_offsets, take, transaction
+from dedup.edges.database import (
+    STAGED,
+    Connection,
+    Owned,
+    Row,
+    Table,
+    Taken,
+    advance,
+    make_offsets,
+    make_staging,
+    take,
+    transaction,
+)
 from dedup.edges.opening import connect
 from dedup.edges.patience import Patient
 from dedup.errors import StateIncompatible
@@ -147,7 +159,7 @@ class IdempotentReader:
             f"CREATE TABLE IF NOT EXISTS {SEEN} "
             f"(reader VARCHAR(250) NOT NULL, tracking_id {kind} NOT NULL, PRIMARY KEY (reader, tracking_id))"
         )
-        connection.make_staging(self._seen(connection))
+        make_staging(connection, self._seen(connection))
         return take(connection, self._owned, [source.partition for source in self._sources])
 
     @staticmethod
@@ -174,7 +186,7 @@ class IdempotentReader:
             return handled
 
         self._database.once(
-            counted, lambda again: again.make_staging(self._seen(again)), self._owned, self._taken, ends
+            counted, lambda again: make_staging(again, self._seen(again)), self._owned, self._taken, ends
         )
         self._taken[source.partition].position = end
         return handled

@@ -14,7 +14,18 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Final, TypeVar
 
-from dedup.edges.database import Connection, Owned, Table, Taken, Written, advance, make_offsets, take, transaction
+from dedup.edges.database import (
+    Connection,
+    Owned,
+    Table,
+    Taken,
+    Written,
+    advance,
+    make_offsets,
+    make_staging,
+    take,
+    transaction,
+)
 from dedup.edges.letters import Letter, Letters
 from dedup.edges.opening import connect
 from dedup.edges.outbox import OutboxOptions
@@ -256,7 +267,7 @@ class _Run:
             self._done.dead_letters += sent
 
     def _prepare_again(self, connection: Connection) -> None:
-        connection.make_staging(self._table)
+        make_staging(connection, self._table)
         log.info("the database answers again")
 
 

@@ -28,6 +28,7 @@ class SqliteConnection:
         "json": "TEXT",
     }
     mark = "?"
+    temporary = "temp"
 
     def __init__(self, url: str, *, read_only: bool = False) -> None:
         self._path: Final = url.removeprefix(PREFIX)
@@ -53,11 +54,6 @@ class SqliteConnection:
         with self._explained():
             self._connection.execute(f"DELETE FROM {STAGED}")  # noqa: S608  # our own name
             self._connection.executemany(f"INSERT INTO {STAGED} VALUES ({marks})", rows)  # noqa: S608  # our own name
-
-    def make_staging(self, table: Table) -> None:
-        """See `database.Connection`."""
-        self.execute(f"DROP TABLE IF EXISTS temp.{STAGED}")
-        self.execute(f"CREATE TEMP TABLE {STAGED} AS SELECT {table.listed} FROM {table.name} WHERE 1 = 0")  # noqa: S608
 
     def begin(self) -> None:
         """See `database.Connection`."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from dedup.edges.database import STAGED, Connection, Row, RowsRefused, Table, Written
+from dedup.edges.database import STAGED, Connection, Row, RowsRefused, Table, Written, make_staging
 from dedup.topology.model import SinkSpec
 
 ID: Final = "tracking_id"
@@ -25,7 +25,7 @@ def make_table(connection: Connection, table: Table) -> None:
     columns = [f'"{name}" {kind}{" NOT NULL" if name in {ID, TIME} else ""}' for name, kind in table.columns]
     key = ", ".join(f'"{name}"' for name in table.key)
     connection.execute(f"CREATE TABLE IF NOT EXISTS {table.name} ({', '.join(columns)}, PRIMARY KEY ({key}))")
-    connection.make_staging(table)
+    make_staging(connection, table)
     # With no row it changes nothing, but a missing column or key is told now, not with the first record.
     connection.execute(_statement(table))
 

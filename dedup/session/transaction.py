@@ -149,7 +149,7 @@ class Session:
             try:
                 answer = await self._wire.produce(self.transactional_id, sealed)
             except NoAnswer as error:
-                raise CommitUnknown(f"{self.transactional_id}: {error}. The epoch is over.") from error
+                raise self._unanswered_by("Produce", error) from error
             self._unanswered.append(Unanswered(tuple(wave), asyncio.ensure_future(answer)))
             crashpoints.reached("after_output")
             if not self._group_announced:
@@ -199,7 +199,7 @@ class Session:
         try:
             answers = await flight.answer
         except NoAnswer as error:
-            raise CommitUnknown(f"{self.transactional_id}: {error}. The epoch is over.") from error
+            raise self._unanswered_by("Produce", error) from error
         for batch in flight.batches:
             produced = answers.get(batch.target, Produced(-1, -1))
             if produced.error_code == OK:
@@ -287,8 +287,7 @@ class Session:
             try:
                 code = await ask()
             except NoAnswer as error:
-                text = f"{self.transactional_id}: {name} got no answer ({error}); a new epoch will tell what happened."
-                raise CommitUnknown(text) from error
+                raise self._unanswered_by(name, error) from error
             if code == OK:
                 return
             if code not in again:
@@ -304,6 +303,11 @@ class Session:
         text = f"{self.transactional_id}: {target.topic}/{target.partition} refused {batch.count} records: "
         return RecordRefused(
             text + for_code(code).__name__, topic=target.topic, partition=target.partition, rows=tuple(batch.rows)
+        )
+
+    def _unanswered_by(self, name: str, error: NoAnswer) -> CommitUnknown:
+        return CommitUnknown(
+            f"{self.transactional_id}: {name} got no answer ({error}); a new epoch will tell what happened."
         )
 
     def _failed(self, name: str, code: int) -> Exception:

@@ -12,7 +12,6 @@ first run wrote would be left in between.
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
@@ -27,7 +26,7 @@ from dedup.errors import DedupError, StateIncompatible
 from dedup.proof.kafka_reader import KafkaReader
 from dedup.session.admin import Admin
 from dedup.session.client import KafkaWire
-from dedup.session.connection import Connection
+from dedup.session.on_cluster import on_cluster
 from dedup.spark.changelog import changelog_rows
 from dedup.spark.failures import told
 from dedup.spark.files import History
@@ -134,16 +133,7 @@ def seed(
 
 
 def _on_cluster(topology: Topology, settings: Settings, work: Callable[[KafkaWire, Admin], Awaitable[T]]) -> T:
-    async def run() -> T:
-        wire = KafkaWire(Connection.of(settings, client_id=f"dedup-{topology.name}-seed"))
-        await wire.start()
-        try:
-            async with Admin(wire.connection) as admin:
-                return await work(wire, admin)
-        finally:
-            await wire.stop()
-
-    return asyncio.run(run())
+    return on_cluster(settings, f"dedup-{topology.name}-seed", work)
 
 
 async def _look(topology: Topology, settings: Settings, options: SeedOptions, wire: KafkaWire, admin: Admin) -> Found:

@@ -56,8 +56,6 @@ class _Segment:
     family: Rdict
     handle: ColumnFamily
     entry: SegmentEntry
-    hashed: bool
-    """Its memtable takes keys in any order at the same speed."""
     filter: Prefilter = field(default_factory=Prefilter)
     filtered_to: bytes | None = None
     """Every key up to here is in the filter; None: every key there is."""
@@ -71,7 +69,7 @@ class RocksStore:
         self._db: Final = db
         self._memory: Final = memory
         self._hashed: Final = set(hashed)
-        """Families with a hashed memtable."""
+        """Families with a hashed memtable, which takes keys in any order at the same speed."""
         self._write_options: Final = WriteOptions()
         self._write_options.sync = False
         self._segments: dict[int, _Segment] = {}
@@ -175,7 +173,7 @@ class RocksStore:
                 held = self._segments.get(start) or self._create(start)
                 handle = held.handle
                 # In key order a skip list takes keys up to ten times as fast: more than sorting costs.
-                for state_key in values if held.hashed else sorted(values):
+                for state_key in values if str(start) in self._hashed else sorted(values):
                     put(state_key, values[state_key], handle)
                 entry = replace(
                     held.entry,
@@ -282,7 +280,7 @@ class RocksStore:
             self._hashed.add(name)
         family = self._db.create_column_family(name, rocks_options(self._memory, hashed=hashed))
         entry = SegmentEntry(width_ms=0, birth=self._position, last_position=self._position, ids=0)
-        held = _Segment(family, self._db.get_column_family_handle(name), entry, hashed)
+        held = _Segment(family, self._db.get_column_family_handle(name), entry)
         self._segments[start] = held
         return held
 
@@ -335,9 +333,7 @@ class RocksStore:
                 f"{self._directory}: segment {name} lacks writes up to changelog position {entry.last_position}: "
                 f"files were damaged or restored from a copy. {RESTORE}"
             )
-        held = _Segment(
-            family, self._db.get_column_family_handle(name), entry, name in self._hashed, filtered_to=_LAST_POSITION
-        )
+        held = _Segment(family, self._db.get_column_family_handle(name), entry, filtered_to=_LAST_POSITION)
         if entry.ids <= _FILTERED_ON_OPEN_IDS:
             self._read_into_filter(held, entry.ids + 2)
         return held

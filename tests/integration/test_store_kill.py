@@ -105,8 +105,9 @@ class Gullible(RocksStore):
     """Opens without comparing a segment with what the default family says of it."""
 
     def _loaded(self, name, entry):
-        family, handle = self._db.get_column_family(name), self._db.get_column_family_handle(name)
-        return _Segment(family, handle, entry, name in self._hashed, filtered_to=b"")
+        return _Segment(
+            self._db.get_column_family(name), self._db.get_column_family_handle(name), entry, filtered_to=b""
+        )
 
 
 MODES = {"right": RocksStore, "position first": PositionFirst, "one position": OnePosition, "apart": FlushedApart}
