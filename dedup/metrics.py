@@ -36,6 +36,7 @@ METRICS: Final[tuple[Metric, ...]] = (
     Metric("dedup_stream_time_seconds", "gauge", "Greatest event time judged."),
     Metric("dedup_state_ids", "gauge", "IDs in the store, estimated."),
     Metric("dedup_state_bytes", "gauge", "Bytes of the store on disk, estimated."),
+    Metric("dedup_state_max_bytes", "gauge", "state.max_bytes_per_partition; absent where the topology has none."),
     Metric("dedup_restore_remaining_records", "gauge", "Changelog offsets still to be read by a restore."),
     Metric("dedup_task_state", "gauge", "1 for the state a task is in.", (*OF_TASK, "state")),
     Metric("dedup_lag_records", "gauge", "Feeding offsets not yet committed."),
@@ -130,6 +131,8 @@ class TaskSeen:
     unstable_records: int | None
     state_ids: int = 0
     state_bytes: int = 0
+    state_max_bytes: int | None = None
+    """The bound of the topology; None without one."""
 
     @property
     def lag_seconds(self) -> float:

@@ -116,6 +116,7 @@ class WorkerAnswers:
             unstable_records=None if end is None else end.high_watermark - end.last_stable_offset,
             state_ids=0 if store is None else store.count_ids(),
             state_bytes=0 if store is None else store.approximate_bytes(),
+            state_max_bytes=None if store is None else self._topology.state.max_bytes_per_partition,
         )
 
     def look_up(self, text: str) -> LookedUp:

@@ -64,6 +64,7 @@ READERS: Final[Mapping[str, Callable[[WorkerSeen], Iterable[Sample]]]] = {
     "dedup_stream_time_seconds": _each(lambda task: task.numbers.stream_time_ms / 1000),
     "dedup_state_ids": _each(lambda task: task.state_ids),
     "dedup_state_bytes": _each(lambda task: task.state_bytes),
+    "dedup_state_max_bytes": _each(lambda task: task.state_max_bytes),
     "dedup_restore_remaining_records": _each(lambda task: task.numbers.restore_remaining),
     "dedup_task_state": _split(lambda task: {state: float(state == task.state) for state in STATES}),
     "dedup_lag_records": _each(lambda task: task.lag_records),

@@ -57,7 +57,7 @@ class Standbys:
                 position = await self._step(partition, store, position)
         except DedupError as error:
             # A standby that can not follow costs warmth, not correctness: the owner restores by itself.
-            log.warning("standby of %s/%d stopped: %s", self._topic, partition, error)
+            log.warning("standby of %s stopped: %s", changelog, error)
             if partition in self._stores and self._loops.get(partition) is asyncio.current_task():
                 self._stores.pop(partition).close()
 

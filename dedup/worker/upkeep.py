@@ -94,8 +94,8 @@ class Upkeep:
         async with Admin(self._app.wire.connection) as admin:
             await admin.delete_records(news)
         self._told.update(news)
-        for (topic, partition), offset in news.items():
-            log.info("%s/%d: records below %d are deleted", topic, partition, offset)
+        for partition, offset in news.items():
+            log.info("%s: records below %d are deleted", partition, offset)
 
     async def _passed_and_old(self, feeding: TopicPartition, task: Task) -> int:
         committed = task.numbers.committed_offset or 0

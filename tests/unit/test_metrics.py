@@ -22,7 +22,8 @@ def _audible() -> None:
 
 
 def seen(numbers: TaskNumbers | None = None, *, lag: int | None = 3) -> WorkerSeen:
-    task = TaskSeen("dedup", 'or"ders', 2, "running", numbers or TaskNumbers(), lag, 1, state_ids=7, state_bytes=700)
+    sizes = {"state_ids": 7, "state_bytes": 700, "state_max_bytes": 1_000}
+    task = TaskSeen("dedup", 'or"ders', 2, "running", numbers or TaskNumbers(), lag, 1, **sizes)
     return WorkerSeen("orders", "a", (task,), {1: 5}, fenced=1, corrupted=2, not_ready=None)
 
 
@@ -78,6 +79,7 @@ def test_values_are_those_of_the_tasks():
     assert single["dedup_lag_records"] == 3
     assert single["dedup_last_stable_offset_lag"] == 1
     assert (single["dedup_state_ids"], single["dedup_state_bytes"]) == (7, 700)
+    assert single["dedup_state_max_bytes"] == 1_000
     assert single["dedup_standby_lag_records"] == 5
     assert (single["dedup_fenced_total"], single["dedup_corrupted_total"]) == (1, 2)
 
