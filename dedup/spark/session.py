@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Final
 from pyspark.sql import SparkSession
 
 from dedup.local.java import use_java_of_spark
+from dedup.spark import worker_daemon
 from dedup.spark.jars import Package, jars_for
 
 if TYPE_CHECKING:
@@ -51,6 +52,7 @@ def session_for(
             "org.apache.spark.sql.execution.streaming.state.RocksDBStateStoreProvider"
         ),
         **WORKER_CONF,
+        "spark.python.daemon.module": worker_daemon.MODULE,
     }
     if topology is not None:
         settings["spark.app.name"] = f"dedup {topology.name}"
