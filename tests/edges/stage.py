@@ -78,9 +78,18 @@ class Stage:
         found = self.read(topic or f"{self.name}.dead-letter")
         return [{name: value.decode() for name, value in message.headers() or ()} for message in found]
 
-    def send(self, records: Sequence[tuple[bytes | None, bytes | None, int]], partition: int | None = None) -> None:
+    def producer(self) -> Producer:
+        """Return a producer for `send`; who sends often makes one only, as each asks the broker for an id first."""
+        return Producer({"bootstrap.servers": self.kafka.bootstrap, "enable.idempotence": True})
+
+    def send(
+        self,
+        records: Sequence[tuple[bytes | None, bytes | None, int]],
+        partition: int | None = None,
+        producer: Producer | None = None,
+    ) -> None:
         """Records (key, value, timestamp) are in the topic."""
-        producer = Producer({"bootstrap.servers": self.kafka.bootstrap, "enable.idempotence": True})
+        producer = producer or self.producer()
         for key, value, timestamp_ms in records:
             place = {} if partition is None else {"partition": partition}
             producer.produce(self.topic, value, key, timestamp=timestamp_ms, **place)

@@ -142,12 +142,12 @@ class feeding_topic:  # noqa: N801  # used as a function is
         self._thread = threading.Thread(target=self._send, args=(stage, count, bad), daemon=True)
 
     def _send(self, stage: Stage, count: int, bad: int) -> None:
-        every = count // bad
+        every, producer = count // bad, stage.producer()
         for first in range(0, count, 100):
             numbers = range(first, min(first + 100, count))
             records = [(b"e%d" % n, b'{"id":"e%d","n":%d}' % (n, n), 1_700_000_000_000 + n) for n in numbers]
             records += [(b"x", b'{"id":"x%d","n":"bad"}' % n, 1_700_000_000_000) for n in numbers if n % every == 0]
-            stage.send(records)
+            stage.send(records, producer=producer)
             if self._stop.wait(100 / PER_S):
                 return
 
