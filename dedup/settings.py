@@ -97,6 +97,8 @@ class Web:
     host: str = "127.0.0.1"
     port: int = 6066
     token: Secret | None = None
+    advertise: str | None = None
+    """Where other workers and people find these pages; None: at the address it listens on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -385,7 +387,7 @@ def _settings(file: SettingsFile) -> Settings:
             topics.partitions,
             topics.compression,
         ),
-        web=Web(file.web.enabled, file.web.host, file.web.port, _secret(file.web.token)),
+        web=Web(file.web.enabled, file.web.host, file.web.port, _secret(file.web.token), file.web.advertise),
         log=Log(file.log.format, file.log.level),
     )
 

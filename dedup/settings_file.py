@@ -13,6 +13,7 @@ from dedup.quantities import DURATION_PATTERN, parse_duration
 _BROKER: Final = re.compile(r"(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9._-]+):([0-9]{1,5})")
 _WORKER_ID: Final = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}")
 _LAST_PORT: Final = 65_535
+_PAGE_ADDRESS: Final = re.compile(r"https?://(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9._-]+)(:[0-9]{1,5})?")
 _REFERENCE_PATTERN: Final = r"^\$\{(env|file):[^}]+\}$"
 
 
@@ -42,6 +43,12 @@ def _some(brokers: list[str]) -> list[str]:
 def _worker_id(text: str) -> str:
     if _WORKER_ID.fullmatch(text) is None:
         raise ValueError(f'"{text}" is no worker id; use a-z A-Z 0-9 "." "_" "-", at most 100 characters, no "." first')
+    return text
+
+
+def _page_address(text: str) -> str:
+    if not _PAGE_ADDRESS.fullmatch(text):
+        raise ValueError(f'"{text}" is no address of pages; write for example http://worker-1:6066')
     return text
 
 
@@ -124,6 +131,9 @@ class WebFile(_Keys):
     host: Text = Field(default="127.0.0.1", description="Address to listen on; another than loopback needs a token.")
     port: Annotated[int, _number(0, _LAST_PORT)] = Field(default=6066, description="0: any free port.")
     token: SecretText | None = Field(default=None, description="Asked of every caller: ${env:NAME} or ${file:PATH}.")
+    advertise: Annotated[Text, AfterValidator(_page_address)] | None = Field(
+        default=None, description="Where other workers and people find these pages. Default: the host and port above."
+    )
 
 
 class LogFile(_Keys):

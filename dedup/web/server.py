@@ -4,32 +4,46 @@
     /ready          every task of this worker runs; 503 with the reason if not
     /metrics        Prometheus' text format
     /api/status     tasks, lag, state
-    /api/ids/{id}   was this ID seen
+    /api/ids/{id}   was this ID seen; owners of other partitions are asked, unless with ?here=1
+    /api/dashboard  what the dashboard shows
+    /api/records/{topic}/{partition}/{offset}   one source record, for who asks to see it
+    /               the dashboard
 
-Probes carry no token and learn nothing but yes or no. Pages on loopback are refused to another Host header, so that a
-web page in somebody's browser can not read them through a name of its own (DNS rebinding).
+Probes carry no token and learn nothing but yes or no. The dashboard's own files carry none either: there is no data in
+them, and the page asks for the token before it gets any. Pages on loopback are refused to another Host header, so that
+a web page in somebody's browser can not read them through a name of its own (DNS rebinding).
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hmac
 import json
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+import socket
+import time
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import asdict, is_dataclass
 from ipaddress import ip_address
 from typing import TYPE_CHECKING, Any, Final, Protocol, Self
 
 from aiohttp import web
 
-from dedup.errors import SettingsError
+from dedup.errors import DedupError, SettingsError
+from dedup.glance import LookedUp, Noted, Peer, ShownRecord, TaskPulse
 from dedup.metrics import TaskSeen, WorkerSeen
+from dedup.web.board import board
+from dedup.web.files import FILES, SECURED, file_answer
+from dedup.web.history import EVERY_S, History
+from dedup.web.owners import ask_owners
 
 if TYPE_CHECKING:
     from dedup.settings import Web
 
 OPEN_PAGES: Final = frozenset({"/live", "/ready"})
+SHARED_S: Final = 0.5
+"""So long a snapshot serves everybody who asks: counting the bytes of 256 stores takes a while."""
 MOST_ID_BYTES: Final = 65_536
 log: Final = logging.getLogger(__name__)
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -47,8 +61,20 @@ class Answers(Protocol):
     def metrics(self) -> bytes:
         """Return the metrics in Prometheus' text format."""
 
-    def look_up(self, text: str) -> object:
-        """Return a dataclass that says what is known of an ID."""
+    def look_up(self, text: str) -> LookedUp:
+        """Return what this worker's state says of an ID; raises SettingsError for what can be none."""
+
+    def pulse(self) -> Iterable[TaskPulse]:
+        """Return what is cheap to read of every task."""
+
+    def latest(self) -> Iterable[Noted]:
+        """Return the latest duplicates, conflicts, late records and dead letters."""
+
+    def peers(self) -> tuple[Peer, ...]:
+        """Return the members of the group."""
+
+    async def record(self, topic: str, partition: int, offset: int) -> ShownRecord | None:
+        """Return a source record; None where it is no more. Raises DedupError where it can not be read."""
 
 
 class Pages:
@@ -59,8 +85,20 @@ class Pages:
         self._answers: Final = answers
         self._token: Final = settings.token.reveal().encode() if settings.token else None
         self._runner: Final = web.AppRunner(self._app(), access_log=None, handle_signals=False)
+        self._history: Final = History()
+        self._sampling: asyncio.Task[None] | None = None
+        self._board: tuple[float, dict[str, Any]] = (0.0, {})
         self.url: str | None = None
         """Where it listens; None while it does not."""
+
+    @property
+    def advertised(self) -> str | None:
+        """Where others find these pages: `web.advertise`, or the address, or this machine's name for all addresses."""
+        if self.url is None or self._settings.advertise is not None:
+            return None if self.url is None else self._settings.advertise
+        if self._settings.host.strip("[]") not in {"0.0.0.0", "::"}:  # noqa: S104  # compared, not listened on
+            return self.url
+        return f"http://{socket.gethostname()}:{self.url.rpartition(':')[2]}"
 
     async def __aenter__(self) -> Self:
         """It listens at ``url``, unless the address is taken."""
@@ -79,11 +117,22 @@ class Pages:
         port = self._runner.addresses[0][1]
         self.url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
         log.info("web: %s", self.url)
+        self._sampling = asyncio.create_task(self._sample(), name="dashboard samples")
         return self
 
     async def __aexit__(self, *_: object) -> None:
         """It listens no more."""
+        if self._sampling is not None:
+            self._sampling.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._sampling
         await self._runner.cleanup()
+
+    async def _sample(self) -> None:
+        """Look at the counters at an even pace; a look costs some ten microseconds a task."""
+        while True:
+            self._history.sample(self._answers.pulse(), time.time_ns() // 1_000_000)
+            await asyncio.sleep(EVERY_S)
 
     def _app(self) -> web.Application:
         app = web.Application(middlewares=[self._guard], client_max_size=1024)
@@ -94,6 +143,9 @@ class Pages:
                 web.get("/metrics", self._metrics),
                 web.get("/api/status", self._status),
                 web.get("/api/ids/{id:.+}", self._id),
+                web.get("/api/dashboard", self._dashboard),
+                web.get("/api/records/{topic}/{partition:[0-9]{1,9}}/{offset:[0-9]{1,18}}", self._record),
+                *(web.get(path, file_answer(name)) for path, name in FILES.items()),
             ]
         )
         return app
@@ -101,18 +153,17 @@ class Pages:
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         if request.path not in OPEN_PAGES:
-            if self._token is not None:
+            if self._token is not None and request.path not in FILES:
                 given = request.headers.get("Authorization", "").removeprefix("Bearer ").encode()
                 if not hmac.compare_digest(given, self._token):
                     raise web.HTTPUnauthorized(
                         text="This page needs the header Authorization: Bearer TOKEN.\n",
                         headers={"WWW-Authenticate": "Bearer"},
                     )
-            elif not _is_loopback(request.host):
+            if self._token is None and not _is_loopback(request.host):
                 raise web.HTTPForbidden(text="Without a token these pages are for localhost only.\n")
         response = await handler(request)
-        response.headers["X-Content-Type-Options"] = "nosniff"
-        response.headers["Cache-Control"] = "no-store"
+        response.headers.update(SECURED)
         return response
 
     async def _live(self, _: web.Request) -> web.Response:
@@ -140,6 +191,28 @@ class Pages:
             found = self._answers.look_up(text)
         except SettingsError as error:
             return _json({"error": str(error)}, status=400)
+        if "here" in request.query:
+            return _json(found)
+        return _json(await ask_owners(found, self._answers.peers(), self._settings.token))
+
+    async def _dashboard(self, _: web.Request) -> web.Response:
+        now_s = time.monotonic()
+        made_s, shown = self._board
+        if not shown or now_s - made_s > SHARED_S:
+            answers = self._answers
+            now_ms = time.time_ns() // 1_000_000
+            shown = board(answers.seen(), self._history, answers.latest(), answers.peers(), now_ms=now_ms)
+            self._board = (now_s, shown)
+        return _json(shown)
+
+    async def _record(self, request: web.Request) -> web.Response:
+        topic, partition, offset = (request.match_info[name] for name in ("topic", "partition", "offset"))
+        try:
+            found = await self._answers.record(topic, int(partition), int(offset))
+        except DedupError as error:
+            return _json({"error": str(error)}, status=404)
+        if found is None:
+            return _json({"error": "the log does not have this record any more"}, status=404)
         return _json(found)
 
 

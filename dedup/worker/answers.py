@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from dataclasses import dataclass
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Final
 
 from dedup.core.extract_one import Fault, Recipe, extract_one
@@ -12,11 +12,14 @@ from dedup.core.murmur2 import partitions
 from dedup.core.paths import Path
 from dedup.core.tracking_id import FieldRule, FieldsRule, HeaderRule, KeyRule
 from dedup.core.window import Sighting
-from dedup.errors import Problem, SettingsError
+from dedup.errors import Problem, SettingsError, StateIncompatible
+from dedup.glance import LookedUp, Noted, Peer, SeenId, ShownRecord, TaskPulse
 from dedup.metrics import TaskSeen, WorkerSeen
 from dedup.session.wire import TopicPartition
 from dedup.worker.exposition import exposition
 from dedup.worker.judge import Judge
+from dedup.worker.peers import peers_of
+from dedup.worker.repartition import Repartition
 from dedup.worker.task import Task, TaskState
 
 if TYPE_CHECKING:
@@ -26,33 +29,6 @@ if TYPE_CHECKING:
 
 FRESH_S: Final = 2.0
 """The leader of a quiet partition answers five times a second."""
-
-
-@dataclass(frozen=True, slots=True)
-class SeenId:
-    """One sighting of an ID, in words a person asked for."""
-
-    partition: int
-    first_ms: int
-    last_ms: int
-    guarded_until_ms: int
-    source: str
-    """topic/partition/offset of the record that was forwarded."""
-
-
-@dataclass(frozen=True, slots=True)
-class LookedUp:
-    """What a worker knows of an ID."""
-
-    topology: str
-    id: str
-    sightings: tuple[SeenId, ...]
-    asked: tuple[int, ...]
-    """The partitions whose state was asked: those of this worker."""
-    partitions: int
-    """Of how many; an ID that is not found in fewer may be another worker's."""
-    belongs_to: int | None
-    """Its partition, where dedup itself has placed it; None where the producers did."""
 
 
 class WorkerAnswers:
@@ -99,11 +75,14 @@ class WorkerAnswers:
             return False
         return self._app.member.passed(feeding, end.high_watermark, task.next_offset)
 
+    def _lag(self, feeding: TopicPartition, task: Task) -> int | None:
+        end = self._app.member.fetcher.end(feeding)
+        if end is None or task.numbers.committed_offset is None:
+            return None
+        return 0 if self.caught_up(feeding, task) else max(0, end.high_watermark - task.numbers.committed_offset)
+
     def _task(self, feeding: TopicPartition, task: Task) -> TaskSeen:
         end = self._app.member.fetcher.end(feeding)
-        lag = None
-        if end is not None and task.numbers.committed_offset is not None:
-            lag = 0 if self.caught_up(feeding, task) else max(0, end.high_watermark - task.numbers.committed_offset)
         running = task.state is TaskState.RUNNING
         store = task.work.store if running and isinstance(task.work, Judge) else None
         return TaskSeen(
@@ -112,7 +91,7 @@ class WorkerAnswers:
             partition=feeding.partition,
             state=task.state.value,
             numbers=task.numbers,
-            lag_records=lag,
+            lag_records=self._lag(feeding, task),
             unstable_records=None if end is None else end.high_watermark - end.last_stable_offset,
             state_ids=0 if store is None else store.count_ids(),
             state_bytes=0 if store is None else store.approximate_bytes(),
@@ -130,22 +109,60 @@ class WorkerAnswers:
             for feeding, task in sorted(self._app.tasks.running.items())
             if task.state is TaskState.RUNNING and isinstance(task.work, Judge)
         }
-        found = [
-            self._seen_id(partition, sighting)
+        found = tuple(
+            self._seen_id(partition, sighting, live=sighting.last_ms >= judge.oldest_live_ms)
             for partition, judge in judges.items()
             for key in keys
             for sighting in sorted(judge.sightings_of(key))
-        ]
-        count = self._app.member.topic_partitions(self._topology.feeding_topics[0]) or 0
-        placed = set() if self._topology.direct or not count else set(partitions(keys, count))
-        belongs_to = next(iter(placed)) if len(placed) == 1 else None
-        return LookedUp(self._topology.name, text, tuple(found), tuple(judges), count, belongs_to)
+        )
+        # Before the first assignment the member knows no topics.
+        assigned = self._app.tasks.opened.is_set()
+        count = (self._app.member.topic_partitions(self._topology.feeding_topics[0]) or 0) if assigned else 0
+        placed = set(range(count)) if self._topology.direct or not count else set(partitions(keys, count))
+        belongs_to = next(iter(placed)) if len(placed) == 1 and not self._topology.direct else None
+        name, worker = self._topology.name, self._app.settings.worker_id or ""
+        home, feeding = tuple(sorted(placed)), self._topology.feeding_topics
+        return LookedUp(name, worker, text, found, tuple(judges), count, belongs_to, home, feeding)
 
-    def _seen_id(self, partition: int, sighting: Sighting) -> SeenId:
+    def _seen_id(self, partition: int, sighting: Sighting, *, live: bool) -> SeenId:
+        topology = self._topology
         topic, source_partition, offset = sighting.source
-        place = f"{self._topology.source.topics[topic]}/{source_partition}/{offset}"
-        guarded_ms = sighting.last_ms + self._topology.window.guard_ms
-        return SeenId(partition, sighting.first_ms, sighting.last_ms, guarded_ms, place)
+        place = f"{topology.source.topics[topic]}/{source_partition}/{offset}"
+        guarded_ms = sighting.last_ms + topology.window.guard_ms
+        went = None
+        if topology.output is not None:
+            # Behind a repartition topic the record's key chooses the partition, which a sighting does not keep.
+            went = f"{topology.output.topic}/{source_partition}" if topology.direct else topology.output.topic
+        return SeenId(partition, sighting.first_ms, sighting.last_ms, guarded_ms, place, live, went)
+
+    def pulse(self) -> Iterator[TaskPulse]:
+        """Yield what is cheap to read of every task."""
+        for feeding, task in self._app.tasks.running.items():
+            yield TaskPulse(task.numbers, self._lag(feeding, task))
+
+    def latest(self) -> Iterator[Noted]:
+        """Yield the latest committed duplicates, conflicts, late records and dead letters of every task."""
+        for task in self._app.tasks.running.values():
+            if isinstance(task.work, Judge | Repartition):
+                yield from task.work.recent.told(self._topology.source.topics)
+
+    def peers(self) -> tuple[Peer, ...]:
+        """Return the members of the group as the last assignment told of them; none before it."""
+        return peers_of(self._app)
+
+    async def record(self, topic: str, partition: int, offset: int) -> ShownRecord | None:
+        """Return a source record, cut where it is long; None where the log does not have it (any more).
+
+        Raises NoAnswer or StateIncompatible, also for a topic or partition that is no source of this topology.
+        """
+        if topic not in self._topology.source.topics:
+            raise StateIncompatible(f"{topic!r} is no source topic of {self._topology.name!r}.")
+        found = await self._app.wire.fetch(TopicPartition(topic, partition), offset, max_bytes=1, wait_ms=0)
+        if offset not in found.offsets:
+            return None
+        row = found.offsets.index(offset)
+        place = f"{topic}/{partition}/{offset}"
+        return ShownRecord.of(place, found.timestamps_ms[row], found.keys[row], found.values[row])
 
 
 def state_keys(topology: Topology, text: str) -> list[bytes]:

@@ -13,6 +13,7 @@ from dedup.session.connection import Connection
 from dedup.store.rocks import RocksMemory
 from dedup.worker.agents import attach_agents
 from dedup.worker.clock import SteadyClock
+from dedup.worker.peers import identity
 from dedup.worker.plan import Cluster
 from dedup.worker.standby import Standbys
 from dedup.worker.table import SightingsTable, TableManager
@@ -69,7 +70,7 @@ def create_app(topology: Topology, settings: Settings, cluster: Cluster, wire: K
         version=1,
         datadir=str(directory),
         tabledir=str(directory),
-        canonical_url=f"http://{settings.worker_id}:6066",
+        canonical_url=identity(settings.worker_id, None),
         web_enabled=False,
         topic_disable_leader=True,
         topic_allow_declare=False,

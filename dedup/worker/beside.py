@@ -3,39 +3,58 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
-from contextlib import AbstractAsyncContextManager, AsyncExitStack
-from typing import TYPE_CHECKING, Any, Final, Self
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import TYPE_CHECKING, Any, Final, Protocol, Self
+
+from yarl import URL
 
 from dedup.worker.answers import WorkerAnswers
 from dedup.worker.clock import Clock, SteadyClock
 from dedup.worker.idle import IdleFeeds
+from dedup.worker.peers import identity
 from dedup.worker.upkeep import Upkeep
 
 if TYPE_CHECKING:
     from dedup.topology.model import Topology
     from dedup.worker.app import DedupApp
 
-MakePages = Callable[[WorkerAnswers], AbstractAsyncContextManager[object]]
+
+class Pages(Protocol):
+    """What a worker must know of its pages."""
+
+    @property
+    def advertised(self) -> str | None:
+        """Where others find them; None where they are not served."""
+
+
+MakePages = Callable[[WorkerAnswers], AbstractAsyncContextManager[Pages]]
 LONGEST_LOOK_S: Final = 1.0
+
+
+@asynccontextmanager
+async def served(app: DedupApp, answers: WorkerAnswers, make_pages: MakePages | None) -> AsyncIterator[None]:
+    """The pages are up, and every member of the group will be told where; enter it before the group is joined."""
+    if make_pages is None:
+        yield
+        return
+    async with make_pages(answers) as pages:
+        app.conf.canonical_url = URL(identity(app.settings.worker_id, pages.advertised))
+        yield
 
 
 class Beside:
     """Runs while the block does; what goes wrong in it stops the worker."""
 
-    def __init__(self, app: DedupApp, topology: Topology, make_pages: MakePages | None) -> None:
+    def __init__(self, app: DedupApp, topology: Topology, answers: WorkerAnswers) -> None:
         self._app: Final = app
         self._topology: Final = topology
-        self._make_pages: Final = make_pages
         self._clock: Final[Clock] = SteadyClock()
-        self._answers: Final = WorkerAnswers(app, topology)
-        self._stack: Final = AsyncExitStack()
+        self._answers: Final = answers
         self._loops: list[asyncio.Task[None]] = []
 
     async def __aenter__(self) -> Self:
-        """The pages are up and the loops run."""
-        if self._make_pages is not None:
-            await self._stack.enter_async_context(self._make_pages(self._answers))
+        """The loops run."""
         self._start(Upkeep(self._app, self._topology, self._clock).run(), "upkeep")
         if not self._topology.direct:
             self._start(self._look_for_idle_feeds(), "idle feeds")
@@ -46,7 +65,6 @@ class Beside:
         for loop in self._loops:
             loop.cancel()
         await asyncio.gather(*self._loops, return_exceptions=True)
-        await self._stack.aclose()
 
     def _start(self, loop: Coroutine[Any, Any, None], name: str) -> None:
         task = asyncio.create_task(loop, name=name)

@@ -31,6 +31,7 @@ from dedup.worker.batch import FeedBatch, gather
 from dedup.worker.clock import Clock
 from dedup.worker.misplaced import Placement
 from dedup.worker.publish import Publisher
+from dedup.worker.recent import Recent
 from dedup.worker.restore import restore
 from dedup.worker.starting import Start, first_offset
 from dedup.worker.task import Frozen, Refusals
@@ -83,6 +84,7 @@ class Judge:
         self._numbers: Final = numbers
         self._judged = TaskNumbers()
         """Verdicts of the open transaction: one that is aborted is judged again, and counted once."""
+        self.recent: Final = Recent()
         self._store: Store | None = None
         self._begins = 0
         """Where the changelog began when it was last looked at."""
@@ -90,6 +92,11 @@ class Judge:
         self._applied = StreamTime.before(plan.feeds)
         self._stream_time = self._applied
         self._placement: Final = Placement(plan.feeding, plan.partitions, numbers)
+
+    @property
+    def oldest_live_ms(self) -> int:
+        """The least event time at which an applied sighting must end to count still."""
+        return self._plan.rules.window.oldest_live_ms(self._applied.value_ms)
 
     @property
     def changelog(self) -> TopicPartition:
@@ -205,6 +212,7 @@ class Judge:
         outcome = fold(rows, plan.rules, self._stream_time, self._lookup, ceiling_ms=ceiling_ms)
         self._stream_time = outcome.stream_time
         self._count(outcome)
+        self.recent.note(rows, outcome, self._clock.now_ms())
         self._placement.sample(extracted.ids)
         batches = self._publisher.publish(plain, rows, outcome, refusals.most_rows)
         return batches + self._remember(rows, outcome)
@@ -276,6 +284,7 @@ class Judge:
         stream_time, changelog = self._stream_time, self._plan.changelog
         generation = overlay.freeze()
         judged, self._judged = self._judged, TaskNumbers()
+        noted = self.recent.freeze()
         record = self._record(stream_time, next_offset)
         line = (OWN_ROW, self._clock.now_ms(), task_record_key(), encode_task_record(record), NO_HEADERS)
         closing = fill(changelog, [line], compression="none")
@@ -284,6 +293,7 @@ class Judge:
             overlay.applied(generation, record, ends[changelog])
             self._applied = stream_time
             self._numbers.add_verdicts(judged)
+            self.recent.commit(noted)
             self._numbers.stream_time_ms = stream_time.value_ms
             self._drop_expired()
             self._opened().warm(WARM_IDS)
@@ -316,6 +326,7 @@ class Judge:
             self._overlay.discard()
         self._stream_time = self._applied
         self._judged = TaskNumbers()
+        self.recent.discard()
 
     def close(self) -> None:
         """See `task.Work`."""

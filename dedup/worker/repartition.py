@@ -17,6 +17,7 @@ from dedup.session.wire import Wire
 from dedup.worker.batch import FeedBatch
 from dedup.worker.clock import Clock
 from dedup.worker.publish import IDLE, SOURCE, TIMESTAMP, Publisher
+from dedup.worker.recent import Recent
 from dedup.worker.starting import Start, first_offset
 from dedup.worker.task import Frozen, Refusals
 
@@ -50,6 +51,7 @@ class Repartition:
         self._numbers: Final = numbers
         self._judged = TaskNumbers()
         """Counts of the open transaction: one that is aborted is judged again, and counted once."""
+        self.recent: Final = Recent()
 
     async def restore(self, committed: int | None) -> int:
         """See `task.Work`; there is no state, only the committed offset."""
@@ -104,7 +106,9 @@ class Repartition:
         for _, letter in dead:
             self._judged.dead_reasons[letter.code] += 1
         rows = Rows(extracted, batch.offsets, (Feed(self._plan.topic, batch.feeding.partition),))
-        return self._publisher.publish(batch, rows, Outcome(dead=dead), refusals.most_rows)
+        outcome = Outcome(dead=dead)
+        self.recent.note(rows, outcome, self._clock.now_ms())
+        return self._publisher.publish(batch, rows, outcome, refusals.most_rows)
 
     def idle(self) -> list[RecordBatch]:
         """Return a marker for every repartition partition: this feed has nothing more for now."""
@@ -127,15 +131,18 @@ class Repartition:
     def freeze(self, next_offset: int) -> Frozen:  # noqa: ARG002  # `Work`'s signature
         """See `task.Work`; there is no state to apply."""
         judged, self._judged = self._judged, TaskNumbers()
+        noted = self.recent.freeze()
 
         def apply(_ends: Mapping[TopicPartition, int]) -> None:
             self._numbers.add_verdicts(judged)
+            self.recent.commit(noted)
 
         return Frozen([], apply)
 
     def discard(self) -> None:
         """See `task.Work`."""
         self._judged = TaskNumbers()
+        self.recent.discard()
 
     def close(self) -> None:
         """See `task.Work`."""

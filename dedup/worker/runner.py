@@ -18,8 +18,9 @@ from dedup.session.connection import Connection
 from dedup.session.loop import Loop
 from dedup.session.wire import TopicPartition
 from dedup.store.directory import own_state
+from dedup.worker.answers import WorkerAnswers
 from dedup.worker.app import DedupApp, create_app
-from dedup.worker.beside import Beside, MakePages
+from dedup.worker.beside import Beside, MakePages, served
 from dedup.worker.finish import Finish
 from dedup.worker.lost_offsets import refuse_lost_offsets
 from dedup.worker.plan import Cluster, group_is_new, prepare
@@ -79,14 +80,16 @@ async def _run_alone(topology: Topology, settings: Settings, options: RunOptions
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, stop.set)
         app.tasks.connect(app.member.begin, app.member.rejoin)
-        await app.start()
-        try:
-            async with Beside(app, topology, options.make_pages):
-                await _until_over(app, stop, options, cluster, ends)
-        finally:
-            await app.stop()
-            for number in (signal.SIGTERM, signal.SIGINT):
-                loop.remove_signal_handler(number)
+        answers = WorkerAnswers(app, topology)
+        async with served(app, answers, options.make_pages):
+            await app.start()
+            try:
+                async with Beside(app, topology, answers):
+                    await _until_over(app, stop, options, cluster, ends)
+            finally:
+                await app.stop()
+                for number in (signal.SIGTERM, signal.SIGINT):
+                    loop.remove_signal_handler(number)
         if app.tasks.failure.done():
             raise app.tasks.failure.result()
         return app

@@ -5,17 +5,18 @@ from __future__ import annotations
 import json
 import logging
 import socket
-from dataclasses import dataclass
 
 import aiohttp
 import pytest
 
-from dedup.errors import Problem, SettingsError
+from dedup.errors import Problem, SettingsError, StateIncompatible
+from dedup.glance import LookedUp, Noted, Peer, SeenId, ShownRecord, TaskPulse
 from dedup.metrics import TaskNumbers, TaskSeen, WorkerSeen
 from dedup.settings import Secret, Web
 from dedup.web.server import Pages
 
 CANARY = "canary-token-5f1c"
+NUMBERS = TaskNumbers()
 
 
 @pytest.fixture(autouse=True)
@@ -24,19 +25,16 @@ def _audible() -> None:
     logging.getLogger("dedup.web.server").disabled = False
 
 
-@dataclass(frozen=True)
-class Found:
-    id: str
-
-
 class Worker:
     why: str | None = None
+    others: tuple[Peer, ...] = ()
+    candidates: tuple[int, ...] = (0,)
 
     def not_ready(self) -> str | None:
         return self.why
 
     def seen(self) -> WorkerSeen:
-        task = TaskSeen("dedup", "orders", 0, "running", TaskNumbers(), 4, 0)
+        task = TaskSeen("dedup", "orders", 0, "running", NUMBERS, 4, 0)
         return WorkerSeen("orders", "a", (task,), {1: 0}, 0, 0, self.why)
 
     def metrics(self) -> bytes:
@@ -45,7 +43,23 @@ class Worker:
     def look_up(self, text: str) -> object:
         if text == "odd":
             raise SettingsError([Problem("ID", "is none")])
-        return Found(text)
+        seen = SeenId(0, 1, 1, 2, "orders/0/1", live=True, went="orders.unique/0")
+        found = (seen,) if text == "known" else ()
+        return LookedUp("orders", "a", text, found, (0,), 2, None, self.candidates, ("orders",))
+
+    def pulse(self):
+        return [TaskPulse(NUMBERS, 4)]
+
+    def latest(self):
+        return [Noted("late", "orders/0/7", "x", 5, 6, "1h behind stream time")]
+
+    def peers(self):
+        return self.others
+
+    async def record(self, topic, partition, offset):
+        if topic != "orders":
+            raise StateIncompatible("is no source topic")
+        return ShownRecord.of(f"{topic}/{partition}/{offset}", 1, None, b"\xff") if offset < 5 else None
 
 
 async def get(pages: Pages, page: str, *, method: str = "GET", **headers: str) -> tuple[int, str]:
@@ -70,7 +84,7 @@ async def test_pages():
         status = json.loads((await get(pages, "/api/status"))[1])
         assert (status["topology"], status["ready"], status["standbys"]) == ("orders", True, {"1": 0})
         assert status["tasks"][0]["lag_records"] == 4
-        assert json.loads((await get(pages, "/api/ids/a%2Fb%20c"))[1]) == {"id": "a/b c"}
+        assert json.loads((await get(pages, "/api/ids/a%2Fb%20c"))[1])["id"] == "a/b c"
         assert (await get(pages, "/api/ids/odd"))[0] == 400
         assert (await get(pages, "/nothing"))[0] == 404
         worker.why = "1 of 2 tasks are not running yet"
@@ -80,13 +94,13 @@ async def test_pages():
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH"])
 async def test_nothing_can_be_changed(method):
     async with Pages(web(), Worker()) as pages:
-        for page in ("/live", "/metrics", "/api/status", "/api/ids/a"):
+        for page in ("/", "/live", "/metrics", "/api/status", "/api/ids/a", "/api/dashboard"):
             assert (await get(pages, page, method=method))[0] == 405
 
 
 async def test_with_a_token_all_but_the_probes_ask_for_it(caplog):
     async with Pages(web(token=Secret(CANARY)), Worker()) as pages:
-        for page in ("/metrics", "/api/status", "/api/ids/a", "/nothing"):
+        for page in ("/metrics", "/api/status", "/api/ids/a", "/api/dashboard", "/api/records/orders/0/1", "/nothing"):
             for given in (
                 {},
                 {"Authorization": "Bearer wrong"},

@@ -1,0 +1,107 @@
+"""The latest duplicates, conflicts, late records and dead letters of a task: for a look, not for counting.
+
+Of each batch a few of each kind are kept, whatever its size, and shown once their transaction is committed. What is
+kept are positions, IDs and reasons, never a payload.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from dedup.core.fold import Outcome, Rows
+from dedup.core.id_text import id_text
+from dedup.core.window import Source
+from dedup.glance import Kind, Noted
+from dedup.quantities import format_duration
+
+MOST_OF_A_BATCH: Final = 5
+MOST_KEPT: Final = 20
+"""Of each kind."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Case:
+    kind: Kind
+    source: Source
+    key: bytes | None
+    event_time_ms: int | None
+    judged_ms: int
+    of: Source | None = None
+    away_ms: int = 0
+    detail: str = ""
+
+
+class Recent:
+    """One task's latest cases: those of the open transaction, and those committed."""
+
+    def __init__(self) -> None:
+        self._open: list[_Case] = []
+        self._committed: Final[dict[Kind, deque[_Case]]] = {}
+
+    def note(self, rows: Rows, outcome: Outcome, now_ms: int) -> None:
+        """Keep a few cases of a batch just judged; they count when their transaction is committed."""
+        if outcome.duplicates or outcome.repeats or outcome.conflicts or outcome.late or outcome.dead:
+            self._open.extend(_cases(rows, outcome, now_ms))
+
+    def freeze(self) -> list[_Case]:
+        """Return the cases of the transaction that is about to be committed; later ones are the next one's."""
+        frozen, self._open = self._open, []
+        return frozen
+
+    def commit(self, frozen: Iterable[_Case]) -> None:
+        """Show cases whose transaction is known to be committed."""
+        for case in frozen:
+            self._committed.setdefault(case.kind, deque(maxlen=MOST_KEPT)).append(case)
+
+    def discard(self) -> None:
+        """Forget what is not committed."""
+        self._open.clear()
+
+    def told(self, source_topics: Sequence[str]) -> Iterator[Noted]:
+        """Yield the committed cases in words, of each kind the oldest first."""
+        for cases in self._committed.values():
+            for case in cases:
+                text = None if case.key is None else id_text(case.key)
+                place = _place(case.source, source_topics)
+                yield Noted(case.kind, place, text, case.event_time_ms, case.judged_ms, _why(case, source_topics))
+
+
+def _cases(rows: Rows, outcome: Outcome, now_ms: int) -> Iterator[_Case]:
+    times_ms, ids = outcome.judged_times_ms, rows.extracted.ids
+
+    def case(kind: Kind, row: int, of: Source | None, away_ms: int, detail: str = "") -> _Case:
+        time_ms = times_ms[row] if kind != "dead_letter" else None
+        return _Case(kind, rows.source(row), ids[row], time_ms, now_ms, of, away_ms, detail)
+
+    for row, seen in outcome.duplicates[-MOST_OF_A_BATCH:]:
+        yield case("duplicate", row, seen.source, times_ms[row] - seen.first_ms)
+    for row, first in outcome.repeats[-MOST_OF_A_BATCH:]:
+        yield case("duplicate", row, rows.source(first), times_ms[row] - times_ms[first])
+    for row, seen in outcome.conflicts[-MOST_OF_A_BATCH:]:
+        yield case("conflict", row, seen.source, times_ms[row] - seen.first_ms)
+    for row, late in outcome.late[-MOST_OF_A_BATCH:]:
+        yield case("late", row, None, late.behind_ms)
+    for row, dead in outcome.dead[-MOST_OF_A_BATCH:]:
+        yield case("dead_letter", row, None, 0, f"{dead.code}: {dead.detail}")
+
+
+def _place(source: Source, source_topics: Sequence[str]) -> str:
+    return f"{source_topics[source.topic]}/{source.partition}/{source.offset}"
+
+
+def _why(case: _Case, source_topics: Sequence[str]) -> str:
+    away = format_duration(abs(case.away_ms))
+    match case.kind:
+        case "duplicate" | "conflict":
+            first = _place(case.of, source_topics) if case.of is not None else "an earlier record"
+            when = (
+                f"{away} {'after' if case.away_ms > 0 else 'before'} it" if case.away_ms else "at the same event time"
+            )
+            return f"repeats {first}{' with another payload' if case.kind == 'conflict' else ''}, {when}"
+        case "late":
+            return f"{away} behind stream time, and its ID is not known"
+        case "dead_letter":
+            return case.detail
