@@ -1,0 +1,84 @@
+// The plots: uPlot with this page's colours, drawn anew when the colour scheme changes.
+
+import uPlot from "./uPlot.esm.js";
+import { count, rate, seconds } from "./words.js";
+
+const HEIGHT = 190;
+const SPAN_S = 300;
+
+const PLOTS = {
+  rates: {
+    columns: [
+      ["unique", "unique", "--unique", []],
+      ["duplicate", "duplicate", "--duplicate", [8, 3]],
+      ["late", "late", "--late", [3, 3]],
+      ["dead letter", "dead_letter", "--dead", [10, 3, 2, 3]],
+    ],
+    say: (value) => (value === null ? "–" : `${rate(value)}/s`),
+  },
+  lag: { columns: [["records", "lag_records", "--unique", []]], say: count },
+  latency: {
+    columns: [["median", "median_s", "--unique", []], ["99 of 100", "p99_s", "--duplicate", [8, 3]]],
+    say: seconds,
+  },
+};
+
+const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+
+function options(plot, width) {
+  const axis = { stroke: colour("--quiet"), grid: { stroke: colour("--grid"), width: 1 }, ticks: { stroke: colour("--line"), width: 1 } };
+  return {
+    width,
+    height: HEIGHT,
+    tzDate: (time) => uPlot.tzDate(new Date(time * 1000), "Etc/UTC"),
+    cursor: { drag: { x: false, y: false } },
+    scales: {
+      x: { range: (_, __, last) => [last - SPAN_S, last] },
+      y: { range: (_, __, most) => [0, Math.max(most ?? 0, Number.EPSILON) * 1.08 || 1] },
+    },
+    axes: [
+      { ...axis, values: [[1, "{HH}:{mm}:{ss}", null, null, null, null, null, null, 1]], space: 80 },
+      { ...axis, size: 62, values: (_, ticks) => ticks.map(plot.say) },
+    ],
+    series: [
+      { value: "{HH}:{mm}:{ss}" },
+      ...plot.columns.map(([label, , stroke, dash]) => ({
+        label, stroke: colour(stroke), dash, width: 2, spanGaps: true, points: { show: false }, value: (_, value) => plot.say(value),
+      })),
+    ],
+  };
+}
+
+export class Plots {
+  #drawn = new Map();
+  #samples = null;
+
+  constructor() {
+    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.#redraw());
+    new ResizeObserver(() => this.#resize()).observe(document.querySelector(".plots"));
+  }
+
+  show(samples) {
+    this.#samples = samples;
+    for (const [id, plot] of Object.entries(PLOTS)) {
+      const data = [samples.time_ms.map((ms) => ms / 1000), ...plot.columns.map(([, column]) => samples[column])];
+      const place = document.getElementById(id);
+      if (!this.#drawn.has(id)) this.#drawn.set(id, new uPlot(options(plot, place.clientWidth), data, place));
+      else this.#drawn.get(id).setData(data);
+      const now = plot.columns.map(([label, column]) => `${label} ${plot.say(samples[column].at(-1) ?? null)}`).join(", ");
+      place.setAttribute("aria-label", `Plot of the last five minutes. Now: ${now}.`);
+    }
+  }
+
+  #redraw() {
+    for (const drawn of this.#drawn.values()) drawn.destroy();
+    this.#drawn.clear();
+    if (this.#samples !== null) this.show(this.#samples);
+  }
+
+  #resize() {
+    for (const [id, drawn] of this.#drawn) {
+      drawn.setSize({ width: document.getElementById(id).clientWidth, height: HEIGHT });
+    }
+  }
+}

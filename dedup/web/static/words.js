@@ -1,0 +1,48 @@
+// Numbers, sizes and times in words. Everything on this page becomes text by textContent, never markup.
+
+const NUMBER = new Intl.NumberFormat("en", { maximumFractionDigits: 0 });
+const SMALL = new Intl.NumberFormat("en", { maximumSignificantDigits: 3 });
+const SIZES = ["B", "KiB", "MiB", "GiB", "TiB"];
+
+export const count = (value) => (value === null ? "–" : NUMBER.format(value));
+export const rate = (value) => (value === null ? "–" : value >= 100 ? NUMBER.format(value) : SMALL.format(value));
+
+export function size(bytes) {
+  if (bytes === null) return "–";
+  let step = 0;
+  while (bytes >= 1024 && step < SIZES.length - 1) {
+    bytes /= 1024;
+    step += 1;
+  }
+  return `${SMALL.format(bytes)} ${SIZES[step]}`;
+}
+
+export function seconds(value) {
+  if (value === null) return "–";
+  if (value < 1) return `${NUMBER.format(value * 1000)} ms`;
+  if (value < 120) return `${SMALL.format(value)} s`;
+  return value < 7200 ? `${NUMBER.format(value / 60)} min` : `${SMALL.format(value / 3600)} h`;
+}
+
+// Event times may be any number: what is no date is shown as it is.
+export function instant(ms) {
+  const date = new Date(ms);
+  return Number.isNaN(date.getTime()) ? `${ms} ms` : date.toISOString().replace(".000Z", "Z");
+}
+
+export const clock = (ms) => instant(ms).slice(11, 19);
+
+// An element with attributes and children; a child that is no element is text.
+export function element(name, attributes = {}, ...children) {
+  const made = document.createElement(name);
+  for (const [key, value] of Object.entries(attributes)) {
+    if (value !== null) made.setAttribute(key, value);
+  }
+  made.append(...children);
+  return made;
+}
+
+// Text that did not change is not written: a screen reader says what changed.
+export function write(node, text) {
+  if (node.textContent !== text) node.textContent = text;
+}

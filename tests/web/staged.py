@@ -1,0 +1,101 @@
+"""A worker's answers set by hand, served by the real pages in a thread of their own: the browser has this one."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from dedup.errors import Problem, SettingsError, StateIncompatible
+from dedup.glance import LookedUp, Noted, Peer, SeenId, ShownRecord, TaskPulse
+from dedup.metrics import TaskNumbers, TaskSeen, WorkerSeen
+from dedup.settings import Web
+from dedup.web.server import Pages
+
+NOW_MS = 1_700_000_000_000
+
+
+def running(partition: int = 0, **verdicts: int) -> TaskSeen:
+    numbers = TaskNumbers(verdicts=Counter(verdicts))
+    seen = TaskSeen("dedup", "orders", partition, "running", numbers, 7, 0, 1_234, 5_000_000)
+    return replace(seen, state_max_bytes=20_000_000)
+
+
+def restoring(partition: int = 1, *, total: int = 1_000, remaining: int = 250) -> TaskSeen:
+    numbers = TaskNumbers(restore_total=total, restore_remaining=remaining)
+    return TaskSeen("dedup", "orders", partition, "restoring", numbers, None, None)
+
+
+@dataclass
+class Staged:
+    """What `Pages` asks; a test sets the fields."""
+
+    tasks: tuple[TaskSeen, ...] = (running(unique=90, duplicate=10), restoring())
+    noted: tuple[Noted, ...] = ()
+    others: tuple[Peer, ...] = ()
+    standby_lag: dict[int, int] = field(default_factory=lambda: {2: 0})
+    sightings: dict[str, SeenId] = field(default_factory=dict)
+    why: str | None = None
+    payload: bytes = b'{"id": "a"}'
+    partitions: int = 3
+
+    def not_ready(self) -> str | None:
+        return self.why
+
+    def seen(self) -> WorkerSeen:
+        return WorkerSeen("orders", "a", self.tasks, self.standby_lag, 0, 0, self.why)
+
+    def metrics(self) -> bytes:
+        return b""
+
+    def look_up(self, text: str) -> LookedUp:
+        if text == "odd":
+            raise SettingsError([Problem("ID", "'odd' can be no ID of 'orders'")])
+        found = (self.sightings[text],) if text in self.sightings else ()
+        asked = tuple(task.partition for task in self.tasks if task.state == "running")
+        every = tuple(range(self.partitions))
+        return LookedUp("orders", "a", text, found, asked, self.partitions, None, every, ("orders",))
+
+    def pulse(self) -> list[TaskPulse]:
+        return [TaskPulse(task.numbers, task.lag_records) for task in self.tasks]
+
+    def latest(self) -> tuple[Noted, ...]:
+        return self.noted
+
+    def peers(self) -> tuple[Peer, ...]:
+        return self.others
+
+    async def record(self, topic: str, partition: int, offset: int) -> ShownRecord | None:
+        if topic != "orders":
+            raise StateIncompatible(f"{topic!r} is no source topic of 'orders'.")
+        return ShownRecord.of(f"{topic}/{partition}/{offset}", NOW_MS, b"k", self.payload)
+
+
+@contextmanager
+def serving(worker: Staged, **settings: Any) -> Iterator[str]:
+    """The pages of a worker are up; yields their URL."""
+    loop = asyncio.new_event_loop()
+    ready = threading.Event()
+    stop = asyncio.Event()
+    url: list[str] = []
+
+    async def serve() -> None:
+        async with Pages(Web(**({"port": 0} | settings)), worker) as pages:
+            assert pages.url is not None
+            url.append(pages.url)
+            ready.set()
+            await stop.wait()
+
+    thread = threading.Thread(target=loop.run_until_complete, args=(serve(),), name="pages")
+    thread.start()
+    try:
+        assert ready.wait(10)
+        yield url[0]
+    finally:
+        loop.call_soon_threadsafe(stop.set)
+        thread.join()
+        loop.close()
