@@ -9,10 +9,48 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
-from contextvars import Context
+from contextvars import Context, copy_context
 from typing import Any
 
 MOST_STEPS = 100_000
+
+
+class Ready:
+    """A callback to be run: asyncio's `Handle`, as far as anybody looks at one that is no timer."""
+
+    __slots__ = ("_args", "_callback", "_context", "_gone", "_loop")
+
+    def __init__(self, callback: Any, args: tuple[Any, ...], loop: SimLoop, context: Context) -> None:
+        self._callback, self._args, self._loop, self._context = callback, args, loop, context
+        self._gone = False
+
+    def cancel(self) -> None:
+        self._gone = True
+
+    def cancelled(self) -> bool:
+        return self._gone
+
+    def _run(self) -> None:
+        if self._gone:
+            return
+        try:
+            self._context.run(self._callback, *self._args)
+        except (SystemExit, KeyboardInterrupt):
+            raise
+        except BaseException as error:  # noqa: BLE001  # told and gone on, as asyncio's does
+            self._loop.call_exception_handler({"message": f"in {self._callback!r}", "exception": error})
+
+
+class Running:
+    """Which loop asyncio takes for the running one; each change costs a system call, so none is made in vain."""
+
+    loop: SimLoop | None = None
+
+    @classmethod
+    def change_to(cls, loop: SimLoop | None) -> None:
+        if cls.loop is not loop:
+            cls.loop = loop
+            asyncio._set_running_loop(loop)
 
 
 class SimLoop(asyncio.AbstractEventLoop):
@@ -23,29 +61,23 @@ class SimLoop(asyncio.AbstractEventLoop):
         self.complaints: list[str] = []
         """What asyncio would have logged: exceptions nobody looked at."""
         self._park_timer = park_timer
-        self.ready: deque[asyncio.Handle] = deque()
+        self.ready: deque[Ready | asyncio.TimerHandle] = deque()
         self._tasks: list[asyncio.Task[Any]] = []
 
     def run_until_idle(self) -> None:
         """Run everything that is ready; AssertionError for a loop that never rests."""
         ready = self.ready
-        asyncio._set_running_loop(self)
-        try:
-            steps = 0
-            while ready and not self.dead:
-                ready.popleft()._run()
-                steps += 1
-                assert steps < MOST_STEPS, "a process does not come to rest"
-        finally:
-            asyncio._set_running_loop(None)
+        Running.change_to(self)
+        steps = 0
+        while ready and not self.dead:
+            ready.popleft()._run()
+            steps += 1
+            assert steps < MOST_STEPS, "a process does not come to rest"
 
     def within(self, start: Callable[[], None]) -> None:
         """Call something that needs a running loop."""
-        asyncio._set_running_loop(self)
-        try:
-            start()
-        finally:
-            asyncio._set_running_loop(None)
+        Running.change_to(self)
+        start()
 
     def kill(self) -> None:
         """Forget all coroutines. Whatever their clean-up does, it can reach neither log nor disk any more."""
@@ -64,11 +96,11 @@ class SimLoop(asyncio.AbstractEventLoop):
 
     def call_soon(  # type: ignore[override]
         self, callback: Any, *args: Any, context: Context | None = None
-    ) -> asyncio.Handle:
-        handle = asyncio.Handle(callback, args, self, context)
+    ) -> Ready:
+        ready = Ready(callback, args, self, copy_context() if context is None else context)
         if not self.dead:
-            self.ready.append(handle)
-        return handle
+            self.ready.append(ready)
+        return ready
 
     def call_later(  # type: ignore[override]  # typeshed ties arguments to the callback
         self, delay: float, callback: Any, *args: Any, context: Context | None = None

@@ -9,6 +9,7 @@ from dedup.errors import StateIncompatible
 from dedup.session.record_batch import fill
 from dedup.session.wire import TopicPartition
 from tests.simulation.choice import Chooser, Healthy
+from tests.simulation.loop import Running
 from tests.simulation.oracle import Violation
 from tests.simulation.process import Disk, MemoryDisk, Parked, Process
 from tests.simulation.scenario import CHANGELOG, FINGERPRINT, GROWN, NOW_MS, Bounds, Builder, Scenario
@@ -67,13 +68,16 @@ class Run:
 
     def go(self) -> list[Violation]:
         """Run the schedule; return what must not be."""
-        if self.scenario.seeder:
-            self._open_seeder()
-        self._start(self._owner)
-        self._until_quiet()
-        if not self.violations:
-            self._finish()
-        self._end_all()
+        try:
+            if self.scenario.seeder:
+                self._open_seeder()
+            self._start(self._owner)
+            self._until_quiet()
+            if not self.violations:
+                self._finish()
+            self._end_all()
+        finally:
+            Running.change_to(None)
         return self.violations
 
     def _open_seeder(self) -> None:
@@ -150,12 +154,13 @@ class Run:
             process.parked.remove(call)
             if call.writes:
                 self._network.append(call.effect)
-        if process.failure is not None:
-            self._refused = self._grown and isinstance(process.failure, StateIncompatible)
+        failure = process.failure
+        if failure is not None:
+            self._refused = self._grown and isinstance(failure, StateIncompatible)
             if self._refused:
                 self._end_all()
                 return
-            self.violations.append(Violation("stopped", repr(process.failure)))
+            self.violations.append(Violation("stopped", repr(failure)))
         if process.loop.complaints:
             self.violations.append(Violation("stopped", "; ".join(process.loop.complaints)))
 
@@ -172,6 +177,9 @@ class Run:
 
     def _step(self, worker: Worker, heads: list[Parked]) -> None:
         call = heads[0]
+        if not (self._faults or self._switches or self._reorders or (self._network and self._deliveries)):
+            self._answer(worker, call)
+            return
         options = [f"{call.name} go", *self._failing(call)]
         if self._network and self._deliveries:
             options.append(f"{call.name} deliver")
