@@ -18,6 +18,7 @@ COMMANDS: Final = (
     "dedup.cli.admin",
     "dedup.cli.verify",
     "dedup.cli.explain",
+    "dedup.cli.doctor",
     "dedup.cli.chaos",
     "dedup.cli.broker",
     "dedup.cli.bench",

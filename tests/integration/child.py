@@ -11,8 +11,10 @@ import os
 import resource
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from aiokafka.consumer.group_coordinator import GroupCoordinator
@@ -164,6 +166,23 @@ def slow_restore(delay_ms: int) -> None:
     KafkaWire.fetch = slow  # type: ignore[method-assign]
 
 
+def restore_held(fetches: int) -> None:
+    """A read of a changelog brings one record batch, and after so many the next ones wait for SIGUSR1."""
+    fetch = KafkaWire.fetch
+    go_on = threading.Event()
+    signal.signal(signal.SIGUSR1, lambda *_: go_on.set())
+    seen = 0
+
+    async def held(self: KafkaWire, source: Any, offset: int, *, max_bytes: int, wait_ms: int) -> Any:
+        nonlocal seen
+        seen += 1
+        while seen > fetches and not go_on.is_set():
+            await asyncio.sleep(0.01)
+        return await fetch(self, source, offset, max_bytes=max_bytes if go_on.is_set() else 1, wait_ms=wait_ms)
+
+    KafkaWire.fetch = held  # type: ignore[method-assign]
+
+
 def small_batches(records: int) -> None:
     """A batch has at most this many records."""
     transport.BATCH_RECORDS = records  # type: ignore[misc]
@@ -171,13 +190,17 @@ def small_batches(records: int) -> None:
 
 def patience(limit_ms: int) -> None:
     """A start waits this long for a broker."""
+    connect_with(patience_ms=limit_ms)
+
+
+def answers_within(limit_ms: int) -> None:
+    """A request without an answer is given up after this time."""
+    connect_with(request_timeout_ms=limit_ms)
+
+
+def connect_with(**changes: int) -> None:
     of = Connection.of
-
-    def impatient(settings: Any, *, client_id: str = "dedup") -> Connection:
-        made = of(settings, client_id=client_id)
-        return Connection(made.brokers, made.security, made.client_id, made.request_timeout_ms, limit_ms)
-
-    Connection.of = staticmethod(impatient)  # type: ignore[method-assign]
+    Connection.of = lambda *args, **kwargs: replace(of(*args, **kwargs), **changes)  # type: ignore[method-assign]
 
 
 def metadata_every(interval_ms: int) -> None:
@@ -344,8 +367,10 @@ ACCIDENTS: dict[str, Callable[[int], None]] = {
         freeze_in_commit,
         die_judging_in_commit,
         slow_restore,
+        restore_held,
         small_batches,
         patience,
+        answers_within,
         metadata_every,
         store_damaged,
         membership_dies,

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 
 import pytest
 from playwright.sync_api import Browser, BrowserContext, Page, sync_playwright
 
 from tests.integration.conftest import make_job
+from tests.web.staged import serving
 
 __all__ = ["make_job"]
 CHROMIUM = shutil.which("chromium")
 Open = Callable[..., Page]
+Serve = Callable[..., str]
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +30,14 @@ def browser() -> Iterator[Browser]:
 
 
 @pytest.fixture
-def open_page(browser: Browser) -> Iterator[Open]:
+def serve() -> Iterator[Serve]:
+    """Return what serves a worker's pages until the browser's are closed."""
+    with ExitStack() as stack:
+        yield lambda worker, **settings: stack.enter_context(serving(worker, **settings))
+
+
+@pytest.fixture
+def open_page(browser: Browser, serve: Serve) -> Iterator[Open]:
     """Return what opens a page; at the end no script has failed, nothing was blocked, no other host was asked."""
     contexts: list[BrowserContext] = []
     wrong: list[str] = []
@@ -40,9 +50,11 @@ def open_page(browser: Browser) -> Iterator[Open]:
         page.on("pageerror", lambda error: wrong.append(f"script failed: {error}"))
         page.on(
             "console",
-            lambda message: wrong.append(f"{message.type}: {message.text}")
-            if message.type in {"error", "warning"} and not any(text in message.text for text in expected)
-            else None,
+            lambda message: (
+                wrong.append(f"{message.type}: {message.text}")
+                if message.type in {"error", "warning"} and not any(text in message.text for text in expected)
+                else None
+            ),
         )
         page.on("request", lambda request: wrong.append(request.url) if not request.url.startswith(url) else None)
         page.on("dialog", lambda dialog: (wrong.append(f"dialog {dialog.message}"), dialog.dismiss()))

@@ -10,15 +10,17 @@ from playwright.sync_api import Page, expect
 
 from dedup.glance import Noted, Peer, SeenId
 from dedup.settings import Secret
-from tests.web.conftest import Open
+from tests.web.conftest import Open, Serve
 from tests.web.staged import NOW_MS, Staged, restoring, running, serving
 
 MARKUP = "<img src=x onerror=alert(1)><script>alert(2)</script>"
 TOKEN = "canary-token-77ab"
 
 
-def noted(kind: str = "duplicate", offset: int = 1, *, id: str | None = "a", why: str = "repeats orders/0/0") -> Noted:
-    return Noted(kind, f"orders/0/{offset}", id, NOW_MS, NOW_MS + offset, why)
+def noted(
+    kind: str = "duplicate", offset: int = 1, *, known: str | None = "a", why: str = "repeats orders/0/0"
+) -> Noted:
+    return Noted(kind, f"orders/0/{offset}", known, NOW_MS, NOW_MS + offset, why)
 
 
 def seen(**changes) -> SeenId:
@@ -29,173 +31,173 @@ def row(page: Page, name: str):
     return page.locator("#tasks tbody tr", has=page.locator("th", has_text=re.compile(f"^{name}$")))
 
 
-def test_tasks_are_told_with_owner_state_progress_and_bound(open_page: Open) -> None:
+def test_tasks_are_told_with_owner_state_progress_and_bound(open_page: Open, serve: Serve) -> None:
     peers = (
         Peer("a", "http://127.0.0.1:1", (("orders", 0), ("orders", 1)), here=True),
         Peer("b", "http://127.0.0.1:2", (("orders", 2),), here=False),
     )
-    with serving(Staged(others=peers)) as url:
-        page = open_page(url)
-        expect(row(page, "orders/0")).to_contain_text("running")
-        expect(row(page, "orders/0")).to_contain_text("25 % of 19.1 MiB")
-        expect(row(page, "orders/0").locator("meter")).to_have_attribute("max", "20000000")
-        expect(row(page, "orders/1")).to_contain_text("restoring")
-        expect(row(page, "orders/1")).to_contain_text("75 %, 250 records left")
-        expect(row(page, "orders/1").get_by_role("progressbar")).to_have_attribute("value", "750")
-        expect(row(page, "orders/2")).to_contain_text("at another worker")
-        expect(row(page, "orders/2").get_by_role("link", name="b")).to_have_attribute("href", "http://127.0.0.1:2")
-        expect(row(page, "2")).to_contain_text("kept warm")
+    url = serve(Staged(others=peers))
+    page = open_page(url)
+    expect(row(page, "orders/0")).to_contain_text("running")
+    expect(row(page, "orders/0")).to_contain_text("25 % of 19.1 MiB")
+    expect(row(page, "orders/0").locator("meter")).to_have_attribute("max", "20000000")
+    expect(row(page, "orders/1")).to_contain_text("restoring")
+    expect(row(page, "orders/1")).to_contain_text("75 %, 250 records left")
+    expect(row(page, "orders/1").get_by_role("progressbar")).to_have_attribute("value", "750")
+    expect(row(page, "orders/2")).to_contain_text("at another worker")
+    expect(row(page, "orders/2").get_by_role("link", name="b")).to_have_attribute("href", "http://127.0.0.1:2")
+    expect(row(page, "2")).to_contain_text("kept warm")
 
 
-def test_what_changes_is_shown_without_a_reload(open_page: Open) -> None:
+def test_what_changes_is_shown_without_a_reload(open_page: Open, serve: Serve) -> None:
     worker = Staged()
-    with serving(worker) as url:
-        page = open_page(url)
-        expect(row(page, "orders/1").get_by_role("progressbar")).to_have_attribute("value", "750")
-        worker.tasks = (worker.tasks[0], restoring(remaining=100))
-        expect(row(page, "orders/1").get_by_role("progressbar")).to_have_attribute("value", "900")
-        worker.tasks = (worker.tasks[0], running(1))
-        expect(row(page, "orders/1")).to_contain_text("running")
-        expect(row(page, "orders/1").get_by_role("progressbar")).to_have_count(0)
-        worker.tasks = (worker.tasks[0],)
-        expect(row(page, "orders/1")).to_have_count(0)
+    url = serve(worker)
+    page = open_page(url)
+    expect(row(page, "orders/1").get_by_role("progressbar")).to_have_attribute("value", "750")
+    worker.tasks = (worker.tasks[0], restoring(remaining=100))
+    expect(row(page, "orders/1").get_by_role("progressbar")).to_have_attribute("value", "900")
+    worker.tasks = (worker.tasks[0], running(1))
+    expect(row(page, "orders/1")).to_contain_text("running")
+    expect(row(page, "orders/1").get_by_role("progressbar")).to_have_count(0)
+    worker.tasks = (worker.tasks[0],)
+    expect(row(page, "orders/1")).to_have_count(0)
 
 
-def test_the_plots_are_drawn_and_say_what_they_show(open_page: Open) -> None:
+def test_the_plots_are_drawn_and_say_what_they_show(open_page: Open, serve: Serve) -> None:
     worker = Staged()
-    with serving(worker) as url:
-        page = open_page(url)
-        for name in ("rates", "lag", "latency"):
-            expect(page.locator(f"#{name} canvas")).to_be_visible()
-        expect(page.locator("#lag")).to_have_attribute("aria-label", re.compile(r"Now: records 7\."))
-        first = page.locator("#tiles dd").first
-        worker.tasks[0].numbers.verdicts["unique"] += 10_000
-        expect(first).not_to_have_text("0")
+    url = serve(worker)
+    page = open_page(url)
+    for name in ("rates", "lag", "latency"):
+        expect(page.locator(f"#{name} canvas")).to_be_visible()
+    expect(page.locator("#lag")).to_have_attribute("aria-label", re.compile(r"Now: records 7\."))
+    first = page.locator("#tiles dd").first
+    worker.tasks[0].numbers.verdicts["unique"] += 10_000
+    expect(first).not_to_have_text("0")
 
 
-def test_an_id_that_is_markup_is_text_everywhere(open_page: Open) -> None:
+def test_an_id_that_is_markup_is_text_everywhere(open_page: Open, serve: Serve) -> None:
     worker = Staged(
-        noted=(noted(id=MARKUP, why=MARKUP),),
+        noted=(noted(known=MARKUP, why=MARKUP),),
         sightings={MARKUP: seen(source=MARKUP, went=MARKUP)},
         others=(Peer(MARKUP, "javascript:alert(3)", ((MARKUP, 1),), here=False),),
         why=MARKUP,
         payload=MARKUP.encode(),
     )
-    with serving(worker) as url:
-        page = open_page(url)
-        page.get_by_role("button", name=MARKUP, exact=True).click()
-        expect(page.locator("#lookup-answer")).to_contain_text(f"{MARKUP}: one sighting")
-        page.get_by_role("button", name="Show the payload of orders/0/1").click()
-        expect(page.locator("#record-value")).to_have_text(MARKUP)
-        expect(page.locator("#notices")).to_contain_text(MARKUP)
-        expect(page.locator("#tasks")).to_contain_text(MARKUP)
-        assert page.locator("img, #content script, a[href^='javascript']").count() == 0
+    url = serve(worker)
+    page = open_page(url)
+    page.get_by_role("button", name=MARKUP, exact=True).click()
+    expect(page.locator("#lookup-answer")).to_contain_text(f"{MARKUP}: one sighting")
+    page.get_by_role("button", name="Show the payload of orders/0/1").click()
+    expect(page.locator("#record-value")).to_have_text(MARKUP)
+    expect(page.locator("#notices")).to_contain_text(MARKUP)
+    expect(page.locator("#tasks")).to_contain_text(MARKUP)
+    assert page.locator("img, #content script, a[href^='javascript']").count() == 0
 
 
-def test_an_id_is_looked_up_by_keyboard(open_page: Open) -> None:
+def test_an_id_is_looked_up_by_keyboard(open_page: Open, serve: Serve) -> None:
     worker = Staged(sightings={"order/7 é": seen()}, tasks=(running(0), running(1), running(2)))
-    with serving(worker) as url:
-        page = open_page(url, expected=("400",))
-        page.get_by_label("Tracking ID").fill("order/7 é")
-        page.keyboard.press("Enter")
-        answer = page.locator("#lookup-answer")
-        expect(answer).to_contain_text("order/7 é: one sighting")
-        for text in ("2023-11-14T22:13:20Z", "2023-11-15T22:13:20Z of event time", "orders/0/5", "unique/0", "worker a"):
-            expect(answer).to_contain_text(text)
-        expect(answer).to_contain_text("3 of 3 partitions were asked")
-        page.get_by_label("Tracking ID").fill("nobody")
-        page.keyboard.press("Enter")
-        expect(answer).to_contain_text("not known: never seen, or its sighting has expired")
-        page.get_by_label("Tracking ID").fill("odd")
-        page.keyboard.press("Enter")
-        expect(answer).to_contain_text("'odd' can be no ID of 'orders'")
+    url = serve(worker)
+    page = open_page(url, expected=("400",))
+    page.get_by_label("Tracking ID").fill("order/7 é")
+    page.keyboard.press("Enter")
+    answer = page.locator("#lookup-answer")
+    expect(answer).to_contain_text("order/7 é: one sighting")
+    for text in ("2023-11-14T22:13:20Z", "2023-11-15T22:13:20Z of event time", "orders/0/5", "unique/0", "worker a"):
+        expect(answer).to_contain_text(text)
+    expect(answer).to_contain_text("3 of 3 partitions were asked")
+    page.get_by_label("Tracking ID").fill("nobody")
+    page.keyboard.press("Enter")
+    expect(answer).to_contain_text("not known: never seen, or its sighting has expired")
+    page.get_by_label("Tracking ID").fill("odd")
+    page.keyboard.press("Enter")
+    expect(answer).to_contain_text("'odd' can be no ID of 'orders'")
 
 
-def test_any_worker_answers_by_asking_the_owner(open_page: Open) -> None:
+def test_any_worker_answers_by_asking_the_owner(open_page: Open, serve: Serve) -> None:
     token = Secret(TOKEN)
     owner = Staged(tasks=(running(1), running(2)), sightings={"x": seen(partition=1, source="orders/1/9")})
-    with serving(owner, token=token) as theirs:
-        there = Peer("b", theirs, (("orders", 1), ("orders", 2)), here=False)
-        asked = Staged(tasks=(running(0),), others=(there,))
-        with serving(asked, token=token) as url:
-            page = open_page(url, expected=("401",))
-            page.get_by_label("This worker asks for its token").fill(TOKEN)
-            page.keyboard.press("Enter")
-            page.get_by_label("Tracking ID").fill("x")
-            page.keyboard.press("Enter")
-            expect(page.locator("#lookup-answer")).to_contain_text("worker b, partition 1")
-            expect(page.locator("#lookup-answer")).to_contain_text("3 of 3 partitions were asked")
+    theirs = serve(owner, token=token)
+    there = Peer("b", theirs, (("orders", 1), ("orders", 2)), here=False)
+    asked = Staged(tasks=(running(0),), others=(there,))
+    url = serve(asked, token=token)
+    page = open_page(url, expected=("401",))
+    page.get_by_label("This worker asks for its token").fill(TOKEN)
+    page.keyboard.press("Enter")
+    page.get_by_label("Tracking ID").fill("x")
+    page.keyboard.press("Enter")
+    expect(page.locator("#lookup-answer")).to_contain_text("worker b, partition 1")
+    expect(page.locator("#lookup-answer")).to_contain_text("3 of 3 partitions were asked")
 
 
-def test_an_owner_that_does_not_answer_is_told(open_page: Open) -> None:
+def test_an_owner_that_does_not_answer_is_told(open_page: Open, serve: Serve) -> None:
     gone = Peer("b", "http://127.0.0.1:9", (("orders", 1),), here=False)
     mute = Peer("c", None, (("orders", 2),), here=False)
-    with serving(Staged(tasks=(running(0),), others=(gone, mute))) as url:
-        page = open_page(url)
-        page.get_by_label("Tracking ID").fill("x")
-        page.keyboard.press("Enter")
-        answer = page.locator("#lookup-answer")
-        expect(answer).to_contain_text("not known to those that answered")
-        expect(answer).to_contain_text("Partition 1 not asked: worker b: it is not reached")
-        expect(answer).to_contain_text("Partition 2 not asked: worker c: it has no pages")
-        expect(page.locator("#notices")).to_contain_text("Without pages, so not to be asked for an ID: c")
+    url = serve(Staged(tasks=(running(0),), others=(gone, mute)))
+    page = open_page(url)
+    page.get_by_label("Tracking ID").fill("x")
+    page.keyboard.press("Enter")
+    answer = page.locator("#lookup-answer")
+    expect(answer).to_contain_text("not known to those that answered")
+    expect(answer).to_contain_text("Partition 1 not asked: worker b: it is not reached")
+    expect(answer).to_contain_text("Partition 2 not asked: worker c: it has no pages")
+    expect(page.locator("#notices")).to_contain_text("Without pages, so not to be asked for an ID: c")
 
 
-def test_a_token_is_asked_for_and_no_data_is_shown_before(open_page: Open) -> None:
-    with serving(Staged(), token=Secret(TOKEN)) as url:
-        page = open_page(url, expected=("401",))
-        box = page.get_by_label("This worker asks for its token")
-        box.fill("wrong")
-        page.keyboard.press("Enter")
-        expect(page.get_by_role("alert")).to_have_text("This is not the worker's token.")
-        expect(page.locator("#tasks")).to_be_hidden()
-        assert "orders" not in page.content()
-        box.fill(TOKEN)
-        page.keyboard.press("Enter")
-        expect(row(page, "orders/0")).to_contain_text("running")
-        assert TOKEN not in page.content()
-        assert TOKEN not in page.url
+def test_a_token_is_asked_for_and_no_data_is_shown_before(open_page: Open, serve: Serve) -> None:
+    url = serve(Staged(), token=Secret(TOKEN))
+    page = open_page(url, expected=("401",))
+    box = page.get_by_label("This worker asks for its token")
+    box.fill("wrong")
+    page.keyboard.press("Enter")
+    expect(page.get_by_role("alert")).to_have_text("This is not the worker's token.")
+    expect(page.locator("#tasks")).to_be_hidden()
+    assert "orders" not in page.content()
+    box.fill(TOKEN)
+    page.keyboard.press("Enter")
+    expect(row(page, "orders/0")).to_contain_text("running")
+    assert TOKEN not in page.content()
+    assert TOKEN not in page.url
 
 
-def test_payloads_are_shown_only_when_asked_for(open_page: Open) -> None:
-    with serving(Staged(noted=(noted("conflict"),), payload=b"secret-payload")) as url:
-        page = open_page(url)
-        ask = page.get_by_role("button", name="Show the payload of orders/0/1")
-        expect(ask).to_be_visible()
-        assert "secret-payload" not in page.content()
-        ask.focus()
-        page.keyboard.press("Enter")
-        expect(page.get_by_role("dialog")).to_contain_text("secret-payload")
-        page.keyboard.press("Escape")
-        expect(page.get_by_role("dialog")).to_be_hidden()
-        expect(ask).to_be_focused()
+def test_payloads_are_shown_only_when_asked_for(open_page: Open, serve: Serve) -> None:
+    url = serve(Staged(noted=(noted("conflict"),), payload=b"secret-payload"))
+    page = open_page(url)
+    ask = page.get_by_role("button", name="Show the payload of orders/0/1")
+    expect(ask).to_be_visible()
+    assert "secret-payload" not in page.content()
+    ask.focus()
+    page.keyboard.press("Enter")
+    expect(page.get_by_role("dialog")).to_contain_text("secret-payload")
+    page.keyboard.press("Escape")
+    expect(page.get_by_role("dialog")).to_be_hidden()
+    expect(ask).to_be_focused()
 
 
-def test_kinds_are_chosen_and_a_focused_row_stays(open_page: Open) -> None:
+def test_kinds_are_chosen_and_a_focused_row_stays(open_page: Open, serve: Serve) -> None:
     worker = Staged(noted=(noted("late", 1), noted("duplicate", 2)))
-    with serving(worker) as url:
-        page = open_page(url)
-        rows = page.locator("#latest tbody tr")
-        expect(rows).to_have_count(2)
-        page.get_by_label("duplicates").uncheck()
-        expect(rows).to_have_count(1)
-        ask = page.get_by_role("button", name="Show the payload of orders/0/1")
-        ask.focus()
-        worker.noted = (*worker.noted, noted("late", 3))
-        expect(rows).to_have_count(2)
-        expect(rows.first).to_contain_text("orders/0/3")
-        expect(ask).to_be_focused()
+    url = serve(worker)
+    page = open_page(url)
+    rows = page.locator("#latest tbody tr")
+    expect(rows).to_have_count(2)
+    page.get_by_role("checkbox", name="duplicates").uncheck()
+    expect(rows).to_have_count(1)
+    ask = page.get_by_role("button", name="Show the payload of orders/0/1")
+    ask.focus()
+    worker.noted = (*worker.noted, noted("late", 3))
+    expect(rows).to_have_count(2)
+    expect(rows.first).to_contain_text("orders/0/3")
+    expect(ask).to_be_focused()
 
 
-def test_what_wants_attention_stands_first(open_page: Open) -> None:
+def test_what_wants_attention_stands_first(open_page: Open, serve: Serve) -> None:
     full = replace(running(0), state_bytes=19_000_000)
     worker = Staged(tasks=(full,), why="1 of 2 tasks are not running yet")
-    with serving(worker) as url:
-        page = open_page(url)
-        expect(page.locator("#verdict")).to_have_text("2 things want attention")
-        expect(page.locator("#notices")).to_contain_text("95% of state.max_bytes_per_partition")
-        worker.why, worker.tasks = None, (running(0),)
-        expect(page.locator("#verdict")).to_have_text("All is well: nothing late, nothing stuck")
+    url = serve(worker)
+    page = open_page(url)
+    expect(page.locator("#verdict")).to_have_text("2 things want attention")
+    expect(page.locator("#notices")).to_contain_text("95% of state.max_bytes_per_partition")
+    worker.why, worker.tasks = None, (running(0),)
+    expect(page.locator("#verdict")).to_have_text("All is well: nothing late, nothing stuck")
 
 
 def test_a_worker_that_is_gone_is_said(open_page: Open) -> None:
@@ -205,43 +207,44 @@ def test_a_worker_that_is_gone_is_said(open_page: Open) -> None:
     expect(page.locator("#verdict")).to_contain_text("No answer from this worker since")
 
 
-def test_it_can_be_paused(open_page: Open) -> None:
-    with serving(Staged()) as url:
-        page = open_page(url)
-        button = page.get_by_role("button", name="Pause")
-        expect(row(page, "orders/0")).to_be_visible()
-        button.click()
-        expect(button).to_have_attribute("aria-pressed", "true")
-        expect(page.locator("#connection")).to_have_text("paused")
+def test_it_can_be_paused(open_page: Open, serve: Serve) -> None:
+    url = serve(Staged())
+    page = open_page(url)
+    button = page.get_by_role("button", name="Pause")
+    expect(row(page, "orders/0")).to_be_visible()
+    button.click()
+    expect(button).to_have_attribute("aria-pressed", "true")
+    expect(page.locator("#connection")).to_have_text("paused")
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [1280, 390])
-def test_text_can_be_read_and_nothing_sticks_out(open_page: Open, scheme: str, width: int) -> None:
-    with serving(Staged(noted=(noted(), noted("dead_letter", 2, id=None, why="bad_json: no JSON")))) as url:
-        page = open_page(url, color_scheme=scheme, viewport={"width": width, "height": 800})
-        expect(page.locator("#latest tbody tr")).to_have_count(2)
-        poor = page.evaluate(CONTRAST)
-        assert poor == []
-        assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
+def test_text_can_be_read_and_nothing_sticks_out(open_page: Open, serve: Serve, scheme: str, width: int) -> None:
+    url = serve(Staged(noted=(noted(), noted("dead_letter", 2, known=None, why="bad_json: no JSON"))))
+    page = open_page(url, color_scheme=scheme, viewport={"width": width, "height": 800})
+    expect(page.locator("#latest tbody tr")).to_have_count(2)
+    poor = page.evaluate(CONTRAST)
+    assert poor == []
+    assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
 
 
-def test_every_control_has_a_name_and_can_be_reached_by_tab(open_page: Open) -> None:
-    with serving(Staged(noted=(noted(),))) as url:
-        page = open_page(url)
-        expect(page.locator("#latest tbody tr")).to_have_count(1)
-        page.get_by_role("button", name="Pause").click()
-        reached = []
-        for _ in range(40):
-            page.keyboard.press("Tab")
-            name = page.evaluate(FOCUSED)
-            if name == "BODY" or (reached and name == reached[0]):
-                break
-            reached.append(name)
-        assert all(reached), reached
-        for wanted in ("Skip to the numbers", "Pause", "Tracking ID", "Look up", "duplicates", "Show the payload of"):
-            assert any(wanted in name for name in reached), (wanted, reached)
-        assert page.locator("th:not([scope])").count() == 2  # uPlot's legends have none of ours
+def test_every_control_has_a_name_and_can_be_reached_by_tab(open_page: Open, serve: Serve) -> None:
+    url = serve(Staged(noted=(noted(),)))
+    page = open_page(url)
+    expect(page.locator("#latest tbody tr")).to_have_count(1)
+    expect(page.locator("#token-form")).to_be_hidden()
+    page.locator("body").press("Tab")
+    reached = [page.evaluate(FOCUSED)]
+    for _ in range(40):
+        page.keyboard.press("Tab")
+        name = page.evaluate(FOCUSED)
+        if name in {"BODY", reached[0]}:
+            break
+        reached.append(name)
+    assert all(reached), reached
+    for wanted in ("Skip to the numbers", "Pause", "Tracking ID", "Look up", "duplicates", "Show the payload of"):
+        assert any(wanted in name for name in reached), (wanted, reached)
+    assert page.locator("th:not([scope])").count() == 2  # uPlot's legends have none of ours
 
 
 # WCAG 2: 4.5 to 1 for text; every element with text of its own against what is painted behind it.

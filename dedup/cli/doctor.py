@@ -1,0 +1,265 @@
+"""`dedup doctor`: what stands between this machine and a running topology, told apart layer by layer.
+
+Each layer is looked at only where the one below it holds, so that one cause gives one sentence.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+from collections.abc import AsyncIterator, Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Final, Literal, assert_never
+
+import typer
+
+from dedup.cli.inputs import read_topology
+from dedup.errors import BrokerUnavailable, StateIncompatible
+
+if TYPE_CHECKING:
+    from dedup.session.connection import Connection
+    from dedup.session.diagnose import Finding, Trouble
+    from dedup.session.rights import Rights
+    from dedup.settings import Settings
+    from dedup.topology.model import Topology
+    from dedup.topology.permissions import Permission
+
+_HELP: Final = """Tell what keeps a topology from running: DNS, TCP, TLS, authentication, version, ACL or topics.
+
+One sentence and one remedy for each problem; nothing is changed, and no worker is disturbed. Without TOPOLOGY the
+cluster alone is looked at. Exit code 5: the brokers; 3: the topics; 0: nothing, or warnings only.
+
+Examples: dedup doctor topologies/orders.yaml --config config/production.yaml
+
+dedup doctor --set brokers=localhost:9092
+"""
+
+Layer = Literal["DNS", "TCP", "TLS", "authentication", "version", "ACL", "topics"]
+LAYERS: Final[tuple[Layer, ...]] = ("DNS", "TCP", "TLS", "authentication", "version", "ACL", "topics")
+_DETAIL: Final = re.compile(r"(?P<what>.*?)\. (?P<remedy>.*?)(?P<detail> \(.*\))?", re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True)
+class Symptom:
+    """One thing found: a problem with its remedy, or a warning."""
+
+    layer: Layer
+    level: Literal["error", "warning"]
+    problem: str
+    remedy: str
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to the application."""
+    app.command("doctor", help=_HELP)(doctor)
+
+
+def doctor(
+    topology: Annotated[Path | None, typer.Argument(metavar="[TOPOLOGY]", help="The topology file.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    config: Annotated[Path | None, typer.Option("--config", help="The config file; config/local.yaml if none.")] = None,
+    overrides: Annotated[list[str] | None, typer.Option("--set", help="Override a key of the config.")] = None,
+) -> None:
+    """Print the layers and what is wrong with them."""
+    from dedup.settings import load_settings
+
+    parsed = None if topology is None else read_topology(topology)
+    settings = load_settings(config, overrides or [], os.environ)
+    found, looked_at = asyncio.run(_examined(parsed, settings))
+    if as_json:
+        layers = [{"layer": layer, "looked_at": layer in looked_at} for layer in LAYERS]
+        typer.echo(json.dumps({"layers": layers, "symptoms": [asdict(each) for each in found]}, indent=2))
+    else:
+        for line in in_words(found, looked_at):
+            typer.echo(line)
+    errors = [each for each in found if each.level == "error"]
+    if errors:
+        kind = StateIncompatible if errors[0].layer == "topics" else BrokerUnavailable
+        raise typer.Exit(kind.exit_code)
+
+
+def in_words(found: list[Symptom], looked_at: frozenset[Layer]) -> Iterator[str]:
+    """Yield a line for each layer, and for each problem two more: what it is, what to do."""
+    for layer in LAYERS:
+        own = [each for each in found if each.layer == layer]
+        if layer not in looked_at:
+            yield f"{layer}: not looked at"
+            continue
+        yield f"{layer}: {'ok' if not own else 'wrong' if any(each.level == 'error' for each in own) else 'warning'}"
+        for each in own:
+            yield f"    {each.problem}"
+            yield f"    -> {each.remedy}"
+
+
+async def _examined(topology: Topology | None, settings: Settings) -> tuple[list[Symptom], frozenset[Layer]]:
+    """Return the symptoms, and which layers were reached."""
+    from dedup.session.connection import Connection
+    from dedup.session.diagnose import diagnose
+
+    connection = Connection.of(settings, client_id="dedup-doctor")
+    troubles = await diagnose(connection)
+    found = [_symptom(finding, "") for finding in troubles]
+    reached = _reached([layer_of(finding.trouble) for finding in troubles], len(connection.brokers))
+    if len(troubles) == len(connection.brokers):
+        return found, reached
+    # One broker that answers is enough to go on; the others are told.
+    bad = {finding.broker for finding in troubles}
+    good = replace(connection, brokers=tuple(broker for broker in connection.brokers if broker not in bad))
+    looked_at: set[Layer] = {*reached, "DNS", "TCP", "TLS", "authentication"}
+    async for layer, symptoms in _on_the_cluster(topology, settings, good):
+        looked_at.add(layer)
+        found += symptoms
+    return found, frozenset(looked_at)
+
+
+def _reached(stopped_at: list[Layer], brokers: int) -> frozenset[Layer]:
+    """Return the layers that were looked at where every broker stopped somewhere."""
+    if len(stopped_at) < brokers:
+        return frozenset()
+    deepest = max(LAYERS.index(layer) for layer in stopped_at)
+    return frozenset(LAYERS[: deepest + 1])
+
+
+async def _on_the_cluster(
+    topology: Topology | None, settings: Settings, connection: Connection
+) -> AsyncIterator[tuple[Layer, list[Symptom]]]:
+    from dedup.session.rights import Rights
+
+    async with Rights(connection) as rights:
+        elsewhere = await _advertised(rights, connection)
+        for symptom in elsewhere:
+            yield symptom.layer, [symptom]
+        if elsewhere:
+            return
+        yield "version", await _versions(rights)
+        if topology is None:
+            return
+        denied = [symptom async for symptom in _denied(rights, topology, settings)]
+        yield "ACL", denied
+        if not any(symptom.level == "error" for symptom in denied):
+            yield "topics", await _topics(topology, settings)
+
+
+async def _advertised(rights: Rights, connection: Connection) -> list[Symptom]:
+    """Return what is wrong with the addresses that the brokers name: everything but the first question goes there."""
+    from dedup.session.diagnose import diagnose
+
+    found = await diagnose(replace(connection, brokers=rights.advertised()))
+    return [_symptom(each, "the broker answers under another address, but tells us to go on at ") for each in found]
+
+
+async def _versions(rights: Rights) -> list[Symptom]:
+    return [
+        Symptom(
+            "version",
+            "error",
+            f"{broker} is too old: it does not take {', '.join(sorted(lacks))}",
+            "Use brokers of Kafka 2.8 or later",
+        )
+        for broker, lacks in (await rights.lacking()).items()
+        if lacks
+    ]
+
+
+async def _denied(rights: Rights, topology: Topology, settings: Settings) -> AsyncIterator[Symptom]:
+    """Yield the permissions that are missing, as `dedup apply --acls` lists them."""
+    from dedup.topology.permissions import Resource, worker_permissions
+
+    wanted = worker_permissions(topology)
+    topics = await rights.on_topics(each.name for each in wanted if each.resource is Resource.TOPIC)
+    for each in wanted:
+        match each.resource:
+            case Resource.TOPIC:
+                allowed = topics.get(each.name)
+            case Resource.GROUP:
+                allowed = await rights.on_group(each.name)
+            case Resource.TRANSACTIONAL_ID:
+                async for symptom in _transactions(rights, each, settings):
+                    yield symptom
+                continue
+            case never:
+                assert_never(never)
+        # A topic that does not exist has no permissions to tell of; the next layer names it.
+        lacks = [] if allowed is None else [name for name in each.operations if name not in allowed]
+        if lacks:
+            yield _refused(f"{each.resource.value} {each.name}", lacks)
+
+
+async def _transactions(rights: Rights, wanted: Permission, settings: Settings) -> AsyncIterator[Symptom]:
+    from dedup.session.rights import REFUSED_ID, TIMEOUT_TOO_LONG
+
+    # No task's id ends so: nobody is fenced.
+    match await rights.try_transactional_id(f"{wanted.name}doctor", settings.transaction_timeout_ms):
+        case code if code == REFUSED_ID:
+            yield _refused(f"transactional ids that begin with {wanted.name}", list(wanted.operations))
+        case code if code == TIMEOUT_TOO_LONG:
+            yield Symptom(
+                "topics",
+                "error",
+                f"transaction_timeout ({settings.transaction_timeout_ms} ms) is more than the brokers allow",
+                "Shorten it, or raise the brokers' transaction.max.timeout.ms",
+            )
+        case _:
+            pass
+
+
+def _refused(what: str, operations: list[str]) -> Symptom:
+    return Symptom(
+        "ACL",
+        "error",
+        f"this principal lacks {', '.join(operations)} on {what}",
+        "Grant it; `dedup apply --acls` prints the commands for all that is needed",
+    )
+
+
+async def _topics(topology: Topology, settings: Settings) -> list[Symptom]:
+    from dedup.worker.compare import broker_findings
+
+    return [
+        Symptom("topics", finding.level, finding.text.rstrip("."), _TOPIC_REMEDIES[finding.code])
+        for finding in await broker_findings(topology, settings)
+    ]
+
+
+_TOPIC_REMEDIES: Final[Mapping[str, str]] = {
+    "source_missing": "Make the source topic, or correct `source.topics`",
+    "topic_missing": "`dedup apply` makes it; `dedup run` does, unless `topics.create` is false",
+    "topic_differs": "Alter the topic, or accept the difference; where partitions differ, make it anew",
+    "retention_below_guard": "Lengthen the topic's retention.ms to the guard period, if resets must lose nothing",
+    "source_compacted": "Set the topic's cleanup.policy to delete, or accept that compacted records are not provable",
+}
+
+
+def layer_of(trouble: Trouble) -> Layer:
+    """Return the layer in which something stands in the way."""
+    from dedup.session.diagnose import Trouble
+
+    match trouble:
+        case Trouble.NAME:
+            return "DNS"
+        case Trouble.UNREACHABLE | Trouble.SILENT:
+            return "TCP"
+        case (
+            Trouble.PLAINTEXT_TO_TLS
+            | Trouble.TLS_TO_PLAINTEXT
+            | Trouble.UNTRUSTED
+            | Trouble.WRONG_HOST
+            | Trouble.EXPIRED
+            | Trouble.CLIENT_CERTIFICATE
+            | Trouble.TLS
+        ):
+            return "TLS"
+        case Trouble.CREDENTIALS | Trouble.MECHANISM | Trouble.SASL_WANTED | Trouble.NO_SASL:
+            return "authentication"
+        case never:
+            assert_never(never)
+
+
+def _symptom(finding: Finding, before: str) -> Symptom:
+    """Return a broker's finding with its detail beside the problem, not behind the remedy."""
+    said = _DETAIL.fullmatch(finding.sentence)
+    what, remedy, detail = (finding.sentence, "", "") if said is None else said.group("what", "remedy", "detail")
+    return Symptom(layer_of(finding.trouble), "error", f"{before}{what}{detail or ''}", remedy)

@@ -1,0 +1,136 @@
+"""The dashboard of real workers on a real broker: under load, during a restore, asked for another worker's ID.
+
+With DEDUP_TEST_SCREENSHOTS=docs/images the pictures of the docs are made anew from these runs, in light and dark.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import Page, expect
+
+from tests.integration.conftest import MakeJob
+from tests.integration.fleet import Job, Worker, until
+from tests.integration.workload import Event
+from tests.web.conftest import Open
+
+pytestmark = pytest.mark.broker
+PICTURES = os.environ.get("DEDUP_TEST_SCREENSHOTS")
+PAGES = {"web": {"enabled": True, "port": 0}}
+
+
+def picture(page: Page, name: str) -> None:
+    """The page as it is now is in docs/images, in both colour schemes, where pictures are asked for."""
+    if PICTURES is None:
+        return
+    for scheme in ("light", "dark"):
+        page.emulate_media(color_scheme=scheme)
+        page.wait_for_timeout(300)  # the plots are drawn anew
+        page.screenshot(path=Path(PICTURES) / f"{name}-{scheme}.png")
+    page.emulate_media(color_scheme="light")
+
+
+def url_of(worker: Worker) -> str:
+    worker.until_logged("web: http://")
+    found = re.search(r"web: (http://\S+)", worker.log)
+    assert found is not None
+    return found[1]
+
+
+def orders(begin: int, end: int, *, partitions: int) -> list[Event]:
+    """Orders of now: a fifth repeats a near one, a few of these with another payload, some are late or no orders."""
+    now_ms = time.time_ns() // 1_000_000
+    made = []
+    for number in range(begin, end):
+        kind = number % 100
+        order = number - 7 * partitions if kind % 5 == 4 and number > 7 * partitions else number
+        payload = {"id": f"order-{order:06}", "amount": order % 97 + (kind == 44)}
+        value = b"no order" if kind == 57 and number % 300 == 57 else json.dumps(payload).encode()
+        made.append(Event(order % partitions, value, now_ms - (7_200_000 if number % 1_000 == 333 else 0)))
+    return made
+
+
+def test_two_workers_under_load_and_an_id_of_the_other_one(make_job: MakeJob, open_page: Open) -> None:
+    name = "orders" if PICTURES else None
+    document = {"conflicts": "conflicts", "duplicates": "duplicates", "guard_period": "1h", "grace": "1h",
+                "state": {"standby_replicas": 1, "max_bytes_per_partition": "64MiB"}}  # fmt: skip
+    job = make_job(partitions=4, document=document, config=PAGES, **({"name": name} if name else {}))
+    workers = [job.start("orders-1"), job.start("orders-2")]
+    first, second = (url_of(worker) for worker in workers)
+    page = open_page(first, viewport={"width": 1280, "height": 1500})
+    other = page.locator("#tasks tbody tr", has_text="at another worker")
+    expect(other).to_have_count(2, timeout=60_000)
+    expect(page.locator("#tasks tbody tr", has_text="running")).to_have_count(2, timeout=60_000)
+    expect(other.first.get_by_role("link", name="orders-2")).to_have_attribute("href", second)
+
+    load = orders(0, 60_000 if PICTURES else 4_000, partitions=4)
+    with job.stream(load, per_s=1_500) as feeder:
+        expect(page.locator("#latest tbody tr", has_text="conflict")).not_to_have_count(0, timeout=60_000)
+        expect(page.locator("#latest tbody tr", has_text="not known")).not_to_have_count(0)
+        expect(page.locator("#latest tbody tr", has_text="dead letter")).not_to_have_count(0)
+        expect(page.locator("#tasks tbody tr", has_text="kept warm")).to_have_count(2)
+        if PICTURES:
+            job.until_sent(55_000, within_s=120)
+            picture(page, "dashboard-load")
+        feeder.join()
+    job.until_done()
+
+    theirs = int(other.first.locator("th").inner_text().rpartition("/")[2])
+    known = next(json.loads(event.value)["id"] for event in load if event.partition == theirs)
+    page.get_by_label("Tracking ID").fill(known)
+    page.keyboard.press("Enter")
+    answer = page.locator("#lookup-answer")
+    expect(answer).to_contain_text(f"{known}: one sighting")
+    expect(answer).to_contain_text(f"worker orders-2, partition {theirs}")
+    expect(answer).to_contain_text("4 of 4 partitions were asked")
+    expect(answer).to_contain_text(f"{job.output}/{theirs}")
+    picture(page, "dashboard-lookup")
+    told_the_same(job, first, known)
+
+    shown = page.locator("#latest tbody tr", has_text="dead letter").first
+    shown.get_by_role("button", name="Show the payload").click()
+    expect(page.locator("#record-value")).to_have_text("no order")
+    page.close()
+    for worker in workers:
+        assert worker.stop() == 0, worker.log
+
+
+def told_the_same(job: Job, url: str, known: str) -> None:
+    """`dedup lookup` says what the page says."""
+    from typer.testing import CliRunner  # noqa: PLC0415
+
+    from dedup.cli.main import create_app  # noqa: PLC0415
+
+    told = CliRunner().invoke(
+        create_app(), ["lookup", str(job.topology_file), known, "--url", url, "--config", str(job.config_file)]
+    )
+    assert told.exit_code == 0, told.output
+    assert f"in {job.topology.source.topics[0]}/" in told.output
+
+
+def test_a_restore_is_shown_while_it_goes_on(make_job: MakeJob, open_page: Open) -> None:
+    """The restore is held in its middle until it was looked at: what is seen does not depend on speed."""
+    job = make_job(name="orders-restore" if PICTURES else None, partitions=2, config=PAGES)
+    job.send([Event(n % 2, b'{"id":"r-%d"}' % n, 1_700_000_000_000 + n) for n in range(40_000)])
+    job.finish("a")
+    worker = job.start("b", "restore_held=6")
+    page = open_page(url_of(worker), viewport={"width": 1280, "height": 1080})
+    bar = page.get_by_role("progressbar").first
+    expect(bar).to_be_visible(timeout=60_000)
+    expect(bar).to_have_attribute("max", re.compile(r"^[1-9]\d{3,}$"))
+    expect(page.locator("#tasks tbody tr", has_text="records left")).not_to_have_count(0)
+    expect(page.locator("#notices")).to_contain_text("Not ready: 2 of 2 tasks are not running yet")
+    expect(page.locator("#verdict")).to_have_text("One thing wants attention")
+    picture(page, "dashboard-restore")
+    worker.signal(signal.SIGUSR1)
+    until(lambda: worker.log.count("running from offset") == 2, job.logs, within_s=90)
+    expect(page.locator("#tasks tbody tr", has_text="running")).to_have_count(2)
+    expect(page.get_by_role("progressbar")).to_have_count(0)
+    page.close()
+    assert worker.stop() == 0, worker.log
