@@ -20,7 +20,7 @@ from tests.integration.stores import tree
 from tests.integration.watch import Watch
 from tests.integration.workload import BASE_MS, SECONDS, Event, workload
 
-pytestmark = pytest.mark.broker
+pytestmark = [pytest.mark.broker, pytest.mark.timeout(300)]
 
 INCOMPATIBLE = 3
 NOBODY = 65_534

@@ -198,7 +198,7 @@ def answers_within(limit_ms: int) -> None:
     connect_with(request_timeout_ms=limit_ms)
 
 
-def connect_with(**changes: int) -> None:
+def connect_with(**changes: Any) -> None:
     of = Connection.of
     Connection.of = lambda *args, **kwargs: replace(of(*args, **kwargs), **changes)  # type: ignore[method-assign]
 

@@ -34,6 +34,8 @@ CHILD = Path(__file__).with_name("child.py")
 LOOK_S = 0.03
 WITHIN_S = float(os.environ.get("DEDUP_TEST_WITHIN_S", "60"))
 """How long a condition may take to come: longer on a machine that is busy with other things."""
+DELIVERED_WITHIN_S = 2 * WITHIN_S
+"""How long a producer of a test has: its broker may be frozen for as long as a condition may take."""
 SESSION_S = 6.0
 """The least a broker takes by default."""
 KEPT = {"retention.ms": "-1"}
@@ -218,23 +220,27 @@ class Job:
                 on_delivery=lambda error, _: refused.append(error) if error else None,
             )
             if number % 5_000 == 4_999:
-                producer.flush(30)
-        assert producer.flush(30) == 0
+                producer.flush(DELIVERED_WITHIN_S)
+        assert producer.flush(DELIVERED_WITHIN_S) == 0
         assert refused == []
 
     @contextlib.contextmanager
     def stream(self, events: Sequence[Event], *, per_s: int) -> Iterator[threading.Thread]:
-        """A thread sends the events at about this rate; it stops where it is when the block ends."""
+        """A thread sends the events at about this rate until the block ends; then raises what it has met."""
         pieces = [events[at : at + max(1, per_s // 20)] for at in range(0, len(events), max(1, per_s // 20))]
         ended = threading.Event()
+        met: list[BaseException] = []
 
         def feed() -> None:
             began = time.monotonic()
-            for number, piece in enumerate(pieces):
-                if ended.wait(max(0.0, began + number / 20 - time.monotonic())):
-                    return
-                self._produce(self.producer, piece)
-                self.sent.extend(piece)
+            try:
+                for number, piece in enumerate(pieces):
+                    if ended.wait(max(0.0, began + number / 20 - time.monotonic())):
+                        return
+                    self._produce(self.producer, piece)
+                    self.sent.extend(piece)
+            except BaseException as error:  # noqa: BLE001  # raised where the block ends
+                met.append(error)
 
         thread = threading.Thread(target=feed, name="feeder", daemon=True)
         thread.start()
@@ -243,6 +249,8 @@ class Job:
         finally:
             ended.set()
             thread.join()
+        if met:
+            raise met[0]
 
     # Workers.
 
