@@ -31,12 +31,12 @@ from dedup.spark.audit_findings import (
     carried_findings,
     copy_findings,
     evidence_findings,
-    leftover_findings,
     output_findings,
     side_findings,
     stand_in_findings,
+    unaccounted_findings,
 )
-from dedup.spark.audit_records import digest, filed, forwarded_by_replay, headers_or_none
+from dedup.spark.audit_records import as_leaf, digest, filed, forwarded_by_replay, headers_or_none
 from dedup.spark.failures import told
 from dedup.spark.files import History
 from dedup.spark.seed_history import as_history
@@ -87,7 +87,7 @@ def audit(
         log = _log(spark, topology, settings, cut, topics, known)
         lane = fn.col("partition") if topology.direct else fn.lit(0)
         filed_late = topics.late.filed if topics.late is not None else None
-        rows = expected(log, topology, topics.dead.filed, filed_late).withColumn("lane", lane).persist()
+        rows = as_leaf(expected(log, topology, topics.dead.filed, filed_late).withColumn("lane", lane))
         try:
             _keep_books(report, topology, cut, rows, topics)
             _keep_timeline(report, rows)
@@ -104,7 +104,7 @@ def audit(
 def _topics(spark: SparkSession, topology: Topology, settings: Settings, cut: Cut) -> _Topics:
     def side(name: str, tail: tuple[str, ...]) -> Side:
         records = read_topic(spark, settings, cut, name, None)
-        return Side(name, filed(records, topology.source.topics, tail).persist(), cut.complete(name))
+        return Side(name, as_leaf(filed(records, topology.source.topics, tail)), cut.complete(name))
 
     stamped = topology.future is not OnFuture.CLAMP
     output = None
@@ -113,7 +113,7 @@ def _topics(spark: SparkSession, topology: Topology, settings: Settings, cut: Cu
         records = read_topic(spark, settings, cut, name, None).where(~forwarded_by_replay(topology.source.topics))
         stamped = stamped and name not in cut.broker_times
         stamp = fn.col("timestamp_ms") if stamped else fn.lit(0)
-        output = _found_in(records, "out", digest(headers_or_none(), stamp), direct=topology.direct).persist()
+        output = as_leaf(_found_in(records, "out", digest(headers_or_none(), stamp), direct=topology.direct))
     late = side(topology.late.topic, LATE_TAIL) if isinstance(topology.late, LateTo) else None
     return _Topics(output, late, side(topology.dead_letter, DEAD_TAIL), stamped)
 
@@ -174,7 +174,7 @@ def _findings(
         findings += side_findings(rows, side, verdict, wrong)
         # Behind a repartition topic some records end before they get there, or are purged by now.
         why = None if topology.direct else "side records of the repartition step, or of records purged since"
-        findings.append(leftover_findings(rows, side, kept, committed, why=why))
+        findings.append(unaccounted_findings(rows, side, kept, committed, why=why))
         if not side.filed.where("stand_in IS NOT NULL").isEmpty() and topology.direct:
             findings.append(stand_in_findings(log.records, side))
     witnessed = fn.col("filed_reason").isin("future_time", "refused_by_broker")
@@ -192,7 +192,7 @@ def _findings(
         )
     findings += _copies(spark, topology, settings, cut, log, rows)
     if not topology.direct:
-        findings += _carried(spark, topology, settings, cut, topics, rows)
+        findings.append(_carried(spark, topology, settings, cut, topics, rows))
     return findings
 
 
@@ -231,23 +231,21 @@ def _copies(
         records = read_topic(spark, settings, cut, topic, None)
         copies = _found_in(records, "copy", digest(headers_or_none(), fn.lit(0)), direct=True)
         whole = all(log.known.values())
-        findings += copy_findings(part, copies, topic, complete=cut.complete(topic), whole=whole)
+        findings.append(copy_findings(part, copies, topic, complete=cut.complete(topic), whole=whole))
     return findings
 
 
 def _carried(
     spark: SparkSession, topology: Topology, settings: Settings, cut: Cut, topics: _Topics, rows: DataFrame
-) -> list[DataFrame]:
-    source: DataFrame | None = None
+) -> DataFrame:
+    sources = []
     for topic in topology.source.topics:
         begins = cut.begins[topic]
         ends = {at: cut.committed[topic].get(at, begins[at]) for at in begins}
         records = read_topic(spark, settings, cut, topic, begins)
         upto = fn.create_map(*(fn.lit(each) for pair in sorted(ends.items()) for each in pair))
-        records = records.where(fn.col("offset") < upto[fn.col("partition")])
-        source = records if source is None else source.unionByName(records)
-    if source is None:
-        return []
+        sources.append(records.where(fn.col("offset") < upto[fn.col("partition")]))
+    source = reduce(DataFrame.unionByName, sources)
     raw = digest(headers_or_none(), fn.col("timestamp_ms")).alias("raw")
     purged = not cut.complete(topology.repartition_topic)
     return carried_findings(

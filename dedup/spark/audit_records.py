@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from pyspark.sql import DataFrame
 from pyspark.sql import functions as fn
 
 from dedup.proof.evidence import (
@@ -18,11 +19,26 @@ from dedup.proof.evidence import (
 from dedup.spark.rows import HEADERS
 
 if TYPE_CHECKING:
-    from pyspark.sql import Column, DataFrame
+    from pyspark.sql import Column
 
 _POSITION = r"^(.*)/(\d+)/(\d+)$"
 _DIGITS = 32
 """Of SHA-256, in hexadecimal: 128 bits, as the verifier's."""
+
+
+def as_leaf(rows: DataFrame) -> DataFrame:
+    """Return the rows, persisted, with a plan that begins with them.
+
+    An audit asks a dozen questions of the same rows. With all that is before in each of their plans, planning takes
+    longer than the answers. The RDD below keeps its lineage: what a lost executor held is computed again.
+    """
+    session, plan = rows.sparkSession, rows._jdf  # noqa: SLF001  only the JVM makes a DataFrame of an RDD of its rows
+    made = session._jsparkSession.internalCreateDataFrame(  # noqa: SLF001
+        plan.queryExecution().toRdd(),
+        plan.schema(),
+        False,  # noqa: FBT003 - no stream
+    )
+    return DataFrame(made, session).persist()
 
 
 def headers_or_none(column: str = "headers") -> Column:
