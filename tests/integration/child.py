@@ -176,7 +176,7 @@ def restore_held(fetches: int) -> None:
     async def held(self: KafkaWire, source: Any, offset: int, *, max_bytes: int, wait_ms: int) -> Any:
         nonlocal seen
         seen += 1
-        while seen > fetches and not go_on.is_set():
+        while seen > fetches and not go_on.is_set():  # noqa: ASYNC110  # a signal sets it
             await asyncio.sleep(0.01)
         return await fetch(self, source, offset, max_bytes=max_bytes if go_on.is_set() else 1, wait_ms=wait_ms)
 
