@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 
 _APPLY: Final = """Make the topics a topology needs; say how those that exist differ from what it would make.
 
-Existing topics are not changed. Source topics are never made.
+Existing topics are not changed. Source topics are never made. With --table the table of a sink is made, too: then
+`dedup sink` needs no right to make tables.
 
 Example: dedup apply topologies/orders.yaml --dry-run
 """
@@ -85,22 +86,32 @@ def _on_cluster(topology: Topology, settings: Settings, work: Work) -> Any:  # n
 
 def apply(
     topology: TopologyArgument,
+    *,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be made, and make nothing.")] = False,
     acls: Annotated[
         bool, typer.Option("--acls", help="Print what a worker's principal must be allowed, and make nothing.")
     ] = False,
     principal: Annotated[str, typer.Option(help="Whom --acls names.")] = "User:dedup",
+    table: Annotated[
+        bool, typer.Option("--table", help="The tables of the topology's sink, too, in its database.")
+    ] = False,
     as_json: JsonOption = False,
     config: ConfigOption = None,
     overrides: SetOption = None,
 ) -> None:
     """Print the plan, and do it."""
+    from dedup.cli.sink_table import apply_tables, resolved_sink
     from dedup.worker import apply as applying
 
+    if acls and table:
+        raise SettingsError([Problem("--table", "makes tables, and --acls makes nothing; leave one of them out")])
     parsed, settings = _read(topology, config, overrides)
     if acls:
         _print_acls(parsed, settings, principal, as_json=as_json)
         return
+
+    # Before topics are made: the topology may have no sink.
+    spec = resolved_sink(parsed, topology) if table else None
 
     async def work(wire: KafkaWire, admin: Admin) -> TopicPlan:
         plan = await applying.look(parsed, settings, admin)
@@ -111,8 +122,10 @@ def apply(
         return plan
 
     plan = _on_cluster(parsed, settings, work)
+    tables = None if spec is None else apply_tables(spec, dry_run=dry_run, quiet=as_json)
     if as_json:
-        typer.echo(json.dumps({"dry_run": dry_run, **asdict(plan)}, indent=2))
+        known = {"dry_run": dry_run, **asdict(plan)}
+        typer.echo(json.dumps(known if tables is None else {**known, "tables": tables}, indent=2))
     elif not dry_run and plan.make:
         typer.echo(f"{len(plan.make)} topics made")
 

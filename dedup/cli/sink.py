@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
 
@@ -43,15 +42,15 @@ def sink(
     import os
 
     from dedup.cli.inputs import read_topology
-    from dedup.edges.sink import run_sink, spec_of
+    from dedup.cli.sink_table import resolved_sink
+    from dedup.edges.sink import run_sink
     from dedup.errors import TaskMigrated
-    from dedup.settings import load_settings, with_references
+    from dedup.settings import load_settings
     from dedup.worker.logs import set_up_logging
 
     settings = load_settings(config, overrides or [], os.environ)
     parsed = read_topology(topology)
-    spec = spec_of(parsed, str(topology))
-    spec = replace(spec, url=with_references(spec.url, f"{topology}: sink.url", os.environ))
+    spec = resolved_sink(parsed, topology)
     set_up_logging(settings)
     numbers = None if partitions is None else _numbers(partitions)
     try:

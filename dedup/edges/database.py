@@ -110,6 +110,12 @@ class Connection(Protocol):
     def query(self, sql: str, parameters: Sequence[Any] = ()) -> list[Row]:
         """Return the rows of a query."""
 
+    def has(self, table: str) -> bool:
+        """Tell whether there is such a table."""
+
+    def columns(self, sql: str) -> list[str]:
+        """Return the names of a query's columns; reads no row."""
+
     def stage(self, table: Table, rows: Sequence[Row]) -> None:
         """Put rows into the empty staging table."""
 
@@ -149,13 +155,30 @@ def make_staging(connection: Connection, table: Table) -> None:
     connection.execute(f"CREATE TEMP TABLE {STAGED} AS SELECT {table.listed} FROM {table.name} WHERE 1 = 0")  # noqa: S608
 
 
-def make_offsets(connection: Connection) -> None:
-    """The table of positions and epochs is there."""
-    connection.execute(
-        f"CREATE TABLE IF NOT EXISTS {OFFSETS} (reader VARCHAR(250) NOT NULL, topic VARCHAR(250) NOT NULL, "
-        f"part INTEGER NOT NULL, topic_id VARCHAR(32) NOT NULL, epoch BIGINT NOT NULL, position BIGINT NOT NULL, "
-        f"PRIMARY KEY (reader, topic, part))"
-    )
+OFFSETS_STATEMENT: Final = (
+    f"CREATE TABLE IF NOT EXISTS {OFFSETS} (reader VARCHAR(250) NOT NULL, topic VARCHAR(250) NOT NULL, "
+    f"part INTEGER NOT NULL, topic_id VARCHAR(32) NOT NULL, epoch BIGINT NOT NULL, position BIGINT NOT NULL, "
+    f"PRIMARY KEY (reader, topic, part))"
+)
+
+
+def make(connection: Connection, table: str, statement: str) -> bool:
+    """The table is there; tell whether it was made now. Where it was there, no right to make tables is needed."""
+    if connection.has(table):
+        return False
+    try:
+        connection.execute(statement)
+    except RowsRefused:
+        # PostgreSQL's catalog says so where another process makes the same table at the same moment.
+        if not connection.has(table):
+            raise
+        return False
+    return True
+
+
+def make_offsets(connection: Connection) -> bool:
+    """The table of positions and epochs is there; tell whether it was made now."""
+    return make(connection, OFFSETS, OFFSETS_STATEMENT)
 
 
 def take(connection: Connection, owned: Owned, partitions: Sequence[int]) -> dict[int, Taken]:

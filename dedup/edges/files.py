@@ -12,8 +12,9 @@ import fnmatch
 import logging
 import os
 import stat
+from bisect import bisect_left
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
@@ -91,7 +92,8 @@ class Files:
             inode = self._turn.pop(0)
             found = self._read(self._open[inode])
             if found is not None:
-                self._turn.append(inode)  # it may have more; the others come first
+                if inode in self._open:
+                    self._turn.append(inode)  # it may have more; the others come first
                 return found
         return None
 
@@ -270,7 +272,8 @@ class Files:
         if not deleted or not known.position:
             return None
         known = self._known[known.inode] = msgspec.structs.replace(known, deleted=True)
-        return Found(known.part, "", [], [], {known.part: msgspec.json.encode(known)})
+        positions = {known.part: msgspec.json.encode(known)}
+        return Found(known.part, "", [], [], positions, lambda _: positions)
 
     def _found(self, opened: _Open, piece: Piece) -> Found:
         head_bytes = min(piece.next_position, HEAD_BYTES)
@@ -289,7 +292,18 @@ class Files:
             dead += refused
         else:
             values, places = _without_blank(values, places)
-        return Found(known.part, prefix, values, places, {known.part: msgspec.json.encode(opened.known)}, dead)
+        # Of lines, a place is the byte where it begins.
+        beside = [int(each.place.removeprefix(prefix)) for each in dead]
+        dead = [replace(each, row=bisect_left(places, at)) for each, at in zip(dead, beside, strict=True)]
+        read = opened.known
+
+        def after(row: int) -> dict[str, bytes | None]:
+            following = [at for at in (*places[row + 1 : row + 2], *beside) if at > places[row]]
+            position = min(following, default=read.position)
+            return {read.part: msgspec.json.encode(msgspec.structs.replace(read, position=position))}
+
+        positions = {read.part: msgspec.json.encode(read)}
+        return Found(read.part, prefix, values, places, positions, after, dead)
 
 
 def _changed(descriptor: int, known: FilePosition) -> bool:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Final, assert_never
 
 from dedup.core.event_time import FieldTime
 from dedup.edges.files import Files
+from dedup.edges.marked import Marked
 from dedup.edges.outbox import Outbox, OutboxOptions
 from dedup.edges.positions import TOPIC_CONFIGS
 from dedup.edges.records import HEADERS_BYTES, Lines, Recorder
@@ -27,7 +28,7 @@ from dedup.errors import BrokerUnavailable, CommitUnknown, RecordRefused
 from dedup.session.admin import Admin, Topic, WantedTopic
 from dedup.session.client import KafkaWire
 from dedup.session.connection import Connection
-from dedup.topology.ingest import FilesSource, Ingest, TableSource
+from dedup.topology.ingest import FilesSource, Ingest, Marker, TableSource
 
 if TYPE_CHECKING:
     from dedup.settings import Settings
@@ -68,13 +69,15 @@ OpenSource = Callable[[Ingest, int, Callable[[], bool]], Source]
 
 def open_source(ingest: Ingest, most_bytes: int, stopped: Callable[[], bool], *, url: str = "") -> Source:
     """Return the source of an ingest file; ``url`` is a table's, its references resolved. Blocking for a table."""
+    source: Source
     match ingest.source:
         case FilesSource() as files:
-            return Files(ingest.name, files, most_bytes)
+            source = Files(ingest.name, files, most_bytes)
         case TableSource() as table:
-            return TableRows(ingest.name, table, url, stopped)
+            source = TableRows(ingest.name, table, url, stopped)
         case never:
             assert_never(never)
+    return Marked(source, ingest.boundary) if isinstance(ingest.boundary, Marker) else source
 
 
 async def run_ingest(
@@ -103,7 +106,9 @@ async def run_ingest(
             try:
                 source = await asyncio.to_thread(make_source, ingest, most_bytes - HEADERS_BYTES, stop.is_set)
                 try:
-                    run = _Run(outbox, source, _recorder(ingest, topics, most_bytes), settings, stop, tell)
+                    interval_ms = settings.commit_interval_ms if ingest.boundary == "interval" else None
+                    recorder = _recorder(ingest, topics, most_bytes)
+                    run = _Run(outbox, source, recorder, interval_ms, stop, tell)
                     return await run.until_over(exit_when_done=exit_when_done)
                 finally:
                     source.close()
@@ -164,14 +169,15 @@ class _Run:
         outbox: Outbox,
         source: Source,
         recorder: Recorder,
-        settings: Settings,
+        interval_ms: int | None,
         stop: asyncio.Event,
         tell: Callable[[Ingested], None],
     ) -> None:
+        """``interval_ms``: how long a transaction's records are collected; None: it is one piece of the source."""
         self._outbox: Final = outbox
         self._source: Final = source
         self._recorder: Final = recorder
-        self._interval_s: Final = settings.commit_interval_ms / 1000
+        self._interval_ms: Final = interval_ms
         self._tell: Final = tell
         self._done: Final = Ingested()
         self._stop: Final = stop
@@ -206,10 +212,10 @@ class _Run:
         return await asyncio.to_thread(self._collect)
 
     def _collect(self) -> _Load | None:
-        """Return the next transaction's records: what the source has, or what it gave within the commit interval."""
+        """Return the next transaction's records: one piece of the source, or what it gave within the interval."""
         load = _Load()
-        until_s = time.monotonic() + self._interval_s
-        while load.records < MOST_RECORDS and time.monotonic() < until_s:
+        until_s = time.monotonic() + (self._interval_ms or 0) / 1000
+        while not load.positions or (load.records < MOST_RECORDS and time.monotonic() < until_s):
             found = self._source.poll()
             if found is None:
                 break
@@ -222,7 +228,7 @@ class _Run:
             load.records += total - dead
             load.dead_letters += dead
             load.last = found
-            if self._single:
+            if self._single or self._interval_ms is None:
                 break
         return load if load.positions else None
 

@@ -62,6 +62,16 @@ class PostgresConnection:
         with self._explained():
             return self._cursor.execute(sql.encode(), parameters or None).fetchall()
 
+    def has(self, table: str) -> bool:
+        """See `database.Connection`."""
+        return self.query("SELECT to_regclass(%s) IS NOT NULL", (table,)) == [(True,)]
+
+    def columns(self, sql: str) -> list[str]:
+        """See `database.Connection`."""
+        with self._explained():
+            found = self._cursor.execute(f"SELECT * FROM ({sql}) t LIMIT 0".encode())  # noqa: S608  # the author's
+            return [column.name for column in found.description or ()]
+
     def stage(self, table: Table, rows: Sequence[Row]) -> None:
         """See `database.Connection`."""
         with self._explained():

@@ -79,7 +79,7 @@ class RowMaker:
             return f"its value can not be read: {error}"
         taken: list[Any] = []
         for name, take, path in self._columns:
-            found = _look_up(record, path)
+            found = look_up(record, path)
             if found is None:
                 taken.append(None)
                 continue
@@ -90,7 +90,8 @@ class RowMaker:
         return tuple(taken)
 
 
-def _look_up(record: Any, path: Path) -> Any:  # noqa: ANN401 - any JSON value
+def look_up(record: Any, path: Path) -> Any:  # noqa: ANN401 - any JSON value
+    """Return what stands at a path; None where nothing does."""
     for step in path:
         match record, step:
             case dict(), str():

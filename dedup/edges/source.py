@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -17,6 +17,8 @@ class Dead:
     detail: str
     value: bytes | None
     """None where it is too large; then ``detail`` has length and digest."""
+    row: int = 0
+    """How many records of the piece come before it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,10 +29,12 @@ class Found:
     """Records without a tracking ID of their own keep their order by going to one partition, this part's."""
     prefix: str
     values: list[bytes]
-    places: list[int] | list[str]
+    places: Sequence[int | str]
     """Of each record, after the prefix: unique in the source for ever, the same whenever it is read."""
     positions: Mapping[str, bytes | None]
     """What `restore` is to get when all of this is committed."""
+    after: Callable[[int], Mapping[str, bytes | None]]
+    """Returns the same, for when only the records up to a row are committed, and the dead ones before it."""
     dead: list[Dead] = field(default_factory=list)
 
     def place(self, row: int) -> str:

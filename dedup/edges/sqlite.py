@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sqlite3
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -11,6 +12,7 @@ from dedup.edges.database import STAGED, DatabaseAway, Row, RowsRefused, Table
 from dedup.errors import StateIncompatible
 
 PREFIX: Final = "sqlite:///"
+_NUMBERED: Final = re.compile(r":\d+\Z")
 BUSY_S: Final = 5.0
 AWAY: Final = frozenset({"SQLITE_BUSY", "SQLITE_LOCKED", "SQLITE_FULL", "SQLITE_IOERR", "SQLITE_CANTOPEN"})
 
@@ -47,6 +49,17 @@ class SqliteConnection:
         """See `database.Connection`."""
         with self._explained():
             return self._connection.execute(sql, parameters).fetchall()
+
+    def has(self, table: str) -> bool:
+        """See `database.Connection`."""
+        return bool(self.query("SELECT 1 FROM pragma_table_info(?) LIMIT 1", (table.rpartition(".")[2],)))
+
+    def columns(self, sql: str) -> list[str]:
+        """See `database.Connection`."""
+        with self._explained():
+            cursor = self._connection.execute(f"SELECT * FROM ({sql}) LIMIT 0")  # noqa: S608  # the author's query
+            # Of two columns of one name SQLite calls the second "name:1".
+            return [_NUMBERED.sub("", name) for name, *_ in cursor.description]
 
     def stage(self, table: Table, rows: Sequence[Row]) -> None:
         """See `database.Connection`."""

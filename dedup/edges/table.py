@@ -1,4 +1,4 @@
-"""Rows of a growing table as a source, read in the order of their numbers, none left out.
+"""Rows of a growing table, or of a query, as a source, read in the order of their numbers, none left out.
 
 A row with a lower number may be committed after one with a higher number was read: its transaction took the number
 first. So a bound is set before rows are read. PostgreSQL: the greatest number there is; then every transaction that
@@ -6,6 +6,7 @@ holds a lock on the table by which rows are written is waited for, as CREATE IND
 takes that lock before it takes a number, so whoever comes later gets a greater one, and all below the bound is decided.
 (The snapshot's xmin would not do: a transaction that has its number may not have its transaction id yet, and then no
 snapshot knows of it; see docs/decisions/0012-edges.md.) SQLite has one writer at a time: there all is decided at once.
+Where numbers are not taken by the INSERT itself, `settle` waits for as long as the author says: not exact, and said so.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any, Final
 
 import msgspec
@@ -22,8 +24,9 @@ from dedup.edges.database import Connection
 from dedup.edges.opening import POSTGRES, connect
 from dedup.edges.patience import Patient
 from dedup.edges.source import Dead, Found
+from dedup.edges.table_checks import readable_columns, relations_of
 from dedup.errors import StateIncompatible
-from dedup.topology.ingest import TableSource
+from dedup.topology.ingest import TableSource, settle_sentence
 
 MOST_ROWS: Final = 5_000
 LOOK_AGAIN_S: Final = 0.02
@@ -47,7 +50,16 @@ class TableRows:
         self._bound: int | None = None
         self._names: list[str] = []
         self._order: Final = [spec.column] if spec.unique is None else [spec.column, spec.unique]
-        self._database.first(self._check)
+        self._from: Final = spec.table or f"({spec.query.replace('%', '%%') if self._postgres else spec.query})"
+        self._tells_writers = False
+        """PostgreSQL's primary."""
+        if spec.settle_ms:
+            log.warning("%s: %s", name, settle_sentence(spec))
+        try:
+            self._database.first(self._check)
+        except BaseException:
+            self._database.close()
+            raise
 
     def restore(self, positions: Mapping[str, bytes]) -> None:
         """See `Source`."""
@@ -80,151 +92,118 @@ class TableRows:
         listed = ", ".join(f't."{name}"' for name in self._order)
         values = "row_to_json(t)::text" if self._postgres else ", ".join(f't."{name}"' for name in self._names)
         rows = connection.query(
-            f"SELECT {listed}, {values} FROM {self._spec.table} t "  # noqa: S608  # checked names
-            f'WHERE {where} AND t."{self._spec.column}" <= {connection.mark} ORDER BY {listed} LIMIT {MOST_ROWS}',
+            f"SELECT {listed}, {values} FROM {self._from} t "  # noqa: S608  # checked names, or the author's query
+            f'WHERE {where} AND t."{self._spec.column}" <= {connection.mark} ORDER BY {listed} LIMIT {MOST_ROWS + 1}',
             (*parameters, self._bound),
         )
-        if len(rows) < MOST_ROWS:
+        if len(rows) <= MOST_ROWS:
             self._bound = None
-        return self._found(rows) if rows else None
+        for one, other in pairwise(rows if self._spec.query else ()):
+            if one[: len(self._order)] == other[: len(self._order)]:
+                remedy = "" if self._spec.unique else "; name a second column with `unique`"
+                raise self._unfit(f"two rows have {' and '.join(self._order)} {self._place(one)}{remedy}")
+        return self._found(rows[:MOST_ROWS]) if rows else None
 
     def _after(self, connection: Connection) -> tuple[str, Numbers]:
         if self._at is None:
-            return "true" if self._postgres else "1", ()
+            # There is always a parameter: so a "%" in a query is always to be doubled for psycopg.
+            return f"{connection.mark} = 1", (1,)
         listed = ", ".join(f't."{name}"' for name in self._order)
         marks = ", ".join(connection.mark for _ in self._order)
         return f"({listed}) > ({marks})", self._at
 
     def _set_bound(self, connection: Connection) -> bool:
         where, parameters = self._after(connection)
-        ((most,),) = connection.query(
-            f'SELECT max(t."{self._spec.column}") FROM {self._spec.table} t WHERE {where}',  # noqa: S608  # checked names
+        null = " OR ".join(f't."{name}" IS NULL' for name in self._order)
+        ((most, nulls),) = connection.query(
+            f'SELECT max(t."{self._spec.column}"), count(CASE WHEN {null} THEN 1 END) '  # noqa: S608  # as above
+            f"FROM {self._from} t WHERE {where} OR {null}"
+            if self._spec.query
+            else f'SELECT max(t."{self._spec.column}"), 0 FROM {self._from} t WHERE {where}',  # noqa: S608  # as above
             parameters,
         )
+        if nulls:
+            raise self._unfit(f"{' or '.join(self._order)} of {nulls} rows is null; leave them out by WHERE")
         if most is None:
             return False
         if not isinstance(most, int):
             raise StateIncompatible(
-                f"{self._spec.table}.{self._spec.column} holds something that is no whole number. Nothing was sent "
+                f"{self._spec.named}.{self._spec.column} holds something that is no whole number. Nothing was sent "
                 f"after it; correct that row."
             )
-        if self._postgres:
-            writing = self._writers(connection)
-            while writing and not self._stopped():
-                time.sleep(LOOK_AGAIN_S)
-                writing &= self._writers(connection)
-            if writing:
-                return False
+        if not self._settled() or not self._decided(connection):
+            return False
         self._bound = most
         return True
 
-    def _writers(self, connection: Connection) -> set[str]:
-        """Return the transactions that hold a lock by which rows of the table, or of a part of it, are written."""
-        rows = connection.query(
-            "SELECT virtualtransaction FROM pg_locks WHERE locktype = 'relation' AND granted AND "  # noqa: S608
-            "database = (SELECT oid FROM pg_database WHERE datname = current_database()) AND "
-            f"mode IN ({WRITING}) AND relation IN "
-            "(SELECT %s::regclass::oid UNION SELECT relid::oid FROM pg_partition_tree(%s::regclass))",
-            (self._spec.table, self._spec.table),
-        )
-        return {name for (name,) in rows}
+    def _settled(self) -> bool:
+        """Wait as long as `settle` says; False when we are to stop."""
+        until_s = time.monotonic() + self._spec.settle_ms / 1000
+        while time.monotonic() < until_s and not self._stopped():
+            time.sleep(LOOK_AGAIN_S)
+        return not self._stopped()
+
+    def _decided(self, connection: Connection) -> bool:
+        """Wait until whoever may have taken a lower number has ended; False when we are to stop."""
+        if not self._tells_writers:
+            return True
+        relations = relations_of(connection, self._spec)
+        writing = _writers(connection, relations)
+        while writing and not self._stopped():
+            time.sleep(LOOK_AGAIN_S)
+            writing &= _writers(connection, relations)
+        return not writing
+
+    def _unfit(self, why: str) -> StateIncompatible:
+        return StateIncompatible(f"{self._name}: {self._spec.named}: {why}. Nothing was sent after it.")
+
+    def _place(self, row: Sequence[Any]) -> str:
+        return "/".join(map(str, row[: len(self._order)]))
 
     def _found(self, rows: Sequence[tuple[Any, ...]]) -> Found:
         width = len(self._order)
         values: list[bytes] = []
         places: list[str] = []
         dead: list[Dead] = []
-        prefix = f"{self._name}/{self._spec.table}/"
+        prefix = f"{self._name}/{self._spec.named}/"
         for row in rows:
             if not all(type(number) is int for number in row[:width]):
                 raise StateIncompatible(
-                    f"{self._spec.table}: {' and '.join(self._order)} of a row after {self._at} hold something that is "
+                    f"{self._spec.named}: {' and '.join(self._order)} of a row after {self._at} hold something that is "
                     f"no whole number. Nothing was sent after it; correct that row."
                 )
-            place = "/".join(map(str, row[:width]))
+            place = self._place(row)
             try:
                 value = row[width].encode() if self._postgres else _as_json(self._names, row[width:])
             except (TypeError, ValueError) as error:
-                dead.append(Dead(prefix + place, "not_json", f"the row can not be written as JSON: {error}", None))
+                text = f"the row can not be written as JSON: {error}"
+                dead.append(Dead(prefix + place, "not_json", text, None, row=len(values)))
                 continue
             values.append(value)
             places.append(place)
         self._at = tuple(rows[-1][:width])
-        return Found(PART, prefix, values, places, {PART: msgspec.json.encode(self._at)}, dead)
+
+        def after(row: int) -> dict[str, bytes | None]:
+            return {PART: msgspec.json.encode([int(number) for number in places[row].split("/")])}
+
+        return Found(PART, prefix, values, places, {PART: msgspec.json.encode(self._at)}, after, dead)
 
     def _check(self, connection: Connection) -> None:
-        """The table can be read without leaving a row out. Raises StateIncompatible."""
-        found = self._postgres_shape(connection) if self._postgres else self._sqlite_shape(connection)
-        self._names, whole, never_null, keys = found
-        for name in self._order:
-            if name not in self._names:
-                raise self._unfit(f"it has no column {name!r}; it has {', '.join(self._names)}")
-            if name not in whole:
-                raise self._unfit(f"column {name!r} is not of a type of whole numbers, such as BIGINT")
-            if name not in never_null:
-                raise self._unfit(f"column {name!r} may be null, and such rows would never be read; make it NOT NULL")
-        if not any(set(key) <= set(self._order) for key in keys):
-            remedy = "add a unique index" if self._spec.unique else "name a second column with `unique`, or add one"
-            raise self._unfit(f"{' and '.join(self._order)} tell no two rows apart for sure: {remedy}")
+        self._names = readable_columns(connection, self._name, self._spec, postgres=self._postgres)
+        if self._postgres:
+            ((standby,),) = connection.query("SELECT pg_is_in_recovery()")
+            self._tells_writers = not standby
 
-    def _unfit(self, why: str) -> StateIncompatible:
-        return StateIncompatible(f"{self._name}: table {self._spec.table}: {why}. Nothing was sent.")
 
-    def _postgres_shape(self, connection: Connection) -> tuple[list[str], set[str], set[str], list[list[str]]]:
-        table = (self._spec.table,)
-        ((standby,),) = connection.query("SELECT pg_is_in_recovery()")
-        if standby:
-            raise self._unfit("this server is a standby, which does not know who writes; name the primary")
-        columns = connection.query(
-            "SELECT attname, atttypid::regtype::text, attnotnull FROM pg_attribute "
-            "WHERE attrelid = %s::regclass AND attnum > 0 AND NOT attisdropped ORDER BY attnum",
-            table,
-        )
-        keys = connection.query(
-            "SELECT array(SELECT attname::text FROM pg_attribute WHERE attrelid = indrelid AND attnum = ANY(indkey)) "
-            "FROM pg_index WHERE indrelid = %s::regclass AND indisunique AND indisvalid "
-            "AND indpred IS NULL AND indexprs IS NULL",
-            table,
-        )
-        whole = {name for name, kind, _ in columns if kind in {"smallint", "integer", "bigint"}}
-        return (
-            [name for name, *_ in columns],
-            whole,
-            {name for name, _, never in columns if never},
-            [k for (k,) in keys],
-        )
-
-    def _sqlite_shape(self, connection: Connection) -> tuple[list[str], set[str], set[str], list[list[str]]]:
-        table = self._spec.table.rpartition(".")[2]
-        columns = connection.query('SELECT name, upper(type), "notnull", pk FROM pragma_table_info(?)', (table,))
-        if not columns:
-            raise self._unfit("there is no such table")
-        primary = [name for name, _, _, position in columns if position]
-        whole = {name for name, kind, *_ in columns if "INT" in kind}
-        keys = [primary] if primary else []
-        for (index,) in connection.query(
-            'SELECT name FROM pragma_index_list(?) WHERE "unique" AND NOT partial', (table,)
-        ):
-            keys.append([name for (name,) in connection.query("SELECT name FROM pragma_index_info(?)", (index,))])
-        # An INTEGER PRIMARY KEY is the row's own number: it is never null.
-        row_number = [
-            name for name, kind, _, position in columns if position and kind == "INTEGER" and len(primary) == 1
-        ]
-        never_null = {name for name, _, never, _ in columns if never} | set(row_number)
-        if self._spec.column in row_number:
-            self._warn_of_numbers_given_again(connection, table)
-        return [name for name, *_ in columns], whole, never_null, keys
-
-    def _warn_of_numbers_given_again(self, connection: Connection, table: str) -> None:
-        ((sql,),) = connection.query("SELECT sql FROM sqlite_master WHERE type = 'table' AND name = ?", (table,))
-        if "AUTOINCREMENT" not in sql.upper():
-            log.warning(
-                "%s: %s.%s is not AUTOINCREMENT: SQLite gives the number of a deleted last row to another one, which "
-                "is then not read. This is exact only if such rows are never deleted.",
-                self._name,
-                table,
-                self._spec.column,
-            )
+def _writers(connection: Connection, relations: Sequence[int]) -> set[str]:
+    """Return the transactions that hold a lock by which rows of the relations are written."""
+    rows = connection.query(
+        "SELECT virtualtransaction FROM pg_locks WHERE locktype = 'relation' AND granted AND "  # noqa: S608
+        "database = (SELECT oid FROM pg_database WHERE datname = current_database()) AND "
+        f"mode IN ({WRITING}) AND relation::bigint = ANY(%s::bigint[])",
+        (list(relations),),
+    )
+    return {name for (name,) in rows}
 
 
 def _as_json(names: Sequence[str], row: Sequence[Any]) -> bytes:

@@ -5,7 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from dedup.edges.database import STAGED, Connection, Row, RowsRefused, Table, Written, make_staging
+from dedup.edges.database import (
+    OFFSETS,
+    OFFSETS_STATEMENT,
+    STAGED,
+    Connection,
+    Row,
+    RowsRefused,
+    Table,
+    Written,
+    make,
+    make_offsets,
+    make_staging,
+)
 from dedup.topology.model import SinkSpec
 
 ID: Final = "tracking_id"
@@ -20,14 +32,36 @@ def table_of(spec: SinkSpec, types: dict[str, str]) -> Table:
     return Table(spec.table, (*columns, *payload), (ID, TIME) if spec.append else (ID,), spec.append)
 
 
-def make_table(connection: Connection, table: Table) -> None:
-    """The table is there, and takes an upsert. Raises StateIncompatible for one with other columns or another key."""
+def statement_of(table: Table) -> str:
+    """Return what makes the table."""
     columns = [f'"{name}" {kind}{" NOT NULL" if name in {ID, TIME} else ""}' for name, kind in table.columns]
     key = ", ".join(f'"{name}"' for name in table.key)
-    connection.execute(f"CREATE TABLE IF NOT EXISTS {table.name} ({', '.join(columns)}, PRIMARY KEY ({key}))")
+    return f"CREATE TABLE IF NOT EXISTS {table.name} ({', '.join(columns)}, PRIMARY KEY ({key}))"
+
+
+def make_table(connection: Connection, table: Table) -> bool:
+    """The table is there, and takes an upsert; tell whether it was made now.
+
+    Raises StateIncompatible for one with other columns or another key.
+    """
+    made = make(connection, table.name, statement_of(table))
     make_staging(connection, table)
     # With no row it changes nothing, but a missing column or key is told now, not with the first record.
     connection.execute(_statement(table))
+    return made
+
+
+def plan_tables(connection: Connection, spec: SinkSpec) -> dict[str, str]:
+    """Return the statements for the tables of a sink that are missing, by their names; nothing is made."""
+    table = table_of(spec, dict(connection.types))
+    statements = {OFFSETS: OFFSETS_STATEMENT, table.name: statement_of(table)}
+    return {name: statement for name, statement in statements.items() if not connection.has(name)}
+
+
+def make_tables(connection: Connection, spec: SinkSpec) -> None:
+    """The tables of a sink are there, and take its rows. Raises StateIncompatible for one that does not."""
+    make_offsets(connection)
+    make_table(connection, table_of(spec, dict(connection.types)))
 
 
 def _statement(table: Table) -> str:

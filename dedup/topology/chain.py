@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from posixpath import normpath
 from typing import Final
 
 from dedup.core.tracking_id import FieldRule, FieldsRule, HeaderRule
 from dedup.quantities import format_duration
-from dedup.topology.ingest import FilesSource, Ingest, TableSource, place_of
+from dedup.topology.ingest import FilesSource, Ingest, TableSource, place_of, settle_sentence
 from dedup.topology.lint import Finding
 from dedup.topology.model import Topology, rule_text
 
@@ -23,6 +24,9 @@ _WEAK: Final = frozenset(
         "source_starts_over",
         "last_line_taken",
         "numbers_given_again",
+        "same_directory",
+        "settled",
+        "query",
         "nobody_writes",
     }
 )
@@ -54,14 +58,26 @@ def lint_ingest(ingest: Ingest) -> list[Finding]:
                     "be half a line. Exact only if files come complete."
                 )
                 found.append(Finding("warning", "last_line_taken", text))
-        case TableSource(url=url) as table:
-            if url.startswith("sqlite:"):
-                text = (
-                    f"SQLite gives the number of a deleted last row again, unless {table.column} is AUTOINCREMENT: "
-                    f"the row that gets it is not read."
-                )
-                found.append(Finding("warning", "numbers_given_again", text))
+        case TableSource() as table:
+            found.extend(_lint_table(table))
     return found
+
+
+def _lint_table(table: TableSource) -> Iterator[Finding]:
+    if table.url.startswith("sqlite:"):
+        text = (
+            f"SQLite gives the number of a deleted last row again, unless {table.column} is AUTOINCREMENT: "
+            f"the row that gets it is not read."
+        )
+        yield Finding("warning", "numbers_given_again", text)
+    if table.settle_ms:
+        yield Finding("warning", "settled", settle_sentence(table))
+    if table.query:
+        text = (
+            "source.table.query: whether each row appears by the INSERT that takes its number, nobody can tell from a "
+            "query. A row that appears otherwise, by an UPDATE or a row of another table, may never be read."
+        )
+        yield Finding("warning", "query", text)
 
 
 def lint_chain(files: Sequence[Named]) -> list[tuple[str, Finding]]:
@@ -71,6 +87,7 @@ def lint_chain(files: Sequence[Named]) -> list[tuple[str, Finding]]:
     return [
         *_weak_joints(files),
         *_loose_ends(files),
+        *_same_files(files),
         *_same_names(files),
     ]
 
@@ -163,6 +180,22 @@ def _loose_ends(files: Sequence[Named]) -> Iterator[tuple[str, Finding]]:
                         f"lose it. What is sent twice within {guard} is found here; what is lost before is not."
                     )
                     yield each.file, Finding("warning", "nobody_writes", text)
+
+
+def _same_files(files: Sequence[Named]) -> Iterator[tuple[str, Finding]]:
+    """Yield sources of one directory: a file renamed from the one's pattern into the other's is sent by both."""
+    seen: dict[str, Named] = {}
+    for each in files:
+        if not isinstance(each.stage, Ingest) or not isinstance(each.stage.source, FilesSource):
+            continue
+        directory = normpath(each.stage.source.directory)
+        before = seen.setdefault(directory, each)
+        if before is not each:
+            text = (
+                f"source.files.directory: {directory} is read by {before.stage.name}, too: a file that both patterns "
+                f"take, or that is renamed from the one to the other, is sent by both. Give each a directory."
+            )
+            yield each.file, Finding("warning", "same_directory", text)
 
 
 def _same_names(files: Sequence[Named]) -> Iterator[tuple[str, Finding]]:

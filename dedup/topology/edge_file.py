@@ -7,11 +7,21 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, Discriminator, Field, Tag, model_validator
 
-from dedup.topology.shapes import FieldPath, FieldTimeFile, Keys, field_paths, name_text, topic_text, version_text
+from dedup.topology.shapes import (
+    FieldPath,
+    FieldTimeFile,
+    Keys,
+    PositiveDuration,
+    field_paths,
+    name_text,
+    topic_text,
+    version_text,
+)
 
 _COLUMN: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,62}")
 _TABLE: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,62}(\.[A-Za-z_][A-Za-z0-9_]{0,62})?")
 _URL: Final = re.compile(r"(sqlite:///.+|postgres(ql)?://.+|\$\{(env|file):[^}]+\})")
+_QUERY: Final = re.compile(r"\s*(select|with)\b", re.IGNORECASE)
 _PASSWORD: Final = re.compile(r"://[^/@:]*:(?!\$\{)[^@/]+@")
 _ALWAYS: Final = {"acks", "idempotence", "enable_idempotence", "transactional_id", "transactions", "retries"}
 RESERVED: Final = frozenset({"tracking_id", "event_time_ms"})
@@ -36,6 +46,12 @@ def _sink_column(text: str) -> str:
 def _table(text: str) -> str:
     if _TABLE.fullmatch(text) is None:
         raise ValueError(f'"{text}" is no table; write letters, digits and "_", as name or schema.name')
+    return text
+
+
+def _query(text: str) -> str:
+    if _QUERY.match(text) is None or ";" in text:
+        raise ValueError(f'"{text[:40]}" is no query; write one SELECT, without ";"')
     return text
 
 
@@ -69,6 +85,7 @@ Column = Annotated[str, AfterValidator(_column)]
 SinkColumn = Annotated[str, AfterValidator(_sink_column)]
 Table = Annotated[str, AfterValidator(_table)]
 Url = Annotated[str, AfterValidator(_url)]
+Query = Annotated[str, AfterValidator(_query)]
 Topic = Annotated[str, AfterValidator(topic_text)]
 
 
@@ -107,11 +124,26 @@ class TableFile(Keys):
     """A table that rows are added to, each with a greater number."""
 
     url: Url = Field(description='sqlite:///FILE, postgresql://USER@HOST/DATABASE, or "${env:NAME}".')
-    table: Table = Field(description="The table or schema.table.")
+    table: Table | None = Field(default=None, description="The table or schema.table.")
+    query: Query | None = Field(
+        default=None,
+        description="A SELECT instead of a table; each of its rows must appear by the INSERT that takes its number.",
+    )
     column: Column = Field(description="Whole numbers that grow: an identity, a sequence, an AUTOINCREMENT key.")
     unique: Column | None = Field(
         default=None, description="A second whole number that tells rows of one number apart, where there are such."
     )
+    settle: PositiveDuration | None = Field(
+        default=None,
+        description="Where numbers are not taken by the INSERT itself: rows are read this long after they were there. "
+        "Not exact: a row that comes later still is never read.",
+    )
+
+    @model_validator(mode="after")
+    def _one(self) -> TableFile:
+        if (self.table is None) == (self.query is None):
+            raise ValueError("takes exactly one of table and query")
+        return self
 
 
 class IngestSourceFile(Keys):
@@ -151,6 +183,13 @@ class IngestOutputFile(Keys):
     )
 
 
+class MarkerFile(Keys):
+    """The record that is the last of its transaction; it is sent as any other."""
+
+    field: FieldPath = Field(description="A member of the JSON value.")
+    equals: str | int | bool = Field(description="What stands there in such a record.")
+
+
 class IngestFile(Keys):
     """One exactly-once source."""
 
@@ -168,6 +207,14 @@ class IngestFile(Keys):
         Annotated[Literal["now"], Tag("plain")] | Annotated[FieldTimeFile, Tag("mapping")], Discriminator(_shape)
     ] = Field(default="now", description="The record's timestamp: when it is sent, or a member of the value.")
     dead_letter: Topic | None = Field(default=None, description="Default: <name>.dead-letter.")
+    boundary: Annotated[
+        Annotated[Literal["interval", "poll"], Tag("plain")] | Annotated[MarkerFile, Tag("mapping")],
+        Discriminator(_shape),
+    ] = Field(
+        default="interval",
+        description="Where a transaction ends: after the commit interval, after each piece that is read at once (1 MiB "
+        "of a file, 5,000 rows), or after each record with a marker of the source's own.",
+    )
 
     @model_validator(mode="before")
     @classmethod

@@ -8,42 +8,30 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, WithJsonSchema
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag
 
 from dedup.core.event_time import rfc3339_ms
 from dedup.core.tracking_id import Normalizing
-from dedup.quantities import DURATION_PATTERN, SIZE_PATTERN, parse_duration, parse_size
+from dedup.quantities import SIZE_PATTERN, parse_size
 from dedup.topology.edge_file import SinkFile
 from dedup.topology.shapes import (
     NAME,
     TOPIC,
+    Duration,
     FieldPath,
     FieldTimeFile,
     Keys,
+    PositiveDuration,
     field_paths,
     name_text,
+    no_number,
+    text_like,
     topic_text,
     version_text,
 )
 
 _HEADER_CHARS: Final = 1_000
 _MOST_STANDBYS: Final = 10
-
-
-def _no_number(value: Any) -> Any:  # noqa: ANN401 - whatever stands in the file
-    """Let a bare number through as its text, so that it is refused for its missing unit."""
-    return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
-
-
-def _duration(text: str) -> str:
-    parse_duration(text)
-    return text
-
-
-def _positive_duration(text: str) -> str:
-    if parse_duration(text) == 0:
-        raise ValueError(f'"{text}" must be longer than nothing')
-    return text
 
 
 def _size(text: str) -> str:
@@ -96,16 +84,8 @@ def _shape(value: Any) -> str:  # noqa: ANN401 - whatever stands in the file
     return "mapping" if isinstance(value, dict | BaseModel) else "plain"
 
 
-def _text(pattern: str) -> WithJsonSchema:
-    return WithJsonSchema({"type": "string", "pattern": pattern})
-
-
-Duration = Annotated[str, BeforeValidator(_no_number), AfterValidator(_duration), _text(DURATION_PATTERN)]
-PositiveDuration = Annotated[
-    str, BeforeValidator(_no_number), AfterValidator(_positive_duration), _text(DURATION_PATTERN)
-]
-Size = Annotated[str, BeforeValidator(_no_number), AfterValidator(_size), _text(SIZE_PATTERN)]
-Topic = Annotated[str, AfterValidator(topic_text), _text(f"^{TOPIC.pattern}$")]
+Size = Annotated[str, BeforeValidator(no_number), AfterValidator(_size), text_like(SIZE_PATTERN)]
+Topic = Annotated[str, AfterValidator(topic_text), text_like(f"^{TOPIC.pattern}$")]
 
 
 class SourceFile(Keys):
@@ -205,7 +185,7 @@ class TopologyFile(Keys):
     """One deduplication job."""
 
     dedup: Annotated[Literal[1], BeforeValidator(version_text)] = Field(description="Version of this format.")
-    name: Annotated[str, AfterValidator(name_text), _text(f"^{NAME.pattern}$")] = Field(
+    name: Annotated[str, AfterValidator(name_text), text_like(f"^{NAME.pattern}$")] = Field(
         description="Consumer group, and prefix of transactional ids and topics."
     )
     source: SourceFile = Field(description="Where records come from.")

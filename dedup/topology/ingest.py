@@ -5,15 +5,16 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final, assert_never
+from typing import Any, Final, Literal, assert_never
 
 from pydantic import ValidationError
 
 from dedup.core.event_time import EventTime, FieldTime, RecordTime
-from dedup.core.paths import parse_path
+from dedup.core.paths import Path, parse_path
 from dedup.core.tracking_id import FieldRule, FieldsRule
 from dedup.document import Document, in_order, read, told
 from dedup.errors import Problem, TopologyError
+from dedup.quantities import format_duration, parse_duration
 from dedup.topology.edge_file import (
     CsvType,
     FilesFile,
@@ -21,6 +22,7 @@ from dedup.topology.edge_file import (
     IngestIdFile,
     IngestOutputFile,
     IngestSourceFile,
+    MarkerFile,
     TableFile,
 )
 
@@ -33,6 +35,7 @@ FIELDS: Final[Mapping[str, tuple[str, ...]]] = {
     "tracking_id": tuple(IngestIdFile.model_fields),
     "output": tuple(IngestOutputFile.model_fields),
     "event_time": ("field", "unit"),
+    "boundary": tuple(MarkerFile.model_fields),
 }
 """The keys of each mapping, for did-you-mean."""
 
@@ -52,16 +55,36 @@ class FilesSource:
 
 @dataclass(frozen=True, slots=True)
 class TableSource:
-    """A table that rows are added to, each with a greater number."""
+    """A table, or a query's rows, to which rows are added, each with a greater number."""
 
     url: str
     """As written: a reference such as ``${env:DATABASE_URL}`` is resolved where it is used."""
     table: str
+    """Empty where there is a query."""
     column: str
     unique: str | None
+    query: str = ""
+    settle_ms: int = 0
+    """How long a number may be taken before its row is there; 0: numbers are taken by the INSERT itself."""
+
+    @property
+    def named(self) -> str:
+        """The table's name; of a query "query"."""
+        return self.table or "query"
 
 
 Source = FilesSource | TableSource
+
+
+@dataclass(frozen=True, slots=True)
+class Marker:
+    """The record in which this member has this value is the last of its transaction."""
+
+    path: Path
+    equals: str | int | bool
+
+
+Boundary = Literal["interval", "poll"] | Marker
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +98,8 @@ class Ingest:
     tracking_id: FieldRule | FieldsRule | None
     event_time: EventTime
     dead_letter: str
+    boundary: Boundary = "interval"
+    """Where a transaction ends."""
 
     @property
     def offsets_topic(self) -> str:
@@ -134,7 +159,16 @@ def _ingest(file: IngestFile) -> Ingest:
         tracking_id=_rule(file.tracking_id),
         event_time=_event_time(file),
         dead_letter=file.dead_letter or f"{file.name}.dead-letter",
+        boundary=_boundary(file),
     )
+
+
+def _boundary(file: IngestFile) -> Boundary:
+    match file.boundary:
+        case "interval" | "poll" as plain:
+            return plain
+        case marker:
+            return Marker(parse_path(marker.field), marker.equals)
 
 
 def _source(file: IngestSourceFile) -> Source:
@@ -148,7 +182,10 @@ def _source(file: IngestSourceFile) -> Source:
                 take_last_line=files.last_line == "take",
             )
         case IngestSourceFile(table=TableFile() as table):
-            return TableSource(table.url, table.table, table.column, table.unique)
+            settle_ms = parse_duration(table.settle) if table.settle else 0
+            return TableSource(
+                table.url, table.table or "", table.column, table.unique, query=table.query or "", settle_ms=settle_ms
+            )
         case _:
             raise AssertionError("one of files and table was checked to be there")
 
@@ -175,6 +212,15 @@ def place_of(source: Source) -> str:
         case FilesSource():
             return f"{source.directory}/{source.pattern}"
         case TableSource():
-            return f"table {source.table}"
+            return f"table {source.table}" if source.table else "a query"
         case never:
             assert_never(never)
+
+
+def settle_sentence(table: TableSource) -> str:
+    """Return what a source with `settle` does not promise."""
+    settle = format_duration(table.settle_ms)
+    return (
+        f"settle: {settle} is not exact: a row of {table.named} that can be seen more than {settle} after a greater "
+        f"number was is never read. Exact is a number that the INSERT itself takes, and no `settle`."
+    )

@@ -5,10 +5,11 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any, Final
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 
 from dedup.core.event_time import TimeUnit
 from dedup.core.paths import parse_path
+from dedup.quantities import DURATION_PATTERN, parse_duration
 
 NAME: Final = re.compile(r"[a-z0-9][a-z0-9-]{0,99}")
 TOPIC: Final = re.compile(r"[a-zA-Z0-9._-]{1,249}")
@@ -42,6 +43,27 @@ def version_text(number: Any) -> Any:  # noqa: ANN401 - whatever stands in the f
     return number
 
 
+def no_number(value: Any) -> Any:  # noqa: ANN401 - whatever stands in the file
+    """Let a bare number through as its text, so that it is refused for its missing unit."""
+    return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
+
+
+def text_like(pattern: str) -> WithJsonSchema:
+    """Return what the JSON Schema says of a text of this form."""
+    return WithJsonSchema({"type": "string", "pattern": pattern})
+
+
+def _duration(text: str) -> str:
+    parse_duration(text)
+    return text
+
+
+def _positive_duration(text: str) -> str:
+    if parse_duration(text) == 0:
+        raise ValueError(f'"{text}" must be longer than nothing')
+    return text
+
+
 def field_paths(paths: list[str]) -> list[str]:
     """Return the paths of a composite ID; raises ValueError with a sentence where there is none, or one twice."""
     if not paths:
@@ -59,6 +81,10 @@ def _path(text: str) -> str:
 
 
 FieldPath = Annotated[str, AfterValidator(_path)]
+Duration = Annotated[str, BeforeValidator(no_number), AfterValidator(_duration), text_like(DURATION_PATTERN)]
+PositiveDuration = Annotated[
+    str, BeforeValidator(no_number), AfterValidator(_positive_duration), text_like(DURATION_PATTERN)
+]
 
 
 class FieldTimeFile(Keys):

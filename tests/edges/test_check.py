@@ -14,6 +14,10 @@ from dedup.topology.parse import parse
 
 TOPOLOGIES = Path(__file__).parents[2] / "topologies"
 FILES = "ingest: 1\nname: x\nsource: {files: {directory: d}}\noutput: {topic: t}\n"
+TABLE = (
+    "ingest: 1\nname: x\nsource: {table: {url: 'postgresql://h/d', table: t, column: n}}\noutput: {topic: t}\n"
+    "tracking_id: {field: id}\n"
+)
 TOPOLOGY = "dedup: 1\nname: y\nsource: {topics: [t], partitioned_by: tracking_id}\ntracking_id: {field: id}\nguard_period: 1h\n"
 
 
@@ -41,6 +45,15 @@ def problems(text, reads=parse_ingest):
         (
             FILES.replace("files: {directory: d}", "table: {url: 'postgresql://u:pw@h/d', table: t, column: n}"),
             "a password must not be written here",
+        ),
+        (FILES.replace("files: {directory: d}", "table: {url: 'sqlite:///x', column: n}"), "takes exactly one of table and query"),
+        (
+            FILES.replace("files: {directory: d}", "table: {url: 'sqlite:///x', query: 'DELETE FROM t', column: n}"),
+            '"DELETE FROM t" is no query; write one SELECT',
+        ),
+        (
+            FILES.replace("files: {directory: d}", "table: {url: 'sqlite:///x', table: t, column: n, settle: 5}"),
+            '"5" has no unit',
         ),
         (FILES.replace("files: {directory: d}", "table: {url: 'mysql://h/d', table: t, column: n}"), "is no database; write"),
         (FILES.replace("files: {directory: d}", "table: {url: 'sqlite:///x', table: 't;', column: n}"), '"t;" is no table'),
@@ -99,12 +112,24 @@ def test_the_chain_to_copy_is_exactly_once_at_every_stage():
         (FILES + "tracking_id: {field: id}", TOPOLOGY + "late: drop", "not exactly-once at"),
         (FILES.replace("d}", "d, changed: start_over}") + "tracking_id: {field: id}", TOPOLOGY, "not exactly-once at"),
         (FILES.replace("d}", "d, last_line: take}") + "tracking_id: {field: id}", TOPOLOGY, "not exactly-once at"),
+        (TABLE.replace("}}", ", settle: 5s}}"), TOPOLOGY, "settle: 5s is not exact: a row of t that"),
+        (TABLE.replace("}}", ", settle: 5s}}"), TOPOLOGY, "not exactly-once at"),
+        (TABLE.replace("table: t", "query: SELECT 1 AS n"), TOPOLOGY, "not exactly-once at"),
+        (TABLE, TOPOLOGY, "exactly-once at every stage"),
         (FILES, TOPOLOGY.replace("topics: [t]", "topics: [u]"), "no file given here writes u"),
         (FILES, TOPOLOGY.replace("topics: [t]", "topics: [u]"), "no file given here reads the topic t"),
     ],
 )
 def test_a_weak_joint_of_a_chain_is_named(tmp_path, ingest, topology, said):
     assert said in check(tmp_path, ingest, topology)
+
+
+def test_two_sources_of_one_directory_are_named(tmp_path):
+    other = FILES.replace("name: x", "name: z").replace("directory: d", "directory: ./d/, pattern: '*.log'")
+    said = check(tmp_path, FILES, other, TOPOLOGY)
+    assert "source.files.directory: d is read by x, too" in said
+    assert "not exactly-once at" in said
+    assert "is read by x, too" not in check(tmp_path, FILES, other.replace("./d/", "./e/"), TOPOLOGY)
 
 
 def test_records_with_the_header_fit_a_topology_that_reads_it(tmp_path):

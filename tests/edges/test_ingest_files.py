@@ -157,6 +157,20 @@ async def test_what_can_not_be_read_stops_with_its_name(stage, monkeypatch):
 CSV = "format: csv, pattern: '*.csv', columns: {id: text, n: integer, price: number, paid: boolean}"
 
 
+async def test_a_file_deleted_after_it_was_read_does_not_stop_the_others(stage):
+    """Its number may be given to another file, which is read from its beginning."""
+    (stage.incoming / "a.jsonl").write_bytes(lines(0, 10))
+    process = stage.start("ingest", str(stage.ingest_file(stage.files())))
+    until(lambda: len(stage.read()) == 10, f"the first file; log:\n{process.log}")
+    for number in range(1, 4):
+        (stage.incoming / "a.jsonl").unlink()
+        (stage.incoming / "a.jsonl").write_bytes(lines(10 * number, 10))
+        expected = 10 * (number + 1)
+        until(lambda expected=expected: len(stage.read()) == expected, f"{expected}; log:\n{process.log}")
+    assert process.stop() == 0
+    assert sorted(value["n"] for value in stage.values()) == list(range(40))
+
+
 async def test_csv_rows_become_json(stage):
     (stage.incoming / "a.csv").write_bytes(b'\xef\xbb\xbfid,n,price,paid\r\ne0,0,1.5,true\r\n"e,1",1,2,0\r\ne2,,,\r\n')
     assert (await stage.ingest(stage.files(CSV))).records == 3

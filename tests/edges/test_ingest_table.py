@@ -42,6 +42,10 @@ def pg(postgres, monkeypatch):
         yield postgres, connection
 
 
+def querying(url, query, more=""):
+    return f'table: {{url: "{url}", query: "{query}", column: n{more}}}'
+
+
 def numbers(stage):
     return sorted(value["n"] for value in stage.values())
 
@@ -179,3 +183,104 @@ async def test_rows_of_many_writers_at_once_are_all_sent(stage, pg):
     until(lambda: len(stage.read()) >= 540, f"all rows; log:\n{process.log}")
     assert process.stop() == 0
     assert numbers(stage) == sorted(written)
+
+
+QUERY = "SELECT r.n, upper(r.id) AS name, 'a%' AS percent FROM rows r WHERE r.id LIKE '%e%'"
+
+
+async def test_rows_of_a_query_of_sqlite_are_sent_once(stage, lite):
+    url, connection = lite
+    connection.execute("BEGIN")
+    connection.executemany("INSERT INTO rows (id) VALUES (?)", [(f"{'xe'[n % 2]}{n}",) for n in range(12_000)])
+    connection.execute("COMMIT")
+    more = "tracking_id: {field: name}"
+    assert (await stage.ingest(querying(url, QUERY), more)).records == 6_000
+    connection.execute("INSERT INTO rows (id) VALUES ('e-last')")
+    assert (await stage.ingest(querying(url, QUERY), more)).records == 1
+    assert numbers(stage) == [*range(2, 12_001, 2), 12_001]
+    assert {"n": 12_001, "name": "E-LAST", "percent": "a%"} in stage.values()
+
+
+async def test_rows_of_a_query_of_postgresql_are_sent_once(stage, pg):
+    _, connection = pg
+    connection.execute(
+        "INSERT INTO rows (id) SELECT CASE i % 2 WHEN 1 THEN 'e' END || i FROM generate_series(1, 12000) i"
+    )
+    more = "tracking_id: {field: name}"
+    assert (await stage.ingest(querying(SOURCE, QUERY), more)).records == 6_000
+    connection.execute("INSERT INTO rows (id) VALUES ('e-last')")
+    assert (await stage.ingest(querying(SOURCE, QUERY), more)).records == 1
+    assert numbers(stage) == [*range(1, 12_001, 2), 12_001]
+
+
+@pytest.mark.parametrize(
+    ("query", "more", "said"),
+    [
+        ("SELECT id FROM rows", "", "the query: it has no column 'n'; it has id"),
+        ("SELECT n, id, id FROM rows", "", "it has two columns 'id'; name them apart with AS"),
+        ("SELECT n / 20 AS n, id FROM rows", "", "two rows have n 0; name a second column with `unique`"),
+        ("SELECT n / 20 AS n, n % 5 AS m, id FROM rows", ", unique: m", "two rows have n and m 0/0. Nothing"),
+        ("SELECT nullif(n, 7) AS n, id FROM rows", "", "n of 1 rows is null; leave them out by WHERE"),
+        ("SELECT n, nullif(n, 7) AS m, id FROM rows", ", unique: m", "n or m of 1 rows is null"),
+        ("SELECT id AS n, id FROM rows", "", "holds something that is no whole number"),
+        ("SELECT n FROM nowhere", "", "nowhere"),
+    ],
+)
+@pytest.mark.parametrize("kind", ["sqlite", "postgresql"])
+async def test_a_query_that_can_not_be_read_without_a_loss_is_refused(stage, request, kind, query, more, said):
+    url, connection = request.getfixturevalue("lite" if kind == "sqlite" else "pg")
+    for number in range(1, 31):
+        connection.execute(f"INSERT INTO rows (id) VALUES ('e{number}')")
+    with pytest.raises(StateIncompatible, match=said):
+        await stage.ingest(querying(url if kind == "sqlite" else SOURCE, query, more))
+    assert stage.values() == []
+
+
+@pytest.mark.parametrize("view", [False, True], ids=["a table", "a view"])
+async def test_a_query_waits_for_those_who_write_its_tables(stage, pg, view):
+    url, connection = pg
+    connection.execute("CREATE VIEW seen AS SELECT * FROM rows")
+    connection.execute("CREATE TABLE others (k INT)")
+    with psycopg.connect(url) as late, psycopg.connect(url) as elsewhere:
+        elsewhere.execute("INSERT INTO others VALUES (1)")
+        late.execute("INSERT INTO rows (id) VALUES ('late')")
+        connection.execute("INSERT INTO rows (id) VALUES ('early')")
+        file = stage.ingest_file(querying(SOURCE, f"SELECT n, id FROM {'seen' if view else 'rows'}"))
+        process = stage.start("ingest", str(file))
+        until(lambda: waits(stage, connection), f"it waits for the writer; log:\n{process.log}")
+        assert stage.read() == []
+        late.commit()
+        # Whoever writes another table is not waited for.
+        until(lambda: len(stage.read()) == 2, f"both rows; log:\n{process.log}")
+    assert process.stop() == 0
+    assert sorted(value["id"] for value in stage.values()) == ["early", "late"]
+
+
+async def test_who_hides_its_writers_needs_settle(stage, pg, caplog):
+    _, connection = pg
+    connection.execute("INSERT INTO rows (id) VALUES ('e1')")
+    connection.execute(
+        "CREATE FUNCTION read() RETURNS SETOF rows LANGUAGE plpgsql AS 'BEGIN RETURN QUERY TABLE rows; END'"
+    )
+    hidden = querying(SOURCE, "SELECT n, id FROM read()")
+    with pytest.raises(
+        StateIncompatible, match="names no table, so nobody can tell who writes its rows; write `settle`"
+    ):
+        await stage.ingest(hidden)
+    connection.execute("ALTER TABLE rows ALTER n SET CACHE 10")
+    with pytest.raises(StateIncompatible, match="the sequence of 'n' has CACHE 10"):
+        await stage.ingest(table(SOURCE))
+    assert stage.values() == []
+    assert (await stage.ingest(querying(SOURCE, "SELECT n, id FROM read()", ", settle: 10ms"))).records == 1
+    assert "settle: 10ms is not exact: a row of query that can be seen more than 10ms" in caplog.text
+
+
+async def test_with_settle_a_row_is_read_that_comes_within_it(stage, lite):
+    """The application chooses numbers before it writes: 2 is there, and 1 comes while that settles."""
+    url, connection = lite
+    connection.execute("INSERT INTO rows (n, id) VALUES (2, 'early')")
+    process = stage.start("ingest", str(stage.ingest_file(table(url, ", settle: 3s"))), "--exit-when-done")
+    until(lambda: " taken; " in process.log, f"it has begun; log:\n{process.log}")
+    connection.execute("INSERT INTO rows (n, id) VALUES (1, 'late')")
+    assert process.wait() == 0
+    assert numbers(stage) == [1, 2]

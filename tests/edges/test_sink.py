@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import sqlite3
@@ -9,7 +10,9 @@ import threading
 
 import psycopg
 import pytest
+from typer.testing import CliRunner
 
+from dedup.cli.main import create_app
 from dedup.errors import StateIncompatible, TaskMigrated
 from tests.edges.stage import postgres_rows, sqlite_rows, until
 
@@ -171,6 +174,49 @@ async def test_a_table_that_does_not_fit_is_refused_before_the_first_record(stag
     statement(url, made)
     with pytest.raises(StateIncompatible, match=said):
         await stage.sink(sinking(stage, url))
+
+
+def applied(stage, url, *options):
+    path = stage.directory / "apply.yaml"
+    more = f"{COLUMNS}\n"
+    path.write_text(stage.topology_text("${env:SINK_URL}", more), encoding="utf-8")
+    arguments = ["apply", str(path), "--config", str(stage.config), *options]
+    return CliRunner().invoke(create_app(), arguments, env={"SINK_URL": url})
+
+
+def test_apply_makes_the_table_on_request_and_the_sink_needs_no_right_to_make_it(stage, admin, postgres):
+    admin.create_topic(f"{stage.name}.source", 2)
+    admin.create_topic(stage.topic, 2, {"retention.ms": "-1"})
+    assert "table" not in applied(stage, postgres).output
+    told = applied(stage, postgres, "--table", "--dry-run").output
+    assert 'would make table rows: CREATE TABLE IF NOT EXISTS rows ("tracking_id" BYTEA NOT NULL' in told
+    with pytest.raises(psycopg.errors.UndefinedTable):
+        postgres_rows(postgres)
+    told = applied(stage, postgres, "--table").output
+    assert "made table dedup_offsets" in told
+    assert "made table rows" in told
+    told = json.loads(applied(stage, postgres, "--table", "--json").output)
+    assert told["tables"] == {}
+    name = stage.name.replace("-", "_")
+    with psycopg.connect(postgres, autocommit=True) as connection:
+        connection.execute(f"CREATE ROLE {name} LOGIN PASSWORD 'x'".encode())
+        connection.execute(f"GRANT SELECT, INSERT, UPDATE ON rows, dedup_offsets TO {name}".encode())
+        connection.execute("REVOKE CREATE ON SCHEMA public FROM PUBLIC")
+    stage.send([event(number) for number in range(50)])
+    few_rights = f"postgresql://{name}:x@{postgres.rpartition('@')[2]}"
+    with psycopg.connect(few_rights) as connection, pytest.raises(psycopg.errors.InsufficientPrivilege):
+        connection.execute("CREATE TABLE more (k INT)")
+    assert asyncio.run(stage.sink(sinking(stage, few_rights))).inserted == 50
+    assert len(postgres_rows(postgres)) == 50
+
+
+def test_apply_says_where_a_table_does_not_fit(stage, admin, tmp_path):
+    admin.create_topic(f"{stage.name}.source", 2)
+    url = f"sqlite:///{tmp_path}/other.db"
+    statement(url, "CREATE TABLE rows (tracking_id BLOB PRIMARY KEY, other TEXT)")
+    found = applied(stage, url, "--table")
+    assert isinstance(found.exception, StateIncompatible)
+    assert "event_time_ms" in str(found.exception)
 
 
 async def test_a_topic_made_anew_is_refused(stage, admin):
