@@ -1,8 +1,23 @@
 """Schedules fence and abort by the thousand: what the worker logs about it is not what is tested."""
 
 import logging
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+
+from tests.simulation.parts import PARTS, Pool
+
+
+@pytest.fixture(scope="session", autouse=True)
+def pool(request: pytest.FixtureRequest) -> Iterator[Pool]:
+    """Two processes that run the parts of all tests that were selected, while the tests before those run here."""
+    here = [item for item in request.session.items if item.path.parent == Path(__file__).parent]
+    own = [item for item in here if isinstance(item, pytest.Function) and "pool" in item.function.__annotations__]
+    wanted = [part for item in own for part in ([item.callspec.params["part"]] if hasattr(item, "callspec") else PARTS)]
+    pool = Pool(dict.fromkeys(part for part in PARTS if part in wanted))
+    yield pool
+    pool.close()
 
 
 @pytest.fixture(autouse=True)

@@ -38,6 +38,26 @@ class Part:
         )
 
 
+ENUMERATE = 4_000
+"""Schedules of one scenario enumerated at every change."""
+SAMPLE = 500
+"""Where there are more: the first ones differ in their last choices only, so some are sampled."""
+SLOW = {"refused records": 6, "two hops": 6, "two workers, a refused record": 6}
+"""Scenarios whose schedules take longer: a share of so many."""
+SEEDS_A_PART = 500
+SEEDS = 3_000
+NARROW = [Part(each.name, wide=False, sampled=False, first=0, count=ENUMERATE) for each in ENUMERATED]
+WIDER = [
+    Part(each.name, wide=True, sampled=False, first=0, count=ENUMERATE // SLOW.get(each.name, 1))
+    for each in WIDE
+    if each not in ENUMERATED
+]
+SAMPLED = [Part(each.name, wide=True, sampled=True, first=0, count=SAMPLE // SLOW.get(each.name, 1)) for each in WIDE]
+RANDOM = [Part(None, wide=False, sampled=True, first=at, count=SEEDS_A_PART) for at in range(0, SEEDS, SEEDS_A_PART)]
+PARTS = [*WIDER, *RANDOM, *NARROW, *SAMPLED]
+"""The long ones first: two processes that share them end at about the same time."""
+
+
 def run(part: Part) -> Tally:
     """Run a part; the same part runs the same schedules."""
     logging.getLogger("dedup").setLevel(logging.CRITICAL)
@@ -57,9 +77,12 @@ class Pool:
         context = multiprocessing.get_context("spawn")
         self._executor = ProcessPoolExecutor(min(PROCESSES, os.cpu_count() or 1), mp_context=context)
         self._futures: dict[Part, Future[Tally]] = {part: self._executor.submit(run, part) for part in parts}
+        # The processes end when all is done, whoever else goes on testing.
+        self._executor.shutdown(wait=False)
 
     def result(self, part: Part) -> Tally:
         return self._futures[part].result()
 
     def close(self) -> None:
-        self._executor.shutdown(cancel_futures=True)
+        for future in self._futures.values():
+            future.cancel()

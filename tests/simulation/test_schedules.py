@@ -5,35 +5,17 @@ runs are ``python -m tests.simulation.long``.
 """
 
 import os
-from collections.abc import Iterator
 
 import pytest
 
 from tests.simulation.choice import Script
 from tests.simulation.explore import Tally, by_seeds, one
-from tests.simulation.parts import Part, Pool
+from tests.simulation.parts import PARTS, Part, Pool
 from tests.simulation.scenario import Bounds, Scenario
-from tests.simulation.scenarios import ANSWERS, ENUMERATED, PLAIN, PROBES, TWO_HOPS, WIDE, ZOMBIE_REFUSED
+from tests.simulation.scenarios import ANSWERS, PLAIN, PROBES, TWO_HOPS, ZOMBIE_REFUSED
 from tests.simulation.variants import CORRECT
 
-ENUMERATE = 4_000
-"""Schedules of one scenario enumerated at every change."""
-SAMPLE = 500
-"""Where there are more: the first ones differ in their last choices only, so some are sampled."""
-SLOW = {"refused records": 6, "two hops": 6, "two workers, a refused record": 6}
-"""Scenarios whose schedules take longer: a share of so many."""
-SEEDS_A_PART = 500
-SEEDS = 3_000
 LEAST = 50_000
-NARROW = [Part(each.name, wide=False, sampled=False, first=0, count=ENUMERATE) for each in ENUMERATED]
-WIDER = [
-    Part(each.name, wide=True, sampled=False, first=0, count=ENUMERATE // SLOW.get(each.name, 1))
-    for each in WIDE
-    if each not in ENUMERATED
-]
-SAMPLED = [Part(each.name, wide=True, sampled=True, first=0, count=SAMPLE // SLOW.get(each.name, 1)) for each in WIDE]
-RANDOM = [Part(None, wide=False, sampled=True, first=at, count=SEEDS_A_PART) for at in range(0, SEEDS, SEEDS_A_PART)]
-PARTS = [*NARROW, *WIDER, *SAMPLED, *RANDOM]
 
 
 def judged_right(tally: Tally) -> None:
@@ -41,26 +23,13 @@ def judged_right(tally: Tally) -> None:
     assert tally.wrong == 0, f"{tally}\n{tally.first}"
 
 
-@pytest.fixture(scope="module")
-def pool(request: pytest.FixtureRequest) -> Iterator[Pool]:
-    """Two processes that run the parts of all tests that were selected."""
-    own = [item for item in request.session.items if item.path == request.path and isinstance(item, pytest.Function)]
-    wanted = [
-        item.callspec.params["part"] for item in own if hasattr(item, "callspec") and "part" in item.callspec.params
-    ]
-    in_total = any(item.function is test_there_were_as_many_schedules_as_design_page_5_asks_for for item in own)
-    pool = Pool(PARTS if in_total else dict.fromkeys(wanted))
-    yield pool
-    pool.close()
-
-
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1_200)
 @pytest.mark.parametrize("part", PARTS, ids=str)
 def test_schedules(part: Part, pool: Pool) -> None:
     judged_right(pool.result(part))
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1_200)
 def test_there_were_as_many_schedules_as_design_page_5_asks_for(pool: Pool) -> None:
     total = sum(pool.result(part).schedules for part in PARTS)
     print(f"{total} schedules")  # noqa: T201  # shown with -s
