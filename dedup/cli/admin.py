@@ -50,7 +50,7 @@ Example: dedup replay topologies/orders.yaml --limit 100
 """
 _LOOKUP: Final = """Ask a worker whether an ID was seen: when, in which record, until when it is guarded.
 
-A composite ID is a JSON list of its parts. A worker knows the partitions it has; name others with --url.
+A composite ID is a JSON list of its parts. A worker asks the owners of the partitions it does not have.
 
 Example: dedup lookup topologies/orders.yaml 8d5e957f-297893487bd98fa830fa6413
 """
@@ -167,46 +167,26 @@ def status(
     overrides: SetOption = None,
 ) -> None:
     """Print the tasks as brokers and reachable workers see them."""
-    from rich.console import Console
-
-    from dedup.cli.status import WATCH_S, looked, table
+    from dedup.cli.pages import ask_fleet, default_urls
+    from dedup.cli.status import WATCH_S, Shown, looked
     from dedup.worker.survey import survey
 
     parsed, settings = _read(topology, config, overrides)
-    console = Console(highlight=False)
+    known = urls or default_urls(settings)
 
     async def work(wire: KafkaWire, admin: Admin) -> None:
-        while True:
-            seen = looked(await survey(parsed, wire, admin), await asyncio.to_thread(_pages, settings, urls, parsed))
-            if as_json:
-                typer.echo(json.dumps(seen, indent=None if watch else 2))
-            else:
-                if watch:
-                    console.clear()
-                console.print(table(seen))
-            if not watch:
-                return
-            await asyncio.sleep(WATCH_S)
+        with Shown(watch=watch, as_json=as_json) as shown:
+            while True:
+                pages = await asyncio.to_thread(ask_fleet, parsed.name, known, settings)
+                shown.show(looked(await survey(parsed, wire, admin), pages))
+                if not watch:
+                    return
+                await asyncio.sleep(WATCH_S)
 
     try:
         _on_cluster(parsed, settings, work)
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
-
-
-def _pages(settings: Settings, urls: list[str] | None, topology: Topology) -> list[dict[str, Any]]:
-    """Return what the reachable workers of this topology say of themselves."""
-    from dedup.cli.pages import NotReached, ask, default_urls
-
-    found = []
-    for url in urls or default_urls(settings):
-        try:
-            seen = ask(url, "/api/status", settings)
-        except NotReached:
-            continue
-        if seen.get("topology") == topology.name:
-            found.append(seen)
-    return found
 
 
 def reset(

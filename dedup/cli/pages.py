@@ -55,18 +55,47 @@ def ask(url: str, page: str, settings: Settings) -> dict[str, Any]:
         raise NotReached(f"no worker answers at {url} ({why}). Start one, or name its pages with --url.") from error
 
 
+def ask_fleet(topology: str, urls: Sequence[str], settings: Settings) -> list[dict[str, Any]]:
+    """Return what the reachable workers of a topology say of themselves: those named, and those that they know of."""
+    left, asked, found = list(urls), set[str](), dict[str, dict[str, Any]]()
+    while left:
+        url = left.pop(0).rstrip("/")
+        if url in asked:
+            continue
+        asked.add(url)
+        try:
+            seen = ask(url, "/api/status", settings)
+        except NotReached:
+            continue
+        if seen.get("topology") == topology:
+            # By name: two addresses may be the same worker's.
+            found.setdefault(seen["worker"], seen)
+            left += [peer["url"] for peer in seen.get("workers", []) if peer["url"] and not peer["here"]]
+    return list(found.values())
+
+
 def ask_id(topology: Topology, tracking_id: str, urls: Sequence[str], settings: Settings) -> dict[str, Any]:
     """Return what the workers know of an ID, put together. Raises NotReached if one does not answer."""
     if not urls:
         raise NotReached("web.port is 0 or web is off, so where a worker listens is not known. Name it with --url.")
-    together: dict[str, Any] = {"topology": topology.name, "id": tracking_id, "sightings": [], "asked": []}
+    together: dict[str, Any] = {
+        "topology": topology.name,
+        "id": tracking_id,
+        "sightings": [],
+        "asked": [],
+        "unreached": [],
+    }
     for url in urls:
         found = ask(url, "/api/ids/" + urllib.parse.quote(tracking_id, safe=""), settings)
         if found["topology"] != topology.name:
             raise NotReached(f"{url} is a worker of {found['topology']!r}, not of {topology.name!r}. Name another.")
-        together["sightings"] += found["sightings"]
+        # Each worker asks the owners of what it does not have, so several may tell of one sighting.
+        together["sightings"] += [seen for seen in found["sightings"] if seen not in together["sightings"]]
         together["asked"] = sorted({*together["asked"], *found["asked"]})
         together["partitions"], together["belongs_to"] = found["partitions"], found["belongs_to"]
+        together["unreached"] += found.get("unreached", [])
+    known = set(together["asked"])
+    together["unreached"] = [row for row in together["unreached"] if not set(row["partitions"]) <= known]
     return together
 
 
@@ -75,7 +104,13 @@ def in_words(found: dict[str, Any]) -> Iterator[str]:
     for seen in found["sightings"]:
         first, until = instant(seen["first_ms"]), instant(seen["guarded_until_ms"])
         extended = "" if seen["last_ms"] == seen["first_ms"] else f", last at {instant(seen['last_ms'])}"
-        yield f"seen {first}{extended} in {seen['source']}; guarded until {until} of event time"
+        guarded = f"guarded until {until} of event time" if seen.get("live", True) else f"was guarded until {until}"
+        yield f"seen {first}{extended} in {seen['source']}; {guarded}"
+        if seen.get("went"):
+            yield f"    forwarded to {seen['went']}; known to worker {seen['worker']}, partition {seen['partition']}"
+    for row in found.get("unreached", []):
+        who = "" if row["worker"] is None else f"worker {row['worker']}: "
+        yield f"not asked: partitions {', '.join(map(str, row['partitions']))} ({who}{row['why']})"
     if found["sightings"]:
         return
     asked, count = found["asked"], found["partitions"]

@@ -180,7 +180,7 @@ class Pages:
         )
 
     async def _status(self, _: web.Request) -> web.Response:
-        return _json(status_of(self._answers.seen()))
+        return _json(status_of(self._answers.seen(), self._answers.peers()))
 
     async def _id(self, request: web.Request) -> web.Response:
         text = request.match_info["id"]
@@ -216,8 +216,8 @@ class Pages:
         return _json(found)
 
 
-def status_of(seen: WorkerSeen) -> dict[str, Any]:
-    """Return a worker as plain data, for JSON."""
+def status_of(seen: WorkerSeen, peers: Iterable[Peer]) -> dict[str, Any]:
+    """Return a worker as plain data, for JSON, and where the other members of the group can be asked."""
     return {
         "topology": seen.topology,
         "worker": seen.worker_id,
@@ -226,6 +226,7 @@ def status_of(seen: WorkerSeen) -> dict[str, Any]:
         "fenced": seen.fenced,
         "corrupted": seen.corrupted,
         "standbys": {str(partition): lag for partition, lag in sorted(seen.standby_lag.items())},
+        "workers": [{"worker": peer.worker, "url": peer.url, "here": peer.here} for peer in peers],
         "tasks": [_task(task) for task in seen.tasks],
     }
 
@@ -242,9 +243,11 @@ def _task(task: TaskSeen) -> dict[str, Any]:
         "lag_records": task.lag_records,
         "lag_seconds": round(task.lag_seconds, 3),
         "restore_remaining": numbers.restore_remaining,
+        "restore_total": numbers.restore_total,
         "stream_time_ms": numbers.stream_time_ms,
         "state_ids": task.state_ids,
         "state_bytes": task.state_bytes,
+        "state_max_bytes": task.state_max_bytes,
         "misplaced": numbers.misplaced,
         "seconds_since_commit": round(task.seconds_since_commit, 3),
     }
