@@ -5,6 +5,7 @@ As `transaction.boundary=connector` of KIP-618, but the marker is a member of a 
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -18,7 +19,9 @@ from dedup.errors import StateIncompatible
 from dedup.topology.ingest import Marker
 
 MOST_RECORDS: Final = 500_000
+MOST_BYTES: Final = 256 << 20
 """Between two markers: they are held in memory."""
+log: Final = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -28,6 +31,7 @@ class _Pending:
     values: list[bytes] = field(default_factory=list)
     places: list[int | str] = field(default_factory=list)
     dead: list[Dead] = field(default_factory=list)
+    size_bytes: int = 0
 
     def __bool__(self) -> bool:
         return bool(self.values or self.dead)
@@ -37,7 +41,9 @@ class _Pending:
         # A dead one before the row after a marker comes after that marker.
         last = len(found.values) if end is None else end - 1
         self.dead += [each for each in found.dead if first <= each.row <= last]
-        self.values += found.values[first:end]
+        values = found.values[first:end]
+        self.size_bytes += sum(map(len, values))
+        self.values += values
         self.places += found.places[first:end]
 
 
@@ -82,6 +88,9 @@ class Marked:
         if not pending and not found.values and not found.dead:
             self._ready.append(found)  # only a position
             return
+        if not found.values and not found.dead:
+            text = "%s: after %d records without their marker came blank lines or the end; they are not sent without it"
+            log.warning(text, found.part, len(pending.values))
         first = 0
         for row in [row for row, value in enumerate(found.values) if self._ends(value)]:
             pending.add(found, first, row + 1)
@@ -92,7 +101,7 @@ class Marked:
             pending = self._pending[found.part] = _Pending()
             first = row + 1
         pending.add(found, first)
-        if len(pending.values) > MOST_RECORDS:
+        if len(pending.values) > MOST_RECORDS or pending.size_bytes > MOST_BYTES:
             raise StateIncompatible(
                 f"{found.prefix}{pending.places[0]}: no marker among the {len(pending.values):,} records after this "
                 f"one. None of them was sent; correct `boundary`, or write markers more often."

@@ -66,12 +66,13 @@ def test_each_transaction_ends_with_its_marker_wherever_it_is_begun_anew(tmp_pat
     assert ([json.loads(value)["n"] for value in found.values], len(found.dead)) == ([7, 8], 1)
 
 
-def test_what_waits_for_its_marker_is_said_and_held_when_its_file_is_deleted(tmp_path):
+def test_what_waits_for_its_marker_is_said_and_held_when_its_file_is_deleted(tmp_path, caplog):
     (tmp_path / "a.jsonl").write_bytes(line(1, last=True) + b"\n" + line(2) + b"\n" + line(3) + b"\n")
     source = opened(tmp_path, {})
     assert [len(found.values) for found in polled(source)] == [1]
     (tmp_path / "a.jsonl").unlink()
     assert list(polled(source)) == []
+    assert "after 2 records without their marker came blank lines or the end" in caplog.text
     (said,) = source.waiting()
     assert said.startswith("2 records after 23 of ")
     assert said.endswith(" wait for their marker")
@@ -85,8 +86,9 @@ def test_a_marker_in_csv_and_another_kind_of_value_is_none(tmp_path):
         assert [[json.loads(value)["n"] for value in piece.values] for piece in polled(source)] == found
 
 
-def test_a_source_without_markers_stops(tmp_path, monkeypatch):
-    monkeypatch.setattr(marked, "MOST_RECORDS", 10)
+@pytest.mark.parametrize(("bound", "most"), [("MOST_RECORDS", 10), ("MOST_BYTES", 200)])
+def test_a_source_without_markers_stops(tmp_path, monkeypatch, bound, most):
+    monkeypatch.setattr(marked, bound, most)
     (tmp_path / "a.jsonl").write_bytes(b"".join(line(n) + b"\n" for n in range(20)))
     with pytest.raises(
         StateIncompatible, match=r"no marker among the 20 records after this one. None of them was sent"

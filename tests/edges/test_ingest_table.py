@@ -284,3 +284,24 @@ async def test_with_settle_a_row_is_read_that_comes_within_it(stage, lite):
     connection.execute("INSERT INTO rows (n, id) VALUES (1, 'late')")
     assert process.wait() == 0
     assert numbers(stage) == [1, 2]
+
+
+async def test_a_database_that_is_away_is_waited_for(stage, pg):
+    url, connection = pg
+    connection.execute("INSERT INTO rows (id) VALUES ('e1')")
+    process = stage.start("ingest", str(stage.ingest_file(table(SOURCE))))
+    until(lambda: len(stage.read()) == 1, f"the first row; log:\n{process.log}")
+    name = url.rpartition("/")[2]
+    with psycopg.connect(url.rpartition("/")[0] + "/postgres", autocommit=True) as other:
+        other.execute(f"ALTER DATABASE {name} ALLOW_CONNECTIONS false".encode())
+        gone = (
+            "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = %s AND application_name = 'dedup'"
+        )
+        other.execute(gone, (name,))
+        connection.execute("INSERT INTO rows (id) VALUES ('e2')")
+        until(lambda: "the database does not answer, waiting; nothing is lost" in process.log, process.log)
+        assert process.running
+        other.execute(f"ALTER DATABASE {name} ALLOW_CONNECTIONS true".encode())
+    until(lambda: len(stage.read()) == 2, f"it goes on; log:\n{process.log}")
+    assert process.stop() == 0
+    assert numbers(stage) == [1, 2]
