@@ -1,4 +1,6 @@
-"""A Spark driver with planned accidents: ``python driver.py [name=number ...] -- ARGUMENTS OF dedup spark``.
+"""A Spark driver with planned accidents: ``python driver.py [name=number ...] -- ARGUMENTS OF dedup spark [-- ...]``.
+
+Several commands are one application, one after the other: each starts a JVM and executors otherwise.
 
 `failures=N`: attempts fail N times, in turn upstream of the judge, inside it, and by SIGKILL of the Python worker; each
 takes a token from the directory ``DRIVER_TOKENS``, so that drivers started one after the other share the number.
@@ -10,6 +12,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -94,15 +97,47 @@ ACCIDENTS: dict[str, Callable[[int], None]] = {"failures": attempts_fail}
 
 
 def main() -> None:
-    """Plan the accidents, then be `dedup spark`."""
-    end = sys.argv.index("--")
-    for planned in sys.argv[1:end]:
-        name, _, number = planned.partition("=")
+    """Plan the accidents, then be `dedup spark`, as often as there are commands."""
+    planned, *commands = _split(sys.argv[1:])
+    for accident in planned:
+        name, _, number = accident.partition("=")
         ACCIDENTS[name](int(number))
-    sys.argv[1:] = ["spark", *sys.argv[end + 1 :]]
     from dedup.cli.main import main as dedup  # noqa: PLC0415  it must see what was patched
 
-    dedup()
+    for at, command in enumerate(commands):
+        sys.argv[1:] = ["spark", *command]
+        if at == len(commands) - 1:
+            dedup()
+            return
+        with _session_stays():
+            try:
+                dedup()
+            except SystemExit as ended:
+                if ended.code:
+                    raise
+
+
+def _split(arguments: list[str]) -> list[list[str]]:
+    parts: list[list[str]] = [[]]
+    for each in arguments:
+        if each == "--":
+            parts.append([])
+        else:
+            parts[-1].append(each)
+    return parts
+
+
+@contextmanager
+def _session_stays() -> Iterator[None]:
+    """Inside ``with``, a command that is done leaves the session to the next one."""
+    from pyspark.sql import SparkSession  # noqa: PLC0415  with the driver
+
+    stop = SparkSession.stop
+    SparkSession.stop = lambda _session: None  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        SparkSession.stop = stop  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":

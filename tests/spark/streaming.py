@@ -29,19 +29,38 @@ QUIET = (
 )
 
 
+INTERPRETED = (
+    "--conf",
+    "spark.sql.codegen.wholeStage=false",
+    "--conf",
+    "spark.sql.codegen.factoryMode=NO_CODEGEN",
+    "--conf",
+    "spark.sql.adaptive.enabled=false",
+)
+"""For a driver with wide plans and a handful of rows; the others' plans are compiled."""
+
+
 def start_driver(job: Job, *accidents: str, arguments: Sequence[str] = (), name: str = "driver") -> Worker:
     """Start `dedup spark run` for a job in a process of its own; its checkpoint is the job's."""
-    checkpoint = ("--checkpoint", str(job.directory / "checkpoint"))
-    return start_spark(job, "run", *accidents, arguments=(*checkpoint, *arguments), name=name)
+    return start_spark(job, ("run", *checkpoint_of(job), *arguments), accidents=accidents, name=name)
 
 
-def start_spark(job: Job, command: str, *accidents: str, arguments: Sequence[str] = (), name: str = "driver") -> Worker:
-    """Start a command of `dedup spark` for a job's topology."""
+def checkpoint_of(job: Job) -> tuple[str, str]:
+    """Return the option that names the job's checkpoint."""
+    return "--checkpoint", str(job.directory / "checkpoint")
+
+
+def start_spark(job: Job, *commands: Sequence[str], accidents: Sequence[str] = (), name: str = "driver") -> Worker:
+    """Start commands of `dedup spark` for a job's topology, one after the other, in one process and session.
+
+    Each command is its name and what follows the topology.
+    """
     tokens = job.directory / "accidents"
     tokens.mkdir(exist_ok=True)
     unset = [part for variable in os.environ if variable.startswith("DEDUP_") for part in ("-u", variable)]
-    line = ["env", *unset, f"DRIVER_TOKENS={tokens}", sys.executable, str(DRIVER), *accidents, "--", command]
-    line += [str(job.topology_file), "--config", str(job.config_file), "--quiet", *QUIET, *arguments]
+    line = ["env", *unset, f"DRIVER_TOKENS={tokens}", sys.executable, str(DRIVER), *accidents]
+    for command, *arguments in commands:
+        line += ["--", command, str(job.topology_file), "--config", str(job.config_file), "--quiet", *QUIET, *arguments]
     driver = Worker(job, name, line, job.directory / f"{name}.log")
     job.workers.append(driver)
     return driver

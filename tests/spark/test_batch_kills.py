@@ -37,7 +37,7 @@ def rows_of(spark, path):
 def test_a_killed_driver_leaves_nothing_published_and_is_made_good_by_a_second_run(spark, job, tmp_path):
     job.send(workload(21, EVENTS))
     out = tmp_path / "verdicts"
-    driver = start_spark(job, "backfill", arguments=("--out", str(out), "--master", "local[1]"), name="killed")
+    driver = start_spark(job, ("backfill", "--out", str(out), "--master", "local[1]"), name="killed")
     # It appears before the first record is judged, and goes by a rename after the last.
     until(lambda: list(out.glob("_attempt-*")) or not driver.running, "half a backfill", within_s=START_S)
     assert driver.running, driver.log

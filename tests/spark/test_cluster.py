@@ -14,7 +14,7 @@ from dedup.local.java import use_java_of_spark
 from dedup.local.leashed import Leashed
 from tests.integration.fleet import Job, until
 from tests.integration.workload import workload
-from tests.spark.streaming import FAST_JAVA, start_driver, start_spark
+from tests.spark.streaming import FAST_JAVA, checkpoint_of, start_spark
 
 SPARK_CLASS = Path(pyspark.__file__).parent / "bin" / "spark-class"
 START_S = 240
@@ -79,15 +79,13 @@ def job(kafka, admin, tmp_path, topic_names):
 @pytest.mark.timeout(600)
 def test_a_stream_and_a_backfill_on_a_cluster(cluster, job):
     job.send(workload(13, 12_000))
-    run = ("--master", cluster, *LOOPBACK, *SMALL, "--most-offsets", "2500", "--exit-when-done")
-    stream = start_driver(job, arguments=run)
-    assert stream.wait(START_S) == 0, stream.log
-    assert "judged 12,000" in stream.log
+    at = ("--master", cluster, *LOOPBACK, *SMALL)
+    run = ("run", *checkpoint_of(job), *at, "--most-offsets", "2500", "--exit-when-done")
+    # One application: of a second one, only JVMs would be new.
+    both = start_spark(job, run, ("backfill", *at, "--out", str(job.directory / "verdicts")))
+    assert both.wait(START_S) == 0, both.log
+    # The stream says it, and after it the backfill.
+    assert both.log.count("judged 12,000") == 2, both.log
     job.judge()
-
-    out = ("--out", str(job.directory / "verdicts"))
-    history = start_spark(job, "backfill", arguments=("--master", cluster, *LOOPBACK, *SMALL, *out))
-    assert history.wait(START_S) == 0, history.log
-    assert "judged 12,000" in history.log
     unique = len(job.read(job.output))
-    assert f"unique {unique:,}" in history.log
+    assert f"unique {unique:,}" in both.log.rpartition("judged 12,000")[2], both.log

@@ -1,9 +1,11 @@
-"""The Spark stream judges every record as the exact model does, by every rule and every policy."""
+"""The Spark stream judges every record as the exact model does, by every rule and every policy.
+
+One long stream: test_parity_worker.py.
+"""
 
 from __future__ import annotations
 
 import json
-import os
 import time
 
 import pytest
@@ -16,13 +18,11 @@ from tests.integration.workload import BASE_MS
 from tests.spark.parity import POLICIES, RULES, by_model, document, stream
 from tests.spark.parity_topics import ANY_TIME, rows_in_topics, sent
 
-MANY = int(os.environ.get("DEDUP_TEST_PARITY_EVENTS", "100000"))
 A_YEAR_LATER_MS = BASE_MS + 365 * 86_400_000
 FEW = 2_000
-"""For each of the rules and policies but one."""
 
 
-def judged(spark, kafka, directory, topology, **options):
+def start_judging(spark, kafka, directory, topology, **options):
     settings = Settings(brokers=(kafka.bootstrap,), state_dir=directory / "state")
     chosen = StreamOptions(str(directory / topology.name), exit_when_done=True, **options)
     return start_stream(spark, topology, settings, chosen)
@@ -46,16 +46,6 @@ def assert_equal(kafka, topology, events, places):
     assert len(found) == len(expected)
 
 
-@pytest.mark.timeout(1_800)
-def test_one_long_stream(spark, kafka, admin, topic_names, tmp_path):
-    topic = topic_names("parity-in")
-    events = stream(2, MANY)
-    places = sent(admin, topic, events)
-    topology = parse(json.dumps(document(topic_names("parity"), {}, topic)), name="parity")
-    judged(spark, kafka, tmp_path, topology, most_offsets=MANY // 4, commit_rows=MANY // 20).wait()
-    assert_equal(kafka, topology, events, places)
-
-
 @pytest.mark.timeout(600)
 def test_every_rule_and_policy(spark, kafka, admin, topic_names, tmp_path):
     topic = topic_names("parity-in")
@@ -68,7 +58,7 @@ def test_every_rule_and_policy(spark, kafka, admin, topic_names, tmp_path):
     for topology in topologies:
         admin.create_topic(topology.output.topic, 2, ANY_TIME)
     # Side by side: what takes time is starting micro-batches.
-    running = [judged(spark, kafka, tmp_path, topology) for topology in topologies]
+    running = [start_judging(spark, kafka, tmp_path, topology) for topology in topologies]
     for each in running:
         each.wait()
     for topology in topologies:

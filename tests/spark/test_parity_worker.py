@@ -1,4 +1,7 @@
-"""The batch job over a range of Kafka, the real worker on the same topic and the exact model: equal row by row."""
+"""The batch job over a range of Kafka, the real worker on the same topic and the exact model: equal row by row.
+
+In the long run the Spark stream judges the same topic, too: one stream of events, four who judge it.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import json
 import os
 import sys
 import time
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -22,11 +26,12 @@ from tests.integration.workload import BASE_MS, Event
 from tests.spark.parity import POLICIES, RULES, by_model, document, model_record, recipe_of, row_of, rules_of, stream
 from tests.spark.parity_topics import ANY_TIME, rows_in_topics, sent
 from tests.spark.test_parity_model import rows_of
+from tests.spark.test_parity_stream import start_judging
 
 pytestmark = pytest.mark.broker
 
 MANY = int(os.environ.get("DEDUP_TEST_PARITY_EVENTS", "100000"))
-FEW = 3_000
+FEW = 2_000
 A_YEAR_LATER_MS = BASE_MS + 365 * 86_400_000
 ALL = {**RULES, **POLICIES}
 SEEN_IN_TOPICS = [name for name, options in ALL.items() if options.get("late") != "drop"]
@@ -77,7 +82,10 @@ def by_model_of_log(kafka, topology, partitions, now_ms):
 
 @pytest.fixture
 def compared(spark, kafka, admin, topic_names, tmp_path):
-    """Return a function that lets worker, batch job and model judge a stream by these topologies, and compares."""
+    """Return a function that lets worker, batch job and model judge a stream by these topologies, and compares.
+
+    It returns the topic, where each event is in it, and by topology what the model says.
+    """
 
     def compare(names, count, seed, within_s):
         topic = topic_names("parity-in")
@@ -99,14 +107,18 @@ def compared(spark, kafka, admin, topic_names, tmp_path):
             for worker in workers.values():
                 worker.kill()
         now_ms = int(time.time() * 1000)
-        for topology in topologies.values():
-            model = {place: unclocked(row) for place, (row, _) in by_model(events, topology, now_ms).items()}
+        models = {}
+        for name, topology in topologies.items():
+            model = models[name] = {
+                place: unclocked(row) for place, (row, _) in by_model(events, topology, now_ms).items()
+            }
             assert {"unique", "duplicate", "late", "dead_letter"} <= {row.verdict for row in model.values()}
             history = read_kafka(spark, topology, settings)
             batch = rows_of(judged(history.records, topology, now_ms=now_ms, order="offsets", contiguous=True))
             assert {place: unclocked(row) for place, (row, _) in batch.items()} == model
             worker_said = rows_in_topics(kafka.bootstrap, topology, places)
             assert {place: unclocked(row) for place, row in worker_said.items()} == model
+        return topic, places, models
 
     return compare
 
@@ -147,6 +159,12 @@ def test_every_rule_and_policy(compared):
     compared(SEEN_IN_TOPICS, FEW, seed=5, within_s=240)
 
 
-@pytest.mark.timeout(1_800)
-def test_one_long_stream(compared):
-    compared(["fields"], MANY, seed=6, within_s=600)
+@pytest.mark.timeout(3_600)
+def test_one_long_stream_is_judged_alike_by_all_four(compared, spark, kafka, topic_names, tmp_path, record_property):
+    topic, places, models = compared(["fields"], MANY, seed=6, within_s=1_800)
+    topology = parse(json.dumps(document(topic_names("streamed"), ALL["fields"], topic)), name="streamed")
+    options = {"most_offsets": MANY // 4, "commit_rows": MANY // 20}
+    start_judging(spark, kafka, tmp_path, topology, **options).wait()
+    streamed = rows_in_topics(kafka.bootstrap, topology, places)
+    assert {place: unclocked(row) for place, row in streamed.items()} == models["fields"]
+    record_property("verdicts", dict(Counter(row.verdict for row in streamed.values())))

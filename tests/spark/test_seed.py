@@ -25,7 +25,7 @@ from dedup.spark.rows import RECORDS
 from dedup.spark.seed import SeedOptions, seed
 from tests.integration.fleet import Job, until
 from tests.integration.workload import BASE_MS, Event
-from tests.spark.streaming import QUIET
+from tests.spark.streaming import INTERPRETED, QUIET
 
 pytestmark = [pytest.mark.broker, pytest.mark.timeout(400)]
 GUARD_MS, GRACE_MS = 20_000, 5_000
@@ -186,7 +186,7 @@ def test_a_seed_that_is_killed_half_way_is_refused_by_the_fleet_and_healed_by_a_
     until_ = ",".join(f"{job.topology.source.topics[0]}/{at}={end}" for at, end in begins.items())
     command = [sys.executable, "-m", "dedup.cli.main", "spark", "seed", str(job.topology_file), "--until", until_]
     command += ["--config", str(job.config_file), "--master", "local[1]", "--commit-rows", "5"]
-    command += [*QUIET]
+    command += [*QUIET, *INTERPRETED]
     killed = Leashed(command, job.directory / "seed.log")
     changelog = job.topology.changelog_topic
     job.admin.create_topic(changelog, 2, {"cleanup.policy": "compact,delete", "retention.ms": "-1"})
