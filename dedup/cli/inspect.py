@@ -11,12 +11,12 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final, NoReturn
 
 import typer
 
 from dedup.cli.inputs import read_topology, text_of
-from dedup.errors import AuthorMistake, Problem, SettingsError, TopologyError
+from dedup.errors import AuthorMistake, DedupError, Problem, SettingsError, TopologyError
 
 if TYPE_CHECKING:
     from dedup.settings import Settings
@@ -34,6 +34,8 @@ Examples: dedup check topologies/*.yaml
 dedup check topologies/chain-ingest.yaml topologies/chain.yaml
 
 dedup check topologies/orders.yaml --broker --config config/production.yaml
+
+dedup check topologies/orders.yaml --watch
 """
 _DESCRIBE: Final = """Show a topology: agents, topics, the table, what becomes of each record.
 
@@ -80,14 +82,39 @@ def check(
     broker: Annotated[bool, typer.Option("--broker", help="Compare with the cluster, too.")] = False,
     config: Annotated[Path | None, typer.Option(help="Where the cluster is; config/local.yaml if not given.")] = None,
     overrides: Annotated[list[str] | None, typer.Option("--set", help="key=value, over the config file.")] = None,
+    watch: Annotated[bool, typer.Option("--watch", help="Again at each save, until Ctrl-C.")] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Print the findings of every file; raises TopologyError if one has an error."""
     settings = None
+    if watch and as_json:
+        raise typer.BadParameter("--watch and --json exclude each other")
     if broker:
         from dedup.settings import load_settings
 
         settings = load_settings(config, overrides or [], os.environ)
+    if watch:
+        _check_at_each_save(topologies, settings)
+    _check_once(topologies, settings, as_json=as_json)
+
+
+def _check_at_each_save(topologies: list[Path], settings: Settings | None) -> NoReturn:
+    """Check until Ctrl-C; mistakes are printed, and the next save may mend them."""
+    from dedup.cli.watching import LOOK_S, again_at_each_save
+
+    def look() -> None:
+        typer.echo(f"--- {time.strftime('%H:%M:%S')}")
+        try:
+            _check_once(topologies, settings, as_json=False)
+        except DedupError as error:
+            typer.echo(str(error), err=True)
+
+    with contextlib.suppress(KeyboardInterrupt):
+        again_at_each_save(topologies, look, lambda: time.sleep(LOOK_S))
+    raise typer.Exit(130)
+
+
+def _check_once(topologies: list[Path], settings: Settings | None, *, as_json: bool) -> None:
     from dedup.topology.chain import describe_chain, is_weak, lint_chain
 
     problems: list[Problem] = []
