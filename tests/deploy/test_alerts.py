@@ -89,8 +89,8 @@ def test_the_dashboard_shows_every_metric_and_no_other():
 
 
 def test_the_dashboard_has_not_drifted():
-    made = runpy.run_path(str(ROOT / "docs" / "dashboard.py"))["text"]()
-    assert made == DASHBOARD.read_text(encoding="utf-8"), "run: python docs/dashboard.py"
+    made = runpy.run_path(str(ROOT / "docs" / "grafana.py"))["text"]()
+    assert made == DASHBOARD.read_text(encoding="utf-8"), "run: python docs/grafana.py"
 
 
 def test_panels_do_not_overlap_and_have_numbers_of_their_own():

@@ -1,4 +1,4 @@
-"""The Grafana dashboard, config/grafana/dashboard.json: run `python docs/dashboard.py` after a change.
+"""The Grafana dashboard, config/grafana/dashboard.json: run `python docs/grafana.py` after a change.
 
 The top row answers in ten seconds whether anything is lost, late or stuck; below it is why.
 """
