@@ -16,7 +16,7 @@ from dedup.local.leashed import Leashed
 from tests.brokers import RunningKafka, read_all
 from tests.integration.fleet import until
 
-pytestmark = [pytest.mark.broker, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.broker, pytest.mark.timeout(600)]
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "tutorial.md"
 BROKER = "2"
