@@ -63,7 +63,7 @@ def _verdicts(samples: Sequence[Sample]) -> Iterator[Notice]:
     if any(sample.rates["dead_letter"] for sample in samples):
         yield Notice("warning", "Dead letters in the last minutes: their reasons are below.")
     if any(sample.rates["late"] for sample in samples):
-        yield Notice("warning", "Late records in the last minutes: `grace` is shorter than records are late.")
+        yield Notice("warning", "Late records in the last minutes: the grace period is shorter than records are late.")
 
 
 def _fleet(peers: Sequence[Peer]) -> Iterator[Notice]:

@@ -55,8 +55,9 @@ def _own(task: TaskSeen, seen: WorkerSeen) -> dict[str, Any]:
         restore_total=numbers.restore_total if restoring else None,
         lag_records=task.lag_records,
         lag_seconds=round(task.lag_seconds, 1),
-        state_ids=task.state_ids,
-        state_bytes=task.state_bytes,
+        # Before it runs, a task's store is not open to be looked at.
+        state_ids=task.state_ids if task.state == "running" else None,
+        state_bytes=task.state_bytes if task.state == "running" else None,
         state_max_bytes=task.state_max_bytes,
     )
 

@@ -36,7 +36,7 @@ PAGES = sorted(
         *(ROOT / "docs").rglob("*.md"),
     ]
 )
-RUNS_HERE = {"check", "describe", "schema", "try"}
+RUNS_HERE = {"check", "describe", "schema", "size", "try"}
 """Commands that need no broker."""
 FENCE = re.compile(r"^```(\S*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\[[^\]]+\]\(([^)\s]+)\)")

@@ -7,12 +7,14 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 
 import pytest
-from playwright.sync_api import Browser, BrowserContext, Page, sync_playwright
+from playwright.sync_api import Browser, BrowserContext, Page, expect, sync_playwright
 
 from tests.integration.conftest import make_job
+from tests.integration.fleet import WITHIN_S
 from tests.web.staged import serving
 
 __all__ = ["make_job"]
+expect.set_options(timeout=1000 * WITHIN_S)
 CHROMIUM = shutil.which("chromium")
 Open = Callable[..., Page]
 Serve = Callable[..., str]
@@ -46,7 +48,7 @@ def open_page(browser: Browser, serve: Serve) -> Iterator[Open]:
         context = browser.new_context(**({"viewport": {"width": 1280, "height": 900}} | options))
         contexts.append(context)
         page = context.new_page()
-        page.set_default_timeout(20_000)
+        page.set_default_timeout(1000 * WITHIN_S)
         page.on("pageerror", lambda error: wrong.append(f"script failed: {error}"))
         page.on(
             "console",

@@ -46,7 +46,7 @@ def test_tasks_are_told_with_owner_state_progress_and_bound(open_page: Open, ser
     expect(row(page, "orders/1").get_by_role("progressbar")).to_have_attribute("value", "750")
     expect(row(page, "orders/2")).to_contain_text("at another worker")
     expect(row(page, "orders/2").get_by_role("link", name="b")).to_have_attribute("href", "http://127.0.0.1:2")
-    expect(row(page, "2")).to_contain_text("kept warm")
+    expect(row(page, "changelog/2")).to_contain_text("kept warm")
 
 
 def test_what_changes_is_shown_without_a_reload(open_page: Open, serve: Serve) -> None:

@@ -43,8 +43,8 @@ def url_of(worker: Worker) -> str:
     return found[1]
 
 
-def orders(begin: int, end: int, *, partitions: int) -> list[Event]:
-    """Orders of now: a fifth repeats a near one, a few of these with another payload, some are late or no orders."""
+def orders(begin: int, end: int, *, partitions: int, per_s: int) -> list[Event]:
+    """Orders of the coming seconds: a fifth repeats a near one, a few of these with another payload, some are late or no orders."""
     now_ms = time.time_ns() // 1_000_000
     made = []
     for number in range(begin, end):
@@ -52,7 +52,13 @@ def orders(begin: int, end: int, *, partitions: int) -> list[Event]:
         order = number - 7 * partitions if kind % 5 == 4 and number > 7 * partitions else number
         payload = {"id": f"order-{order:06}", "amount": order % 97 + (kind == 44)}
         value = b"no order" if kind == 57 and number % 300 == 57 else json.dumps(payload).encode()
-        made.append(Event(order % partitions, value, now_ms - (7_200_000 if number % 1_000 == 333 else 0)))
+        made.append(
+            Event(
+                order % partitions,
+                value,
+                now_ms + number * 1_000 // per_s - (7_200_000 if number % 1_000 == 333 else 0),
+            )
+        )
     return made
 
 
@@ -65,13 +71,13 @@ def test_two_workers_under_load_and_an_id_of_the_other_one(make_job: MakeJob, op
     first, second = (url_of(worker) for worker in workers)
     page = open_page(first, viewport={"width": 1280, "height": 1500})
     other = page.locator("#tasks tbody tr", has_text="at another worker")
-    expect(other).to_have_count(2, timeout=60_000)
-    expect(page.locator("#tasks tbody tr", has_text="running")).to_have_count(2, timeout=60_000)
+    expect(other).to_have_count(2)
+    expect(page.locator("#tasks tbody tr", has_text="running")).to_have_count(2)
     expect(other.first.get_by_role("link", name="orders-2")).to_have_attribute("href", second)
 
-    load = orders(0, 60_000 if PICTURES else 4_000, partitions=4)
+    load = orders(0, 60_000 if PICTURES else 4_000, partitions=4, per_s=1_500)
     with job.stream(load, per_s=1_500) as feeder:
-        expect(page.locator("#latest tbody tr", has_text="conflict")).not_to_have_count(0, timeout=60_000)
+        expect(page.locator("#latest tbody tr", has_text="conflict")).not_to_have_count(0)
         expect(page.locator("#latest tbody tr", has_text="not known")).not_to_have_count(0)
         expect(page.locator("#latest tbody tr", has_text="dead letter")).not_to_have_count(0)
         expect(page.locator("#tasks tbody tr", has_text="kept warm")).to_have_count(2)

@@ -15,11 +15,13 @@ const PLOTS = {
       ["dead letter", "dead_letter", "--dead", [10, 3, 2, 3]],
     ],
     say: (value) => (value === null ? "–" : `${rate(value)}/s`),
+    least: 10,
   },
-  lag: { columns: [["records", "lag_records", "--unique", []]], say: count },
+  lag: { columns: [["records", "lag_records", "--unique", []]], say: count, least: 10 },
   latency: {
     columns: [["median", "median_s", "--unique", []], ["99 of 100", "p99_s", "--duplicate", [8, 3]]],
     say: seconds,
+    least: 0.1,
   },
 };
 
@@ -34,10 +36,11 @@ function options(plot, width) {
     cursor: { drag: { x: false, y: false } },
     scales: {
       x: { range: (_, __, last) => [last - SPAN_S, last] },
-      y: { range: (_, __, most) => [0, Math.max(most ?? 0, Number.EPSILON) * 1.08 || 1] },
+      // Never closer than this: noise about nothing is no mountain.
+      y: { range: (_, __, most) => [0, Math.max((most ?? 0) * 1.08, plot.least)] },
     },
     axes: [
-      { ...axis, values: [[1, "{HH}:{mm}:{ss}", null, null, null, null, null, null, 1]], space: 80 },
+      { ...axis, values: [[1, "{HH}:{mm}", null, null, null, null, null, null, 1]], incrs: [60, 120, 300], space: 45 },
       { ...axis, size: 62, values: (_, ticks) => ticks.map(plot.say) },
     ],
     series: [
@@ -65,6 +68,9 @@ export class Plots {
       const place = document.getElementById(id);
       if (!this.#drawn.has(id)) this.#drawn.set(id, new uPlot(options(plot, place.clientWidth), data, place));
       else this.#drawn.get(id).setData(data);
+      const drawn = this.#drawn.get(id);
+      // Under the pointer the legend tells that moment, else the last one.
+      if (drawn.cursor.idx === null || drawn.cursor.idx === undefined) drawn.setLegend({ idx: data[0].length - 1 }, false);
       const now = plot.columns.map(([label, column]) => `${label} ${plot.say(samples[column].at(-1) ?? null)}`).join(", ");
       place.setAttribute("aria-label", `Plot of the last five minutes. Now: ${now}.`);
     }

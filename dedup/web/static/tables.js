@@ -29,10 +29,9 @@ function owner(row) {
 }
 
 function newTask(row) {
-  const place = row.task ? `${row.topic === "changelog" ? "" : `${row.topic}/`}${row.partition}` : `${row.topic}/${row.partition}`;
   return element(
     "tr", {},
-    element("th", { scope: "row" }, place),
+    element("th", { scope: "row" }, `${row.topic}/${row.partition}`),
     element("td", {}, row.state === "standby" ? "standby" : row.task || "–"),
     element("td", {}, owner(row)),
     element("td", {}, element("span", { class: "state" }), element("span", { class: "below" })),
@@ -112,11 +111,11 @@ export class Latest {
     id.querySelector("button")?.addEventListener("click", () => this.#lookUp(row.id));
     const ask = element("button", { type: "button", class: "plain", "aria-label": `Show the payload of ${row.source}` }, "show");
     ask.addEventListener("click", () => this.#showRecord(row.source));
-    const time = row.event_time_ms === null ? "" : `, event time ${instant(row.event_time_ms)}`;
     return element(
       "tr", {},
       element("td", {}, clock(row.judged_ms)), element("td", {}, NAMES[row.kind] ?? row.kind),
-      element("td", {}, row.source), id, element("td", {}, `${row.why}${time}`), element("td", {}, ask),
+      element("td", {}, row.source), element("td", {}, row.event_time_ms === null ? "–" : instant(row.event_time_ms)),
+      id, element("td", {}, row.why), element("td", {}, ask),
     );
   }
 }
