@@ -106,6 +106,9 @@ class TestCompose:
         services = load(self.FILE)["services"]
         workers = [each for name, each in services.items() if name.startswith("worker-")]
         assert len({each["environment"]["DEDUP_WORKER_ID"] for each in workers}) == len(workers) == 2
+        for name, each in services.items():
+            if name.startswith("worker-"):
+                assert each["environment"]["DEDUP_WEB__ADVERTISE"] == f"http://{name}:6066"
         monkeypatch.chdir(ROOT)
         for each in workers:
             assert each["read_only"]
@@ -185,7 +188,11 @@ class TestKubernetes:
         assert mounts[str(settings.state_dir)] == claim["metadata"]["name"]
         assert worker["ports"] == [{"name": "web", "containerPort": settings.web.port}]
         assert settings.worker_id is None
-        assert [each["name"] for each in worker["env"]] == ["DEDUP_WORKER_ID"]
+        environ = {each["name"]: each.get("value") for each in worker["env"]}
+        assert set(environ) == {"DEDUP_WORKER_ID", "DEDUP_WEB__ADVERTISE"}
+        service = load(KUBERNETES / "service.yaml")["metadata"]["name"]
+        assert service == load(KUBERNETES / "statefulset.yaml")["spec"]["serviceName"]
+        assert environ["DEDUP_WEB__ADVERTISE"] == f"http://$(DEDUP_WORKER_ID).{service}:{settings.web.port}"
         references = re.findall(r"\$\{file:([^}]*)\}", (KUBERNETES / "worker.yaml").read_text(encoding="utf-8"))
         assert {mounts[str(Path(each).parent)] for each in references} == {"secrets"}
         assert spec["terminationGracePeriodSeconds"] * 1000 > settings.transaction_timeout_ms
