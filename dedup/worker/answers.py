@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 from dedup.core.extract_one import Fault, Recipe, extract_one
 from dedup.core.murmur2 import partitions
 from dedup.core.paths import Path
-from dedup.core.tracking_id import FieldRule, FieldsRule, HeaderRule, KeyRule
+from dedup.core.tracking_id import ContentRule, FieldRule, FieldsRule, HeaderRule, KeyRule, RawContentRule
 from dedup.core.window import Sighting
 from dedup.errors import Problem, SettingsError, StateIncompatible
 from dedup.glance import LookedUp, Noted, Peer, SeenId, ShownRecord, TaskPulse
@@ -142,9 +142,11 @@ class WorkerAnswers:
 
     def latest(self) -> Iterator[Noted]:
         """Yield the latest committed duplicates, conflicts, late records and dead letters of every task."""
+        # Where the content is the ID, to show it would be to show the payload.
+        ids = not isinstance(self._topology.tracking_id.rule, ContentRule | RawContentRule)
         for task in self._app.tasks.running.values():
             if isinstance(task.work, Judge | Repartition):
-                yield from task.work.recent.told(self._topology.source.topics)
+                yield from task.work.recent.told(self._topology.source.topics, ids=ids)
 
     def peers(self) -> tuple[Peer, ...]:
         """Return the members of the group as the last assignment told of them; none before it."""

@@ -60,11 +60,11 @@ class Recent:
         """Forget what is not committed."""
         self._open.clear()
 
-    def told(self, source_topics: Sequence[str]) -> Iterator[Noted]:
-        """Yield the committed cases in words, of each kind the oldest first."""
+    def told(self, source_topics: Sequence[str], *, ids: bool) -> Iterator[Noted]:
+        """Yield the committed cases in words, of each kind the oldest first; with IDs only if they are no payload."""
         for cases in self._committed.values():
             for case in cases:
-                text = None if case.key is None else id_text(case.key)
+                text = id_text(case.key) if ids and case.key is not None else None
                 place = _place(case.source, source_topics)
                 yield Noted(case.kind, place, text, case.event_time_ms, case.judged_ms, _why(case, source_topics))
 

@@ -15,7 +15,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from dedup.cli.main import create_app
-from dedup.cli.status import looked, table
+from dedup.cli.status import Shown, looked, table
 from dedup.errors import SettingsError, StateIncompatible
 from dedup.session.admin import Topic
 from dedup.session.group import Member
@@ -173,6 +173,23 @@ def test_status_puts_brokers_and_workers_together():
     assert "25.0%" in text
     assert "nobody" in text
     assert "missing topics: out.late; `dedup apply` makes them" in text
+
+
+def test_status_says_how_far_a_restore_and_a_bound_are():
+    task = {"task": "dedup", "topic": "c", "partition": 1, "state": "restoring", "restore_remaining": 25,
+            "restore_total": 100, "state_bytes": 80, "state_max_bytes": 100}  # fmt: skip
+    console = Console(width=200, record=True, file=io.StringIO())
+    console.print(table(looked(survey(), [{"worker": "b", "tasks": [task]}])))
+    text = console.export_text()
+    assert "75%, 25 left" in text
+    assert "80 (80% of its bound)" in text
+
+
+def test_watched_in_a_pipe_a_status_is_a_line(capsys):
+    with Shown(watch=True, as_json=True) as shown:
+        shown.show({"lag": 1})
+        shown.show({"lag": 0})
+    assert [json.loads(line) for line in capsys.readouterr().out.splitlines()] == [{"lag": 1}, {"lag": 0}]
 
 
 ANSWERS: dict[str, Any] = {

@@ -174,9 +174,9 @@ class TestRecent:
                              late=[(3, Late(5_000))], dead=[(4, DeadLetter("bad", "no id"))])  # fmt: skip
         recent = Recent()
         recent.note(rows, found, 9)
-        assert list(recent.told(TOPICS)) == []
+        assert list(recent.told(TOPICS, ids=True)) == []
         recent.commit(recent.freeze())
-        told = {(each.kind, each.source): each for each in recent.told(TOPICS)}
+        told = {(each.kind, each.source): each for each in recent.told(TOPICS, ids=True)}
         assert told["duplicate", "orders/3/0"].why == "repeats orders/3/77, 600ms after it"
         assert told["duplicate", "orders/3/1"].why == "repeats orders/3/0, at the same event time"
         assert told["conflict", "orders/3/2"].why == "repeats orders/3/77 with another payload, 600ms after it"
@@ -184,13 +184,14 @@ class TestRecent:
         assert told["dead_letter", "orders/3/4"].why == "bad: no id"
         assert told["dead_letter", "orders/3/4"].event_time_ms is None
         assert told["late", "orders/3/3"].id == "d"
+        assert {each.id for each in recent.told(TOPICS, ids=False)} == {None}
 
     def test_what_was_not_committed_is_never_shown(self):
         rows, recent = self.rows("a"), Recent()
         recent.note(rows, self.outcome(rows, late=[(0, Late(1))]), 0)
         recent.discard()
         recent.commit(recent.freeze())
-        assert list(recent.told(TOPICS)) == []
+        assert list(recent.told(TOPICS, ids=True)) == []
 
     def test_a_batch_costs_a_few_cases_whatever_its_size(self):
         rows = self.rows(*map(str, range(100)))
@@ -201,7 +202,7 @@ class TestRecent:
         assert len(cases) == MOST_OF_A_BATCH
         for _ in range(10):
             recent.commit(cases)
-        assert len(list(recent.told(TOPICS))) == MOST_KEPT
+        assert len(list(recent.told(TOPICS, ids=True))) == MOST_KEPT
 
 
 @pytest.mark.parametrize(

@@ -50,15 +50,10 @@ def orders(begin: int, end: int, *, partitions: int, per_s: int) -> list[Event]:
     for number in range(begin, end):
         kind = number % 100
         order = number - 7 * partitions if kind % 5 == 4 and number > 7 * partitions else number
-        payload = {"id": f"order-{order:06}", "amount": order % 97 + (kind == 44)}
-        value = b"no order" if kind == 57 and number % 300 == 57 else json.dumps(payload).encode()
-        made.append(
-            Event(
-                order % partitions,
-                value,
-                now_ms + number * 1_000 // per_s - (7_200_000 if number % 1_000 == 333 else 0),
-            )
-        )
+        payload = {"id": f"order-{order:06}", "amount": order % 97 + (kind in {44, 49, 54, 59})}
+        value = b"no order" if number % 301 == 57 else json.dumps(payload).encode()
+        late_ms = 7_200_000 if number % 333 == 332 else 0
+        made.append(Event(order % partitions, value, now_ms + number * 1_000 // per_s - late_ms))
     return made
 
 

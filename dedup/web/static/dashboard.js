@@ -48,16 +48,16 @@ function tiles(board) {
   const judged = now("unique") === null ? null : now("unique") + now("duplicate") + now("late") + now("dead_letter") + now("exempt");
   const totals = board.totals;
   const all = totals.unique + totals.duplicate + totals.late + totals.dead_letter + totals.exempt;
-  const bytes = board.tasks.reduce((sum, task) => sum + (task.state_bytes ?? 0), 0);
+  const sizes = board.tasks.map((task) => task.state_bytes).filter((bytes) => bytes !== null);
   return [
-    ["Records a second", rate(judged)],
-    ["Lag, records", count(now("lag_records"))],
-    ["Latency, 99 of 100", seconds(samples.p99_s.findLast((value) => value !== null) ?? null)],
+    ["Records/s", rate(judged)],
+    ["Lag", count(now("lag_records"))],
+    ["Latency, p99", seconds(samples.p99_s.findLast((value) => value !== null) ?? null)],
     ["Duplicates", all ? `${(100 * totals.duplicate / all).toFixed(1)} %` : "–"],
     ["Conflicts", count(totals.conflict)],
     ["Late", count(totals.late)],
     ["Dead letters", count(totals.dead_letter), totals.dead_letter > 0],
-    ["State", size(bytes)],
+    ["State", size(sizes.length ? sizes.reduce((sum, bytes) => sum + bytes) : null)],
   ];
 }
 
@@ -78,7 +78,7 @@ function showNow(samples) {
   const last = (name) => samples[name].at(-1) ?? null;
   write(by("rates-now"), last("unique") === null ? "" : `${rate(last("unique"))} unique/s, ${rate(last("duplicate"))} duplicates/s`);
   write(by("lag-now"), `${count(last("lag_records"))} records`);
-  write(by("latency-now"), last("median_s") === null ? "nothing committed just now" : `median ${seconds(last("median_s"))}`);
+  write(by("latency-now"), last("median_s") === null ? "nothing committed" : `median ${seconds(last("median_s"))}`);
 }
 
 function show(board) {

@@ -19,7 +19,7 @@ const PLOTS = {
   },
   lag: { columns: [["records", "lag_records", "--unique", []]], say: count, least: 10 },
   latency: {
-    columns: [["median", "median_s", "--unique", []], ["99 of 100", "p99_s", "--duplicate", [8, 3]]],
+    columns: [["median", "median_s", "--unique", []], ["p99", "p99_s", "--duplicate", [8, 3]]],
     say: seconds,
     least: 0.1,
   },
@@ -69,8 +69,10 @@ export class Plots {
       if (!this.#drawn.has(id)) this.#drawn.set(id, new uPlot(options(plot, place.clientWidth), data, place));
       else this.#drawn.get(id).setData(data);
       const drawn = this.#drawn.get(id);
-      // Under the pointer the legend tells that moment, else the last one.
-      if (drawn.cursor.idx === null || drawn.cursor.idx === undefined) drawn.setLegend({ idx: data[0].length - 1 }, false);
+      // Under the pointer the legend tells that moment, else the last one; uPlot itself empties it when it has drawn.
+      setTimeout(() => {
+        if (drawn.cursor.idx === null || drawn.cursor.idx === undefined) drawn.setLegend({ idx: data[0].length - 1 }, false);
+      });
       const now = plot.columns.map(([label, column]) => `${label} ${plot.say(samples[column].at(-1) ?? null)}`).join(", ");
       place.setAttribute("aria-label", `Plot of the last five minutes. Now: ${now}.`);
     }
