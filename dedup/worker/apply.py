@@ -80,5 +80,5 @@ async def make(topology: Topology, plan: TopicPlan, wire: Wire, admin: Admin) ->
             f"committed offsets: it was deleted. Nothing was made. Bring it back, or start anew with `dedup reset`."
         )
     made = await admin.create(plan.make)
-    refuse_misfits(topology, await admin.topics(topic_names(topology)))
+    refuse_misfits(topology, await admin.settled(topic_names(topology)))
     return made
