@@ -6,6 +6,7 @@ there the one honest question is an `InitProducerId`, under an id that no task h
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterable
 from typing import Any, Final, Self
 
@@ -36,6 +37,7 @@ REFUSED_TOPIC: Final = 29
 REFUSED_GROUP: Final = 30
 REFUSED_ID: Final = 53
 TIMEOUT_TOO_LONG: Final = 50
+LOOK_AGAIN_S: Final = 0.2
 UNKNOWN_TOPIC: Final = 3
 _OPERATIONS: Final = {3: "Read", 4: "Write", 5: "Create", 6: "Delete", 8: "Describe", 10: "DescribeConfigs"}
 """Kafka's numbers of operations, which are the bits of an answer."""
@@ -147,12 +149,19 @@ class Rights:
 
     async def _coordinator(self, kind: int, key: str) -> int | None:
         """Return the coordinator; None where the caller may not ask for it."""
-        try:
-            return int(await self._client.coordinator_lookup(kind, key))
-        except KafkaError as error:
-            if isinstance(error, _REFUSALS):
-                return None
-            raise BrokerUnavailable(f"no coordinator of {key!r} was named: {error!r}.") from error
+        deadline_s = asyncio.get_running_loop().time() + self._connection.request_timeout_ms / 1000
+        while True:
+            try:
+                return int(await self._client.coordinator_lookup(kind, key))
+            except KafkaError as error:
+                if isinstance(error, _REFUSALS):
+                    return None
+                # A cluster that is asked for the first time makes the coordinator's topic now.
+                if asyncio.get_running_loop().time() >= deadline_s:
+                    raise BrokerUnavailable(
+                        f"no coordinator of {key!r} is named: {error!r}. Look at the brokers' logs."
+                    ) from error
+                await asyncio.sleep(LOOK_AGAIN_S)
 
     async def _ask(self, node: int, request: Any) -> Any:  # noqa: ANN401  # untyped protocol structures
         try:
