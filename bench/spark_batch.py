@@ -12,6 +12,7 @@ letter, and does not say which rows it left out. Every verdict is counted agains
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import tempfile
 import time
@@ -98,10 +99,28 @@ def _uuid(number: int) -> str:
     return f"{text[:8]}-{text[8:12]}-{text[12:16]}-{text[16:20]}-{text[20:]}"
 
 
-def _timed(what: Callable[[], None]) -> float:
-    began = time.monotonic()
+def _timed(what: Callable[[], None]) -> tuple[float, float]:
+    """Return seconds, and CPU seconds of this process with the JVM and the Python workers below it."""
+    began, before = time.monotonic(), cpu_seconds()
     what()
-    return time.monotonic() - began
+    return time.monotonic() - began, cpu_seconds() - before
+
+
+def cpu_seconds() -> float:
+    """Return what this process and all that descend from it have used; 0 where there is no /proc."""
+    used: dict[int, tuple[int, int]] = {}
+    for file in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = file.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue  # ended meanwhile
+        # Its own time and that of children that have ended.
+        used[int(file.parent.name)] = int(fields[1]), sum(map(int, fields[11:15]))
+    total, mine = 0, {os.getpid()}
+    while mine:
+        total += sum(used[pid][1] for pid in mine if pid in used)
+        mine = {pid for pid, (parent, _) in used.items() if parent in mine}
+    return total / os.sysconf("SC_CLK_TCK")
 
 
 def _builtin(spark: SparkSession, rows: Path) -> DataFrame:
@@ -115,7 +134,7 @@ def main(
     rounds: Annotated[int, typer.Option(help="Each measured so often, in turn; the first round is left out.")] = 2,
     repeats: Annotated[float, typer.Option(help="Share of records that repeat an ID.")] = 0.3,
     shuffle: Annotated[int, typer.Option(help="Shuffle partitions.")] = 8,
-    memory: Annotated[str, typer.Option(help="Heap of the driver, which is the executor.")] = "4g",
+    only: Annotated[str, typer.Option(help="Candidates, separated by semicolons; all where empty.")] = "",
     directory: Annotated[str, typer.Option(help="Keeps the rows for the next run.")] = "",
 ) -> None:
     """Print rows/s of each candidate and round."""
@@ -130,7 +149,7 @@ def main(
         "spark.ui.enabled": "false",
         "spark.ui.showConsoleProgress": "false",
         "spark.sql.shuffle.partitions": str(shuffle),
-        "spark.driver.memory": memory,
+        "spark.driver.memory": "4g",
         "spark.local.dir": str(work),
     }
     topology = parse(TOPOLOGY, name="bench")
@@ -138,14 +157,14 @@ def main(
     spark.sparkContext.setLogLevel("ERROR")
     try:
         for number in range(rounds + 1):
-            _round(spark, topology, source, work / str(number), (rows, ids, number, cores))
+            _round(spark, topology, source, work / str(number), (rows, ids, number, cores), only)
     finally:
         spark.stop()
         shutil.rmtree(work)
 
 
 def _round(
-    spark: SparkSession, topology: Topology, source: Path, out: Path, numbers: tuple[int, int, int, int]
+    spark: SparkSession, topology: Topology, source: Path, out: Path, numbers: tuple[int, int, int, int], only: str
 ) -> None:
     rows, ids, number, cores = numbers
     files = str(source / "*.parquet")
@@ -156,10 +175,12 @@ def _round(
         "dedup backfill, Parquet": lambda: _backfill(spark, topology, files, out, (rows, ids)),
     }
     for name, what in candidates.items():
-        seconds = _timed(what)
+        if only and name not in only.split(";"):
+            continue
+        seconds, cpu_s = _timed(what)
         kind = "warm-up" if number == 0 else f"round {number}"
         shown = {"what": name, "round": kind, "rows": rows, "cores": cores, "seconds": round(seconds, 2)}
-        print(json.dumps({**shown, "rows_per_s": round(rows / seconds)}), flush=True)
+        print(json.dumps({**shown, "cpu_s": round(cpu_s, 1), "rows_per_s": round(rows / seconds)}), flush=True)
 
 
 def _judged(spark: SparkSession, topology: Topology, files: str) -> DataFrame:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Self
 from uuid import uuid4
 
 import pyarrow as pa
@@ -34,8 +34,11 @@ CODECS: Final = {
 """Spark's names, and Arrow's."""
 _WRITTEN: Final = "file string, verdict string"
 _GROUP_ROWS: Final = 131_072
+_GROUP_BYTES: Final = 64 << 20
 _REPEATING: Final = ("topic", "partition", "reason", "detail", "dedup_partition", "first_topic", "first_partition")
 """Columns of few values, worth a dictionary."""
+_WITHOUT_STATISTICS: Final = frozenset({"value", "headers", "detail"})
+"""Nobody looks for a record by its least value."""
 
 
 def codec_of(spark: SparkSession) -> str | None:
@@ -60,25 +63,60 @@ def write_files(parcels: DataFrame, judge: Judge, attempt: Path, codec: str) -> 
     return len(files)
 
 
+class _VerdictFile:
+    """The file of one verdict and attempt; rows are gathered into groups of a size that readers like."""
+
+    def __init__(self, path: Path, schema: pa.Schema, codec: str) -> None:
+        self._writer: Final = pq.ParquetWriter(
+            path,
+            schema,
+            compression=codec,
+            use_dictionary=[name for name in _REPEATING if name in schema.names],
+            write_statistics=[name for name in schema.names if name not in _WITHOUT_STATISTICS],
+        )
+        self._held: Final[list[pa.RecordBatch]] = []
+        self._rows = 0
+        self._bytes = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self._write()
+        self._writer.close()
+
+    def add(self, rows: pa.RecordBatch) -> None:
+        """The rows will be in the file."""
+        self._held.append(rows)
+        self._rows += rows.num_rows
+        self._bytes += rows.nbytes
+        if self._rows >= _GROUP_ROWS or self._bytes >= _GROUP_BYTES:
+            self._write()
+
+    def _write(self) -> None:
+        # Each call begins a row group of its own.
+        if self._held:
+            self._writer.write_table(pa.Table.from_batches(self._held), row_group_size=max(self._rows, 1))
+            self._held.clear()
+            self._rows = self._bytes = 0
+
+
 def _writing(judge: Judge, work: Path, codec: str) -> Judge:
     def run(batches: Iterable[pa.RecordBatch]) -> Batches:
         attempt = uuid4().hex
-        found: dict[str, pq.ParquetWriter] = {}
+        found: dict[str, _VerdictFile] = {}
         with ExitStack() as stack:
             for judged in judge(batches):
                 verdicts = judged.column("verdict")
                 rows = judged.drop_columns(["verdict"])
-                for verdict in verdicts.unique().to_pylist():
-                    mine = rows.filter(pc.equal(verdicts, verdict))
+                met = verdicts.unique().to_pylist()
+                for verdict in met:
+                    mine = rows if len(met) == 1 else rows.filter(pc.equal(verdicts, verdict))
                     if verdict not in found:
-                        writer = pq.ParquetWriter(
-                            work / _name(verdict, attempt),
-                            mine.schema,
-                            compression=codec,
-                            use_dictionary=[name for name in _REPEATING if name in mine.schema.names],
-                        )
-                        found[verdict] = stack.enter_context(writer)
-                    found[verdict].write_batch(mine, row_group_size=_GROUP_ROWS)
+                        file = _VerdictFile(work / _name(verdict, attempt), mine.schema, codec)
+                        found[verdict] = stack.enter_context(file)
+                    found[verdict].add(mine)
         names = [_name(verdict, attempt) for verdict in found]
         yield pa.RecordBatch.from_pydict(
             {"file": pa.array(names, pa.string()), "verdict": pa.array(list(found), pa.string())}
