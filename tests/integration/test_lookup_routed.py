@@ -8,7 +8,9 @@ import urllib.request
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from dedup.cli.main import create_app
 from dedup.cli.pages import ask_fleet
 from tests.integration.conftest import MakeJob
 from tests.integration.fleet import Job, Worker, until
@@ -63,6 +65,7 @@ def test_both_workers_say_the_same_of_every_id(make_job: MakeJob, hops: str) -> 
         assert sighting["partition"] in owned(both[sighting["worker"] == "b"])
         owners.add(sighting["worker"])
     assert owners == {"a", "b"}
+    explain_says_the_same(job, asked(both[0], "/api/ids/i-7"))
     unknown = asked(both[0], "/api/ids/nobody")
     assert (unknown["sightings"], unknown["unreached"]) == ([], [])
     assert len(unknown["asked"]) >= len(unknown["candidates"])
@@ -75,6 +78,17 @@ def test_both_workers_say_the_same_of_every_id(make_job: MakeJob, hops: str) -> 
     lost = next(n for n in range(IDS) if asked_of(both[0], n))
     (silent,) = asked(both[0], f"/api/ids/i-{lost}")["unreached"]
     assert silent["worker"] == "b"
+
+
+def explain_says_the_same(job: Job, found: dict[str, Any]) -> None:
+    """`dedup explain`, which asks no worker, has the same sighting."""
+    arguments = ["explain", str(job.topology_file), found["id"], "--json", "--config", str(job.config_file)]
+    told = CliRunner().invoke(create_app(), arguments)
+    assert told.exit_code == 0, told.output
+    (kept,), (sighting,) = json.loads(told.stdout)["sightings"], found["sightings"]
+    for name in ("first_ms", "last_ms", "guarded_until_ms", "live"):
+        assert kept[name] == sighting[name]
+    assert kept["source"].replace(" offset ", "/") == sighting["source"]
 
 
 def asked_of(worker: Worker, number: int) -> bool:

@@ -16,9 +16,10 @@ from dedup.core.id_text import id_text
 from dedup.core.stream_time import Feed
 from dedup.core.tracking_id import FieldRule, TrackingId, encode_composite, encode_integer, encode_text, state_key
 from dedup.core.window import Late, Sighting, Source
+from dedup.errors import SettingsError
 from dedup.glance import LookedUp, Noted, Peer, SeenId, TaskPulse
 from dedup.metrics import TaskNumbers, TaskSeen, WorkerSeen
-from dedup.settings import Web
+from dedup.settings import Web, load_settings
 from dedup.topology.parse import parse
 from dedup.web.attention import notices
 from dedup.web.board import board
@@ -262,6 +263,11 @@ class TestOwners:
 
 
 class TestAddress:
+    @pytest.mark.parametrize("text", ["ftp://h", "http://h/path", "h:6066", "http://user@h", "javascript:alert(1)"])
+    def test_what_is_no_address_is_refused(self, text):
+        with pytest.raises(SettingsError, match="is no address of pages"):
+            load_settings(None, ["brokers=b:1", f"web.advertise={text}"], {})
+
     def test_no_two_workers_are_called_alike(self):
         assert identity("a", None) != identity("b", None)
         assert identity("a", "http://h:1") != identity("b", "http://h:1")

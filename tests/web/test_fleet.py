@@ -21,7 +21,7 @@ from tests.integration.workload import Event
 from tests.web.conftest import Open
 
 pytestmark = pytest.mark.broker
-PICTURES = os.environ.get("DEDUP_TEST_SCREENSHOTS")
+PICTURES = os.environ.get("DEDUP_TEST_SCREENSHOTS") or None
 PAGES = {"web": {"enabled": True, "port": 0}}
 
 
