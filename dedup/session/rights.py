@@ -41,6 +41,7 @@ LOOK_AGAIN_S: Final = 0.2
 UNKNOWN_TOPIC: Final = 3
 _OPERATIONS: Final = {3: "Read", 4: "Write", 5: "Create", 6: "Delete", 8: "Describe", 10: "DescribeConfigs"}
 """Kafka's numbers of operations, which are the bits of an answer."""
+_NOT_IMPLYING_DESCRIBE: Final = frozenset({"DescribeConfigs"})
 _NEEDED: Final[tuple[type[Any], ...]] = (
     ProduceRequest,
     FetchRequest,
@@ -123,11 +124,20 @@ class Rights:
         return found
 
     async def on_topics(self, names: Iterable[str]) -> dict[str, frozenset[str] | None]:
-        """Return what is allowed on each topic, nothing where it may not even be seen; None if it is not there."""
+        """Return what is allowed on each topic; None if it is not there.
+
+        Of one that may not even be seen, nothing is known but that whatever implies Describe is not allowed.
+        """
         answer = await self._ask(self._client.get_random_node(), _TopicRights(sorted(set(names))))
         found: dict[str, frozenset[str] | None] = {}
         for code, name, _, _, _, _, operations, *_ in answer.topics:
-            found[name] = None if code == UNKNOWN_TOPIC else _operations(0 if code == REFUSED_TOPIC else operations)
+            match code:
+                case code if code == UNKNOWN_TOPIC:
+                    found[name] = None
+                case code if code == REFUSED_TOPIC:
+                    found[name] = _NOT_IMPLYING_DESCRIBE
+                case _:
+                    found[name] = _operations(operations)
         return found
 
     async def on_group(self, name: str) -> frozenset[str]:
