@@ -92,10 +92,12 @@ def ask_id(topology: Topology, tracking_id: str, urls: Sequence[str], settings: 
         # Each worker asks the owners of what it does not have, so several may tell of one sighting.
         together["sightings"] += [seen for seen in found["sightings"] if seen not in together["sightings"]]
         together["asked"] = sorted({*together["asked"], *found["asked"]})
-        together["partitions"], together["belongs_to"] = found["partitions"], found["belongs_to"]
+        together["partitions"] = max(found["partitions"], together.get("partitions", 0))
+        together["belongs_to"] = found["belongs_to"] if found["partitions"] else together.get("belongs_to")
         together["unreached"] += found.get("unreached", [])
     known = set(together["asked"])
-    together["unreached"] = [row for row in together["unreached"] if not set(row["partitions"]) <= known]
+    if together["partitions"]:
+        together["unreached"] = [row for row in together["unreached"] if not set(row["partitions"]) <= known]
     return together
 
 
@@ -110,8 +112,9 @@ def in_words(found: dict[str, Any]) -> Iterator[str]:
             yield f"    forwarded to {seen['went']}; known to worker {seen['worker']}, partition {seen['partition']}"
     for row in found.get("unreached", []):
         who = "" if row["worker"] is None else f"worker {row['worker']}: "
-        yield f"not asked: partitions {', '.join(map(str, row['partitions']))} ({who}{row['why']})"
-    if found["sightings"]:
+        which = f"partitions {', '.join(map(str, row['partitions']))}" if row["partitions"] else "all partitions"
+        yield f"not asked: {which} ({who}{row['why']})"
+    if found["sightings"] or not found["partitions"]:
         return
     asked, count = found["asked"], found["partitions"]
     home = found["belongs_to"]

@@ -49,6 +49,9 @@ async def ask_owners(own: LookedUp, peers: Sequence[Peer], token: Secret | None)
     if nobody:
         why = "nobody has them: a rebalance is going on, or they are restored"
         whole["unreached"].append({"worker": None, "url": None, "partitions": nobody, "why": why})
+    if not own.partitions:
+        why = "no assignment is in force: the worker is starting, or a rebalance is going on"
+        whole["unreached"].append({"worker": None, "url": None, "partitions": [], "why": why})
     whole["asked"] = sorted(set(whole["asked"]))
     return whole
 

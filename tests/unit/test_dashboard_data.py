@@ -9,6 +9,7 @@ from importlib.resources import files
 
 import pytest
 
+from dedup.cli.pages import in_words
 from dedup.core.event_time import RecordTime
 from dedup.core.extract import compile_extractor
 from dedup.core.fold import DeadLetter, Outcome, Rows
@@ -255,6 +256,11 @@ class TestOwners:
             assert found["unreached"][0]["why"] == "it is a worker of another topology or release"
             found = await ask_owners(looked_up(id="known", candidates=(0, 1)), (other,), None)
         assert [each["worker"] for each in found["sightings"]] == ["b"]
+
+    async def test_without_an_assignment_nothing_is_said_to_be_unknown(self):
+        found = await ask_owners(looked_up(partitions=0, candidates=(), asked=()), (), None)
+        assert "no assignment is in force" in found["unreached"][0]["why"]
+        assert list(in_words(found)) == [f"not asked: all partitions ({found['unreached'][0]['why']})"]
 
     async def test_own_sightings_name_their_worker(self):
         own = SeenId(0, 1, 1, 2, "orders/0/1", live=True, went=None)

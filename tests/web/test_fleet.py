@@ -64,7 +64,7 @@ def test_two_workers_under_load_and_an_id_of_the_other_one(make_job: MakeJob, op
     job = make_job(partitions=4, document=document, config=PAGES, **({"name": name} if name else {}))
     workers = [job.start("orders-1"), job.start("orders-2")]
     first, second = (url_of(worker) for worker in workers)
-    page = open_page(first, viewport={"width": 1280, "height": 1500})
+    page = open_page(first, viewport={"width": 1280, "height": 1180})
     other = page.locator("#tasks tbody tr", has_text="at another worker")
     expect(other).to_have_count(2)
     expect(page.locator("#tasks tbody tr", has_text="running")).to_have_count(2)
@@ -121,7 +121,7 @@ def test_a_restore_is_shown_while_it_goes_on(make_job: MakeJob, open_page: Open)
     job.send([Event(n % 2, b'{"id":"r-%d"}' % n, 1_700_000_000_000 + n) for n in range(40_000)])
     job.finish("a")
     worker = job.start("b", "restore_held=6")
-    page = open_page(url_of(worker), viewport={"width": 1280, "height": 1080})
+    page = open_page(url_of(worker), viewport={"width": 1280, "height": 900})
     bar = page.get_by_role("progressbar").first
     expect(bar).to_be_visible(timeout=60_000)
     expect(bar).to_have_attribute("max", re.compile(r"^[1-9]\d{3,}$"))

@@ -42,13 +42,16 @@ function told(found) {
     ? `${found.id}: ${found.sightings.length === 1 ? "one sighting" : `${found.sightings.length} sightings`}`
     : `${found.id}: ${found.unreached.length ? "not known to those that answered" : "not known: never seen, or its sighting has expired"}`;
   const silent = found.unreached.map((row) => element(
-    "p", { class: "wrong" },
-    `${row.partitions.length === 1 ? "Partition" : "Partitions"} ${row.partitions.join(", ")} not asked: ` +
-    `${row.worker === null ? "" : `worker ${row.worker}: `}${row.why}.`,
+    "p", { class: "wrong" }, `${which(row.partitions)} not asked: ${row.worker === null ? "" : `worker ${row.worker}: `}${row.why}.`,
   ));
   const asked = `${found.asked.length} of ${found.partitions} partitions were asked` +
     `${found.belongs_to === null ? "" : `; this ID is placed in partition ${found.belongs_to}`}.`;
   return [element("p", {}, element("strong", {}, head)), ...parts, ...silent, element("p", { class: "below" }, asked)];
+}
+
+function which(partitions) {
+  if (!partitions.length) return "All partitions";
+  return `${partitions.length === 1 ? "Partition" : "Partitions"} ${partitions.join(", ")}`;
 }
 
 function facts(pairs) {

@@ -21,7 +21,9 @@ const PLOTS = {
   latency: {
     columns: [["median", "median_s", "--unique", []], ["p99", "p99_s", "--duplicate", [8, 3]]],
     say: seconds,
-    least: 0.1,
+    least: 1,
+    // From milliseconds to hours in one picture: a late record is as old as it is.
+    from: 0.01,
   },
 };
 
@@ -36,12 +38,15 @@ function options(plot, width) {
     cursor: { drag: { x: false, y: false } },
     scales: {
       x: { range: (_, __, last) => [last - SPAN_S, last] },
-      // Never closer than this: noise about nothing is no mountain.
-      y: { range: (_, __, most) => [0, Math.max((most ?? 0) * 1.08, plot.least)] },
+      y: {
+        distr: plot.from ? 3 : 1,
+        // Never closer than this: noise about nothing is no mountain.
+        range: (_, __, most) => [plot.from ?? 0, Math.max((most ?? 0) * 1.08, plot.least)],
+      },
     },
     axes: [
       { ...axis, values: [[1, "{HH}:{mm}", null, null, null, null, null, null, 1]], incrs: [60, 120, 300], space: 45 },
-      { ...axis, size: 62, values: (_, ticks) => ticks.map(plot.say) },
+      { ...axis, size: 62, values: (_, ticks) => ticks.map((tick) => (tick === null ? "" : plot.say(tick))) },
     ],
     series: [
       { value: "{HH}:{mm}:{ss}" },
