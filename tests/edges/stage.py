@@ -9,11 +9,11 @@ import sqlite3
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import psycopg
 from confluent_kafka import Message, Producer
@@ -188,24 +188,49 @@ def postgres_rows(url: str, sql: str = "SELECT * FROM rows ORDER BY tracking_id"
         return connection.execute(sql.encode()).fetchall()
 
 
-@contextlib.contextmanager
-def feeding(path: Path, lines_in_all: int, per_s: int) -> Iterator[subprocess.Popen[bytes]]:
-    """A process appends lines with ids 0, 1, ... to a file at about this rate, not always whole lines at once."""
-    code = (
+class FileFeeder:
+    """A process appends lines with ids 0, 1, ... to a file at about this rate, not always whole lines at once.
+
+    Every ``a_life`` lines it waits for `more`: so that no kill finds its victim idle.
+    """
+
+    def __init__(self, path: Path, lines_in_all: int, per_s: int, a_life: int) -> None:
+        arguments = [str(path), str(lines_in_all), str(per_s), str(a_life)]
+        self._process = subprocess.Popen([sys.executable, "-c", self.CODE, *arguments], stdin=subprocess.PIPE)
+
+    CODE = (
         "import sys, time\n"
-        "path, count, per_s = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])\n"
+        "path, count, per_s, a_life = sys.argv[1], *map(int, sys.argv[2:])\n"
         "with open(path, 'ab', buffering=0) as file:\n"
-        "    began, text = time.monotonic(), b''\n"
+        "    text = b''\n"
         "    for number in range(count):\n"
+        "        if number % a_life == 0:\n"
+        "            sys.stdin.readline(); began = time.monotonic() - number / per_s\n"
         '        text += b\'{"id":"e%d","n":%d}\\n\' % (number, number)\n'
         "        if number % 50 == 49:\n"
         "            file.write(text[:-7]); text = text[-7:]\n"
         "            time.sleep(max(0, began + number / per_s - time.monotonic()))\n"
         "    file.write(text)\n"
     )
-    process = subprocess.Popen([sys.executable, "-c", code, str(path), str(lines_in_all), str(per_s)])
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.wait()
+
+    def more(self) -> None:
+        """The lines of another life come."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # it has written all
+            self._process.stdin.write(b"\n")
+            self._process.stdin.flush()
+
+    def wait(self) -> int:
+        """Return the exit code, when all is written."""
+        return self._process.wait()
+
+    def __enter__(self) -> Self:
+        self.more()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.wait()
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()

@@ -18,7 +18,7 @@ from typing import Self
 import psycopg
 import pytest
 
-from tests.edges.stage import Process, Stage, feeding, postgres_rows, sqlite_rows, until
+from tests.edges.stage import FileFeeder, Process, Stage, postgres_rows, sqlite_rows, until
 
 pytestmark = pytest.mark.broker
 KILLS = [
@@ -64,8 +64,13 @@ def test_ingest(stage, admin, kills):
     file = str(stage.ingest_file(stage.files()))
     path = stage.incoming / "a.jsonl"
     path.touch()
-    with feeding(path, count, PER_S) as feeder:
-        last = killed_now_and_then(lambda: stage.start("ingest", file), kills, lambda: once(stage, stage.topic), kills)
+
+    def alive() -> None:
+        once(stage, stage.topic)
+        feeder.more()
+
+    with FileFeeder(path, count, PER_S, PER_KILL) as feeder:
+        last = killed_now_and_then(lambda: stage.start("ingest", file), kills, alive, kills)
         assert feeder.wait() == 0
         until(lambda: len(stage.read()) >= count, f"everything is sent; log:\n{last.log}")
     assert last.stop() in ENDED
@@ -194,16 +199,20 @@ def test_the_whole_chain(stage, admin, kills, tmp_path: Path):
         "sink": lambda: stage.start("sink", str(topology), log="sink", environ=environ),
     }
     (stage.incoming / "a.jsonl").touch()
-    with feeding(stage.incoming / "a.jsonl", count, PER_S) as feeder:
+    begun = {"ingest": " taken; ", "run": ": running from offset ", "sink": " taken; "}
+    with FileFeeder(stage.incoming / "a.jsonl", count, PER_S, PER_KILL) as feeder:
         running = {name: start() for name, start in starts.items()}
         dice = random.Random(kills)
         for kill in range(kills):
             name = list(starts)[kill % 3]
+            if kill % 2:
+                until(lambda name=name: begun[name] in running[name].log, f"{name} has begun")
             end = time.monotonic() + dice.uniform(0.5, 3.0)
             until(lambda end=end: time.monotonic() > end, "its time is over")
             assert all(process.running for process in running.values()), [each.log for each in running.values()]
             running[name].kill()
             running[name] = starts[name]()
+            feeder.more()
         assert feeder.wait() == 0
         until(lambda: total(rows) >= count, str([each.log[-1500:] for each in running.values()]))
     assert {process.stop() for process in running.values()} <= ENDED
