@@ -64,7 +64,7 @@ def test_two_workers_under_load_and_an_id_of_the_other_one(make_job: MakeJob, op
     job = make_job(partitions=4, document=document, config=PAGES, **({"name": name} if name else {}))
     workers = [job.start("orders-1"), job.start("orders-2")]
     first, second = (url_of(worker) for worker in workers)
-    page = open_page(first, viewport={"width": 1280, "height": 1180})
+    page = open_page(first, viewport={"width": 1280, "height": 1330})
     other = page.locator("#tasks tbody tr", has_text="at another worker")
     expect(other).to_have_count(2)
     expect(page.locator("#tasks tbody tr", has_text="running")).to_have_count(2)

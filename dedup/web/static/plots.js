@@ -24,6 +24,7 @@ const PLOTS = {
     least: 1,
     // From milliseconds to hours in one picture: a late record is as old as it is.
     from: 0.01,
+    lines: [0.01, 0.1, 1, 10, 60, 600, 3600, 36_000, 360_000, 3_600_000],
   },
 };
 
@@ -31,6 +32,7 @@ const colour = (name) => getComputedStyle(document.documentElement).getPropertyV
 
 function options(plot, width) {
   const axis = { stroke: colour("--quiet"), grid: { stroke: colour("--grid"), width: 1 }, ticks: { stroke: colour("--line"), width: 1 } };
+  const lines = plot.lines && { splits: (_, __, least, most) => plot.lines.filter((line) => line >= least && line <= most), filter: (_, all) => all };
   return {
     width,
     height: HEIGHT,
@@ -46,7 +48,7 @@ function options(plot, width) {
     },
     axes: [
       { ...axis, values: [[1, "{HH}:{mm}", null, null, null, null, null, null, 1]], incrs: [60, 120, 300], space: 45 },
-      { ...axis, size: 62, values: (_, ticks) => ticks.map((tick) => (tick === null ? "" : plot.say(tick))) },
+      { ...axis, ...lines, size: 62, values: (_, ticks) => ticks.map((tick) => (tick === null ? "" : plot.say(tick))) },
     ],
     series: [
       { value: "{HH}:{mm}:{ss}" },
