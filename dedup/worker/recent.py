@@ -20,6 +20,8 @@ from dedup.quantities import format_duration
 MOST_OF_A_BATCH: Final = 5
 MOST_KEPT: Final = 20
 """Of each kind."""
+_SECONDS_FROM_MS: Final = 10_000
+_MINUTES_FROM_MS: Final = 600_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +94,14 @@ def _place(source: Source, source_topics: Sequence[str]) -> str:
     return f"{source_topics[source.topic]}/{source.partition}/{source.offset}"
 
 
+def _about(duration_ms: int) -> str:
+    """Return a duration as people say it: seconds from ten seconds on, minutes from ten minutes on."""
+    unit_ms = 1 if duration_ms < _SECONDS_FROM_MS else 1_000 if duration_ms < _MINUTES_FROM_MS else 60_000
+    return format_duration(round(duration_ms / unit_ms) * unit_ms)
+
+
 def _why(case: _Case, source_topics: Sequence[str]) -> str:
-    away = format_duration(abs(case.away_ms))
+    away = _about(abs(case.away_ms))
     match case.kind:
         case "duplicate" | "conflict":
             first = _place(case.of, source_topics) if case.of is not None else "an earlier record"

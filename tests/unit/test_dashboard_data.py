@@ -173,7 +173,7 @@ class TestRecent:
         rows = self.rows("a", "b", "c", "d", "e")
         first = Sighting(400, 400, Source(0, 3, 77))
         found = self.outcome(rows, duplicates=[(0, first)], repeats=[(1, 0)], conflicts=[(2, first)],
-                             late=[(3, Late(5_000))], dead=[(4, DeadLetter("bad", "no id"))])  # fmt: skip
+                             late=[(3, Late(7_199_997))], dead=[(4, DeadLetter("bad", "no id"))])  # fmt: skip
         recent = Recent()
         recent.note(rows, found, 9)
         assert list(recent.told(TOPICS, ids=True)) == []
@@ -182,7 +182,7 @@ class TestRecent:
         assert told["duplicate", "orders/3/0"].why == "repeats orders/3/77, 600ms after it"
         assert told["duplicate", "orders/3/1"].why == "repeats orders/3/0, at the same event time"
         assert told["conflict", "orders/3/2"].why == "repeats orders/3/77 with another payload, 600ms after it"
-        assert told["late", "orders/3/3"].why == "5s behind stream time, and its ID is not known"
+        assert told["late", "orders/3/3"].why == "2h behind stream time, and its ID is not known"
         assert told["dead_letter", "orders/3/4"].why == "bad: no id"
         assert told["dead_letter", "orders/3/4"].event_time_ms is None
         assert told["late", "orders/3/3"].id == "d"

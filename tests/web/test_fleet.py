@@ -31,7 +31,7 @@ def picture(page: Page, name: str) -> None:
         return
     for scheme in ("light", "dark"):
         page.emulate_media(color_scheme=scheme)
-        page.wait_for_timeout(300)  # the plots are drawn anew
+        page.wait_for_timeout(1_500)  # the plots are drawn anew, and have had a sample
         page.screenshot(path=Path(PICTURES) / f"{name}-{scheme}.png")
     page.emulate_media(color_scheme="light")
 
@@ -77,7 +77,7 @@ def test_two_workers_under_load_and_an_id_of_the_other_one(make_job: MakeJob, op
         expect(page.locator("#latest tbody tr", has_text="dead letter")).not_to_have_count(0)
         expect(page.locator("#tasks tbody tr", has_text="kept warm")).to_have_count(2)
         if PICTURES:
-            job.until_sent(55_000, within_s=120)
+            job.until_sent(25_000, within_s=120)
             picture(page, "dashboard-load")
         feeder.join()
     job.until_done()
