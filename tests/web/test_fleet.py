@@ -20,8 +20,8 @@ from tests.integration.fleet import Job, Worker, until
 from tests.integration.workload import Event
 from tests.web.conftest import Open
 
-pytestmark = pytest.mark.broker
 PICTURES = os.environ.get("DEDUP_TEST_SCREENSHOTS") or None
+pytestmark = [pytest.mark.broker, *([pytest.mark.timeout(600)] if PICTURES else [])]
 PAGES = {"web": {"enabled": True, "port": 0}}
 
 
