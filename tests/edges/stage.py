@@ -205,7 +205,7 @@ class FileFeeder:
         "    text = b''\n"
         "    for number in range(count):\n"
         "        if number % a_life == 0:\n"
-        "            sys.stdin.readline(); began = time.monotonic() - number / per_s\n"
+        "            sys.stdin.readline() or sys.exit(1); began = time.monotonic() - number / per_s\n"
         '        text += b\'{"id":"e%d","n":%d}\\n\' % (number, number)\n'
         "        if number % 50 == 49:\n"
         "            file.write(text[:-7]); text = text[-7:]\n"
