@@ -42,6 +42,8 @@ class Staged:
     why: str | None = None
     payload: bytes = b'{"id": "a"}'
     partitions: int = 3
+    grows: int = 0
+    """Unique records that each task judges between two looks at its numbers."""
 
     def not_ready(self) -> str | None:
         return self.why
@@ -61,6 +63,8 @@ class Staged:
         return LookedUp("orders", "a", text, found, asked, self.partitions, None, every, ("orders",))
 
     def pulse(self) -> list[TaskPulse]:
+        for task in self.tasks:
+            task.numbers.verdicts["unique"] += self.grows
         return [TaskPulse(task.numbers, task.lag_records) for task in self.tasks]
 
     def latest(self) -> tuple[Noted, ...]:
