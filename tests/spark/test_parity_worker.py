@@ -159,7 +159,7 @@ def test_every_rule_and_policy(compared):
 
 
 @pytest.mark.timeout(3_600)
-def test_one_long_stream_is_judged_alike_by_all_four(compared, spark, kafka, topic_names, tmp_path, record_property):
+def test_one_long_stream_is_judged_alike_by_all_four(compared, spark, kafka, topic_names, tmp_path):
     topic, places, models = compared(["fields"], MANY, seed=6, within_s=1_800)
     topology = parse(json.dumps(document(topic_names("streamed"), ALL["fields"], topic)), name="streamed")
     options = {"most_offsets": MANY // 4, "commit_rows": MANY // 20}
