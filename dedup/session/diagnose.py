@@ -11,12 +11,12 @@ import contextlib
 import enum
 import socket
 import ssl
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from aiokafka import errors as kafka_errors
-from aiokafka.conn import create_conn
+from aiokafka.conn import AIOKafkaConnection, create_conn
 from aiokafka.protocol.metadata import MetadataRequest
 
 if TYPE_CHECKING:
@@ -77,21 +77,28 @@ def most_telling(findings: Sequence[Finding]) -> Finding | None:
     return min(findings, key=lambda finding: finding.passing, default=None)
 
 
+@contextlib.asynccontextmanager
+async def probing(connection: Connection, host: str, port: int) -> AsyncIterator[AIOKafkaConnection]:
+    """One broker is connected, and asked for the versions it knows; raises what aiokafka or the socket raises."""
+    made = await create_conn(
+        host,
+        port,
+        client_id=connection.client_id,
+        request_timeout_ms=int(PROBE_WITHIN_S * 1000),
+        **connection.security_options(),
+    )
+    try:
+        yield made
+    finally:
+        made.close()
+
+
 async def _examined(connection: Connection, broker: str) -> Finding | None:
     host, _, port_text = broker.rpartition(":")
     host, port = host.strip("[]"), int(port_text)
     try:
-        made = await create_conn(
-            host,
-            port,
-            client_id=connection.client_id,
-            request_timeout_ms=int(PROBE_WITHIN_S * 1000),
-            **connection.security_options(),
-        )
-        try:
+        async with probing(connection, host, port) as made:
             await made.send(MetadataRequest([]))
-        finally:
-            made.close()
     except (kafka_errors.KafkaError, OSError, TimeoutError, EOFError) as error:
         trouble, detail = await _named(connection, host, port, error)
         return Finding(broker, trouble, f"{broker}: {_sentence(trouble, connection)}{detail}")

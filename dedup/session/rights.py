@@ -11,7 +11,6 @@ from collections.abc import Iterable
 from typing import Any, Final, Self
 
 from aiokafka.client import AIOKafkaClient, CoordinationType
-from aiokafka.conn import create_conn
 from aiokafka.errors import GroupAuthorizationFailedError, KafkaError, TransactionalIdAuthorizationFailed
 from aiokafka.protocol.admin import DescribeGroupsRequest_v3, DescribeGroupsResponse_v3
 from aiokafka.protocol.api import Request
@@ -29,7 +28,7 @@ from aiokafka.protocol.transaction import (
 from dedup.errors import BrokerUnavailable
 from dedup.session.connection import Connection
 from dedup.session.create_topics import CreateTopics
-from dedup.session.diagnose import PROBE_WITHIN_S
+from dedup.session.diagnose import probing
 from dedup.session.stable_offsets import StableOffset
 from dedup.session.topic_id import TopicIdRequest, TopicIdRequest_v10
 
@@ -189,17 +188,8 @@ def _operations(bits: int) -> frozenset[str]:
 
 
 async def _lacking(connection: Connection, host: str, port: int) -> list[str]:
-    made = await create_conn(
-        host,
-        port,
-        client_id=connection.client_id,
-        request_timeout_ms=int(PROBE_WITHIN_S * 1000),
-        **connection.security_options(),
-    )
-    try:
+    async with probing(connection, host, port) as made:
         offered: dict[int, tuple[int, int]] = made._versions  # noqa: SLF001  # aiokafka has no public way to say so
-    finally:
-        made.close()
     return [
         needed.__name__
         for needed in _NEEDED

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+import pytest
 from confluent_kafka.admin import (
     AclBinding,
     AclBindingFilter,
@@ -29,6 +30,8 @@ from confluent_kafka.admin import (
 )
 
 from dedup.local.kafka import HOST, EmbeddedKafka, Seat, free_ports, new_id
+from tests.brokers import Admin, RunningKafka, admin_of
+from tests.integration.fleet import Job
 
 USER: Final = "worker"
 PASSWORD: Final = "canary-password-8c1f"
@@ -133,6 +136,31 @@ def running(directory: Path) -> Iterator[Secured]:
         for future in asked.values():
             future.result(timeout=30)
         yield made
+
+
+@pytest.fixture(scope="module")
+def secured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Secured]:
+    """Return a broker of the module's own that trusts nobody."""
+    with running(tmp_path_factory.mktemp("secured")) as broker:
+        yield broker
+
+
+@pytest.fixture(scope="module")
+def kafka(secured: Secured) -> RunningKafka:
+    """Return the broker as its administrator reaches it."""
+    return RunningKafka(secured.plaintext, secured.kafka)
+
+
+@pytest.fixture(scope="module")
+def admin(kafka: RunningKafka) -> Admin:
+    """Return what creates topics on it."""
+    return admin_of(kafka.bootstrap)
+
+
+def as_client(job: Job, address: str, how: dict[str, Any]) -> None:
+    """The job's config names this listener and these credentials: its workers and commands reach the broker so."""
+    config = json.loads(job.config_file.read_text(encoding="utf-8")) | {"brokers": [address], "security": how}
+    job.config_file.write_text(json.dumps(config), encoding="utf-8")
 
 
 def _properties(directory: Path, client: int, controller: int, sasl: int, mtls: int) -> dict[str, str]:

@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,35 +15,19 @@ from confluent_kafka.admin import AclBinding
 
 from dedup.proof.verify import verify
 from dedup.settings import load_settings
-from tests.brokers import Admin, RunningKafka, admin_of
 from tests.chaos import secured as security
-from tests.chaos.secured import CERTIFIED, PASSWORD, USER, Secured, bindings, grant, token, withdraw
+from tests.chaos.secured import CERTIFIED, PASSWORD, USER, Secured, as_client, bindings, grant, token, withdraw
 from tests.integration.conftest import MakeJob
 from tests.integration.fleet import Job, Worker, until
 from tests.integration.watch import Watch
 from tests.integration.workload import BASE_MS, Event, workload
 
 pytestmark = pytest.mark.broker
+secured, kafka, admin = security.secured, security.kafka, security.admin
 
 REFUSED = 5
 PAYLOAD = "canary-payload-51d2"
 SECRETS = {"WORKER_PASSWORD": PASSWORD}
-
-
-@pytest.fixture(scope="module")
-def secured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Secured]:
-    with security.running(tmp_path_factory.mktemp("secured")) as broker:
-        yield broker
-
-
-@pytest.fixture(scope="module")
-def kafka(secured: Secured) -> RunningKafka:
-    return RunningKafka(secured.plaintext, secured.kafka)
-
-
-@pytest.fixture(scope="module")
-def admin(kafka: RunningKafka) -> Admin:
-    return admin_of(kafka.bootstrap)
 
 
 def dedup(*arguments: str, code: int = 0) -> str:
@@ -65,12 +49,6 @@ def allowed(job: Job, principal: str) -> list[AclBinding]:
     wanted = bindings(listed["permissions"], principal)
     grant(job.admin.client, wanted)
     return wanted
-
-
-def as_client(job: Job, address: str, how: dict[str, Any]) -> None:
-    """The job's workers and verifier reach the broker so from now on."""
-    config = json.loads(job.config_file.read_text(encoding="utf-8")) | {"brokers": [address], "security": how}
-    job.config_file.write_text(json.dumps(config), encoding="utf-8")
 
 
 WAYS: dict[str, tuple[str, Callable[[Secured], tuple[str, dict[str, Any]]]]] = {

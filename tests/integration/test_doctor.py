@@ -6,34 +6,18 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from tests.brokers import Admin, RunningKafka, admin_of
 from tests.chaos import secured as security
-from tests.chaos.secured import PASSWORD, USER, Secured, bindings, grant, withdraw
+from tests.chaos.secured import PASSWORD, USER, Secured, as_client, bindings, grant, withdraw
 from tests.integration.conftest import MakeJob
 from tests.integration.fleet import Job, until
 
 pytestmark = pytest.mark.broker
-
-
-@pytest.fixture(scope="module")
-def secured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Secured]:
-    with security.running(tmp_path_factory.mktemp("secured")) as broker:
-        yield broker
-
-
-@pytest.fixture(scope="module")
-def kafka(secured: Secured) -> RunningKafka:
-    return RunningKafka(secured.plaintext, secured.kafka)
-
-
-@pytest.fixture(scope="module")
-def admin(kafka: RunningKafka) -> Admin:
-    return admin_of(kafka.bootstrap)
+secured, kafka, admin = security.secured, security.kafka, security.admin
 
 
 def dedup(*arguments: str, code: int, secret: str = PASSWORD) -> str:
@@ -43,12 +27,6 @@ def dedup(*arguments: str, code: int, secret: str = PASSWORD) -> str:
     assert done.returncode == code, done.stdout + done.stderr
     assert secret not in done.stdout + done.stderr
     return done.stdout
-
-
-def reach(job: Job, address: str, how: dict[str, Any]) -> None:
-    """The job's config names this listener and these credentials."""
-    config = json.loads(job.config_file.read_text(encoding="utf-8")) | {"brokers": [address], "security": how}
-    job.config_file.write_text(json.dumps(config), encoding="utf-8")
 
 
 def symptoms(job: Job, *, code: int, secret: str = PASSWORD) -> list[dict[str, str]]:
@@ -78,7 +56,7 @@ CASES: dict[str, tuple[str, str, Callable[[Secured], tuple[str, dict[str, Any]]]
 def test_each_cause_has_its_layer(make_job: MakeJob, secured: Secured, case: str) -> None:
     layer, says, where = CASES[case]
     job = make_job()
-    reach(job, *where(secured))
+    as_client(job, *where(secured))
     (found,) = symptoms(job, code=5)
     assert found["layer"] == layer
     assert says in found["problem"]
@@ -87,7 +65,7 @@ def test_each_cause_has_its_layer(make_job: MakeJob, secured: Secured, case: str
 
 def test_a_wrong_password_is_a_matter_of_authentication(make_job: MakeJob, secured: Secured) -> None:
     job = make_job()
-    reach(job, f"127.0.0.1:{secured.sasl_port}", secured.sasl())
+    as_client(job, f"127.0.0.1:{secured.sasl_port}", secured.sasl())
     (found,) = symptoms(job, code=5, secret="canary-wrong-31f0")
     assert (found["layer"], "refuses the SCRAM-SHA-512 credentials" in found["problem"]) == ("authentication", True)
 
@@ -98,7 +76,7 @@ def test_permissions_that_are_missing_are_named_one_by_one(make_job: MakeJob, se
     principal = f"User:{USER}"
     listed = dedup("apply", str(job.topology_file), "--acls", "--json", "--config", str(job.config_file), code=0)
     rows = json.loads(listed)["permissions"]
-    reach(job, f"127.0.0.1:{secured.sasl_port}", secured.sasl())
+    as_client(job, f"127.0.0.1:{secured.sasl_port}", secured.sasl())
     found = symptoms(job, code=5)
     assert {each["layer"] for each in found} == {"ACL"}
     assert len(found) == len(rows)
