@@ -24,6 +24,8 @@ from bench.workload import Workload
 from dedup.core.murmur2 import partitions as murmur2_partitions
 
 _TICK_S: Final = 0.01
+"""At least; a batch for each of many partitions takes longer."""
+_TICK_PER_PARTITION_S: Final = 0.001
 _BATCH_BYTES: Final = 900_000
 Part = tuple[int, bytes, bytes, bytes]
 """Partition, key, and the value before and after its time."""
@@ -57,15 +59,16 @@ async def send_paced(bootstrap: str, topic: str, workload: Workload, rate: int) 
     await sender.start()
     try:
         lanes = [_Lane(sender, topic, partition) for partition in range(workload.partitions)]
+        tick_s = max(_TICK_S, _TICK_PER_PARTITION_S * workload.partitions)
         began = time.monotonic()
         sent, late_s = 0, 0.0
         while sent < len(parts):
             now = time.monotonic()
             due = min(int((now - began) * rate), len(parts))
-            late_s = max(late_s, (due - sent) / rate - _TICK_S)
+            late_s = max(late_s, (due - sent) / rate - tick_s)
             _hand_over(lanes, parts[sent:due])
             sent = due
-            await asyncio.sleep(max(0.0, now + _TICK_S - time.monotonic()))
+            await asyncio.sleep(max(0.0, now + tick_s - time.monotonic()))
         await asyncio.gather(*[lane.done for lane in lanes if lane.done is not None])
         return Paced(sent, time.monotonic() - began, late_s)
     finally:

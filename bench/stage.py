@@ -71,9 +71,9 @@ def past_start_ms() -> int:
     return time.time_ns() // 1_000_000 - GUARD_MS
 
 
-def load_source(bootstrap: str, workload: Workload, shown: Progress) -> Source:
-    """The workload's topic was made and holds its events."""
-    topic = f"w1-{workload.events}-{workload.seed}"
+def load_source(bootstrap: str, workload: Workload, shown: Progress, topic: str = "") -> Source:
+    """The workload's topic, named by the workload where no name is given, was made and holds its events."""
+    topic = topic or f"w1-{workload.events}-{workload.seed}"
     Cluster(bootstrap).create(topic, workload.partitions)
     load(bootstrap, topic, workload, Follow(shown, f"load {topic}", workload.events))
     return Source(topic, workload, workload.expected())
