@@ -12,6 +12,8 @@ from typing import Final, Literal
 Verdict = Literal["unique", "duplicate", "late", "dead_letter", "exempt", "repartitioned"]
 
 OF_TASK: Final = ("sub_topology", "topic", "partition")
+Place = tuple[str, str, int]
+"""Which task, as `OF_TASK` names it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +70,11 @@ class Durations:
         self.counts[bisect_left(self.bounds_s, seconds)] += times
         self.total_s += seconds * times
 
+    def add_all(self, others: Durations) -> None:
+        """Count every duration of another histogram with the same bounds."""
+        self.counts = [ours + theirs for ours, theirs in zip(self.counts, others.counts, strict=True)]
+        self.total_s += others.total_s
+
 
 @dataclass(slots=True)
 class TaskNumbers:
@@ -111,6 +118,17 @@ class TaskNumbers:
         self.verdicts.update(judged.verdicts)
         self.dead_reasons.update(judged.dead_reasons)
         self.conflicts += judged.conflicts
+
+    def add_counters(self, other: TaskNumbers) -> None:
+        """Add every number that only grows."""
+        self.add_verdicts(other)
+        self.replayed += other.replayed
+        self.sampled += other.sampled
+        self.misplaced += other.misplaced
+        self.transactions += other.transactions
+        self.aborted += other.aborted
+        self.commits.add_all(other.commits)
+        self.end_to_end.add_all(other.end_to_end)
 
     def took(self, seconds: float) -> None:
         """Add the duration of one commit."""
@@ -159,3 +177,13 @@ class WorkerSeen:
     corrupted: int
     not_ready: str | None
     """Why it is not ready; None if it is."""
+    ended: Mapping[Place, TaskNumbers] = field(default_factory=dict)
+    """The counters of tasks that this worker closed: a counter must not fall when a partition moves away."""
+
+    def counters(self) -> dict[Place, TaskNumbers]:
+        """Return what this worker has counted of each task since it started, tasks closed by now included."""
+        counted: dict[Place, TaskNumbers] = {}
+        now = [((task.sub_topology, task.topic, task.partition), task.numbers) for task in self.tasks]
+        for place, numbers in [*self.ended.items(), *now]:
+            counted.setdefault(place, TaskNumbers()).add_counters(numbers)
+        return counted

@@ -11,7 +11,7 @@ from prometheus_client.core import Metric as Family
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from dedup.metrics import METRICS, Durations, Metric, TaskSeen, WorkerSeen
+from dedup.metrics import METRICS, Durations, Metric, TaskNumbers, TaskSeen, WorkerSeen
 
 STATES: Final = ("created", "restoring", "running", "closed")
 
@@ -31,15 +31,31 @@ def _each(read: Callable[[TaskSeen], float | Durations | None]) -> Callable[[Wor
     return samples
 
 
-def _split(read: Callable[[TaskSeen], Mapping[str, float]]) -> Callable[[WorkerSeen], Iterator[Sample]]:
-    """Return what reads several values of every task, by one more label."""
+def _counted(read: Callable[[TaskNumbers], float | Durations]) -> Callable[[WorkerSeen], Iterator[Sample]]:
+    """Return what reads one counter of every task that is or was here."""
 
     def samples(seen: WorkerSeen) -> Iterator[Sample]:
-        for task in seen.tasks:
-            for name, value in sorted(read(task).items()):
-                yield (*_place(task), name), value
+        for (sub_topology, topic, partition), numbers in sorted(seen.counters().items()):
+            yield (sub_topology, topic, str(partition)), read(numbers)
 
     return samples
+
+
+def _split(read: Callable[[TaskNumbers], Mapping[str, float]]) -> Callable[[WorkerSeen], Iterator[Sample]]:
+    """Return what reads several counters of every task that is or was here, by one more label."""
+
+    def samples(seen: WorkerSeen) -> Iterator[Sample]:
+        for (sub_topology, topic, partition), numbers in sorted(seen.counters().items()):
+            for name, value in sorted(read(numbers).items()):
+                yield (sub_topology, topic, str(partition), name), value
+
+    return samples
+
+
+def _states(seen: WorkerSeen) -> Iterator[Sample]:
+    for task in seen.tasks:
+        for state in STATES:
+            yield (*_place(task), state), float(state == task.state)
 
 
 def _whole(read: Callable[[WorkerSeen], float]) -> Callable[[WorkerSeen], Iterator[Sample]]:
@@ -51,22 +67,20 @@ def _place(task: TaskSeen) -> tuple[str, str, str]:
 
 
 READERS: Final[Mapping[str, Callable[[WorkerSeen], Iterable[Sample]]]] = {
-    "dedup_records_total": _split(lambda task: task.numbers.verdicts),
-    "dedup_conflicts_total": _each(lambda task: task.numbers.conflicts),
-    "dedup_dead_letters_total": _split(lambda task: task.numbers.dead_reasons),
-    "dedup_replayed_total": _each(lambda task: task.numbers.replayed),
-    "dedup_misplaced_ids_total": _each(lambda task: task.numbers.misplaced),
-    "dedup_transactions_total": _split(
-        lambda task: {"committed": task.numbers.transactions, "aborted": task.numbers.aborted}
-    ),
-    "dedup_commit_seconds": _each(lambda task: task.numbers.commits),
-    "dedup_end_to_end_seconds": _each(lambda task: task.numbers.end_to_end),
+    "dedup_records_total": _split(lambda numbers: numbers.verdicts),
+    "dedup_conflicts_total": _counted(lambda numbers: numbers.conflicts),
+    "dedup_dead_letters_total": _split(lambda numbers: numbers.dead_reasons),
+    "dedup_replayed_total": _counted(lambda numbers: numbers.replayed),
+    "dedup_misplaced_ids_total": _counted(lambda numbers: numbers.misplaced),
+    "dedup_transactions_total": _split(lambda numbers: {"committed": numbers.transactions, "aborted": numbers.aborted}),
+    "dedup_commit_seconds": _counted(lambda numbers: numbers.commits),
+    "dedup_end_to_end_seconds": _counted(lambda numbers: numbers.end_to_end),
     "dedup_stream_time_seconds": _each(lambda task: task.numbers.stream_time_ms / 1000),
     "dedup_state_ids": _each(lambda task: task.state_ids),
     "dedup_state_bytes": _each(lambda task: task.state_bytes),
     "dedup_state_max_bytes": _each(lambda task: task.state_max_bytes),
     "dedup_restore_remaining_records": _each(lambda task: task.numbers.restore_remaining),
-    "dedup_task_state": _split(lambda task: {state: float(state == task.state) for state in STATES}),
+    "dedup_task_state": _states,
     "dedup_lag_records": _each(lambda task: task.lag_records),
     "dedup_lag_seconds": _each(lambda task: task.lag_seconds),
     "dedup_last_stable_offset_lag": _each(lambda task: task.unstable_records),

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
+from urllib.parse import urlsplit
 
 if TYPE_CHECKING:
     from dedup.settings import Settings
@@ -49,7 +50,7 @@ class FleetPlan:
     exit_when_done: bool = False
 
     def command(self, number: int) -> list[str]:
-        """Return the command line of one worker: a worker id and a state directory of its own, no web server."""
+        """Return the command line of one worker: a worker id, a state directory and pages of its own."""
         line = [sys.executable, "-m", "dedup.cli.main", "run", str(self.topology), "--quiet"]
         if self.config is not None:
             line += ["--config", str(self.config)]
@@ -57,11 +58,24 @@ class FleetPlan:
         own = (
             f"worker_id={worker_id}-{number}",
             f"state_dir={self.settings.state_dir / f'{worker_id}-{number}'}",
-            "web.enabled=false",
         )
-        for override in (*self.overrides, *own):
+        for override in (*self.overrides, *own, *self._pages(number)):
             line += ["--set", override]
         return [*line, "--exit-when-done"] if self.exit_when_done else line
+
+    def _pages(self, number: int) -> list[str]:
+        """Return the port of a worker's pages, the first one's being the configured one, and where they are found."""
+        web = self.settings.web
+        if web.port == 0:
+            return []
+        pages = [f"web.port={web.port + number - 1}"]
+        if web.advertise is not None:
+            address = urlsplit(web.advertise)
+            if address.port is not None:
+                host = address.netloc.rpartition(":")[0]
+                moved = address._replace(netloc=f"{host}:{address.port + number - 1}")
+                pages.append(f"web.advertise={moved.geturl()}")
+        return pages
 
 
 def supervise(plan: FleetPlan) -> int:

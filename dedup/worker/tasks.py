@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Final
 
 from dedup.errors import InvariantBroken, TaskCorrupted, TaskMigrated
+from dedup.metrics import Place, TaskNumbers
 from dedup.session.wire import TopicPartition
 from dedup.worker.batch import FeedBatch
 from dedup.worker.task import Task, TaskState
@@ -41,6 +42,8 @@ class Tasks:
         self._damaged: Final[Counter[TopicPartition]] = Counter()
         self.fenced = 0
         self.corrupted = 0
+        self.ended: Final[dict[Place, TaskNumbers]] = {}
+        """What tasks closed by now have counted."""
         self.opened: Final = asyncio.Event()
         """Set while an assignment is in force, be it an empty one."""
         self.failure: Final[asyncio.Future[BaseException]] = asyncio.get_running_loop().create_future()
@@ -108,6 +111,7 @@ class Tasks:
                 log.warning("%s: %s", task.task_id, error)
                 self.corrupted += 1
                 self._wipe(partition)
+                self._keep_counters(task, partition)
                 self._tasks[partition] = self._build(partition)
             else:
                 text = "%s: running from offset %d, epoch %d, after %d changelog records"
@@ -161,11 +165,16 @@ class Tasks:
         for loop in loops.values():
             loop.cancel()
         await asyncio.gather(*loops.values(), return_exceptions=True)
-        for task, result in zip(tasks.values(), results, strict=True):
+        for (partition, task), result in zip(tasks.items(), results, strict=True):
+            self._keep_counters(task, partition)
             if isinstance(result, TaskMigrated):
                 log.warning("%s: closed without its last commit: %s", task.task_id, result)
             elif isinstance(result, BaseException):
                 self.fail(result)
+
+    def _keep_counters(self, task: Task, partition: TopicPartition) -> None:
+        place = (task.task_id.sub_topology, partition.topic, partition.partition)
+        self.ended.setdefault(place, TaskNumbers()).add_counters(task.numbers)
 
 
 def _not_connected(partition: TopicPartition, _offset: int) -> None:

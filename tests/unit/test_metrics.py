@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
+from dataclasses import replace
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -82,6 +84,27 @@ def test_values_are_those_of_the_tasks():
     assert single["dedup_state_max_bytes"] == 1_000
     assert single["dedup_standby_lag_records"] == 5
     assert (single["dedup_fenced_total"], single["dedup_corrupted_total"]) == (1, 2)
+
+
+def test_counters_do_not_fall_when_a_task_leaves_or_comes_again():
+    before, now = TaskNumbers(), TaskNumbers()
+    for numbers, count in ((before, 5), (now, 2)):
+        numbers.verdicts["unique"] = numbers.conflicts = numbers.replayed = numbers.misplaced = count
+        numbers.transactions = numbers.aborted = count
+        numbers.took(0.01 * count)
+    elsewhere = ("dedup", 'or"ders', 3)
+    worker = replace(seen(now), ended={("dedup", 'or"ders', 2): before, elsewhere: before})
+    found = exported(worker)
+    for name in ("records", "conflicts", "replayed", "misplaced_ids", "transactions"):
+        counted: Counter[str] = Counter()
+        for sample in found[f"dedup_{name}_total"]:
+            if sample.labels.get("result", "committed") == "committed":
+                counted[sample.labels["partition"]] += sample.value
+        assert counted == {"2": 7, "3": 5}, name
+    sums = {s.labels["partition"]: s.value for s in found["dedup_commit_seconds"] if s.name.endswith("_sum")}
+    assert sums == {"2": pytest.approx(0.07), "3": pytest.approx(0.05)}
+    # What is true of a moment is told of tasks that are here, and of no other.
+    assert {s.labels["partition"] for s in found["dedup_stream_time_seconds"]} == {"2"}
 
 
 def test_states_are_those_a_task_has():
