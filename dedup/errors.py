@@ -8,6 +8,7 @@
     ├── VerificationFailed       exit 4: the proof found a violation
     ├── BrokerUnavailable        exit 5: no broker answers, or it refuses us
     ├── DatabaseUnavailable      exit 5: the same of a source's or a sink's database
+    ├── CheckpointUnusable       go on without it: the changelog holds everything; exit 5 where making one failed
     ├── TaskMigrated             discard the task and rejoin: another owner has the partition
     │   └── CommitUnknown            the same: whether the commit happened is not known
     ├── TaskCorrupted            delete this partition's local state, restore it from the changelog
@@ -79,6 +80,12 @@ class BrokerUnavailable(DedupError):
 
 class DatabaseUnavailable(DedupError):
     """The database of a source or a sink did not answer in time, or it refused to talk to us."""
+
+    exit_code = 5
+
+
+class CheckpointUnusable(DedupError):
+    """A checkpoint is damaged, or the place where checkpoints lie does not answer or refuses us."""
 
     exit_code = 5
 

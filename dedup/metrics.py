@@ -48,6 +48,7 @@ METRICS: Final[tuple[Metric, ...]] = (
     Metric("dedup_standby_lag_records", "gauge", "Changelog offsets a standby has not applied.", ("partition",)),
     Metric("dedup_fenced_total", "counter", "Tasks thrown away because another owner fenced them.", ()),
     Metric("dedup_corrupted_total", "counter", "Local stores deleted and restored.", ()),
+    Metric("dedup_checkpoints_unusable_total", "counter", "Checkpoints not taken; the changelog was read instead.", ()),
 )
 COMMIT_BUCKETS_S: Final = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 END_TO_END_BUCKETS_S: Final = (0.05, 0.1, 0.2, 0.3, 0.5, 1.0, 2.0, 5.0, 15.0, 60.0, 300.0, 3600.0)
@@ -177,6 +178,7 @@ class WorkerSeen:
     corrupted: int
     not_ready: str | None
     """Why it is not ready; None if it is."""
+    checkpoints_unusable: int = 0
     ended: Mapping[Place, TaskNumbers] = field(default_factory=dict)
     """The counters of tasks that this worker closed: a counter must not fall when a partition moves away."""
 

@@ -116,6 +116,8 @@ class Settings:
     brokers: tuple[str, ...]
     security: Security = field(default_factory=Security)
     state_dir: Path = Path("state")
+    checkpoint: str | None = None
+    """Where checkpoints lie, to begin with where there is no state; None: nowhere."""
     commit_interval_ms: int = 100
     transaction_timeout_ms: int = 30_000
     session_timeout_ms: int = 10_000
@@ -375,6 +377,7 @@ def _settings(file: SettingsFile) -> Settings:
             _secret(security.key_password),
         ),
         state_dir=Path(file.state_dir).expanduser(),
+        checkpoint=file.state.checkpoint,
         commit_interval_ms=parse_duration(file.commit_interval),
         transaction_timeout_ms=parse_duration(file.transaction_timeout),
         session_timeout_ms=parse_duration(file.session_timeout),

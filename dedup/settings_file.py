@@ -14,6 +14,7 @@ _BROKER: Final = re.compile(r"(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9._-]+):([0-9]{1,5})"
 _WORKER_ID: Final = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}")
 _LAST_PORT: Final = 65_535
 _PAGE_ADDRESS: Final = re.compile(r"https?://(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9._-]+)(:[0-9]{1,5})?")
+_WITH_PASSWORD: Final = re.compile(r"[a-z0-9+.-]+://[^/]*:[^/]*@.*", re.IGNORECASE | re.DOTALL)
 _REFERENCE_PATTERN: Final = r"^\$\{(env|file):[^}]+\}$"
 
 
@@ -49,6 +50,14 @@ def _worker_id(text: str) -> str:
 def _page_address(text: str) -> str:
     if not _PAGE_ADDRESS.fullmatch(text):
         raise ValueError(f'"{text}" is no address of pages; write for example http://worker-1:6066')
+    return text
+
+
+def _place(text: str) -> str:
+    if not text or "::" in text:
+        raise ValueError(f'"{text}" is no place; write a directory, or a URL such as s3://bucket/path')
+    if _WITH_PASSWORD.fullmatch(text):
+        raise ValueError("holds a password; leave it out, and give it to the store's library by its own variables")
     return text
 
 
@@ -103,6 +112,16 @@ class SecurityFile(_Keys):
     )
 
 
+class StateFile(_Keys):
+    """Where state comes from beside the changelog."""
+
+    checkpoint: Annotated[Text, AfterValidator(_place)] | None = Field(
+        default=None,
+        description="A directory or URL with checkpoints (`dedup checkpoint`); a worker without local state begins "
+        "with them, and reads from the changelog only what came after.",
+    )
+
+
 class TopicsFile(_Keys):
     """What topics are made with."""
 
@@ -151,6 +170,7 @@ class SettingsFile(_Keys):
     )
     security: SecurityFile = Field(default=SecurityFile(), description="How to reach the brokers and trust them.")
     state_dir: Text = Field(default="state", description="Where state is kept; one directory per worker.")
+    state: StateFile = Field(default=StateFile(), description="Where state comes from beside the changelog.")
     commit_interval: Annotated[str, BeforeValidator(_as_text), _between("1ms", "60s"), _DURATION] = Field(
         default="100ms", description="How long a transaction stays open."
     )
@@ -175,6 +195,7 @@ def _keys(model: type[BaseModel]) -> tuple[str, ...]:
 FIELDS: Final[Mapping[str, tuple[str, ...]]] = {
     "": _keys(SettingsFile),
     "security": _keys(SecurityFile),
+    "state": _keys(StateFile),
     "topics": _keys(TopicsFile),
     "web": _keys(WebFile),
     "log": _keys(LogFile),

@@ -159,10 +159,11 @@ ROWS: Final[tuple[tuple[str, Sequence[Panel]], ...]] = (
                 "ops",
             ),
             Panel(
-                "Tasks fenced, stores damaged",
+                "Tasks fenced, stores damaged, checkpoints unusable",
                 [
                     (f"sum(increase(dedup_fenced_total{IN}[$__rate_interval]))", "fenced"),
                     (f"sum(increase(dedup_corrupted_total{IN}[$__rate_interval]))", "damaged"),
+                    (f"sum(increase(dedup_checkpoints_unusable_total{IN}[$__rate_interval]))", "unusable"),
                 ],
             ),
         ),

@@ -218,6 +218,8 @@ def reset(
             typer.echo(f"topic {name} is deleted and made anew, empty")
         for path in doomed.partitions:
             typer.echo(f"local state {path} is deleted")
+        for place in doomed.checkpoints:
+            typer.echo(f"checkpoint {place} is deleted")
         if not yes and not typer.confirm("Every ID seen is forgotten, and may be forwarded again. Go on?"):
             typer.echo("nothing was touched")
             raise typer.Exit(1)

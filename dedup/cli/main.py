@@ -19,6 +19,7 @@ COMMANDS: Final = (
     "dedup.cli.verify",
     "dedup.cli.explain",
     "dedup.cli.doctor",
+    "dedup.cli.checkpoint",
     "dedup.cli.size",
     "dedup.cli.chaos",
     "dedup.cli.broker",

@@ -59,6 +59,7 @@ class WorkerAnswers:
             fenced=app.tasks.fenced,
             corrupted=app.tasks.corrupted,
             not_ready=self.not_ready(),
+            checkpoints_unusable=app.bootstrap.unusable,
             ended=app.tasks.ended,
         )
 

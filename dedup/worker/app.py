@@ -12,6 +12,7 @@ from dedup.session.client import KafkaWire
 from dedup.session.connection import Connection
 from dedup.store.rocks import RocksMemory
 from dedup.worker.agents import attach_agents
+from dedup.worker.bootstrap import Bootstrap
 from dedup.worker.clock import SteadyClock
 from dedup.worker.peers import identity
 from dedup.worker.plan import Cluster
@@ -37,6 +38,7 @@ class DedupApp(faust.App):
     wire: KafkaWire
     tasks: Tasks
     standbys: Standbys
+    bootstrap: Bootstrap
     sub_topologies: dict[str, tuple[str, ...]]
     """Name -> feeding topics."""
 
@@ -85,7 +87,10 @@ def create_app(topology: Topology, settings: Settings, cluster: Cluster, wire: K
     workshop = Workshop(topology, settings, cluster, wire, SteadyClock(), RocksMemory())
     app.settings, app.connection, app.wire = settings, connection, wire
     app.tasks = Tasks(workshop.build, workshop.wipe, commit_interval_ms=settings.commit_interval_ms)
-    app.standbys = Standbys(wire, topology.changelog_topic, topology.window, workshop.open_store)
+    app.standbys = Standbys(
+        wire, topology.changelog_topic, topology.window, workshop.open_store, prepare=workshop.prepare
+    )
+    app.bootstrap = workshop.bootstrap
     app.sub_topologies = {"dedup": topology.feeding_topics}
     if not topology.direct:
         app.sub_topologies = {"repartition": topology.source.topics, **app.sub_topologies}

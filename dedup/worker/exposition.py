@@ -88,6 +88,7 @@ READERS: Final[Mapping[str, Callable[[WorkerSeen], Iterable[Sample]]]] = {
     "dedup_standby_lag_records": lambda seen: [((str(number),), lag) for number, lag in seen.standby_lag.items()],
     "dedup_fenced_total": _whole(lambda seen: seen.fenced),
     "dedup_corrupted_total": _whole(lambda seen: seen.corrupted),
+    "dedup_checkpoints_unusable_total": _whole(lambda seen: seen.checkpoints_unusable),
 }
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import repeat
 from typing import Final
@@ -32,7 +32,7 @@ from dedup.worker.clock import Clock
 from dedup.worker.misplaced import Placement
 from dedup.worker.publish import Publisher
 from dedup.worker.recent import Recent
-from dedup.worker.restore import restore
+from dedup.worker.restore import refuse_other_fingerprint, restore
 from dedup.worker.starting import Start, first_offset
 from dedup.worker.task import Frozen, Refusals
 from dedup.worker.unwrap import unwrap
@@ -75,10 +75,14 @@ class Judge:
         publisher: Publisher,
         clock: Clock,
         numbers: TaskNumbers,
+        *,
+        prepare: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
         self._plan: Final = plan
         self._wire: Final = wire
         self._open_store: Final = open_store
+        self._prepare: Final = prepare
+        """Awaited before the store is opened: brings local state where there is none."""
         self._publisher: Final = publisher
         self._clock: Final = clock
         self._numbers: Final = numbers
@@ -128,6 +132,8 @@ class Judge:
     async def restore(self, committed: int | None) -> int:
         """See `task.Work`; raises StateIncompatible, with nothing touched, where state and topology do not fit."""
         plan = self._plan
+        if self._prepare is not None:
+            await self._prepare()
         store = self._store = self._open_store()
         self._overlay = Overlay(store)
         self._numbers.restored = await self._restore(store)
@@ -188,13 +194,7 @@ class Judge:
         )
 
     def _refuse_other_fingerprint(self, record: TaskRecord) -> None:
-        if record.fingerprint != self._plan.fingerprint:
-            raise StateIncompatible(
-                f"the state of {self._plan.feeding.topic}/{self._plan.feeding.partition} was written by a topology "
-                f"with another ID rule, other source topics or partition counts (fingerprint "
-                f"{record.fingerprint.hex()}, now {self._plan.fingerprint.hex()}). Nothing was touched. Go back to the "
-                f"old topology, or give the state up with `dedup reset`."
-            )
+        refuse_other_fingerprint(record.fingerprint, self._plan.fingerprint, self._plan.feeding)
 
     def judge(self, batch: FeedBatch, refusals: Refusals) -> list[RecordBatch]:
         """See `task.Work`."""

@@ -22,11 +22,13 @@ from dedup.session.transaction import Session
 from dedup.session.wire import TopicPartition
 from dedup.store.base import TaskRecord
 from dedup.store.changelog import encode_task_record, task_record_key
+from dedup.store.depot import Depot
 from dedup.store.directory import delete_store
 from dedup.topology.model import Start
 from dedup.worker.clock import SteadyClock
 from dedup.worker.plan import Cluster, missing_topics, topic_names
 from dedup.worker.starting import bounds_of, first_offset
+from dedup.worker.transfer import transfer
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -48,6 +50,8 @@ class Doomed:
     topics: tuple[str, ...]
     partitions: tuple[Path, ...]
     """Directories of this machine."""
+    checkpoints: tuple[str, ...] = ()
+    """Where they lie, as far as `state.checkpoint` says."""
 
 
 def local_state(topology: Topology, state_dir: Path) -> tuple[Path, ...]:
@@ -75,6 +79,7 @@ class Reset:
         self._admin: Final = admin
         self._group: Final = Group(wire, topology.name)
         self._mark: Final = Group(wire, topology.reset_group)
+        self._depot: Final = None if settings.checkpoint is None else Depot(settings.checkpoint)
 
     async def look(self) -> Doomed:
         """Return what there is to delete; raises DedupError while the group has members."""
@@ -86,7 +91,13 @@ class Reset:
                 f"wait for the session time-out of one that was killed."
             )
         have = await self._admin.topics(self._ours())
-        return Doomed(self._topology.name, tuple(sorted(have)), local_state(self._topology, self._settings.state_dir))
+        places: tuple[str, ...] = ()
+        if self._depot is not None:
+            name, depot = self._topology.name, self._depot
+            kept = await transfer(lambda _: depot.partitions(name), str(depot))
+            places = tuple(depot.place(name, partition) for partition in kept)
+        partitions = local_state(self._topology, self._settings.state_dir)
+        return Doomed(self._topology.name, tuple(sorted(have)), partitions, places)
 
     def _ours(self) -> list[str]:
         topology = self._topology
@@ -110,6 +121,7 @@ class Reset:
         await self._admin.delete(doomed.topics)
         await self._until(0, doomed.topics, "not gone yet")
         delete_local_state(doomed.partitions)
+        await self._delete_checkpoints()
         await self._leave_mark(left, offsets)
         made = await self._admin.create(wanted)
         await self._until(len(made), made, "not there yet")
@@ -118,6 +130,14 @@ class Reset:
         elif offsets:
             await self._group.set_offsets(offsets)
         return offsets
+
+    async def _delete_checkpoints(self) -> None:
+        """Delete what would be another changelog's from now on, and stop the workers that find it."""
+        if self._depot is None:
+            return
+        name, depot = self._topology.name, self._depot
+        for partition in await transfer(lambda _: depot.partitions(name), str(depot)):
+            await transfer(lambda _, partition=partition: depot.delete(name, partition), str(depot))  # type: ignore[misc]
 
     async def _leave_mark(self, left: Mapping[str, Topic], offsets: Mapping[TopicPartition, int]) -> None:
         """Note where the topics written end now: `dedup verify` proves what comes after, and nothing of before.

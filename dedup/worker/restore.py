@@ -160,6 +160,17 @@ def refuse_other_changelog(store: Store, changelog: TopicPartition, bounds: LogB
         )
 
 
+def refuse_other_fingerprint(found: bytes, ours: bytes, feeding: TopicPartition) -> None:
+    """Raise StateIncompatible for state of a topology that would give other verdicts."""
+    if found != ours:
+        raise StateIncompatible(
+            f"the state of {feeding.topic}/{feeding.partition} was written by a topology "
+            f"with another ID rule, other source topics or partition counts (fingerprint "
+            f"{found.hex()}, now {ours.hex()}). Nothing was touched. Go back to the "
+            f"old topology, or give the state up with `dedup reset`."
+        )
+
+
 def apply_changelog(store: Store, window: Window, found: Collected, next_offset: int) -> None:
     """Apply one fetch of changelog records as a single atomic write."""
     writes: Writes = found.writes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Final
 
 from dedup.core.window import Window
@@ -22,11 +22,21 @@ log: Final = logging.getLogger(__name__)
 class Standbys:
     """The partitions this worker keeps warm for others."""
 
-    def __init__(self, wire: Wire, changelog_topic: str, window: Window, open_store: Callable[[int], Store]) -> None:
+    def __init__(
+        self,
+        wire: Wire,
+        changelog_topic: str,
+        window: Window,
+        open_store: Callable[[int], Store],
+        *,
+        prepare: Callable[[int], Awaitable[None]],
+    ) -> None:
         self._wire: Final = wire
         self._topic: Final = changelog_topic
         self._window: Final = window
         self._open_store: Final = open_store
+        self._prepare: Final = prepare
+        """Awaited before a store is opened: brings local state where there is none."""
         self._stores: dict[int, Store] = {}
         self._loops: dict[int, asyncio.Task[None]] = {}
         self.lag: dict[int, int] = {}
@@ -49,6 +59,7 @@ class Standbys:
     async def _follow(self, partition: int) -> None:
         changelog = TopicPartition(self._topic, partition)
         try:
+            await self._prepare(partition)
             store = self._stores[partition] = self._open_store(partition)
             bounds = await bounds_of(self._wire, changelog)
             refuse_other_changelog(store, changelog, bounds)

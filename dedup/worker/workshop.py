@@ -5,7 +5,8 @@ Knows no Faust: the Spark stream builds its tasks here, too.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from dedup.core.extract import compile_extractor
@@ -17,6 +18,7 @@ from dedup.store.base import Store, StoreIdentity
 from dedup.store.directory import delete_store, store_directory
 from dedup.store.rocks import RocksMemory, RocksStore
 from dedup.topology.extractor import extractor_of
+from dedup.worker.bootstrap import Bootstrap, Wanted
 from dedup.worker.clock import Clock
 from dedup.worker.judge import Judge, JudgePlan
 from dedup.worker.plan import Cluster, routes_of
@@ -41,21 +43,45 @@ class Workshop:
     wire: Wire
     clock: Clock
     memory: RocksMemory
+    bootstrap: Bootstrap = field(default_factory=Bootstrap)
 
-    def _identity(self, partition: int) -> StoreIdentity:
+    def identity(self, partition: int) -> StoreIdentity:
+        """Return whose state a partition's store must be."""
         changelog = self.cluster.topics[self.topology.changelog_topic]
         return StoreIdentity(self.topology.name, partition, changelog.topic_id)
 
+    async def prepare(self, partition: int) -> None:
+        """The partition has local state, if there is a checkpoint of it that can be taken; see `Bootstrap`."""
+        url = self.settings.checkpoint
+        if url is not None:
+            await self.bootstrap.prepare(url, self.wire, self.wanted(partition))
+
+    def wanted(self, partition: int) -> Wanted:
+        """Return what a checkpoint of the partition must be of."""
+        identity, state_dir = self.identity(partition), self.settings.state_dir
+        return Wanted(
+            identity,
+            self.fingerprint(),
+            self.topology.window.segment_ms,
+            TopicPartition(self.topology.feeding_topics[0], partition),
+            TopicPartition(self.topology.changelog_topic, partition),
+            state_dir,
+            store_directory(state_dir, identity),
+        )
+
     def open_store(self, partition: int) -> Store:
         """Open a partition's store, creating an empty one; raises TaskCorrupted or StateIncompatible."""
-        identity = self._identity(partition)
-        directory = store_directory(self.settings.state_dir, identity)
+        directory = store_directory(self.settings.state_dir, self.identity(partition))
+        return self.bootstrap.opened(directory, lambda: self._open(partition, directory))
+
+    def _open(self, partition: int, directory: Path) -> Store:
+        identity = self.identity(partition)
         store = RocksStore.open(directory, identity=identity, memory=self.memory)
         record = store.task_record
         if (
             record is not None
             and record.segment_ms != self.topology.window.segment_ms
-            and record.fingerprint == self._fingerprint()
+            and record.fingerprint == self.fingerprint()
         ):
             # Another guard period: what is on disk stands in segments of another width. The changelog holds it too,
             # and a restore puts every sighting into the segment it belongs to now. Of another fingerprint it is not
@@ -64,12 +90,13 @@ class Workshop:
             store = RocksStore.open(directory, identity=identity, memory=self.memory)
         return store
 
-    def _fingerprint(self) -> bytes:
+    def fingerprint(self) -> bytes:
+        """Return the state fingerprint of the topology on this cluster."""
         return self.topology.state_fingerprint(self.cluster.source_partitions(self.topology))
 
     def wipe(self, feeding: TopicPartition) -> None:
         """Delete a partition's local state; the changelog has all of it."""
-        delete_store(store_directory(self.settings.state_dir, self._identity(feeding.partition)))
+        delete_store(store_directory(self.settings.state_dir, self.identity(feeding.partition)))
 
     def build(self, feeding: TopicPartition) -> Task:
         """Return a new task for a feeding partition."""
@@ -101,7 +128,7 @@ class Workshop:
             rules=topology.rules,
             max_clock_skew_ms=topology.max_clock_skew_ms,
             start=topology.source.start if topology.direct else "earliest",
-            fingerprint=self._fingerprint(),
+            fingerprint=self.fingerprint(),
             compression=self.settings.topics.compression,
             partitions=self.cluster.topics[feeding.topic].partitions if topology.direct else 1,
         )
@@ -110,7 +137,16 @@ class Workshop:
         task_id = TaskId("dedup", feeding)
 
         def work(numbers: TaskNumbers) -> Judge:
-            return Judge(plan, self.wire, lambda: self.open_store(feeding.partition), publisher, self.clock, numbers)
+            partition = feeding.partition
+            return Judge(
+                plan,
+                self.wire,
+                lambda: self.open_store(partition),
+                publisher,
+                self.clock,
+                numbers,
+                prepare=lambda: self.prepare(partition),
+            )
 
         pin_start = topology.direct and topology.source.start != "earliest"
         return Task(task_id, topology.name, session, self.wire, work, pin_start=pin_start)
