@@ -35,6 +35,7 @@ class Used:
 
     cpu_s: float
     peak_memory_bytes: int
+    """The greatest that was seen while it was looked at; 0 where the system has no /proc."""
     exit_code: int
 
 
@@ -51,6 +52,7 @@ class MeasuredProcess:
                 stdout=file,
                 stderr=subprocess.STDOUT,
             )
+        self._peak_bytes = 0
 
     def __enter__(self) -> Self:
         """Return itself."""
@@ -69,6 +71,7 @@ class MeasuredProcess:
         """Return whether it has ended. It is not reaped yet: `wait` still tells what it used."""
         if self._process.returncode is not None:
             return True
+        self._peak_bytes = max(self._peak_bytes, _peak_below(self._process.pid))
         return os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
     def stop(self) -> Used:
@@ -87,7 +90,7 @@ class MeasuredProcess:
             killer.cancel()
         code = os.waitstatus_to_exitcode(status)
         self._process.returncode = code
-        return Used(usage.ru_utime + usage.ru_stime, usage.ru_maxrss * _KIB, code)
+        return Used(usage.ru_utime + usage.ru_stime, self._peak_bytes, code)
 
     def _order(self, order: bytes) -> None:
         assert self._process.stdin is not None
@@ -100,3 +103,24 @@ class MeasuredProcess:
         """Return the error to raise, with the end of the log."""
         lines = self._log.read_text(encoding="utf-8", errors="replace").splitlines()[-_LAST_LINES:]
         return CandidateFailed("\n".join([what, *(f"  | {line}" for line in lines)]))
+
+
+def _peak_below(pid: int) -> int:
+    """Return the sum of the greatest memory that each descendant ever had.
+
+    Not ru_maxrss: a new process begins with that of the one it was forked from, and the bench keeps whole topics.
+    """
+    total = 0
+    for child in _children(pid):
+        with contextlib.suppress(OSError, IndexError):
+            status = Path(f"/proc/{child}/status").read_text(encoding="ascii")
+            total += int(status.split("VmHWM:")[1].split()[0]) * _KIB
+        total += _peak_below(child)
+    return total
+
+
+def _children(pid: int) -> list[int]:
+    try:
+        return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="ascii").split()]
+    except OSError:
+        return []
