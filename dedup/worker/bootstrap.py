@@ -142,13 +142,11 @@ class Bootstrap:
         return ""
 
     async def _take(self, depot: Depot, found: Checkpoint, wanted: Wanted) -> None:
-        home = _scratch_home(wanted)
-        prepare_directory(home)
-        scratch = home / f"{wanted.identity.partition}-{secrets.token_hex(4)}"
+        scratch = _scratch_home(wanted) / f"{wanted.identity.partition}-{secrets.token_hex(4)}"
+        prepare_directory(scratch)
 
         def fetch(moved: Moved) -> None:
             try:
-                scratch.mkdir(mode=0o700)
                 with depot.reading(found) as file:
                     unpack(file, scratch, size_bytes=found.archive_bytes, sha256=found.sha256, moved=moved)
             except OSError as error:

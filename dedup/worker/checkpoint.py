@@ -57,6 +57,11 @@ async def make_checkpoint(
     ``packing`` of bytes (done, in all). Raises StateIncompatible where changelog, topology and an older checkpoint do
     not belong together, and CheckpointUnusable where the place does not take it; what was in force is then.
     """
+    wanted = workshop.wanted(partition)
+    place = depot.place(wanted.identity.topology, partition)
+    before = await transfer(lambda _: _in_force(depot, workshop.topology.name, partition), place)
+    if before is not None:
+        refuse_anothers(before, wanted, await bounds_of(workshop.wire, wanted.changelog), place)
     try:
         found = await _restored(workshop, partition, restoring)
     except TaskCorrupted as error:
@@ -67,12 +72,9 @@ async def make_checkpoint(
     record = found.record
     if record is None:
         return Made(partition, found.records, None, written=False)
-    wanted = workshop.wanted(partition)
-    place = depot.place(wanted.identity.topology, partition)
-    before = await transfer(lambda _: _in_force(depot, workshop.topology.name, partition), place)
-    if before is not None:
-        refuse_anothers(before, wanted, await bounds_of(workshop.wire, wanted.changelog), place)
-        if before.position == found.position and await transfer(lambda _: depot.holds(before), place):
+    if before is not None and before.position == found.position:
+        kept = before
+        if await transfer(lambda _: depot.holds(kept), place):
             return Made(partition, found.records, before, written=False)
     total = sum(path.stat().st_size for path in wanted.directory.iterdir())
 

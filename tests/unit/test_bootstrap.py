@@ -85,10 +85,11 @@ def place(tmp_path):
     return str(tmp_path / "kept")
 
 
-async def made(log, tmp_path, place, **others):
-    def nobody(_done, _total):
-        """Nobody looks."""
+def nobody(_done, _total):
+    """Nobody looks."""
 
+
+async def made(log, tmp_path, place, **others):
     shop = workshop(log, tmp_path / "own", **others)
     return await make_checkpoint(shop, Depot(place), 0, restoring=nobody, packing=nobody)
 
@@ -275,7 +276,6 @@ async def test_another_changelog_another_topology_and_a_shorter_changelog_are_re
     }
     for says, other in others.items():
         await refuses(workshop(log, tmp_path / "worker", checkpoint=place, **other), says)
-        shutil.rmtree(tmp_path / "own")
         with pytest.raises(StateIncompatible, match=says):
             await made(log, tmp_path, place, **other)
     del log.lines[250:]
@@ -309,6 +309,20 @@ async def test_a_standby_begins_with_it_too(log, tmp_path, place):
             await asyncio.sleep(0.01)
     standbys.release()
     assert log.read - before == 11
+
+
+async def test_several_partitions_at_once(log, tmp_path, place):
+    log.grow(workshop(log, tmp_path), 300)
+    for partition in range(6):
+        shop = workshop(log, tmp_path / "own")
+        await make_checkpoint(shop, Depot(place), partition, restoring=nobody, packing=nobody)
+    shop = workshop(log, tmp_path / "worker", checkpoint=place)
+    await asyncio.gather(*(shop.prepare(partition) for partition in range(6)))
+    assert shop.bootstrap.unusable == 0
+    for partition in range(6):
+        store = shop.open_store(partition)
+        assert (store.position, ids_of(store)) == (301, written(log))
+        store.close()
 
 
 async def test_what_an_earlier_process_left_half_unpacked_is_swept(log, tmp_path, place):

@@ -1,0 +1,149 @@
+"""Checkpoints of a fleet on a real broker: made beside it, begun with on an empty disk, cut short by SIGKILL."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from dedup.cli.main import create_app
+from dedup.errors import StateIncompatible
+from tests.integration import fleet
+from tests.integration.conftest import MakeJob
+from tests.integration.fleet import WITHIN_S, Job, Worker
+from tests.integration.killed_transfer import VARIABLE
+from tests.integration.workload import workload
+
+pytestmark = pytest.mark.broker
+RUNNING = re.compile(r"dedup \S+/(\d+): running from offset \d+, epoch \d+, after (\d+) changelog records")
+
+
+@pytest.fixture(autouse=True)
+def _may_die(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fleet, "CHILD", Path(__file__).with_name("killed_transfer.py"))
+
+
+@pytest.fixture
+def job(make_job: MakeJob, tmp_path: Path) -> Job:
+    """Return a job whose workers begin with checkpoints, if there are any."""
+    state = {"checkpoint": str(tmp_path / "kept")}
+    return make_job(config={"state": state}, document={"state": {"standby_replicas": 0}})
+
+
+def dedup(job: Job, *arguments: str, dies_in: str = "") -> subprocess.CompletedProcess[str]:
+    """Run a command of `dedup` on the job's topology to its end."""
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("DEDUP_")}
+    line = [sys.executable, str(fleet.CHILD), "--", arguments[0], str(job.topology_file), *arguments[1:]]
+    return subprocess.run(
+        [*line, "--config", str(job.config_file)],
+        env=environ | {VARIABLE: dies_in},
+        capture_output=True,
+        text=True,
+        timeout=WITHIN_S,
+        check=False,
+    )
+
+
+def checkpoint(job: Job) -> list[dict[str, Any]]:
+    """Make checkpoints; return what was made."""
+    arguments = ["checkpoint", "--json", str(job.topology_file), "--config", str(job.config_file)]
+    done = CliRunner().invoke(create_app(), arguments, catch_exceptions=False)
+    return json.loads(done.stdout)  # type: ignore[no-any-return]
+
+
+def restored(worker: Worker) -> dict[int, int]:
+    """Return how many changelog records each task had to read."""
+    return {int(partition): int(records) for partition, records in RUNNING.findall(worker.log)}
+
+
+def test_a_fleet_is_kept_while_it_runs_and_an_empty_disk_begins_there(job: Job) -> None:
+    events = workload(1, 12_000)
+    job.send(events[:6_000])
+    workers = [job.start("a"), job.start("b")]
+    job.until_done()
+    with job.stream(events[6_000:11_000], per_s=2_000) as thread:
+        job.until_sent(7_000)
+        first = checkpoint(job)
+        thread.join()
+    job.send(events[11_000:])
+    job.until_done()
+    second = checkpoint(job)
+    # The second one reads what came after the first; nobody was fenced, nobody started anew.
+    assert [each["partition"] for each in second] == [0, 1]
+    assert all(
+        each["written"] and 0 < each["records_read"] < was["records_read"]
+        for was, each in zip(first, second, strict=True)
+    )
+    assert all("fenced" not in worker.log for worker in workers)
+    assert sum(worker.log.count("running from offset") for worker in workers) <= 4, job.logs()
+    for worker in workers:
+        assert worker.stop() == 0
+        shutil.rmtree(worker.state_dir)
+
+    job.send(workload(2, 400))
+    # Somebody's disk is empty and no checkpoint is to be had where it looks: all of it is read.
+    alone = job.finish("d", settings=[f"state.checkpoint={job.directory / 'nowhere'}"])
+    assert sum(restored(alone).values()) > sum(each["ids"] for each in second)
+    ends = sum(job.admin.end_offsets(job.topology.changelog_topic).values())
+    kept = sum(each["position"] for each in second)
+    heir = job.finish("c")
+    # What was kept is not read again: only what was written to the changelog after it.
+    assert sum(restored(heir).values()) <= ends - kept
+    assert len(restored(heir)) == 2
+    assert heir.log.count("taken over from the checkpoint") == 2, heir.log
+    assert sum(each["ids"] for each in second) > 10 * (ends - kept)
+    job.judge()
+
+
+def test_killed_in_the_middle_of_an_archive(job: Job, tmp_path: Path) -> None:
+    place = tmp_path / "kept" / job.name
+    events = workload(3, 6_000)
+    job.send(events[:4_000])
+    job.finish("a")
+    first = checkpoint(job)
+    job.send(events[4_000:5_000])
+    job.finish("a")
+
+    # In the middle of the upload: what was in force is.
+    assert dedup(job, "checkpoint", dies_in="upload").returncode == -9
+    named = {part: json.loads((place / part / "manifest.json").read_text())["archive"] for part in ("0", "1")}
+    assert named == {str(each["partition"]): each["archive"] for each in first}
+    assert len(list((place / "0").glob("*.tar"))) == 2
+
+    # In the middle of the download: the disk is as empty as before, and the next start takes the checkpoint.
+    worker = job.start("b", environ={VARIABLE: "download"}, exit_when_done=True)
+    assert worker.wait() == 137
+    assert not (worker.state_dir / job.name).exists()
+    job.send(events[5_000:])
+    again = job.finish("b")
+    assert again.log.count("taken over from the checkpoint") == 2, again.log
+    assert 0 < sum(restored(again).values()) < sum(each["records_read"] for each in first) / 2
+    assert sorted(path.name for path in (again.state_dir / ".bootstrap" / job.name).iterdir()) == []
+    job.judge()
+
+    # A damaged archive: told, and everything comes from the changelog.
+    second = checkpoint(job)
+    for each in second:
+        archive = place / str(each["partition"]) / each["archive"]
+        archive.write_bytes(archive.read_bytes()[:-10_000])
+    worker = job.finish("c")
+    assert worker.log.count("It is restored from the changelog instead") == 2, worker.log
+    assert sum(restored(worker).values()) > sum(each["ids"] for each in second)
+
+    # A reset takes the checkpoints with it. Where somebody brings them back, they are another changelog's.
+    shutil.copytree(tmp_path / "kept", tmp_path / "copy")
+    done = dedup(job, "reset", "--yes", "--set", f"state_dir={job.state_dir('c')}")
+    assert done.returncode == 0, done.stderr
+    assert list((tmp_path / "kept").rglob("*.tar")) == []
+    shutil.copytree(tmp_path / "copy", tmp_path / "kept", dirs_exist_ok=True)
+    job.refused("c", code=3, says="is a checkpoint of another changelog topic")
+    with pytest.raises(StateIncompatible, match="is a checkpoint of another changelog topic"):
+        checkpoint(job)
