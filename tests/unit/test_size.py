@@ -71,6 +71,50 @@ def test_what_is_kept_is_one_retention_to_one_and_a_half():
     assert found.disk_most_bytes == round(81_000 * found.bytes_an_id)
 
 
+def test_a_steady_flow_takes_between_the_least_and_the_most_that_are_predicted(tmp_path):
+    """Four retentions of event time, dropped as a worker drops: right after each drop, and right before the next."""
+    window, per_s = Window(guard_ms=20_000, grace_ms=10_000), 1_000
+    predicted = predict(window, per_s, 17, fingerprints=False)
+    store = RocksStore.open(tmp_path / "store", identity=StoreIdentity("t", 0, "x"))
+    ids: dict[str, list[int]] = {"least": [], "most": []}
+    disk: dict[str, list[int]] = {"least": [], "most": []}
+
+    def note(which: str) -> None:
+        families = [held.family for held in store._segments.values()]
+        for family in families:
+            family.flush()
+        ids[which].append(store.count_ids())
+        disk[which].append(sum(family.property_int_value("rocksdb.live-sst-files-size") for family in families))
+
+    try:
+        for second in range(4 * window.retention_ms // 1000):
+            begin_ms = BASE_MS + second * 1_000
+            keys = [state_key(encode_text(KINDS["uuid"]())) for _ in range(per_s)]
+            values = encode_single_column(range(begin_ms, begin_ms + per_s), 0, 3, range(per_s), None)
+            # A segment of today's begins in the middle of a second.
+            writes: dict[int, dict[bytes, bytes]] = {}
+            for row, (key, value) in enumerate(zip(keys, values, strict=True)):
+                writes.setdefault(window.segment_of(begin_ms + row), {})[key] = value
+            record = TaskRecord(b"f" * 16, begin_ms + per_s, (), second, window.segment_ms)
+            warm = second * 1_000 > 2 * window.retention_ms
+            oldest_ms = window.oldest_live_ms(begin_ms + per_s)
+            drops = any(start + window.segment_ms <= oldest_ms for start in store.segments())
+            if warm and drops:
+                note("most")
+            store.apply(writes, record, second + 1)
+            if store.drop_below(oldest_ms, window.segment_ms) and warm:
+                note("least")
+    finally:
+        store.close()
+    assert len(ids["least"]) == len(ids["most"]) >= 3
+    for which, wanted_ids, wanted_bytes in (
+        ("least", predicted.ids_least, predicted.disk_least_bytes),
+        ("most", predicted.ids_most, predicted.disk_most_bytes),
+    ):
+        assert ids[which] == pytest.approx([wanted_ids] * len(ids[which]), rel=0.05)
+        assert disk[which] == pytest.approx([wanted_bytes] * len(disk[which]), rel=0.2)
+
+
 def size(*arguments: str) -> tuple[int, str]:
     result = CliRunner().invoke(create_app(), ["size", *arguments])
     if result.exception is not None and not isinstance(result.exception, SystemExit):
