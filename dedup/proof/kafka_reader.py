@@ -35,7 +35,6 @@ _NO_PROGRESS_S: Final = 60.0
 """Longer than any transaction may stay open by our own settings."""
 _BATCH: Final = 10_000
 _POLL_S: Final = 0.1
-"""A batch waits this long for more; at the end of a partition, where markers stand instead of records, always."""
 _AGAIN: Final = frozenset(
     {
         KafkaError.COORDINATOR_LOAD_IN_PROGRESS,
@@ -154,7 +153,8 @@ class KafkaReader:
                 # The default of 1 s halves the throughput: it is the pause after the local queue was full once.
                 "fetch.queue.backoff.ms": 5,
                 "queued.max.messages.kbytes": 32_768,
-                "fetch.wait.max.ms": 50,
+                # The end of a partition is told when a fetch has waited so long in vain; the next fetch waits for that one.
+                "fetch.wait.max.ms": 10,
             }
         )
 
@@ -260,7 +260,7 @@ class KafkaReader:
         reached = start
         try:
             while reached < end:
-                messages = self._consumer.consume(min(_BATCH, end - reached), _POLL_S)
+                messages = self._fetched(min(_BATCH, end - reached))
                 kept, now_at = self._sorted_out(messages, end)
                 if now_at > reached:
                     reached, silent_since = now_at, time.monotonic()
@@ -273,6 +273,14 @@ class KafkaReader:
                     yield Columns.of(kept)
         finally:
             self._consumer.unassign()
+
+    def _fetched(self, most: int) -> list[Message]:
+        """Return what has come, and wait only where that is nothing.
+
+        To wait for a whole batch is to wait in vain where markers stand at the end instead of records.
+        """
+        first = self._consumer.consume(1, _POLL_S)
+        return [*first, *self._consumer.consume(most - 1, 0)] if first and most > 1 else first
 
     def _sorted_out(self, messages: list[Message], end: int) -> tuple[list[Message], int]:
         """Return the records below ``end``, and the offset up to which the partition was read."""

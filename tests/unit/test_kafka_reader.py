@@ -82,3 +82,44 @@ def test_so_it_is_when_the_patience_is_over(consumer, monkeypatch):
 def test_no_partition_is_no_question(consumer):
     assert committed(0) == {}
     assert consumer.groups == []
+
+
+class Log:
+    """A consumer with a queue; it fails where it is told to wait for more although it has something to give."""
+
+    queue: ClassVar[list] = []
+
+    def __init__(self, _config):
+        self.assigned = []
+
+    def assign(self, places):
+        self.assigned = places
+
+    def unassign(self):
+        self.assigned = []
+
+    def consume(self, most, timeout):
+        assert self.assigned
+        given, self.queue[:] = self.queue[:most], self.queue[most:]
+        assert not (given and len(given) < most and timeout), "waits although there is something to judge"
+        return given
+
+    def close(self):
+        pass
+
+
+def message(offset, code=None):
+    error = None if code is None else KafkaError(code)
+    told = {"error": error, "offset": offset, "key": None, "value": b"v", "headers": None, "timestamp": (1, 0)}
+    return SimpleNamespace(**{name: lambda value=value: value for name, value in told.items()})
+
+
+def test_what_has_come_is_taken_without_waiting_for_more(monkeypatch):
+    """At the end of a partition stand markers: a whole batch would be waited for in vain."""
+    fake = type("Fake", (Log,), {"queue": [message(0), message(1), message(4, KafkaError._PARTITION_EOF)]})
+    monkeypatch.setattr(kafka_reader, "Consumer", fake)
+    monkeypatch.setattr(kafka_reader, "AdminClient", lambda _config: None)
+    with KafkaReader(Settings(brokers=("127.0.0.1:1",))) as reader:
+        read = list(reader.read("in", 0, 0, 4))
+    assert [columns.offsets for columns in read] == [[0, 1]]
+    assert fake.queue == []
