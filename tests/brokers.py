@@ -9,10 +9,19 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from confluent_kafka import Consumer, KafkaError, KafkaException, Message, TopicPartition
-from confluent_kafka.admin import AdminClient
+from confluent_kafka import (
+    Consumer,
+    IsolationLevel,
+    KafkaError,
+    KafkaException,
+    Message,
+    Producer,
+    TopicPartition,
+)
+from confluent_kafka.admin import AdminClient, OffsetSpec  # type: ignore[attr-defined]  # exported, undeclared
 from confluent_kafka.cimpl import NewTopic
 
 from dedup.local.kafka import EmbeddedKafka
@@ -21,6 +30,15 @@ if TYPE_CHECKING:
     from testcontainers.core.network import Network
 
 IMAGE = "apache/kafka:4.1.1"
+NO_LEADER_YET = frozenset(
+    {
+        KafkaError.NOT_LEADER_FOR_PARTITION,
+        KafkaError.UNKNOWN_LEADER_EPOCH,
+        KafkaError.FENCED_LEADER_EPOCH,
+        KafkaError._NOENT,
+    }
+)
+LOOK_S = 0.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +60,15 @@ class Admin:
         """The topic exists, with one replica and a leader for every partition; returns its name."""
         topic = NewTopic(name, num_partitions=partitions, replication_factor=1, config=config or {})
         self.client.create_topics([topic])[name].result(timeout=30)
-        self.end_offsets(name)
+        self.until_led(name, partitions)
         return name
+
+    def until_led(self, topic: str, partitions: int) -> None:
+        """The broker knows a new topic, and each of its partitions has a leader."""
+        deadline = time.monotonic() + 30
+        while len(self.end_offsets(topic)) < partitions:
+            assert time.monotonic() < deadline, f"{topic}: not known to the broker after 30 s"
+            time.sleep(LOOK_S)
 
     def delete_topic(self, name: str) -> None:
         """The topic is gone."""
@@ -51,33 +76,37 @@ class Admin:
 
     def end_offsets(self, topic: str) -> dict[int, int]:
         """Return the next offset of each partition, open transactions included."""
+        deadline = time.monotonic() + 30
+        while True:
+            try:
+                return self._end_offsets(topic)
+            except KafkaException as error:
+                if not (error.args[0].retriable() or error.args[0].code() in NO_LEADER_YET):
+                    raise
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(LOOK_S)
+
+    def _end_offsets(self, topic: str) -> dict[int, int]:
+        # By this client, which is connected: a new consumer takes twenty times as long.
+        numbers = self.client.list_topics(topic, timeout=30).topics[topic].partitions
+        wanted = {TopicPartition(topic, number): OffsetSpec.latest() for number in sorted(numbers)}  # type: ignore[no-untyped-call]
+        if not wanted:
+            return {}
         # A committed reader would be told the last stable offset.
-        isolation = {"isolation.level": "read_uncommitted"}
-        consumer = Consumer({"bootstrap.servers": self.bootstrap, "group.id": "end-offsets", **isolation})
-        try:
-            partitions = consumer.list_topics(topic, timeout=30).topics[topic].partitions
-            return {number: _end_offset(consumer, TopicPartition(topic, number)) for number in sorted(partitions)}
-        finally:
-            consumer.close()
-
-
-def _end_offset(consumer: Consumer, place: TopicPartition) -> int:
-    """Return the partition's next offset, also where its leader is only just being chosen."""
-    deadline = time.monotonic() + 30
-    while True:
-        try:
-            return int(consumer.get_watermark_offsets(place, timeout=30)[1])
-        except KafkaException as error:
-            if not error.args[0].retriable() and error.args[0].code() != KafkaError.NOT_LEADER_FOR_PARTITION:
-                raise
-            if time.monotonic() > deadline:
-                raise
-            time.sleep(0.02)
+        asked = self.client.list_offsets(wanted, isolation_level=IsolationLevel.READ_UNCOMMITTED, request_timeout=30)
+        return {place.partition: answer.result().offset for place, answer in asked.items()}
 
 
 def admin_of(bootstrap: str) -> Admin:
     """Return the helper for the broker at this address."""
     return Admin(bootstrap, AdminClient({"bootstrap.servers": bootstrap, "log_level": 0}))
+
+
+@lru_cache(maxsize=1)
+def producer_of(bootstrap: str) -> Producer:
+    """Return an idempotent producer, the same for all tests of a broker: a new one gets its id half a second later."""
+    return Producer({"bootstrap.servers": bootstrap, "enable.idempotence": True, "log_level": 0})
 
 
 def read_all(bootstrap: str, topic: str, *, isolation: str = "read_committed") -> list[Message]:
@@ -87,7 +116,7 @@ def read_all(bootstrap: str, topic: str, *, isolation: str = "read_committed") -
     """
     settings = {"enable.auto.commit": False, "isolation.level": isolation, "enable.partition.eof": True}
     # The end of a partition is told when a fetch has waited in vain.
-    settings["fetch.wait.max.ms"] = 20
+    settings["fetch.wait.max.ms"] = 5
     consumer = Consumer({"bootstrap.servers": bootstrap, "group.id": unique("reader"), **settings})
     try:
         partitions = consumer.list_topics(topic, timeout=30).topics[topic].partitions
@@ -97,7 +126,8 @@ def read_all(bootstrap: str, topic: str, *, isolation: str = "read_committed") -
         deadline = time.monotonic() + 60
         while left:
             assert time.monotonic() < deadline, f"{topic}: no end in sight of partitions {left}"
-            for message in consumer.consume(10_000, 0.05):
+            # What has come, and a wait only where that is nothing: markers at the end are no records to wait for.
+            for message in (*consumer.consume(1, 0.05), *consumer.consume(10_000, 0)):
                 error = message.error()
                 if error is None:
                     records.append(message)
@@ -119,6 +149,8 @@ def embedded() -> Iterator[RunningKafka]:
     # A test of compaction need not wait 15 s for the cleaner to look.
     with EmbeddedKafka(properties={"log.cleaner.backoff.ms": "500"}) as kafka:
         yield RunningKafka(kafka.bootstrap, kafka)
+        # In good order it would write out the logs of all tests, only to delete them.
+        kafka.kill()
 
 
 INSIDE = "kafka:9094"

@@ -40,7 +40,7 @@ class ClusterAdmin(Admin):
             name, num_partitions=partitions, replica_assignment=[replicas] * partitions, config=config or {}
         )
         self.client.create_topics([topic])[name].result(timeout=30)
-        self.end_offsets(name)
+        self.until_led(name, partitions)
         return name
 
 

@@ -27,7 +27,7 @@ from dedup.proof.verify import verify
 from dedup.settings import Settings, load_settings
 from dedup.topology.model import Topology
 from dedup.topology.parse import parse
-from tests.brokers import Admin, RunningKafka, read_all
+from tests.brokers import Admin, RunningKafka, producer_of, read_all
 from tests.integration.workload import Event, Expected, assert_order_kept, id_of
 
 CHILD = Path(__file__).with_name("child.py")
@@ -147,9 +147,7 @@ class Job:
             "web": {"enabled": False},
         }
         self.config_file.write_text(json.dumps(settings | self.config), encoding="utf-8")
-        self.producer = Producer(
-            {"bootstrap.servers": self.kafka.bootstrap, "enable.idempotence": True, "log_level": 0}
-        )
+        self.producer = producer_of(self.kafka.bootstrap)
         self.settings: Settings = load_settings(self.config_file, [], {})
         # Not the admin client: it ends the process with SIGSEGV when a coordinator is loading (librdkafka issue 5040).
         # Read uncommitted, or it would wait while a transaction holds new offsets.

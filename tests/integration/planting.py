@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 from confluent_kafka import Consumer, Producer, TopicPartition
 
 from dedup.proof.report import Report
-from tests.brokers import RunningKafka
+from tests.brokers import RunningKafka, producer_of
 
 BASE_MS = 1_700_000_000_000
 
@@ -24,16 +25,22 @@ class Sent:
     timestamp_ms: int
 
 
+@lru_cache(maxsize=2)
+def _transactional(bootstrap: str, transactional_id: str) -> Producer:
+    """Return a producer with an epoch of its own, for as many transactions as are wanted."""
+    producer = Producer({"bootstrap.servers": bootstrap, "transactional.id": transactional_id, "log_level": 0})
+    producer.init_transactions(30)
+    return producer
+
+
 def send(
     kafka: RunningKafka, records: list[Sent], *, transactional_id: str | None = None, commit: bool = True
 ) -> Producer:
     """The records are in their topics; with ``commit`` false, in a transaction still open."""
-    config: dict[str, str | bool] = {"bootstrap.servers": kafka.bootstrap, "enable.idempotence": True}
-    if transactional_id is not None:
-        config["transactional.id"] = transactional_id
-    producer = Producer(config)
-    if transactional_id is not None:
-        producer.init_transactions(30)
+    if transactional_id is None:
+        producer = producer_of(kafka.bootstrap)
+    else:
+        producer = _transactional(kafka.bootstrap, transactional_id)
         producer.begin_transaction()
     refused: list[object] = []
     for sent in records:

@@ -160,7 +160,7 @@ class Bench:
         send(self.kafka, source)
         # Transactional, as the worker's are: the markers leave gaps in the offsets.
         written = [*world.output, *world.late, *world.dead, *world.duplicates]
-        send(self.kafka, written, transactional_id=f"{self.name}.by-hand")
+        send(self.kafka, written, transactional_id="planted-by-hand")
         commit(self.kafka, self.name, f"{self.name}-in", world.committed)
         return verify(self.topology, self.settings, sample=sample)
 
