@@ -153,7 +153,7 @@ class KafkaReader:
                 # The default of 1 s halves the throughput: it is the pause after the local queue was full once.
                 "fetch.queue.backoff.ms": 5,
                 "queued.max.messages.kbytes": 32_768,
-                # The end of a partition is told when a fetch has waited so long in vain; the next fetch waits for that one.
+                # The end of a partition is told by a fetch that has waited so long in vain; the next waits for it.
                 "fetch.wait.max.ms": 10,
             }
         )
