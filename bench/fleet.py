@@ -217,7 +217,8 @@ def _run(
     began = time.monotonic()
     for number in range(plan.workers):
         fleet.start(number)
-    _until(lambda: cluster.consumed(job.group, job.source, cluster.ends(job.source)), fleet)
+    # The group is asked only once something came out: before that it may not exist yet.
+    _until(lambda: reader.count and cluster.consumed(job.group, job.source, cluster.ends(job.source)), fleet)
     start_s = time.monotonic() - began
     _until(lambda: _warm(fleet, plan), fleet)
     with _paced(plan, job) as pacer:

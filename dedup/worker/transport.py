@@ -35,6 +35,10 @@ POLL_MS: Final = 200
 GATHER_SHARE: Final = 4
 """While records flow, this part of the commit interval may be spent on gathering a larger batch."""
 MOST_GATHER_MS: Final = 25
+HEARTBEATS: Final = 5
+"""At least so many within a session time-out."""
+MOST_HEARTBEAT_MS: Final = 500
+"""A member learns from a heartbeat's answer that the group rebalances; until it has joined, partitions wait for it."""
 
 
 class RebalanceListener(aiokafka.abc.ConsumerRebalanceListener):  # type: ignore[misc]  # untyped base
@@ -89,7 +93,7 @@ class Consumer(FaustConsumer):
             max_poll_interval_ms=3_600_000,
             fetch_max_wait_ms=POLL_MS,
             session_timeout_ms=app.settings.session_timeout_ms,
-            heartbeat_interval_ms=max(app.settings.session_timeout_ms // 5, 100),
+            heartbeat_interval_ms=min(app.settings.session_timeout_ms // HEARTBEATS, MOST_HEARTBEAT_MS),
             rebalance_timeout_ms=60_000,
         )
         await self.client.start()
