@@ -2,21 +2,25 @@
 
     python -m bench.restore                       1,000,000 IDs, 4 partitions, 3 rounds
 
-Seen from outside: a worker is started on events that lie in every partition, once with its state as it left it and
-once with its state directory deleted. The time from the start of its process to the last of these events' outputs is
-taken; what the second takes more than the first is the restore. The first is page 7's "restart on kept disk".
+Seen from outside: a worker is started on events that lie in every partition, once with its state as it left it, once
+with its state directory deleted, and once more so with a checkpoint to begin with. The time from the start of its
+process to the last of these events' outputs is taken; what the second takes more than the first is the restore. The
+first is page 7's "restart on kept disk". The checkpoint is made once, of a changelog that nobody writes to; the second
+run of the command, which reads what it kept, is timed too.
 """
 
 from __future__ import annotations
 
 import shutil
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Final
+from typing import Annotated, Final, Literal, get_args
 
 import typer
 from rich.table import Table
@@ -30,17 +34,23 @@ from bench.reader import OutputReader
 from bench.workload import Workload, event, finish, producer, send
 
 _PROBES: Final = 64
+_CHECKPOINT: Final = "checkpoint"
 _PADDING: Final = "0" * 106
 _FILL_WITHIN_S: Final = 900.0
 _OUTPUT_WITHIN_S: Final = 300.0
 _LOOK_EVERY_S: Final = 0.02
 
 
+Disk = Literal["kept", "empty", "checkpoint"]
+"""The last: empty, with a checkpoint to begin with."""
+DISKS: Final[tuple[Disk, ...]] = get_args(Disk)
+
+
 @dataclass(frozen=True, slots=True)
 class Restart:
-    """One start of the worker: `wiped` without local state; `seconds` until every partition gave an output."""
+    """One start of the worker: what was on its `disk`; `seconds` until every partition gave an output."""
 
-    wiped: bool
+    disk: Disk
     seconds: float
     cpu_s: float
 
@@ -48,11 +58,11 @@ class Restart:
 def main(
     *,
     ids: Annotated[int, typer.Option(help="IDs in the changelog.")] = 1_000_000,
-    rounds: Annotated[int, typer.Option(help="Starts with kept and with wiped state, each.")] = 3,
+    rounds: Annotated[int, typer.Option(help="Starts with kept, wiped and checkpointed state, each.")] = 3,
     partitions: Annotated[int, typer.Option(help="Partitions.")] = 4,
     bootstrap: Annotated[str, typer.Option(help="A running broker; without it an embedded one is started.")] = "",
 ) -> None:
-    """Fill the changelog, restart the worker with and without its state, print IDs/s, write the result file."""
+    """Fill the changelog, restart the worker with its state, without, with a checkpoint; write the result file."""
     console = stage.console()
     with (
         stage.broker(bootstrap) as address,
@@ -64,18 +74,36 @@ def main(
         job = _job(address, source.topic, partitions, Path(directory), until_done=True)
         task = Task(Cluster(address), job, ids, source.expected, _FILL_WITHIN_S)
         filled = measure(CANDIDATES[report.OURS], task, 1, stage.Follow(bars, "fill the changelog", ids))
-        follow = stage.Follow(bars, "restart", 2 * rounds)
+        state_bytes = bytes_below(Path(directory) / "state" / "restore")
+        first_s, again_s = (_checkpoint(Path(directory), address) for _ in range(2))
+        checkpoint_bytes = bytes_below(Path(directory) / _CHECKPOINT)
+        follow = stage.Follow(bars, "restart", len(DISKS) * rounds)
         restarts: list[Restart] = []
-        for number in range(2 * rounds):
+        for number in range(len(DISKS) * rounds):
             restarts.append(_restart(_job(address, source.topic, partitions, Path(directory)), number))
             follow(number + 1)
-    kept, wiped = (statistics.median(one.seconds for one in restarts if one.wiped is which) for which in (False, True))
+    kept, wiped, begun = (statistics.median(one.seconds for one in restarts if one.disk == disk) for disk in DISKS)
     per_s = ids / max(wiped - kept, 0.001)
-    table = Table("IDs", "restart, kept disk s", "restart, empty disk s", "restore IDs/s", "fill exact")
+    table = Table("IDs", "restart, kept disk s", "empty disk s", "with checkpoint s", "restore IDs/s", "fill exact")
     exact = filled.exactness.exact
-    table.add_row(f"{ids:,}", f"{kept:.2f}", f"{wiped:.2f}", f"{per_s:,.0f}", "yes" if exact else "NO")
+    row = (f"{ids:,}", f"{kept:.2f}", f"{wiped:.2f}", f"{begun:.2f}", f"{per_s:,.0f}", "yes" if exact else "NO")
+    table.add_row(*row)
     console.print(table)
-    about = {"ids": ids, "partitions": partitions, "kept s": kept, "wiped s": wiped, "ids per s": round(per_s)}
+    about = {
+        "ids": ids,
+        "partitions": partitions,
+        "kept s": kept,
+        "wiped s": wiped,
+        "with checkpoint s": begun,
+        "ids per s": round(per_s),
+        "checkpoint made s": first_s,
+        "checkpoint made again s": again_s,
+        "state bytes": state_bytes,
+        "checkpoint bytes": checkpoint_bytes,
+    }
+    console.print(
+        f"checkpoint: {first_s:.2f} s, again {again_s:.2f} s, {checkpoint_bytes:,} bytes; state {state_bytes:,}"
+    )
     path = report.write_json(datetime.now(UTC).date(), about, [asdict(one) for one in restarts], kind="restore")
     console.print(f"written: {path.name}")
     raise typer.Exit(0 if exact else 1)
@@ -88,8 +116,8 @@ def _job(bootstrap: str, source: str, partitions: int, directory: Path, *, until
 
 def _restart(job: Job, number: int) -> Restart:
     """The worker was started once more, gave an output for every probe, and has ended."""
-    wiped = number % 2 == 1
-    if wiped:
+    disk = DISKS[number % len(DISKS)]
+    if disk != "kept":
         shutil.rmtree(job.state_dir)
     _probe(job, number)
     command = CANDIDATES[report.OURS].command(job)
@@ -97,7 +125,10 @@ def _restart(job: Job, number: int) -> Restart:
     reader = OutputReader(job.bootstrap, job.output, cluster.ends(job.output))
     try:
         began = time.monotonic()
-        with MeasuredProcess(command.arguments, environ_of(command), job.directory / "candidate.log") as process:
+        environ = environ_of(command)
+        if disk == "checkpoint":
+            environ["DEDUP_STATE__CHECKPOINT"] = str(job.directory / _CHECKPOINT)
+        with MeasuredProcess(command.arguments, environ, job.directory / "candidate.log") as process:
             while reader.count < _PROBES:
                 if process.ended or time.monotonic() > began + _OUTPUT_WITHIN_S:
                     raise process.failed(f"{reader.count} of {_PROBES} events came out")
@@ -106,7 +137,24 @@ def _restart(job: Job, number: int) -> Restart:
             used = process.stop()
     finally:
         reader.close()
-    return Restart(wiped, seconds, used.cpu_s)
+    if disk == "checkpoint" and b"taken over from the checkpoint" not in (job.directory / "candidate.log").read_bytes():
+        raise process.failed("it did not begin with the checkpoint")
+    return Restart(disk, seconds, used.cpu_s)
+
+
+def _checkpoint(directory: Path, bootstrap: str) -> float:
+    """A checkpoint of the whole changelog is there; return how long the command took, in seconds."""
+    line = [str(Path(sys.executable).parent / "dedup"), "checkpoint", str(directory / "restore.yaml")]
+    line += ["--to", str(directory / _CHECKPOINT), "--state-dir", str(directory / "checkpoint-state")]
+    began = time.monotonic()
+    subprocess.run([*line, "--set", f"brokers={bootstrap}"], check=True, stdout=subprocess.DEVNULL)
+    return time.monotonic() - began
+
+
+def bytes_below(directory: Path) -> int:
+    """Return what the files below a directory take, but for RocksDB's own log of events."""
+    files = (path for path in directory.rglob("*") if path.is_file() and not path.name.startswith("LOG"))
+    return sum(path.stat().st_size for path in files)
 
 
 def _probe(job: Job, number: int) -> None:

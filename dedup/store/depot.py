@@ -26,6 +26,8 @@ from dedup.store.checkpoint import MOST_BYTES, Checkpoint
 
 _MANIFEST: Final = "manifest.json"
 _ARCHIVE: Final = re.compile(r"([0-9]{1,20})-[0-9a-f]{8}\.tar", re.ASCII)
+_DIRECTORIES: Final = frozenset({"file", "ftp", "hdfs", "memory", "sftp", "smb", "webhdfs"})
+"""Where a file needs a directory. In a store of objects none is made: s3fs would make the bucket of a misspelt URL."""
 
 
 class Depot:
@@ -88,7 +90,8 @@ class Depot:
         name = f"{position}-{secrets.token_hex(4)}.tar"
         with self._answers(f"{place}/{name}"):
             files, path = self._files(), self._path(f"{place}/{name}")
-            files.makedirs(self._path(place), exist_ok=True)
+            if _DIRECTORIES & set(_protocols(files)):
+                files.makedirs(self._path(place), exist_ok=True)
             with files.open(path, "wb") as target:
                 size_bytes, sha256 = pack(directory, target, moved)
             there = files.info(path)["size"]

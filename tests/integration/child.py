@@ -18,6 +18,7 @@ from dataclasses import replace
 from typing import Any
 
 from aiokafka.consumer.group_coordinator import GroupCoordinator
+from store_accidents import die_in_transfer, one_segment_flushed
 
 from dedup import crashpoints
 from dedup.cli.main import main as dedup
@@ -25,7 +26,6 @@ from dedup.errors import TaskCorrupted
 from dedup.session.client import KafkaWire
 from dedup.session.connection import Connection
 from dedup.session.wire import NoAnswer
-from dedup.store.rocks import RocksStore
 from dedup.worker import transport
 from dedup.worker.app import DedupApp
 from dedup.worker.judge import Judge
@@ -340,22 +340,6 @@ def bound_by_permissions(_number: int) -> None:
         assert libc.capset(header, sets) == 0
 
 
-def one_segment_flushed(number: int) -> None:
-    """SIGKILL after the n-th apply, with the oldest of several segments in a file and the others only in the log."""
-    apply = RocksStore.apply
-    seen = 0
-
-    def flushing(self: RocksStore, writes: Any, record: Any, position: int) -> None:
-        nonlocal seen
-        apply(self, writes, record, position)
-        seen += len(self._segments) > 1
-        if seen == number:
-            self._segments[min(self._segments)].family.flush()
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    RocksStore.apply = flushing  # type: ignore[method-assign]
-
-
 ACCIDENTS: dict[str, Callable[[int], None]] = {
     accident.__name__: accident
     for accident in (
@@ -382,6 +366,7 @@ ACCIDENTS: dict[str, Callable[[int], None]] = {
         no_file_beyond,
         bound_by_permissions,
         one_segment_flushed,
+        die_in_transfer,
     )
 }
 

@@ -16,19 +16,12 @@ from typer.testing import CliRunner
 
 from dedup.cli.main import create_app
 from dedup.errors import StateIncompatible
-from tests.integration import fleet
 from tests.integration.conftest import MakeJob
-from tests.integration.fleet import WITHIN_S, Job, Worker
-from tests.integration.killed_transfer import VARIABLE
+from tests.integration.fleet import CHILD, WITHIN_S, Job, Worker
 from tests.integration.workload import workload
 
 pytestmark = pytest.mark.broker
 RUNNING = re.compile(r"dedup \S+/(\d+): running from offset \d+, epoch \d+, after (\d+) changelog records")
-
-
-@pytest.fixture(autouse=True)
-def _may_die(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fleet, "CHILD", Path(__file__).with_name("killed_transfer.py"))
 
 
 @pytest.fixture
@@ -38,13 +31,13 @@ def job(make_job: MakeJob, tmp_path: Path) -> Job:
     return make_job(config={"state": state}, document={"state": {"standby_replicas": 0}})
 
 
-def dedup(job: Job, *arguments: str, dies_in: str = "") -> subprocess.CompletedProcess[str]:
+def dedup(job: Job, *arguments: str, accident: str = "") -> subprocess.CompletedProcess[str]:
     """Run a command of `dedup` on the job's topology to its end."""
-    environ = {name: value for name, value in os.environ.items() if not name.startswith("DEDUP_")}
-    line = [sys.executable, str(fleet.CHILD), "--", arguments[0], str(job.topology_file), *arguments[1:]]
+    accidents = [accident] if accident else []
+    line = [sys.executable, str(CHILD), *accidents, "--", arguments[0], str(job.topology_file), *arguments[1:]]
     return subprocess.run(
         [*line, "--config", str(job.config_file)],
-        env=environ | {VARIABLE: dies_in},
+        env={name: value for name, value in os.environ.items() if not name.startswith("DEDUP_")},
         capture_output=True,
         text=True,
         timeout=WITHIN_S,
@@ -113,13 +106,13 @@ def test_killed_in_the_middle_of_an_archive(job: Job, tmp_path: Path) -> None:
     job.finish("a")
 
     # In the middle of the upload: what was in force is.
-    assert dedup(job, "checkpoint", dies_in="upload").returncode == -9
+    assert dedup(job, "checkpoint", accident="die_in_transfer=1").returncode == -9
     named = {part: json.loads((place / part / "manifest.json").read_text())["archive"] for part in ("0", "1")}
     assert named == {str(each["partition"]): each["archive"] for each in first}
     assert len(list((place / "0").glob("*.tar"))) == 2
 
     # In the middle of the download: the disk is as empty as before, and the next start takes the checkpoint.
-    worker = job.start("b", environ={VARIABLE: "download"}, exit_when_done=True)
+    worker = job.start("b", "die_in_transfer=1", exit_when_done=True)
     assert worker.wait() == 137
     assert not (worker.state_dir / job.name).exists()
     job.send(events[5_000:])
