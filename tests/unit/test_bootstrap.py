@@ -266,7 +266,7 @@ async def refuses(shop, says):
     assert not (shop.settings.state_dir / "t").exists()
 
 
-async def test_another_changelog_another_topology_and_a_shorter_changelog_are_refused(log, tmp_path, place):
+async def test_another_changelog_topology_or_a_shorter_changelog_is_refused(log, tmp_path, place):
     log.grow(workshop(log, tmp_path), 300)
     await made(log, tmp_path, place)
     before = sorted(path.read_bytes() for path in (tmp_path / "kept" / "t" / "0").iterdir())
