@@ -15,6 +15,7 @@ from dedup.metrics import TaskNumbers
 from dedup.session.transaction import Session
 from dedup.session.wire import TopicPartition, Wire
 from dedup.store.base import Store, StoreIdentity
+from dedup.store.depot import refuse_unreadable
 from dedup.store.directory import delete_store, store_directory
 from dedup.store.rocks import RocksMemory, RocksStore
 from dedup.topology.extractor import extractor_of
@@ -44,6 +45,11 @@ class Workshop:
     clock: Clock
     memory: RocksMemory
     bootstrap: Bootstrap = field(default_factory=Bootstrap)
+
+    def __post_init__(self) -> None:
+        """Raises SettingsError where nothing installed can read the place of checkpoints, needed now or not."""
+        if self.settings.checkpoint is not None:
+            refuse_unreadable(self.settings.checkpoint)
 
     def identity(self, partition: int) -> StoreIdentity:
         """Return whose state a partition's store must be."""

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from dedup.errors import CheckpointUnusable, StateIncompatible, TaskCorrupted
+from dedup.errors import CheckpointUnusable, SettingsError, StateIncompatible, TaskCorrupted
 from dedup.session.admin import Topic
 from dedup.session.wire import Fetched, FetchedRecord, LogBounds, TopicPartition
 from dedup.settings import Settings
@@ -389,6 +389,11 @@ async def test_a_transfer_raises_what_its_work_raises():
 
     with pytest.raises(TaskCorrupted, match="this"):
         await transfer(work, "here")
+
+
+def test_a_place_that_nothing_here_can_read_is_told_at_the_start(log, tmp_path):
+    with pytest.raises(SettingsError, match="s3fs"):
+        workshop(log, tmp_path, checkpoint="s3://bucket")
 
 
 def test_what_was_not_just_taken_is_opened_as_ever(tmp_path):
