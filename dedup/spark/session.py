@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 from pyspark.sql import SparkSession
 
 from dedup.local.java import use_java_of_spark
-from dedup.spark import worker_daemon
+from dedup.spark import class_archive, worker_daemon
 from dedup.spark.jars import Package, jars_for
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ def session_for(
     if "delta" in wanted:
         settings |= DELTA_CONF
     if not submitted:
-        use_java_of_spark(os.environ)
+        settings |= class_archive.options_of(use_java_of_spark(os.environ), os.environ)
         os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
         os.environ.setdefault("PYSPARK_DRIVER_PYTHON", sys.executable)
         settings["spark.master"] = master or "local[*]"
