@@ -15,8 +15,12 @@ from tests.integration.workload import Event
 HEADERS = pa.list_(pa.struct([("key", pa.string()), ("value", pa.binary())]))
 DRIVER = Path(__file__).with_name("driver.py")
 SMALL_BATCHES = ("--conf", "spark.sql.execution.arrow.maxRecordsPerBatch=200")
-FAST_JAVA = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"
-"""For a process that lives for a test: what the optimizing compiler costs it never earns back here."""
+FAST_JAVA = (
+    "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC "
+    "-XX:+UnlockDiagnosticVMOptions -XX:-BytecodeVerificationRemote -XX:MetaspaceSize=256m"
+)
+"""For a process that lives for a test: what the optimizing compiler costs it never earns back here, and verifying the
+bytes of Spark's released classes takes two of the fourteen CPU-s of a start."""
 QUIET = (
     "--conf",
     "spark.ui.enabled=false",
