@@ -11,20 +11,21 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from typing import TYPE_CHECKING, Final, cast
 
-from pyspark.sql import DataFrame
+from pyspark.sql import DataFrame, Row
 from pyspark.sql import functions as fn
 
 from dedup.core.fold import OnFuture
 from dedup.proof.evidence import DEAD_TAIL, LATE_TAIL
 from dedup.proof.repartitioned import WHY_COPIES
+from dedup.proof.replay import REFUSED_BY_THE_BROKER
 from dedup.proof.report import SAMPLES_PER_KIND, Books, Report, Violation, ViolationKind
 from dedup.spark.audit_cut import Cut, before_the_log, read_topic, take_cut
-from dedup.spark.audit_expected import PLACE, Log, expected
+from dedup.spark.audit_expected import PLACE, Log, by_task, expected
 from dedup.spark.audit_findings import (
     NOT_PROVABLE,
     Side,
@@ -63,6 +64,10 @@ class _Topics:
     late: Side | None
     dead: Side
     stamped: bool
+    standing: frozenset[str]
+    """Side topics in which a digest stands for a value."""
+    witnessed: bool
+    """Whether there are dead letters of which the record itself says nothing."""
 
 
 def audit(
@@ -87,10 +92,12 @@ def audit(
         log = _log(spark, topology, settings, cut, topics, known)
         lane = fn.col("partition") if topology.direct else fn.lit(0)
         filed_late = topics.late.filed if topics.late is not None else None
-        rows = as_leaf(expected(log, topology, topics.dead.filed, filed_late).withColumn("lane", lane))
+        judged = expected(log, topology, topics.dead.filed, filed_late, witnessed=topics.witnessed)
+        rows = as_leaf(judged.withColumn("lane", lane))
         try:
-            _keep_books(report, topology, cut, rows, topics)
-            _keep_timeline(report, rows)
+            grouped = _grouped(rows)
+            _keep_books(report, topology, cut, grouped, topics)
+            _keep_timeline(report, rows, grouped)
             findings = _findings(spark, topology, settings, cut, topics, log, rows)
             _note(report, reduce(DataFrame.unionByName, findings).persist())
         finally:
@@ -115,7 +122,19 @@ def _topics(spark: SparkSession, topology: Topology, settings: Settings, cut: Cu
         stamp = fn.col("timestamp_ms") if stamped else fn.lit(0)
         output = as_leaf(_found_in(records, "out", digest(headers_or_none(), stamp), direct=topology.direct))
     late = side(topology.late.topic, LATE_TAIL) if isinstance(topology.late, LateTo) else None
-    return _Topics(output, late, side(topology.dead_letter, DEAD_TAIL), stamped)
+    dead = side(topology.dead_letter, DEAD_TAIL)
+    seen = _glance([dead] if late is None else [dead, late])
+    standing = frozenset(row["name"] for row in seen if row["standing"])
+    witnessed = any(row["witnessed"] for row in seen if row["name"] == dead.name)
+    return _Topics(output, late, dead, stamped, standing, witnessed)
+
+
+def _glance(sides: Sequence[Side]) -> list[Row]:
+    """Return what of the side topics decides which questions are asked: one question for all, as each costs a job."""
+    parts = [each.filed.select(fn.lit(each.name).alias("name"), "stand_in", "filed_reason") for each in sides]
+    witnessed = fn.col("filed_reason").isin("future_time", REFUSED_BY_THE_BROKER)
+    grouped = reduce(DataFrame.unionByName, parts).groupBy("name")
+    return grouped.agg(fn.count("stand_in").alias("standing"), fn.count_if(witnessed).alias("witnessed")).collect()
 
 
 def _found_in(records: DataFrame, name: str, value: Column, *, direct: bool) -> DataFrame:
@@ -175,11 +194,9 @@ def _findings(
         # Behind a repartition topic some records end before they get there, or are purged by now.
         why = None if topology.direct else "side records of the repartition step, or of records purged since"
         findings.append(unaccounted_findings(rows, side, kept, committed, why=why))
-        if not side.filed.where("stand_in IS NOT NULL").isEmpty() and topology.direct:
+        if side.name in topics.standing and topology.direct:
             findings.append(stand_in_findings(log.records, side))
-    witnessed = fn.col("filed_reason").isin("future_time", "refused_by_broker")
-    wanted = topology.direct and not topics.dead.filed.where(witnessed).isEmpty()
-    findings += evidence_findings(rows, topology, wanted=wanted)
+    findings += evidence_findings(rows, topology, wanted=topology.direct and topics.witnessed)
     if topics.output is not None and topology.output is not None:
         whole = all(log.known.values()) and all(cut.complete(topic) for topic in topology.source.topics)
         findings += output_findings(
@@ -253,13 +270,22 @@ def _carried(
     )
 
 
-def _keep_books(report: Report, topology: Topology, cut: Cut, rows: DataFrame, topics: _Topics) -> None:
-    name = topology.feeding_topics[0]
+def _grouped(rows: DataFrame) -> list[Row]:
+    """Return how many records there are of each kind, and between which event times, `first_ms` and `last_ms`."""
     marked = (fn.col("verdict").isin("exempt", "unique") & fn.col("reason").isNotNull()).alias("marked")
-    grouped = rows.groupBy("task", "history", "pending", "doubtful", "verdict", marked).count().collect()
+    time_ms = fn.when(fn.col("time_ms") >= 0, fn.col("time_ms"))
+    return (
+        rows.groupBy("task", "history", "pending", "doubtful", "verdict", marked)
+        .agg(fn.count(fn.lit(1)).alias("number"), fn.min(time_ms).alias("first_ms"), fn.max(time_ms).alias("last_ms"))
+        .collect()
+    )
+
+
+def _keep_books(report: Report, topology: Topology, cut: Cut, grouped: Sequence[Row], topics: _Topics) -> None:
+    name = topology.feeding_topics[0]
     books = {task: Books(name, task) for task in sorted(cut.bounds[name])}
     for row in grouped:
-        each, number = books[row["task"]], row["count"]
+        each, number = books[row["task"]], row["number"]
         if row["history"]:
             continue
         if row["pending"]:
@@ -289,25 +315,23 @@ def _count_ended(topology: Topology, cut: Cut, books: Mapping[int, Books], topic
     """Count where the records of each settled partition are found."""
     if topics.output is None or topology.output is None or not cut.complete(topology.output.topic):
         return
-    there = Counter({row["lane"]: row["count"] for row in topics.output.groupBy("lane").count().collect()})
-    committed = cut.committed[topology.source.topics[0]]
-    for side in (topics.dead, topics.late):
-        if side is not None:
-            for row in side.filed.where("NOT strange").groupBy("source_partition", "source_offset").count().collect():
-                at = row["source_partition"]
-                there[at] += row["count"] if row["source_offset"] < committed.get(at, 0) else 0
+    judged = fn.col("source_offset") < by_task(cut.committed[topology.source.topics[0]], "source_partition", 0)
+    sides = [side.filed.where("NOT strange").where(judged) for side in (topics.dead, topics.late) if side is not None]
+    ended = [topics.output.select("lane"), *(side.select(fn.col("source_partition").alias("lane")) for side in sides)]
+    counted = reduce(DataFrame.unionByName, ended).groupBy("lane").count().collect()
+    there = Counter({row["lane"]: row["count"] for row in counted})
     for task, each in books.items():
         dropped = each.late if isinstance(topology.late, LateDrop) else 0
         if not (each.pending or each.not_provable):
             each.ended = there[task] + each.duplicates + dropped
 
 
-def _keep_timeline(report: Report, rows: DataFrame) -> None:
+def _keep_timeline(report: Report, rows: DataFrame, grouped: Sequence[Row]) -> None:
     judged = rows.where("NOT history AND NOT pending AND time_ms >= 0")
-    span = judged.agg(fn.min("time_ms").alias("first"), fn.max("time_ms").alias("last")).first()
-    if span is None or span["first"] is None:
+    shown = [row for row in grouped if not (row["history"] or row["pending"] or row["first_ms"] is None)]
+    if not shown:
         return
-    step = max(1_000, (span["last"] - span["first"]) // _STEPS)
+    step = max(1_000, (max(row["last_ms"] for row in shown) - min(row["first_ms"] for row in shown)) // _STEPS)
     report.timeline.step_ms = step
     start = (fn.col("time_ms") - fn.col("time_ms") % fn.lit(step)).alias("start")
     for row in judged.groupBy(start, "verdict").count().collect():
@@ -319,15 +343,17 @@ def _note(report: Report, findings: DataFrame) -> None:
     try:
         text = fn.when(fn.col("kind") == NOT_PROVABLE, fn.col("text"))
         sums = findings.groupBy("kind", text.alias("text")).agg(fn.sum("number").alias("number")).collect()
+        shown = []
         for row in sums:
             if row["kind"] == NOT_PROVABLE:
                 report.unprovable(row["text"], row["number"])
                 continue
-            kind = cast("ViolationKind", row["kind"])
-            report.counts[kind] += row["number"]
-            for sample in findings.where(fn.col("kind") == kind).limit(SAMPLES_PER_KIND).collect():
-                number = "" if sample["number"] == 1 else f" ({sample['number']} times)"
-                report.samples.append(Violation(kind, sample["place"] or "", f"{sample['text']}{number}"))
+            report.counts[cast("ViolationKind", row["kind"])] += row["number"]
+            shown.append(findings.where(fn.col("kind") == row["kind"]).limit(SAMPLES_PER_KIND))
+        for sample in reduce(DataFrame.unionByName, shown).collect() if shown else ():
+            number = "" if sample["number"] == 1 else f" ({sample['number']} times)"
+            kind = cast("ViolationKind", sample["kind"])
+            report.samples.append(Violation(kind, sample["place"] or "", f"{sample['text']}{number}"))
     finally:
         findings.unpersist()
 

@@ -47,14 +47,19 @@ class Log:
     """The output keeps the source's timestamps."""
 
 
-def expected(log: Log, topology: Topology, filed_dead: DataFrame, filed_late: DataFrame | None) -> DataFrame:
+def expected(
+    log: Log, topology: Topology, filed_dead: DataFrame, filed_late: DataFrame | None, *, witnessed: bool
+) -> DataFrame:
     """Return every record of the log with its verdict, and what it must look like in each topic.
 
+    ``witnessed``: there are dead letters of which the record itself says nothing.
     Columns: `PLACE`, `verdict`, `reason`, `time_ms`, `stream_ms`, `id`, `task`, `at` (the log's offset), `pending`,
     `history`, `doubtful`, `forwards`, and digests of the record: `raw` as it was, `out` in the output, `copy` among the
     duplicates.
     """
-    judging, evident = _evidence(log.records, topology, filed_dead, replayable=not log.feeds)
+    judging, evident = (
+        _evidence(log.records, topology, filed_dead) if witnessed and not log.feeds else (log.records, None)
+    )
     rows = judged(judging, topology, now_ms=NO_CEILING_MS, order="offsets", feeds=log.feeds)
     rows = rows.select(
         *PLACE,
@@ -71,23 +76,22 @@ def expected(log: Log, topology: Topology, filed_dead: DataFrame, filed_late: Da
         rows = rows.unionByName(_judged_by_evidence(identified(evident, topology)))
     rows = rows.withColumns(
         {
-            "pending": fn.col("at") >= _by_task(log.committed, "task", 0),
-            "history": fn.col("at") < _by_task(log.begins, "task", 0),
+            "pending": fn.col("at") >= by_task(log.committed, "task", 0),
+            "history": fn.col("at") < by_task(log.begins, "task", 0),
         }
     )
     return _with_doubt(rows, log, topology, filed_late)
 
 
-def _by_task(values: Mapping[int, int], column: str, otherwise: int) -> Column:
+def by_task(values: Mapping[int, int], column: str, otherwise: int) -> Column:
+    """Return the value of the task that a column names."""
     if not values:
         return fn.lit(otherwise)
     mapped = fn.create_map(*(fn.lit(each) for pair in sorted(values.items()) for each in pair))
     return fn.coalesce(mapped[fn.col(column)], fn.lit(otherwise))
 
 
-def _evidence(
-    records: DataFrame, topology: Topology, filed_dead: DataFrame, *, replayable: bool
-) -> tuple[DataFrame, DataFrame | None]:
+def _evidence(records: DataFrame, topology: Topology, filed_dead: DataFrame) -> tuple[DataFrame, DataFrame]:
     """Return the records to judge, and those that only the broker or the worker's clock can have refused.
 
     The dead-letter topic is the one witness of these: they moved nothing, so they are judged apart.
@@ -100,8 +104,6 @@ def _evidence(
         fn.col("filed_reason").alias("reason"),
     )
     witnessed = witnessed.dropDuplicates(["topic", "partition", "offset"])
-    if not replayable or witnessed.isEmpty():
-        return records, None
     return records.join(witnessed, list(PLACE), "left_anti").select(*records.columns), records.join(
         witnessed, list(PLACE)
     )
