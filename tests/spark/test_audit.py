@@ -14,7 +14,6 @@ from pyspark.sql import SparkSession
 
 from dedup.cli.main import main
 from dedup.errors import VerificationFailed
-from dedup.proof.render import to_html
 from dedup.proof.report import Report
 from dedup.spark.audit import audit
 from tests.integration.fleet import Job
@@ -69,7 +68,48 @@ def test_a_correct_run_passes_with_the_verifiers_own_books(spark, bench):
     assert sum(map(sum, report.timeline.counts.values())) == report.read
 
 
-def test_a_loss_a_double_a_phantom_and_a_wrong_late_are_found_and_nothing_else(spark, bench):
+@pytest.fixture
+def command(bench, tmp_path, monkeypatch):
+    """Return a function that runs `dedup spark audit` over the bench in the run's session; it returns the report."""
+    reports = []
+
+    def kept(*arguments, **options):
+        reports.append(audit(*arguments, **options))
+        return reports[-1]
+
+    def run(page: Path) -> Report:
+        file, name = tmp_path / "audited.yaml", bench.name
+        document = {
+            "dedup": 1,
+            "name": name,
+            "source": {"topics": [f"{name}-in"], "partitioned_by": "tracking_id"},
+            "tracking_id": {"field": "id"},
+            "guard_period": "10s",
+            "output": {"topic": f"{name}-out"},
+            "duplicates": f"{name}-duplicates",
+            "late": f"{name}-late",
+            "dead_letter": f"{name}-dead",
+        }
+        file.write_text(json.dumps(document), encoding="utf-8")
+        # The run's session goes on; a driver of its own would stop it.
+        monkeypatch.setattr(SparkSession, "stop", lambda _self: None)
+        monkeypatch.setattr("dedup.spark.audit.audit", kept)
+        config = ["--config", str(tmp_path / "config.yaml")]
+        monkeypatch.setattr(
+            sys, "argv", ["dedup", "spark", "audit", str(file), *config, "--report", str(page), "--quiet"]
+        )
+        with pytest.raises(SystemExit) as ended:
+            main()
+        assert ended.value.code == VerificationFailed.exit_code == 4
+        (report,) = reports
+        return report
+
+    return run
+
+
+def test_a_loss_a_double_a_phantom_and_a_wrong_late_are_found_and_nothing_else(spark, bench, command, tmp_path, capsys):
+    """By the command, which says 4 and writes the page."""
+
     def plant(world: World) -> None:
         judged_late(world)
         sent_twice(world)
@@ -79,7 +119,7 @@ def test_a_loss_a_double_a_phantom_and_a_wrong_late_are_found_and_nothing_else(s
         world.output.remove(lost)
 
     verified = bench.verify(plant)
-    report = audited(spark, bench)
+    report = command(tmp_path / "audit.html")
     wanted = {"lost": 1, "duplicated": 1, "phantom": 1, "wrong_late": 1, "unbalanced": 1}
     assert {kind: number for kind, number in found(report).items() if kind != "unbalanced"} == {
         kind: number for kind, number in wanted.items() if kind != "unbalanced"
@@ -87,38 +127,14 @@ def test_a_loss_a_double_a_phantom_and_a_wrong_late_are_found_and_nothing_else(s
     assert found(report)["unbalanced"] >= 1
     assert not verified.passed
     assert {sample.kind for sample in report.samples} == set(wanted)
-    page = to_html(report)
+    said = capsys.readouterr().err
+    assert "lost 1  duplicated 1" in said, said
+    page = (tmp_path / "audit.html").read_text(encoding="utf-8")
     assert "<svg" in page
     assert "http" not in page
-    assert "<title>dedup verify" in page
-
-
-def test_the_command_says_4_and_writes_the_page(spark, bench, tmp_path, monkeypatch, capsys):
-    bench.verify(sent_twice)
-    file, config, page = (tmp_path / name for name in ("audited.yaml", "config.yaml", "audit.html"))
-    name = bench.name
-    document = {
-        "dedup": 1,
-        "name": name,
-        "source": {"topics": [f"{name}-in"], "partitioned_by": "tracking_id"},
-        "tracking_id": {"field": "id"},
-        "guard_period": "10s",
-        "output": {"topic": f"{name}-out"},
-        "duplicates": f"{name}-duplicates",
-        "late": f"{name}-late",
-        "dead_letter": f"{name}-dead",
-    }
-    file.write_text(json.dumps(document), encoding="utf-8")
-    # The run's session goes on; a driver of its own would stop it.
-    monkeypatch.setattr(SparkSession, "stop", lambda _self: None)
-    line = ["dedup", "spark", "audit", str(file), "--config", str(config), "--report", str(page), "--quiet"]
-    monkeypatch.setattr(sys, "argv", line)
-    with pytest.raises(SystemExit) as ended:
-        main()
-    assert ended.value.code == VerificationFailed.exit_code == 4
-    assert "duplicated 1" in capsys.readouterr().err
-    assert f"<title>dedup spark audit {name}</title>" in page.read_text(encoding="utf-8")
-    assert json.loads(page.with_suffix(".json").read_text(encoding="utf-8"))["topology"] == name
+    assert f"<title>dedup spark audit {bench.name}</title>" in page
+    document = json.loads((tmp_path / "audit.json").read_text(encoding="utf-8"))
+    assert (document["topology"], document["violations"]) == (bench.name, dict(report.counts))
 
 
 def test_many_faults_at_once_are_told_apart(spark, bench):
