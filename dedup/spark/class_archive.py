@@ -2,8 +2,8 @@
 
 `python -m dedup.spark.class_archive` makes it, once for a Java and a PySpark (JEP 310 and 350: a shared archive of what
 one run has loaded). Sessions that start their own JVM take it where it is; without it, or with another Java or other
-jars, they start as ever. Measured on 2 cores, session and one small job: 14.4 CPU-s without, 8.3 and 8.5 with it; making
-it takes 46 CPU-s and 150 MB.
+jars, they start as ever. Measured on 2 cores, session and one small job: 14.4 CPU-s without, 8.3 and 8.5 with it.
+Making it takes 46 CPU-s and 150 MB.
 """
 
 from __future__ import annotations
