@@ -89,6 +89,9 @@ class Second:
                     return
                 self._read_bytes += len(line)
                 report = self._config.hook.pytest_report_from_serializable(config=self._config, data=json.loads(line))
+                if isinstance(report.longrepr, list):
+                    # Of a skip: JSON knows no tuples, and pytest's summary asks for one.
+                    report.longrepr = tuple(report.longrepr)
                 self._came[report.nodeid].append(report)
 
     def _said(self) -> str:

@@ -53,6 +53,13 @@ def test_a_failure_is_passed_on_with_its_words(second):
     assert "planted" in reports[1].longreprtext
 
 
+def test_a_skip_is_passed_on_as_the_summary_reads_it(second):
+    _, report, _ = second("import pytest; pytest.skip('not here')", TELLS)
+    assert report.skipped
+    assert report.longrepr[2] == "Skipped: not here"
+    assert isinstance(report.longrepr, tuple)
+
+
 @pytest.mark.parametrize(("body", "conftest"), [("import os; os._exit(3)", TELLS), ("pass", "")])
 def test_a_test_that_is_never_told_of_is_a_failure(second, body, conftest):
     with pytest.raises(AssertionError, match=r"ended without .*::test_a"):
