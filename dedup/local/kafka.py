@@ -18,6 +18,7 @@ from types import TracebackType
 from typing import Final, Literal, Self, assert_never
 
 from dedup.errors import BrokerUnavailable, InvariantBroken
+from dedup.local.class_archive import ClassArchive
 from dedup.local.jars import Progress, cache_dir, install_jars
 from dedup.local.java import find_java
 from dedup.local.leashed import Leashed
@@ -28,6 +29,7 @@ Profile = Literal["test", "bench"]
 HOST: Final = "127.0.0.1"
 _STARTED: Final = "Kafka Server started"
 _STARTS_WITHIN_S: Final = 60.0
+_STOPS_WITHIN_S: Final = 60.0  # half a second; 4 s where Java writes its classes, on a machine with nothing else to do
 _LOOK_EVERY_S: Final = 0.02
 _PORT_TRIES: Final = 3
 
@@ -105,6 +107,7 @@ class EmbeddedKafka:
         self._dir: Path | None = None
         self._ports: tuple[int, ...] = ()
         self._process: Leashed | None = None
+        self._classes: ClassArchive | None = None
 
     @property
     def bootstrap(self) -> str:
@@ -172,8 +175,7 @@ class EmbeddedKafka:
     def kill(self) -> None:
         """The node was killed by SIGKILL; its data stay for restart()."""
         if self._process is not None:
-            self._process.kill()
-            self._process = None
+            self._ended(self._process.kill())
 
     def restart(self) -> None:
         """The node answers again at the same addresses with the same data; shut down before if it ran."""
@@ -200,8 +202,12 @@ class EmbeddedKafka:
 
     def _shut_down(self) -> None:
         if self._process is not None:
-            self._process.stop()
-            self._process = None
+            self._ended(self._process.stop(_STOPS_WITHIN_S))
+
+    def _ended(self, exit_code: int) -> None:
+        self._process = None
+        if self._classes is not None:
+            self._classes.keep(exit_code)
 
     def _directory(self) -> Path:
         if self._dir is None:
@@ -261,7 +267,9 @@ class EmbeddedKafka:
         return {"node.id": str(self._seat.node_id), "controller.quorum.voters": self._seat.voters}
 
     def _launch(self, java: Path, jars: Path) -> None:
-        options = [*_jvm_options(self._profile), *_logging_options(), f"-XX:ErrorFile={self._directory()}/crash.log"]
+        self._classes = ClassArchive.of(java, jars)
+        own = (*_jvm_options(self._profile), *self._classes.options)
+        options = [*own, *_logging_options(), f"-XX:ErrorFile={self._directory()}/crash.log"]
         command = [str(java), *options, "-cp", f"{jars}/*", "kafka.Kafka", str(self._config_file())]
         self._process = Leashed(command, self.log_file)
 

@@ -13,6 +13,9 @@ from pathlib import Path
 import pytest
 from confluent_kafka import Producer
 
+from dedup.local.class_archive import ClassArchive
+from dedup.local.jars import cache_dir
+from dedup.local.java import find_java
 from dedup.local.kafka import EmbeddedKafka
 from dedup.local.proxy import FaultProxy
 from tests.brokers import admin_of
@@ -52,6 +55,24 @@ def test_it_shuts_down_in_good_order_and_comes_back(node: EmbeddedKafka) -> None
     assert admin_of(node.bootstrap).client.list_topics(timeout=10).brokers
 
 
+def test_a_node_starts_with_the_classes_that_one_before_it_has_left(node: EmbeddedKafka, tmp_path: Path) -> None:
+    # What one leaves that is killed is no archive; the first that ends in good order leaves one, if none is there.
+    node.restart()
+    java, jars = find_java(os.environ).path, cache_dir(os.environ)
+    archive = ClassArchive.of(java, jars)
+    if not has_own_archive(java):
+        pytest.skip("this Java has no class archive of its own to build on")
+    assert archive.made is None
+    with EmbeddedKafka(data_dir=tmp_path) as later:
+        assert str(archive.file) in Path(f"/proc/{later.process.pid}/maps").read_text(encoding="utf-8")
+        later.kill()
+    assert not list(archive.file.parent.glob(f"{archive.file.name}.*"))
+
+
+def has_own_archive(java: Path) -> bool:
+    return (java.resolve().parents[1] / "lib" / "server" / "classes.jsa").is_file()
+
+
 def test_given_properties_hold(node: EmbeddedKafka) -> None:
     producer = Producer({"bootstrap.servers": node.bootstrap, "message.max.bytes": 3_000_000})
     topic = admin_of(node.bootstrap).create_topic("large")
@@ -84,6 +105,9 @@ import signal
 import time
 signal.signal(signal.SIGINT, signal.default_int_handler)
 from pathlib import Path
+from dedup.local.class_archive import ClassArchive
+from dedup.local.jars import cache_dir
+from dedup.local.java import find_java
 from dedup.local.kafka import EmbeddedKafka
 node = EmbeddedKafka(data_dir=Path({str(tmp_path)!r})).start()
 print(node.process.pid, node.process.leash_pid, flush=True)
