@@ -69,27 +69,23 @@ def test_a_fleet_is_kept_while_it_runs_and_an_empty_disk_begins_there(job: Job) 
     job.send(events[11_000:])
     job.until_done()
     second = checkpoint(job)
-    # The second one reads what came after the first; nobody was fenced, nobody started anew.
+    # The second one reads what came after the first.
     assert [each["partition"] for each in second] == [0, 1]
     assert all(
         each["written"] and 0 < each["records_read"] < was["records_read"]
         for was, each in zip(first, second, strict=True)
     )
-    assert all("fenced" not in worker.log for worker in workers)
-    assert sum(worker.log.count("running from offset") for worker in workers) <= 4, job.logs()
+    job.send(workload(2, 400))
+    job.until_done()
     for worker in workers:
         assert worker.stop() == 0
         shutil.rmtree(worker.state_dir)
 
-    job.send(workload(2, 400))
-    # Somebody's disk is empty and no checkpoint is to be had where it looks: all of it is read.
-    alone = job.finish("d", settings=[f"state.checkpoint={job.directory / 'nowhere'}"])
-    assert sum(restored(alone).values()) > sum(each["ids"] for each in second)
     ends = sum(job.admin.end_offsets(job.topology.changelog_topic).values())
     kept = sum(each["position"] for each in second)
     heir = job.finish("c")
     # What was kept is not read again: only what was written to the changelog after it.
-    assert sum(restored(heir).values()) <= ends - kept
+    assert 0 < sum(restored(heir).values()) <= ends - kept
     assert len(restored(heir)) == 2
     assert heir.log.count("taken over from the checkpoint") == 2, heir.log
     assert sum(each["ids"] for each in second) > 10 * (ends - kept)
@@ -100,10 +96,12 @@ def test_killed_in_the_middle_of_an_archive(job: Job, tmp_path: Path) -> None:
     place = tmp_path / "kept" / job.name
     events = workload(3, 6_000)
     job.send(events[:4_000])
-    job.finish("a")
+    worker = job.start("a")
+    job.until_done()
     first = checkpoint(job)
     job.send(events[4_000:5_000])
-    job.finish("a")
+    job.until_done()
+    assert worker.stop() == 0
 
     # In the middle of the upload: what was in force is.
     assert dedup(job, "checkpoint", accident="die_in_transfer=1").returncode == -9
