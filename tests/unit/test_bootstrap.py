@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from dedup.errors import CheckpointUnusable, SettingsError, StateIncompatible, TaskCorrupted
+from dedup.errors import SettingsError, StateIncompatible, TaskCorrupted
 from dedup.session.admin import Topic
 from dedup.session.wire import Fetched, FetchedRecord, LogBounds, TopicPartition
 from dedup.settings import Settings
@@ -22,7 +22,6 @@ from dedup.worker.clock import SteadyClock
 from dedup.worker.plan import Cluster
 from dedup.worker.restore import restore
 from dedup.worker.standby import Standbys
-from dedup.worker.transfer import transfer
 from dedup.worker.workshop import Workshop
 
 TEXT = """
@@ -361,34 +360,6 @@ async def test_a_start_that_is_given_up_leaves_nothing_behind(log, tmp_path, pla
             await asyncio.to_thread(thread.join, 30)
     assert not (tmp_path / "worker" / "t").exists()
     assert list((tmp_path / "worker" / SCRATCH).rglob("0-*")) == []
-
-
-async def test_a_transfer_where_nothing_moves_is_given_up():
-    go_on = threading.Event()
-    with pytest.raises(CheckpointUnusable, match="here: nothing was moved"):
-        await transfer(lambda _: go_on.wait(30), "here", stalled_s=0.05)
-    go_on.set()
-
-
-async def test_a_transfer_that_moves_may_take_its_time():
-    """Longer than it may stand still."""
-    never = threading.Event()
-
-    def work(moved):
-        for _ in range(120):
-            moved(1)
-            never.wait(0.01)
-        return "done"
-
-    assert await transfer(work, "here", stalled_s=0.5) == "done"
-
-
-async def test_a_transfer_raises_what_its_work_raises():
-    def work(_moved):
-        raise TaskCorrupted("this")
-
-    with pytest.raises(TaskCorrupted, match="this"):
-        await transfer(work, "here")
 
 
 def test_a_place_that_nothing_here_can_read_is_told_at_the_start(log, tmp_path):
