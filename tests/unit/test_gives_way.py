@@ -13,6 +13,7 @@ from aiokafka.conn import CloseReason
 from faust.types import TP
 
 from dedup.errors import BrokerUnavailable, DedupError, TaskCorrupted
+from dedup.metrics import TaskNumbers
 from dedup.session.client import KafkaWire
 from dedup.session.connection import Connection
 from dedup.session.record_batch import TopicPartition
@@ -20,7 +21,7 @@ from dedup.session.wire import LogBounds, NoAnswer
 from dedup.settings import Security
 from dedup.worker.starting import first_offset
 from dedup.worker.table import TableManager
-from dedup.worker.task import TaskState
+from dedup.worker.task import TaskId, TaskState
 from dedup.worker.tasks import Tasks
 from dedup.worker.transport import Consumer
 
@@ -32,12 +33,12 @@ class FakeTask:
     """A task whose work fails when it is told to."""
 
     def __init__(self, feeding: TopicPartition) -> None:
-        self.task_id = str(feeding)
+        self.task_id = TaskId("dedup", feeding)
         self.state = TaskState.CREATED
         self.dirty = asyncio.Event()
         self.committing = False
         self.epoch = 1
-        self.numbers = SimpleNamespace(restored=0, took=lambda _: None)
+        self.numbers = TaskNumbers()
         self.fails_in: dict[str, BaseException] = {}
         self.drained: bool | None = None
 
@@ -160,6 +161,18 @@ async def test_what_is_no_damage_stops_the_worker() -> None:
     assert shop.wiped == []
     assert shop.tasks.failure.done()
     await shop.tasks.close_all(drain=False)
+
+
+async def test_what_was_counted_stays_when_a_task_is_closed_or_built_again():
+    shop = Shop()
+    await shop.assigned(FEED, OTHER)
+    for task in shop.made:
+        task.numbers.transactions = 3
+    await shop.assigned(FEED)
+    shop.made[-1].numbers.transactions = 4
+    await shop.tasks.close_all(drain=True)
+    counted = {place: numbers.transactions for place, numbers in shop.tasks.ended.items()}
+    assert counted == {("dedup", "in", 0): 7, ("dedup", "in", 1): 3}
 
 
 async def test_a_standby_never_opens_the_store_of_a_task_of_this_worker() -> None:
