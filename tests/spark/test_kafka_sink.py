@@ -20,6 +20,7 @@ from dedup.spark import kafka_sink
 from dedup.spark.kafka_sink import EpochReport, KafkaSink
 from dedup.spark.marker import read_markers
 from tests.brokers import read_all
+from tests.integration.fleet import until
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -95,12 +96,15 @@ def failing(write, plan, batches):
         raise RuntimeError("after the commit, before Spark knows of it")
 
 
-def breaking(write, plan, batches):
+def breaking(committed, write, plan, batches):
     from pyspark import TaskContext  # noqa: PLC0415
 
     if TaskContext.get().partitionId() == 1:
+        # Earlier, Spark would end the other task before it has written.
+        until(committed.exists, "the other partition is written")
         raise RuntimeError("before anything is written")
-    return write(plan, batches)
+    yield from write(plan, batches)
+    committed.touch()
 
 
 @pytest.fixture
@@ -134,11 +138,13 @@ def test_a_task_that_fails_after_its_commit_is_not_written_twice(spark, kafka, t
     assert values(kafka, topic) == numbers(range(50))
 
 
-def test_a_half_written_epoch_is_finished_by_as_many_partitions(spark, kafka, topic, open_sink, monkeypatch):
+def test_a_half_written_epoch_is_finished_by_as_many_partitions(spark, kafka, topic, open_sink, monkeypatch, tmp_path):
     sink = open_sink(partitions=2, checkpoint="c")
     sink.write(frame(spark, topic, 20), 0)
     with monkeypatch.context() as patched:
-        patched.setattr(kafka_sink, "write_partition", partial(breaking, kafka_sink.write_partition))
+        patched.setattr(
+            kafka_sink, "write_partition", partial(breaking, tmp_path / "committed", kafka_sink.write_partition)
+        )
         with pytest.raises(PySparkException, match="before anything is written"):
             sink.write(frame(spark, topic, 20, first=20), 1)
     with pytest.raises(StateIncompatible, match="epoch 1 was written by 1 of 2 partitions"):
