@@ -218,8 +218,8 @@ class Run:
         return options
 
     def _settled(self) -> bool:
-        """Tell whether there is committed state."""
-        return not self._grown and bool(self.cluster.offsets) and not self.scenario.two_hops
+        """Tell whether there is a committed stream time."""
+        return not self._grown and self._watcher.judged_an_id and not self.scenario.two_hops
 
     def _answer(self, worker: Worker, call: Parked) -> None:
         assert worker.process is not None

@@ -34,6 +34,11 @@ class Watcher:
         """Whether something may have become visible since it looked."""
         return self._cluster.version != self._seen_version
 
+    @property
+    def judged_an_id(self) -> bool:
+        """Whether a record with an ID is known to be judged: a dead letter alone says nothing of stream time."""
+        return any(reader.lines for topic, reader in self._readers.items() if topic != "dead")
+
     def look(self) -> list[Violation]:
         """Compare what `read_committed` readers see now with the beginning of what they must see."""
         self._seen_version = self._cluster.version

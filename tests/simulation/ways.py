@@ -27,7 +27,7 @@ WRITES_WAYS: Mapping[Fault, tuple[str, ...]] = {
 READS_WAYS: Mapping[Fault, tuple[str, ...]] = {"crash": ("crash before",), "lost": ("not done, answer lost",)}
 LOCAL_WAYS: Mapping[Fault, tuple[str, ...]] = {"crash": ("crash before",), "rebalance": REBALANCES}
 SETTLED_WAYS: Mapping[Fault, tuple[str, ...]] = {"clock": CLOCKS, "grow": (GROWS,)}
-"""What may happen once a transaction is committed: before, a clock a day back makes dead letters of all, rightly."""
+"""What may happen once there is a committed stream time: before, a clock a day back makes dead letters of all, rightly."""
 
 
 @lru_cache(maxsize=1_000)
