@@ -11,6 +11,7 @@ from faust.transport.drivers import TRANSPORTS
 from dedup.session.client import KafkaWire
 from dedup.session.connection import Connection
 from dedup.store.rocks import RocksMemory
+from dedup.store.shelf import Shelf
 from dedup.worker.agents import attach_agents
 from dedup.worker.bootstrap import Bootstrap
 from dedup.worker.clock import SteadyClock
@@ -39,6 +40,7 @@ class DedupApp(faust.App):
     tasks: Tasks
     standbys: Standbys
     bootstrap: Bootstrap
+    shelf: Shelf
     sub_topologies: dict[str, tuple[str, ...]]
     """Name -> feeding topics."""
 
@@ -84,11 +86,17 @@ def create_app(topology: Topology, settings: Settings, cluster: Cluster, wire: K
         broker_session_timeout=settings.session_timeout_ms / 1000,
         broker_commit_interval=1.0,
     )
-    workshop = Workshop(topology, settings, cluster, wire, SteadyClock(), RocksMemory())
+    app.shelf = Shelf()
+    workshop = Workshop(topology, settings, cluster, wire, SteadyClock(), RocksMemory(), shelf=app.shelf)
     app.settings, app.connection, app.wire = settings, connection, wire
     app.tasks = Tasks(workshop.build, workshop.wipe, commit_interval_ms=settings.commit_interval_ms)
     app.standbys = Standbys(
-        wire, topology.changelog_topic, topology.window, workshop.open_store, prepare=workshop.prepare
+        wire,
+        topology.changelog_topic,
+        topology.window,
+        workshop.open_store,
+        prepare=workshop.prepare,
+        release_store=workshop.release_store,
     )
     app.bootstrap = workshop.bootstrap
     app.sub_topologies = {"dedup": topology.feeding_topics}

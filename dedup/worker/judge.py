@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import repeat
 from typing import Final
@@ -27,6 +27,7 @@ from dedup.store.changelog import (
     task_record_key,
 )
 from dedup.store.overlay import Overlay
+from dedup.store.shelf import Keeping
 from dedup.worker.batch import FeedBatch, gather
 from dedup.worker.clock import Clock
 from dedup.worker.misplaced import Placement
@@ -71,18 +72,14 @@ class Judge:
         self,
         plan: JudgePlan,
         wire: Wire,
-        open_store: Callable[[], Store],
+        keeping: Keeping,
         publisher: Publisher,
         clock: Clock,
         numbers: TaskNumbers,
-        *,
-        prepare: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
         self._plan: Final = plan
         self._wire: Final = wire
-        self._open_store: Final = open_store
-        self._prepare: Final = prepare
-        """Awaited before the store is opened: brings local state where there is none."""
+        self._keeping: Final = keeping
         self._publisher: Final = publisher
         self._clock: Final = clock
         self._numbers: Final = numbers
@@ -132,9 +129,9 @@ class Judge:
     async def restore(self, committed: int | None) -> int:
         """See `task.Work`; raises StateIncompatible, with nothing touched, where state and topology do not fit."""
         plan = self._plan
-        if self._prepare is not None:
-            await self._prepare()
-        store = self._store = self._open_store()
+        if self._keeping.prepare is not None:
+            await self._keeping.prepare()
+        store = self._store = self._keeping.open()
         self._overlay = Overlay(store)
         self._numbers.restored = await self._restore(store)
         record = store.task_record
@@ -330,8 +327,10 @@ class Judge:
 
     def close(self) -> None:
         """See `task.Work`."""
-        if self._store is not None:
-            self._store.close()
+        # Whoever has the store next must not share it with us.
+        store, self._store, self._overlay = self._store, None, None
+        if store is not None:
+            self._keeping.release(store)
 
     def _count(self, outcome: Outcome) -> None:
         verdicts = self._judged.verdicts

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Final
 
 from dedup.core.window import Window
 from dedup.errors import DedupError, StateIncompatible
-from dedup.session.wire import NoAnswer, TopicPartition, Wire
+from dedup.session.wire import Fetched, NoAnswer, TopicPartition, Wire
 from dedup.store.base import Store
 from dedup.store.changelog import collect
-from dedup.worker.restore import FETCH_BYTES, apply_changelog, refuse_other_changelog, truncated_to
+from dedup.worker.restore import apply_changelog, refuse_other_changelog, truncated_to
 from dedup.worker.starting import bounds_of
 
 IDLE_MS: Final = 100
+STEP_BYTES: Final = 256 << 10
+"""Of the changelog at once: the worker's own records wait as long as these are applied."""
+SHARE: Final = 1.0
+"""All standbys together rest this many times as long as they work."""
 log: Final = logging.getLogger(__name__)
 
 
@@ -30,6 +35,7 @@ class Standbys:
         open_store: Callable[[int], Store],
         *,
         prepare: Callable[[int], Awaitable[None]],
+        release_store: Callable[[int, Store], None],
     ) -> None:
         self._wire: Final = wire
         self._topic: Final = changelog_topic
@@ -37,6 +43,8 @@ class Standbys:
         self._open_store: Final = open_store
         self._prepare: Final = prepare
         """Awaited before a store is opened: brings local state where there is none."""
+        self._release_store: Final = release_store
+        self._turn: Final = asyncio.Lock()
         self._stores: dict[int, Store] = {}
         self._loops: dict[int, asyncio.Task[None]] = {}
         self.lag: dict[int, int] = {}
@@ -49,12 +57,12 @@ class Standbys:
             self._loops[partition] = asyncio.create_task(self._follow(partition), name=f"standby {partition}")
 
     def release(self) -> None:
-        """Close every standby store at once: a task may be about to open the same directory."""
+        """Let go of every standby store at once: a task may be about to take it."""
         for loop in self._loops.values():
             loop.cancel()
-        for store in self._stores.values():
-            store.close()
-        self._loops, self._stores, self.lag = {}, {}, {}
+        stores, self._loops, self._stores, self.lag = self._stores, {}, {}, {}
+        for partition, store in stores.items():
+            self._release_store(partition, store)
 
     async def _follow(self, partition: int) -> None:
         changelog = TopicPartition(self._topic, partition)
@@ -75,7 +83,7 @@ class Standbys:
     async def _step(self, partition: int, store: Store, position: int) -> int:
         try:
             fetched = await self._wire.fetch(
-                TopicPartition(self._topic, partition), position, max_bytes=FETCH_BYTES, wait_ms=0
+                TopicPartition(self._topic, partition), position, max_bytes=STEP_BYTES, wait_ms=0
             )
         except NoAnswer:
             await self._wire.pause(IDLE_MS)
@@ -83,11 +91,18 @@ class Standbys:
         except StateIncompatible as refused:
             return await truncated_to(self._wire, TopicPartition(self._topic, partition), position, refused)
         if fetched.next_offset > position:
-            apply_changelog(store, self._window, collect(fetched.keys, fetched.values), fetched.next_offset)
-            if store.task_record is not None:
-                oldest_ms = self._window.oldest_live_ms(store.task_record.stream_time_ms)
-                store.drop_below(oldest_ms, self._window.segment_ms)
+            async with self._turn:
+                await asyncio.sleep(SHARE * self._apply(store, fetched))
         else:
             await self._wire.pause(IDLE_MS)
         self.lag[partition] = fetched.high_watermark - fetched.next_offset
         return fetched.next_offset
+
+    def _apply(self, store: Store, fetched: Fetched) -> float:
+        """Write what was fetched; return the seconds that the loop was held up."""
+        began_s = time.monotonic()
+        apply_changelog(store, self._window, collect(fetched.keys, fetched.values), fetched.next_offset)
+        if store.task_record is not None:
+            oldest_ms = self._window.oldest_live_ms(store.task_record.stream_time_ms)
+            store.drop_below(oldest_ms, self._window.segment_ms)
+        return time.monotonic() - began_s

@@ -103,6 +103,7 @@ class TableManager(FaustTableManager):
         ours = {feeding.partition for feeding in app.tasks.running if feeding.topic in app.sub_topologies["dedup"]}
         standbys = {tp.partition for tp in app.assignor.assigned_standbys() if tp.topic in self.changelog_topics}
         app.standbys.assign(standbys - ours)
+        app.shelf.keep_only(standbys | ours)
         app.flow_control.resume()
         app.consumer.resume_flow()
         await app._fetcher.maybe_start()  # noqa: SLF001  # as Faust's own recovery does when it is done
@@ -110,7 +111,7 @@ class TableManager(FaustTableManager):
         self.on_standbys_ready()
 
     def on_partitions_revoked(self, revoked: set[TP]) -> None:
-        """Stop the standbys; a task that is about to open needs their directories."""
+        """Stop the standbys; a task that is about to open needs their stores."""
         self.app.standbys.release()
 
     async def on_stop(self) -> None:

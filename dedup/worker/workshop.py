@@ -18,6 +18,7 @@ from dedup.store.base import Store, StoreIdentity
 from dedup.store.depot import refuse_unreadable
 from dedup.store.directory import delete_store, store_directory
 from dedup.store.rocks import RocksMemory, RocksStore
+from dedup.store.shelf import Keeping, Shelf
 from dedup.topology.extractor import extractor_of
 from dedup.worker.bootstrap import Bootstrap, Wanted
 from dedup.worker.clock import Clock
@@ -45,6 +46,8 @@ class Workshop:
     clock: Clock
     memory: RocksMemory
     bootstrap: Bootstrap = field(default_factory=Bootstrap)
+    shelf: Shelf | None = None
+    """Where stores wait for their next owner; None: they are closed, as another process may be next."""
 
     def __post_init__(self) -> None:
         """Raises SettingsError where nothing installed can read the place of checkpoints, needed now or not."""
@@ -76,7 +79,13 @@ class Workshop:
         )
 
     def open_store(self, partition: int) -> Store:
-        """Open a partition's store, creating an empty one; raises TaskCorrupted or StateIncompatible."""
+        """Return a partition's store, open already or opened now, an empty one where there is none.
+
+        Raises TaskCorrupted or StateIncompatible.
+        """
+        waiting = self.shelf.take(partition) if self.shelf is not None else None
+        if waiting is not None:
+            return waiting
         directory = store_directory(self.settings.state_dir, self.identity(partition))
         return self.bootstrap.opened(directory, lambda: self._open(partition, directory))
 
@@ -96,12 +105,22 @@ class Workshop:
             store = RocksStore.open(directory, identity=identity, memory=self.memory)
         return store
 
+    def release_store(self, partition: int, store: Store) -> None:
+        """The store is kept open for who is next, or closed; the caller must not use it any more."""
+        if self.shelf is None:
+            store.close()
+        else:
+            self.shelf.put(partition, store)
+
     def fingerprint(self) -> bytes:
         """Return the state fingerprint of the topology on this cluster."""
         return self.topology.state_fingerprint(self.cluster.source_partitions(self.topology))
 
     def wipe(self, feeding: TopicPartition) -> None:
         """Delete a partition's local state; the changelog has all of it."""
+        waiting = self.shelf.take(feeding.partition) if self.shelf is not None else None
+        if waiting is not None:
+            waiting.close()
         delete_store(store_directory(self.settings.state_dir, self.identity(feeding.partition)))
 
     def build(self, feeding: TopicPartition) -> Task:
@@ -142,17 +161,15 @@ class Workshop:
         publisher = Publisher(routes_of(topology, self.cluster, self.settings), feeding.partition)
         task_id = TaskId("dedup", feeding)
 
+        partition = feeding.partition
+        keeping = Keeping(
+            lambda: self.open_store(partition),
+            lambda: self.prepare(partition),
+            lambda store: self.release_store(partition, store),
+        )
+
         def work(numbers: TaskNumbers) -> Judge:
-            partition = feeding.partition
-            return Judge(
-                plan,
-                self.wire,
-                lambda: self.open_store(partition),
-                publisher,
-                self.clock,
-                numbers,
-                prepare=lambda: self.prepare(partition),
-            )
+            return Judge(plan, self.wire, keeping, publisher, self.clock, numbers)
 
         pin_start = topology.direct and topology.source.start != "earliest"
         return Task(task_id, topology.name, session, self.wire, work, pin_start=pin_start)

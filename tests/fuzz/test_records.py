@@ -22,6 +22,7 @@ from dedup.metrics import TaskNumbers
 from dedup.session.record_batch import ProducerIdentity
 from dedup.session.wire import TopicPartition
 from dedup.store.memory import MemoryStore
+from dedup.store.shelf import Keeping
 from dedup.worker.batch import FeedBatch
 from dedup.worker.judge import Judge, JudgePlan
 from dedup.worker.publish import Publisher, Route, Routes
@@ -68,7 +69,7 @@ async def judge_of(recipe: Recipe, rules: Rules) -> Judge:
         compression="snappy",
     )
     wire = DirectWire(Cluster())
-    judge = Judge(plan, wire, MemoryStore, Publisher(ROUTES, 0), FixedClock(), TaskNumbers())
+    judge = Judge(plan, wire, Keeping(MemoryStore), Publisher(ROUTES, 0), FixedClock(), TaskNumbers())
     await judge.restore(None)
     return judge
 

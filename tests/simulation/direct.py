@@ -10,6 +10,7 @@ from dedup.core.window import Window
 from dedup.session.transaction import Session
 from dedup.session.wire import TopicPartition
 from dedup.store.memory import MemoryStore
+from dedup.store.shelf import Keeping
 from dedup.worker.batch import FeedBatch
 from dedup.worker.judge import Judge, JudgePlan
 from dedup.worker.publish import Publisher, Route, Routes
@@ -88,7 +89,7 @@ def task(wire: DirectWire, *, start="earliest", judge=Judge) -> Task:
     session = Session(wire, "t.dedup.0", GROUP, timeout_ms=60_000, deadline_ms=20_000)
 
     def work(numbers):
-        return judge(plan, wire, KeptStore, Publisher(routes, 0), StoppedClock(), numbers)
+        return judge(plan, wire, Keeping(KeptStore), Publisher(routes, 0), StoppedClock(), numbers)
 
     return Task(TaskId("dedup", IN), GROUP, session, wire, work, pin_start=start != "earliest")
 

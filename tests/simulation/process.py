@@ -16,6 +16,7 @@ from dedup.errors import TaskCorrupted
 from dedup.session.wire import CommittedOffset, Fetched, LogBounds, NoAnswer, Produced, ProducerIdentity, TopicPartition
 from dedup.store.base import TaskRecord, Writes
 from dedup.store.memory import MemoryStore
+from dedup.store.shelf import Shelf
 from dedup.worker.batch import FeedBatch
 from dedup.worker.task import Task
 from dedup.worker.tasks import Tasks
@@ -258,6 +259,7 @@ class Process:
         self._feeding: tuple[TopicPartition, ...] = ()
         self._most_records = 1
         self._feeders: list[asyncio.Task[None]] = []
+        self.shelf = Shelf()
         self.started_at: dict[TopicPartition, int] = {}
         """Feeding partition -> where its present task began to read."""
 
@@ -273,7 +275,7 @@ class Process:
         self.loop.within(lambda: self._begin(build))
 
     def _begin(self, build: Callable[[TopicPartition], Task]) -> None:
-        self.tasks = Tasks(build, lambda feeding: self.disks[feeding].wipe(), commit_interval_ms=COMMIT_INTERVAL_MS)
+        self.tasks = Tasks(build, self._wipe, commit_interval_ms=COMMIT_INTERVAL_MS)
         self.tasks.connect(self._ready, lambda: self._spawn(self._rejoin()))
         self.tasks.open(self._feeding)
 
@@ -283,6 +285,12 @@ class Process:
     def _ready(self, partition: TopicPartition, offset: int) -> None:
         self.started_at[partition] = offset
         self._feeders.append(self.loop.create_task(self._feed(partition, offset)))
+
+    def _wipe(self, feeding: TopicPartition) -> None:
+        waiting = self.shelf.take(feeding.partition)
+        if waiting is not None:
+            waiting.close()
+        self.disks[feeding].wipe()
 
     async def _rejoin(self) -> None:
         """What the transport does on a rebalance: all tasks end, with what they can still commit."""

@@ -15,6 +15,7 @@ from dedup.core.tracking_id import KeyRule, TrackingId
 from dedup.core.window import Source, Window
 from dedup.metrics import TaskNumbers
 from dedup.session.wire import TopicPartition
+from dedup.store.shelf import Keeping
 from dedup.worker.judge import JudgePlan
 from dedup.worker.publish import Publisher, Route, Routes
 from dedup.worker.repartition import Repartition, RepartitionPlan
@@ -199,7 +200,11 @@ class Builder:
         disk = process.disks[feeding]
         publisher = self._publisher()
         clock = StoppedClock(process.now_ms)
-        return self._variant.judge(plan, self._wire, lambda: disk.open(process), publisher, clock, numbers)
+        keeping = Keeping(
+            lambda: process.shelf.take(feeding.partition) or disk.open(process),
+            release=lambda store: process.shelf.put(feeding.partition, store),
+        )
+        return self._variant.judge(plan, self._wire, keeping, publisher, clock, numbers)
 
     def _publisher(self) -> Publisher:
         routes = Routes(

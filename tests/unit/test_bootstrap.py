@@ -300,7 +300,14 @@ async def test_a_standby_begins_with_it_too(log, tmp_path, place):
     await made(log, tmp_path, place)
     log.grow(workshop(log, tmp_path), 10)
     shop = workshop(log, tmp_path / "worker", checkpoint=place)
-    standbys = Standbys(log, "t.changelog", shop.topology.window, shop.open_store, prepare=shop.prepare)
+    standbys = Standbys(
+        log,
+        "t.changelog",
+        shop.topology.window,
+        shop.open_store,
+        prepare=shop.prepare,
+        release_store=shop.release_store,
+    )
     before = log.read
     standbys.assign([0])
     async with asyncio.timeout(30):

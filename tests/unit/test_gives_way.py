@@ -178,6 +178,7 @@ async def test_what_was_counted_stays_when_a_task_is_closed_or_built_again():
 async def test_a_standby_never_opens_the_store_of_a_task_of_this_worker() -> None:
     """Faust may name a partition standby here and active here, too: it assigns topics of each partition count apart."""
     warm: list[set[int]] = []
+    kept: list[set[int]] = []
 
     async def nothing() -> None: ...
 
@@ -188,6 +189,7 @@ async def test_a_standby_never_opens_the_store_of_a_task_of_this_worker() -> Non
             assigned_standbys=lambda: {TP("t.changelog", 0), TP("t.changelog", 1), TP("t.changelog", 2), TP("other", 3)}
         ),
         standbys=SimpleNamespace(assign=warm.append),
+        shelf=SimpleNamespace(keep_only=kept.append),
         flow_control=SimpleNamespace(resume=lambda: None),
         consumer=SimpleNamespace(resume_flow=lambda: None),
         _fetcher=SimpleNamespace(maybe_start=nothing),
@@ -203,6 +205,7 @@ async def test_a_standby_never_opens_the_store_of_a_task_of_this_worker() -> Non
     await TableManager.on_rebalance(manager, set(), set(), set())
     # Partition 1 of the source is a task here, too, but has no store.
     assert warm == [{1, 2}]
+    assert kept == [{0, 1, 2}]
 
 
 class SilentConnection:
