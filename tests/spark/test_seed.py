@@ -87,11 +87,18 @@ def as_files(spark: SparkSession, made: Sequence[Event]) -> DataFrame:
     return spark.createDataFrame(rows, RECORDS)
 
 
-def test_history_and_live_of_one_topic_meet_without_gap_or_double(spark, make_job):
+@pytest.mark.parametrize(
+    ("before", "after", "commit_rows"),
+    [
+        pytest.param(6_000, 3_000, 500, id="6,000"),
+        pytest.param(2_000_000, 200_000, 100_000, id="2,000,000", marks=[pytest.mark.long, pytest.mark.timeout(3_000)]),
+    ],
+)
+def test_history_and_live_of_one_topic_meet_without_gap_or_double(spark, make_job, before, after, commit_rows):
     job = make_job()
-    history, live = events(1, 6_000), events(2, 3_000, first=6_000)
+    history, live = events(1, before), events(2, after, first=before)
     job.send(history)
-    done = seed(spark, job.topology, job.settings, SeedOptions("latest", commit_rows=500))
+    done = seed(spark, job.topology, job.settings, SeedOptions("latest", commit_rows=commit_rows))
     assert sum(each.sightings for each in done.partitions) > 500
     assert set(done.verdicts) == {"unique", "duplicate", "late", "dead_letter"}
     job.send(live)
