@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 IMAGE = "apache/kafka:4.1.1"
 NO_LEADER_YET = frozenset(
     {
+        # Another node than the one that named the partitions may not know the topic yet.
+        KafkaError.UNKNOWN_TOPIC_OR_PART,
         KafkaError.NOT_LEADER_FOR_PARTITION,
         KafkaError.UNKNOWN_LEADER_EPOCH,
         KafkaError.FENCED_LEADER_EPOCH,
