@@ -87,7 +87,10 @@ class _Lane:
         batch = self._sender.create_batch()
         for key, value in events:
             if batch.append(key=key, value=value, timestamp=time_ms) is None:
-                raise RuntimeError("A tick's events do not fit into one batch: the rate is too high for this producer.")
+                # After a pause of this process more is due than fits: it counts as late, and goes in turn.
+                self.done = asyncio.create_task(self._send(batch, self.done))
+                batch = self._sender.create_batch()
+                batch.append(key=key, value=value, timestamp=time_ms)
         self.done = asyncio.create_task(self._send(batch, self.done))
 
     async def _send(self, batch: object, before: asyncio.Task[None] | None) -> None:
