@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Final
+from dataclasses import dataclass
+from typing import Final, Self
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
@@ -19,11 +20,26 @@ Sample = tuple[tuple[str, ...], "float | Durations"]
 """Label values in the order of the metric's labels, and the value."""
 
 
-def _each(read: Callable[[TaskSeen], float | Durations | None]) -> Callable[[WorkerSeen], Iterator[Sample]]:
+@dataclass(frozen=True, slots=True)
+class Scrape:
+    """What one scrape reads from; the counters are added up once for all metrics."""
+
+    seen: WorkerSeen
+    counted: tuple[tuple[tuple[str, str, str], TaskNumbers], ...]
+    """Of every task that is or was here, ordered."""
+
+    @classmethod
+    def of(cls, seen: WorkerSeen) -> Self:
+        """Return the scrape of a worker at one moment."""
+        counted = sorted(seen.counters().items())
+        return cls(seen, tuple(((place[0], place[1], str(place[2])), numbers) for place, numbers in counted))
+
+
+def _each(read: Callable[[TaskSeen], float | Durations | None]) -> Callable[[Scrape], Iterator[Sample]]:
     """Return what reads one value of every task, leaving out what is not known."""
 
-    def samples(seen: WorkerSeen) -> Iterator[Sample]:
-        for task in seen.tasks:
+    def samples(scrape: Scrape) -> Iterator[Sample]:
+        for task in scrape.seen.tasks:
             value = read(task)
             if value is not None:
                 yield _place(task), value
@@ -31,42 +47,42 @@ def _each(read: Callable[[TaskSeen], float | Durations | None]) -> Callable[[Wor
     return samples
 
 
-def _counted(read: Callable[[TaskNumbers], float | Durations]) -> Callable[[WorkerSeen], Iterator[Sample]]:
+def _counted(read: Callable[[TaskNumbers], float | Durations]) -> Callable[[Scrape], Iterator[Sample]]:
     """Return what reads one counter of every task that is or was here."""
 
-    def samples(seen: WorkerSeen) -> Iterator[Sample]:
-        for (sub_topology, topic, partition), numbers in sorted(seen.counters().items()):
-            yield (sub_topology, topic, str(partition)), read(numbers)
+    def samples(scrape: Scrape) -> Iterator[Sample]:
+        for place, numbers in scrape.counted:
+            yield place, read(numbers)
 
     return samples
 
 
-def _split(read: Callable[[TaskNumbers], Mapping[str, float]]) -> Callable[[WorkerSeen], Iterator[Sample]]:
+def _split(read: Callable[[TaskNumbers], Mapping[str, float]]) -> Callable[[Scrape], Iterator[Sample]]:
     """Return what reads several counters of every task that is or was here, by one more label."""
 
-    def samples(seen: WorkerSeen) -> Iterator[Sample]:
-        for (sub_topology, topic, partition), numbers in sorted(seen.counters().items()):
+    def samples(scrape: Scrape) -> Iterator[Sample]:
+        for place, numbers in scrape.counted:
             for name, value in sorted(read(numbers).items()):
-                yield (sub_topology, topic, str(partition), name), value
+                yield (*place, name), value
 
     return samples
 
 
-def _states(seen: WorkerSeen) -> Iterator[Sample]:
-    for task in seen.tasks:
+def _states(scrape: Scrape) -> Iterator[Sample]:
+    for task in scrape.seen.tasks:
         for state in STATES:
             yield (*_place(task), state), float(state == task.state)
 
 
-def _whole(read: Callable[[WorkerSeen], float]) -> Callable[[WorkerSeen], Iterator[Sample]]:
-    return lambda seen: iter([((), read(seen))])
+def _whole(read: Callable[[WorkerSeen], float]) -> Callable[[Scrape], Iterator[Sample]]:
+    return lambda scrape: iter([((), read(scrape.seen))])
 
 
 def _place(task: TaskSeen) -> tuple[str, str, str]:
     return task.sub_topology, task.topic, str(task.partition)
 
 
-READERS: Final[Mapping[str, Callable[[WorkerSeen], Iterable[Sample]]]] = {
+READERS: Final[Mapping[str, Callable[[Scrape], Iterable[Sample]]]] = {
     "dedup_records_total": _split(lambda numbers: numbers.verdicts),
     "dedup_conflicts_total": _counted(lambda numbers: numbers.conflicts),
     "dedup_dead_letters_total": _split(lambda numbers: numbers.dead_reasons),
@@ -85,7 +101,9 @@ READERS: Final[Mapping[str, Callable[[WorkerSeen], Iterable[Sample]]]] = {
     "dedup_lag_seconds": _each(lambda task: task.lag_seconds),
     "dedup_last_stable_offset_lag": _each(lambda task: task.unstable_records),
     "dedup_seconds_since_commit": _each(lambda task: task.seconds_since_commit),
-    "dedup_standby_lag_records": lambda seen: [((str(number),), lag) for number, lag in seen.standby_lag.items()],
+    "dedup_standby_lag_records": lambda scrape: [
+        ((str(number),), lag) for number, lag in scrape.seen.standby_lag.items()
+    ],
     "dedup_fenced_total": _whole(lambda seen: seen.fenced),
     "dedup_corrupted_total": _whole(lambda seen: seen.corrupted),
     "dedup_checkpoints_unusable_total": _whole(lambda seen: seen.checkpoints_unusable),
@@ -100,9 +118,9 @@ class WorkerCollector(Collector):
 
     def collect(self) -> Iterator[Family]:
         """Yield every metric of `METRICS`, also one without a sample yet."""
-        seen = self._look()
+        scrape = Scrape.of(self._look())
         for metric in METRICS:
-            yield _family(metric, READERS[metric.name](seen))
+            yield _family(metric, READERS[metric.name](scrape))
 
 
 def _family(metric: Metric, samples: Iterable[Sample]) -> Family:
