@@ -24,6 +24,11 @@ _MEMTABLES: Final = 4
 """Of a family, before writes wait for a flush."""
 _ARENA_BLOCK_BYTES: Final = 64 << 10
 _WAL_BYTES: Final = 16 << 20
+_FILES_TO_MERGE: Final = 12
+"""New files of a segment before they are merged with its older ones: a merge rewrites the whole segment, and with 4,
+RocksDB's own, each ID several times. Look-ups pass the prefilter and Bloom filters before they meet a file."""
+_FILES_TO_SLOW_DOWN: Final = 40
+_FILES_TO_STOP: Final = 60
 _OPEN_FILES: Final = 64
 _BLOOM_BITS: Final = 10
 _BUCKETS: Final = 1 << 14
@@ -36,8 +41,8 @@ _LONGEST_KEY: Final = 33
 
 
 _NICEST: Final = 19
-_NICER_BY: Final = 5
-"""A third of the worker's own weight. RocksDB's own way is 15 to 19 steps: beside other busy processes a flush then
+_NICER_BY: Final = 10
+"""A tenth of the worker's own weight. RocksDB's own way is 15 to 19 steps: beside other busy processes a flush then
 gets no time at all, and a worker that closes a store waits for it (measured: over 10 s)."""
 
 
@@ -98,6 +103,9 @@ def rocks_options(memory: RocksMemory, *, hashed: bool) -> Options:
     options.set_env(memory.env)
     options.set_write_buffer_size(_MEMTABLE_BYTES)
     options.set_max_write_buffer_number(_MEMTABLES)
+    options.set_level_zero_file_num_compaction_trigger(_FILES_TO_MERGE)
+    options.set_level_zero_slowdown_writes_trigger(_FILES_TO_SLOW_DOWN)
+    options.set_level_zero_stop_writes_trigger(_FILES_TO_STOP)
     options.set_arena_block_size(_ARENA_BLOCK_BYTES)
     options.set_allow_concurrent_memtable_write(False)
     options.set_compression_type(DBCompressionType.lz4())
