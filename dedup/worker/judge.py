@@ -17,7 +17,7 @@ from dedup.errors import InvariantBroken, StateIncompatible
 from dedup.metrics import TaskNumbers
 from dedup.session.record_batch import Header, RecordBatch, TopicPartition, fill
 from dedup.session.wire import Wire
-from dedup.store.base import FeedTime, Store, TaskRecord
+from dedup.store.base import NOT_SAID, FeedTime, Store, TaskRecord
 from dedup.store.changelog import (
     decode_sightings,
     encode_sighting,
@@ -87,8 +87,8 @@ class Judge:
         """Verdicts of the open transaction: one that is aborted is judged again, and counted once."""
         self.recent: Final = Recent()
         self._store: Store | None = None
-        self._begins = 0
-        """Where the changelog began when it was last looked at."""
+        self._began = 0
+        """Where the changelog began at the restore."""
         self._overlay: Overlay | None = None
         self._applied = StreamTime.before(plan.feeds)
         self._stream_time = self._applied
@@ -155,17 +155,15 @@ class Judge:
         window, changelog = self._plan.rules.window, self._plan.changelog
         accept = self._refuse_other_fingerprint
         restored = await restore(self._wire, changelog, store, window, self._note_progress, accept=accept)
-        self.note_begin(restored.start)
+        self._began = restored.start
         return restored.records
-
-    def note_begin(self, offset: int) -> None:
-        """Note where the changelog begins now: nothing below it is counted on any more."""
-        self._begins = max(self._begins, offset)
 
     def _kept_from(self, stream_time_ms: int) -> int:
         """Return the changelog offset from which on all of the state is that is live at a stream time.
 
-        At or above what `truncate_below` says once this is applied: the owner's own truncation is no loss.
+        At or above what `truncate_below` says once this is applied: the owner's own truncation is no loss. It rises as
+        segments expire, and never because the changelog begins higher than before: that may be somebody else's doing,
+        and then this disk alone holds what is gone.
         """
         store, window = self._store, self._plan.rules.window
         if store is None:
@@ -173,7 +171,10 @@ class Judge:
         oldest_ms = window.oldest_live_ms(stream_time_ms)
         live = [segment for segment in store.segments() if segment + window.segment_ms > oldest_ms]
         births = [birth for birth in map(store.first_offset, live) if birth is not None]
-        return max(self._begins, min(births, default=store.position))
+        record = store.task_record
+        said = NOT_SAID if record is None else record.kept_from
+        # A segment read back from the changelog was born at or above what the owner before us said.
+        return max(self._began if said == NOT_SAID else said, min(births, default=store.position))
 
     def _note_progress(self, done: int, total: int) -> None:
         self._numbers.restore_remaining = max(0, total - done)

@@ -142,12 +142,14 @@ def refuse_half_seed(changelog: TopicPartition, mark: SeedMark) -> NoReturn:
 async def truncated_to(wire: Wire, changelog: TopicPartition, position: int, refused: StateIncompatible) -> int:
     """Return the log's start, which an owner has moved past ``position``: it deletes only what no live segment needs.
 
-    Raises ``refused``, the answer to a fetch, if the log still holds the position.
+    Raises ``refused``, the answer to a fetch, if the log still holds the position; StateIncompatible, too, if somebody
+    else has moved it, past what is needed.
     """
-    start = (await bounds_of(wire, changelog)).start
-    if start <= position:
+    bounds = await bounds_of(wire, changelog)
+    if bounds.start <= position:
         raise refused
-    return start
+    await refuse_truncated(wire, changelog, bounds)
+    return bounds.start
 
 
 def refuse_other_changelog(store: Store, changelog: TopicPartition, bounds: LogBounds) -> None:

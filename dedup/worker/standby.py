@@ -13,7 +13,7 @@ from dedup.errors import DedupError, StateIncompatible
 from dedup.session.wire import Fetched, NoAnswer, TopicPartition, Wire
 from dedup.store.base import Store
 from dedup.store.changelog import collect
-from dedup.worker.restore import apply_changelog, refuse_other_changelog, truncated_to
+from dedup.worker.restore import apply_changelog, refuse_other_changelog, refuse_truncated, truncated_to
 from dedup.worker.starting import bounds_of
 
 IDLE_MS: Final = 100
@@ -71,6 +71,8 @@ class Standbys:
             store = self._stores[partition] = self._open_store(partition)
             bounds = await bounds_of(self._wire, changelog)
             refuse_other_changelog(store, changelog, bounds)
+            if store.position < bounds.start:
+                await refuse_truncated(self._wire, changelog, bounds)
             position = max(store.position, bounds.start)
             while True:
                 position = await self._step(partition, store, position)

@@ -17,6 +17,7 @@ from dedup.errors import BrokerUnavailable, StateIncompatible
 from dedup.quantities import format_size
 from dedup.session.admin import Admin
 from dedup.session.wire import NoAnswer, TopicPartition
+from dedup.store.base import NOT_SAID
 from dedup.worker.clock import Clock
 from dedup.worker.judge import Judge
 from dedup.worker.task import Task, TaskState
@@ -40,6 +41,8 @@ class Upkeep:
         self._told: dict[TopicPartition, int] = {}
         """Partition -> the offset below which it was last told to delete."""
         self._warned = False
+        self._truncated: Final[set[TopicPartition]] = set()
+        """Changelogs that somebody else has truncated, and that were told of."""
 
     async def run(self) -> None:
         """Look every now and then; a state that is too large fails the worker."""
@@ -84,8 +87,7 @@ class Upkeep:
             judge = task.work
             if task.state is TaskState.RUNNING and isinstance(judge, Judge):
                 wanted[judge.changelog] = judge.truncate_below or 0
-                # An owner before us may have had a deletion on its way when we restored.
-                judge.note_begin((await self._app.wire.bounds(judge.changelog)).start)
+                self._tell_if_truncated(judge, (await self._app.wire.bounds(judge.changelog)).start)
                 if not self._topology.direct:
                     wanted[feeding] = await self._passed_and_old(feeding, task)
         news = {partition: offset for partition, offset in wanted.items() if offset > self._told.get(partition, 0)}
@@ -96,6 +98,21 @@ class Upkeep:
         self._told.update(news)
         for partition, offset in news.items():
             log.info("%s: records below %d are deleted", partition, offset)
+
+    def _tell_if_truncated(self, judge: Judge, begin: int) -> None:
+        """Say it once, loudly, where the changelog begins after what live segments need: we never delete that."""
+        record = judge.store.task_record if judge.store is not None else None
+        if record is None or not NOT_SAID < record.kept_from < begin or judge.changelog in self._truncated:
+            return
+        self._truncated.add(judge.changelog)
+        log.error(
+            "%s begins at offset %d, but state in force was written from offset %d on: somebody has truncated it. Only "
+            "this worker's disk, and warm standbys, hold what is gone: keep the disk until retention has passed, or an "
+            "owner without it will refuse to start.",
+            judge.changelog,
+            begin,
+            record.kept_from,
+        )
 
     async def _passed_and_old(self, feeding: TopicPartition, task: Task) -> int:
         committed = task.numbers.committed_offset or 0

@@ -94,13 +94,29 @@ def test_the_changelog_is_truncated_and_state_stays_flat(make_job: MakeJob) -> N
     found = [json.loads(message.value() or b"{}")["id"] for message in job.read(job.output)]
     assert len(found) == len(set(found))
 
-    # Somebody truncates it further: no harm where the disk has what is gone, but an empty disk is no place to start.
+
+def test_a_changelog_that_somebody_truncates_is_told_of_and_counts_for_no_empty_disk(make_job: MakeJob) -> None:
+    job = make_job(document={"guard_period": f"{GUARD}s"})
+    worker = job.start()
+    job.send(seconds(0, 5))
+    job.until_done()
     ends = job.admin.end_offsets(job.topology.changelog_topic)
     places = [TopicPartition(job.topology.changelog_topic, partition, end - 3) for partition, end in ends.items()]
     for future in job.admin.client.delete_records(places).values():
         future.result(timeout=30)
+    # It goes on, as its disk has what is gone, and says what became of the changelog.
+    worker.until_logged("somebody has truncated it", times=PARTITIONS)
+    job.send(seconds(5, 6))
+    job.until_done()
+    assert worker.stop() == 0
+    # A start on the same disk, and commits after it, make nothing whole either.
+    job.send(seconds(6, 7))
     job.finish()
     job.refused("elsewhere", code=3, says="somebody has truncated the changelog")
+    # The disk that holds it all serves on: what came first is still a duplicate.
+    job.send(seconds(0, 7))
+    job.finish()
+    job.judge()
 
 
 def test_the_repartition_topic_is_purged_below_what_is_committed(make_job: MakeJob) -> None:

@@ -106,6 +106,35 @@ async def test_a_changelog_truncated_too_far_is_refused_on_a_disk_that_lacks_wha
     assert (store.position, store.segments()) == (kept, ())
 
 
+class Truncated(Log):
+    """A changelog that is truncated to ``to`` after the first fetch."""
+
+    def __init__(self, lines, *, to):
+        super().__init__(lines, step=50)
+        self.to = to
+
+    async def fetch(self, partition, offset, *, max_bytes, wait_ms):
+        if offset < self.start:
+            raise StateIncompatible("the offset is gone")
+        try:
+            return await super().fetch(partition, offset, max_bytes=max_bytes, wait_ms=wait_ms)
+        finally:
+            self.start = self.to
+
+
+async def test_a_changelog_that_its_owner_truncates_during_the_restore_is_read_on_from_its_start():
+    store = MemoryStore()
+    await restored(Truncated(long_log(0, 100).lines, to=100), store)
+    assert store.task_record.next_offset == 1_000
+
+
+async def test_a_changelog_that_somebody_truncates_during_the_restore_is_refused():
+    store = MemoryStore()
+    with pytest.raises(StateIncompatible, match=r"begins at offset 100, but its last task record .* from offset 99 on"):
+        await restored(Truncated(long_log(0, 99).lines, to=100), store)
+    assert store.position == 50
+
+
 async def test_it_does_no_harm_where_the_disk_has_it():
     store = MemoryStore()
     store.apply({}, TaskRecord(OURS, 5, (), 1, WINDOW.segment_ms, 0), 100)

@@ -10,11 +10,11 @@ import pytest
 
 from dedup.store.rocks_options import RocksMemory
 
-STEPS = 5
+STEPS = 10
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only on Linux has each thread a priority of its own")
-def test_background_threads_are_a_few_steps_nicer_than_the_worker() -> None:
+def test_background_threads_are_ten_steps_nicer_than_the_worker() -> None:
     for _ in range(2):
         RocksMemory()
     own = os.getpriority(os.PRIO_PROCESS, os.getpid())
