@@ -193,6 +193,7 @@ class FeedFetcher:
         return found if life == self._life else []
 
     async def _launch(self, wanted: Collection[TopicPartition]) -> None:
+        life = self._life
         by_leader: defaultdict[int, list[TopicPartition]] = defaultdict(list)
         for source in wanted:
             if source in self._positions:
@@ -200,6 +201,8 @@ class FeedFetcher:
                     by_leader[await self._wire.leader(source)].append(source)
                 except NoAnswer:
                     continue  # no leader for now; the next poll asks again
+        if life != self._life:
+            return  # the assignment ended while leaders were looked up
         self._turn += 1
         for node, led in by_leader.items():
             # A broker fills an answer in the order of the request: each partition is first in its turn.

@@ -1,0 +1,48 @@
+"""The feeds' fetcher between two assignments."""
+
+import asyncio
+
+from dedup.session.fetch import FeedFetcher
+from dedup.session.wire import TopicPartition
+
+OLD, NEW = TopicPartition("in", 0), TopicPartition("in", 1)
+
+
+class Wire:
+    """A cluster of one node, whose metadata takes a while; it never answers a fetch."""
+
+    leader_moved = frozenset()
+
+    def __init__(self):
+        self.asked = []
+        self.metadata = asyncio.Event()
+        self.looking = asyncio.Event()
+
+    async def leader(self, _source):
+        self.looking.set()
+        await self.metadata.wait()
+        return 1
+
+    async def send(self, _node, request, _lane):
+        self.asked += [(topic, partition, offset) for topic, parts in request.topics for partition, offset, _ in parts]
+        await asyncio.Event().wait()
+
+
+async def test_an_assignment_that_ends_while_leaders_are_looked_up_is_not_fetched_for():
+    wire = Wire()
+    fetcher = FeedFetcher(wire, wait_ms=1)
+    fetcher.begin(OLD, 5)
+    fetcher.begin(NEW, 6)
+    poll = asyncio.create_task(fetcher.poll([OLD, NEW]))
+    await wire.looking.wait()
+    fetcher.forget()
+    fetcher.begin(NEW, 7)
+    wire.metadata.set()
+    assert await poll == []
+    # The next poll is the new assignment's, and asks for nothing else.
+    poll = asyncio.create_task(fetcher.poll([NEW]))
+    while not wire.asked:
+        await asyncio.sleep(0)
+    assert wire.asked == [("in", 1, 7)]
+    fetcher.forget()
+    poll.cancel()
