@@ -17,6 +17,7 @@ class Wire:
         self.asked = []
         self.metadata = asyncio.Event()
         self.looking = asyncio.Event()
+        self.sent = asyncio.Event()
 
     async def leader(self, _source):
         self.looking.set()
@@ -25,6 +26,7 @@ class Wire:
 
     async def send(self, _node, request, _lane):
         self.asked += [(topic, partition, offset) for topic, parts in request.topics for partition, offset, _ in parts]
+        self.sent.set()
         await asyncio.Event().wait()
 
 
@@ -41,8 +43,7 @@ async def test_an_assignment_that_ends_while_leaders_are_looked_up_is_not_fetche
     assert await poll == []
     # The next poll is the new assignment's, and asks for nothing else.
     poll = asyncio.create_task(fetcher.poll([NEW]))
-    while not wire.asked:
-        await asyncio.sleep(0)
+    await wire.sent.wait()
     assert wire.asked == [("in", 1, 7)]
     fetcher.forget()
     poll.cancel()
