@@ -46,6 +46,10 @@ class TaskRecord:
     kept_from: int = NOT_SAID
     """The changelog offset from which on everything that live segments hold was written; `NOT_SAID` by a new state."""
 
+    def counts_on_more(self, begin: int) -> bool:
+        """Whether live segments hold what was written below ``begin``, where the changelog starts."""
+        return NOT_SAID < self.kept_from < begin
+
 
 @dataclass(frozen=True, slots=True)
 class StoreIdentity:

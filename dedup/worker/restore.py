@@ -16,7 +16,7 @@ from dedup import crashpoints
 from dedup.core.window import Window
 from dedup.errors import StateIncompatible
 from dedup.session.wire import LogBounds, NoAnswer, TopicPartition, Wire
-from dedup.store.base import NOT_SAID, Store, TaskRecord, Writes
+from dedup.store.base import Store, TaskRecord, Writes
 from dedup.store.changelog import Collected, all_within, collect
 from dedup.store.regrid import rebucket
 from dedup.store.seed_mark import SeedMark
@@ -121,7 +121,7 @@ async def _last_between(wire: Wire, changelog: TopicPartition, begin: int, end: 
 async def refuse_truncated(wire: Wire, changelog: TopicPartition, bounds: LogBounds) -> None:
     """Raise StateIncompatible if the changelog begins after records that its last task record counts on."""
     record = await last_task_record(wire, changelog)
-    if record is not None and NOT_SAID < record.kept_from < bounds.start:
+    if record is not None and record.counts_on_more(bounds.start):
         raise StateIncompatible(
             f"{changelog.topic}/{changelog.partition} begins at offset {bounds.start}, but its last task record says "
             f"that state in force was written from offset {record.kept_from} on: somebody has truncated the changelog. "

@@ -17,7 +17,6 @@ from dedup.errors import BrokerUnavailable, StateIncompatible
 from dedup.quantities import format_size
 from dedup.session.admin import Admin
 from dedup.session.wire import NoAnswer, TopicPartition
-from dedup.store.base import NOT_SAID
 from dedup.worker.clock import Clock
 from dedup.worker.judge import Judge
 from dedup.worker.task import Task, TaskState
@@ -102,7 +101,7 @@ class Upkeep:
     def _tell_if_truncated(self, judge: Judge, begin: int) -> None:
         """Say it once, loudly, where the changelog begins after what live segments need: we never delete that."""
         record = judge.store.task_record if judge.store is not None else None
-        if record is None or not NOT_SAID < record.kept_from < begin or judge.changelog in self._truncated:
+        if record is None or not record.counts_on_more(begin) or judge.changelog in self._truncated:
             return
         self._truncated.add(judge.changelog)
         log.error(

@@ -158,13 +158,18 @@ def test_every_rule_and_policy(compared):
     compared(SEEN_IN_TOPICS, FEW, seed=5, within_s=240)
 
 
+IN_CI = "fields"
+BY_RULE = [name if name == IN_CI else pytest.param(name, marks=pytest.mark.long) for name in RULES]
+
+
 @pytest.mark.timeout(3_600)
-def test_one_long_stream_is_judged_alike_by_all_four(compared, spark, kafka, admin, topic_names, tmp_path):
-    topic, places, models = compared(["fields"], MANY, seed=6, within_s=1_800)
-    topology = parse(json.dumps(document(topic_names("streamed"), ALL["fields"], topic)), name="streamed")
+@pytest.mark.parametrize("name", BY_RULE)
+def test_one_long_stream_is_judged_alike_by_all_four(compared, spark, kafka, admin, topic_names, tmp_path, name):
+    topic, places, models = compared([name], MANY, seed=6, within_s=1_800)
+    topology = parse(json.dumps(document(topic_names("streamed"), ALL[name], topic)), name="streamed")
     # As the worker's: a broker refuses what is dated 2099 where it may.
     admin.create_topic(topology.output.topic, 2, ANY_TIME)
     options = {"most_offsets": MANY // 4, "commit_rows": MANY // 20}
     start_judging(spark, kafka, tmp_path, topology, **options).wait()
     streamed = rows_in_topics(kafka.bootstrap, topology, places)
-    assert {place: unclocked(row) for place, row in streamed.items()} == models["fields"]
+    assert {place: unclocked(row) for place, row in streamed.items()} == models[name]
