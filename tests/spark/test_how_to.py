@@ -11,7 +11,7 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections import Counter
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -27,13 +27,16 @@ from tests.integration.workload import BASE_MS
 
 pytestmark = [pytest.mark.broker, pytest.mark.timeout(600)]
 DOCS = Path(__file__).parents[2] / "docs"
-PAGES = ("kafka-streams", "faust", "redis")
+PAGES = ("kafka-streams", "faust", "redis", "redis, its keys as files")
 OLD_GROUP = "old-dedup"
 FIRST, THEN, IDS = 300, 400, 200
+ONLY_IN_REDIS = range(IDS, IDS + 50)
+"""Of these IDs, which come after the cut, the topic holds nothing any more."""
+WITHIN_S = 200
 
 
 def blocks(page: str, kind: str) -> list[str]:
-    text = (DOCS / f"how-to-from-{page}.md").read_text(encoding="utf-8")
+    text = (DOCS / f"how-to-from-{page.partition(',')[0]}.md").read_text(encoding="utf-8")
     return re.findall(rf"^```{kind}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
 
 
@@ -74,94 +77,93 @@ def stopped_old_program(kafka, topic: str, group: str) -> dict[int, int]:
 
 
 class Practice:
-    """A page's files in a directory of their own, and its commands."""
+    """A page followed in a directory of its own, up to the old program's last record."""
 
     def __init__(self, directory: Path, kafka, page: str, names: str) -> None:
-        self.directory = directory
-        self.names = names
+        self._kafka = kafka
+        self._directory = directory
+        self._names = names
         (made,) = blocks(page, "yaml")
-        self.write("topologies/orders.yaml", self.here(made))
+        # This run's names of topics and topology.
+        self._write("topologies/orders.yaml", re.sub(r"\borders\b", names, made))
         state = directory / "state"
-        self.write("config/production.yaml", f"brokers: ['{kafka.bootstrap}']\nstate_dir: {state}\n")
+        self._write("config/production.yaml", f"brokers: ['{kafka.bootstrap}']\nstate_dir: {state}\n")
+        send(kafka, names, range(FIRST))
+        self._cut = stopped_old_program(kafka, names, f"{names}-{OLD_GROUP}")
+        self._known = self._ids()
+        self._history = self._from_redis() if page.endswith("files") else ""
+        assert OLD_GROUP in "".join(blocks(page, "sh"))
+        self._seed, self._run = [line.removeprefix("$ ") for line in "".join(blocks(page, "console")).splitlines()]
+        send(kafka, names, range(FIRST, FIRST + THEN))
 
-    def write(self, name: str, text: str) -> None:
-        (self.directory / name).parent.mkdir(exist_ok=True)
-        (self.directory / name).write_text(text, encoding="utf-8")
+    def _write(self, name: str, text: str) -> None:
+        (self._directory / name).parent.mkdir(parents=True, exist_ok=True)
+        (self._directory / name).write_text(text, encoding="utf-8")
 
-    def here(self, text: str) -> str:
-        """Return the text with this run's names of topics and topology."""
-        return re.sub(r"\borders\b(?!\.yaml)", self.names, text)
+    def _ids(self) -> set[str]:
+        return {id_of(message.value()) for message in read_all(self._kafka.bootstrap, self._names)}
 
-    def until(self, line: str, offsets: dict[int, int]) -> str:
-        """Return the command with the offsets written down."""
-        cut = ",".join(f"{self.names}/{partition}={offset}" for partition, offset in sorted(offsets.items()))
-        assert re.search(r"--until orders/0=1200,orders/1=900", line)
-        return re.sub(r"--until \S+", f"--until {cut}", line)
+    def _from_redis(self) -> str:
+        """The keys are files, as the page shows one; return the seed's option."""
+        (example,) = (json.loads(text) for text in blocks("redis", "json"))
+        self._known |= {f"A-{number}" for number in ONLY_IN_REDIS}
+        lines = [
+            json.dumps({**example, "key": name, "value": order(0, int(name[2:])).decode()})
+            for name in sorted(self._known)
+        ]
+        self._write("keys/keys.json", "\n".join(lines))
+        return f" --history {self._directory / 'keys'} --format json-records"
 
-    def paste(self, line: str) -> None:
-        """The command ends well."""
-        program, *arguments = shlex.split(line)
+    def seed(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The page's seed, with the offsets that were written down, ends well; in this process, which has a session."""
+        monkeypatch.chdir(self._directory)
+        cut = ",".join(f"{self._names}/{partition}={offset}" for partition, offset in sorted(self._cut.items()))
+        line, times = re.subn(r"orders/0=1200,orders/1=900", cut, self._seed)
+        program, *arguments = shlex.split(line + self._history)
+        assert (program, times) == ("dedup", 1)
+        result = CliRunner().invoke(create_app(), [*arguments, "--quiet"])
+        assert result.exit_code == 0, (line, result.output, result.exception)
+
+    def run(self) -> subprocess.Popen[str]:
+        """Start the page's worker, which shall end when it has judged everything."""
+        program, *arguments = shlex.split(self._run)
         assert program == "dedup"
-        if arguments[0] == "spark":
-            # In this process: it has a session already.
-            result = CliRunner().invoke(create_app(), [*arguments, "--quiet"])
-            assert result.exit_code == 0, (line, result.output, result.exception)
-            return
-        command = [sys.executable, "-m", "dedup.cli.main", *arguments, "--exit-when-done", "--set", "web.enabled=false"]
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=200)
-        assert done.returncode == 0, (line, done.stdout, done.stderr)
+        arguments += ["--exit-when-done", "--quiet", "--set", "web.enabled=false"]
+        return subprocess.Popen(
+            [sys.executable, "-m", "dedup.cli.main", *arguments],
+            cwd=self._directory, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )  # fmt: skip
+
+    def lost_and_doubled(self) -> tuple[set[str], list[str]]:
+        """Return of what is new after the cut what is not in the output, and what is there more than once."""
+        found = Counter(id_of(message.value()) for message in read_all(self._kafka.bootstrap, f"{self._names}.unique"))
+        wanted = self._ids() - self._known
+        assert wanted
+        return wanted - set(found), [name for name, times in found.items() if times > 1 or name not in wanted]
 
 
 @pytest.fixture
-def practice(spark: SparkSession, kafka, admin, topic_names, tmp_path, monkeypatch) -> Iterator[Practice]:
-    """Return a function that makes a page's files, its topics, and what came before the cut."""
+def followed(spark: SparkSession, kafka, admin, topic_names, tmp_path, monkeypatch) -> dict[str, Practice]:
+    """Return every page with its topics, files, and the records before and after the cut."""
     monkeypatch.setattr(SparkSession, "stop", lambda _self: None)
-    monkeypatch.chdir(tmp_path)
-
-    def make(page: str) -> Practice:
-        made = Practice(tmp_path, kafka, page, topic_names("orders"))
-        for topic in (made.names, f"{made.names}.unique"):
+    made = {}
+    for number, page in enumerate(PAGES):
+        names = topic_names("orders")
+        for topic in (names, f"{names}.unique"):
             admin.create_topic(topic, 2, {"retention.ms": "-1"})
-        send(kafka, made.names, range(FIRST))
-        return made
-
-    return make
+        made[page] = Practice(tmp_path / str(number), kafka, page, names)
+    return made
 
 
-def after_the_cut(kafka, topic: str, known: set[str]) -> list[str]:
-    """The fleet's output holds what is new after the cut, each ID once."""
-    found = [id_of(message.value()) for message in read_all(kafka.bootstrap, f"{topic}.unique")]
-    sent = {id_of(message.value()) for message in read_all(kafka.bootstrap, topic)}
-    assert sorted(found) == sorted(sent - known)
-    return found
-
-
-@pytest.mark.parametrize("page", PAGES)
-def test_the_cut_loses_and_doubles_nothing(practice, kafka, page):
-    made = practice(page)
-    assert OLD_GROUP in "".join(blocks(page, "sh"))
-    cut = stopped_old_program(kafka, made.names, f"{made.names}-{OLD_GROUP}")
-    known = {id_of(message.value()) for message in read_all(kafka.bootstrap, made.names)}
-    send(kafka, made.names, range(FIRST, FIRST + THEN))
-    seed, run = [line.removeprefix("$ ") for line in "".join(blocks(page, "console")).splitlines()]
-    made.paste(made.until(seed, cut))
-    made.paste(run)
-    assert after_the_cut(kafka, made.names, known)
-
-
-def test_what_only_redis_knows_comes_in_as_files(practice, kafka):
-    made = practice("redis")
-    cut = stopped_old_program(kafka, made.names, f"{made.names}-{OLD_GROUP}")
-    (example,) = (json.loads(text) for text in blocks("redis", "json"))
-    in_topic = {id_of(message.value()) for message in read_all(kafka.bootstrap, made.names)}
-    # Of the next IDs the topic holds nothing any more.
-    in_redis = in_topic | {f"A-{number}" for number in range(IDS, IDS + 50)}
-    lines = [
-        json.dumps({**example, "key": name, "value": order(0, int(name[2:])).decode()}) for name in sorted(in_redis)
-    ]
-    made.write("redis/keys.json", "\n".join(lines))
-    send(kafka, made.names, range(FIRST, FIRST + THEN))
-    seed, run = [line.removeprefix("$ ") for line in "".join(blocks("redis", "console")).splitlines()]
-    made.paste(made.until(seed, cut) + f" --history {made.directory / 'redis'} --format json-records")
-    made.paste(run)
-    assert after_the_cut(kafka, made.names, in_redis)
+def test_the_cut_of_every_page_loses_and_doubles_nothing(followed, monkeypatch):
+    for page in followed.values():
+        page.seed(monkeypatch)
+    workers = {name: page.run() for name, page in followed.items()}
+    try:
+        said = {name: worker.communicate(timeout=WITHIN_S)[0] for name, worker in workers.items()}
+    finally:
+        for worker in workers.values():
+            worker.kill()
+            worker.wait()
+    assert {name: worker.returncode for name, worker in workers.items()} == dict.fromkeys(PAGES, 0), said
+    assert {name: page.lost_and_doubled() for name, page in followed.items()} == dict.fromkeys(PAGES, (set(), []))

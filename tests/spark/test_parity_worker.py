@@ -31,6 +31,7 @@ pytestmark = pytest.mark.broker
 
 MANY = int(os.environ.get("DEDUP_TEST_PARITY_EVENTS", "100000"))
 FEW = 2_000
+BEHIND_A_REPARTITION = int(os.environ.get("DEDUP_TEST_PARITY_EVENTS", FEW))
 A_YEAR_LATER_MS = BASE_MS + 365 * 86_400_000
 ALL = {**RULES, **POLICIES}
 SEEN_IN_TOPICS = [name for name, options in ALL.items() if options.get("late") != "drop"]
@@ -122,11 +123,11 @@ def compared(spark, kafka, admin, topic_names, tmp_path):
     return compare
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(3_600)
 @pytest.mark.parametrize("name", ["field", "identity"])
 def test_behind_a_repartition_topic_in_its_order(spark, kafka, admin, topic_names, tmp_path, name):
     topic = topic_names("parity-in")
-    events = stream(8, FEW)
+    events = stream(8, BEHIND_A_REPARTITION)
     # Equal IDs in any partition, and one partition far ahead of the other.
     events = [replace(event, partition=number * 7919 % 2) for number, event in enumerate(events)]
     places = sent(admin, topic, events)
@@ -139,7 +140,7 @@ def test_behind_a_repartition_topic_in_its_order(spark, kafka, admin, topic_name
     admin.create_topic(topology.output.topic, 2, ANY_TIME)
     worker = start_worker(tmp_path, file, kafka, name)
     try:
-        until_ended(worker, tmp_path / f"{name}.log", 240)
+        until_ended(worker, tmp_path / f"{name}.log", 1_800)
     finally:
         worker.kill()
     now_ms = int(time.time() * 1000)
