@@ -26,7 +26,7 @@ PREFIX: Final = "DEDUP_"
 BROKER_DEFAULT: Final = -1
 """A replication factor that leaves the choice to the brokers, in Kafka's own protocol (KIP-464)."""
 
-_NOT_SETTINGS: Final = ("DEDUP_CRASH_", "DEDUP_TEST_", "DEDUP_BENCH_", "DEDUP_DEMO_")
+_NOT_SETTINGS: Final = ("DEDUP_CRASH_", "DEDUP_TEST_", "DEDUP_BENCH_", "DEDUP_DEMO_", "DEDUP_JDBC_")
 _SECRETS: Final[frozenset[At]] = frozenset({("security", "password"), ("security", "key_password"), ("web", "token")})
 _REFERENCE: Final = re.compile(r"\$\{([a-z]*):([^}]*)\}")
 _MOST_SECRET_BYTES: Final = 65_536

@@ -39,16 +39,19 @@ def run(
 ) -> None:
     """Deduplicate a topology's topics: one worker, or N supervised ones, until a signal comes."""
     import os
+    from dataclasses import replace
 
     from dedup.cli.inputs import read_topology
     from dedup.settings import load_settings
     from dedup.worker.fleet import FleetPlan, supervise
     from dedup.worker.logs import set_up_logging
+    from dedup.worker.worker_id import kept_worker_id
 
     settings = load_settings(config, overrides or [], os.environ)
     parsed = read_topology(topology)
     set_up_logging(settings)
     if workers > 1:
+        settings = replace(settings, worker_id=kept_worker_id(settings))
         plan = FleetPlan(topology, config, tuple(overrides or ()), settings, workers, exit_when_done=exit_when_done)
         raise typer.Exit(supervise(plan))
     _run_one(parsed, settings, exit_when_done=exit_when_done, quiet=quiet)

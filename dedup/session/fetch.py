@@ -181,14 +181,14 @@ class FeedFetcher:
             await asyncio.sleep(self._wait_ms / 1000)
             return []
         done, _ = await asyncio.wait(self._flights.values(), return_when=asyncio.FIRST_COMPLETED)
+        # All at once: while leaders are looked up again the assignment may end, and the flights with it.
+        landed = [self._flights.pop(node) for node, flight in list(self._flights.items()) if flight in done]
         found: list[Answer] = []
-        for node, flight in list(self._flights.items()):
-            if flight in done:
-                del self._flights[node]
-                try:
-                    found += flight.result()
-                except NoAnswer:
-                    await self._wire.refresh()
+        for flight in landed:
+            try:
+                found += flight.result()
+            except NoAnswer:
+                await self._wire.refresh()
         await self._launch(wanted)
         return found if life == self._life else []
 

@@ -28,7 +28,7 @@ from dedup.spark.shipped import ShippedSettings
 from dedup.store.base import TaskRecord
 from dedup.store.changelog import encode_task_record, task_record_key
 from dedup.store.seed_mark import SEED_MARK_KEY, SeedMark, encode_seed_mark
-from dedup.worker.starting import committed_offset
+from dedup.worker.starting import bounds_of, committed_offset
 
 if TYPE_CHECKING:
     from dedup.settings import Settings
@@ -111,8 +111,10 @@ async def write_partition(
         if await committed_offset(wire, topology.name, feeding) is not None:
             skipped = sum(1 for _ in rows)
             return {"partition": partition, "records": skipped, "was_there": True}
+        # What this seed writes is all that its state counts on: a log that begins higher one day was truncated.
+        kept_from = (await bounds_of(wire, TopicPartition(topology.changelog_topic, partition))).start
         count = await _write_rows(plan, settings, session, partition, rows)
-        await _finish(plan, session, wire, partition)
+        await _finish(plan, session, wire, partition, kept_from)
     finally:
         await session.drop()
     return {"partition": partition, "records": count, "was_there": False}
@@ -164,9 +166,9 @@ async def _insist(session: Session, lines: Mapping[TopicPartition, list[Line]], 
             return
 
 
-async def _finish(plan: WritePlan, session: Session, wire: KafkaWire, partition: int) -> None:
+async def _finish(plan: WritePlan, session: Session, wire: KafkaWire, partition: int, kept_from: int) -> None:
     """Commit the last transaction: from now on a task may start."""
-    topology, record = plan.topology, plan.records[partition]
+    topology, record = plan.topology, replace(plan.records[partition], kept_from=kept_from)
     mark = replace(plan.marks[partition], phase="seeded")
     now_ms = int(time.time() * 1000)
     closing: list[Line] = [

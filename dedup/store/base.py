@@ -96,6 +96,9 @@ class Store(Protocol):
         A segment ends at its start plus the greatest of ``segment_ms`` and the widths it was written under.
         """
 
+    def clear(self) -> None:
+        """Forget sightings, task record and position in one atomic write, also over a SIGKILL; the store stays open."""
+
     def warm(self, ids: int) -> bool:
         """Make look-ups of up to ``ids`` more IDs as quick as they get; True when there is nothing left to do."""
 

@@ -70,6 +70,12 @@ class MemoryStore:
         self._task_record = current
         self._position = position
 
+    def clear(self) -> None:
+        """Forget sightings, task record and position."""
+        self._refuse_if_closed()
+        self._segments.clear()
+        self._task_record, self._position = None, 0
+
     def drop_below(self, oldest_live_ms: int, segment_ms: int) -> tuple[int, ...]:
         """Drop every segment that ends at or before ``oldest_live_ms``; return their starts, ascending."""
         self._refuse_if_closed()

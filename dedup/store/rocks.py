@@ -210,6 +210,22 @@ class RocksStore:
                 self._drop_family(str(start))
         return dropped
 
+    def clear(self) -> None:
+        """Forget sightings, task record and position, in one atomic write."""
+        self._refuse_if_closed()
+        batch = WriteBatch(raw_mode=True)
+        with ErrorsOf(self._directory):
+            batch.delete(_STATE)
+            for start in self._segments:
+                batch.delete(_segment_key(start))
+            self._db.write(batch, self._write_options)
+            starts = sorted(self._segments)
+            self._segments.clear()
+            self._task_record, self._position = None, 0
+            for start in starts:
+                # Killed before it is dropped, a family without an entry is dropped at the next open.
+                self._drop_family(str(start))
+
     def first_offset(self, segment: int) -> int | None:
         """Return a changelog offset at or below the first that wrote into the segment; None if it is not held."""
         self._refuse_if_closed()

@@ -94,6 +94,7 @@ def create_app(topology: Topology, settings: Settings, cluster: Cluster, wire: K
         wire,
         topology.changelog_topic,
         topology.window,
+        workshop.fingerprint(),
         workshop.open_store,
         prepare=workshop.prepare,
         release_store=workshop.release_store,

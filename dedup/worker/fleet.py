@@ -22,8 +22,10 @@ FIRST_BACK_OFF_S: Final = 0.5
 LONGEST_BACK_OFF_S: Final = 30.0
 CALM_S: Final = 60.0
 """A worker that lived this long starts again without delay."""
-FINAL: Final = frozenset({2, 3, 5})
-"""Exit codes that no restart cures: the author's mistake, state incompatible, broker refused."""
+FINAL: Final = frozenset({2, 3})
+"""Exit codes that no restart cures: the author's mistake, state incompatible."""
+NO_BROKER: Final = 5
+"""Final where the worker has never been calm: a wrong address or password. Later, the brokers come back."""
 
 
 @dataclass(slots=True)
@@ -36,6 +38,7 @@ class Child:
     back_off_s: float = FIRST_BACK_OFF_S
     start_at_s: float | None = None
     finished: bool = False
+    was_calm: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +49,7 @@ class FleetPlan:
     config: Path | None
     overrides: tuple[str, ...]
     settings: Settings
+    """With a `worker_id`: two machines must not have the same."""
     workers: int
     exit_when_done: bool = False
 
@@ -54,11 +58,8 @@ class FleetPlan:
         line = [sys.executable, "-m", "dedup.cli.main", "run", str(self.topology), "--quiet"]
         if self.config is not None:
             line += ["--config", str(self.config)]
-        worker_id = self.settings.worker_id or "worker"
-        own = (
-            f"worker_id={worker_id}-{number}",
-            f"state_dir={self.settings.state_dir / f'{worker_id}-{number}'}",
-        )
+        own_id = f"{self.settings.worker_id}-{number}"
+        own = (f"worker_id={own_id}", f"state_dir={self.settings.state_dir / own_id}")
         for override in (*self.overrides, *own, *self._pages(number)):
             line += ["--set", override]
         return [*line, "--exit-when-done"] if self.exit_when_done else line
@@ -93,11 +94,9 @@ def supervise(plan: FleetPlan) -> int:
     ]  # our own command line
     code = 0
     try:
-        while not stopping and not all(child.finished for child in children):
+        while not stopping and not code and not all(child.finished for child in children):
             for child in children:
-                code = max(code, _look_after(child, lines[child.number]))
-            if code in FINAL:
-                break
+                code = max(code, _look_after(child, lines[child.number], time.monotonic()))
             time.sleep(LOOK_S)
     finally:
         _drain(children)
@@ -106,9 +105,8 @@ def supervise(plan: FleetPlan) -> int:
     return code
 
 
-def _look_after(child: Child, line: list[str]) -> int:
+def _look_after(child: Child, line: list[str], now_s: float) -> int:
     """Restart a dead worker after its back-off; return an exit code that ends the fleet, else 0."""
-    now_s = time.monotonic()
     if child.finished:
         return 0
     if child.start_at_s is not None:
@@ -122,10 +120,10 @@ def _look_after(child: Child, line: list[str]) -> int:
     if code == 0:
         child.finished = True
         return 0
-    if code in FINAL:
-        return code
     if now_s - child.started_s > CALM_S:
-        child.back_off_s = FIRST_BACK_OFF_S
+        child.was_calm, child.back_off_s = True, FIRST_BACK_OFF_S
+    if code in FINAL or (code == NO_BROKER and not child.was_calm):
+        return code
     log.warning("worker %d ended with %d; it starts again in %.1f s", child.number, code, child.back_off_s)
     child.start_at_s = now_s + child.back_off_s
     child.back_off_s = min(2 * child.back_off_s, LONGEST_BACK_OFF_S)

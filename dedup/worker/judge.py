@@ -111,10 +111,14 @@ class Judge:
         Made from applied state only. A sighting not applied yet is above: segments are born at or below the store's
         position, which the open transaction's records are not.
         """
-        if self._store is None:
+        store = self._store
+        record = None if store is None else store.task_record
+        if store is None or record is None or record.kept_from == NOT_SAID:
             return None
-        births = (self._store.first_offset(segment) for segment in self._store.segments())
-        return min((birth for birth in births if birth is not None), default=None)
+        births = [birth for birth in map(store.first_offset, store.segments()) if birth is not None]
+        # Not beyond what the last task record says, or an empty disk would take our doing for somebody else's: births
+        # differ from owner to owner, and the next commit says ours.
+        return min([*births, record.kept_from]) if births else None
 
     @property
     def store(self) -> Store | None:

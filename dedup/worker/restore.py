@@ -62,8 +62,9 @@ async def restore(
         accept(store.task_record)
     bounds = await bounds_of(wire, changelog)
     refuse_other_changelog(store, changelog, bounds)
+    await clear_other_grid(wire, changelog, store, window, bounds)
     if store.position < bounds.start:
-        await refuse_truncated(wire, changelog, bounds)
+        await refuse_truncated(wire, changelog, bounds, store.task_record)
     # Without a task record nothing was ever committed but perhaps half a seed, whose mark must be read again.
     position = bounds.start if store.task_record is None else max(store.position, bounds.start)
     begin, records = position, 0
@@ -75,7 +76,7 @@ async def restore(
             await wire.pause(PAUSE_MS)
             continue
         except StateIncompatible as refused:
-            position = await truncated_to(wire, changelog, position, refused)
+            position = await truncated_to(wire, changelog, position, store.task_record, refused)
             continue
         if fetched.next_offset > position:
             found = collect(fetched.keys, fetched.values)
@@ -118,15 +119,39 @@ async def _last_between(wire: Wire, changelog: TopicPartition, begin: int, end: 
     return found
 
 
-async def refuse_truncated(wire: Wire, changelog: TopicPartition, bounds: LogBounds) -> None:
-    """Raise StateIncompatible if the changelog begins after records that its last task record counts on."""
+async def clear_other_grid(
+    wire: Wire, changelog: TopicPartition, store: Store, window: Window, bounds: LogBounds
+) -> None:
+    """Forget local state in segments of another width, of another guard period: it is read anew from the changelog.
+
+    Raises StateIncompatible, with nothing touched, where the changelog does not hold all of it any more.
+    """
+    record = store.task_record
+    if record is not None and record.segment_ms != window.segment_ms:
+        await refuse_truncated(wire, changelog, bounds, record)
+        store.clear()
+
+
+async def refuse_truncated(wire: Wire, changelog: TopicPartition, bounds: LogBounds, held: TaskRecord | None) -> None:
+    """Raise StateIncompatible if the changelog begins after records that its last task record counts on.
+
+    And where it has none any more, but local state was written with one, ``held``: no owner deletes the last.
+    """
     record = await last_task_record(wire, changelog)
+    if record is None and held is not None:
+        raise StateIncompatible(
+            f"{changelog.topic}/{changelog.partition} begins at offset {bounds.start} and holds no task record, but "
+            f"the local state was written with one: somebody has emptied the changelog. What was written after this "
+            f"disk's state is gone. Nothing was touched. Start it where the newest disk is, or accept the loss of "
+            f"these sightings with `dedup reset`."
+        )
     if record is not None and record.counts_on_more(bounds.start):
         raise StateIncompatible(
             f"{changelog.topic}/{changelog.partition} begins at offset {bounds.start}, but its last task record says "
             f"that state in force was written from offset {record.kept_from} on: somebody has truncated the changelog. "
-            f"This worker's disk does not hold what is gone. Nothing was touched. Start it where the disk does, or "
-            f"accept the loss of these sightings with `dedup reset`."
+            f"This worker's disk does not hold what is gone, or holds it for another guard period. Nothing was "
+            f"touched. Start it where the disk does, with the guard period before, or accept the loss of these "
+            f"sightings with `dedup reset`."
         )
 
 
@@ -139,7 +164,9 @@ def refuse_half_seed(changelog: TopicPartition, mark: SeedMark) -> NoReturn:
     )
 
 
-async def truncated_to(wire: Wire, changelog: TopicPartition, position: int, refused: StateIncompatible) -> int:
+async def truncated_to(
+    wire: Wire, changelog: TopicPartition, position: int, held: TaskRecord | None, refused: StateIncompatible
+) -> int:
     """Return the log's start, which an owner has moved past ``position``: it deletes only what no live segment needs.
 
     Raises ``refused``, the answer to a fetch, if the log still holds the position; StateIncompatible, too, if somebody
@@ -148,7 +175,7 @@ async def truncated_to(wire: Wire, changelog: TopicPartition, position: int, ref
     bounds = await bounds_of(wire, changelog)
     if bounds.start <= position:
         raise refused
-    await refuse_truncated(wire, changelog, bounds)
+    await refuse_truncated(wire, changelog, bounds, held)
     return bounds.start
 
 

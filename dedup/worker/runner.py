@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
-import secrets
 import signal
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -25,6 +24,7 @@ from dedup.worker.finish import Finish
 from dedup.worker.lost_offsets import refuse_lost_offsets
 from dedup.worker.plan import Cluster, group_is_new, prepare
 from dedup.worker.starting import bounds_of
+from dedup.worker.worker_id import kept_worker_id
 
 if TYPE_CHECKING:
     from dedup.settings import Settings
@@ -96,26 +96,6 @@ async def _run_alone(topology: Topology, settings: Settings, options: RunOptions
         return app
     finally:
         await wire.stop()
-
-
-def kept_worker_id(settings: Settings) -> str:
-    """Return the worker's id: the configured one, or one made once and kept in the state directory.
-
-    It makes the member static (KIP-345): a worker that was killed and comes back has its partitions again at once.
-    """
-    if settings.worker_id is not None:
-        return settings.worker_id
-    path = settings.state_dir / "worker-id"
-    try:
-        settings.state_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if not path.exists():
-            path.write_text(f"worker-{secrets.token_hex(4)}\n", encoding="ascii")
-        return path.read_text(encoding="ascii").strip()
-    except OSError as error:
-        raise StateIncompatible(
-            f"{settings.state_dir}: can not be used: {error.strerror}. Make state_dir writable for this user, or set "
-            f"another one."
-        ) from error
 
 
 async def _cluster(topology: Topology, settings: Settings, wire: KafkaWire) -> Cluster:

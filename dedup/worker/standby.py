@@ -13,7 +13,14 @@ from dedup.errors import DedupError, StateIncompatible
 from dedup.session.wire import Fetched, NoAnswer, TopicPartition, Wire
 from dedup.store.base import Store
 from dedup.store.changelog import collect
-from dedup.worker.restore import apply_changelog, refuse_other_changelog, refuse_truncated, truncated_to
+from dedup.worker.restore import (
+    apply_changelog,
+    clear_other_grid,
+    refuse_other_changelog,
+    refuse_other_fingerprint,
+    refuse_truncated,
+    truncated_to,
+)
 from dedup.worker.starting import bounds_of
 
 IDLE_MS: Final = 100
@@ -32,6 +39,7 @@ class Standbys:
         wire: Wire,
         changelog_topic: str,
         window: Window,
+        fingerprint: bytes,
         open_store: Callable[[int], Store],
         *,
         prepare: Callable[[int], Awaitable[None]],
@@ -40,6 +48,7 @@ class Standbys:
         self._wire: Final = wire
         self._topic: Final = changelog_topic
         self._window: Final = window
+        self._fingerprint: Final = fingerprint
         self._open_store: Final = open_store
         self._prepare: Final = prepare
         """Awaited before a store is opened: brings local state where there is none."""
@@ -71,8 +80,11 @@ class Standbys:
             store = self._stores[partition] = self._open_store(partition)
             bounds = await bounds_of(self._wire, changelog)
             refuse_other_changelog(store, changelog, bounds)
+            if store.task_record is not None:
+                refuse_other_fingerprint(store.task_record.fingerprint, self._fingerprint, changelog)
+            await clear_other_grid(self._wire, changelog, store, self._window, bounds)
             if store.position < bounds.start:
-                await refuse_truncated(self._wire, changelog, bounds)
+                await refuse_truncated(self._wire, changelog, bounds, store.task_record)
             position = max(store.position, bounds.start)
             while True:
                 position = await self._step(partition, store, position)
@@ -91,7 +103,8 @@ class Standbys:
             await self._wire.pause(IDLE_MS)
             return position
         except StateIncompatible as refused:
-            return await truncated_to(self._wire, TopicPartition(self._topic, partition), position, refused)
+            changelog = TopicPartition(self._topic, partition)
+            return await truncated_to(self._wire, changelog, position, store.task_record, refused)
         if fetched.next_offset > position:
             async with self._turn:
                 await asyncio.sleep(SHARE * self._apply(store, fetched))

@@ -6,7 +6,6 @@ Knows no Faust: the Spark stream builds its tasks here, too.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from dedup.core.extract import compile_extractor
@@ -87,23 +86,10 @@ class Workshop:
         if waiting is not None:
             return waiting
         directory = store_directory(self.settings.state_dir, self.identity(partition))
-        return self.bootstrap.opened(directory, lambda: self._open(partition, directory))
-
-    def _open(self, partition: int, directory: Path) -> Store:
         identity = self.identity(partition)
-        store = RocksStore.open(directory, identity=identity, memory=self.memory)
-        record = store.task_record
-        if (
-            record is not None
-            and record.segment_ms != self.topology.window.segment_ms
-            and record.fingerprint == self.fingerprint()
-        ):
-            # Another guard period: what is on disk stands in segments of another width. The changelog holds it too,
-            # and a restore puts every sighting into the segment it belongs to now. Of another fingerprint it is not
-            # ours to wipe: the task refuses it.
-            store.wipe()
-            store = RocksStore.open(directory, identity=identity, memory=self.memory)
-        return store
+        return self.bootstrap.opened(
+            directory, lambda: RocksStore.open(directory, identity=identity, memory=self.memory)
+        )
 
     def release_store(self, partition: int, store: Store) -> None:
         """The store is kept open for who is next, or closed; the caller must not use it any more."""

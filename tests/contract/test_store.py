@@ -311,3 +311,30 @@ def test_a_reopened_store_finds_the_same_before_and_after_its_prefilters_are_rea
     assert store.warm(0)
     assert store.get_many(0, [*asked, b"a", b"z"]) == {**known, b"a": b"w", b"z": b"w"}
     store.close()
+
+
+def test_a_cleared_store_is_as_fresh(house):
+    house.store.apply({0: {b"a": b"1"}, 100: {b"b": b"2"}}, RECORD, 5)
+    house.store.clear()
+    for store in before_and_after(house):
+        assert (store.position, store.task_record, store.segments(), contents(store)) == (0, None, (), [])
+    house.store.apply({0: {b"c": b"3"}}, RECORD, 2)
+    for store in before_and_after(house):
+        assert (store.position, contents(store), store.first_offset(0)) == (2, [(0, b"c", b"3")], 0)
+
+
+def test_a_store_that_was_being_cleared_when_it_ended_is_as_fresh(directory, monkeypatch):
+    store = RocksStore.open(directory, identity=IDENTITY, memory=MEMORY)
+    store.apply({0: {b"a": b"1"}, 100: {b"b": b"2"}}, RECORD, 5)
+
+    def killed(_store, _name):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(RocksStore, "_drop_family", killed)
+        with pytest.raises(KeyboardInterrupt):
+            store.clear()
+    store.close()
+    store = RocksStore.open(directory, identity=IDENTITY, memory=MEMORY)
+    assert (store.position, store.task_record, store.segments(), contents(store)) == (0, None, (), [])
+    store.close()

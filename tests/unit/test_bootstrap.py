@@ -304,6 +304,7 @@ async def test_a_standby_begins_with_it_too(log, tmp_path, place):
         log,
         "t.changelog",
         shop.topology.window,
+        shop.fingerprint(),
         shop.open_store,
         prepare=shop.prepare,
         release_store=shop.release_store,

@@ -3,7 +3,7 @@
 import asyncio
 
 from dedup.session.fetch import FeedFetcher
-from dedup.session.wire import TopicPartition
+from dedup.session.wire import NoAnswer, TopicPartition
 
 OLD, NEW = TopicPartition("in", 0), TopicPartition("in", 1)
 
@@ -47,3 +47,33 @@ async def test_an_assignment_that_ends_while_leaders_are_looked_up_is_not_fetche
     assert wire.asked == [("in", 1, 7)]
     fetcher.forget()
     poll.cancel()
+
+
+class TwoNodes(Wire):
+    """A cluster of two nodes that give no answer; its metadata is looked up again for a while."""
+
+    def __init__(self):
+        super().__init__()
+        self.refreshing = asyncio.Event()
+
+    async def leader(self, source):
+        return source.partition
+
+    async def send(self, node, request, lane):
+        raise NoAnswer("the broker is gone")
+
+    async def refresh(self):
+        self.refreshing.set()
+        await self.metadata.wait()
+
+
+async def test_an_assignment_that_ends_while_leaders_are_looked_up_again_ends_in_peace():
+    wire = TwoNodes()
+    fetcher = FeedFetcher(wire, wait_ms=1)
+    fetcher.begin(OLD, 5)
+    fetcher.begin(NEW, 6)
+    poll = asyncio.create_task(fetcher.poll([OLD, NEW]))
+    await wire.refreshing.wait()
+    fetcher.forget()
+    wire.metadata.set()
+    assert await poll == []

@@ -1,13 +1,17 @@
-"""What a supervised worker is started with."""
+"""What a supervised worker is started with, and when it is started again."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from dedup.cli.main import create_app
 from dedup.settings import load_settings
-from dedup.worker.fleet import FleetPlan
+from dedup.worker import fleet
+from dedup.worker.fleet import FIRST_BACK_OFF_S, Child, FleetPlan, _look_after
 
 
 def sets_of(number: int, *overrides: str) -> dict[str, str]:
@@ -40,3 +44,58 @@ def test_an_advertised_port_counts_on_and_a_name_alone_stays():
 
 def test_any_free_port_stays_any_free_port():
     assert sets_of(2, "web.port=0")["web.port"] == "0"
+
+
+@pytest.fixture
+def planned(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., FleetPlan]:
+    """Return a function that gives the plan of `dedup run --workers 2` in a state directory."""
+    plans: list[FleetPlan] = []
+
+    def supervised(plan: FleetPlan) -> int:
+        plans.append(plan)
+        return 0
+
+    monkeypatch.setattr(fleet, "supervise", supervised)
+    topology = Path(__file__).parents[2] / "topologies" / "simplest.yaml"
+
+    def plan(state_dir: str) -> FleetPlan:
+        line = ["run", str(topology), "--workers", "2", "--set", f"state_dir={tmp_path / state_dir}"]
+        found = CliRunner().invoke(create_app(), [*line, "--set", "brokers=b:9092"])
+        assert found.exit_code == 0, found.output
+        return plans[-1]
+
+    return plan
+
+
+def test_workers_of_two_machines_never_have_the_same_id_and_keep_theirs(planned):
+    ids = [planned(machine).settings.worker_id for machine in ("one", "other", "one")]
+    assert ids[0] == ids[2] != ids[1]
+    assert f"worker_id={ids[1]}-1" in planned("other").command(1)
+
+
+class Dead:
+    """A process that has ended."""
+
+    def __init__(self, code: int) -> None:
+        self.code = code
+
+    def poll(self) -> int:
+        return self.code
+
+
+@pytest.mark.parametrize(
+    ("code", "lived_s", "ends_the_fleet"),
+    [(2, 3_600, 2), (3, 3_600, 3), (5, 1, 5), (5, 3_600, 0), (1, 1, 0), (137, 3_600, 0)],
+)
+def test_a_fleet_that_was_up_outlives_its_brokers_absence(code, lived_s, ends_the_fleet):
+    child = Child(0, Dead(code), started_s=0)
+    assert _look_after(child, ["dedup"], lived_s) == ends_the_fleet
+    assert (child.start_at_s is None) == bool(ends_the_fleet)
+
+
+def test_and_goes_on_trying():
+    child = Child(0, Dead(5), started_s=0)
+    _look_after(child, ["dedup"], 3_600)
+    child.started_s, child.start_at_s = 3_601, None
+    assert _look_after(child, ["dedup"], 3_632) == 0
+    assert child.back_off_s > FIRST_BACK_OFF_S

@@ -146,3 +146,53 @@ async def test_a_changelog_of_before_the_first_own_record_says_nothing_of_it():
     store = MemoryStore()
     await restored(Log([record(OURS), record(OURS)], start=1), store)
     assert store.position == 2
+
+
+EMPTIED = r"begins at offset 100 and holds no task record, but the local state was written with one"
+
+
+@pytest.mark.parametrize("log", [Log([sighting(b"x")] * 100, start=100), Log([sighting(b"x")] * 900, start=100)])
+async def test_an_emptied_changelog_is_refused_on_a_disk_that_was_not_the_last(log):
+    store = MemoryStore()
+    held = TaskRecord(OURS, 5, (), 1, WINDOW.segment_ms, 0)
+    store.apply({}, held, 50)
+    with pytest.raises(StateIncompatible, match=EMPTIED):
+        await restored(log, store)
+    assert (store.position, store.task_record) == (50, held)
+
+
+async def test_a_changelog_emptied_during_a_restore_is_refused_too():
+    store = MemoryStore()
+    lines = [sighting(b"a"), record(OURS), *[sighting(b"x")] * 998]
+    with pytest.raises(StateIncompatible, match=EMPTIED):
+        await restored(Truncated(lines, to=100), store)
+    assert store.position == 50
+
+
+def of_another_grid():
+    store = MemoryStore()
+    held = TaskRecord(OURS, 5, (), 1, 7 * WINDOW.segment_ms, 0)
+    store.apply({0: {b"key": b"value"}}, held, 2_000)
+    return store
+
+
+async def test_state_of_another_guard_period_is_read_anew_from_the_changelog():
+    store = of_another_grid()
+    found = await restored(long_log(100, 100), store)
+    assert (found.start, found.records, store.task_record.next_offset) == (100, 2_501, 1_000)
+    assert b"key" not in {name for _, name, _ in store.sightings()}
+
+
+async def test_state_of_another_guard_period_is_kept_where_it_alone_holds_what_was_truncated():
+    store = of_another_grid()
+    with pytest.raises(StateIncompatible, match=r"with the guard period before"):
+        await restored(long_log(100, 99), store)
+    assert (store.position, store.segments()) == (2_000, (0,))
+
+
+async def test_state_of_another_id_rule_is_not_cleared_whatever_the_guard_period():
+    store = MemoryStore()
+    store.apply({0: {b"key": b"value"}}, TaskRecord(THEIRS, 5, (), 1, 7 * WINDOW.segment_ms, 0), 9)
+    with pytest.raises(StateIncompatible, match="another topology"):
+        await restored(long_log(0, 0), store)
+    assert (store.position, store.segments()) == (9, (0,))

@@ -1,5 +1,7 @@
 """Stores as tasks get them."""
 
+import pytest
+
 from dedup.session.admin import Topic
 from dedup.settings import Settings
 from dedup.store.base import TaskRecord
@@ -27,27 +29,14 @@ def opened(state_dir, guard):
     return topology.window, topology.state_fingerprint({"in": 1}), workshop.open_store(0)
 
 
-def test_state_of_another_guard_period_is_restored_from_the_changelog(tmp_path):
+@pytest.mark.parametrize("guard", ["1h", "5m"])
+def test_a_store_is_opened_as_it_was_left_whatever_the_guard_period(tmp_path, guard):
+    """What is of another grid is cleared by a restore, which knows whether the changelog holds it all."""
     window, fingerprint, store = opened(tmp_path, "1h")
     record = TaskRecord(fingerprint, 1_000, (), 7, window.segment_ms)
     store.apply({0: {b"key": b"value"}}, record, 9)
     store.close()
 
-    window, _, store = opened(tmp_path, "1h")
-    assert (store.position, store.segments()) == (9, (0,))
-    store.close()
-
-    window, _, store = opened(tmp_path, "5m")
-    assert (store.position, store.segments(), store.task_record) == (0, (), None)
-    store.close()
-
-
-def test_state_of_another_id_rule_is_not_wiped_whatever_the_guard_period(tmp_path):
-    window, _, store = opened(tmp_path, "1h")
-    record = TaskRecord(b"another topology", 1_000, (), 7, window.segment_ms)
-    store.apply({0: {b"key": b"value"}}, record, 9)
-    store.close()
-
-    _, _, store = opened(tmp_path, "5m")
+    _, _, store = opened(tmp_path, guard)
     assert (store.position, store.segments(), store.task_record) == (9, (0,), record)
     store.close()
