@@ -133,7 +133,8 @@ class TopicsFile(_Keys):
         default=None, description="Default: the brokers' default."
     )
     retention: Annotated[str, BeforeValidator(_as_text), _between("1s", "36500d"), _DURATION] | None = Field(
-        default=None, description="Of the output and side topics. Default: the source topic's."
+        default=None,
+        description="Of output, duplicates, conflicts. Default: the source topic's. Late, dead letters: the brokers'.",
     )
     partitions: Annotated[int, _number(1, 100_000)] | None = Field(
         default=None, description="Of the repartition topic. Default: the source topic's."

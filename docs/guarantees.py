@@ -106,7 +106,7 @@ ORACLES: Final = (
 FIGURES: Final[dict[str, tuple[str, ...]]] = {
     "simulator": ("schedules", "seeds"),
     "fuzz": ("records",),
-    "soak": ("sent",),
+    "soak": ("sent", "verified_records"),
     "chaos": ("kills", "records"),
     "verify": ("records",),
 }
@@ -201,7 +201,7 @@ def figures() -> str:
         by_kind.setdefault(run["proof_run"], []).append(run)
     for kind, own in sorted(by_kind.items()):
         names = FIGURES.get(kind, ())
-        sums = ", ".join(f"{sum(run.get(name, 0) for run in own):,} {name}" for name in names)
+        sums = ", ".join(f"{sum(run.get(name, 0) for run in own):,} {name.replace('_', ' ')}" for name in names)
         wrong = sum(run["wrong"] if "wrong" in run else not run["passed"] for run in own)
         hours = sum(run.get("seconds", 0) for run in own) / 3600
         commits = ", ".join(sorted({f"`{run['commit']}`" for run in own}))

@@ -22,7 +22,7 @@ Examples:
 
   dedup spark upsert topologies/orders.yaml --jdbc jdbc:postgresql://db/shop --table orders --user dedup
 
-  dedup spark upsert topologies/orders.yaml --input verdicts/ --jdbc jdbc:sqlite:shop.db --table orders
+  dedup spark upsert t.yaml --input verdicts/run=backfill/verdict=unique --jdbc jdbc:sqlite:shop.db --table orders
 """
 
 

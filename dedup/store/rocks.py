@@ -87,7 +87,7 @@ class RocksStore:
         """
         prepare_directory(directory)
         memory = memory or RocksMemory()
-        options = rocks_options(memory, hashed=False)
+        options = rocks_options(memory, hashed=False, segment=False)
         failure: DedupError | None = None
         with ErrorsOf(directory):
             manifest = Manifest.of(directory)
@@ -97,7 +97,7 @@ class RocksStore:
                 raise TaskCorrupted(f"{directory}: the file CURRENT is gone. {RESTORE}")
             names = Rdict.list_cf(str(directory), options) if exists else ["default"]
             hashed = [name for name in names if name != "default" and memory.take_table()]
-            families = {name: rocks_options(memory, hashed=name in hashed) for name in names}
+            families = {name: rocks_options(memory, hashed=name in hashed, segment=name != "default") for name in names}
             try:
                 store = cls(directory, Rdict(str(directory), options, families), memory, hashed)
             except BaseException:

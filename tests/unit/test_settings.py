@@ -199,7 +199,9 @@ def test_a_mistake_on_the_command_line(override, said):
 
 
 def test_an_unknown_variable_is_refused_but_not_those_of_tests():
-    said = problems("brokers: [a:1]", DEDUP_WEB__PROT="1", DEDUP_TEST_BROKER="x", DEDUP_JDBC_PASSWORD="y", DEDUP_CRASH_AT="y")
+    said = problems(
+        "brokers: [a:1]", DEDUP_WEB__PROT="1", DEDUP_TEST_BROKER="x", DEDUP_JDBC_PASSWORD="y", DEDUP_CRASH_AT="y"
+    )
     assert said == ['DEDUP_WEB__PROT: no setting has this variable; did you mean "DEDUP_WEB__PORT"?']
 
 
