@@ -51,10 +51,10 @@ def truncated(job: Job, *, within_records: int) -> bool:
     return all(end - begin <= within_records for begin, end in sizes(job, job.topology.changelog_topic).values())
 
 
-def truncate(job: Job) -> None:
+def truncate(job: Job, *, keep: int = 3) -> None:
     """Do what no owner does: delete nearly all of the changelog."""
     ends = job.admin.end_offsets(job.topology.changelog_topic)
-    places = [TopicPartition(job.topology.changelog_topic, partition, end - 3) for partition, end in ends.items()]
+    places = [TopicPartition(job.topology.changelog_topic, partition, end - keep) for partition, end in ends.items()]
     for future in job.admin.client.delete_records(places).values():
         future.result(timeout=30)
 
@@ -125,6 +125,35 @@ def test_a_changelog_that_somebody_truncates_is_told_of_and_counts_for_no_empty_
     job.refused("elsewhere", code=3, says="somebody has truncated the changelog")
     # The disk that holds it all serves on: what came first is still a duplicate.
     job.send(seconds(0, 7))
+    job.finish()
+    job.judge()
+
+
+def test_an_emptied_changelog_is_no_whole_one_for_a_disk_that_is_not_the_newest(make_job: MakeJob) -> None:
+    job = make_job(document={"guard_period": f"{GUARD}s", "state": {"standby_replicas": 0}})
+    job.send(seconds(0, 5))
+    job.finish()
+    job.send(seconds(5, 6))
+    job.finish("newer")
+    shutil.rmtree(job.state_dir("newer"))
+    truncate(job, keep=0)
+    before = job.committed()
+    job.refused("a", code=3, says="somebody has emptied the changelog")
+    assert job.committed() == before
+
+
+def test_another_guard_period_does_not_cost_the_only_disk_that_has_it_all(make_job: MakeJob) -> None:
+    job = make_job(document={"guard_period": f"{GUARD}s"})
+    job.send(seconds(0, 5))
+    job.finish()
+    truncate(job)
+    text = job.topology_file.read_text(encoding="utf-8")
+    other = text.replace(f'"{GUARD}s"', f'"{GUARD + 5}s"')
+    assert other != text
+    job.topology_file.write_text(other, encoding="utf-8")
+    job.refused("a", code=3, says="with the guard period before")
+    job.topology_file.write_text(text, encoding="utf-8")
+    job.send(seconds(0, 6))
     job.finish()
     job.judge()
 
