@@ -74,7 +74,10 @@ class Files:
         """The inodes of all files in the directory."""
 
     def restore(self, positions: Mapping[str, bytes]) -> None:
-        """See `Source`."""
+        """See `Source`; a file that was deleted while open is open still: nobody could open it again."""
+        without_name = [each for each in self._open.values() if each.gone or not os.fstat(each.descriptor).st_nlink]
+        for each in without_name:
+            del self._open[each.known.inode]
         self.close()
         self._known = {}
         for value in positions.values():
@@ -82,6 +85,18 @@ class Files:
             latest = self._known.get(known.inode)
             if latest is None or latest.generation < known.generation:
                 self._known[known.inode] = known
+        for each in without_name:
+            self._read_again(each)
+
+    def _read_again(self, opened: _Open) -> None:
+        """Read an open file on from its committed position, or from its beginning where nothing of it was committed."""
+        inode, descriptor = opened.known.inode, opened.descriptor
+        known = self._known.get(inode)
+        if known is None or known.generation < opened.known.generation:
+            known = FilePosition(opened.known.path, inode, 0, 0, "", opened.known.generation)
+        self._known[inode] = known
+        reader = LineReader(descriptor, known.position, self._most_bytes)
+        self._open[inode] = _Open(descriptor, reader, known, self._csv_rows(known.path, descriptor), gone=opened.gone)
 
     def poll(self) -> Found | None:
         """See `Source`: a chunk of one file, each file in its turn."""
@@ -172,15 +187,17 @@ class Files:
             return
         try:
             known = self._position_of(descriptor, str(path), inode)
-            rows = None
-            if self._spec.columns is not None:
-                rows = CsvRows(str(path), descriptor, self._spec.columns, self._most_bytes)
+            rows = self._csv_rows(str(path), descriptor)
         except BaseException:
             os.close(descriptor)
             raise
         reader = LineReader(descriptor, known.position, self._most_bytes)
         self._known[inode] = known
         self._open[inode] = _Open(descriptor, reader, known, rows)
+
+    def _csv_rows(self, path: str, descriptor: int) -> CsvRows | None:
+        columns = self._spec.columns
+        return None if columns is None else CsvRows(path, descriptor, columns, self._most_bytes)
 
     def _position_of(self, descriptor: int, path: str, inode: int) -> FilePosition:
         known = self._known.get(inode)
@@ -235,6 +252,7 @@ class Files:
         if _changed(opened.descriptor, opened.known):
             known = self._changed(opened.known, opened.known.path, opened.descriptor)
             opened.reader = LineReader(opened.descriptor, 0, self._most_bytes)
+            opened.rows = self._csv_rows(known.path, opened.descriptor)
             opened.known = self._known[known.inode] = known
         if opened.rows is not None and not opened.rows.ready():
             return None

@@ -55,6 +55,9 @@ class Outbox:
         self._compression: Final = options.compression
         self._run: Final = uuid.uuid4().hex
         self._number = 0
+        self._unsure = False
+        """A commit was broken off from outside, or failed: what became of it only a new epoch can tell."""
+        self._one_at_a_time: Final = asyncio.Lock()
         self._session: Final = Session(
             wire, transactional_id, None, timeout_ms=options.transaction_timeout_ms, deadline_ms=DEADLINE_MS
         )
@@ -79,8 +82,23 @@ class Outbox:
         """The records and positions are visible, once; a position of None is forgotten.
 
         ``most_rows`` of a batch: where it is 1, a refusal names the record. Raises TaskMigrated when another process
-        has taken the source over, RecordRefused with nothing done.
+        has taken the source over, RecordRefused with nothing done. One that is cancelled is done or not, whole; callers
+        side by side wait for each other.
         """
+        async with self._one_at_a_time:
+            if self._unsure:
+                name = self._session.transactional_id
+                await self._happened(CommitUnknown(f"{name}: the transaction before was broken off; it is settled now"))
+            self._unsure = True
+            await self._commit(lines, positions, most_rows)
+            self._unsure = False
+
+    async def _commit(
+        self,
+        lines: Mapping[TopicPartition, Sequence[Line]],
+        positions: Mapping[str, bytes | None],
+        most_rows: int | None,
+    ) -> None:
         self._number += 1
         while True:
             try:
@@ -91,6 +109,7 @@ class Outbox:
             except RecordRefused:
                 self._number -= 1
                 await self._begin_anew()
+                self._unsure = False
                 raise
             break
         for name, value in positions.items():

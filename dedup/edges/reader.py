@@ -25,7 +25,7 @@ from dedup.edges.database import (
 )
 from dedup.edges.opening import connect
 from dedup.edges.patience import Patient
-from dedup.errors import StateIncompatible
+from dedup.errors import InvariantBroken, StateIncompatible
 from dedup.session.admin import Admin
 from dedup.session.client import KafkaWire
 from dedup.session.connection import Connection as Cluster
@@ -96,6 +96,7 @@ class IdempotentReader:
         self._taken: dict[int, Taken] = {}
         self._sources: list[TopicPartition] = []
         self._ends: dict[TopicPartition, int] = {}
+        self._broken_off = False
 
     async def __aenter__(self) -> Self:
         """Older processes of this name are fenced; their next transaction raises TaskMigrated."""
@@ -139,14 +140,22 @@ class IdempotentReader:
 
         ``handle`` runs in a thread, inside the transaction in which the events count as seen; if it raises, nothing of
         the batch counts, and the exception is passed on. It may be called again for a batch whose transaction did not
-        happen, so it must have no effect outside the database.
+        happen, so it must have no effect outside the database. Raises InvariantBroken after a run that was broken off,
+        by an exception or from outside: what it had read is in no later answer. Open a new reader then.
         """
+        if self._broken_off:
+            raise InvariantBroken(
+                f"{self._name}: this reader was broken off amid a batch, and would go on after records that were never "
+                f"handed over. Leave its `async with` block and open a new one: it begins where the database is."
+            )
+        self._broken_off = True
         handled = 0
         while not (until_end and self._at_end()):
             for answer in await self._fetcher.poll(self._sources):
                 if answer.columns.offsets:
                     work = partial(self._batch, answer.source, answer.columns, answer.next_offset, handle)
                     handled += await self._in_thread(work)
+        self._broken_off = False
         return handled
 
     def _at_end(self) -> bool:

@@ -32,7 +32,7 @@ from dedup.edges.outbox import OutboxOptions
 from dedup.edges.patience import Patient
 from dedup.edges.rows import BadRow, RowMaker, Rows
 from dedup.edges.topics import provide, wanted
-from dedup.edges.upsert import make_table, table_of, write_rows
+from dedup.edges.upsert import make_table, refuse_lost_table, table_of, write_rows
 from dedup.errors import BrokerUnavailable, CommitUnknown, Problem, StateIncompatible, TopologyError
 from dedup.session.admin import Admin, Topic
 from dedup.session.client import KafkaWire
@@ -179,12 +179,13 @@ class _Run:
         def begin(connection: Connection) -> dict[int, Taken]:
             make_offsets(connection)
             self._table = table_of(self._spec, dict(connection.types))
+            refuse_lost_table(connection, self._table, self._owned)
             make_table(connection, self._table)
             return take(connection, self._owned, numbers)
 
         self._taken = await self._in_thread(partial(self._database.first, begin))
         try:
-            await self._letters.open(sources)
+            await self._letters.open({source: max(0, self._taken[source.partition].position) for source in sources})
         except CommitUnknown as error:
             raise BrokerUnavailable(f"the cluster did not begin a transaction in time: {error}") from error
         ends: dict[TopicPartition, int] = {}
@@ -258,6 +259,9 @@ class _Run:
         found = self._database.once(work, self._prepare_again, self._owned, self._taken, load.ends)
         for partition, end in load.ends.items():
             self._taken[partition].position = end
+        self._letters.settled(
+            {TopicPartition(self._owned.topic, partition): end for partition, end in load.ends.items()}
+        )
         self._done.transactions += 1
         if found is not None:
             written, sent = found

@@ -10,6 +10,7 @@ from dedup.edges.database import (
     OFFSETS_STATEMENT,
     STAGED,
     Connection,
+    Owned,
     Row,
     RowsRefused,
     Table,
@@ -18,6 +19,7 @@ from dedup.edges.database import (
     make_offsets,
     make_staging,
 )
+from dedup.errors import StateIncompatible
 from dedup.topology.model import SinkSpec
 
 ID: Final = "tracking_id"
@@ -49,6 +51,26 @@ def make_table(connection: Connection, table: Table) -> bool:
     # With no row it changes nothing, but a missing column or key is told now, not with the first record.
     connection.execute(_statement(table))
     return made
+
+
+def refuse_lost_table(connection: Connection, table: Table, owned: Owned) -> None:
+    """Raise StateIncompatible where rows were written, but the table is not there: dropped, or renamed."""
+    if connection.has(table.name):
+        return
+    mark = connection.mark
+    read = connection.query(
+        f"SELECT part, position FROM {OFFSETS} "  # noqa: S608  # our own names
+        f"WHERE reader = {mark} AND topic = {mark} AND position >= 0 ORDER BY part",
+        (owned.reader, owned.topic),
+    )
+    if read:
+        partition, position = read[0]
+        raise StateIncompatible(
+            f"there is no table {table.name}, but {OFFSETS} says that {owned.reader!r} has read "
+            f"{owned.topic}/{partition} up to offset {position}: the table was dropped, or `sink.table` has another "
+            f"name now. Nothing was touched. Bring the table back; or, to fill it anew from the topic's start, delete "
+            f"the rows of reader {owned.reader!r} from {OFFSETS}."
+        )
 
 
 def plan_tables(connection: Connection, spec: SinkSpec) -> dict[str, str]:

@@ -180,6 +180,11 @@ async def _write(plan: EpochPlan, number: int, arrow: Iterable[pa.RecordBatch]) 
         session = Session(wire, own_id, write.name, timeout_ms=settings.transaction_timeout_ms, deadline_ms=DEADLINE_MS)
         await session.open()
         markers = await read_markers(wire, write.marker_topic)
+        if markers.generation != write.generation:
+            raise StateIncompatible(
+                f"{write.name}: another start of the query has taken over, as generation {markers.generation}; this "
+                f"task is of {write.generation} and writes nothing. Only one may run; end this one."
+            )
         before = markers.markers.get((write.generation.number, number))
         tally = Tally(plan.expected.get(number, 0))
         if before is not None and before.epoch >= plan.epoch:

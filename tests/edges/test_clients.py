@@ -15,6 +15,7 @@ from dedup.edges import outbox
 from dedup.errors import InvariantBroken, StateIncompatible, TaskMigrated
 from dedup.local.kafka import EmbeddedKafka
 from dedup.local.proxy import FaultProxy
+from dedup.session.client import KafkaWire
 from tests.brokers import admin_of, read_all
 from tests.edges.stage import sqlite_rows
 from tests.edges.test_sink import event, sinking
@@ -52,6 +53,43 @@ async def test_records_and_positions_are_visible_together_or_not_at_all(stage, a
     assert found[b"2"].timestamp()[1] == 5
     async with dedup.IdempotentWriter(stage.name, topics=[stage.topic], settings=stage.settings) as writer:
         assert writer.kept("orders.db") == "2"
+
+
+async def test_a_transaction_that_is_cancelled_is_in_no_later_one(stage, admin, monkeypatch):
+    admin.create_topic(stage.topic, 1, {"retention.ms": "-1"})
+    stuck = asyncio.Event()
+
+    async def never(*_, **__):
+        stuck.set()
+        await asyncio.Event().wait()
+
+    async def write(writer, value):
+        async with writer.transaction() as transaction:
+            transaction.send(stage.topic, value)
+
+    async with dedup.IdempotentWriter(stage.name, topics=[stage.topic], settings=stage.settings) as writer:
+        with monkeypatch.context() as patched:
+            patched.setattr(KafkaWire, "end_transaction", never)
+            cancelled = asyncio.create_task(write(writer, b"cancelled"))
+            await stuck.wait()
+            cancelled.cancel()
+            await asyncio.gather(cancelled, return_exceptions=True)
+        await write(writer, b"after")
+    assert [message.value() for message in stage.read()] == [b"after"]
+
+
+async def test_transactions_side_by_side_are_one_after_the_other(stage, admin):
+    admin.create_topic(stage.topic, 1, {"retention.ms": "-1"})
+
+    async def write(writer, number):
+        async with writer.transaction() as transaction:
+            for _ in range(3):
+                transaction.send(stage.topic, b"%d" % number)
+            transaction.keep("last", str(number))
+
+    async with dedup.IdempotentWriter(stage.name, topics=[stage.topic], settings=stage.settings) as writer:
+        await asyncio.gather(*(write(writer, number) for number in range(10)))
+    assert sorted(message.value() for message in stage.read()) == sorted(b"%d" % (n // 3) for n in range(30))
 
 
 async def test_a_newer_writer_of_the_name_fences_the_older(stage, admin):
@@ -152,6 +190,20 @@ async def test_business_logic_counts_each_event_once(stage, admin):
         assert await reader.run(lambda *_: None, until_end=True) == 60
     totals = sqlite_rows(stage.directory / "app.db", "SELECT n FROM totals ORDER BY n")
     assert totals == [(number,) for number in range(60)]
+
+
+async def test_a_reader_that_was_broken_off_does_not_go_on_behind_what_it_dropped(stage, admin):
+    admin.create_topic(stage.topic, 1, {"retention.ms": "-1"})
+    create_totals(stage)
+    stage.send([event(1)])
+    async with reader_of(stage) as reader:
+        with pytest.raises(ZeroDivisionError):
+            await reader.run(lambda *_: 1 / 0, until_end=True)
+        stage.send([event(2)])
+        with pytest.raises(InvariantBroken, match="open a new one"):
+            await reader.run(count)
+    async with reader_of(stage) as reader:
+        assert await reader.run(count, until_end=True) == 2
 
 
 async def test_a_newer_reader_of_the_name_fences_the_older(stage, admin):

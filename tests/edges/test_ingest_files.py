@@ -7,8 +7,10 @@ import os
 
 import pytest
 
+from dedup.edges.files import Files
 from dedup.edges.lines import CHUNK_BYTES
 from dedup.errors import AuthorMistake, TaskMigrated
+from dedup.topology.ingest import FilesSource
 from tests.edges.stage import lines, until
 
 pytestmark = pytest.mark.broker
@@ -222,3 +224,34 @@ async def test_the_second_of_two_wins_and_the_first_stops_with_task_migrated(sta
 def owners(stage):
     found = stage.read(f"{stage.name}-source-offsets")
     return len({json.loads(message.value())["run"] for message in found if message.key() == b"owner"})
+
+
+def files_of(stage, pattern, columns=None, *, start_over=False):
+    """Return a reader of the incoming directory, as ingest has it."""
+    return Files("in", FilesSource(str(stage.incoming), pattern, columns, start_over, take_last_line=False), 1_000_000)
+
+
+def test_a_deleted_file_is_read_again_from_what_was_committed(stage):
+    """After a refused record, for one: its descriptor is the only way to it."""
+    path = stage.incoming / "a.jsonl"
+    path.write_bytes(lines(0, 3))
+    files = files_of(stage, "*.jsonl")
+    committed = files.poll().positions
+    with path.open("ab") as file:
+        file.write(lines(3, 2))
+    assert len(files.poll().values) == 2
+    path.unlink()
+    for positions, left in ((committed, 2), ({}, 5)):
+        files.restore(positions)
+        assert len(files.poll().values) == left
+    files.close()
+
+
+def test_a_csv_file_that_starts_over_has_its_own_line_of_names(stage):
+    path = stage.incoming / "a.csv"
+    path.write_bytes(b"from,to\na,b\n")
+    files = files_of(stage, "*.csv", (("from", "text"), ("to", "text")), start_over=True)
+    assert [json.loads(value) for value in files.poll().values] == [{"from": "a", "to": "b"}]
+    path.write_bytes(b"to,from\nd,c\n")
+    assert [json.loads(value) for value in files.poll().values] == [{"from": "c", "to": "d"}]
+    files.close()

@@ -126,6 +126,39 @@ async def test_what_is_no_row_is_a_dead_letter_once_and_its_neighbours_are_rows(
     assert len(rows()) == 2
 
 
+async def test_what_another_database_refuses_is_a_dead_letter_though_later_ones_were_sent_before(stage, admin):
+    admin.create_topic(stage.topic, 1, {"retention.ms": "-1"})
+    stage.send([event(1), event(2, n=1), (b"k", b"no json", BASE_MS), event(4)])
+    one, other = (f"sqlite:///{stage.directory}/{name}.db" for name in ("one", "other"))
+    assert (await stage.sink(sinking(stage, one))).dead_letters == 1
+    # Made by somebody who wants no two rows of one n.
+    made = "id TEXT, n INTEGER UNIQUE, price REAL, more TEXT"
+    statement(other, f"CREATE TABLE rows (tracking_id BLOB PRIMARY KEY, event_time_ms INTEGER, {made})")
+    done = await stage.sink(sinking(stage, other))
+    assert (done.inserted, done.dead_letters) == (2, 1)
+    letters = stage.letters(f"{stage.name}.sink.dead-letter")
+    assert [(letter["dedup-source"].split("/")[2], letter["dedup-reason"]) for letter in letters] == [
+        ("2", "not_json"), ("1", "unique_violation"),
+    ]  # fmt: skip
+    # From the start once more: each has its letter.
+    statement(other, "DELETE FROM dedup_offsets")
+    assert (await stage.sink(sinking(stage, other))).dead_letters == 0
+    assert len(stage.read(f"{stage.name}.sink.dead-letter")) == 2
+
+
+async def test_a_table_that_is_gone_is_not_made_anew_behind_what_was_read(stage, admin, database):
+    url, rows = database
+    admin.create_topic(stage.topic, 1, {"retention.ms": "-1"})
+    stage.send([event(number) for number in range(10)])
+    topology = sinking(stage, url)
+    await stage.sink(topology)
+    statement(url, "DROP TABLE rows")
+    with pytest.raises(StateIncompatible, match=r"there is no table rows, but dedup_offsets says .* up to offset 10"):
+        await stage.sink(topology)
+    statement(url, "DELETE FROM dedup_offsets")
+    assert (await stage.sink(topology)).inserted == len(rows()) == 10
+
+
 async def test_a_violation_of_another_key_is_a_dead_letter(stage, admin, database):
     url, rows = database
     admin.create_topic(stage.topic, 1, {"retention.ms": "-1"})
