@@ -73,8 +73,12 @@ class Admin:
             time.sleep(LOOK_S)
 
     def delete_topic(self, name: str) -> None:
-        """The topic is gone."""
+        """The topic is gone, also from what the broker says of its topics."""
         self.client.delete_topics([name])[name].result(timeout=30)
+        deadline = time.monotonic() + 30
+        while name in self.client.list_topics(timeout=30).topics:
+            assert time.monotonic() < deadline, f"{name}: still known to the broker after 30 s"
+            time.sleep(LOOK_S)
 
     def end_offsets(self, topic: str) -> dict[int, int]:
         """Return the next offset of each partition, open transactions included."""

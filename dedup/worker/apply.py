@@ -6,10 +6,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from dedup.errors import StateIncompatible
 from dedup.session.admin import Admin, Topic, WantedTopic
 from dedup.session.wire import Wire
-from dedup.worker.plan import group_is_new, missing_topics, refuse_misfits, topic_names
+from dedup.worker.plan import group_is_new, missing_topics, refuse_deleted, refuse_misfits, topic_names
 
 if TYPE_CHECKING:
     from dedup.settings import Settings
@@ -70,15 +69,11 @@ async def look(topology: Topology, settings: Settings, admin: Admin) -> TopicPla
 async def make(topology: Topology, plan: TopicPlan, wire: Wire, admin: Admin) -> list[str]:
     """Make what the plan says; return the names made.
 
-    Raises StateIncompatible, with nothing made, where the changelog is missing although the group has judged records;
-    and, after making, where partition counts do not fit each other.
+    Raises StateIncompatible, with nothing made, where changelog or repartition topic is missing although the group has
+    read records; and, after making, where partition counts do not fit each other.
     """
-    lost = any(topic.name == topology.changelog_topic for topic in plan.make)
-    if lost and not await group_is_new(topology, wire, admin):
-        raise StateIncompatible(
-            f"the changelog topic {topology.changelog_topic!r} does not exist, but the group {topology.name!r} has "
-            f"committed offsets: it was deleted. Nothing was made. Bring it back, or start anew with `dedup reset`."
-        )
+    if not await group_is_new(topology, wire, admin):
+        refuse_deleted(topology, set(topic_names(topology)) - {topic.name for topic in plan.make})
     made = await admin.create(plan.make)
     refuse_misfits(topology, await admin.settled(topic_names(topology)))
     return made

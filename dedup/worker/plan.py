@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
@@ -138,8 +138,8 @@ def refuse_misfits(topology: Topology, have: Mapping[str, Topic]) -> None:
 
 
 async def group_is_new(topology: Topology, wire: Wire, admin: Admin) -> bool:
-    """Tell whether the group has judged nothing yet: it has no offset of a feeding topic."""
-    have = await admin.topics(topology.feeding_topics)
+    """Tell whether the group has judged nothing yet: it has no offset of a source or a feeding topic."""
+    have = await admin.topics([*topology.source.topics, *topology.feeding_topics])
     for topic in have.values():
         for partition in range(topic.partitions):
             place = TopicPartition(topic.name, partition)
@@ -149,19 +149,32 @@ async def group_is_new(topology: Topology, wire: Wire, admin: Admin) -> bool:
     return True
 
 
-async def prepare(topology: Topology, settings: Settings, admin: Admin, *, may_create_changelog: bool) -> Cluster:
-    """Return the cluster with every topic in place, making those that are missing.
-
-    Raises StateIncompatible where the changelog is missing although the group has offsets or there is local state.
-    """
-    have = await admin.topics(topic_names(topology))
-    wanted = missing_topics(topology, settings, have)
-    if topology.changelog_topic not in have and not may_create_changelog:
+def refuse_deleted(topology: Topology, have: Collection[str]) -> None:
+    """Raise StateIncompatible where a topic is missing that holds what has been judged, or read and not judged yet."""
+    if topology.changelog_topic not in have:
         raise StateIncompatible(
             f"the changelog topic {topology.changelog_topic!r} does not exist, but the group {topology.name!r} has "
             f"committed offsets or this worker has local state: it was deleted. Nothing was touched. Bring it back, or "
             f"start anew with `dedup reset`."
         )
+    if not topology.direct and topology.repartition_topic not in have:
+        raise StateIncompatible(
+            f"the repartition topic {topology.repartition_topic!r} does not exist, but the group {topology.name!r} has "
+            f"committed offsets or this worker has local state: it was deleted, with what was not judged yet. Nothing "
+            f"was touched. Start anew with `dedup reset`, `--to` a time before that."
+        )
+
+
+async def prepare(topology: Topology, settings: Settings, admin: Admin, *, may_create_changelog: bool) -> Cluster:
+    """Return the cluster with every topic in place, making those that are missing.
+
+    Raises StateIncompatible where changelog or repartition topic is missing although the group has offsets or there is
+    local state.
+    """
+    have = await admin.topics(topic_names(topology))
+    wanted = missing_topics(topology, settings, have)
+    if not may_create_changelog:
+        refuse_deleted(topology, have)
     if wanted and not settings.topics.create:
         names = ", ".join(repr(topic.name) for topic in wanted)
         raise StateIncompatible(f"missing topics {names}, and `topics.create` is false. Run `dedup apply` first.")

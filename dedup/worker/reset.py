@@ -1,7 +1,7 @@
 """`dedup reset`: offsets, changelog, repartition topic and local state gone; a topology starts as if it were new.
 
-The order makes an interrupted reset loud or harmless: until the changelog goes, its task records decide where to go on;
-from then on until the end a worker refuses to start, and reset can be run again.
+An interrupted reset can be run again. Until the changelog goes, its task records decide where a worker goes on; from
+then on until the end, a worker that is started meanwhile begins as a new one does, at the topology's `start`.
 """
 
 from __future__ import annotations

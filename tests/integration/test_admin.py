@@ -13,6 +13,7 @@ from collections import Counter
 from typing import Any
 
 import pytest
+from confluent_kafka import TopicPartition
 from confluent_kafka.admin import AlterConfigOpType, ConfigEntry, ConfigResource, ResourceType
 
 from dedup.crashpoints import VARIABLE
@@ -83,7 +84,7 @@ def test_apply_makes_no_changelog_for_a_group_that_has_judged(make_job: MakeJob)
     job.send(distinct(0, 10))
     job.finish()
     job.admin.delete_topic(job.topology.changelog_topic)
-    assert "it was deleted. Nothing was made" in dedup(job, "apply", code=3)
+    assert "it was deleted. Nothing was touched" in dedup(job, "apply", code=3)
 
 
 def test_status_lookup_and_pages_of_a_running_worker(make_job: MakeJob) -> None:
@@ -232,6 +233,24 @@ def test_a_dead_letter_that_the_source_refuses_is_named_and_passed_over(make_job
     # At which offset it lies depends on how many transactions it took, and whether one was aborted.
     (refused,) = [each for each in job.read(job.topology.dead_letter) if each.value() == b"no json 2"]
     assert f"left {job.topology.dead_letter}/0/{refused.offset()}: the topic it goes to refuses it" in told
+
+
+def test_a_replay_goes_on_behind_what_retention_has_deleted(make_job: MakeJob) -> None:
+    job = make_job(partitions=1)
+    job.send([Event(0, b"no json 1", BASE_MS)])
+    job.finish()
+    assert "1 records" in dedup(job, "replay")
+    job.send([Event(0, b"no json 2", BASE_MS), Event(0, b'{"id":"good"}', BASE_MS)])
+    job.finish()
+    letters = job.topology.dead_letter
+    place = TopicPartition(letters, 0, job.admin.end_offsets(letters)[0])
+    for deleted in job.admin.client.delete_records([place]).values():
+        deleted.result(timeout=30)
+    told = dedup(job, "replay")
+    assert "0 records" in told
+    assert re.search(rf"left {letters}/0/\d+ to {place.offset - 1}: deleted by retention", told)
+    # Nothing is left to be told of again.
+    assert "left" not in dedup(job, "replay")
 
 
 def test_late_records_go_to_the_output_marked(make_job: MakeJob) -> None:

@@ -34,6 +34,21 @@ def test_f39_changelog_deleted_under_intact_state(done: Job) -> None:
     assert tree(done.state_dir("a")) == before
 
 
+@pytest.mark.parametrize("gone", [("repartition",), ("repartition", "changelog", "disk")], ids="-".join)
+def test_f39_repartition_topic_deleted(make_job: MakeJob, gone: tuple[str, ...]) -> None:
+    """It holds what was read and not judged yet; the source's offsets alone tell that it ever was."""
+    job = make_job(document={"source": {"topics": [f"deleted-in-{len(gone)}"]}, "idle_after": "1s"})
+    job.send(workload(33, 300, scattered=True))
+    job.finish()
+    if "disk" in gone:
+        shutil.rmtree(job.state_dir("a"))
+    topics = {"repartition": job.topology.repartition_topic, "changelog": job.topology.changelog_topic}
+    for name in gone:
+        if name in topics:
+            job.admin.delete_topic(topics[name])
+    job.refused(code=INCOMPATIBLE, says=f"the {gone[-2] if 'disk' in gone else gone[0]} topic")
+
+
 @pytest.mark.parametrize("state", ["kept", "gone"])
 def test_f35_changelog_made_again_empty(done: Job, state: str) -> None:
     """With local state the other topic id tells it, without it the missing task record does."""

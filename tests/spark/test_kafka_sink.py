@@ -157,6 +157,17 @@ def test_a_half_written_epoch_is_finished_by_as_many_partitions(spark, kafka, to
     assert values(kafka, topic) == numbers(range(60))
 
 
+def test_a_task_of_a_generation_before_writes_nothing(kafka, spark, topic, open_sink):
+    old = open_sink(partitions=2, checkpoint="c")
+    old.write(frame(spark, topic, 20), 0)
+    new = open_sink(partitions=1, checkpoint="c")
+    # Its own transactional ids were fenced once, when the new one was opened; nothing stops it from opening them again.
+    with pytest.raises(StateIncompatible, match="another start of the query has taken over"):
+        old.write(frame(spark, topic, 20, first=20), 1)
+    new.write(frame(spark, topic, 20, first=20, partitions=1), 1)
+    assert values(kafka, topic) == numbers(range(40))
+
+
 def test_a_new_checkpoint_has_writers_of_its_own(kafka, spark, topic, open_sink):
     open_sink(partitions=2, checkpoint="c").write(frame(spark, topic, 20), 7)
     open_sink(partitions=2, checkpoint="d").write(frame(spark, topic, 20, first=20), 0)
