@@ -6,7 +6,7 @@ import io
 import tarfile
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -43,6 +43,13 @@ NO_LEADER_YET = frozenset(
 LOOK_S = 0.02
 
 
+def _until(condition: Callable[[], bool], otherwise: str) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline, f"{otherwise} after 30 s"
+        time.sleep(LOOK_S)
+
+
 @dataclass(frozen=True, slots=True)
 class RunningKafka:
     """A broker of this test run; `embedded` is None where it runs in a container."""
@@ -67,18 +74,12 @@ class Admin:
 
     def until_led(self, topic: str, partitions: int) -> None:
         """The broker knows a new topic, and each of its partitions has a leader."""
-        deadline = time.monotonic() + 30
-        while len(self.end_offsets(topic)) < partitions:
-            assert time.monotonic() < deadline, f"{topic}: not known to the broker after 30 s"
-            time.sleep(LOOK_S)
+        _until(lambda: len(self.end_offsets(topic)) >= partitions, f"{topic}: not known to the broker")
 
     def delete_topic(self, name: str) -> None:
         """The topic is gone, also from what the broker says of its topics."""
         self.client.delete_topics([name])[name].result(timeout=30)
-        deadline = time.monotonic() + 30
-        while name in self.client.list_topics(timeout=30).topics:
-            assert time.monotonic() < deadline, f"{name}: still known to the broker after 30 s"
-            time.sleep(LOOK_S)
+        _until(lambda: name not in self.client.list_topics(timeout=30).topics, f"{name}: still known to the broker")
 
     def end_offsets(self, topic: str) -> dict[int, int]:
         """Return the next offset of each partition, open transactions included."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from dedup.session.admin import Admin, Topic, WantedTopic
 from dedup.session.wire import Wire
-from dedup.worker.plan import group_is_new, missing_topics, refuse_deleted, refuse_misfits, topic_names
+from dedup.worker.plan import group_is_new, missing_topics, refuse_deleted, refuse_misfits, state_topics, topic_names
 
 if TYPE_CHECKING:
     from dedup.settings import Settings
@@ -72,8 +72,9 @@ async def make(topology: Topology, plan: TopicPlan, wire: Wire, admin: Admin) ->
     Raises StateIncompatible, with nothing made, where changelog or repartition topic is missing although the group has
     read records; and, after making, where partition counts do not fit each other.
     """
-    if not await group_is_new(topology, wire, admin):
-        refuse_deleted(topology, set(topic_names(topology)) - {topic.name for topic in plan.make})
+    missing = {topic.name for topic in plan.make}
+    if not missing.isdisjoint(state_topics(topology)) and not await group_is_new(topology, wire, admin):
+        refuse_deleted(topology, set(topic_names(topology)) - missing, done="made")
     made = await admin.create(plan.make)
     refuse_misfits(topology, await admin.settled(topic_names(topology)))
     return made

@@ -149,19 +149,24 @@ async def group_is_new(topology: Topology, wire: Wire, admin: Admin) -> bool:
     return True
 
 
-def refuse_deleted(topology: Topology, have: Collection[str]) -> None:
-    """Raise StateIncompatible where a topic is missing that holds what has been judged, or read and not judged yet."""
+def state_topics(topology: Topology) -> tuple[str, ...]:
+    """Return the topics that hold what has been judged, or read and not judged yet."""
+    return (topology.changelog_topic, *(() if topology.direct else (topology.repartition_topic,)))
+
+
+def refuse_deleted(topology: Topology, have: Collection[str], *, done: str = "touched") -> None:
+    """Raise StateIncompatible where a state topic is missing; ``done`` says of nothing what was not done to it."""
     if topology.changelog_topic not in have:
         raise StateIncompatible(
             f"the changelog topic {topology.changelog_topic!r} does not exist, but the group {topology.name!r} has "
-            f"committed offsets or this worker has local state: it was deleted. Nothing was touched. Bring it back, or "
+            f"committed offsets or this worker has local state: it was deleted. Nothing was {done}. Bring it back, or "
             f"start anew with `dedup reset`."
         )
     if not topology.direct and topology.repartition_topic not in have:
         raise StateIncompatible(
             f"the repartition topic {topology.repartition_topic!r} does not exist, but the group {topology.name!r} has "
             f"committed offsets or this worker has local state: it was deleted, with what was not judged yet. Nothing "
-            f"was touched. Start anew with `dedup reset`, `--to` a time before that."
+            f"was {done}. Start anew with `dedup reset`, `--to` a time before that."
         )
 
 

@@ -26,7 +26,7 @@ from dedup.store.depot import Depot
 from dedup.store.directory import delete_store
 from dedup.topology.model import Start
 from dedup.worker.clock import SteadyClock
-from dedup.worker.plan import Cluster, missing_topics, topic_names
+from dedup.worker.plan import Cluster, missing_topics, state_topics, topic_names
 from dedup.worker.starting import bounds_of, first_offset
 from dedup.worker.transfer import transfer
 
@@ -90,7 +90,7 @@ class Reset:
                 f"the group {self._topology.name!r} has members: {names}. Nothing was touched; stop these workers, and "
                 f"wait for the session time-out of one that was killed."
             )
-        have = await self._admin.topics(self._ours())
+        have = await self._admin.topics(state_topics(self._topology))
         places: tuple[str, ...] = ()
         if self._depot is not None:
             name, depot = self._topology.name, self._depot
@@ -98,10 +98,6 @@ class Reset:
             places = tuple(depot.place(name, partition) for partition in kept)
         partitions = local_state(self._topology, self._settings.state_dir)
         return Doomed(self._topology.name, tuple(sorted(have)), partitions, places)
-
-    def _ours(self) -> list[str]:
-        topology = self._topology
-        return [topology.changelog_topic, *([] if topology.direct else [topology.repartition_topic])]
 
     async def run(self, doomed: Doomed, to: Start | None) -> dict[TopicPartition, int]:
         """Delete all of it, make the topics anew; return the offsets set, none where the topology's `start` decides."""

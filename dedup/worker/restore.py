@@ -58,13 +58,7 @@ async def restore(
     it may raise. Raises StateIncompatible, with the store untouched, where the changelog is not the one this store was
     written with; and where it holds a seed that was not finished.
     """
-    if store.task_record is not None:
-        accept(store.task_record)
-    bounds = await bounds_of(wire, changelog)
-    refuse_other_changelog(store, changelog, bounds)
-    await clear_other_grid(wire, changelog, store, window, bounds)
-    if store.position < bounds.start:
-        await refuse_truncated(wire, changelog, bounds, store.task_record)
+    bounds = await fitted(wire, changelog, store, window, accept)
     # Without a task record nothing was ever committed but perhaps half a seed, whose mark must be read again.
     position = bounds.start if store.task_record is None else max(store.position, bounds.start)
     begin, records = position, 0
@@ -119,17 +113,26 @@ async def _last_between(wire: Wire, changelog: TopicPartition, begin: int, end: 
     return found
 
 
-async def clear_other_grid(
-    wire: Wire, changelog: TopicPartition, store: Store, window: Window, bounds: LogBounds
-) -> None:
-    """Forget local state in segments of another width, of another guard period: it is read anew from the changelog.
+async def fitted(
+    wire: Wire, changelog: TopicPartition, store: Store, window: Window, accept: Callable[[TaskRecord], None]
+) -> LogBounds:
+    """The store can be brought up to its changelog, whose bounds are returned; ``accept`` as of `restore`.
 
-    Raises StateIncompatible, with nothing touched, where the changelog does not hold all of it any more.
+    State in segments of another width, of another guard period, is forgotten: it is read anew from the changelog.
+    Raises StateIncompatible, with nothing touched, where changelog and store do not belong together, or the changelog
+    does not hold all that is to be read from it.
     """
     record = store.task_record
-    if record is not None and record.segment_ms != window.segment_ms:
+    if record is not None:
+        accept(record)
+    bounds = await bounds_of(wire, changelog)
+    refuse_other_changelog(store, changelog, bounds)
+    other_grid = record is not None and record.segment_ms != window.segment_ms
+    if other_grid or store.position < bounds.start:
         await refuse_truncated(wire, changelog, bounds, record)
+    if other_grid:
         store.clear()
+    return bounds
 
 
 async def refuse_truncated(wire: Wire, changelog: TopicPartition, bounds: LogBounds, held: TaskRecord | None) -> None:

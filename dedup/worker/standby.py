@@ -13,15 +13,7 @@ from dedup.errors import DedupError, StateIncompatible
 from dedup.session.wire import Fetched, NoAnswer, TopicPartition, Wire
 from dedup.store.base import Store
 from dedup.store.changelog import collect
-from dedup.worker.restore import (
-    apply_changelog,
-    clear_other_grid,
-    refuse_other_changelog,
-    refuse_other_fingerprint,
-    refuse_truncated,
-    truncated_to,
-)
-from dedup.worker.starting import bounds_of
+from dedup.worker.restore import apply_changelog, fitted, refuse_other_fingerprint, truncated_to
 
 IDLE_MS: Final = 100
 STEP_BYTES: Final = 256 << 10
@@ -78,13 +70,13 @@ class Standbys:
         try:
             await self._prepare(partition)
             store = self._stores[partition] = self._open_store(partition)
-            bounds = await bounds_of(self._wire, changelog)
-            refuse_other_changelog(store, changelog, bounds)
-            if store.task_record is not None:
-                refuse_other_fingerprint(store.task_record.fingerprint, self._fingerprint, changelog)
-            await clear_other_grid(self._wire, changelog, store, self._window, bounds)
-            if store.position < bounds.start:
-                await refuse_truncated(self._wire, changelog, bounds, store.task_record)
+            bounds = await fitted(
+                self._wire,
+                changelog,
+                store,
+                self._window,
+                lambda record: refuse_other_fingerprint(record.fingerprint, self._fingerprint, changelog),
+            )
             position = max(store.position, bounds.start)
             while True:
                 position = await self._step(partition, store, position)

@@ -84,7 +84,7 @@ def test_apply_makes_no_changelog_for_a_group_that_has_judged(make_job: MakeJob)
     job.send(distinct(0, 10))
     job.finish()
     job.admin.delete_topic(job.topology.changelog_topic)
-    assert "it was deleted. Nothing was touched" in dedup(job, "apply", code=3)
+    assert "it was deleted. Nothing was made" in dedup(job, "apply", code=3)
 
 
 def test_status_lookup_and_pages_of_a_running_worker(make_job: MakeJob) -> None:
