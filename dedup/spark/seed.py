@@ -200,9 +200,15 @@ def _plan(
         )
         for task, each in progress.items()
     }
+    feeding_topic_id = found.cluster.topics[topology.feeding_topics[0]].topic_id
     records = {
         task: TaskRecord(
-            fingerprint, each.stream_time_ms, each.feeds, found.next_offsets[task], topology.window.segment_ms
+            fingerprint,
+            each.stream_time_ms,
+            each.feeds,
+            found.next_offsets[task],
+            topology.window.segment_ms,
+            feeding_topic_id=feeding_topic_id,
         )
         for task, each in progress.items()
     }

@@ -45,6 +45,8 @@ class TaskRecord:
     """Width of the segments that new sightings go to."""
     kept_from: int = NOT_SAID
     """The changelog offset from which on everything that live segments hold was written; `NOT_SAID` by a new state."""
+    feeding_topic_id: str = ""
+    """Kafka's id of the topic that ``next_offset`` is of, 32 hex digits; empty in records of earlier releases."""
 
     def counts_on_more(self, begin: int) -> bool:
         """Whether live segments hold what was written below ``begin``, where the changelog starts."""

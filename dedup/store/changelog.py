@@ -334,18 +334,23 @@ def _last(keys: Sequence[bytes], values: Sequence[bytes], key: bytes) -> bytes:
     return values[len(keys) - 1 - keys[::-1].index(key)]
 
 
-_RECORD_VERSION: Final = 2
+_RECORD_VERSION: Final = 3
+_RECORD_WITHOUT_ID: Final = 2
+_TOPIC_ID_BYTES: Final = 16
 _RECORD_HEAD: Final = struct.Struct(">BBqqqqH")
 _RECORD_FEED: Final = struct.Struct(">HIqB")
 _CHECKSUM_BYTES: Final = 4
 
 
 def encode_task_record(record: TaskRecord) -> bytes:
-    """Return the task record's bytes: version, fields, CRC-32."""
+    """Return the task record's bytes: version, fields, CRC-32; the topic id, if there is one, before the checksum."""
+    topic_id = bytes.fromhex(record.feeding_topic_id)
+    if len(topic_id) not in {0, _TOPIC_ID_BYTES}:
+        raise InvariantBroken(f"a task record can not be written: {record.feeding_topic_id!r} is no topic id.")
     try:
         parts = [
             _RECORD_HEAD.pack(
-                _RECORD_VERSION,
+                _RECORD_VERSION if topic_id else _RECORD_WITHOUT_ID,
                 len(record.fingerprint),
                 record.stream_time_ms,
                 record.next_offset,
@@ -355,6 +360,7 @@ def encode_task_record(record: TaskRecord) -> bytes:
             ),
             record.fingerprint,
             *(_RECORD_FEED.pack(feed.topic, feed.partition, feed.max_ms, feed.idle) for feed in record.feeds),
+            topic_id,
         ]
     except struct.error as error:
         raise InvariantBroken(f"a task record can not be written: {error} in {record}.") from error
@@ -364,9 +370,10 @@ def encode_task_record(record: TaskRecord) -> bytes:
 
 def decode_task_record(value: bytes) -> TaskRecord:
     """Return the task record; raises StateIncompatible for another version, TaskCorrupted for damaged bytes."""
-    if value and value[0] != _RECORD_VERSION:
+    if value and value[0] not in {_RECORD_WITHOUT_ID, _RECORD_VERSION}:
         raise StateIncompatible(
-            f"a task record has version {value[0]}; this dedup reads version {_RECORD_VERSION}. "
+            f"a task record has version {value[0]}; this dedup reads versions {_RECORD_WITHOUT_ID} and "
+            f"{_RECORD_VERSION}. "
             "The state was written by another release: run that one, or `dedup reset` the topology."
         )
     body, checksum = value[:-_CHECKSUM_BYTES], value[-_CHECKSUM_BYTES:]
@@ -374,16 +381,18 @@ def decode_task_record(value: bytes) -> TaskRecord:
         raise TaskCorrupted(f"a task record of {len(value)} bytes is damaged: its checksum differs. {_RESTORE}")
     _, print_bytes, stream_time_ms, next_offset, segment_ms, kept_from, feeds = _RECORD_HEAD.unpack_from(body)
     feeds_at = _RECORD_HEAD.size + print_bytes
-    if len(body) != feeds_at + feeds * _RECORD_FEED.size:
+    id_at = feeds_at + feeds * _RECORD_FEED.size
+    if len(body) != id_at + (_TOPIC_ID_BYTES if value[0] == _RECORD_VERSION else 0):
         raise TaskCorrupted(f"a task record of {len(value)} bytes is damaged: its length is wrong. {_RESTORE}")
     return TaskRecord(
         fingerprint=body[_RECORD_HEAD.size : feeds_at],
         stream_time_ms=stream_time_ms,
         feeds=tuple(
             FeedTime(topic, partition, max_ms, bool(idle))
-            for topic, partition, max_ms, idle in _RECORD_FEED.iter_unpack(body[feeds_at:])
+            for topic, partition, max_ms, idle in _RECORD_FEED.iter_unpack(body[feeds_at:id_at])
         ),
         next_offset=next_offset,
         segment_ms=segment_ms,
         kept_from=kept_from,
+        feeding_topic_id=body[id_at:].hex(),
     )

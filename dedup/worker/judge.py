@@ -33,7 +33,7 @@ from dedup.worker.clock import Clock
 from dedup.worker.misplaced import Placement
 from dedup.worker.publish import Publisher
 from dedup.worker.recent import Recent
-from dedup.worker.restore import refuse_other_fingerprint, restore
+from dedup.worker.restore import refuse_other_feeding, refuse_other_fingerprint, restore
 from dedup.worker.starting import Start, first_offset
 from dedup.worker.task import Frozen, Refusals
 from dedup.worker.unwrap import unwrap
@@ -61,6 +61,8 @@ class JudgePlan:
     start: Start
     fingerprint: bytes
     compression: str
+    feeding_topic_id: str = ""
+    """Kafka's id of the feeding topic: offsets of one that was deleted and made again are other records'."""
     partitions: int = 1
     """Of the source topic, where it is read directly: IDs are sampled for being in the wrong one."""
 
@@ -157,8 +159,7 @@ class Judge:
 
     async def _restore(self, store: Store) -> int:
         window, changelog = self._plan.rules.window, self._plan.changelog
-        accept = self._refuse_other_fingerprint
-        restored = await restore(self._wire, changelog, store, window, self._note_progress, accept=accept)
+        restored = await restore(self._wire, changelog, store, window, self._note_progress, accept=self._accept)
         self._began = restored.start
         return restored.records
 
@@ -195,8 +196,10 @@ class Judge:
             f"deleted or emptied. Nothing was touched. Bring it back, or start anew with `dedup reset`."
         )
 
-    def _refuse_other_fingerprint(self, record: TaskRecord) -> None:
-        refuse_other_fingerprint(record.fingerprint, self._plan.fingerprint, self._plan.feeding)
+    def _accept(self, record: TaskRecord) -> None:
+        plan = self._plan
+        refuse_other_fingerprint(record.fingerprint, plan.fingerprint, plan.feeding)
+        refuse_other_feeding(record, plan.feeding_topic_id, plan.feeding)
 
     def judge(self, batch: FeedBatch, refusals: Refusals) -> list[RecordBatch]:
         """See `task.Work`."""
@@ -307,9 +310,9 @@ class Judge:
             FeedTime(feed.topic, feed.partition, progress.max_ms, progress.idle)
             for feed, progress in stream_time.feeds.items()
         )
-        segment_ms = self._plan.rules.window.segment_ms
-        kept_from = self._kept_from(stream_time.value_ms)
-        return TaskRecord(self._plan.fingerprint, stream_time.value_ms, feeds, next_offset, segment_ms, kept_from)
+        plan, time_ms = self._plan, stream_time.value_ms
+        segment_ms, kept_from = plan.rules.window.segment_ms, self._kept_from(time_ms)
+        return TaskRecord(plan.fingerprint, time_ms, feeds, next_offset, segment_ms, kept_from, plan.feeding_topic_id)
 
     def _drop_expired(self) -> None:
         """Drop segments that can not count any more, by *applied* stream time: the open transaction may yet abort."""

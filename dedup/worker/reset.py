@@ -184,7 +184,14 @@ class Reset:
         cluster = Cluster(await self._admin.topics(topic_names(topology)))
         fingerprint = topology.state_fingerprint(cluster.source_partitions(topology))
         for feeding, offset in offsets.items():
-            record = TaskRecord(fingerprint, BEFORE_ALL_TIME, (), offset, topology.window.segment_ms)
+            record = TaskRecord(
+                fingerprint,
+                BEFORE_ALL_TIME,
+                (),
+                offset,
+                topology.window.segment_ms,
+                feeding_topic_id=cluster.topics[feeding.topic].topic_id,
+            )
             line: Line = (-1, SteadyClock().now_ms(), task_record_key(), encode_task_record(record), [])
             changelog = TopicPartition(topology.changelog_topic, feeding.partition)
             session = self._session(topology.transactional_id("dedup", feeding.partition))

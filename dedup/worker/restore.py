@@ -203,6 +203,16 @@ def refuse_other_fingerprint(found: bytes, ours: bytes, feeding: TopicPartition)
         )
 
 
+def refuse_other_feeding(record: TaskRecord, topic_id: str, feeding: TopicPartition) -> None:
+    """Raise StateIncompatible where the feeding topic is not the one whose offsets a task record tells (KIP-516)."""
+    if record.feeding_topic_id not in {"", topic_id}:
+        raise StateIncompatible(
+            f"{feeding.topic} was deleted and made again: {feeding} was judged up to offset {record.next_offset} of "
+            f"the topic with id {record.feeding_topic_id}, and the one of that name has id {topic_id} now. To go on at "
+            f"that offset would skip what is below it. Nothing was touched; start anew with `dedup reset`."
+        )
+
+
 def apply_changelog(store: Store, window: Window, found: Collected, next_offset: int) -> None:
     """Apply one fetch of changelog records as a single atomic write."""
     writes: Writes = found.writes

@@ -141,6 +141,7 @@ class Workshop:
             start=topology.source.start if topology.direct else "earliest",
             fingerprint=self.fingerprint(),
             compression=self.settings.topics.compression,
+            feeding_topic_id=self.cluster.topics[feeding.topic].topic_id,
             partitions=self.cluster.topics[feeding.topic].partitions if topology.direct else 1,
         )
         session = self._session(topology.transactional_id("dedup", feeding.partition))

@@ -110,6 +110,27 @@ def test_f19_offsets_of_a_repartitioned_source_deleted(make_job: MakeJob) -> Non
     job.judge()
 
 
+@pytest.mark.parametrize("feeding", ["source", "repartition"])
+def test_f19_feeding_topic_made_again(make_job: MakeJob, feeding: str) -> None:
+    """The broker deletes a topic's offsets with it; what its namesake holds below the old position was never read."""
+    document = {} if feeding == "source" else {"source": {"topics": ["made-again-in"]}}
+    job = make_job(document=document)
+    job.send(workload(34, 300))
+    job.finish()
+    name = job.topology.feeding_topics[0]
+    old_id = topic_id(job, name)
+    before = state_of(job, "a", topic_id(job, job.topology.changelog_topic))
+    job.admin.delete_topic(name)
+    job.admin.create_topic(name, job.partitions)
+    job.send(workload(35, 600))
+    worker = job.refused(code=INCOMPATIBLE, says=f"{name} was deleted and made again")
+    assert f"the topic with id {old_id}" in worker.log
+    assert "Nothing was touched" in worker.log
+    assert state_of(job, "a", topic_id(job, job.topology.changelog_topic)) == before
+    shutil.rmtree(job.state_dir("a"))
+    job.refused(code=INCOMPATIBLE, says=f"{name} was deleted and made again")
+
+
 def test_f19_offsets_set_back_to_the_start(done: Job) -> None:
     places = [TopicPartition(done.topology.source.topics[0], partition, 0) for partition in range(done.partitions)]
     asked = done.admin.client.alter_consumer_group_offsets([ConsumerGroupTopicPartitions(done.name, places)])

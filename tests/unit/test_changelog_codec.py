@@ -78,6 +78,17 @@ def test_the_bytes_of_a_task_record_are_frozen():
     assert decode_task_record(bytes.fromhex(value)) == record
 
 
+def test_the_bytes_of_a_task_record_with_a_topic_id_are_frozen():
+    topic_id = "00112233445566778899aabbccddeeff"
+    record = TaskRecord(b"\xff" * 2, 5, (FeedTime(1, 2, 3, idle=True),), 6, 7, 8, topic_id)
+    value = (
+        "03 02 0000000000000005 0000000000000006 0000000000000007 0000000000000008 0001 ffff"
+        f"0001 00000002 0000000000000003 01 {topic_id} 556b02c9"
+    )
+    assert encode_task_record(record) == bytes.fromhex(value)
+    assert decode_task_record(bytes.fromhex(value)) == record
+
+
 @given(st.lists(sightings, min_size=1, max_size=5))
 def test_what_is_written_is_read(several):
     value = encode_sighting(several)
@@ -189,6 +200,7 @@ records = st.builds(
     times,
     times,
     st.just(NOT_SAID) | times,
+    st.just("") | st.binary(min_size=16, max_size=16).map(bytes.hex),
 )
 
 
@@ -199,7 +211,7 @@ def test_a_task_record_is_read_as_written_or_refused(record, data):
     damaged = bytearray(value)
     at = data.draw(st.integers(0, len(value) - 1))
     damaged[at] ^= data.draw(st.integers(1, 255))
-    with pytest.raises(TaskCorrupted if at else StateIncompatible):
+    with pytest.raises(TaskCorrupted if damaged[0] in {2, 3} else StateIncompatible):
         decode_task_record(bytes(damaged))
     with pytest.raises(TaskCorrupted):
         decode_task_record(value[: data.draw(st.integers(0, len(value) - 1))])
@@ -208,6 +220,8 @@ def test_a_task_record_is_read_as_written_or_refused(record, data):
 def test_a_task_record_out_of_range_is_refused():
     with pytest.raises(InvariantBroken):
         encode_task_record(TaskRecord(b"", 1 << 63, (), 0, 0))
+    with pytest.raises(InvariantBroken, match="is no topic id"):
+        encode_task_record(TaskRecord(b"", 0, (), 0, 0, feeding_topic_id="0011"))
 
 
 def test_collect_keeps_the_last_of_each_key():

@@ -8,7 +8,7 @@ from dedup.session.wire import Fetched, FetchedRecord, LogBounds, TopicPartition
 from dedup.store.base import NOT_SAID, TaskRecord
 from dedup.store.changelog import encode_single_column, encode_task_record, sighting_key, task_record_key
 from dedup.store.memory import MemoryStore
-from dedup.worker.restore import restore
+from dedup.worker.restore import refuse_other_feeding, restore
 
 CHANGELOG = TopicPartition("t.changelog", 0)
 WINDOW = Window(100, 100)
@@ -196,3 +196,14 @@ async def test_state_of_another_id_rule_is_not_cleared_whatever_the_guard_period
     with pytest.raises(StateIncompatible, match="another topology"):
         await restored(long_log(0, 0), store)
     assert (store.position, store.segments()) == (9, (0,))
+
+
+@pytest.mark.parametrize(("said", "there"), [("", "aa" * 16), ("aa" * 16, "aa" * 16)])
+def test_the_feeding_topic_a_record_names_or_does_not_name_is_taken(said, there):
+    refuse_other_feeding(TaskRecord(OURS, 5, (), 7, 100, feeding_topic_id=said), there, TopicPartition("in", 3))
+
+
+def test_offsets_of_another_feeding_topic_of_the_same_name_are_refused():
+    held = TaskRecord(OURS, 5, (), 7, 100, feeding_topic_id="aa" * 16)
+    with pytest.raises(StateIncompatible, match="in was deleted and made again: in/3 was judged up to offset 7"):
+        refuse_other_feeding(held, "bb" * 16, TopicPartition("in", 3))
