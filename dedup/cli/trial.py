@@ -107,7 +107,7 @@ class Trial:
         self._remember(rows, outcome)
         return self._told(entry.line, outcome)
 
-    def _look_up(self, keys: Sequence[bytes], least_ms: int, greatest_ms: int) -> Mapping[bytes, Sightings]:  # noqa: ARG002 - the signature `fold` calls
+    def _look_up(self, keys: Sequence[bytes], least_ms: int) -> Mapping[bytes, Sightings]:  # noqa: ARG002 - the signature `fold` calls
         return {key: tuple(_chain(self._known[key].values())) for key in keys if key in self._known}
 
     def _remember(self, rows: Rows, outcome: Outcome) -> None:

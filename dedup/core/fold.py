@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from dedup.core.extract import Extracted, Fault
 
 Sightings = tuple[Sighting, ...]
-Lookup = Callable[[Sequence[bytes], int, int], Mapping[bytes, Sightings]]
-"""(IDs, least and greatest event time of the batch) -> the known sightings of the IDs that have any."""
+Lookup = Callable[[Sequence[bytes], int], Mapping[bytes, Sightings]]
+"""(IDs, least event time of the batch) -> the known sightings of the IDs that have any."""
 
 NO_FAULTS: Final[Mapping[int, Fault]] = {}
 
@@ -155,7 +155,7 @@ def fold(rows: Rows, rules: Rules, before: StreamTime, lookup: Lookup, *, ceilin
     wanted = ids if not skipped else [key for row, key in enumerate(ids) if row not in skipped]
     if wanted:
         judged = times_ms if not skipped else [t for row, t in enumerate(times_ms) if row not in skipped]
-        known = lookup(wanted, min(judged), max(judged))  # type: ignore[arg-type]  # no None is left
+        known = lookup(wanted, min(judged))  # type: ignore[arg-type]  # no None is left
         judge(rows, rules, outcome, dict(known), stream_times, skipped)
     return outcome
 

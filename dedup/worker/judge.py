@@ -222,25 +222,17 @@ class Judge:
         batches = self._publisher.publish(plain, rows, outcome, refusals.most_rows)
         return batches + self._remember(rows, outcome)
 
-    def _lookup(self, ids: Sequence[bytes], least_ms: int, greatest_ms: int) -> Mapping[bytes, Sightings]:
+    def _lookup(self, ids: Sequence[bytes], least_ms: int) -> Mapping[bytes, Sightings]:
         overlay = self._opened()
         window = self._plan.rules.window
         from_ms = least_ms - window.guard_ms
-        to_ms = greatest_ms + window.guard_ms
-        segments = [
-            start
-            for start in overlay.segments()
-            if start + window.segment_ms > from_ms and (window.extend or start <= to_ms)
-        ]
+        # None is too late: a sighting that was extended, if not under today's topology, reaches back from its end.
+        segments = [start for start in overlay.segments() if start + window.segment_ms > from_ms]
         if not segments:
             return {}
         found = overlay.get_many(segments, ids)
-        if window.extend:
-            return {key: _longest(values) for key, values in found.items()}
         return {
-            key: decode_sightings(values[0])
-            if len(values) == 1
-            else tuple(seen for value in values for seen in decode_sightings(value))
+            key: decode_sightings(values[0]) if len(values) == 1 and not window.extend else _longest(values)
             for key, values in found.items()
         }
 

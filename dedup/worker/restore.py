@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, NoReturn
 
 from dedup import crashpoints
@@ -214,14 +214,18 @@ def refuse_other_feeding(record: TaskRecord, topic_id: str, feeding: TopicPartit
 
 
 def apply_changelog(store: Store, window: Window, found: Collected, next_offset: int) -> None:
-    """Apply one fetch of changelog records as a single atomic write."""
+    """Apply one fetch of changelog records as a single atomic write, all of it in segments of the window's width."""
     writes: Writes = found.writes
     if _other_grid(writes, window):
         # Written under another guard period: sightings move to the segments of today's grid.
         entries = [entry for part in writes.values() for entry in part.items()]
         ids = [key for key, _ in entries]
         writes = rebucket(entries, window.segment_ms, store.get_each(store.segments(), ids))
-    store.apply(writes, found.task_record, next_offset)
+    record = found.task_record
+    if record is not None:
+        # What the record says of the grid is the owner's, who may have another guard period: here it says this store's.
+        record = replace(record, segment_ms=window.segment_ms)
+    store.apply(writes, record, next_offset)
 
 
 def _other_grid(writes: Writes, window: Window) -> bool:

@@ -32,14 +32,13 @@ class State:
     longest_only: bool
     segments: dict[int, dict[bytes, tuple[Sighting, ...]]] = field(default_factory=dict)
 
-    def lookup(self, ids: Sequence[bytes], least_ms: int, greatest_ms: int) -> Mapping[bytes, tuple[Sighting, ...]]:
+    def lookup(self, ids: Sequence[bytes], least_ms: int) -> Mapping[bytes, tuple[Sighting, ...]]:
         """As the worker asks: only segments that the guard period can reach from the batch's times."""
         window = self.window
         reachable = [
             values
             for start, values in sorted(self.segments.items())
             if start + window.segment_ms > least_ms - window.guard_ms
-            and (window.extend or start <= greatest_ms + window.guard_ms)
         ]
         found: dict[bytes, tuple[Sighting, ...]] = {}
         for key in ids:

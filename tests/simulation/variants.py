@@ -187,7 +187,7 @@ class WallClockAlone(Judge):
 class AnyFingerprint(Judge):
     """State made with other partition counts is taken as it is."""
 
-    def _refuse_other_fingerprint(self, record: TaskRecord) -> None:
+    def _accept(self, record: TaskRecord) -> None:
         pass
 
 

@@ -207,3 +207,17 @@ def test_offsets_of_another_feeding_topic_of_the_same_name_are_refused():
     held = TaskRecord(OURS, 5, (), 7, 100, feeding_topic_id="aa" * 16)
     with pytest.raises(StateIncompatible, match="in was deleted and made again: in/3 was judged up to offset 7"):
         refuse_other_feeding(held, "bb" * 16, TopicPartition("in", 3))
+
+
+async def test_state_kept_under_another_guard_period_than_its_owners_is_made_anew_under_the_owners():
+    """A standby that was not restarted yet keeps sightings in its own segments, whatever the owner's record says."""
+    narrow = Window(40, 40)
+    (value,) = encode_single_column([190], 0, 0, [1])
+    kept = TaskRecord(OURS, 190, (), 2, narrow.segment_ms)
+    lines = [(sighting_key(narrow.segment_of(190), b"a"), value), (task_record_key(), encode_task_record(kept))]
+    store, fresh = MemoryStore(), MemoryStore()
+    await restored(Log(lines), store)
+    assert (store.segments(), store.task_record.segment_ms) == ((WINDOW.segment_of(190),), WINDOW.segment_ms)
+    for each in (store, fresh):
+        await restore(Log(lines), CHANGELOG, each, narrow, lambda _done, _total: None)
+        assert (each.segments(), each.task_record.segment_ms) == ((narrow.segment_of(190),), narrow.segment_ms)
