@@ -113,13 +113,15 @@ class KafkaSink:
     def write(self, rows: DataFrame, epoch: int) -> EpochReport:
         """The rows are in Kafka, exactly once; for `foreachBatch`.
 
-        Columns: `topic` (needed), `value`, `key`, `headers` (as Spark's Kafka source has them), `timestamp_ms`,
-        `partition` (else murmur2 of the key). Raises StateIncompatible where this epoch was written with other rows.
+        Columns: `topic` (needed), `value` and `key` (text or bytes), `headers` (as Spark's Kafka source has them),
+        `timestamp_ms`, `partition` (else murmur2 of the key). Raises StateIncompatible where this epoch was written
+        with other rows, and for a topic that `open` was not told of.
         """
         plan = self._plan
         if epoch < plan.generation.first_epoch:
             return EpochReport(epoch, 0, plan.generation.partitions)
-        kept = rows.persist()
+        texts = [name for name, kind in rows.dtypes if name in {"key", "value"} and kind == "string"]
+        kept = rows.withColumns({name: rows[name].cast("binary") for name in texts}).persist()
         try:
             expected = _counted(kept, plan)
             writing = partial(write_partition, EpochPlan(plan, epoch, expected))
@@ -242,11 +244,17 @@ class Tally:
 
 def _row_bytes(batch: pa.RecordBatch) -> Iterable[bytes]:
     """Yield bytes that differ where rows do: of the same columns, so a separator that can not be mistaken is enough."""
-    columns = [
-        column.to_numpy(zero_copy_only=False).tolist() if not pa.types.is_nested(column.type) else column.to_pylist()
-        for column in batch.columns
-    ]
-    return (b"%r" % (row,) for row in zip(*columns, strict=True))
+    return (b"%r" % (row,) for row in zip(*map(_values, batch.columns), strict=True))
+
+
+def _values(column: pa.Array) -> list[Any]:
+    """Return values that look the same whatever rows lie beside them: by numpy a null makes floats of all integers."""
+    kind = column.type
+    alike = pa.types.is_integer(kind) and not column.null_count
+    if alike or pa.types.is_binary(kind) or pa.types.is_string(kind):
+        found: list[Any] = column.to_numpy(zero_copy_only=False).tolist()
+        return found
+    return list(column.to_pylist())
 
 
 class InputTruncated(DedupError):
@@ -270,6 +278,13 @@ def lines_by_target(batch: pa.RecordBatch, topics: Mapping[str, int]) -> dict[To
     names = set(batch.schema.names)
     count = batch.num_rows
     nothing: list[None] = [None] * count
+
+    unknown = {*batch.column("topic").to_pylist()} - {*topics}
+    if unknown:
+        raise StateIncompatible(
+            f"a row goes to topic {', '.join(map(repr, unknown))}, which `KafkaSink.open` was not told of. Nothing of "
+            f"this partition was written; name it in `topics`."
+        )
 
     def column(name: str) -> list[Any]:
         return batch.column(name).to_pylist() if name in names else nothing

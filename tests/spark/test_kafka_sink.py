@@ -8,6 +8,7 @@ from collections import Counter
 from functools import partial
 from itertools import islice
 
+import pyarrow as pa
 import pytest
 from pyspark import cloudpickle
 from pyspark.errors import PySparkException
@@ -17,7 +18,7 @@ from dedup.session.client import KafkaWire
 from dedup.session.connection import Connection
 from dedup.settings import Settings
 from dedup.spark import kafka_sink
-from dedup.spark.kafka_sink import EpochReport, KafkaSink
+from dedup.spark.kafka_sink import EpochReport, KafkaSink, Tally
 from dedup.spark.marker import read_markers
 from tests.brokers import read_all
 from tests.integration.fleet import until
@@ -200,3 +201,30 @@ def test_another_number_of_partitions_than_opened_for_is_refused(spark, topic, o
 def test_a_topic_that_does_not_exist_is_refused(kafka):
     with pytest.raises(StateIncompatible, match="topic 'nowhere' does not exist"):
         KafkaSink.open(Settings(brokers=(kafka.bootstrap,)), "q", topics=["nowhere"], partitions=1, checkpoint="c")
+
+
+def test_text_is_written_as_its_bytes(spark, kafka, topic, open_sink):
+    rows = spark.createDataFrame(
+        [(topic, f"k{n}", f"v{n}") for n in range(20)], "topic string, key string, value string"
+    )
+    open_sink(partitions=2, checkpoint="c").write(rows, 0)
+    assert values(kafka, topic) == numbers(range(20))
+
+
+def test_a_row_for_a_topic_that_was_not_named_is_refused(spark, kafka, topic, open_sink):
+    rows = frame(spark, f"{topic}-other", 20)
+    with pytest.raises(StateIncompatible, match=r"which `KafkaSink\.open` was not told of"):
+        open_sink(partitions=2, checkpoint="c").write(rows, 0)
+
+
+def test_rows_with_nulls_among_integers_are_known_again_in_any_order():
+    partitions = [None, *range(5), None, *range(5)]
+    columns = {"topic": ["t"] * 12, "value": [b"v%d" % n for n in range(12)], "partition": partitions}
+    whole = pa.record_batch(columns, pa.schema({"topic": pa.string(), "value": pa.binary(), "partition": pa.int32()}))
+    digests = set()
+    for order, cut in ((range(12), 12), (range(12), 6), (sorted(range(12), key=lambda n: n % 6 == 0), 5)):
+        batch, tally = whole.take(pa.array(order)), Tally(12)
+        tally.add(batch.slice(0, cut))
+        tally.add(batch.slice(cut))
+        digests.add(tally.digest)
+    assert len(digests) == 1
