@@ -24,7 +24,7 @@ from dedup.proof.evidence import DEAD_TAIL, LATE_TAIL
 from dedup.proof.repartitioned import WHY_COPIES
 from dedup.proof.replay import REFUSED_BY_THE_BROKER
 from dedup.proof.report import SAMPLES_PER_KIND, Books, Report, Violation, ViolationKind
-from dedup.spark.audit_cut import Cut, before_the_log, read_topic, take_cut
+from dedup.spark.audit_cut import Cut, accepted_by_seed, before_the_log, read_topic, take_cut
 from dedup.spark.audit_expected import PLACE, Log, by_task, expected
 from dedup.spark.audit_findings import (
     NOT_PROVABLE,
@@ -163,13 +163,21 @@ def _log(
     records = read_topic(spark, settings, cut, name, None if from_topics else begins)
     lows = {at: each.low for at, each in bounds.items()}
     if history is not None:
-        records = before_the_log(history, topology, cut.partitions[name], begins).unionByName(records)
+        earlier = before_the_log(history, topology, cut.partitions[name], begins)
+        records = _of_seed(earlier, topology, cut).unionByName(records)
         known = dict.fromkeys(bounds, True)
     elif from_topics:
+        seeded = fn.col("offset") < by_task(begins, "partition", 0)
+        records = _of_seed(records.where(seeded), topology, cut).unionByName(records.where(~seeded))
         known = {at: low == 0 for at, low in lows.items()}
     else:
         known = {at: not cut.marks and (begins[at] > low or low == 0) for at, low in lows.items()}
     return Log(records, (), committed, begins, known, topics.stamped)
+
+
+def _of_seed(history: DataFrame, topology: Topology, cut: Cut) -> DataFrame:
+    marks = list(cut.marks.values())
+    return accepted_by_seed(history, topology, marks[0].judged_at_ms) if marks else history
 
 
 def _findings(

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from pyspark.sql import Window
 from pyspark.sql import functions as fn
 
+from dedup.core.fold import OnFuture
 from dedup.core.stream_time import Feed
 from dedup.errors import Problem, SettingsError, StateIncompatible
 from dedup.proof.kafka_reader import Bounds, KafkaReader
@@ -162,3 +163,15 @@ def before_the_log(history: History, topology: Topology, tasks: int, lows: Mappi
         }
     )
     return numbered.drop("dedup_partition", *(field.name for field in IDENTIFIED)).select(*RECORDS.fieldNames())
+
+
+def accepted_by_seed(history: DataFrame, topology: Topology, judged_at_ms: int) -> DataFrame:
+    """Return a seed's history without the records whose time was too far ahead for it: they are in no topic.
+
+    Judged without a clock, as an audit judges, one of them would make every later record late.
+    """
+    if topology.future is not OnFuture.DEAD_LETTER:
+        return history
+    time_ms = fn.col("dedup_time_ms")
+    accepted = time_ms.isNull() | (time_ms <= judged_at_ms + topology.max_clock_skew_ms)
+    return identified(history, topology).where(accepted).select(*history.columns)

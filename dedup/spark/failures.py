@@ -20,6 +20,10 @@ _RAISED: Final = re.compile(rf"^dedup\.[\w.]+\.({'|'.join(_OURS)}): (.*)$", re.M
 _UNREADABLE: Final = re.compile(
     r"(?:FAILED_READ_FILE|CANNOT_READ_FILE|Error while reading file|is not a Parquet file|Could not read footer)"
 )
+_REFUSED: Final = re.compile(
+    r"USER_RAISED_EXCEPTION\] (each line of json-records .*?)(?: SQLSTATE: \w+)?$", re.MULTILINE
+)
+_MALFORMED: Final = re.compile(r"MALFORMED_RECORD_IN_PARSING[^\]]*\] (.*)")
 _FILE: Final = re.compile(r"(?:file|hdfs|s3a?|abfss?|gs):/[^\s,;'\"]+")
 _RANGE: Final = re.compile(r"offsets? (?:range )?\[(\d+), ?(\d+)\) for topic partition (\S+)-(\d+)\b")
 _GONE: Final = re.compile(r"OffsetOutOfRange|KAFKA_DATA_LOSS|data loss|Some data may have been lost", re.IGNORECASE)
@@ -35,6 +39,9 @@ def told() -> Iterator[None]:
         ours = _RAISED.search(text)
         if ours is not None:
             raise _OURS[ours[1]](ours[2]) from error
+        line = _REFUSED.search(text) or _MALFORMED.search(text)
+        if line is not None:
+            raise SettingsError([Problem("the input", f"{line[1].strip()} Nothing was published.")]) from error
         if _UNREADABLE.search(text):
             files = sorted({found.rstrip(".") for found in _FILE.findall(text)})
             place = files[0] if files else "a file of the input"

@@ -19,6 +19,7 @@ from pyspark.sql.types import BinaryType
 
 from dedup.core.stream_time import Feed
 from dedup.errors import Problem, SettingsError, StateIncompatible
+from dedup.spark.json_rows import as_events, json_rows
 from dedup.spark.pieces import Pieces, pieces_of, surveyed
 from dedup.spark.rows import COORDINATES, records_of_files
 from dedup.spark.screened import read_notice, write_notice
@@ -65,9 +66,12 @@ def read_files(spark: SparkSession, paths: Sequence[str], fmt: FileFormat, *, ro
     columns that are missing or of another type.
     """
     place = ", ".join(paths)
+    if rows_are_events and fmt.startswith("json"):
+        text = f"--rows-are-events is for tables; with --format {fmt} each line says by itself what it is"
+        raise SettingsError([Problem(place, text)])
     table = _table(spark, paths, fmt, place)
     if rows_are_events:
-        table = table.select(F.to_json(F.struct("*")).cast(BinaryType()).alias("value"))
+        table = table.select(as_events(table).alias("value"))
     records = records_of_files(table, place=place)
     pieces = pieces_of(spark, table.inputFiles(), table) if fmt == "parquet" and not rows_are_events else None
     placed, contiguous = in_log_order(records, place, pieces) if "offset" in table.columns else (False, False)
@@ -86,7 +90,7 @@ def _table(spark: SparkSession, paths: Sequence[str], fmt: FileFormat, place: st
                 lines = reader.option("lineSep", "\n").text(list(paths))
                 return lines.select(F.col("value").cast(BinaryType()).alias("value"))
             case "json-records":
-                return reader.schema(_JSON_ROWS).option("mode", "FAILFAST").json(list(paths))
+                return json_rows(reader.option("lineSep", "\n").text(list(paths)))
             case "delta":
                 tables = [reader.format("delta").load(path) for path in paths]
                 whole = tables[0]
@@ -100,12 +104,6 @@ def _table(spark: SparkSession, paths: Sequence[str], fmt: FileFormat, place: st
     except AnalysisException as error:
         text = f"can not be read as {fmt}: {str(error).splitlines()[0]}"
         raise SettingsError([Problem(place, text)]) from error
-
-
-_JSON_ROWS: Final = (
-    "key string, value string, headers array<struct<key:string,value:string>>, timestamp_ms bigint, topic string, "
-    "`partition` int, `offset` bigint"
-)
 
 
 def _refuse_drift(spark: SparkSession, files: Sequence[str]) -> None:

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 OutputFormat = Literal["parquet", "delta"]
 _REPORT: Final = "_run.json"
+_MARK_DIGITS: Final = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,9 +91,10 @@ class RunDirectory:
         return made
 
     def _publish_files(self, verdicts: Judging, report: Callable[[Mapping[str, int]], RunReport]) -> RunReport:
-        for left in self._files.globStatus(self._at(f"_attempt-{self._run}-*")) or ():
+        # Of exactly this run: another may have a name that begins with this one's.
+        for left in self._files.globStatus(self._at(f"_attempt-{self._run}-{'?' * _MARK_DIGITS}")) or ():
             self._files.delete(left.getPath(), True)  # noqa: FBT003 - of a run that was killed
-        attempt = self._at(f"_attempt-{self._run}-{uuid4().hex[:8]}")
+        attempt = self._at(f"_attempt-{self._run}-{uuid4().hex[:_MARK_DIGITS]}")
         codec = codec_of(self._spark)
         if self._files.getScheme() == "file" and codec is not None:
             files = write_files(verdicts.parcels, folding(verdicts.plan), Path(attempt.toUri().getPath()), codec)
@@ -101,12 +103,17 @@ class RunDirectory:
             files = 1
         made = report(_counts(self._spark.read.parquet(str(attempt))) if files else {})
         self._write_report(self._child(attempt, _REPORT), made)
-        if not self._files.rename(attempt, self._at(f"run={self._run}")):
+        target = self._at(f"run={self._run}")
+        if self._files.exists(target) or not self._moved(attempt, target):
             raise StateIncompatible(
                 f"{self.path} appeared while this run was under way: another job has published the same run. Its files "
                 f"stay; those of this job are in {attempt} and can be deleted."
             )
         return made
+
+    def _moved(self, attempt: Any, target: Any) -> bool:  # noqa: ANN401 - paths of Hadoop's
+        """Rename, and tell whether the attempt is the target now: into one that is there it is moved (HADOOP-11452)."""
+        return self._files.rename(attempt, target) and not self._files.exists(self._child(target, attempt.getName()))
 
     def _publish_delta(self, verdicts: Judging, report: Callable[[Mapping[str, int]], RunReport]) -> RunReport:
         rows = verdicts.frame().withColumn("run", F.lit(self._run))

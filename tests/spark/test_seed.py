@@ -20,6 +20,7 @@ from dedup.errors import SettingsError, StateIncompatible
 from dedup.local.leashed import Leashed
 from dedup.proof.verify import verify
 from dedup.session.wire import TopicPartition
+from dedup.spark.audit import audit
 from dedup.spark.changelog import read_changelog
 from dedup.spark.rows import RECORDS
 from dedup.spark.seed import SeedOptions, seed
@@ -29,6 +30,7 @@ from tests.spark.streaming import INTERPRETED, QUIET
 
 pytestmark = [pytest.mark.broker, pytest.mark.timeout(400)]
 GUARD_MS, GRACE_MS = 20_000, 5_000
+FAR_AHEAD_MS = 4_070_908_800_000
 SHORT = {"guard_period": "20s", "grace": "5s"}
 MakeJob = Callable[..., Job]
 
@@ -128,6 +130,22 @@ def test_files_without_coordinates_and_a_topic_that_overlaps_them(spark, make_jo
         # A history without coordinates is judged by event time; of equal times it does not matter which is first.
         before = sorted(of_partition(history, partition), key=lambda event: event.timestamp_ms)
         assert forwarded(job, partition) == expected([before, of_partition(live, partition)], len(before))
+
+
+def test_an_audit_leaves_out_what_the_seed_refused_for_its_time(spark, make_job):
+    """No topic holds it; judged without a clock it would make all that is live late."""
+    job = make_job()
+    everything = events(5, 2_000)
+    history, live = everything[:1_000], everything[1_000:]
+    ahead = [Event(partition, b'{"id":"ahead"}', FAR_AHEAD_MS, b"ahead") for partition in range(2)]
+    job.send(live)
+    files = as_files(spark, [*history, *ahead])
+    done = seed(spark, job.topology, job.settings, SeedOptions("earliest"), history=files)
+    assert done.verdicts["dead_letter"] == sum(1 for event in history if event.value == b"bad") + len(ahead)
+    job.finish()
+    found = audit(spark, job.topology, job.settings, history=files)
+    assert found.passed, found.to_json()
+    assert sum(books.unique for books in found.books) > 100
 
 
 def test_a_topology_that_repartitions_two_topics(spark, make_job, topic_names):
