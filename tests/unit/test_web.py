@@ -112,7 +112,7 @@ async def test_a_token_that_is_no_text_is_a_wrong_one(caplog):
     async with Pages(web(token=Secret(CANARY)), Worker()) as pages:
         request = b"GET /metrics HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer \xff\xfe\r\n\r\n"
         assert await code_of(pages, request) == 401
-    assert caplog.text == ""
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 
 async def test_a_request_without_a_host_is_refused_and_no_name_is_looked_up(monkeypatch):
