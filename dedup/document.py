@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -127,14 +127,17 @@ class _Refused(Exception):
         super().__init__(text)
 
 
-def read(text: str, *, name: str) -> Document:
-    """Return the values of a YAML text; what is wrong with it as YAML is in ``problems``."""
+def read(text: str, *, name: str, texts: Collection[At] = ()) -> Document:
+    """Return the values of a YAML text; what is wrong with it as YAML is in ``problems``.
+
+    At ``texts`` a whole number stays the text that was written: a name ``0042`` is not 42.
+    """
     document = Document(name)
     if len(text.encode(errors="replace")) > MOST_BYTES:
         document.problems.append(Problem(name, f"is larger than {MOST_BYTES >> 20} MiB; no such file needs to be"))
         return document
     try:
-        _Reading(document).run(YAML(typ="safe", pure=True).parse(text))
+        _Reading(document, texts).run(YAML(typ="safe", pure=True).parse(text))
     except _Refused as refused:
         document.stop(refused.problem)
     except MarkedYAMLError as error:
@@ -147,8 +150,9 @@ def read(text: str, *, name: str) -> Document:
 class _Reading:
     """One pass over the parser's events, without recursion."""
 
-    def __init__(self, document: Document) -> None:
+    def __init__(self, document: Document, texts: Collection[At]) -> None:
         self._document: Final = document
+        self._texts: Final = texts
         self._open: Final[list[_Open]] = []
         self._nodes = 0
         self._documents = 0
@@ -186,6 +190,8 @@ class _Reading:
             case ScalarEvent():
                 # An empty value has no place of its own worth pointing at.
                 value = _scalar(event)
+                if type(value) is int and at in self._texts:
+                    value = event.value
                 if value is None and key_place is not None:
                     place = key_place
                     text = f"{dotted(at)}: has no value; write one, or leave the key out"

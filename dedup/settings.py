@@ -18,7 +18,7 @@ from pydantic import ValidationError
 from dedup.document import At, Document, did_you_mean, dotted, in_order, read, told
 from dedup.errors import Problem, SettingsError
 from dedup.quantities import parse_duration
-from dedup.settings_file import FIELDS, SettingsFile
+from dedup.settings_file import FIELDS, TEXTS, SettingsFile
 
 DEFAULT_CONFIG: Final = Path("config/local.yaml")
 """Read when no file is named and this one is there."""
@@ -175,7 +175,7 @@ def _read_file(path: Path) -> Document:
         raise SettingsError(
             [Problem(str(path), f"can not be read: {reason}; name a config file with --config")]
         ) from error
-    return read(text, name=str(path))
+    return read(text, name=str(path), texts=TEXTS)
 
 
 def _plain_secrets(document: Document) -> Iterator[Problem]:
@@ -235,10 +235,10 @@ def _from_command_line(document: Document, overrides: Sequence[str]) -> Iterator
 
 
 def _put(document: Document, at: At, text: str, place: str) -> None:
-    """Set a value written as in YAML: a number, true, a list in brackets, or text."""
+    """Set a value written as in YAML: a number, true, a list in brackets, or text; where text is wanted, just text."""
     parsed = read(text, name=place)
     # Text such as "${env:X}" or "host: a" is YAML of another kind than meant; then it is just text.
-    plain = not parsed.problems and isinstance(parsed.value, bool | int | list)
+    plain = at not in TEXTS and not parsed.problems and isinstance(parsed.value, bool | int | list)
     document.put(at, parsed.value if plain else text, place)
 
 

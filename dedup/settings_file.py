@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final, Literal, get_args, get_origin
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 
@@ -16,11 +16,6 @@ _LAST_PORT: Final = 65_535
 _PAGE_ADDRESS: Final = re.compile(r"https?://(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9._-]+)(:[0-9]{1,5})?")
 _WITH_PASSWORD: Final = re.compile(r"[a-z0-9+.-]+://[^/]*:[^/]*@.*", re.IGNORECASE | re.DOTALL)
 _REFERENCE_PATTERN: Final = r"^\$\{(env|file):[^}]+\}$"
-
-
-def _as_text(value: Any) -> Any:  # noqa: ANN401 - whatever stands in the file
-    """Let a bare number through as its text: a name or a password may be one."""
-    return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
 
 
 def _listed(value: Any) -> Any:  # noqa: ANN401 - whatever stands in the file
@@ -80,8 +75,7 @@ def _number(low: int, high: int) -> AfterValidator:
 
 
 _DURATION: Final = WithJsonSchema({"type": "string", "pattern": DURATION_PATTERN})
-Text = Annotated[str, BeforeValidator(_as_text)]
-SecretText = Annotated[Text, WithJsonSchema({"type": "string", "pattern": _REFERENCE_PATTERN})]
+SecretText = Annotated[str, WithJsonSchema({"type": "string", "pattern": _REFERENCE_PATTERN})]
 Broker = Annotated[str, AfterValidator(_broker), WithJsonSchema({"type": "string", "pattern": f"^{_BROKER.pattern}$"})]
 
 
@@ -100,13 +94,13 @@ class SecurityFile(_Keys):
     mechanism: Literal["PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512", "OAUTHBEARER"] | None = Field(
         default=None, description="SASL mechanism; needed with SASL_PLAINTEXT and SASL_SSL."
     )
-    username: Text | None = Field(default=None, description="SASL user.")
+    username: str | None = Field(default=None, description="SASL user.")
     password: SecretText | None = Field(
         default=None, description="SASL password, or the OAUTHBEARER token: ${env:NAME} or ${file:PATH}."
     )
-    ca_file: Text | None = Field(default=None, description="Certificates to trust (PEM). Default: the system's.")
-    cert_file: Text | None = Field(default=None, description="Own certificate (PEM), for mutual TLS.")
-    key_file: Text | None = Field(default=None, description="Its private key (PEM).")
+    ca_file: str | None = Field(default=None, description="Certificates to trust (PEM). Default: the system's.")
+    cert_file: str | None = Field(default=None, description="Own certificate (PEM), for mutual TLS.")
+    key_file: str | None = Field(default=None, description="Its private key (PEM).")
     key_password: SecretText | None = Field(
         default=None, description="The key's password: ${env:NAME} or ${file:PATH}."
     )
@@ -115,7 +109,7 @@ class SecurityFile(_Keys):
 class StateFile(_Keys):
     """Where state comes from beside the changelog."""
 
-    checkpoint: Annotated[Text, AfterValidator(_place)] | None = Field(
+    checkpoint: Annotated[str, AfterValidator(_place)] | None = Field(
         default=None,
         description="A directory or URL with checkpoints (`dedup checkpoint`); a worker without local state begins "
         "with them, and reads from the changelog only what came after.",
@@ -132,7 +126,7 @@ class TopicsFile(_Keys):
     min_insync_replicas: Annotated[int, _number(1, 32_767)] | None = Field(
         default=None, description="Default: the brokers' default."
     )
-    retention: Annotated[str, BeforeValidator(_as_text), _between("1s", "36500d"), _DURATION] | None = Field(
+    retention: Annotated[str, _between("1s", "36500d"), _DURATION] | None = Field(
         default=None,
         description="Of output, duplicates, conflicts. Default: the source topic's. Late, dead letters: the brokers'.",
     )
@@ -148,10 +142,10 @@ class WebFile(_Keys):
     """The worker's own pages: metrics, health, dashboard."""
 
     enabled: bool = Field(default=True, description="Whether there are any.")
-    host: Text = Field(default="127.0.0.1", description="Address to listen on; another than loopback needs a token.")
+    host: str = Field(default="127.0.0.1", description="Address to listen on; another than loopback needs a token.")
     port: Annotated[int, _number(0, _LAST_PORT)] = Field(default=6066, description="0: any free port.")
     token: SecretText | None = Field(default=None, description="Asked of every caller: ${env:NAME} or ${file:PATH}.")
-    advertise: Annotated[Text, AfterValidator(_page_address)] | None = Field(
+    advertise: Annotated[str, AfterValidator(_page_address)] | None = Field(
         default=None, description="Where other workers and people find these pages. Default: the host and port above."
     )
 
@@ -170,18 +164,18 @@ class SettingsFile(_Keys):
         description="Where to find the cluster.", json_schema_extra={"minItems": 1}
     )
     security: SecurityFile = Field(default=SecurityFile(), description="How to reach the brokers and trust them.")
-    state_dir: Text = Field(default="state", description="Where state is kept; one directory per worker.")
+    state_dir: str = Field(default="state", description="Where state is kept; one directory per worker.")
     state: StateFile = Field(default=StateFile(), description="Where state comes from beside the changelog.")
-    commit_interval: Annotated[str, BeforeValidator(_as_text), _between("1ms", "60s"), _DURATION] = Field(
+    commit_interval: Annotated[str, _between("1ms", "60s"), _DURATION] = Field(
         default="100ms", description="How long a transaction stays open."
     )
-    transaction_timeout: Annotated[str, BeforeValidator(_as_text), _between("1s", "15m"), _DURATION] = Field(
+    transaction_timeout: Annotated[str, _between("1s", "15m"), _DURATION] = Field(
         default="30s", description="After which the brokers end the transaction of a worker that fell silent."
     )
-    session_timeout: Annotated[str, BeforeValidator(_as_text), _between("1s", "30m"), _DURATION] = Field(
+    session_timeout: Annotated[str, _between("1s", "30m"), _DURATION] = Field(
         default="10s", description="After which a silent worker's partitions go to others."
     )
-    worker_id: Annotated[Text, AfterValidator(_worker_id)] | None = Field(
+    worker_id: Annotated[str, AfterValidator(_worker_id)] | None = Field(
         default=None, description="Static membership. Default: an id kept in the state directory."
     )
     topics: TopicsFile = Field(default=TopicsFile(), description="What topics are made with.")
@@ -189,16 +183,25 @@ class SettingsFile(_Keys):
     log: LogFile = Field(default=LogFile(), description="What is logged, and how.")
 
 
-def _keys(model: type[BaseModel]) -> tuple[str, ...]:
-    return tuple(model.model_fields)
+def _takes_text(annotation: Any) -> bool:  # noqa: ANN401 - any type there is
+    """Tell whether a key takes one text, bounded as it may be."""
+    return annotation is str or (get_origin(annotation) is not list and any(map(_takes_text, get_args(annotation))))
 
 
-FIELDS: Final[Mapping[str, tuple[str, ...]]] = {
-    "": _keys(SettingsFile),
-    "security": _keys(SecurityFile),
-    "state": _keys(StateFile),
-    "topics": _keys(TopicsFile),
-    "web": _keys(WebFile),
-    "log": _keys(LogFile),
+_MODELS: Final[Mapping[str, type[BaseModel]]] = {
+    "": SettingsFile,
+    "security": SecurityFile,
+    "state": StateFile,
+    "topics": TopicsFile,
+    "web": WebFile,
+    "log": LogFile,
 }
+FIELDS: Final[Mapping[str, tuple[str, ...]]] = {holder: tuple(model.model_fields) for holder, model in _MODELS.items()}
 """The keys of each mapping, for did-you-mean."""
+TEXTS: Final[frozenset[tuple[str | int, ...]]] = frozenset(
+    (*([holder] if holder else []), name)
+    for holder, model in _MODELS.items()
+    for name, field in model.model_fields.items()
+    if _takes_text(field.annotation)
+)
+"""The keys that take text, whose characters are kept: ``0042`` is a name."""

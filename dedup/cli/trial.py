@@ -133,7 +133,7 @@ class Trial:
         clamped = f"time set to {time}; " if outcome.clamped else ""
         for _row, seen in outcome.conflicts:
             reason = f"{clamped}another payload; {self._since(seen, time_ms)}"
-            return Told(line, "conflict", reason, self._topology.conflicts, time)
+            return Told(line, "conflict", reason, self._topology.conflicts_go_to, time)
         for _row, seen in outcome.duplicates:
             reason = f"{clamped}{self._since(seen, time_ms)}"
             return Told(line, "duplicate", reason, self._topology.duplicates, time)

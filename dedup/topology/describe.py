@@ -160,8 +160,9 @@ def _verdict_facts(topology: Topology) -> Iterator[tuple[str, str]]:
     yield "unique", "counted only" if topology.output is None else f"to {topology.output.topic}, unchanged"
     yield "duplicate", "counted only" if topology.duplicates is None else f"to {topology.duplicates}"
     if topology.fingerprints_wanted:
+        topic = topology.conflicts_go_to
         where = {
-            OnConflict.DUPLICATE: f"to {topology.conflicts}",
+            OnConflict.DUPLICATE: "counted only" if topic is None else f"to {topic}",
             OnConflict.FORWARD: "forwarded, marked; outside the guarantee",
             OnConflict.FAIL: "stops the worker",
         }

@@ -164,7 +164,9 @@ class OutputFile(Keys):
 class ConflictsFile(Keys):
     """Duplicates whose payload differs."""
 
-    topic: Topic | None = Field(default=None, description="Where they go; without it they are counted only.")
+    topic: Topic | None = Field(
+        default=None, description="Where they go; without it where duplicates go. They are counted either way."
+    )
     exclude: list[FieldPath] = Field(
         default_factory=list, description="Members left out when payloads are compared, such as the time of sending."
     )

@@ -144,10 +144,15 @@ def ingest_schema() -> dict[str, Any]:
 
 def _topics_meet(document: Document) -> list[Problem]:
     name, topic, dead = (document.get(at) for at in (("name",), ("output", "topic"), ("dead_letter",)))
-    taken = {f"{name}-source-offsets": "holds the source offsets", dead or f"{name}.dead-letter": "takes dead letters"}
-    if topic not in taken:
-        return []
-    return [Problem(document.place(("output", "topic")), f'output.topic: "{topic}" {taken[topic]}; name another')]
+    offsets = f"{name}-source-offsets"
+    taken = {dead or f"{name}.dead-letter": "takes dead letters", offsets: "holds the source offsets"}
+    found: list[Problem] = []
+    if topic in taken:
+        text = f'output.topic: "{topic}" {taken[topic]}; name another'
+        found.append(Problem(document.place(("output", "topic")), text))
+    if dead == offsets:
+        found.append(Problem(document.place(("dead_letter",)), f'dead_letter: "{dead}" {taken[offsets]}; name another'))
+    return found
 
 
 def _ingest(file: IngestFile) -> Ingest:

@@ -131,6 +131,8 @@ class Topology:
     idle_after_ms: int = 60_000
     duplicates: str | None = None
     conflicts: str | None = None
+    conflicts_counted: bool = False
+    """`conflicts` was written, with a topic or without: payloads are compared."""
     fingerprint_exclude: tuple[Path, ...] = ()
     """Members left out when payloads are compared."""
     on_conflict: OnConflict = OnConflict.DUPLICATE
@@ -176,7 +178,13 @@ class Topology:
     @property
     def fingerprints_wanted(self) -> bool:
         """Whether payloads are compared; costs eight bytes an ID."""
-        return self.conflicts is not None or self.on_conflict is not OnConflict.DUPLICATE
+        asked = self.conflicts_counted or self.conflicts is not None
+        return asked or self.on_conflict is not OnConflict.DUPLICATE
+
+    @property
+    def conflicts_go_to(self) -> str | None:
+        """The topic of duplicates with another payload: their own, else that of all duplicates; None: counted only."""
+        return self.duplicates if self.conflicts is None else self.conflicts
 
     @property
     def id_in_value(self) -> bool:

@@ -93,6 +93,7 @@ def _topology(file: TopologyFile) -> Topology:
         idle_after_ms=parse_duration(file.idle_after),
         duplicates=file.duplicates,
         conflicts=conflicts.topic,
+        conflicts_counted=file.conflicts is not None,
         fingerprint_exclude=tuple(map(parse_path, conflicts.exclude)),
         on_conflict=OnConflict(file.on_conflict),
         state=_state(file),

@@ -13,6 +13,9 @@ from dedup.errors import Problem
 
 _RULES: Final = ("key", "header", "field", "fields", "content")
 _MOST_TOPIC_CHARS: Final = 249
+_CHANGELOG: Final = "the changelog topic"
+_REPARTITION: Final = "the repartition topic"
+_SINK_LETTERS: Final = "the topic of the sink's dead letters"
 
 
 def contradictions(document: Document) -> Iterator[Problem]:
@@ -61,6 +64,12 @@ def _topics_meet(document: Document) -> Iterator[Problem]:
             yield Problem(place, f'{label}"{topic}" is also {roles[same]}; every topic has one role')
         else:
             roles[same] = role
+    # A sink may read any topic of records; these hold something else, or what it wrote itself.
+    read = document.get(("sink", "topic"))
+    role = roles.get(read.replace(".", "_"), "") if isinstance(read, str) else ""
+    if role in {_CHANGELOG, _REPARTITION, _SINK_LETTERS}:
+        text = f'sink.topic: "{read}" is also {role}; every topic has one role'
+        yield Problem(document.place(("sink", "topic")), text)
 
 
 def _topics(document: Document) -> Iterator[tuple[At, str, str]]:
@@ -71,8 +80,10 @@ def _topics(document: Document) -> Iterator[tuple[At, str, str]]:
             yield ("source", "topics", row), topic, "a source topic"
     name = document.get(("name",))
     if isinstance(name, str):
-        yield ("name",), f"{name}.changelog", "the changelog topic"
-        yield ("name",), f"{name}.repartition", "the repartition topic"
+        yield ("name",), f"{name}.changelog", _CHANGELOG
+        yield ("name",), f"{name}.repartition", _REPARTITION
+        if isinstance(document.get(("sink",)), dict) and not document.has(("sink", "dead_letter")):
+            yield ("name",), f"{name}.sink.dead-letter", _SINK_LETTERS
     yield from _given(document, ("output", "topic"), "the output topic")
     yield from _given(document, ("duplicates",), "the topic of duplicates")
     conflicts: At = ("conflicts", "topic") if document.has(("conflicts", "topic")) else ("conflicts",)
@@ -90,6 +101,7 @@ def _topics(document: Document) -> Iterator[tuple[At, str, str]]:
                 yield (key,), written, role
         elif isinstance(prefix, str):
             yield prefix_at, f"{prefix}.{suffix}", role
+    yield from _given(document, ("sink", "dead_letter"), _SINK_LETTERS)
 
 
 def _given(document: Document, at: At, role: str) -> Iterator[tuple[At, str, str]]:

@@ -142,7 +142,7 @@ class Pages:
                 web.get("/ready", self._ready),
                 web.get("/metrics", self._metrics),
                 web.get("/api/status", self._status),
-                web.get("/api/ids/{id:.+}", self._id),
+                web.get("/api/ids/{id:(?s:.+)}", self._id),
                 web.get("/api/dashboard", self._dashboard),
                 web.get("/api/records/{topic}/{partition:[0-9]{1,9}}/{offset:[0-9]{1,18}}", self._record),
                 *(web.get(path, file_answer(name)) for path, name in FILES.items()),
@@ -154,13 +154,16 @@ class Pages:
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         if request.path not in OPEN_PAGES:
             if self._token is not None and request.path not in FILES:
-                given = request.headers.get("Authorization", "").removeprefix("Bearer ").encode()
-                if not hmac.compare_digest(given, self._token):
+                given = request.headers.get("Authorization", "").removeprefix("Bearer ")
+                # What is not UTF-8 comes as surrogates.
+                given_bytes = given.encode(errors="surrogateescape")
+                if not hmac.compare_digest(given_bytes, self._token):
                     raise web.HTTPUnauthorized(
                         text="This page needs the header Authorization: Bearer TOKEN.\n",
                         headers={"WWW-Authenticate": "Bearer"},
                     )
-            if self._token is None and not _is_loopback(request.host):
+            # Not request.host: where the header is missing, that asks the name service for a name and waits for it.
+            if self._token is None and not _is_loopback(request.headers.get("Host", "")):
                 raise web.HTTPForbidden(text="Without a token these pages are for localhost only.\n")
         response = await handler(request)
         response.headers.update(SECURED)

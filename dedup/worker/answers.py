@@ -215,7 +215,8 @@ def _records(topology: Topology, text: str) -> list[_Record]:
 def _is_json(text: str) -> bool:
     try:
         json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
+        # Nested too deep to be read: no ID is, so what was written can only be a text.
         return False
     return True
 

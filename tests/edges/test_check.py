@@ -40,6 +40,10 @@ def problems(text, reads=parse_ingest):
         (FILES.replace("{files: {directory: d}}", "{}"), "takes exactly one of files and table"),
         (FILES.replace("topic: t", "topic: x-source-offsets"), '"x-source-offsets" holds the source offsets; name another'),
         (FILES.replace("topic: t", "topic: x.dead-letter"), '"x.dead-letter" takes dead letters; name another'),
+        (
+            FILES + "dead_letter: x-source-offsets",
+            'x.yaml:5:14: dead_letter: "x-source-offsets" holds the source offsets; name another',
+        ),
         (FILES + "tracking_id: {}", "takes exactly one of field and fields"),
         (FILES.replace("name: x", "name: X"), 'name: "X" is no name'),
         (
@@ -77,6 +81,41 @@ def test_a_mistake_in_an_ingest_file(text, said):
 def test_a_mistake_in_a_sink(sink, said):
     found = problems(f"{TOPOLOGY}sink: {{{sink}}}", parse)
     assert any(said in problem for problem in found), found
+
+
+@pytest.mark.parametrize(
+    ("more", "place", "topic", "role"),
+    [
+        ("dead_letter: t", "7:55: sink.dead_letter", "t", "a source topic"),
+        ("dead_letter: o", "7:55: sink.dead_letter", "o", "the output topic"),
+        ("dead_letter: y_changelog", "7:55: sink.dead_letter", "y_changelog", "the changelog topic"),
+        ("dead_letter: y.repartition", "7:55: sink.dead_letter", "y.repartition", "the repartition topic"),
+        ("dead_letter: o.dead-letter", "7:55: sink.dead_letter", "o.dead-letter", "the topic of dead letters"),
+        ("topic: y.changelog", "7:49: sink.topic", "y.changelog", "the changelog topic"),
+        ("topic: y_repartition", "7:49: sink.topic", "y_repartition", "the repartition topic"),
+        ("topic: y.sink.dead-letter", "7:49: sink.topic", "y.sink.dead-letter", "the topic of the sink's dead letters"),
+        ("topic: z, dead_letter: z", "7:49: sink.topic", "z", "the topic of the sink's dead letters"),
+    ],
+)
+def test_the_topics_of_a_sink_have_one_role_too(more, place, topic, role):
+    text = f"{TOPOLOGY}output: {{topic: o}}\nsink: {{url: 'sqlite:///x', table: table, {more}}}\n"
+    assert problems(text, parse) == [f'x.yaml:{place}: "{topic}" is also {role}; every topic has one role']
+
+
+def test_the_name_of_a_sink_s_dead_letters_is_taken_where_there_is_a_sink():
+    text = f"{TOPOLOGY}duplicates: y.sink.dead-letter\n"
+    parse(text, name="x.yaml")
+    (said,) = problems(f"{text}sink: {{url: 'sqlite:///x', table: t, topic: z}}\n", parse)
+    assert said.startswith(
+        'x.yaml:6:13: duplicates: "y.sink.dead-letter" is also the topic of the sink\'s dead letters;'
+    )
+
+
+@pytest.mark.parametrize("topic", ["t", "o", "o.late", "o.dead-letter", "elsewhere"])
+def test_a_sink_may_read_any_topic_of_records(topic):
+    text = f"{TOPOLOGY}output: {{topic: o}}\nsink: {{url: 'sqlite:///x', table: t, topic: {topic}}}\n"
+    made = parse(text, name="x.yaml")
+    assert made.sink.topic == topic
 
 
 def check(tmp_path, *texts):

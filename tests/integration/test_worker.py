@@ -90,6 +90,25 @@ EVERY_PLACE = [
 ]
 
 
+def test_conflicts_without_a_topic_are_duplicates_that_are_counted_apart(make_job: MakeJob) -> None:
+    job = make_job(
+        partitions=1,
+        document={
+            "source": {"topics": ["counted-in"], "partitioned_by": "tracking_id"},
+            "output": {"topic": "counted-out"},
+            "duplicates": "counted-twice",
+            "conflicts": {"exclude": ["at"]},
+        },
+    )
+    values = [b'{"id":1,"n":1,"at":1}', b'{"id":1,"n":1,"at":2}', b'{"id":1,"n":2,"at":3}']
+    job.send([Event(0, value, BASE_MS + number) for number, value in enumerate(values)])
+    job.finish()
+    assert [message.value() for message in job.read("counted-twice")] == values[1:]
+    report = verify(job.topology, job.settings)
+    assert report.passed, report.samples
+    assert [(books.duplicates, books.conflicts) for books in report.books] == [(2, 1)]
+
+
 def test_every_record_goes_to_its_place_with_its_headers(make_job: MakeJob) -> None:
     job = make_job(
         partitions=1,

@@ -393,5 +393,16 @@ def test_outputs_are_the_records_that_a_worker_writes(spark, tmp_path):
     assert names == ["dedup-reason", "dedup-detail", "dedup-source", "dedup-timestamp"]
 
 
+def test_conflicts_without_a_topic_are_with_the_duplicates(spark, tmp_path):
+    values = [b'{"id":1,"n":1,"at":1}', b'{"id":1,"n":1,"at":2}', b'{"id":1,"n":2,"at":3}']
+    write(tmp_path / "in" / "a.parquet", [(value, at, 0, at) for at, value in enumerate(values)])
+    shop = topology(duplicates="orders.again", conflicts={"exclude": ["at"]})
+    history = read_files(spark, [str(tmp_path / "in")], "parquet")
+    verdicts = judged(history.records, shop, now_ms=NOW_MS, order="offsets")
+    assert [row.verdict for row in verdicts.orderBy("offset").collect()] == ["unique", "duplicate", "conflict"]
+    again = outputs(verdicts, shop)["orders.again"].orderBy("timestamp_ms").collect()
+    assert [bytes(row.value) for row in again] == values[1:]
+
+
 def headers(row) -> list[tuple[str, str]]:
     return [(each["key"], bytes(each["value"]).decode()) for each in row["headers"]]

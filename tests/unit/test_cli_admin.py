@@ -138,6 +138,13 @@ class TestStateKeys:
             with pytest.raises(SettingsError, match="JSON list of its 2 parts"):
                 state_keys(topology("fields: [a.b, a.c]"), text)
 
+    def test_what_is_nested_too_deep_to_be_json_is_a_text_or_no_id(self):
+        deep = "[" * 2_500
+        assert len(state_keys(topology("field: id"), deep)) == 1
+        for rule in ("fields: [a, b]", "content: {exclude: [a]}"):
+            with pytest.raises(SettingsError, match="ID"):
+                state_keys(topology(rule), deep)
+
     def test_what_can_be_no_id_is_refused_with_the_reason(self):
         with pytest.raises(SettingsError, match="can be no ID of 't'"):
             state_keys(topology("field: id"), "")

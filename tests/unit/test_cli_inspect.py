@@ -124,6 +124,15 @@ class TestTry:
         assert [line.split(":")[0] for line in found] == ["unique", "duplicate", "conflict"]
         assert found[2].startswith("conflict: another payload; seen 2024-01-01T00:00:00Z in line 1, 2 s before")
 
+    @pytest.mark.parametrize(
+        ("more", "topic"), [("", None), ("duplicates: d", "d"), ("duplicates: d\non_conflict: duplicate", "d")]
+    )
+    def test_conflicts_without_a_topic_go_where_duplicates_go(self, tmp_path, more, topic):
+        path = topology(tmp_path, more=f"conflicts: {{exclude: [at]}}\n{more}")
+        lines = '{"id":1,"a":1,"at":1}\n{"id":1,"a":1,"at":2}\n{"id":1,"a":2}\n'
+        told = [json.loads(line) for line in dedup("try", path, "-", NOW, "--json", given=lines)[1].splitlines()]
+        assert [(each["verdict"], each["topic"]) for each in told[1:]] == [("duplicate", topic), ("conflict", topic)]
+
     def test_what_is_forwarded_outside_the_guarantee(self, tmp_path):
         path = topology(tmp_path, "field: id, missing: forward", "on_conflict: forward\noutput: {topic: o}")
         found = verdicts(

@@ -97,6 +97,44 @@ def test_overrides_of_every_type():
     assert (settings.commit_interval_ms, settings.web.host) == (250, "::1")
 
 
+@pytest.mark.parametrize("written", ["0042", "+7", "-0", "007", "9" * 40])
+def test_text_that_looks_like_a_number_keeps_its_characters(written):
+    sasl = "security: {protocol: SASL_SSL, mechanism: PLAIN, username: %s}"
+    users = [
+        load(f"brokers: [a:1]\n{sasl % written}", DEDUP_SECURITY__PASSWORD="p"),
+        load(f"brokers: [a:1]\n{sasl % 'u'}", DEDUP_SECURITY__USERNAME=written, DEDUP_SECURITY__PASSWORD="p"),
+        load(f"brokers: [a:1]\n{sasl % 'u'}", f"security.username={written}", DEDUP_SECURITY__PASSWORD="p"),
+    ]
+    assert [settings.security.username for settings in users] == [written] * 3
+    directories = [
+        load(f"brokers: [a:1]\nstate_dir: {written}"),
+        load("brokers: [a:1]", DEDUP_STATE_DIR=written),
+        load("brokers: [a:1]", f"state_dir={written}"),
+    ]
+    assert [settings.state_dir for settings in directories] == [Path(written)] * 3
+
+
+def test_text_that_looks_like_something_else_is_text_outside_a_file():
+    assert load("brokers: [a:1]", "worker_id=true").worker_id == "true"
+    assert load("brokers: [a:1]", DEDUP_STATE_DIR="[a, b]").state_dir == Path("[a, b]")
+    assert 'c.yaml:2:12: worker_id: "true" must be text; put it in quotes' in problems(
+        "brokers: [a:1]\nworker_id: true"
+    )
+
+
+def test_secrets_that_look_like_numbers_keep_their_characters(tmp_path):
+    (tmp_path / "pw").write_text("0042\n", encoding="utf-8")
+    text = "brokers: [a:1]\nsecurity: {protocol: SASL_SSL, mechanism: PLAIN, username: u%s}"
+    assert load(text % "", DEDUP_SECURITY__PASSWORD="0042").security.password == Secret("0042")
+    assert load(text % ', password: "${file:pw}"').security.password == Secret("0042")
+
+
+def test_numbers_stay_numbers():
+    assert load("brokers: [a:1]\nweb: {port: 0042}").web.port == 42
+    assert load("brokers: [a:1]", "web.port=0042").web.port == 42
+    assert load("brokers: [a:1]", DEDUP_TOPICS__PARTITIONS="012").topics.partitions == 12
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [

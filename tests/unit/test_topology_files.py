@@ -107,6 +107,20 @@ def test_boxes_do_not_overlap():
     assert len(set(corners)) == len(corners) == len(graph(made).nodes)
 
 
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ("conflicts: {}", "counted only"),
+        ("conflicts: {}\nduplicates: d", "to d"),
+        ("conflicts: c\nduplicates: d", "to c"),
+        ("on_conflict: fail", "stops the worker"),
+    ],
+)
+def test_where_conflicts_go(more, said):
+    text = (DIRECTORY / "simplest.yaml").read_text(encoding="utf-8")
+    assert as_data(parse(f"{text}{more}\n", name="t.yaml"))["verdicts"]["conflict"] == said
+
+
 def test_what_describe_says_of_the_simplest():
     assert describe(load(DIRECTORY / "simplest.yaml")).splitlines()[:8] == [
         "topology simplest",

@@ -115,6 +115,17 @@ def test_conflicts_by_topic_or_with_excluded_members():
     assert topology(more="on_conflict: fail").fingerprints_wanted
 
 
+@pytest.mark.parametrize(("written", "exclude"), [("{}", ()), ("{exclude: [sent_at]}", (("sent_at",),))])
+def test_conflicts_without_a_topic_are_counted(written, exclude):
+    made = topology(more=f"conflicts: {written}")
+    assert (made.conflicts, made.fingerprint_exclude) == (None, exclude)
+    assert made.fingerprints_wanted
+    assert made.rules.fingerprints
+    assert made.conflicts_go_to is None
+    assert topology(more=f"duplicates: d\nconflicts: {written}").conflicts_go_to == "d"
+    assert topology(more="duplicates: d\nconflicts: c").conflicts_go_to == "c"
+
+
 def test_state():
     made = topology(more="state: {standby_replicas: 0, max_bytes_per_partition: 20GiB}")
     assert made.state == StateSpec(0, 20 << 30)
@@ -162,6 +173,20 @@ class TestStateFingerprint:
     def test_it_has_16_bytes_and_is_frozen(self):
         # State in the world carries this value: with another one every worker would refuse its own state.
         assert self.base.state_fingerprint(PARTITIONS).hex() == "4b945373976d36dc55c27c0c188f4187"
+
+    @pytest.mark.parametrize(
+        ("more", "value"),
+        [
+            ("conflicts: c", "5c2f8359a24e642c1ab780b883a9fd38"),
+            ("conflicts: {topic: c, exclude: [sent_at]}", "ad9408e536a6dc5fe741f126648d29e4"),
+            ("on_conflict: forward", "5c2f8359a24e642c1ab780b883a9fd38"),
+            ("on_conflict: fail\nconflicts: {exclude: [a]}", "4ca2769a1ffdf2a2f8b296afe90d9cab"),
+            # Counted only, they need the same state as with a topic.
+            ("conflicts: {}", "5c2f8359a24e642c1ab780b883a9fd38"),
+        ],
+    )
+    def test_it_is_frozen_with_payloads_too(self, more, value):
+        assert topology(more=more).state_fingerprint(PARTITIONS).hex() == value
 
     @pytest.mark.parametrize(
         "other",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import socket
@@ -89,6 +90,43 @@ async def test_pages():
         assert (await get(pages, "/nothing"))[0] == 404
         worker.why = "1 of 2 tasks are not running yet"
         assert await get(pages, "/ready") == (503, "1 of 2 tasks are not running yet\n")
+
+
+async def test_an_id_may_have_line_feeds():
+    async with Pages(web(), Worker()) as pages:
+        assert json.loads((await get(pages, "/api/ids/a%0Ab%0D%0A"))[1])["id"] == "a\nb\r\n"
+
+
+async def code_of(pages: Pages, request: bytes) -> int:
+    """Return the status of the answer to a request that no client library would send."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(pages.url.rpartition(":")[2]))
+    writer.write(request)
+    await writer.drain()
+    line = await asyncio.wait_for(reader.readline(), 10)
+    writer.close()
+    await writer.wait_closed()
+    return int(line.split()[1])
+
+
+async def test_a_token_that_is_no_text_is_a_wrong_one(caplog):
+    async with Pages(web(token=Secret(CANARY)), Worker()) as pages:
+        request = b"GET /metrics HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer \xff\xfe\r\n\r\n"
+        assert await code_of(pages, request) == 401
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
+async def test_a_request_without_a_host_is_refused_and_no_name_is_looked_up(monkeypatch):
+    def looked_up(*_):
+        raise AssertionError("the name service was asked")
+
+    monkeypatch.setattr(socket, "getfqdn", looked_up)
+    async with Pages(web(), Worker()) as pages:
+        assert await code_of(pages, b"GET /metrics HTTP/1.0\r\n\r\n") == 403
+        assert await code_of(pages, b"GET /metrics HTTP/1.0\r\nHost:\r\n\r\n") == 403
+        assert await code_of(pages, b"GET /live HTTP/1.0\r\n\r\n") == 200
+    async with Pages(web(token=Secret(CANARY)), Worker()) as pages:
+        request = f"GET /metrics HTTP/1.0\r\nAuthorization: Bearer {CANARY}\r\n\r\n"
+        assert await code_of(pages, request.encode()) == 200
 
 
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH"])
