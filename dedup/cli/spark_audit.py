@@ -57,6 +57,7 @@ def audit_command(  # noqa: PLR0917  # one parameter per option
     from dedup.errors import VerificationFailed
     from dedup.settings import load_settings
     from dedup.spark.audit import audit
+    from dedup.spark.failures import told
     from dedup.spark.files import read_files
     from dedup.spark.progress import JobProgress
 
@@ -64,7 +65,7 @@ def audit_command(  # noqa: PLR0917  # one parameter per option
     offsets = None if begins is None else parse_offsets(begins, "--from")
     spark = open_session(parsed, master, conf, ["kafka", "delta"] if fmt is InputFormat.DELTA else ["kafka"])
     try:
-        with JobProgress(spark, enabled=not quiet):
+        with told(), JobProgress(spark, enabled=not quiet):
             files = read_files(spark, history, fmt.value, rows_are_events=rows_are_events) if history else None
             found = audit(spark, parsed, settings, history=files, begins=offsets)
     finally:

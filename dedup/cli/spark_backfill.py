@@ -77,6 +77,9 @@ def backfill_command(
     quiet: Annotated[bool, typer.Option("--quiet", help="No progress bar.")] = False,
 ) -> None:
     """Judge history exactly: files, Delta tables or ranges of Kafka; publish every record's verdict once."""
+    if inputs:
+        _refuse_of_topics(start, until, repartitioned=repartitioned)
+
     from dedup.cli.inputs import read_topology
     from dedup.cli.spark_inputs import open_session, parse_time
     from dedup.spark.backfill import backfill
@@ -99,6 +102,17 @@ def backfill_command(
         _print(report)
     finally:
         spark.stop()
+
+
+def _refuse_of_topics(start: str, until: str, *, repartitioned: bool) -> None:
+    """Raise SettingsError for options that files would leave without effect."""
+    from dedup.errors import Problem, SettingsError
+
+    given = {"--start": start != "whole", "--until": until != "now", "--repartitioned": repartitioned}
+    text = "is for topics, and --input reads files; leave one of them out"
+    problems = [Problem(name, text) for name, is_given in given.items() if is_given]
+    if problems:
+        raise SettingsError(problems)
 
 
 def _of_kafka(

@@ -12,7 +12,7 @@ from dedup.cli.spark_inputs import open_session
 
 if TYPE_CHECKING:
     from dedup.spark.jars import Package
-    from dedup.spark.tables import Jdbc
+    from dedup.spark.jdbc import Jdbc
 
 PASSWORD: Final = "DEDUP_JDBC_PASSWORD"  # noqa: S105  # the name of a variable
 EXAMPLES = """
@@ -94,7 +94,7 @@ def _target(
 ) -> Jdbc | str:
     """Return the table; raises SettingsError where the options do not name one."""
     from dedup.errors import Problem, SettingsError
-    from dedup.spark.tables import Jdbc
+    from dedup.spark.jdbc import Jdbc
 
     if delta is not None and jdbc is None and table is None and user is None:
         return delta

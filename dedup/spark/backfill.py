@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Final
 
 from dedup.errors import InvariantBroken, Problem, SettingsError
-from dedup.spark.batch import judging, mode_of, order_text
+from dedup.spark.batch import judging, mode_of, order_text, refuse_other_shape
 from dedup.spark.failures import told
 from dedup.spark.files import History
 from dedup.spark.published import OutputFormat, RunDirectory, RunReport
@@ -84,12 +84,20 @@ def identity_of(topology: Topology, source: History, mode: str) -> str:
 def _history_of(df: DataFrame) -> History:
     from pyspark.sql import functions as fn  # noqa: PLC0415 - only for frames that say nothing of themselves
 
-    row = df.agg(fn.count("offset").alias("placed"), fn.count(fn.lit(1)).alias("rows")).first()
-    placed, rows = (0, 0) if row is None else (row["placed"], row["rows"])
+    from dedup.spark.rows import RECORDS  # noqa: PLC0415 - it needs PySpark
+
+    refuse_other_shape(df)
+    names = RECORDS.fieldNames()
+    # xxhash64 passes over nulls. A sum has no order, and 64 bits would overflow.
+    hashed = fn.xxhash64(*names, *(fn.col(name).isNull() for name in names)).cast("decimal(20,0)")
+    counts = df.agg(fn.count("offset").alias("placed"), fn.count(fn.lit(1)).alias("rows"), fn.sum(hashed).alias("sum"))
+    row = counts.first()
+    placed, rows, digest = (0, 0, None) if row is None else (row["placed"], row["rows"], row["sum"])
     if 0 < placed < rows:
         text = f"only {placed:,} of {rows:,} rows have topic, partition and offset; judge the others by themselves"
         raise SettingsError([Problem("the DataFrame", text)])
-    return History(df, placed > 0, contiguous=False, identity=f"a DataFrame of {rows} rows", place=f"{rows:,} rows")
+    identity = f"a DataFrame of {rows} rows, digest {digest or 0}"
+    return History(df, placed > 0, contiguous=False, identity=identity, place=f"{rows:,} rows")
 
 
 def _refuse_unbalanced(source: History, counts: Mapping[str, int]) -> None:

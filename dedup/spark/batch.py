@@ -89,7 +89,7 @@ def judging(
     pieces: Pieces | None = None,
 ) -> Judging:
     """Return what `judged` does one step before; ``pieces``: the files that ``df`` is, to be read in the tasks."""
-    _refuse_other_shape(df)
+    refuse_other_shape(df)
     mode = mode_of(topology, order, feeds)
     readers, batch_rows = _readers_of(df.sparkSession)
     targets = _targets(df.sparkSession, readers)
@@ -135,7 +135,8 @@ def order_text(mode: Mode) -> str:
             )
 
 
-def _refuse_other_shape(df: DataFrame) -> None:
+def refuse_other_shape(df: DataFrame) -> None:
+    """Raise TopologyError for a frame that has not the columns `rows.RECORDS`, or has one of ours."""
     found = {field.name: field.dataType for field in df.schema.fields}
     problems = [
         Problem(f"column {field.name}", f"is {found.get(field.name, 'missing')}; it must be {field.dataType}")

@@ -10,7 +10,7 @@ import json
 import uuid
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 from dedup.errors import StateIncompatible
 
@@ -20,6 +20,12 @@ if TYPE_CHECKING:
 FILE: Final = "dedup.json"
 _BESIDE: Final = ".new"
 _VERSION: Final = 1
+Semantics = Literal["exact", "watermark"]
+_ANEW: Final[Mapping[Semantics, str]] = {
+    "exact": "the position is in the state, nothing is read twice or lost",
+    "watermark": "the topics are then read from `start` on again, and what was forwarded before is forwarded again",
+}
+"""What an empty directory means."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +33,7 @@ class CheckpointIdentity:
     """What must be the same for a checkpoint to be gone on with."""
 
     topology: str
-    semantics: str
+    semantics: Semantics
     state: str
     """`Topology.state_identity`: rules and partition counts."""
     topics: Mapping[str, str]
@@ -67,7 +73,7 @@ def _refuse_other(directory: str, identity: CheckpointIdentity, text: str) -> st
         told = "; ".join(f"{name}: {found.get(name)!r}, now {wanted[name]!r}" for name in differs)
         raise StateIncompatible(
             f"{directory}: is the checkpoint of another topology ({told}). Nothing was touched. Go back to that one, "
-            f"or name an empty directory: the position is in the state, nothing is read twice or lost."
+            f"or name an empty directory: {_ANEW[identity.semantics]}."
         )
     return str(found["id"])
 

@@ -15,7 +15,7 @@ from dedup.session.client import KafkaWire
 from dedup.session.connection import Connection
 from dedup.session.wire import TopicPartition
 from dedup.spark.attempt import eaten
-from dedup.spark.checkpoint import CheckpointIdentity
+from dedup.spark.checkpoint import CheckpointIdentity, Semantics
 from dedup.store.rocks import RocksMemory
 from dedup.worker.clock import SteadyClock
 from dedup.worker.plan import Cluster, group_is_new, prepare
@@ -49,7 +49,7 @@ class Prepared:
             for topic in topics
         }
 
-    def identity(self, semantics: str) -> CheckpointIdentity:
+    def identity(self, semantics: Semantics) -> CheckpointIdentity:
         """Return whose checkpoint this run's is."""
         partitions = self.cluster.source_partitions(self.topology)
         ids = {name: self.cluster.topics[name].topic_id for name in partitions}

@@ -64,6 +64,7 @@ async def look(
     marks = {task: mark for task in range(tasks) if (mark := await _mark(topology, wire, task)) is not None}
     if marks:
         begins = _begins_of(next(iter(marks.values())))
+        refuse_other_begins(topology, until, begins)
         offsets = {task: mark.next_offset for task, mark in marks.items()}
         at_ms = next(iter(marks.values())).judged_at_ms
         if len(marks) == tasks:
@@ -108,6 +109,23 @@ async def _first_record(wire: KafkaWire, partition: TopicPartition) -> FetchedRe
             return fetched.records[0]
         position = fetched.next_offset
     return None
+
+
+def refuse_other_begins(topology: Topology, until: Until, begins: Mapping[TopicPartition, int]) -> None:
+    """Raise StateIncompatible where other offsets are asked for than those at which an earlier run had the fleet begin.
+
+    `latest`, `earliest` and a time are resolved once, by the first run: there is nothing to compare them with.
+    """
+    if not isinstance(until, Mapping) or dict(until) == dict(begins):
+        return
+    first, now = (
+        ",".join(f"{topic}/{partition}={offset}" for (topic, partition), offset in sorted(places.items()))
+        for places in (begins, until)
+    )
+    raise StateIncompatible(
+        f"{topology.changelog_topic} holds a seed behind which the fleet begins at {first}, and --until says {now}. "
+        f"Nothing was touched. Finish that seed with --until {first}, or `dedup reset` and seed anew."
+    )
 
 
 def _begins_of(mark: SeedMark) -> dict[TopicPartition, int]:

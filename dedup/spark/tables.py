@@ -27,6 +27,7 @@ from dedup.errors import DedupError, Problem, SettingsError, StateIncompatible
 from dedup.proof.kafka_reader import KafkaReader
 from dedup.settings import Settings
 from dedup.spark.columns import identified
+from dedup.spark.jdbc import Dialect, Jdbc
 from dedup.spark.kafka_range import history_of_range
 from dedup.topology.model import Topology
 
@@ -65,7 +66,9 @@ def table_rows(records: DataFrame, topology: Topology, *, schema: str | None = N
         asked = t.StructType([*payload.fields, t.StructField(_BAD_JSON, t.StringType())])
         options = {"mode": "PERMISSIVE", "columnNameOfCorruptRecord": _BAD_JSON}
         known = known.withColumn("_payload", fn.from_json(fn.col("value").cast("string"), asked, options))
-        bad = fn.col(f"_payload.{_BAD_JSON}").isNotNull()
+        # Of an empty or blank value Spark makes a null and does not call it bad: a good row would become nulls.
+        unread = fn.col("value").isNotNull() & fn.col("_payload").isNull()
+        bad = fn.col(f"_payload.{_BAD_JSON}").isNotNull() | unread
         reason = fn.coalesce(reason, fn.when(bad, fn.lit("schema_mismatch")))
         detail = fn.coalesce(detail, fn.when(bad, fn.lit("the value is not what --schema says")))
     by = {EVENT_TIME: fn.col("dedup_time_ms"), OFFSET: fn.col("offset")}.get(order, fn.col(f"_payload.{order}"))
@@ -129,7 +132,25 @@ def _schema(ddl: str | None) -> t.StructType | None:
     taken = {ID, "event_time_ms", *ORDER, _BAD_JSON} & {field.name for field in parsed.fields}
     if taken:
         raise SettingsError([Problem("--schema", f"{', '.join(sorted(taken))}: dedup writes a column of this name")])
+    unfit = [field for field in parsed.fields if _is_unfit(field.dataType)]
+    if unfit:
+        text = "{}: of {} a table can not be made; declare it STRING, which keeps its JSON, or its members as STRUCT"
+        told = [text.format(field.name, field.dataType.simpleString()) for field in unfit]
+        raise SettingsError([Problem("--schema", each) for each in told])
     return parsed
+
+
+def _is_unfit(kind: t.DataType) -> bool:
+    """Whether Spark can not read it from JSON, or can not hash it, by which equal rows are told apart."""
+    match kind:
+        case t.MapType() | t.VariantType() | t.CharType() | t.VarcharType():
+            return True
+        case t.ArrayType():
+            return _is_unfit(kind.elementType)
+        case t.StructType():
+            return any(_is_unfit(field.dataType) for field in kind.fields)
+        case _:
+            return False
 
 
 def _refuse_order(order: str, payload: t.StructType | None) -> None:
@@ -181,70 +202,6 @@ def _refuse_other_columns(table: str, wanted: Sequence[str], found: Sequence[str
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Jdbc:
-    """One table of one database."""
-
-    url: str
-    """`jdbc:postgresql://…` or `jdbc:sqlite:FILE`."""
-    table: str
-    user: str | None = None
-    password: str | None = None
-
-    @property
-    def dialect(self) -> Dialect:
-        """What this database calls things; raises SettingsError for one that is neither."""
-        for dialect in (POSTGRESQL, SQLITE):
-            if self.url.startswith(dialect.prefix):
-                return dialect
-        raise SettingsError([Problem("--jdbc", f"{self.url!r} is neither jdbc:postgresql: nor jdbc:sqlite:")])
-
-    def properties(self) -> dict[str, str]:
-        """Return the options of a connection."""
-        given = {"user": self.user, "password": self.password}
-        return {"driver": self.dialect.driver} | {name: value for name, value in given.items() if value is not None}
-
-
-@dataclass(frozen=True, slots=True)
-class Dialect:
-    """What two databases call differently."""
-
-    prefix: str
-    driver: str
-    binary: str
-    double: str
-    one_writer: bool
-
-    def column(self, kind: t.DataType) -> str:
-        """Return the SQL type of a Spark type; raises SettingsError for one that no column can hold."""
-        match kind:
-            case t.BinaryType():
-                return self.binary
-            case t.StringType():
-                return "TEXT"
-            case t.LongType():
-                return "BIGINT"
-            case t.IntegerType() | t.ShortType() | t.ByteType():
-                return "INTEGER"
-            case t.DoubleType() | t.FloatType():
-                return self.double
-            case t.BooleanType():
-                return "BOOLEAN"
-            case t.TimestampType():
-                return "TIMESTAMP"
-            case t.DateType():
-                return "DATE"
-            case t.DecimalType():
-                return f"NUMERIC({kind.precision},{kind.scale})"
-            case _:
-                text = f"a column of type {kind.simpleString()} fits no table of a database; take its members apart"
-                raise SettingsError([Problem("--schema", text)])
-
-
-POSTGRESQL: Final = Dialect("jdbc:postgresql:", "org.postgresql.Driver", "BYTEA", "DOUBLE PRECISION", one_writer=False)
-SQLITE: Final = Dialect("jdbc:sqlite:", "org.sqlite.JDBC", "BLOB", "DOUBLE", one_writer=True)
-
-
 def upsert_jdbc(rows: DataFrame, to: Jdbc) -> None:
     """The table holds the newest row of every ID; it is made, with `tracking_id` as its key, where it is not there.
 
@@ -253,9 +210,11 @@ def upsert_jdbc(rows: DataFrame, to: Jdbc) -> None:
     """
     if not _NAME.fullmatch(to.table):
         raise SettingsError([Problem("--table", f"{to.table!r} is no name; write letters, digits and _, as s.t or t")])
-    source = newest(rows).persist()
+    source = newest(rows)
     staging = f"{to.table}_dedup_{uuid.uuid4().hex[:8]}"
-    columns = [f'"{field.name}" {to.dialect.column(field.dataType)}' for field in source.schema.fields]
+    columns = [_column(to.dialect, field) for field in source.schema.fields]
+    move = _moving(staging, to, source.schema)
+    source.persist()
     try:
         expected = source.count()
         with _connected(source.sparkSession, to) as connection:
@@ -266,30 +225,43 @@ def upsert_jdbc(rows: DataFrame, to: Jdbc) -> None:
             try:
                 part = source.coalesce(1) if to.dialect.one_writer else source
                 part.write.jdbc(to.url, staging, mode="append", properties=to.properties())
-                _move(connection, staging, to.table, source.columns, expected)
+                _move(connection, staging, to.table, move, expected)
             finally:
                 _execute(connection, f"DROP TABLE {staging}")
     finally:
         source.unpersist()
 
 
-def _move(connection: Any, staging: str, table: str, names: Sequence[str], expected: int) -> None:  # noqa: ANN401  # Java's
-    """Move the staged rows over in one transaction, after all of them are known to be there."""
+def _column(dialect: Dialect, field: t.StructField) -> str:
+    """Return a column's definition; an order of text is by bytes, as `newest` has it."""
+    collation = dialect.collated(field.dataType) if field.name in ORDER else ""
+    return f'"{field.name}" {dialect.column(field.dataType)}{collation}'
+
+
+def _moving(staging: str, to: Jdbc, schema: t.StructType) -> str:
+    """Return the statement that moves the staged rows over."""
+    table, names = to.table, schema.names
     listed = ", ".join(f'"{name}"' for name in names)
+    changed = ", ".join(f'"{name}" = excluded."{name}"' for name in names if name != ID)
+    # Said here, too: a table that is there may have been made with another collation.
+    order = [f'"{name}"{to.dialect.collated(schema[name].dataType)}' for name in ORDER]
+    newer = f"({_listed(order, 'excluded.')}) > ({_listed(order, f'{table}.')})"
+    # DISTINCT: a task that was committed and whose answer was lost is tried again, and stages its rows twice.
+    return (
+        f"INSERT INTO {table} ({listed}) SELECT DISTINCT {listed} FROM {staging} WHERE true "  # noqa: S608  # checked names
+        f'ON CONFLICT ("{ID}") DO UPDATE SET {changed} WHERE {newer}'
+    )
+
+
+def _move(connection: Any, staging: str, table: str, move: str, expected: int) -> None:  # noqa: ANN401  # Java's
+    """Move the staged rows over in one transaction, after all of them are known to be there."""
     found = _numbers(connection, f'SELECT count(DISTINCT "{ID}") FROM {staging}')  # noqa: S608  # checked names
     if found != expected:
         raise StateIncompatible(
             f"{found} tracking IDs arrived in {staging}, but {expected} were sent. The table {table} was not touched; "
             f"run the command again."
         )
-    changed = ", ".join(f'"{name}" = excluded."{name}"' for name in names if name != ID)
-    newer = ", ".join(f'excluded."{name}"' for name in ORDER), ", ".join(f'{table}."{name}"' for name in ORDER)
-    # DISTINCT: a task that was committed and whose answer was lost is tried again, and stages its rows twice.
-    _execute(
-        connection,
-        f"INSERT INTO {table} ({listed}) SELECT DISTINCT {listed} FROM {staging} WHERE true "  # noqa: S608  # checked names
-        f'ON CONFLICT ("{ID}") DO UPDATE SET {changed} WHERE ({newer[0]}) > ({newer[1]})',
-    )
+    _execute(connection, move)
 
 
 @contextlib.contextmanager

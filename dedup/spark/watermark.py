@@ -1,14 +1,14 @@
 """`--semantics watermark`: Spark's own `dropDuplicatesWithinWatermark`, for comparison and for those who want it.
 
-It is not the fleet's rule; `DIFFERENCES` says where. Dead letters go around the operator by a query of their own: an
-event time from the year 2099 would move the watermark past everything.
+It is not the fleet's rule; `DIFFERENCES` says where. Dead letters go around the operator: an event time from the year
+2099 would move the watermark past everything. Both ways are one query, so one micro-batch, and its time, decides for
+each record which way it goes; two queries would each ask another clock, and lose or double what lies in between.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from functools import partial
 from typing import TYPE_CHECKING, Final, assert_never
 
 from pyspark.sql import Column, DataFrame
@@ -65,6 +65,7 @@ def refuse_unsupported(topology: Topology) -> None:
         "future: clamp": topology.future is OnFuture.CLAMP,
         "late": not isinstance(topology.late, LateTo),
         "output: none": topology.output is None,
+        "output.headers": topology.output is not None and topology.output.headers,
     }
     problems = [
         Problem(topology.name, f"{name}: --semantics watermark can not do it; leave it out, or use --semantics exact")
@@ -82,29 +83,25 @@ def start_watermark(spark: SparkSession, topology: Topology, settings: Settings,
     partitions = int(spark.conf.get("spark.sql.shuffle.partitions") or 1)
     counts = {name: topics[name].partitions for name in topology.source.topics}
     ids = {name: topics[name].topic_id for name in topology.source.topics}
-    state = f"{topology.state_identity(counts)} in {partitions} shuffle partitions, guard {topology.window.guard_ms} ms"
+    state = (
+        f"{topology.state_identity(counts)} in {partitions} shuffle partitions, guard {topology.window.guard_ms} ms, "
+        f"one query"
+    )
     checkpoint = claim(spark, options.checkpoint, CheckpointIdentity(topology.name, "watermark", state, ids))
 
-    written = [topology.dead_letter, _output(topology)]
     rows = _screened(spark, topology, settings, options)
-    frames = {
-        "judged": _forwarded(rows, topology, topics[_output(topology)].partitions),
-        "beside": _beside(rows, topology).repartition(partitions, "key", "value"),
-    }
+    forwarded = _forwarded(rows, topology, topics[_output(topology)].partitions)
+    # The operator's partitions are those of its state, and a union has those of both.
+    both = forwarded.unionByName(_beside(rows, topology).repartition(partitions, "key", "value"))
+    name = f"{topology.name}-watermark"
 
-    def start(part: str) -> StreamingQuery:
-        sink = KafkaSink.open(
-            settings,
-            f"{topology.name}-watermark-{part}",
-            topics=written,
-            partitions=partitions,
-            checkpoint=f"{checkpoint}/{part}",
-        )
-        writer = frames[part].writeStream.queryName(f"{topology.name}-{part}")
-        writer = writer.option("checkpointLocation", f"{options.checkpoint}/{part}")
+    def start() -> StreamingQuery:
+        written = [topology.dead_letter, _output(topology)]
+        sink = KafkaSink.open(settings, name, topics=written, partitions=2 * partitions, checkpoint=checkpoint)
+        writer = both.writeStream.queryName(name).option("checkpointLocation", f"{options.checkpoint}/watermark")
         return triggered(writer.foreachBatch(lambda batch, epoch: _kept(sink, running, batch, epoch)), options).start()
 
-    running = Running([partial(start, part) for part in frames], in_turn=options.exit_when_done)
+    running = Running([start], in_turn=False)
     running.start()
     return running
 

@@ -11,11 +11,13 @@ from pathlib import Path
 import pytest
 from confluent_kafka import TopicPartition
 from pyspark.sql import SparkSession
+from typer.testing import CliRunner
 
-from dedup.cli.main import main
-from dedup.errors import VerificationFailed
+from dedup.cli.main import create_app, main
+from dedup.errors import SettingsError, VerificationFailed
 from dedup.proof.report import Report
 from dedup.spark.audit import audit
+from dedup.spark.rows import RECORDS
 from tests.integration.fleet import Job
 from tests.integration.planting import found
 from tests.integration.test_verify_plants import (
@@ -135,6 +137,30 @@ def test_a_loss_a_double_a_phantom_and_a_wrong_late_are_found_and_nothing_else(s
     assert f"<title>dedup spark audit {bench.name}</title>" in page
     document = json.loads((tmp_path / "audit.json").read_text(encoding="utf-8"))
     assert (document["topology"], document["violations"]) == (bench.name, dict(report.counts))
+
+
+def test_a_damaged_history_is_told_by_name(spark, monkeypatch, tmp_path):
+    rows = [
+        (b"k", b'{"id":"%d","pad":"%s"}' % (number, b"x" * 500), [], 5, None, None, None) for number in range(2_000)
+    ]
+    spark.createDataFrame(rows, RECORDS).coalesce(1).write.option("compression", "none").parquet(str(tmp_path / "in"))
+    (file,) = (tmp_path / "in").glob("*.parquet")
+    whole = bytearray(file.read_bytes())
+    whole[100:5_000] = bytes(4_900)
+    file.write_bytes(whole)
+    for beside in (tmp_path / "in").glob(".*.crc"):
+        beside.unlink()
+    topology = tmp_path / "t.yaml"
+    topology.write_text(
+        "dedup: 1\nname: t\nguard_period: 10s\ntracking_id: {field: id}\nsource: {topics: [c]}\n", encoding="utf-8"
+    )
+    monkeypatch.setattr(SparkSession, "stop", lambda _self: None)
+    # What it does with the records does not matter: they are read.
+    monkeypatch.setattr("dedup.spark.audit.audit", lambda *_, history, **__: history.records.collect())
+    arguments = ["spark", "audit", str(topology), "--history", str(tmp_path / "in"), "--quiet"]
+    error = CliRunner().invoke(create_app(), arguments).exception
+    assert isinstance(error, SettingsError), error
+    assert f"{file.name}: is damaged" in str(error)
 
 
 def test_many_faults_at_once_are_told_apart(spark, bench):

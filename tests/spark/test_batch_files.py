@@ -124,6 +124,22 @@ def test_a_killed_run_is_made_anew_by_the_same_clock(spark, tmp_path, monkeypatc
     assert sorted(path.name for path in (tmp_path / "out").glob("*")) == ["run=backfill"]
 
 
+def test_another_frame_with_as_many_rows_is_another_input(spark, tmp_path):
+    rows = [(b"k", b'{"id":%d}' % number, [], 5, None, None, None) for number in range(4)]
+    today = spark.createDataFrame(rows, RECORDS)
+    backfill(today, topology(), str(tmp_path / "out"), now_ms=NOW_MS)
+    said = []
+    shuffled = spark.createDataFrame(rows[::-1], RECORDS).repartition(3)
+    backfill(shuffled, topology(), str(tmp_path / "out"), say=said.append)
+    assert "was published before" in said[0]
+    moved = (b'{"id":0}', b"k", *rows[0][2:])
+    without_key = (None, *rows[0][1:])
+    twice = [rows[0], rows[0], rows[2], rows[2]]
+    for other in ([moved, *rows[1:]], [without_key, *rows[1:]], twice, [rows[1], rows[1], *twice[2:]]):
+        with pytest.raises(StateIncompatible, match="with another topology, input or order"):
+            backfill(spark.createDataFrame(other, RECORDS), topology(), str(tmp_path / "out"))
+
+
 def test_the_same_run_of_another_topology_or_input_is_refused(spark, tmp_path):
     write(tmp_path / "in" / "a.parquet", LOG)
     history = read_files(spark, [str(tmp_path / "in")], "parquet")

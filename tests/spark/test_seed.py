@@ -125,6 +125,8 @@ def test_files_without_coordinates_and_a_topic_that_overlaps_them(spark, make_jo
     second = seed(spark, job.topology, job.settings, SeedOptions(begins), history=files)
     assert second.name == first.name
     assert all(each.was_there for each in second.partitions)
+    with pytest.raises(StateIncompatible, match=r"begins at .*/0=0,.*/1=0, and --until says .*/0=1,.*/1=0\."):
+        seed(spark, job.topology, job.settings, SeedOptions({**begins, min(begins): 1}), history=files)
     job.finish()
     for partition in range(2):
         # A history without coordinates is judged by event time; of equal times it does not matter which is first.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import time
 from collections import Counter
 
 import pytest
@@ -32,7 +33,9 @@ def job(kafka, admin, tmp_path, topic_names):
 def run(spark, job):
     def run(topology=None):
         options = StreamOptions(str(job.directory / "checkpoint"), exit_when_done=True, most_offsets=200)
-        start_watermark(spark, topology or job.topology, job.settings, options).wait()
+        running = start_watermark(spark, topology or job.topology, job.settings, options)
+        running.wait()
+        return running
 
     return run
 
@@ -48,7 +51,9 @@ def ids(job):
 
 def test_each_id_is_forwarded_once_also_over_restarts(job, run):
     job.send([event(n, at_s=n) for n in range(300)] + [event(n, at_s=n) for n in range(0, 300, 3)])
-    run()
+    (query,) = run().queries
+    # The operator moves its watermark in a batch without input, too, which has as many partitions as any other.
+    assert any(each["numInputRows"] == 0 and "addBatch" in each["durationMs"] for each in query.recentProgress)
     job.send([event(n, at_s=300) for n in range(0, 600, 2)])
     run()
     run()
@@ -71,13 +76,48 @@ def test_dead_letters_go_around_the_operator(job, run):
     assert dead == {b"not_json", b"id_missing", b"future_time"}
 
 
+def test_a_record_that_stops_being_of_the_future_meanwhile_goes_one_way(job, run):
+    now_ms = int(time.time() * 1000)
+    limit_ms = now_ms + job.topology.max_clock_skew_ms
+    numbers = range(600)
+    # One becomes due each half second of the next five minutes, while micro-batches come and go.
+    job.send([Event(n % 2, b'{"id":"id-%d"}' % n, limit_ms + n * 500, b"k%d" % n) for n in numbers])
+    running = run()
+    dead = Counter(json.loads(message.value())["id"] for message in job.read(job.topology.dead_letter))
+    assert ids(job) + dead == Counter({f"id-{n}": 1 for n in numbers})
+    assert dead
+    (query,) = running.queries
+    assert {len(progress["sources"]) for progress in query.recentProgress} == {1}
+
+
+def test_a_batch_that_spark_does_not_know_to_be_written_is_not_written_again(job, run, spark, request):
+    """The sink compares each partition's rows: they must be the same ones, in the operator's half and in the other."""
+    only_with_data = "spark.sql.streaming.noDataMicroBatches.enabled"
+    request.addfinalizer(lambda: spark.conf.unset(only_with_data))
+    spark.conf.set(only_with_data, "false")
+    job.send([event(n, value=b"bad %d" % n if n % 3 == 0 else None) for n in range(90)])
+    run()
+    commits = job.directory / "checkpoint" / "watermark" / "commits"
+    for name in ("0", ".0.crc"):
+        (commits / name).unlink()
+    (query,) = run().queries
+    assert [progress["batchId"] for progress in query.recentProgress if progress["numInputRows"]] == [0]
+    assert ids(job) == Counter({f"id-{n}": 1 for n in range(90) if n % 3})
+    assert len(job.read(job.topology.dead_letter)) == 30
+
+
 def test_what_the_operator_can_not_do_is_refused(job, run):
+    output = dataclasses.replace(job.topology.output, headers=True)
     able = dataclasses.replace(
-        job.topology, duplicates="d", window=dataclasses.replace(job.topology.window, extend=True)
+        job.topology, duplicates="d", output=output, window=dataclasses.replace(job.topology.window, extend=True)
     )
     with pytest.raises(TopologyError) as refused:
         run(able)
-    assert {problem.text.split(":")[0] for problem in refused.value.problems} == {"duplicates", "extend"}
+    assert {problem.text.split(":")[0] for problem in refused.value.problems} == {
+        "duplicates",
+        "extend",
+        "output.headers",
+    }
 
 
 def test_the_checkpoint_of_the_exact_stream_is_refused(job, run, spark):
@@ -88,6 +128,20 @@ def test_the_checkpoint_of_the_exact_stream_is_refused(job, run, spark):
     options = StreamOptions(str(job.directory / "checkpoint"), exit_when_done=True)
     with pytest.raises(StateIncompatible, match="semantics: 'watermark', now 'exact'"):
         start_stream(spark, job.topology, job.settings, options)
+
+
+def test_a_checkpoint_of_two_queries_is_refused(job, run):
+    job.send([event(1)])
+    run()
+    claimed = job.directory / "checkpoint" / "dedup.json"
+    document = json.loads(claimed.read_text(encoding="utf-8"))
+    assert document["state"].endswith(", one query")
+    # As it was written before there was one query.
+    document["state"] = document["state"].removesuffix(", one query")
+    claimed.write_text(json.dumps(document), encoding="utf-8")
+    claimed.with_name(".dedup.json.crc").unlink()
+    with pytest.raises(StateIncompatible, match=r"is the checkpoint of another topology .* is forwarded again"):
+        run()
 
 
 def test_the_differences_name_the_topologys_numbers(job):

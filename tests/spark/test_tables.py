@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -10,9 +11,11 @@ import pytest
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as fn
 
+from dedup.core.tracking_id import KeyRule, TrackingId
 from dedup.errors import SettingsError, StateIncompatible
+from dedup.spark.jdbc import Jdbc
 from dedup.spark.rows import RECORDS
-from dedup.spark.tables import ORDER, Jdbc, newest, table_rows, upsert_delta, upsert_jdbc
+from dedup.spark.tables import ORDER, _connected, newest, table_rows, upsert_delta, upsert_jdbc
 from dedup.topology.parse import parse
 from tests.spark.postgres import USER, RunningPostgres, running_postgres
 
@@ -126,6 +129,49 @@ def test_values_arrive_as_they_were(spark, table):
     assert (row.event_time_ms, row.order_value, row.order_partition, row.order_offset) == (10, 10, 0, 7)
 
 
+@pytest.mark.parametrize("table", ["sqlite", "postgresql"], indirect=True)
+def test_an_order_of_text_is_by_bytes_in_the_table_too(spark, table):
+    # Most locales have "a" before "B".
+    for note in ("B", "a", "B"):
+        table.upsert(rows_of(spark, event(1, 10, 0, note=note), order="note"))
+    assert notes(table) == {"o1": "a"}
+
+
+def test_a_table_that_was_made_with_another_collation_is_compared_by_bytes(spark, postgres, tmp_path):
+    import sqlite3  # noqa: PLC0415
+
+    first, second = (rows_of(spark, event(1, 10, 0, note=note), order="note") for note in ("a", "B"))
+    in_sqlite = Jdbc(f"jdbc:sqlite:{tmp_path / 'shop.db'}", "orders")
+    in_postgres = Jdbc(postgres.url, f"c_{tmp_path.name}", USER, postgres.password)
+    tables = [jdbc_table(spark, to, "SELECT '' AS name") for to in (in_sqlite, in_postgres)]
+    for table in tables:
+        table.upsert(first)
+    with sqlite3.connect(tmp_path / "shop.db") as database:
+        ((made,),) = database.execute("SELECT sql FROM sqlite_master WHERE name = 'orders'")
+        database.execute("ALTER TABLE orders RENAME TO old")
+        database.execute(made.replace("COLLATE BINARY", "COLLATE NOCASE"))
+        database.execute("INSERT INTO orders SELECT * FROM old")
+    with _connected(spark, in_postgres) as connection:
+        change = f'ALTER TABLE {in_postgres.table} ALTER "order_value" TYPE TEXT COLLATE "und-x-icu"'
+        connection.createStatement().execute(change)
+    for table in tables:
+        table.upsert(second)
+        assert notes(table) == {"o1": "a"}
+
+
+def test_a_decimal_that_sqlite_would_round_is_refused(spark, tmp_path):
+    to = Jdbc(f"jdbc:sqlite:{tmp_path / 'shop.db'}", "orders")
+    schema = "id STRING, price DECIMAL({},2)"
+    events = records(spark, event(1, 1, 1, price=1234567890123.45))
+    kept = table_rows(events, TOPOLOGY, schema=schema.format(15), order="event_time").rows
+    upsert_jdbc(kept, to)
+    (row,) = spark.read.jdbc(to.url, to.table, properties=to.properties()).collect()
+    assert float(row.price) == 1234567890123.45
+    wide = table_rows(events, TOPOLOGY, schema=schema.format(16), order="event_time").rows
+    with pytest.raises(SettingsError, match=r"decimal\(16,2\): this database keeps 15 digits; declare it STRING"):
+        upsert_jdbc(wide, to)
+
+
 def test_the_stated_order_decides(spark):
     pair = (event(1, 30, 1, note="later", seats=1), event(1, 10, 2, note="behind it", seats=9))
     for order, wanted in [("event_time", "later"), ("offset", "behind it"), ("seats", "behind it")]:
@@ -154,7 +200,29 @@ def test_what_is_no_row_is_rejected_with_its_reason_and_its_neighbours_are_not(s
     assert found.rows.isEmpty()
 
 
-@pytest.mark.parametrize("schema", ["id STRING,", "tracking_id STRING", "a b c"])
+def test_an_empty_value_is_rejected_and_a_null_one_is_a_row(spark):
+    """Where the ID is not in the value: Spark reads nothing at all as null, without calling it bad."""
+    source = dataclasses.replace(TOPOLOGY.source, format="bytes")
+    by_key = dataclasses.replace(TOPOLOGY, source=source, tracking_id=TrackingId(KeyRule()))
+    values = [b"", b" \n", b"null", b"{}", None]
+    rows = [(b"k%d" % at, value, None, 5, "orders.unique", 0, at) for at, value in enumerate(values)]
+    found = table_rows(records(spark, *rows), by_key, schema="note STRING", order="event_time")
+    assert {row.offset: row.reason for row in found.rejected.collect()} == dict.fromkeys(range(3), "schema_mismatch")
+    assert {(row.order_offset, row.note) for row in found.rows.collect()} == {(3, None), (4, None)}
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        "id STRING,",
+        "tracking_id STRING",
+        "a b c",
+        "m MAP<STRING, INT>",
+        "a ARRAY<STRUCT<m: MAP<STRING, INT>>>",
+        "v VARIANT",
+        "c CHAR(3)",
+    ],
+)
 def test_a_schema_that_can_not_be_is_refused(spark, schema):
     with pytest.raises(SettingsError, match="--schema"):
         table_rows(records(spark, event(1, 1, 1)), TOPOLOGY, schema=schema, order="event_time")
