@@ -16,7 +16,7 @@ from dedup.core.window import Source
 from dedup.proof.compare import Headers, digest, matched
 from dedup.proof.cut import Cut, Written
 from dedup.proof.differences import explain, report_displaced
-from dedup.proof.direct import keep, report_leftovers
+from dedup.proof.direct import WHY_COMPACTED, WHY_NO_OFFSET, keep, report_leftovers
 from dedup.proof.evidence import (
     IDLE_HEADER,
     SOURCE_HEADER,
@@ -35,6 +35,9 @@ from dedup.proof.spill import Spill, buckets_for, condensed, place_of
 
 RESERVED: Final = frozenset({SOURCE_HEADER, TIMESTAMP_HEADER, IDLE_HEADER})
 WHY_PURGED: Final = "purged from the repartition topic; checked without order: nothing lost, no ID twice"
+WHY_BEFORE: Final = (
+    "source offsets before the first record still in the repartition topic; where `latest` was is not known"
+)
 WHY_COPIES: Final = "duplicates and conflicts topics behind a repartition topic are not compared"
 _SPREAD: Final = 0x9E3779B97F4A7C15
 """Spreads source positions over buckets (Knuth's multiplicative hash)."""
@@ -56,6 +59,8 @@ class _Step:
     purged: bool
     firsts: dict[Feed, int]
     """Where what was carried over of each source partition begins."""
+    spans: dict[Feed, tuple[int, int]]
+    """What was read of each source partition: [first, end)."""
 
 
 def verify_repartitioned(cut: Cut) -> None:
@@ -70,7 +75,7 @@ def verify_repartitioned(cut: Cut) -> None:
     cut.plan = replace(cut.plan, output_stamped=stamped, duplicates=False, conflicts=False)
     purged = any(bounds.beheaded for bounds in cut.bounds[log].values())
     beside = (Books("past the repartition topic", 0), cut.spill(buckets))
-    step = _Step(feeds, [], beside, cut.spill(buckets), cut.spill(buckets), purged, {})
+    step = _Step(feeds, [], beside, cut.spill(buckets), cut.spill(buckets), purged, {}, {})
     for partition in range(cut.partitions[log]):
         # Of several feeds one may be far ahead of stream time: how far the purged ones were, nothing bounds.
         if not cut.bounds[log][partition].beheaded:
@@ -115,6 +120,9 @@ def _read_log(cut: Cut, step: _Step, log: str, partition: int, buckets: int) -> 
     cut.report.books.append(books)
     spill = cut.spill(buckets)
     step.logs.append((books, spill))
+    if partition not in cut.committed[log]:
+        bounds = cut.bounds[log][partition]
+        cut.report.unprovable(WHY_NO_OFFSET, bounds.high - bounds.low)
     for row in log_rows(cut, partition):
         if keep(cut, spill, row):
             books.pending += row.pending
@@ -170,7 +178,9 @@ def _origin(cut: Cut, headers: Headers) -> tuple[Source | None, bool]:
     topics = cut.topology.source.topics
     marker = header(headers, IDLE_HEADER)
     if marker is not None:
-        return parse_source(marker + b"/0", topics), True
+        feed = parse_source(marker + b"/0", topics)
+        # No record of the source: what the side topics hold of its first one is not the marker's to take.
+        return None if feed is None else feed._replace(offset=-1), True
     return parse_source(header(headers, SOURCE_HEADER), topics), False
 
 
@@ -179,11 +189,16 @@ def _read_sources(cut: Cut, step: _Step) -> None:
     for feed in step.feeds:
         topic, partition = cut.topology.source.topics[feed[0]], feed[1]
         committed = cut.committed[topic].get(partition)
+        bounds = cut.bounds[topic][partition]
         if committed is None:
+            cut.report.unprovable(WHY_NO_OFFSET, bounds.high - bounds.low)
             continue
         # No order matters for them: they are forwarded, or dead letters, whatever stream time is.
         scout = Scout(cut.plan, step.feeds, from_start=True)
         start = _start(cut, topic, partition, step.firsts.get(feed))
+        if step.purged and _start_unknown(cut, topic, partition):
+            cut.report.unprovable(WHY_BEFORE, max(0, min(start, committed) - bounds.low))
+        step.spans[feed] = (start, committed)
         for columns in cut.read(topic, partition, start, committed):
             _read_source(cut, step, feed, columns, scout)
 
@@ -220,7 +235,7 @@ def _account(cut: Cut, step: _Step, number: int, absent: Spill) -> None:
     for topic, partition, offset, content, own, time_ms, faulty in step.judged.bucket(number):
         source = Source(topic, partition, offset)
         place = f"{names[topic]}/{partition} offset {offset}"
-        there = held.get(source)
+        there = held.pop(source, None)
         if there is None:
             if faulty is not None:
                 keep(cut, step.beside[1], Row.of(faulty))
@@ -232,6 +247,21 @@ def _account(cut: Cut, step: _Step, number: int, absent: Spill) -> None:
                 absent.add(place_of(own, None, None), (*source, own, time_ms))
         elif there != content:
             cut.report.violation("changed", place, "stands in the repartition topic with other content")
+    for source in held:
+        _report_unsent(cut, step, source)
+
+
+def _report_unsent(cut: Cut, step: _Step, source: Source) -> None:
+    """The repartition topic holds a record that was not met in the source."""
+    topic = cut.topology.source.topics[source.topic]
+    start, end = step.spans.get((source.topic, source.partition), (0, 0))
+    if not start <= source.offset < end:
+        return
+    if topic in cut.compacted:
+        cut.report.unprovable(WHY_COMPACTED)
+        return
+    text = f"it is in {cut.topology.repartition_topic}, but it is no record of the source"
+    cut.report.violation("phantom", f"{topic}/{source.partition} offset {source.offset}", text)
 
 
 def _judge(cut: Cut, step: _Step, written: list[Written], number: int, absent: Spill) -> None:
@@ -241,6 +271,7 @@ def _judge(cut: Cut, step: _Step, written: list[Written], number: int, absent: S
         task = TaskReplay(cut.plan, books, cut.report, step.feeds)
         task.take(map(Row.of, spill.bucket(number)))
         everyone.append(task)
+    _report_scattered(cut, step, number)
     seen = [each.bucket(number) for each in written]
     if step.purged:
         free = OrderFree(cut, written, seen)
@@ -263,6 +294,23 @@ def _judge(cut: Cut, step: _Step, written: list[Written], number: int, absent: S
         # What was purged was forwarded too: an unknown record in the output proves nothing.
         found.extra.clear()
     explain(found, everyone, written, seen, cut.report)
+
+
+def _report_scattered(cut: Cut, step: _Step, number: int) -> None:
+    """Each task was judged alone: an ID that two of them know is forwarded by both."""
+    home: dict[bytes, int] = {}
+    scattered: set[bytes] = set()
+    for books, spill in step.logs:
+        for row in map(Row.of, spill.bucket(number)):
+            if row.id is None or home.setdefault(row.id, books.partition) == books.partition or row.id in scattered:
+                continue
+            scattered.add(row.id)
+            text = f"its tracking ID is in partition {home[row.id]} too, so two tasks judged it"
+            cut.report.violation("duplicated", f"{books.topic}/{books.partition} offset {row.position}", text)
+
+
+def _start_unknown(cut: Cut, topic: str, partition: int) -> bool:
+    return cut.topology.source.start == "latest" and partition not in cut.begins[topic]
 
 
 def _start(cut: Cut, topic: str, partition: int, first: int | None) -> int:

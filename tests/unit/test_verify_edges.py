@@ -1,0 +1,70 @@
+"""The verifier of a topology that reads its source directly, where not all is there, or not as it should be."""
+
+from __future__ import annotations
+
+from dedup.proof.replay import WHY_CLOCK, WHY_REFUSED
+from dedup.topology.model import Topology
+from tests.unit.memory_cluster import (
+    MemoryCluster,
+    at,
+    cluster_of,
+    dead_letter,
+    origin,
+    topology_of,
+    value_of,
+    verified,
+    wrong,
+)
+
+HOUR_S = 3600
+
+
+def run_of(topology: Topology, rows: list[tuple[str, float]], belongs: str) -> MemoryCluster:
+    """Return a run; each record is Unique, Duplicate, Late, forwarded though late (F), a null value (T), or nowhere."""
+    cluster = cluster_of(topology)
+    first: dict[str, tuple[int, int]] = {}
+    for (name, second), where in zip(rows, belongs, strict=True):
+        value = None if where == "T" else value_of(name)
+        offset = cluster.put("x-in", value, at(second))
+        if where in "UTF":
+            verdict = {"U": [], "T": [("dedup-verdict", b"tombstone")], "F": [("dedup-verdict", b"late")]}[where]
+            cluster.put("x-out", value, at(second), verdict)
+            first[name] = (at(second), offset)
+        elif where == "L":
+            cluster.put("x-late", value, at(1000), origin(offset, at(second)))
+        elif where == "D" and topology.duplicates is not None:
+            first_ms, first_offset = first[name]
+            added = [("dedup-first-time", str(first_ms).encode()), ("dedup-first-source", b"x-in/0/%d" % first_offset)]
+            cluster.put(topology.duplicates, value, at(second), added)
+    cluster.commit("x-in")
+    return cluster
+
+
+def test_a_correct_run_passes() -> None:
+    topology = topology_of()
+    report = verified(run_of(topology, [("a", 0), ("b", 1), ("a", 2), ("c", 3)], "UUDU"), topology)
+    assert (wrong(report), report.not_provable, report.read) == ({}, {}, 4)
+
+
+def test_a_time_that_was_ahead_when_its_dead_letter_was_appended_is_proved() -> None:
+    topology = topology_of()
+    cluster = run_of(topology, [("a", 0), ("b", 4 * HOUR_S), ("c", 1)], "UXU")
+    dead_letter(cluster, value_of("b"), 1, 4 * HOUR_S, "future_time", 60)
+    report = verified(cluster, topology)
+    assert (wrong(report), report.not_provable) == ({}, {})
+
+
+def test_a_time_that_the_brokers_clock_had_passed_is_not_proved_to_be_ahead() -> None:
+    topology = topology_of()
+    cluster = run_of(topology, [("a", 0), ("b", 4 * HOUR_S), ("c", 1)], "UXU")
+    dead_letter(cluster, value_of("b"), 1, 4 * HOUR_S, "future_time", 10 * HOUR_S)
+    report = verified(cluster, topology)
+    assert (wrong(report), report.not_provable) == ({}, {WHY_CLOCK: 1})
+
+
+def test_a_dead_letter_that_the_broker_made_necessary_is_compared() -> None:
+    topology = topology_of()
+    cluster = run_of(topology, [("a", 0), ("b", 1)], "UX")
+    dead_letter(cluster, value_of("other"), 1, 1, "refused_by_broker", 2)
+    report = verified(cluster, topology)
+    assert (wrong(report), report.not_provable) == ({"changed": 1}, {WHY_REFUSED: 1})
