@@ -26,6 +26,7 @@ WHY_NO_OFFSET: Final = "the group has no committed offset for their partition, s
 WHY_SHORTER: Final = "the source ends before the committed offset: it was deleted and made again, or truncated"
 WHY_SOURCE_GONE: Final = "the source has lost its beginning, from which came records of"
 WHY_COMPACTED: Final = "compaction took records from among them; checked without order: no ID twice, none missing"
+WHY_BEFORE: Final = "source offsets before the first record that has left a trace; where `latest` was is not known"
 WHY_OUTPUT_GONE: Final = "the output has lost its beginning"
 
 
@@ -255,8 +256,11 @@ def _verify_compacted(cut: Cut, source: str) -> None:
     judged = cut.spill(buckets)
     for partition in numbers:
         bounds, committed = cut.bounds[source][partition], cut.committed[source].get(partition, 0)
-        begin = max(bounds.low, cut.begins[source].get(partition, 0))
-        for columns in cut.read(source, partition, begin, committed):
+        output = written[partition] if written else None
+        start, _ = _start(cut, _plan_for(cut.plan, output), bounds, partition, output)
+        if cut.topology.source.start == "latest" and partition not in cut.begins[source]:
+            cut.report.unprovable(WHY_BEFORE, max(0, min(start, committed) - bounds.low))
+        for columns in cut.read(source, partition, start, committed):
             for place, row in _judgeable(cut, columns, partition):
                 judged.add(place, row)
             cut.report.unprovable(WHY_COMPACTED, len(columns.offsets))

@@ -16,7 +16,7 @@ from dedup.core.window import Source
 from dedup.proof.compare import Headers, digest, matched
 from dedup.proof.cut import Cut, Written
 from dedup.proof.differences import explain, report_displaced
-from dedup.proof.direct import WHY_COMPACTED, WHY_NO_OFFSET, keep, report_leftovers
+from dedup.proof.direct import WHY_BEFORE, WHY_COMPACTED, WHY_NO_OFFSET, keep, report_leftovers
 from dedup.proof.evidence import (
     IDLE_HEADER,
     SOURCE_HEADER,
@@ -35,9 +35,6 @@ from dedup.proof.spill import Spill, buckets_for, condensed, place_of
 
 RESERVED: Final = frozenset({SOURCE_HEADER, TIMESTAMP_HEADER, IDLE_HEADER})
 WHY_PURGED: Final = "purged from the repartition topic; checked without order: nothing lost, no ID twice"
-WHY_BEFORE: Final = (
-    "source offsets before the first record still in the repartition topic; where `latest` was is not known"
-)
 WHY_COPIES: Final = "duplicates and conflicts topics behind a repartition topic are not compared"
 _SPREAD: Final = 0x9E3779B97F4A7C15
 """Spreads source positions over buckets (Knuth's multiplicative hash)."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dedup.proof.direct import WHY_BEFORE, WHY_COMPACTED
 from dedup.proof.replay import WHY_CLOCK, WHY_REFUSED
 from dedup.topology.model import Topology
 from tests.unit.memory_cluster import (
@@ -68,3 +69,21 @@ def test_a_dead_letter_that_the_broker_made_necessary_is_compared() -> None:
     dead_letter(cluster, value_of("other"), 1, 1, "refused_by_broker", 2)
     report = verified(cluster, topology)
     assert (wrong(report), report.not_provable) == ({"changed": 1}, {WHY_REFUSED: 1})
+
+
+def test_a_compacted_source_is_not_lost_where_nothing_is_forwarded() -> None:
+    topology = topology_of(output=None)
+    cluster = run_of(topology, [("a", 0), ("b", 1)], "--")
+    cluster.compact.add("x-in")
+    assert wrong(verified(cluster, topology)) == {}
+
+
+def test_a_compacted_source_is_judged_from_its_start() -> None:
+    rows, belongs = [("a", 0), ("b", 1), ("c", 2)], "--U"
+    for start in (at(2), "latest"):
+        topology = topology_of(start=start)
+        cluster = run_of(topology, rows, belongs)
+        cluster.compact.add("x-in")
+        report = verified(cluster, topology)
+        assert wrong(report) == {}
+        assert report.not_provable == {WHY_COMPACTED: 1} | ({WHY_BEFORE: 2} if start == "latest" else {})

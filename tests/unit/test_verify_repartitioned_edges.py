@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 
-from dedup.proof.direct import WHY_NO_OFFSET
-from dedup.proof.repartitioned import WHY_BEFORE
+from dedup.proof.direct import WHY_BEFORE, WHY_NO_OFFSET
+from dedup.proof.repartitioned import WHY_PURGED
 from dedup.topology.model import SourceSpec, Topology
 from tests.unit.memory_cluster import (
     MemoryCluster,
@@ -123,3 +123,35 @@ def test_a_dead_letter_in_the_repartition_topic_is_compared() -> None:
     dead_letter(cluster, value_of("b"), 0, 0, "refused_by_broker", 1)
     cluster.commit("x-in", LOG)
     assert wrong(verified(cluster, topology)) == {"changed": 1}
+
+
+def test_what_is_purged_and_forwarded_nowhere_is_not_lost() -> None:
+    topology = topology_of(direct=False, output=None)
+    cluster = run_of(topology)
+    cluster.low[LOG, 0] = 4
+    report = verified(cluster, topology)
+    assert wrong(report) == {}
+    assert report.not_provable == {WHY_PURGED: 4}
+
+
+def test_the_brokers_time_in_the_output_says_nothing_of_what_is_purged() -> None:
+    topology = topology_of(direct=False)
+    cluster = run_of(topology)
+    cluster.broker_time.add("x-out")
+    # An hour of backlog: the broker's times are that far from the events'.
+    cluster.logs["x-out", 0] = [(*row[:4], at(3600)) for row in cluster.logs["x-out", 0]]
+    cluster.low[LOG, 0] = 4
+    assert wrong(verified(cluster, topology)) == {}
+
+
+def test_what_is_purged_may_have_been_a_dead_letter_that_is_deleted() -> None:
+    topology = topology_of(direct=False)
+    cluster = cluster_of(topology)
+    carried(cluster, "a", 0)
+    carried(cluster, "far ahead", 900_000_000)
+    cluster.put("x-out", value_of("a"), at(0))
+    cluster.commit("x-in", LOG)
+    cluster.low[LOG, 0] = 2
+    assert wrong(verified(cluster, topology)) == {"lost": 1}
+    cluster.low["x-dead", 0] = 1
+    assert wrong(verified(cluster, topology)) == {}
