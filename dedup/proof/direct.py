@@ -17,7 +17,7 @@ from dedup.proof.differences import explain, report_displaced
 from dedup.proof.evidence import SOURCE_HEADER, SideTopic, extracted_of
 from dedup.proof.kafka_reader import Bounds, Columns
 from dedup.proof.orderfree import OrderFree
-from dedup.proof.replay import TaskReplay
+from dedup.proof.replay import WHY_FRONT, TaskReplay
 from dedup.proof.report import Books, Report
 from dedup.proof.scout import Log, Plan, Row, Scout
 from dedup.proof.spill import Spill, buckets_for, condensed, place_of
@@ -168,7 +168,7 @@ def _judge_bucket(held: _Partition, number: int, report: Report, books: Books) -
         _compare_output(held, task, held.output, held.output.bucket(number), report)
     for written, expected in ((held.duplicates, task.duplicates), (held.conflicts, task.conflicts)):
         if written is not None:
-            _compare_copies(held, written, written.bucket(number), expected, report)
+            _compare_copies(held, task, (written, written.bucket(number)), expected, report)
     held.uncertain = held.uncertain or task.uncertain
 
 
@@ -183,7 +183,7 @@ def _compare_output(held: _Partition, task: TaskReplay, output: Written, seen: l
 
 def _balance(held: _Partition, beside: int) -> None:
     cut, books, output = held.cut, held.books, held.output
-    if output is None or held.uncertain or output.bounds.beheaded:
+    if output is None or held.uncertain or output.bounds.beheaded or not held.known:
         return
     if cut.plan.late is None and not cut.plan.late_forwarded:
         beside += books.late  # dropped, as the topology says
@@ -229,7 +229,10 @@ def _copies(cut: Cut, partition: int, buckets: int) -> dict[str, Written]:
     return found
 
 
-def _compare_copies(held: _Partition, written: Written, seen: list[Seen], expected: Expected, report: Report) -> None:
+def _compare_copies(
+    held: _Partition, task: TaskReplay, there: tuple[Written, list[Seen]], expected: Expected, report: Report
+) -> None:
+    written, seen = there
     held.copies_wanted[written.topic] = held.copies_wanted.get(written.topic, 0) + len(expected.digests)
     if written.bounds.beheaded:
         return
@@ -240,9 +243,12 @@ def _compare_copies(held: _Partition, written: Written, seen: list[Seen], expect
         report.violation("wrong_duplicate", place, f"a duplicate: it is not in {written.topic}, or is changed there")
     excused = 0 if held.known else written.order.first_matched()
     for extra in found.extra:
-        if seen[extra.row].row >= excused:
+        copy = seen[extra.row]
+        if task.doubtful(copy.id, copy.time_ms, timed=not written.broker_time):
+            report.unprovable(WHY_FRONT)
+        elif copy.row >= excused:
             text = "not the record the model expects here"
-            report.violation("wrong_duplicate", written.place(seen[extra.row].row), text)
+            report.violation("wrong_duplicate", written.place(copy.row), text)
         else:
             report.unprovable(f"{WHY_SOURCE_GONE} {written.topic}")
 

@@ -68,6 +68,10 @@ class Doubt:
             self._ids[tracking_id] = max(self._ids.get(tracking_id, BEFORE_ALL_TIME), time_ms + self._longest_ms)
         return doubtful
 
+    def until_ms(self, tracking_id: bytes) -> int:
+        """Return up to which event time sightings of an ID were in doubt."""
+        return self._ids.get(tracking_id, BEFORE_ALL_TIME)
+
 
 class TaskReplay:
     """Takes those records of a task's log that share a bucket; afterwards knows what every topic must hold of them."""
@@ -99,6 +103,11 @@ class TaskReplay:
     def place(self, source: Source) -> str:
         """Return a source position, for people."""
         return f"{self._plan.topics[source.topic]}/{source.partition} offset {source.offset}"
+
+    def doubtful(self, tracking_id: bytes | None, time_ms: int, *, timed: bool) -> bool:
+        """Tell whether the verdict on a record of an ID was in doubt; where no time is known, on any of them."""
+        until_ms = BEFORE_ALL_TIME if tracking_id is None else self._doubt.until_ms(tracking_id)
+        return time_ms <= until_ms if timed else until_ms > BEFORE_ALL_TIME
 
     def _row(self, row: Row) -> None:
         if not self._pending:
@@ -170,6 +179,8 @@ class TaskReplay:
     def _forward(self, row: Row, verdict: ModelVerdict, *, certain: bool) -> None:
         why = "conflict" if verdict.conflict else verdict.reason
         self._expect(row, why, certain=certain)
+        if not certain and row.id is not None:
+            self._expect_otherwise(row, why)
         if self._pending:
             return
         self.books.unique += 1
@@ -189,10 +200,17 @@ class TaskReplay:
         forwarded.sources.append(Source(*row.source))
         forwarded.positions.append(row.position)
 
+    def _expect_otherwise(self, row: Row, *besides: str) -> None:
+        """The record may have been forwarded for any other reason than the model's."""
+        possible = {"", "late" if self._plan.late_forwarded else ""}
+        possible.add("conflict" if self._plan.rules.on_conflict == "forward" else "")
+        for why in sorted(possible.difference(besides)):
+            self._expect(row, why, certain=False)
+
     def _duplicate(self, row: Row, verdict: ModelVerdict, *, certain: bool) -> None:
         if not certain:
             # In truth it may be the first of its ID.
-            self._expect(row, certain=False)
+            self._expect_otherwise(row)
         topic = self.duplicates if self._plan.duplicates else None
         if verdict.conflict and self._plan.conflicts:
             topic = self.conflicts
@@ -218,13 +236,15 @@ class TaskReplay:
             self._report.timeline.add(verdict.time_ms, _LATE)
         if self._plan.late_forwarded:
             self._expect(row, "late", certain=certain)
+            if not certain:
+                self._expect_otherwise(row, "late")
         late = self._plan.late
         if late is None:
             return
         if row.late is not None:
             self._same(row, row.late, late)
         elif not certain:
-            self._expect(row, certain=False)
+            self._expect_otherwise(row)
         elif not late.complete:
             self._unprovable(WHY_SIDE_GONE)
         else:

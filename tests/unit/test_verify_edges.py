@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from dedup.core.fold import OnConflict
 from dedup.proof.direct import WHY_BEFORE, WHY_COMPACTED
 from dedup.proof.replay import WHY_CLOCK, WHY_REFUSED
-from dedup.topology.model import Topology
+from dedup.topology.model import LateForward, Topology
 from tests.unit.memory_cluster import (
     MemoryCluster,
     at,
@@ -87,3 +88,52 @@ def test_a_compacted_source_is_judged_from_its_start() -> None:
         report = verified(cluster, topology)
         assert wrong(report) == {}
         assert report.not_provable == {WHY_COMPACTED: 1} | ({WHY_BEFORE: 2} if start == "latest" else {})
+
+
+def test_a_copy_of_a_record_whose_verdict_is_in_doubt_is_not_provable() -> None:
+    topology = topology_of(duplicates="x-dup")
+    rows = [("c", 0), ("b", 1), ("b", 2), ("c", 3), ("d", 4), ("c", 5)]
+    cluster = run_of(topology, rows, "UUDDUD")
+    assert wrong(verified(cluster, topology)) == {}
+    cluster.low["x-in", 0] = 1
+    report = verified(cluster, topology)
+    assert (wrong(report), report.passed) == ({}, True)
+    assert sum(report.not_provable.values()) > 0
+
+
+def test_a_copy_that_belongs_nowhere_is_wrong_once_the_doubt_is_over() -> None:
+    topology = topology_of(duplicates="x-dup")
+    rows = [("a", 0), *((f"i{number}", 10 * number) for number in range(1, 20)), ("i19", 191)]
+    cluster = run_of(topology, rows, "U" * 20 + "D")
+    cluster.low["x-in", 0] = 1
+    assert wrong(verified(cluster, topology)) == {}
+    first = [("dedup-first-time", b"1"), ("dedup-first-source", b"x-in/0/1")]
+    cluster.put("x-dup", value_of("i19"), at(190), first)
+    assert wrong(verified(cluster, topology)) == {"wrong_duplicate": 1}
+
+
+def test_books_are_not_held_against_a_source_that_is_gone() -> None:
+    topology = topology_of()
+    cluster = run_of(topology, [("a", 0), ("b", 1)], "UU")
+    cluster.low["x-in", 0] = 2
+    assert wrong(verified(cluster, topology)) == {}
+
+
+def test_a_record_in_doubt_may_have_been_forwarded_as_late() -> None:
+    topology = topology_of(late=LateForward())
+    cluster = run_of(topology, [("h", 100), ("w", 95), ("a", 89), ("c", 102)], "UUFU")
+    assert wrong(verified(cluster, topology)) == {}
+    cluster.low["x-in", 0] = 1
+    assert wrong(verified(cluster, topology)) == {}
+
+
+def test_a_record_in_doubt_may_have_been_forwarded_as_a_conflict() -> None:
+    topology = topology_of(on_conflict=OnConflict.FORWARD)
+    cluster = cluster_of(topology)
+    for second, value in enumerate((b'{"id": "a", "n": 1}', value_of("b"), b'{"id": "a", "n": 2}')):
+        cluster.put("x-in", value, at(second))
+        cluster.put("x-out", value, at(second), [("dedup-verdict", b"conflict")] if second == 2 else [])
+    cluster.commit("x-in")
+    assert wrong(verified(cluster, topology)) == {}
+    cluster.low["x-in", 0] = 1
+    assert wrong(verified(cluster, topology)) == {}
