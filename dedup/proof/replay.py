@@ -26,7 +26,7 @@ __all__ = ["REFUSED_BY_THE_BROKER", "TaskReplay", "forwarded_digest"]
 _UNIQUE, _DUPLICATES, _LATE, _DEAD_LETTERS = range(4)
 _FORGET_EVERY: Final = 200_000
 
-WHY_FRONT: Final = "the log's beginning is gone; less than a full retention of event time precedes them in what is left"
+WHY_FRONT: Final = "the log's beginning is gone; too little event time precedes them in what is left"
 WHY_REFUSED: Final = "the broker refused them, says the dead-letter topic"
 WHY_CLOCK: Final = "dead letters for a time that only the worker's wall clock can have refused"
 WHY_CLAMPED: Final = "a time was perhaps clamped to the worker's wall clock, and stream time with it"
@@ -121,7 +121,7 @@ class TaskReplay:
         verdict = self._model.judge(ModelRecord(row.id, row.time_ms, source, row.fingerprint, row.fault))
         certain = self._certain(row, verdict)
         if row.late is not None and verdict.kind != "late":
-            self._not_late(row, row.late, verdict)
+            self._not_late(row, row.late, verdict, certain=certain)
             certain = False
         match verdict.kind:
             case "unique" | "exempt":
@@ -142,7 +142,8 @@ class TaskReplay:
         if row.doubt_ms is None or row.id is None or verdict.kind == "dead_letter":
             return True
         why = WHY_CLAMPED if row.doubt_by_clock else WHY_FRONT
-        if row.late is not None and verdict.kind == "unique":
+        beyond_ms = verdict.stream_time_ms - self._plan.rules.guard_ms - self._plan.rules.grace_ms
+        if row.late is not None and verdict.kind == "unique" and beyond_ms <= row.doubt_ms:
             # It is late by sightings or stream time of what is gone.
             self._unprovable(why)
             return False
@@ -170,10 +171,10 @@ class TaskReplay:
             self._violation("wrong_dead_letter", row, f'{where} says "{letter.reason}"; the model judges it')
         self._count_dead(row)
 
-    def _not_late(self, row: Row, filed: Filed, verdict: ModelVerdict) -> None:
+    def _not_late(self, row: Row, filed: Filed, verdict: ModelVerdict, *, certain: bool) -> None:
         """The late topic holds a record that is not late."""
         late = self._plan.late
-        if late is not None and not self._pending and row.doubt_ms is None:
+        if late is not None and certain:
             self._violation("wrong_late", row, f"it is in {late.place(filed)}; the model says {verdict.kind}")
 
     def _forward(self, row: Row, verdict: ModelVerdict, *, certain: bool) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from dedup.core.fold import OnConflict
 from dedup.proof.direct import WHY_BEFORE, WHY_COMPACTED
 from dedup.proof.replay import WHY_CLOCK, WHY_REFUSED
@@ -137,3 +139,22 @@ def test_a_record_in_doubt_may_have_been_forwarded_as_a_conflict() -> None:
     assert wrong(verified(cluster, topology)) == {}
     cluster.low["x-in", 0] = 1
     assert wrong(verified(cluster, topology)) == {}
+
+
+def test_an_old_duplicate_left_first_says_little_of_the_stream_time_before_it() -> None:
+    topology = topology_of()
+    rows = [("x", 110), ("w", 126), ("z", 130), ("x", 101), ("w", 131.5), ("e", 132)]
+    cluster = run_of(topology, rows, "UUUDDU")
+    assert wrong(verified(cluster, topology)) == {}
+    cluster.low["x-in", 0] = 3
+    assert wrong(verified(cluster, topology)) == {}
+
+
+@pytest.mark.parametrize("name", ["i90", "i89"], ids=["unique", "a duplicate"])
+def test_a_wrong_late_is_told_once_the_doubt_is_over(name: str) -> None:
+    topology = topology_of()
+    rows = [(f"i{number}", 10.0 * number) for number in range(100)]
+    rows[90] = (name, 891)
+    cluster = run_of(topology, rows, "U" * 90 + "L" + "U" * 9)
+    cluster.low["x-in", 0] = 1
+    assert wrong(verified(cluster, topology)) == {"wrong_late": 1}
