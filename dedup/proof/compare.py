@@ -78,12 +78,18 @@ def compare(expected: Sequence[Expected], actual: Sequence[Sequence[bytes]]) -> 
     return result
 
 
-def matched(expected: Sequence[Expected], actual: Sequence[Sequence[bytes]]) -> Comparison:
-    """Find each record that is there among those expected, whatever their order."""
+def matched(expected: Sequence[Expected], actual: Sequence[Sequence[bytes]], *, from_end: bool = False) -> Comparison:
+    """Find each record that is there among those expected, whatever their order.
+
+    ``from_end``: of equal records that are there more often than expected, the first ones are the extra ones.
+    """
     rows_of = _candidates(expected, actual)
+    if from_end:
+        for candidates in rows_of.values():
+            candidates.reverse()
     result = Comparison()
     for partition, digests in enumerate(actual):
-        for row, each in enumerate(digests):
+        for row, each in reversed(list(enumerate(digests))) if from_end else enumerate(digests):
             candidates = rows_of.get(each)
             if candidates:
                 result.matched.append((Place(partition, row), candidates.pop()))

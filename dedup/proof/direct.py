@@ -11,8 +11,8 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 
 from dedup.core.window import Source
-from dedup.proof.compare import Expected, digest, matched
-from dedup.proof.cut import Cut, Seen, Written
+from dedup.proof.compare import Expected, Place, digest, matched
+from dedup.proof.cut import WHY_OPEN, Cut, Seen, Written
 from dedup.proof.differences import explain, report_displaced
 from dedup.proof.evidence import SOURCE_HEADER, SideTopic, extracted_of
 from dedup.proof.kafka_reader import Bounds, Columns
@@ -174,16 +174,20 @@ def _judge_bucket(held: _Partition, number: int, report: Report, books: Books) -
 
 def _compare_output(held: _Partition, task: TaskReplay, output: Written, seen: list[Seen], report: Report) -> None:
     forwarded = task.forwarded
-    found = matched([forwarded.expected], [[each.digest for each in seen]])
+    found = matched([forwarded.expected], [[each.digest for each in seen]], from_end=not held.known)
     output.order.match([(seen[at.row].row, 0, forwarded.positions[wanted.row]) for at, wanted in found.matched])
     held.pending_found += sum(wanted.row in forwarded.pending for _, wanted in found.matched)
     found.extra = [place for place in found.extra if seen[place.row].row >= held.excused_rows]
-    explain(found, [task], [output], [seen], report)
+    unseen: list[Place] | None = [] if output.truncated else None
+    explain(found, [task], [output], [seen], report, absent_are=unseen)
+    if unseen:
+        task.books.not_provable += len(unseen)
+        report.unprovable(WHY_OPEN, len(unseen))
 
 
 def _balance(held: _Partition, beside: int) -> None:
     cut, books, output = held.cut, held.books, held.output
-    if output is None or held.uncertain or output.bounds.beheaded or not held.known:
+    if output is None or held.uncertain or output.bounds.beheaded or output.truncated or not held.known:
         return
     if cut.plan.late is None and not cut.plan.late_forwarded:
         beside += books.late  # dropped, as the topology says
@@ -200,8 +204,11 @@ def _gone_position(held: _Partition, output: Written) -> int:
     place, first = output.first_kept
     task = TaskReplay(held.plan, Books("", 0), Report("", "", "", 0), ((0, held.books.partition),))
     task.take(map(Row.of, held.log.bucket(place % held.log.buckets)))
-    digests = task.forwarded.expected.digests
-    return task.forwarded.positions[digests.index(first)] if first in digests else -1
+    wanted, kept = task.forwarded.expected.digests, output.bucket(place % held.log.buckets)
+    equal = [row for row, each in enumerate(wanted) if each == first]
+    # Records may be equal; of those expected the last ones are there.
+    there = sum(seen.digest == first for seen in kept)
+    return task.forwarded.positions[equal[-there:][0]] if equal else -1
 
 
 def _excuse_deleted(held: _Partition, task: TaskReplay, report: Report) -> None:
@@ -238,6 +245,9 @@ def _compare_copies(
         return
     found = matched([expected], [[each.digest for each in seen]])
     written.order.match([(seen[at.row].row, 0, expected.positions[wanted.row]) for at, wanted in found.matched])
+    if written.truncated:
+        report.unprovable(WHY_OPEN, len(found.missing))
+        found.missing.clear()
     for missing in found.missing:
         place = f"{held.books.topic}/{held.books.partition} offset {expected.positions[missing.row]}"
         report.violation("wrong_duplicate", place, f"a duplicate: it is not in {written.topic}, or is changed there")
@@ -322,6 +332,10 @@ def _start(cut: Cut, plan: Plan, bounds: Bounds, partition: int, output: Written
             return start, start > bounds.low or not bounds.beheaded
         case _:
             start = _first_judged(cut, plan, bounds, partition, output)
+            if output is not None and output.bounds.beheaded and start > bounds.low:
+                # Earlier traces may be deleted.
+                cut.starts[partition] = start
+                return start, False
             return start, start > bounds.low or not bounds.beheaded
 
 
@@ -330,7 +344,7 @@ def _first_judged(cut: Cut, plan: Plan, bounds: Bounds, partition: int, output: 
     first_letter = plan.dead_letters.first_offset(partition)
     if first_letter is None:
         first_letter = bounds.high
-    if output is None or output.first_digest is None:
+    if output is None or not output.first_digests:
         return first_letter
     topic = cut.topology.source.topics[0]
     for columns in cut.reader.read(topic, partition, bounds.low, min(first_letter, bounds.high)):
@@ -339,7 +353,7 @@ def _first_judged(cut: Cut, plan: Plan, bounds: Bounds, partition: int, output: 
             if plan.source_header:
                 headers = [*headers, (SOURCE_HEADER, f"{topic}/{partition}/{offset}".encode())]
             time_ms = columns.timestamps_ms[row] if plan.output_stamped else 0
-            if digest(columns.keys[row], condensed(columns.values[row]), headers, time_ms) == output.first_digest:
+            if digest(columns.keys[row], condensed(columns.values[row]), headers, time_ms) in output.first_digests:
                 return offset
     return first_letter
 
@@ -370,6 +384,9 @@ def _report_leftover(cut: Cut, side: SideTopic, source: Source, place: str) -> N
         return
     if source.offset < low:
         cut.report.unprovable(f"the source records that {side.name} names are deleted")
+        return
+    if source.offset < cut.starts.get(source.partition, 0):
+        cut.report.unprovable(WHY_BEFORE)
         return
     text = f"names {topic}/{source.partition} offset {source.offset}, which is no record of the source"
     cut.report.violation("phantom", place, text)

@@ -20,7 +20,9 @@ class OrderFree:
         self._cut: Final = cut
         self._forwards: Final = bool(written)
         self._times_ms: Final[dict[bytes, list[int]]] = {}
-        self._complete: Final = not any(each.bounds.beheaded or each.topic in cut.compacted for each in written)
+        self._complete: Final = not any(
+            each.bounds.beheaded or each.truncated or each.topic in cut.compacted for each in written
+        )
         late = cut.plan.late
         self._sides_complete: Final = late is not None and late.complete and cut.plan.dead_letters.complete
         self._timeless: Final = any(each.broker_time for each in written) or cut.plan.rules.future == "clamp"

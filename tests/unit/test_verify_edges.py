@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dedup.core.fold import OnConflict
+from dedup.proof.cut import WHY_OPEN
 from dedup.proof.direct import WHY_BEFORE, WHY_COMPACTED
 from dedup.proof.replay import WHY_CLOCK, WHY_REFUSED
 from dedup.topology.model import LateForward, Topology
@@ -158,3 +159,58 @@ def test_a_wrong_late_is_told_once_the_doubt_is_over(name: str) -> None:
     cluster = run_of(topology, rows, "U" * 90 + "L" + "U" * 9)
     cluster.low["x-in", 0] = 1
     assert wrong(verified(cluster, topology)) == {"wrong_late": 1}
+
+
+SIX = [("a", 0), ("b", 1), ("c", 2), ("a", 3), ("b", 4), ("d", 5)]
+
+
+@pytest.mark.parametrize("deleted", [1, 2])
+def test_an_output_without_its_beginning_does_not_tell_where_latest_was(deleted: int) -> None:
+    topology = topology_of(start="latest")
+    cluster = run_of(topology, SIX, "UUUDDU")
+    assert wrong(verified(cluster, topology)) == {}
+    cluster.low["x-out", 0] = deleted
+    report = verified(cluster, topology)
+    assert wrong(report) == {}
+    assert sum(report.not_provable.values()) > 0
+
+
+def test_a_late_record_from_before_what_the_output_still_tells_is_no_phantom() -> None:
+    topology = topology_of(start="latest")
+    cluster = run_of(topology, [("a", 100), ("z", 0), ("b", 101), ("c", 102)], "ULUU")
+    cluster.low["x-out", 0] = 1
+    report = verified(cluster, topology)
+    assert wrong(report) == {}
+    assert report.not_provable[WHY_BEFORE] == 1
+
+
+def test_latest_may_begin_with_a_null_value() -> None:
+    topology = topology_of(start="latest")
+    report = verified(run_of(topology, [("", 0), ("b", 1), ("c", 2)], "TUU"), topology)
+    assert (wrong(report), report.read) == ({}, 3)
+
+
+def equal_records(topology: Topology) -> MemoryCluster:
+    """Three IDs again and again, each time unique, in an output that keeps the broker's time: so all are equal."""
+    cluster = run_of(topology, [("abc"[number % 3], 20.0 * number) for number in range(30)], "U" * 30)
+    cluster.broker_time.add("x-out")
+    return cluster
+
+
+@pytest.mark.parametrize("topic", ["x-in", "x-out"])
+def test_equal_records_that_are_left_are_the_last_ones(topic: str) -> None:
+    topology = topology_of()
+    cluster = equal_records(topology)
+    assert wrong(verified(cluster, topology)) == {}
+    cluster.low[topic, 0] = 9
+    assert wrong(verified(cluster, topology)) == {}
+
+
+@pytest.mark.parametrize("topic", ["x-out", "x-dup"])
+def test_what_is_behind_an_open_transaction_is_not_provable(topic: str) -> None:
+    topology = topology_of(duplicates="x-dup")
+    cluster = run_of(topology, [("a", 0), ("b", 1), ("a", 2), ("b", 3), ("c", 4)], "UUDDU")
+    cluster.open_from[topic, 0] = 1
+    report = verified(cluster, topology)
+    assert wrong(report) == {}
+    assert report.not_provable[WHY_OPEN] == {"x-out": 2, "x-dup": 1}[topic]
