@@ -85,8 +85,8 @@ def matched(expected: Sequence[Expected], actual: Sequence[Sequence[bytes]], *, 
     """
     rows_of = _candidates(expected, actual)
     if from_end:
-        for candidates in rows_of.values():
-            candidates.reverse()
+        for places in rows_of.values():
+            places.reverse()
     result = Comparison()
     for partition, digests in enumerate(actual):
         for row, each in reversed(list(enumerate(digests))) if from_end else enumerate(digests):

@@ -88,6 +88,14 @@ class Order:
                 return start + int(there[0])
         return len(self._positions)
 
+    def first_position(self, task: int) -> int | None:
+        """Return the position of the first record that was expected of a task; None where none was."""
+        for start in range(0, len(self._positions), _STEP):
+            own = self._read(self._tasks, start) == task
+            if own.any():
+                return int(self._read(self._positions, start)[own][0])
+        return None
+
     def displaced(self) -> list[int]:
         """Return the fewest rows whose removal leaves each task's records in order."""
         last: dict[int, int] = {}

@@ -13,10 +13,10 @@ from typing import Final
 
 from dedup.core.model import Feed
 from dedup.core.window import Source
-from dedup.proof.compare import Headers, digest, matched
-from dedup.proof.cut import Cut, Written
-from dedup.proof.differences import explain, report_displaced
-from dedup.proof.direct import WHY_BEFORE, WHY_COMPACTED, WHY_NO_OFFSET, keep, report_leftovers
+from dedup.proof.compare import Headers, Place, digest, matched
+from dedup.proof.cut import WHY_OPEN, Cut, Written
+from dedup.proof.differences import explain, report_displaced, report_lost
+from dedup.proof.direct import WHY_BEFORE, WHY_COMPACTED, WHY_NO_OFFSET, WHY_OUTPUT_GONE, keep, report_leftovers
 from dedup.proof.evidence import (
     IDLE_HEADER,
     SOURCE_HEADER,
@@ -36,6 +36,7 @@ from dedup.proof.spill import Spill, buckets_for, condensed, place_of
 RESERVED: Final = frozenset({SOURCE_HEADER, TIMESTAMP_HEADER, IDLE_HEADER})
 WHY_PURGED: Final = "purged from the repartition topic; checked without order: nothing lost, no ID twice"
 WHY_COPIES: Final = "duplicates and conflicts topics behind a repartition topic are not compared"
+_AFTER_ALL: Final = 1 << 62
 _SPREAD: Final = 0x9E3779B97F4A7C15
 """Spreads source positions over buckets (Knuth's multiplicative hash)."""
 
@@ -58,6 +59,8 @@ class _Step:
     """Where what was carried over of each source partition begins."""
     spans: dict[Feed, tuple[int, int]]
     """What was read of each source partition: [first, end)."""
+    unseen: Spill
+    """What is not in an output of which a part is missing: task, position, source position."""
 
 
 def verify_repartitioned(cut: Cut) -> None:
@@ -72,7 +75,7 @@ def verify_repartitioned(cut: Cut) -> None:
     cut.plan = replace(cut.plan, output_stamped=stamped, duplicates=False, conflicts=False)
     purged = any(bounds.beheaded for bounds in cut.bounds[log].values())
     beside = (Books("past the repartition topic", 0), cut.spill(buckets))
-    step = _Step(feeds, [], beside, cut.spill(buckets), cut.spill(buckets), purged, {}, {})
+    step = _Step(feeds, [], beside, cut.spill(buckets), cut.spill(buckets), purged, {}, {}, cut.spill(1))
     for partition in range(cut.partitions[log]):
         # Of several feeds one may be far ahead of stream time: how far the purged ones were, nothing bounds.
         if not cut.bounds[log][partition].beheaded:
@@ -84,10 +87,11 @@ def verify_repartitioned(cut: Cut) -> None:
     for number in range(buckets):
         _judge(cut, step, written, number, absent)
     report_displaced(written, cut.report)
+    _report_unseen(cut, step, written)
     if step.beside[0].read:
         cut.report.books.append(step.beside[0])
     _conclude(cut, step, purged=purged)
-    for spill in (absent, step.carried, step.judged, beside[1], *(each for _, each in step.logs)):
+    for spill in (absent, step.unseen, step.carried, step.judged, beside[1], *(each for _, each in step.logs)):
         spill.close()
     for each in written:
         each.close()
@@ -280,17 +284,42 @@ def _judge(cut: Cut, step: _Step, written: list[Written], number: int, absent: S
         return
     found = matched([task.forwarded.expected for task in everyone], [[each.digest for each in own] for own in seen])
     for at, each in enumerate(written):
-        pairs = [(there, wanted) for there, wanted in found.matched if there.sequence == at]
-        each.order.match(
-            [
-                (seen[at][there.row].row, wanted.sequence, everyone[wanted.sequence].forwarded.positions[wanted.row])
-                for there, wanted in pairs
-            ]
-        )
+        pairs = [(there.row, wanted) for there, wanted in found.matched if there.sequence == at]
+        each.order.match([(seen[at][row].row, *_track(step, everyone, wanted)) for row, wanted in pairs])
     if step.purged:
         # What was purged was forwarded too: an unknown record in the output proves nothing.
         found.extra.clear()
-    explain(found, everyone, written, seen, cut.report)
+    unseen: list[Place] | None = [] if any(each.bounds.beheaded or each.truncated for each in written) else None
+    explain(found, everyone, written, seen, cut.report, absent_are=unseen)
+    for place in unseen or ():
+        forwarded = everyone[place.sequence].forwarded
+        step.unseen.add(0, (place.sequence, forwarded.positions[place.row], *forwarded.sources[place.row]))
+
+
+def _track(step: _Step, everyone: list[TaskReplay], wanted: Place) -> tuple[int, int]:
+    """Return what a record's order is kept with, its task or its source partition, and its position there."""
+    forwarded = everyone[wanted.sequence].forwarded
+    source = forwarded.sources[wanted.row]
+    past = wanted.sequence == len(step.logs)
+    track = wanted.sequence + (step.feeds.index((source.topic, source.partition)) if past else 0)
+    return track, forwarded.positions[wanted.row]
+
+
+def _report_unseen(cut: Cut, step: _Step, written: list[Written]) -> None:
+    """What a task forwarded before its first record that a beheaded partition still has, may have been there."""
+    truncated = any(each.truncated for each in written)
+    gone: dict[int, int] = {}
+    for task in range(len(step.logs)):
+        firsts = [each.order.first_position(task) for each in written if each.bounds.beheaded]
+        gone[task] = max((_AFTER_ALL if first is None else first for first in firsts), default=0)
+    names = cut.topology.source.topics
+    for task, position, topic, partition, offset in step.unseen.bucket(0):
+        if truncated or position < gone.get(task, _AFTER_ALL):
+            books, _ = step.logs[task] if task in gone else step.beside
+            books.not_provable += 1
+            cut.report.unprovable(WHY_OPEN if truncated else WHY_OUTPUT_GONE)
+        else:
+            report_lost(written, f"{names[topic]}/{partition} offset {offset}", cut.report)
 
 
 def _report_scattered(cut: Cut, step: _Step, number: int) -> None:

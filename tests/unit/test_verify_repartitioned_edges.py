@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 
-from dedup.proof.direct import WHY_BEFORE, WHY_NO_OFFSET
+from dedup.proof.cut import WHY_OPEN
+from dedup.proof.direct import WHY_BEFORE, WHY_NO_OFFSET, WHY_OUTPUT_GONE
 from dedup.proof.repartitioned import WHY_PURGED
 from dedup.topology.model import SourceSpec, Topology
 from tests.unit.memory_cluster import (
@@ -154,4 +155,54 @@ def test_what_is_purged_may_have_been_a_dead_letter_that_is_deleted() -> None:
     cluster.low[LOG, 0] = 2
     assert wrong(verified(cluster, topology)) == {"lost": 1}
     cluster.low["x-dead", 0] = 1
+    assert wrong(verified(cluster, topology)) == {}
+
+
+def test_what_an_output_without_its_beginning_may_have_had_is_not_lost() -> None:
+    topology = topology_of(direct=False)
+    cluster = run_of(topology)
+    cluster.low["x-out", 0] = 2
+    report = verified(cluster, topology)
+    assert (wrong(report), report.not_provable) == ({}, {WHY_OUTPUT_GONE: 2})
+
+
+def test_what_is_missing_after_the_beginning_of_the_output_is_lost() -> None:
+    topology = topology_of(direct=False)
+    cluster = run_of(topology)
+    cluster.logs["x-out", 0].pop(1)
+    cluster.low["x-out", 0] = 0
+    carried(cluster, "d", 4)
+    cluster.put("x-out", value_of("d"), at(4))
+    cluster.commit("x-in", LOG)
+    assert wrong(verified(cluster, topology)) == {"lost": 1}
+    # Kept: a, c, d. Without a, the lost b may have stood there; c stands after it.
+    cluster.low["x-out", 0] = 1
+    assert wrong(verified(cluster, topology)) == {}
+    cluster.logs["x-out", 0] = [row for row in cluster.logs["x-out", 0] if row[2] != value_of("c")]
+    cluster.put("x-out", value_of("e"), at(5))
+    cluster.low["x-out", 0] = 0
+    assert wrong(verified(cluster, topology)) == {"lost": 2, "phantom": 1}
+
+
+def test_what_is_behind_an_open_transaction_is_not_lost() -> None:
+    topology = topology_of(direct=False)
+    cluster = run_of(topology)
+    cluster.open_from["x-out", 0] = 1
+    report = verified(cluster, topology)
+    assert (wrong(report), report.not_provable[WHY_OPEN]) == ({}, 2)
+
+
+def test_records_without_an_id_of_several_partitions_may_come_in_any_order() -> None:
+    topology = topology_of(direct=False, source=SourceSpec(("x-in", "x-in2")))
+    cluster = cluster_of(topology)
+    verdict = [("dedup-verdict", b"tombstone")]
+    for topic, count in (("x-in", 2), ("x-in2", 1)):
+        for number in range(count):
+            cluster.put(topic, None, at(number))
+    for second in (0, 1, 0):
+        cluster.put("x-out", None, at(second), verdict)
+    cluster.commit("x-in", "x-in2", LOG)
+    assert wrong(verified(cluster, topology)) == {}
+    cluster.logs["x-in2", 0][0] = (0, b"k", None, [], at(0))
+    cluster.logs["x-out", 0][2] = (2, b"k", None, verdict, at(0))
     assert wrong(verified(cluster, topology)) == {}
