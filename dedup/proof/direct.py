@@ -81,7 +81,7 @@ def _verify_partition(cut: Cut, source: str, partition: int) -> None:
     bounds = cut.bounds[source][partition]
     committed = cut.committed[source].get(partition)
     buckets = buckets_for(bounds.high - bounds.low)
-    output = _output(cut, partition, buckets)
+    output = output_of(cut, partition, buckets)
     books.pending = bounds.high - min(bounds.high, committed or bounds.low)
     if committed is None:
         cut.report.unprovable(WHY_NO_OFFSET, len(output) if output is not None else 0)
@@ -90,7 +90,7 @@ def _verify_partition(cut: Cut, source: str, partition: int) -> None:
         cut.report.unprovable(WHY_SHORTER, committed - bounds.high)
         committed = bounds.high
     plan = _plan_for(cut.plan, output)
-    start, known = _start(cut, plan, bounds, partition, output)
+    start, known = start_of(cut, bounds, partition, output)
     books.skipped = start - bounds.low
     log, beside = _read_log(cut, plan, (partition, buckets), (start, committed), known=known)
     copies = _copies(cut, partition, buckets)
@@ -268,12 +268,12 @@ def _verify_compacted(cut: Cut, source: str) -> None:
     cut.report.method = f"order-free checks: {' and '.join(sorted(cut.compacted))} is compacted"
     buckets = buckets_for(sum(each.high - each.low for each in cut.bounds[source].values()))
     numbers = range(cut.partitions[source])
-    written = [each for partition in numbers if (each := _output(cut, partition, buckets)) is not None]
+    written = [each for partition in numbers if (each := output_of(cut, partition, buckets)) is not None]
     judged = cut.spill(buckets)
     for partition in numbers:
         bounds, committed = cut.bounds[source][partition], cut.committed[source].get(partition, 0)
         output = written[partition] if written else None
-        start, _ = _start(cut, _plan_for(cut.plan, output), bounds, partition, output)
+        start, _ = start_of(cut, bounds, partition, output)
         if cut.topology.source.start == "latest" and partition not in cut.begins[source]:
             cut.report.unprovable(WHY_BEFORE, max(0, min(start, committed) - bounds.low))
         for columns in cut.read(source, partition, start, committed):
@@ -300,7 +300,8 @@ def _judgeable(cut: Cut, columns: Columns, partition: int) -> Iterator[tuple[int
             yield place, (partition, offset, own, extracted.times_ms[row])
 
 
-def _output(cut: Cut, partition: int, buckets: int) -> Written | None:
+def output_of(cut: Cut, partition: int, buckets: int) -> Written | None:
+    """Return what is in the output's partition of the same number; None where nothing is forwarded."""
     output = cut.topology.output
     if output is None or not cut.partitions[output.topic]:
         return None
@@ -317,7 +318,7 @@ def _log(columns: Columns, partition: int) -> Log:
     return Log(columns, [Source(0, partition, offset) for offset in columns.offsets])
 
 
-def _start(cut: Cut, plan: Plan, bounds: Bounds, partition: int, output: Written | None) -> tuple[int, bool]:
+def start_of(cut: Cut, bounds: Bounds, partition: int, output: Written | None) -> tuple[int, bool]:
     """Return the first offset that was judged, and whether nothing before it was."""
     topic = cut.topology.source.topics[0]
     begin = cut.begins[topic].get(partition)
@@ -331,7 +332,7 @@ def _start(cut: Cut, plan: Plan, bounds: Bounds, partition: int, output: Written
             start = bounds.high if found is None else found
             return start, start > bounds.low or not bounds.beheaded
         case _:
-            start = _first_judged(cut, plan, bounds, partition, output)
+            start = _first_judged(cut, _plan_for(cut.plan, output), bounds, partition, output)
             if output is not None and output.bounds.beheaded and start > bounds.low:
                 # Earlier traces may be deleted.
                 cut.starts[partition] = start

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from tempfile import TemporaryDirectory
+from typing import Self
 
 from dedup.core.paths import parse_path
 from dedup.core.tracking_id import FieldRule, TrackingId
@@ -37,6 +38,12 @@ class MemoryCluster:
     broker_time: set[str] = field(default_factory=set)
     open_from: dict[Place, int] = field(default_factory=dict)
     """Where an open transaction begins."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
 
     def put(
         self, topic: str, value: bytes | None, time_ms: int, headers: Headers | None = None, partition: int = 0
@@ -134,6 +141,27 @@ def dead_letter(cluster: MemoryCluster, value: bytes, offset: int, second: float
     """The dead-letter topic has a record of the source, appended at a second of the broker's clock."""
     why = [("dedup-reason", reason.encode()), ("dedup-detail", b"a sentence")]
     cluster.put("x-dead", value, at(now_s), [*why, *origin(offset, at(second))])
+
+
+def run_of(topology: Topology, rows: list[tuple[str, float]], belongs: str) -> MemoryCluster:
+    """Return a run; each record is Unique, Duplicate, Late, forwarded though late (F), a null value (T), or nowhere."""
+    cluster = cluster_of(topology)
+    first: dict[str, tuple[int, int]] = {}
+    for (name, second), where in zip(rows, belongs, strict=True):
+        value = None if where == "T" else value_of(name)
+        offset = cluster.put("x-in", value, at(second))
+        if where in "UTF":
+            verdict = {"U": [], "T": [("dedup-verdict", b"tombstone")], "F": [("dedup-verdict", b"late")]}[where]
+            cluster.put("x-out", value, at(second), verdict)
+            first[name] = (at(second), offset)
+        elif where == "L":
+            cluster.put("x-late", value, at(1000), origin(offset, at(second)))
+        elif where == "D" and topology.duplicates is not None:
+            first_ms, first_offset = first[name]
+            added = [("dedup-first-time", str(first_ms).encode()), ("dedup-first-source", b"x-in/0/%d" % first_offset)]
+            cluster.put(topology.duplicates, value, at(second), added)
+    cluster.commit("x-in")
+    return cluster
 
 
 def verified(cluster: MemoryCluster, topology: Topology) -> Report:

@@ -14,7 +14,7 @@ from tests.unit.memory_cluster import (
     at,
     cluster_of,
     dead_letter,
-    origin,
+    run_of,
     topology_of,
     value_of,
     verified,
@@ -22,27 +22,6 @@ from tests.unit.memory_cluster import (
 )
 
 HOUR_S = 3600
-
-
-def run_of(topology: Topology, rows: list[tuple[str, float]], belongs: str) -> MemoryCluster:
-    """Return a run; each record is Unique, Duplicate, Late, forwarded though late (F), a null value (T), or nowhere."""
-    cluster = cluster_of(topology)
-    first: dict[str, tuple[int, int]] = {}
-    for (name, second), where in zip(rows, belongs, strict=True):
-        value = None if where == "T" else value_of(name)
-        offset = cluster.put("x-in", value, at(second))
-        if where in "UTF":
-            verdict = {"U": [], "T": [("dedup-verdict", b"tombstone")], "F": [("dedup-verdict", b"late")]}[where]
-            cluster.put("x-out", value, at(second), verdict)
-            first[name] = (at(second), offset)
-        elif where == "L":
-            cluster.put("x-late", value, at(1000), origin(offset, at(second)))
-        elif where == "D" and topology.duplicates is not None:
-            first_ms, first_offset = first[name]
-            added = [("dedup-first-time", str(first_ms).encode()), ("dedup-first-source", b"x-in/0/%d" % first_offset)]
-            cluster.put(topology.duplicates, value, at(second), added)
-    cluster.commit("x-in")
-    return cluster
 
 
 def test_a_correct_run_passes() -> None:
