@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import tempfile
+from array import array
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
-from dedup.proof.compare import out_of_order
+from dedup.proof.compare import astray
 
 Positions = npt.NDArray[np.int64]
 
@@ -137,6 +138,7 @@ def disorder(rows: Positions, positions: Positions) -> list[int]:
     starts, ends = np.append([0], borders), np.append(borders, len(rows))
     found: list[int] = []
     for stretch in np.flatnonzero(ends - starts > 1).tolist():
-        inside = slice(int(starts[stretch]), int(ends[stretch]))
-        found += out_of_order(list(zip(positions[inside].tolist(), rows[inside].tolist(), strict=True)))
+        first = int(starts[stretch])
+        inside = array("q", positions[first : int(ends[stretch])].tobytes())
+        found += (int(rows[first + at]) for at in astray(inside))
     return found

@@ -25,6 +25,7 @@ __all__ = ["REFUSED_BY_THE_BROKER", "TaskReplay", "forwarded_digest"]
 
 _UNIQUE, _DUPLICATES, _LATE, _DEAD_LETTERS = range(4)
 _FORGET_EVERY: Final = 200_000
+_MANY_SIGHTINGS: Final = 64
 
 WHY_FRONT: Final = "the log's beginning is gone; too little event time precedes them in what is left"
 WHY_REFUSED: Final = "the broker refused them, says the dead-letter topic"
@@ -89,6 +90,8 @@ class TaskReplay:
         self._doubt: Final = Doubt(plan.rules)
         self._pending = False
         self._taken = 0
+        self._forget_at: Final[dict[bytes, int]] = {}
+        """ID with many sightings -> at how many those that no longer count are dropped."""
 
     def take(self, rows: Iterable[Row]) -> None:
         """Judge records, in the log's order."""
@@ -96,9 +99,19 @@ class TaskReplay:
             self._pending = row.pending
             self.books.replayed += row.replayed and not row.pending
             self._row(row)
+            self._forget(row.id)
             self._taken += 1
             if self._taken % _FORGET_EVERY == 0:
                 self._model.forget()
+
+    def _forget(self, tracking_id: bytes | None) -> None:
+        """Each verdict on an ID looks at all its sightings: one that is met all the time must not keep them all."""
+        known = [] if tracking_id is None else self._model.sightings.get(tracking_id, [])
+        if tracking_id is None or len(known) < self._forget_at.get(tracking_id, _MANY_SIGHTINGS):
+            return
+        oldest_ms = self._model.stream_time_ms - self._plan.rules.guard_ms - self._plan.rules.grace_ms
+        known[:] = [seen for seen in known if seen.last_ms >= oldest_ms]
+        self._forget_at[tracking_id] = max(_MANY_SIGHTINGS, 2 * len(known))
 
     def place(self, source: Source) -> str:
         """Return a source position, for people."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 
 from dedup.core.fold import OnConflict
+from dedup.core.model import Model
+from dedup.core.window import Window
 from dedup.proof.cut import WHY_OPEN
 from dedup.proof.direct import WHY_BEFORE, WHY_COMPACTED
 from dedup.proof.replay import WHY_CLOCK, WHY_REFUSED
@@ -193,3 +195,17 @@ def test_what_is_behind_an_open_transaction_is_not_provable(topic: str) -> None:
     report = verified(cluster, topology)
     assert wrong(report) == {}
     assert report.not_provable[WHY_OPEN] == {"x-out": 2, "x-dup": 1}[topic]
+
+
+def test_an_id_that_is_met_all_the_time_keeps_few_sightings(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked_at = []
+    in_range = Model._in_range
+    monkeypatch.setattr(
+        Model,
+        "_in_range",
+        lambda model, known, time_ms: looked_at.append(len(known)) or in_range(model, known, time_ms),
+    )
+    topology = topology_of(window=Window(guard_ms=500, grace_ms=500))
+    cluster = run_of(topology, [("a", float(second)) for second in range(600)], "U" * 600)
+    assert wrong(verified(cluster, topology)) == {}
+    assert max(looked_at) <= 64
