@@ -84,7 +84,7 @@ def _verify_partition(cut: Cut, source: str, partition: int) -> None:
     output = output_of(cut, partition, buckets)
     books.pending = bounds.high - min(bounds.high, committed or bounds.low)
     if committed is None:
-        cut.report.unprovable(WHY_NO_OFFSET, len(output) if output is not None else 0)
+        cut.report.unprovable(WHY_NO_OFFSET, len(output) if output is not None else books.pending)
         return
     if committed > bounds.high:
         cut.report.unprovable(WHY_SHORTER, committed - bounds.high)
@@ -271,7 +271,10 @@ def _verify_compacted(cut: Cut, source: str) -> None:
     written = [each for partition in numbers if (each := output_of(cut, partition, buckets)) is not None]
     judged = cut.spill(buckets)
     for partition in numbers:
-        bounds, committed = cut.bounds[source][partition], cut.committed[source].get(partition, 0)
+        bounds, committed = cut.bounds[source][partition], cut.committed[source].get(partition)
+        if committed is None:
+            cut.report.unprovable(WHY_NO_OFFSET, bounds.high - bounds.low)
+            continue
         output = written[partition] if written else None
         start, _ = start_of(cut, bounds, partition, output)
         if cut.topology.source.start == "latest" and partition not in cut.begins[source]:
@@ -303,8 +306,10 @@ def _judgeable(cut: Cut, columns: Columns, partition: int) -> Iterator[tuple[int
 def output_of(cut: Cut, partition: int, buckets: int) -> Written | None:
     """Return what is in the output's partition of the same number; None where nothing is forwarded."""
     output = cut.topology.output
-    if output is None or not cut.partitions[output.topic]:
+    if output is None:
         return None
+    # A topic that is not there holds nothing.
+    cut.bounds[output.topic].setdefault(partition, Bounds(0, 0, beheaded=False))
     # Where future times are clamped, the output's timestamps are the worker's clock's.
     return cut.written(output.topic, partition, buckets, stamped=cut.plan.rules.future != "clamp")
 

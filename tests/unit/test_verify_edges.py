@@ -8,7 +8,7 @@ from dedup.core.fold import OnConflict
 from dedup.core.model import Model
 from dedup.core.window import Window
 from dedup.proof.cut import WHY_OPEN
-from dedup.proof.direct import WHY_BEFORE, WHY_COMPACTED
+from dedup.proof.direct import WHY_BEFORE, WHY_COMPACTED, WHY_NO_OFFSET
 from dedup.proof.replay import WHY_CLOCK, WHY_REFUSED
 from dedup.topology.model import LateForward, Topology
 from tests.unit.memory_cluster import (
@@ -209,3 +209,21 @@ def test_an_id_that_is_met_all_the_time_keeps_few_sightings(monkeypatch: pytest.
     cluster = run_of(topology, [("a", float(second)) for second in range(600)], "U" * 600)
     assert wrong(verified(cluster, topology)) == {}
     assert max(looked_at) <= 64
+
+
+def test_an_output_that_does_not_exist_holds_nothing() -> None:
+    topology = topology_of()
+    cluster = run_of(topology, [("a", 0), ("b", 1)], "UU")
+    del cluster.topics["x-out"]
+    cluster.logs["x-out", 0].clear()
+    assert wrong(verified(cluster, topology)) == {"lost": 2, "unbalanced": 1}
+
+
+@pytest.mark.parametrize("compact", [True, False])
+def test_without_offsets_nothing_is_proved(compact: bool) -> None:
+    topology = topology_of() if compact else topology_of(output=None)
+    cluster = run_of(topology, [("a", 0), ("b", 1)], "--")
+    cluster.compact = {"x-in"} if compact else set()
+    cluster.offsets.clear()
+    report = verified(cluster, topology)
+    assert (wrong(report), report.not_provable) == ({}, {WHY_NO_OFFSET: 2})
