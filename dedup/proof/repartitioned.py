@@ -37,6 +37,7 @@ RESERVED: Final = frozenset({SOURCE_HEADER, TIMESTAMP_HEADER, IDLE_HEADER})
 WHY_PURGED: Final = "purged from the repartition topic; checked without order: nothing lost, no ID twice"
 WHY_COPIES: Final = "duplicates and conflicts topics behind a repartition topic are not compared"
 _AFTER_ALL: Final = 1 << 62
+_TOLD: Final = -1
 _SPREAD: Final = 0x9E3779B97F4A7C15
 """Spreads source positions over buckets (Knuth's multiplicative hash)."""
 
@@ -267,12 +268,12 @@ def _report_unsent(cut: Cut, step: _Step, source: Source) -> None:
 
 def _judge(cut: Cut, step: _Step, written: list[Written], number: int, absent: Spill) -> None:
     """Judge the records of a bucket and compare what was forwarded of them."""
-    everyone = []
+    everyone: list[TaskReplay] = []
+    homes: dict[bytes, int] = {}
     for books, spill in (*step.logs, step.beside):
         task = TaskReplay(cut.plan, books, cut.report, step.feeds)
-        task.take(map(Row.of, spill.bucket(number)))
+        task.take(_at_home(cut, books, map(Row.of, spill.bucket(number)), homes))
         everyone.append(task)
-    _report_scattered(cut, step, number)
     seen = [each.bucket(number) for each in written]
     if step.purged:
         free = OrderFree(cut, written, seen)
@@ -322,17 +323,18 @@ def _report_unseen(cut: Cut, step: _Step, written: list[Written]) -> None:
             report_lost(written, f"{names[topic]}/{partition} offset {offset}", cut.report)
 
 
-def _report_scattered(cut: Cut, step: _Step, number: int) -> None:
-    """Each task was judged alone: an ID that two of them know is forwarded by both."""
-    home: dict[bytes, int] = {}
-    scattered: set[bytes] = set()
-    for books, spill in step.logs:
-        for row in map(Row.of, spill.bucket(number)):
-            if row.id is None or home.setdefault(row.id, books.partition) == books.partition or row.id in scattered:
-                continue
-            scattered.add(row.id)
-            text = f"its tracking ID is in partition {home[row.id]} too, so two tasks judged it"
+def _at_home(cut: Cut, books: Books, rows: Iterator[Row], homes: dict[bytes, int]) -> Iterator[Row]:
+    """Yield the rows; each task is judged alone, and an ID that two of them know is forwarded by both: so it is told.
+
+    ``homes``: where each ID of the bucket was met first; `_TOLD` once it was met elsewhere.
+    """
+    for row in rows:
+        home = _TOLD if row.id is None else homes.setdefault(row.id, books.partition)
+        if row.id is not None and home not in {books.partition, _TOLD}:
+            homes[row.id] = _TOLD
+            text = f"its tracking ID is in partition {home} too, so two tasks judged it"
             cut.report.violation("duplicated", f"{books.topic}/{books.partition} offset {row.position}", text)
+        yield row
 
 
 def _start_unknown(cut: Cut, topic: str, partition: int) -> bool:
