@@ -78,6 +78,7 @@ def chaos_command(  # noqa: PLR0917  # one parameter per option
 
     console = Console(highlight=False, soft_wrap=True)
     order = Order(read_topology(topology), topology, minutes, workers, per_s, seed, harder)
+    _refuse_observing(order)
     directory = Path(tempfile.mkdtemp(prefix="dedup-chaos-"))
     try:
         found = _embedded(order, directory, console) if config is None else _yours(order, config, directory, console)
@@ -94,6 +95,14 @@ def chaos_command(  # noqa: PLR0917  # one parameter per option
             f"{directory}. `--seed {seed}` draws the same blows again."
         )
     shutil.rmtree(directory, ignore_errors=True)
+
+
+def _refuse_observing(order: Order) -> None:
+    from dedup.errors import Problem, SettingsError
+
+    if order.topology.output is None:
+        told = "it forwards nothing, and what is proved is what is forwarded; give it an `output` for the test"
+        raise SettingsError([Problem(str(order.topology_file), told)])
 
 
 def _embedded(order: Order, directory: Path, console: Console) -> ChaosReport:

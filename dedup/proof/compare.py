@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from array import array
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Final, NamedTuple
@@ -78,12 +79,18 @@ def compare(expected: Sequence[Expected], actual: Sequence[Sequence[bytes]]) -> 
     return result
 
 
-def matched(expected: Sequence[Expected], actual: Sequence[Sequence[bytes]]) -> Comparison:
-    """Find each record that is there among those expected, whatever their order."""
+def matched(expected: Sequence[Expected], actual: Sequence[Sequence[bytes]], *, from_end: bool = False) -> Comparison:
+    """Find each record that is there among those expected, whatever their order.
+
+    ``from_end``: of equal records that are there more often than expected, the first ones are the extra ones.
+    """
     rows_of = _candidates(expected, actual)
+    if from_end:
+        for places in rows_of.values():
+            places.reverse()
     result = Comparison()
     for partition, digests in enumerate(actual):
-        for row, each in enumerate(digests):
+        for row, each in reversed(list(enumerate(digests))) if from_end else enumerate(digests):
             candidates = rows_of.get(each)
             if candidates:
                 result.matched.append((Place(partition, row), candidates.pop()))
@@ -116,22 +123,25 @@ def _candidates(expected: Sequence[Expected], actual: Sequence[Sequence[bytes]])
 
 
 def out_of_order(track: list[tuple[int, int]]) -> list[int]:
-    """Return the fewest rows whose removal leaves the rest in the expected order (patience sorting)."""
-    tops: list[int] = []
-    top_rows: list[int] = []
-    previous: list[int] = []
-    for at, (wanted, _) in enumerate(track):
-        pile = bisect_left(tops, wanted)
-        previous.append(top_rows[pile - 1] if pile else -1)
+    """Return the fewest rows whose removal leaves the rest in the expected order: of (wanted, row)."""
+    return [track[at][1] for at in astray(array("q", [wanted for wanted, _ in track]))]
+
+
+def astray(wanted: array[int]) -> Iterator[int]:
+    """Yield the fewest places whose removal leaves the rest ascending (patience sorting, in flat arrays)."""
+    tops, top_places, previous = array("q"), array("q"), array("q")
+    for at, each in enumerate(wanted):
+        pile = bisect_left(tops, each)
+        previous.append(top_places[pile - 1] if pile else -1)
         if pile == len(tops):
-            tops.append(wanted)
-            top_rows.append(at)
+            tops.append(each)
+            top_places.append(at)
         else:
-            tops[pile] = wanted
-            top_rows[pile] = at
-    kept: set[int] = set()
-    at = top_rows[-1] if top_rows else -1
+            tops[pile] = each
+            top_places[pile] = at
+    kept = bytearray(len(wanted))
+    at = top_places[-1] if top_places else -1
     while at >= 0:
-        kept.add(at)
+        kept[at] = 1
         at = previous[at]
-    return [row for at, (_, row) in enumerate(track) if at not in kept]
+    return (at for at, stays in enumerate(kept) if not stays)

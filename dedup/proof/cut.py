@@ -69,10 +69,12 @@ class Written:
     offsets: Column
     order: Order
     broker_time: bool = False
-    first_digest: bytes | None = None
-    """Of the first record, in the sample or not."""
+    first_digests: frozenset[bytes] = frozenset()
+    """Of the first record, in the sample or not: as it is, and without the verdict that a worker may have added."""
     first_kept: tuple[int, bytes] | None = None
     """Place and digest of the first record looked at."""
+    truncated: bool = False
+    """A transaction stays open: what is behind it is not known."""
 
     def __len__(self) -> int:
         return len(self.offsets)
@@ -117,6 +119,10 @@ class Cut:
     """One ID in so many is looked at."""
     total: int = 0
     done: int = 0
+    starts: dict[int, int] = field(default_factory=dict)
+    """Source partition -> the first offset with a trace, where records before it may have left one that is gone."""
+    unread: set[tuple[str, int]] = field(default_factory=set)
+    """Partitions that could not be read to their end."""
     held: list[Spill | Written] = field(default_factory=list)
     """Everything with a file, for a verification that ends half-way."""
 
@@ -128,6 +134,7 @@ class Cut:
                 self.progress(Progress(f"{topic}/{partition}", self.done, max(self.total, self.done)))
                 yield columns
         except OpenTransaction as fact:
+            self.unread.add((topic, partition))
             self.report.unprovable(f"{WHY_OPEN}: {fact}")
 
     def sampled(self, place: int) -> bool:
@@ -149,10 +156,10 @@ class Cut:
             columns = self._of_workers(read)
             self.report.unprovable(WHY_REPLAYED, len(read.offsets) - len(columns.offsets))
             found.broker_time = columns.broker_time
+            if not found.first_digests and columns.offsets:
+                found.first_digests = self._of_first(columns, stamped=stamped and not columns.broker_time)
             offsets: list[int] = []
             for place, offset, seen in self._seen(columns, len(found), stamped=stamped and not columns.broker_time):
-                if found.first_digest is None:
-                    found.first_digest = seen[1]
                 if not self.sampled(place):
                     continue
                 if found.first_kept is None:
@@ -161,7 +168,16 @@ class Cut:
                 offsets.append(offset)
             found.offsets.extend(offsets)
         found.order.expect(len(found))
+        found.truncated = (topic, partition) in self.unread
         return found
+
+    @staticmethod
+    def _of_first(columns: Columns, *, stamped: bool) -> frozenset[bytes]:
+        headers, time_ms = columns.headers[0], columns.timestamps_ms[0] if stamped else 0
+        added = max((at for at, (name, _) in enumerate(headers) if name == VERDICT_HEADER), default=len(headers))
+        key, value = columns.keys[0], condensed(columns.values[0])
+        both = (headers, [*headers[:added], *headers[added + 1 :]])
+        return frozenset(digest(key, value, each, time_ms) for each in both)
 
     def _seen(
         self, columns: Columns, row: int, *, stamped: bool

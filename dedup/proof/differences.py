@@ -16,8 +16,13 @@ def explain(
     written: Sequence[Written],
     seen: Sequence[Sequence[Seen]],
     report: Report,
+    *,
+    absent_are: list[Place] | None = None,
 ) -> None:
-    """Report every difference between what tasks had to forward and what is in the output, of one bucket."""
+    """Report every difference between what tasks had to forward and what is in the output, of one bucket.
+
+    ``absent_are``: takes what is not in the output, where that need not mean that it is lost.
+    """
     absent = _absent_by_id(comparison, tasks)
     known = {each for task in tasks for each in task.forwarded.ids if each is not None} if comparison.extra else set()
     for place in comparison.extra:
@@ -33,11 +38,19 @@ def explain(
             report.violation("duplicated", where, "its tracking ID was forwarded already; the model drops it")
         else:
             report.violation("phantom", where, "no record that the model forwards is like it")
-    for places in absent.values():
-        for place in places:
-            task = tasks[place.sequence]
-            text = f"the model forwards it; it is not in {written[0].topic}" if written else "the model forwards it"
-            report.violation("lost", task.place(task.forwarded.sources[place.row]), text)
+    left = [place for places in absent.values() for place in places]
+    if absent_are is not None:
+        absent_are += left
+        return
+    for place in left:
+        task = tasks[place.sequence]
+        report_lost(written, task.place(task.forwarded.sources[place.row]), report)
+
+
+def report_lost(written: Sequence[Written], place: str, report: Report) -> None:
+    """Report a record that had to be forwarded."""
+    text = f"the model forwards it; it is not in {written[0].topic}" if written else "the model forwards it"
+    report.violation("lost", place, text)
 
 
 def report_displaced(written: Sequence[Written], report: Report) -> None:

@@ -11,13 +11,13 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 
 from dedup.core.window import Source
-from dedup.proof.compare import Expected, digest, matched
-from dedup.proof.cut import Cut, Seen, Written
+from dedup.proof.compare import Expected, Place, digest, matched
+from dedup.proof.cut import WHY_OPEN, Cut, Seen, Written
 from dedup.proof.differences import explain, report_displaced
 from dedup.proof.evidence import SOURCE_HEADER, SideTopic, extracted_of
 from dedup.proof.kafka_reader import Bounds, Columns
 from dedup.proof.orderfree import OrderFree
-from dedup.proof.replay import TaskReplay
+from dedup.proof.replay import WHY_FRONT, TaskReplay
 from dedup.proof.report import Books, Report
 from dedup.proof.scout import Log, Plan, Row, Scout
 from dedup.proof.spill import Spill, buckets_for, condensed, place_of
@@ -26,6 +26,7 @@ WHY_NO_OFFSET: Final = "the group has no committed offset for their partition, s
 WHY_SHORTER: Final = "the source ends before the committed offset: it was deleted and made again, or truncated"
 WHY_SOURCE_GONE: Final = "the source has lost its beginning, from which came records of"
 WHY_COMPACTED: Final = "compaction took records from among them; checked without order: no ID twice, none missing"
+WHY_BEFORE: Final = "source offsets before the first record that has left a trace; where `latest` was is not known"
 WHY_OUTPUT_GONE: Final = "the output has lost its beginning"
 
 
@@ -80,16 +81,16 @@ def _verify_partition(cut: Cut, source: str, partition: int) -> None:
     bounds = cut.bounds[source][partition]
     committed = cut.committed[source].get(partition)
     buckets = buckets_for(bounds.high - bounds.low)
-    output = _output(cut, partition, buckets)
+    output = output_of(cut, partition, buckets)
     books.pending = bounds.high - min(bounds.high, committed or bounds.low)
     if committed is None:
-        cut.report.unprovable(WHY_NO_OFFSET, len(output) if output is not None else 0)
+        cut.report.unprovable(WHY_NO_OFFSET, len(output) if output is not None else books.pending)
         return
     if committed > bounds.high:
         cut.report.unprovable(WHY_SHORTER, committed - bounds.high)
         committed = bounds.high
     plan = _plan_for(cut.plan, output)
-    start, known = _start(cut, plan, bounds, partition, output)
+    start, known = start_of(cut, bounds, partition, output)
     books.skipped = start - bounds.low
     log, beside = _read_log(cut, plan, (partition, buckets), (start, committed), known=known)
     copies = _copies(cut, partition, buckets)
@@ -167,22 +168,26 @@ def _judge_bucket(held: _Partition, number: int, report: Report, books: Books) -
         _compare_output(held, task, held.output, held.output.bucket(number), report)
     for written, expected in ((held.duplicates, task.duplicates), (held.conflicts, task.conflicts)):
         if written is not None:
-            _compare_copies(held, written, written.bucket(number), expected, report)
+            _compare_copies(held, task, (written, written.bucket(number)), expected, report)
     held.uncertain = held.uncertain or task.uncertain
 
 
 def _compare_output(held: _Partition, task: TaskReplay, output: Written, seen: list[Seen], report: Report) -> None:
     forwarded = task.forwarded
-    found = matched([forwarded.expected], [[each.digest for each in seen]])
+    found = matched([forwarded.expected], [[each.digest for each in seen]], from_end=not held.known)
     output.order.match([(seen[at.row].row, 0, forwarded.positions[wanted.row]) for at, wanted in found.matched])
     held.pending_found += sum(wanted.row in forwarded.pending for _, wanted in found.matched)
     found.extra = [place for place in found.extra if seen[place.row].row >= held.excused_rows]
-    explain(found, [task], [output], [seen], report)
+    unseen: list[Place] | None = [] if output.truncated else None
+    explain(found, [task], [output], [seen], report, absent_are=unseen)
+    if unseen:
+        task.books.not_provable += len(unseen)
+        report.unprovable(WHY_OPEN, len(unseen))
 
 
 def _balance(held: _Partition, beside: int) -> None:
     cut, books, output = held.cut, held.books, held.output
-    if output is None or held.uncertain or output.bounds.beheaded:
+    if output is None or held.uncertain or output.bounds.beheaded or output.truncated or not held.known:
         return
     if cut.plan.late is None and not cut.plan.late_forwarded:
         beside += books.late  # dropped, as the topology says
@@ -199,8 +204,11 @@ def _gone_position(held: _Partition, output: Written) -> int:
     place, first = output.first_kept
     task = TaskReplay(held.plan, Books("", 0), Report("", "", "", 0), ((0, held.books.partition),))
     task.take(map(Row.of, held.log.bucket(place % held.log.buckets)))
-    digests = task.forwarded.expected.digests
-    return task.forwarded.positions[digests.index(first)] if first in digests else -1
+    wanted, kept = task.forwarded.expected.digests, output.bucket(place % held.log.buckets)
+    equal = [row for row, each in enumerate(wanted) if each == first]
+    # Records may be equal; of those expected the last ones are there.
+    there = sum(seen.digest == first for seen in kept)
+    return task.forwarded.positions[equal[-there:][0]] if equal else -1
 
 
 def _excuse_deleted(held: _Partition, task: TaskReplay, report: Report) -> None:
@@ -228,20 +236,29 @@ def _copies(cut: Cut, partition: int, buckets: int) -> dict[str, Written]:
     return found
 
 
-def _compare_copies(held: _Partition, written: Written, seen: list[Seen], expected: Expected, report: Report) -> None:
+def _compare_copies(
+    held: _Partition, task: TaskReplay, there: tuple[Written, list[Seen]], expected: Expected, report: Report
+) -> None:
+    written, seen = there
     held.copies_wanted[written.topic] = held.copies_wanted.get(written.topic, 0) + len(expected.digests)
     if written.bounds.beheaded:
         return
     found = matched([expected], [[each.digest for each in seen]])
     written.order.match([(seen[at.row].row, 0, expected.positions[wanted.row]) for at, wanted in found.matched])
+    if written.truncated:
+        report.unprovable(WHY_OPEN, len(found.missing))
+        found.missing.clear()
     for missing in found.missing:
         place = f"{held.books.topic}/{held.books.partition} offset {expected.positions[missing.row]}"
         report.violation("wrong_duplicate", place, f"a duplicate: it is not in {written.topic}, or is changed there")
     excused = 0 if held.known else written.order.first_matched()
     for extra in found.extra:
-        if seen[extra.row].row >= excused:
+        copy = seen[extra.row]
+        if task.doubtful(copy.id, copy.time_ms, timed=not written.broker_time):
+            report.unprovable(WHY_FRONT)
+        elif copy.row >= excused:
             text = "not the record the model expects here"
-            report.violation("wrong_duplicate", written.place(seen[extra.row].row), text)
+            report.violation("wrong_duplicate", written.place(copy.row), text)
         else:
             report.unprovable(f"{WHY_SOURCE_GONE} {written.topic}")
 
@@ -251,12 +268,18 @@ def _verify_compacted(cut: Cut, source: str) -> None:
     cut.report.method = f"order-free checks: {' and '.join(sorted(cut.compacted))} is compacted"
     buckets = buckets_for(sum(each.high - each.low for each in cut.bounds[source].values()))
     numbers = range(cut.partitions[source])
-    written = [each for partition in numbers if (each := _output(cut, partition, buckets)) is not None]
+    written = [each for partition in numbers if (each := output_of(cut, partition, buckets)) is not None]
     judged = cut.spill(buckets)
     for partition in numbers:
-        bounds, committed = cut.bounds[source][partition], cut.committed[source].get(partition, 0)
-        begin = max(bounds.low, cut.begins[source].get(partition, 0))
-        for columns in cut.read(source, partition, begin, committed):
+        bounds, committed = cut.bounds[source][partition], cut.committed[source].get(partition)
+        if committed is None:
+            cut.report.unprovable(WHY_NO_OFFSET, bounds.high - bounds.low)
+            continue
+        output = written[partition] if written else None
+        start, _ = start_of(cut, bounds, partition, output)
+        if cut.topology.source.start == "latest" and partition not in cut.begins[source]:
+            cut.report.unprovable(WHY_BEFORE, max(0, min(start, committed) - bounds.low))
+        for columns in cut.read(source, partition, start, committed):
             for place, row in _judgeable(cut, columns, partition):
                 judged.add(place, row)
             cut.report.unprovable(WHY_COMPACTED, len(columns.offsets))
@@ -280,10 +303,13 @@ def _judgeable(cut: Cut, columns: Columns, partition: int) -> Iterator[tuple[int
             yield place, (partition, offset, own, extracted.times_ms[row])
 
 
-def _output(cut: Cut, partition: int, buckets: int) -> Written | None:
+def output_of(cut: Cut, partition: int, buckets: int) -> Written | None:
+    """Return what is in the output's partition of the same number; None where nothing is forwarded."""
     output = cut.topology.output
-    if output is None or not cut.partitions[output.topic]:
+    if output is None:
         return None
+    # A topic that is not there holds nothing.
+    cut.bounds[output.topic].setdefault(partition, Bounds(0, 0, beheaded=False))
     # Where future times are clamped, the output's timestamps are the worker's clock's.
     return cut.written(output.topic, partition, buckets, stamped=cut.plan.rules.future != "clamp")
 
@@ -297,7 +323,7 @@ def _log(columns: Columns, partition: int) -> Log:
     return Log(columns, [Source(0, partition, offset) for offset in columns.offsets])
 
 
-def _start(cut: Cut, plan: Plan, bounds: Bounds, partition: int, output: Written | None) -> tuple[int, bool]:
+def start_of(cut: Cut, bounds: Bounds, partition: int, output: Written | None) -> tuple[int, bool]:
     """Return the first offset that was judged, and whether nothing before it was."""
     topic = cut.topology.source.topics[0]
     begin = cut.begins[topic].get(partition)
@@ -311,7 +337,11 @@ def _start(cut: Cut, plan: Plan, bounds: Bounds, partition: int, output: Written
             start = bounds.high if found is None else found
             return start, start > bounds.low or not bounds.beheaded
         case _:
-            start = _first_judged(cut, plan, bounds, partition, output)
+            start = _first_judged(cut, _plan_for(cut.plan, output), bounds, partition, output)
+            if output is not None and output.bounds.beheaded and start > bounds.low:
+                # Earlier traces may be deleted.
+                cut.starts[partition] = start
+                return start, False
             return start, start > bounds.low or not bounds.beheaded
 
 
@@ -320,7 +350,7 @@ def _first_judged(cut: Cut, plan: Plan, bounds: Bounds, partition: int, output: 
     first_letter = plan.dead_letters.first_offset(partition)
     if first_letter is None:
         first_letter = bounds.high
-    if output is None or output.first_digest is None:
+    if output is None or not output.first_digests:
         return first_letter
     topic = cut.topology.source.topics[0]
     for columns in cut.reader.read(topic, partition, bounds.low, min(first_letter, bounds.high)):
@@ -329,7 +359,7 @@ def _first_judged(cut: Cut, plan: Plan, bounds: Bounds, partition: int, output: 
             if plan.source_header:
                 headers = [*headers, (SOURCE_HEADER, f"{topic}/{partition}/{offset}".encode())]
             time_ms = columns.timestamps_ms[row] if plan.output_stamped else 0
-            if digest(columns.keys[row], condensed(columns.values[row]), headers, time_ms) == output.first_digest:
+            if digest(columns.keys[row], condensed(columns.values[row]), headers, time_ms) in output.first_digests:
                 return offset
     return first_letter
 
@@ -360,6 +390,9 @@ def _report_leftover(cut: Cut, side: SideTopic, source: Source, place: str) -> N
         return
     if source.offset < low:
         cut.report.unprovable(f"the source records that {side.name} names are deleted")
+        return
+    if source.offset < cut.starts.get(source.partition, 0):
+        cut.report.unprovable(WHY_BEFORE)
         return
     text = f"names {topic}/{source.partition} offset {source.offset}, which is no record of the source"
     cut.report.violation("phantom", place, text)

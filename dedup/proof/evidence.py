@@ -45,11 +45,13 @@ class Filed(NamedTuple):
     reason: str
     partition: int
     offset: int
+    at_ms: int | None = None
+    """When the broker appended it; None where the topic keeps other times."""
 
 
 _TABLE: Final = """
 CREATE TABLE filed (topic INT, feed INT, position INT, digest BLOB, stands_for BLOB, reason TEXT, part INT, at INT,
-    again INT DEFAULT 0);
+    at_ms INT, again INT DEFAULT 0);
 CREATE INDEX by_source ON filed (topic, feed, position);
 CREATE TABLE strangers (part INT, at INT);
 """
@@ -77,7 +79,7 @@ class SideTopic:
         """Keep records by their source position; strangers name no record of our sources: (partition, offset)."""
         self._empty = self._empty and not rows
         self._db.executemany(
-            "INSERT INTO filed VALUES (?,?,?,?,?,?,?,?,0)", [(*source, *filed) for source, filed in rows]
+            "INSERT INTO filed VALUES (?,?,?,?,?,?,?,?,?,0)", [(*source, *filed) for source, filed in rows]
         )
         self._db.executemany("INSERT INTO strangers VALUES (?,?)", strangers)
 
@@ -101,17 +103,14 @@ class SideTopic:
         return found
 
     def _between(self, feed: tuple[int, int], first: int, last: int) -> sqlite3.Cursor:
-        columns = "position, digest, stands_for, reason, part, at"
+        columns = "position, digest, stands_for, reason, part, at, at_ms"
         where = "topic=? AND feed=? AND position BETWEEN ? AND ?"
         return self._db.execute(f"SELECT {columns} FROM filed WHERE {where} ORDER BY rowid", (*feed, first, last))  # noqa: S608
 
-    def _select(self, source: Source) -> list[tuple[bytes, bytes, str, int, int]]:
-        ask = "SELECT digest, stands_for, reason, part, at FROM filed WHERE topic=? AND feed=? AND position=? LIMIT 1"
-        return self._db.execute(ask, source).fetchall()
-
     def holds(self, source: Source) -> bool:
         """Tell whether a record is filed and not taken out."""
-        return not self._empty and bool(self._select(source))
+        ask = "SELECT 1 FROM filed WHERE topic=? AND feed=? AND position=? LIMIT 1"
+        return not self._empty and self._db.execute(ask, source).fetchone() is not None
 
     def first_offset(self, partition: int) -> int | None:
         """Return the least source offset that is filed of a partition of the first source topic."""
@@ -127,7 +126,7 @@ class SideTopic:
     def left(self) -> Iterator[tuple[Source, Filed, bool]]:
         """Yield what was not taken out, and whether it is because the same record was, from another place."""
         for row in self._db.execute("SELECT * FROM filed ORDER BY part, at"):
-            yield Source(*row[:3]), Filed(*row[3:8]), bool(row[8])
+            yield Source(*row[:3]), Filed(*row[3:9]), bool(row[9])
 
     def strangers(self) -> Iterator[tuple[int, int]]:
         """Yield (partition, offset) of records that name no record of our sources."""
@@ -202,9 +201,10 @@ def read_side_topic(
             for columns in reader.read(side.name, partition, each.low, each.high):
                 filed: list[tuple[Source, Filed]] = []
                 strangers: list[tuple[int, int]] = []
-                rows = zip(columns.offsets, columns.keys, columns.values, columns.headers, strict=True)
-                for offset, key, value, headers in rows:
-                    source, found = _filed((key, value, headers), (partition, offset), topics, tail)
+                for row, offset in enumerate(columns.offsets):
+                    record = (columns.keys[row], columns.values[row], columns.headers[row])
+                    at_ms = columns.timestamps_ms[row] if columns.broker_time else None
+                    source, found = _filed(record, (partition, offset, at_ms), topics, tail)
                     if source is None:
                         strangers.append((partition, offset))
                     else:
@@ -216,7 +216,7 @@ def read_side_topic(
 
 def _filed(
     record: tuple[bytes | None, bytes | None, Headers],
-    place: tuple[int, int],
+    place: tuple[int, int, int | None],
     topics: Sequence[str],
     tail: Sequence[str],
 ) -> tuple[Source | None, Filed]:

@@ -15,10 +15,11 @@ from dedup.core.model import Model, ModelRecord, ModelVerdict
 from dedup.core.window import Source
 from dedup.proof.compare import digest
 from dedup.proof.cut import Cut, OnProgress, take_cut
-from dedup.proof.evidence import FIRST_SOURCE_HEADER, extracted_of, header
+from dedup.proof.direct import WHY_COMPACTED, output_of, start_of
+from dedup.proof.evidence import FIRST_SOURCE_HEADER, extracted_of, forwarded_by_replay, header
 from dedup.proof.kafka_reader import KafkaReader
 from dedup.proof.repartitioned import log_rows
-from dedup.proof.replay import WHY_FRONT, forwarded_digest
+from dedup.proof.replay import WHY_CLAMPED, WHY_FRONT, Doubt, forwarded_digest
 from dedup.proof.report import Report
 from dedup.proof.scout import Log, Row, Scout
 from dedup.proof.spill import condensed
@@ -84,10 +85,14 @@ class Explanation:
     """Written records with this ID that no record told accounts for."""
     sightings: list[Kept] = field(default_factory=list)
 
+    whole: bool = True
+    """The logs hold all that was ever judged."""
+
     @property
     def contradictions(self) -> int:
-        """How often topics and model do not agree; where not all is told, strays prove nothing."""
-        return sum(bool(told.wrong) for told in self.records) + (0 if self.more else len(self.strays))
+        """How often topics and model do not agree; where not all is told, or all is left, strays prove nothing."""
+        all_told = self.whole and not self.more
+        return sum(bool(told.wrong) for told in self.records) + (len(self.strays) if all_told else 0)
 
 
 @dataclass(slots=True)
@@ -118,8 +123,11 @@ def explain_id(
         cut = take_cut(topology, reader, report, progress, directory, 1)
         try:
             search = _Search(cut, keys, found)
+            logs = (*topology.source.topics, *topology.feeding_topics)
+            found.whole = not cut.compacted.intersection(logs) and all(_whole(cut, topic) for topic in logs)
             for rows in _logs(cut):
                 _judge(search, rows)
+            found.whole = found.whole and not cut.starts
             if not topology.direct:
                 _find_uncarried(search)
             _find_written(search)
@@ -128,6 +136,10 @@ def explain_id(
             cut.close()
     found.records.sort(key=lambda told: (told.event_time_ms, told.place))
     return found
+
+
+def _whole(cut: Cut, topic: str) -> bool:
+    return not any(bounds.beheaded for bounds in cut.bounds[topic].values())
 
 
 def _logs(cut: Cut) -> Iterator[tuple[str, Iterator[Row]]]:
@@ -144,8 +156,11 @@ def _logs(cut: Cut) -> Iterator[tuple[str, Iterator[Row]]]:
 def _direct_rows(cut: Cut, source: str, partition: int) -> Iterator[Row]:
     bounds = cut.bounds[source][partition]
     committed = cut.committed[source].get(partition, bounds.low)
-    begin = max(bounds.low, cut.begins[source].get(partition, 0))
-    scout = Scout(cut.plan, ((0, partition),), from_start=begin == 0 or not bounds.beheaded)
+    # Where it begins to be judged, only the output can tell.
+    output = output_of(cut, partition, 1) if cut.topology.source.start == "latest" else None
+    begin, known = start_of(cut, bounds, partition, output)
+    scout = Scout(cut.plan, ((0, partition),), from_start=known)
+    begin = min(begin, committed) if partition in cut.committed[source] else begin
     for start, end, pending in ((begin, committed, False), (max(begin, committed), bounds.high, True)):
         for columns in cut.read(source, partition, start, end):
             sources = [Source(0, partition, offset) for offset in columns.offsets]
@@ -157,14 +172,14 @@ def _judge(search: _Search, log: tuple[str, Iterator[Row]]) -> None:
     cut, found = search.cut, search.found
     topics = cut.topology.source.topics
     feeds = [(at, partition) for at, topic in enumerate(topics) for partition in range(cut.partitions[topic])]
-    model = Model(cut.plan.rules, feeds)
+    model, doubt = Model(cut.plan.rules, feeds), Doubt(cut.plan.rules)
     for row in rows:
         if row.id not in search.keys:
             continue
         told = Told(_place(cut, Source(*row.source)), row.timestamp_ms, row.time_ms, row.after_ms, "pending")
         told.log_place = f"{name} offset {row.position}" if name else None
         if not row.pending:
-            _tell_verdict(cut, model, row, told)
+            _tell_verdict(cut, (model, doubt), row, told)
         if len(found.records) < MOST_TOLD:
             found.records.append(told)
             search.rows.append((row, told))
@@ -172,7 +187,8 @@ def _judge(search: _Search, log: tuple[str, Iterator[Row]]) -> None:
             found.more += 1
 
 
-def _tell_verdict(cut: Cut, model: Model, row: Row, told: Told) -> None:
+def _tell_verdict(cut: Cut, judges: tuple[Model, Doubt], row: Row, told: Told) -> None:
+    model, doubt = judges
     if row.letter is not None:
         told.verdict, told.reason = "dead_letter", row.letter.reason
         told.went.append(cut.plan.dead_letters.place(row.letter))
@@ -183,16 +199,19 @@ def _tell_verdict(cut: Cut, model: Model, row: Row, told: Told) -> None:
     told.verdict, told.reason, told.conflict = verdict.kind, verdict.reason, verdict.conflict
     if verdict.of is not None:
         told.of, told.of_ms = _place(cut, verdict.of.source), verdict.of.last_ms
-    if row.doubt_ms is not None and row.after_ms - cut.plan.rules.guard_ms - cut.plan.rules.grace_ms <= row.doubt_ms:
-        told.doubt = WHY_FRONT
+    unseen_ms, own = row.doubt_ms, row.id
+    if unseen_ms is not None and own is not None and doubt.about(own, verdict.time_ms, row.after_ms, unseen_ms):
+        told.doubt = WHY_CLAMPED if row.doubt_by_clock else WHY_FRONT
+    elif cut.compacted.intersection(cut.topology.source.topics):
+        told.doubt = WHY_COMPACTED
     late = cut.plan.late
     if late is None:
         return
     if row.late is not None:
         told.went.append(late.place(row.late))
-        if verdict.kind != "late":
+        if verdict.kind != "late" and not told.doubt:
             told.wrong = f"by the rule it is {verdict.kind}, but it is in {late.name}"
-    elif verdict.kind == "late" and late.complete:
+    elif verdict.kind == "late" and late.complete and not told.doubt:
         told.wrong = f"it is late, but not in {late.name}"
 
 
@@ -235,12 +254,21 @@ def _find_written(search: _Search) -> None:
             by_source.setdefault(content, []).append(told)
     if topology.output is not None:
         _match(search, topology.output.topic, wanted)
-        for _, told in search.rows:
-            if told.verdict in {"unique", "exempt"} and not told.went and not told.doubt:
-                told.wrong = f"by the rule it is forwarded, but it is not in {topology.output.topic}"
+        _report_absent(search, topology.output.topic)
     for topic in (topology.duplicates, topology.conflicts):
         if topic is not None and cut.partitions[topic]:
             _match(search, topic, by_source, copies=True)
+
+
+def _report_absent(search: _Search, output: str) -> None:
+    """Say of what is forwarded by the rule that it is not there; where the output is not whole, it may have been."""
+    cut = search.cut
+    unread = any(topic == output for topic, _ in cut.unread)
+    if unread or output in cut.compacted or not _whole(cut, output):
+        return
+    for _, told in search.rows:
+        if told.verdict in {"unique", "exempt"} and not told.went and not told.doubt:
+            told.wrong = f"by the rule it is forwarded, but it is not in {output}"
 
 
 def _match(search: _Search, topic: str, wanted: dict[bytes, list[Told]], *, copies: bool = False) -> None:
@@ -253,6 +281,8 @@ def _match(search: _Search, topic: str, wanted: dict[bytes, list[Told]], *, copi
                 if extracted.ids[row] not in search.keys:
                     continue
                 headers = columns.headers[row]
+                if not copies and forwarded_by_replay(headers, cut.topology.source.topics):
+                    continue
                 if copies and header(headers, FIRST_SOURCE_HEADER) is not None:
                     headers = headers[:-2]
                 content = digest(columns.keys[row], condensed(columns.values[row]), headers, 0)

@@ -265,6 +265,7 @@ class KafkaReader:
                 if now_at > reached:
                     reached, silent_since = now_at, time.monotonic()
                 elif time.monotonic() - silent_since > _NO_PROGRESS_S:
+                    self._refuse_silence(topic, partition, reached)
                     raise OpenTransaction(
                         f"{topic}/{partition} can be read only up to offset {reached} of {end}: a transaction there "
                         f"is open for {_NO_PROGRESS_S:.0f} s. Find it with kafka-transactions.sh, then verify again."
@@ -273,6 +274,17 @@ class KafkaReader:
                     yield Columns.of(kept)
         finally:
             self._consumer.unassign()
+
+    def _refuse_silence(self, topic: str, partition: int, reached: int) -> None:
+        """Raise BrokerUnavailable where no open transaction keeps the records back: then they are just not given."""
+        place = TopicPartition(topic, partition)
+        latest = OffsetSpec.latest()  # type: ignore[no-untyped-call]
+        stable = self._list_offsets({place: latest}, IsolationLevel.READ_COMMITTED)[partition]
+        if stable > reached:
+            raise BrokerUnavailable(
+                f"{topic}/{partition} can be read only up to offset {reached}, though {self._brokers} has committed "
+                f"records up to {stable}: nothing came for {_NO_PROGRESS_S:.0f} s. Look at its leader, then try again."
+            )
 
     def _fetched(self, most: int) -> list[Message]:
         """Return what has come, and wait only where that is nothing.
@@ -308,10 +320,14 @@ class KafkaReader:
                 raise self._unavailable(f"reading {message.topic()}/{message.partition()}", KafkaException(error))
         return kept, reached
 
-    def _list_offsets(self, wanted: dict[TopicPartition, OffsetSpec]) -> dict[int, int]:
+    def _list_offsets(
+        self,
+        wanted: dict[TopicPartition, OffsetSpec],
+        isolation: IsolationLevel = IsolationLevel.READ_UNCOMMITTED,
+    ) -> dict[int, int]:
         asked = self._admin.list_offsets(
             wanted,
-            isolation_level=IsolationLevel.READ_UNCOMMITTED,
+            isolation_level=isolation,
             request_timeout=_ANSWER_WITHIN_S,
         )
         try:

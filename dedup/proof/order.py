@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import tempfile
+from array import array
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
-from dedup.proof.compare import out_of_order
+from dedup.proof.compare import astray
 
 Positions = npt.NDArray[np.int64]
 
@@ -88,6 +89,14 @@ class Order:
                 return start + int(there[0])
         return len(self._positions)
 
+    def first_position(self, task: int) -> int | None:
+        """Return the position of the first record that was expected of a task; None where none was."""
+        for start in range(0, len(self._positions), _STEP):
+            own = self._read(self._tasks, start) == task
+            if own.any():
+                return int(self._read(self._positions, start)[own][0])
+        return None
+
     def displaced(self) -> list[int]:
         """Return the fewest rows whose removal leaves each task's records in order."""
         last: dict[int, int] = {}
@@ -129,6 +138,7 @@ def disorder(rows: Positions, positions: Positions) -> list[int]:
     starts, ends = np.append([0], borders), np.append(borders, len(rows))
     found: list[int] = []
     for stretch in np.flatnonzero(ends - starts > 1).tolist():
-        inside = slice(int(starts[stretch]), int(ends[stretch]))
-        found += out_of_order(list(zip(positions[inside].tolist(), rows[inside].tolist(), strict=True)))
+        first = int(starts[stretch])
+        inside = array("q", positions[first : int(ends[stretch])].tobytes())
+        found += (int(rows[first + at]) for at in astray(inside))
     return found

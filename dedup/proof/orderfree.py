@@ -18,8 +18,15 @@ class OrderFree:
 
     def __init__(self, cut: Cut, written: Sequence[Written], seen: Iterable[Sequence[Seen]]) -> None:
         self._cut: Final = cut
+        self._forwards: Final = bool(written)
         self._times_ms: Final[dict[bytes, list[int]]] = {}
-        self._complete: Final = not any(each.bounds.beheaded or each.topic in cut.compacted for each in written)
+        self._complete: Final = not any(
+            each.bounds.beheaded or each.truncated or each.topic in cut.compacted for each in written
+        )
+        late = cut.plan.late
+        self._sides_complete: Final = late is not None and late.complete and cut.plan.dead_letters.complete
+        self._timeless: Final = any(each.broker_time for each in written) or cut.plan.rules.future == "clamp"
+        """The output's times may be a clock's."""
         self._exempt: Final[set[bytes]] = set()
         for records in seen:
             self._collect(records)
@@ -33,18 +40,20 @@ class OrderFree:
         late = self._cut.plan.late
         if late is not None and late.take([source]):
             return
+        if not self._forwards:
+            return  # observe only: a unique record leaves no trace
         times_ms = self._times_ms.get(tracking_id)
         if times_ms is None:
             if not self._complete:
                 self._cut.report.unprovable(WHY_OUTPUT_GONE)
-            elif late is not None and late.complete:
+            elif self._sides_complete:
                 self._cut.report.violation(
                     "lost", place, "its tracking ID is neither in the output nor in a side topic"
                 )
             return
         rules = self._cut.plan.rules
-        near = rules.extend or any(abs(time_ms - each) < rules.guard_ms for each in times_ms)
-        if not near and self._complete and late is not None and late.complete:
+        near = rules.extend or self._timeless or any(abs(time_ms - each) < rules.guard_ms for each in times_ms)
+        if not near and self._complete and self._sides_complete:
             text = "no record of its tracking ID within a guard period is in the output"
             self._cut.report.violation("lost", place, text)
 

@@ -13,10 +13,10 @@ from typing import Final
 
 from dedup.core.model import Feed
 from dedup.core.window import Source
-from dedup.proof.compare import Headers, digest, matched
-from dedup.proof.cut import Cut, Written
-from dedup.proof.differences import explain, report_displaced
-from dedup.proof.direct import keep, report_leftovers
+from dedup.proof.compare import Headers, Place, digest, matched
+from dedup.proof.cut import WHY_OPEN, Cut, Written
+from dedup.proof.differences import explain, report_displaced, report_lost
+from dedup.proof.direct import WHY_BEFORE, WHY_COMPACTED, WHY_NO_OFFSET, WHY_OUTPUT_GONE, keep, report_leftovers
 from dedup.proof.evidence import (
     IDLE_HEADER,
     SOURCE_HEADER,
@@ -36,6 +36,8 @@ from dedup.proof.spill import Spill, buckets_for, condensed, place_of
 RESERVED: Final = frozenset({SOURCE_HEADER, TIMESTAMP_HEADER, IDLE_HEADER})
 WHY_PURGED: Final = "purged from the repartition topic; checked without order: nothing lost, no ID twice"
 WHY_COPIES: Final = "duplicates and conflicts topics behind a repartition topic are not compared"
+_AFTER_ALL: Final = 1 << 62
+_TOLD: Final = -1
 _SPREAD: Final = 0x9E3779B97F4A7C15
 """Spreads source positions over buckets (Knuth's multiplicative hash)."""
 
@@ -56,6 +58,10 @@ class _Step:
     purged: bool
     firsts: dict[Feed, int]
     """Where what was carried over of each source partition begins."""
+    spans: dict[Feed, tuple[int, int]]
+    """What was read of each source partition: [first, end)."""
+    unseen: Spill
+    """What is not in an output of which a part is missing: task, position, source position."""
 
 
 def verify_repartitioned(cut: Cut) -> None:
@@ -70,7 +76,7 @@ def verify_repartitioned(cut: Cut) -> None:
     cut.plan = replace(cut.plan, output_stamped=stamped, duplicates=False, conflicts=False)
     purged = any(bounds.beheaded for bounds in cut.bounds[log].values())
     beside = (Books("past the repartition topic", 0), cut.spill(buckets))
-    step = _Step(feeds, [], beside, cut.spill(buckets), cut.spill(buckets), purged, {})
+    step = _Step(feeds, [], beside, cut.spill(buckets), cut.spill(buckets), purged, {}, {}, cut.spill(1))
     for partition in range(cut.partitions[log]):
         # Of several feeds one may be far ahead of stream time: how far the purged ones were, nothing bounds.
         if not cut.bounds[log][partition].beheaded:
@@ -82,10 +88,11 @@ def verify_repartitioned(cut: Cut) -> None:
     for number in range(buckets):
         _judge(cut, step, written, number, absent)
     report_displaced(written, cut.report)
+    _report_unseen(cut, step, written)
     if step.beside[0].read:
         cut.report.books.append(step.beside[0])
     _conclude(cut, step, purged=purged)
-    for spill in (absent, step.carried, step.judged, beside[1], *(each for _, each in step.logs)):
+    for spill in (absent, step.unseen, step.carried, step.judged, beside[1], *(each for _, each in step.logs)):
         spill.close()
     for each in written:
         each.close()
@@ -115,6 +122,9 @@ def _read_log(cut: Cut, step: _Step, log: str, partition: int, buckets: int) -> 
     cut.report.books.append(books)
     spill = cut.spill(buckets)
     step.logs.append((books, spill))
+    if partition not in cut.committed[log]:
+        bounds = cut.bounds[log][partition]
+        cut.report.unprovable(WHY_NO_OFFSET, bounds.high - bounds.low)
     for row in log_rows(cut, partition):
         if keep(cut, spill, row):
             books.pending += row.pending
@@ -170,7 +180,9 @@ def _origin(cut: Cut, headers: Headers) -> tuple[Source | None, bool]:
     topics = cut.topology.source.topics
     marker = header(headers, IDLE_HEADER)
     if marker is not None:
-        return parse_source(marker + b"/0", topics), True
+        feed = parse_source(marker + b"/0", topics)
+        # No record of the source: what the side topics hold of its first one is not the marker's to take.
+        return None if feed is None else feed._replace(offset=-1), True
     return parse_source(header(headers, SOURCE_HEADER), topics), False
 
 
@@ -179,11 +191,16 @@ def _read_sources(cut: Cut, step: _Step) -> None:
     for feed in step.feeds:
         topic, partition = cut.topology.source.topics[feed[0]], feed[1]
         committed = cut.committed[topic].get(partition)
+        bounds = cut.bounds[topic][partition]
         if committed is None:
+            cut.report.unprovable(WHY_NO_OFFSET, bounds.high - bounds.low)
             continue
         # No order matters for them: they are forwarded, or dead letters, whatever stream time is.
         scout = Scout(cut.plan, step.feeds, from_start=True)
         start = _start(cut, topic, partition, step.firsts.get(feed))
+        if step.purged and _start_unknown(cut, topic, partition):
+            cut.report.unprovable(WHY_BEFORE, max(0, min(start, committed) - bounds.low))
+        step.spans[feed] = (start, committed)
         for columns in cut.read(topic, partition, start, committed):
             _read_source(cut, step, feed, columns, scout)
 
@@ -220,7 +237,7 @@ def _account(cut: Cut, step: _Step, number: int, absent: Spill) -> None:
     for topic, partition, offset, content, own, time_ms, faulty in step.judged.bucket(number):
         source = Source(topic, partition, offset)
         place = f"{names[topic]}/{partition} offset {offset}"
-        there = held.get(source)
+        there = held.pop(source, None)
         if there is None:
             if faulty is not None:
                 keep(cut, step.beside[1], Row.of(faulty))
@@ -232,14 +249,30 @@ def _account(cut: Cut, step: _Step, number: int, absent: Spill) -> None:
                 absent.add(place_of(own, None, None), (*source, own, time_ms))
         elif there != content:
             cut.report.violation("changed", place, "stands in the repartition topic with other content")
+    for source in held:
+        _report_unsent(cut, step, source)
+
+
+def _report_unsent(cut: Cut, step: _Step, source: Source) -> None:
+    """The repartition topic holds a record that was not met in the source."""
+    topic = cut.topology.source.topics[source.topic]
+    start, end = step.spans.get((source.topic, source.partition), (0, 0))
+    if not start <= source.offset < end:
+        return
+    if topic in cut.compacted:
+        cut.report.unprovable(WHY_COMPACTED)
+        return
+    text = f"it is in {cut.topology.repartition_topic}, but it is no record of the source"
+    cut.report.violation("phantom", f"{topic}/{source.partition} offset {source.offset}", text)
 
 
 def _judge(cut: Cut, step: _Step, written: list[Written], number: int, absent: Spill) -> None:
     """Judge the records of a bucket and compare what was forwarded of them."""
-    everyone = []
+    everyone: list[TaskReplay] = []
+    homes: dict[bytes, int] = {}
     for books, spill in (*step.logs, step.beside):
         task = TaskReplay(cut.plan, books, cut.report, step.feeds)
-        task.take(map(Row.of, spill.bucket(number)))
+        task.take(_at_home(cut, books, map(Row.of, spill.bucket(number)), homes))
         everyone.append(task)
     seen = [each.bucket(number) for each in written]
     if step.purged:
@@ -252,17 +285,60 @@ def _judge(cut: Cut, step: _Step, written: list[Written], number: int, absent: S
         return
     found = matched([task.forwarded.expected for task in everyone], [[each.digest for each in own] for own in seen])
     for at, each in enumerate(written):
-        pairs = [(there, wanted) for there, wanted in found.matched if there.sequence == at]
-        each.order.match(
-            [
-                (seen[at][there.row].row, wanted.sequence, everyone[wanted.sequence].forwarded.positions[wanted.row])
-                for there, wanted in pairs
-            ]
-        )
+        pairs = [(there.row, wanted) for there, wanted in found.matched if there.sequence == at]
+        each.order.match([(seen[at][row].row, *_track(step, everyone, wanted)) for row, wanted in pairs])
     if step.purged:
         # What was purged was forwarded too: an unknown record in the output proves nothing.
         found.extra.clear()
-    explain(found, everyone, written, seen, cut.report)
+    unseen: list[Place] | None = [] if any(each.bounds.beheaded or each.truncated for each in written) else None
+    explain(found, everyone, written, seen, cut.report, absent_are=unseen)
+    for place in unseen or ():
+        forwarded = everyone[place.sequence].forwarded
+        step.unseen.add(0, (place.sequence, forwarded.positions[place.row], *forwarded.sources[place.row]))
+
+
+def _track(step: _Step, everyone: list[TaskReplay], wanted: Place) -> tuple[int, int]:
+    """Return what a record's order is kept with, its task or its source partition, and its position there."""
+    forwarded = everyone[wanted.sequence].forwarded
+    source = forwarded.sources[wanted.row]
+    past = wanted.sequence == len(step.logs)
+    track = wanted.sequence + (step.feeds.index((source.topic, source.partition)) if past else 0)
+    return track, forwarded.positions[wanted.row]
+
+
+def _report_unseen(cut: Cut, step: _Step, written: list[Written]) -> None:
+    """What a task forwarded before its first record that a beheaded partition still has, may have been there."""
+    truncated = any(each.truncated for each in written)
+    gone: dict[int, int] = {}
+    for task in range(len(step.logs)):
+        firsts = [each.order.first_position(task) for each in written if each.bounds.beheaded]
+        gone[task] = max((_AFTER_ALL if first is None else first for first in firsts), default=0)
+    names = cut.topology.source.topics
+    for task, position, topic, partition, offset in step.unseen.bucket(0):
+        if truncated or position < gone.get(task, _AFTER_ALL):
+            books, _ = step.logs[task] if task in gone else step.beside
+            books.not_provable += 1
+            cut.report.unprovable(WHY_OPEN if truncated else WHY_OUTPUT_GONE)
+        else:
+            report_lost(written, f"{names[topic]}/{partition} offset {offset}", cut.report)
+
+
+def _at_home(cut: Cut, books: Books, rows: Iterator[Row], homes: dict[bytes, int]) -> Iterator[Row]:
+    """Yield the rows; each task is judged alone, and an ID that two of them know is forwarded by both: so it is told.
+
+    ``homes``: where each ID of the bucket was met first; `_TOLD` once it was met elsewhere.
+    """
+    for row in rows:
+        home = _TOLD if row.id is None else homes.setdefault(row.id, books.partition)
+        if row.id is not None and home not in {books.partition, _TOLD}:
+            homes[row.id] = _TOLD
+            text = f"its tracking ID is in partition {home} too, so two tasks judged it"
+            cut.report.violation("duplicated", f"{books.topic}/{books.partition} offset {row.position}", text)
+        yield row
+
+
+def _start_unknown(cut: Cut, topic: str, partition: int) -> bool:
+    return cut.topology.source.start == "latest" and partition not in cut.begins[topic]
 
 
 def _start(cut: Cut, topic: str, partition: int, first: int | None) -> int:

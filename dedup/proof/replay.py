@@ -25,8 +25,9 @@ __all__ = ["REFUSED_BY_THE_BROKER", "TaskReplay", "forwarded_digest"]
 
 _UNIQUE, _DUPLICATES, _LATE, _DEAD_LETTERS = range(4)
 _FORGET_EVERY: Final = 200_000
+_MANY_SIGHTINGS: Final = 64
 
-WHY_FRONT: Final = "the log's beginning is gone; less than a full retention of event time precedes them in what is left"
+WHY_FRONT: Final = "the log's beginning is gone; too little event time precedes them in what is left"
 WHY_REFUSED: Final = "the broker refused them, says the dead-letter topic"
 WHY_CLOCK: Final = "dead letters for a time that only the worker's wall clock can have refused"
 WHY_CLAMPED: Final = "a time was perhaps clamped to the worker's wall clock, and stream time with it"
@@ -68,6 +69,10 @@ class Doubt:
             self._ids[tracking_id] = max(self._ids.get(tracking_id, BEFORE_ALL_TIME), time_ms + self._longest_ms)
         return doubtful
 
+    def until_ms(self, tracking_id: bytes) -> int:
+        """Return up to which event time sightings of an ID were in doubt."""
+        return self._ids.get(tracking_id, BEFORE_ALL_TIME)
+
 
 class TaskReplay:
     """Takes those records of a task's log that share a bucket; afterwards knows what every topic must hold of them."""
@@ -85,6 +90,8 @@ class TaskReplay:
         self._doubt: Final = Doubt(plan.rules)
         self._pending = False
         self._taken = 0
+        self._forget_at: Final[dict[bytes, int]] = {}
+        """ID with many sightings -> at how many those that no longer count are dropped."""
 
     def take(self, rows: Iterable[Row]) -> None:
         """Judge records, in the log's order."""
@@ -92,13 +99,28 @@ class TaskReplay:
             self._pending = row.pending
             self.books.replayed += row.replayed and not row.pending
             self._row(row)
+            self._forget(row.id)
             self._taken += 1
             if self._taken % _FORGET_EVERY == 0:
                 self._model.forget()
 
+    def _forget(self, tracking_id: bytes | None) -> None:
+        """Each verdict on an ID looks at all its sightings: one that is met all the time must not keep them all."""
+        known = [] if tracking_id is None else self._model.sightings.get(tracking_id, [])
+        if tracking_id is None or len(known) < self._forget_at.get(tracking_id, _MANY_SIGHTINGS):
+            return
+        oldest_ms = self._model.stream_time_ms - self._plan.rules.guard_ms - self._plan.rules.grace_ms
+        known[:] = [seen for seen in known if seen.last_ms >= oldest_ms]
+        self._forget_at[tracking_id] = max(_MANY_SIGHTINGS, 2 * len(known))
+
     def place(self, source: Source) -> str:
         """Return a source position, for people."""
         return f"{self._plan.topics[source.topic]}/{source.partition} offset {source.offset}"
+
+    def doubtful(self, tracking_id: bytes | None, time_ms: int, *, timed: bool) -> bool:
+        """Tell whether the verdict on a record of an ID was in doubt; where no time is known, on any of them."""
+        until_ms = BEFORE_ALL_TIME if tracking_id is None else self._doubt.until_ms(tracking_id)
+        return time_ms <= until_ms if timed else until_ms > BEFORE_ALL_TIME
 
     def _row(self, row: Row) -> None:
         if not self._pending:
@@ -112,7 +134,7 @@ class TaskReplay:
         verdict = self._model.judge(ModelRecord(row.id, row.time_ms, source, row.fingerprint, row.fault))
         certain = self._certain(row, verdict)
         if row.late is not None and verdict.kind != "late":
-            self._not_late(row, row.late, verdict)
+            self._not_late(row, row.late, verdict, certain=certain)
             certain = False
         match verdict.kind:
             case "unique" | "exempt":
@@ -133,7 +155,8 @@ class TaskReplay:
         if row.doubt_ms is None or row.id is None or verdict.kind == "dead_letter":
             return True
         why = WHY_CLAMPED if row.doubt_by_clock else WHY_FRONT
-        if row.late is not None and verdict.kind == "unique":
+        beyond_ms = verdict.stream_time_ms - self._plan.rules.guard_ms - self._plan.rules.grace_ms
+        if row.late is not None and verdict.kind == "unique" and beyond_ms <= row.doubt_ms:
             # It is late by sightings or stream time of what is gone.
             self._unprovable(why)
             return False
@@ -148,8 +171,12 @@ class TaskReplay:
         by_clock = letter.reason == "future_time" and self._plan.rules.future == "dead_letter"
         if letter.reason == REFUSED_BY_THE_BROKER:
             self._unprovable(WHY_REFUSED)
+            self._same(row, letter, self._plan.dead_letters)
         elif by_clock and row.time_ms > row.before_ms:
-            if not far_ahead:
+            # Judged before it was appended; where that is later than the time allows, the clock was perhaps past it.
+            skew_ms = self._plan.max_clock_skew_ms
+            by_append = letter.at_ms is not None and row.time_ms > letter.at_ms + skew_ms
+            if not (far_ahead and by_append):
                 self._unprovable(WHY_CLOCK)
             self._same(row, letter, self._plan.dead_letters)
         elif not self._pending:
@@ -157,15 +184,17 @@ class TaskReplay:
             self._violation("wrong_dead_letter", row, f'{where} says "{letter.reason}"; the model judges it')
         self._count_dead(row)
 
-    def _not_late(self, row: Row, filed: Filed, verdict: ModelVerdict) -> None:
+    def _not_late(self, row: Row, filed: Filed, verdict: ModelVerdict, *, certain: bool) -> None:
         """The late topic holds a record that is not late."""
         late = self._plan.late
-        if late is not None and not self._pending and row.doubt_ms is None:
+        if late is not None and certain:
             self._violation("wrong_late", row, f"it is in {late.place(filed)}; the model says {verdict.kind}")
 
     def _forward(self, row: Row, verdict: ModelVerdict, *, certain: bool) -> None:
         why = "conflict" if verdict.conflict else verdict.reason
         self._expect(row, why, certain=certain)
+        if not certain and row.id is not None:
+            self._expect_otherwise(row, why)
         if self._pending:
             return
         self.books.unique += 1
@@ -185,10 +214,17 @@ class TaskReplay:
         forwarded.sources.append(Source(*row.source))
         forwarded.positions.append(row.position)
 
+    def _expect_otherwise(self, row: Row, *besides: str) -> None:
+        """The record may have been forwarded for any other reason than the model's."""
+        possible = {"", "late" if self._plan.late_forwarded else ""}
+        possible.add("conflict" if self._plan.rules.on_conflict == "forward" else "")
+        for why in sorted(possible.difference(besides)):
+            self._expect(row, why, certain=False)
+
     def _duplicate(self, row: Row, verdict: ModelVerdict, *, certain: bool) -> None:
         if not certain:
             # In truth it may be the first of its ID.
-            self._expect(row, certain=False)
+            self._expect_otherwise(row)
         topic = self.duplicates if self._plan.duplicates else None
         if verdict.conflict and self._plan.conflicts:
             topic = self.conflicts
@@ -214,13 +250,15 @@ class TaskReplay:
             self._report.timeline.add(verdict.time_ms, _LATE)
         if self._plan.late_forwarded:
             self._expect(row, "late", certain=certain)
+            if not certain:
+                self._expect_otherwise(row, "late")
         late = self._plan.late
         if late is None:
             return
         if row.late is not None:
             self._same(row, row.late, late)
         elif not certain:
-            self._expect(row, certain=False)
+            self._expect_otherwise(row)
         elif not late.complete:
             self._unprovable(WHY_SIDE_GONE)
         else:

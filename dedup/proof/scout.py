@@ -165,8 +165,9 @@ class Scout:
         self._model.judge(record._replace(id=_ANY))
         self._model.sightings.clear()
         if not self._from_start and self._anchor_ms is None and late is None and record.time_ms >= 0:
-            # The first record read was not late, or it would have been skipped: stream time was at most this.
-            self._doubt_from(record.time_ms + rules.grace_ms)
+            # Not late: so it was unique, or a duplicate of a sighting that was still kept, however old it is itself.
+            longest_ms = rules.extend_at_most_ms if rules.extend else 0
+            self._doubt_from(record.time_ms + 2 * rules.guard_ms + rules.grace_ms + longest_ms)
 
     def _doubt_from(self, time_ms: int) -> None:
         """Anything may have been seen, up to this event time."""

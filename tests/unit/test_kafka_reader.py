@@ -123,3 +123,17 @@ def test_what_has_come_is_taken_without_waiting_for_more(monkeypatch):
         read = list(reader.read("in", 0, 0, 4))
     assert [columns.offsets for columns in read] == [[0, 1]]
     assert fake.queue == []
+
+
+@pytest.mark.parametrize(("stable", "expected"), [(2, kafka_reader.OpenTransaction), (4, BrokerUnavailable)])
+def test_what_is_not_given_is_behind_an_open_transaction_or_an_error(monkeypatch, stable, expected):
+    fake = type("Fake", (Log,), {"queue": [message(0), message(1)]})
+    monkeypatch.setattr(kafka_reader, "Consumer", fake)
+    monkeypatch.setattr(kafka_reader, "AdminClient", lambda _config: None)
+    monkeypatch.setattr(kafka_reader, "_NO_PROGRESS_S", -1)
+    asked = []
+    answer = lambda _self, _wanted, *isolation: asked.append(isolation) or {0: stable}  # noqa: E731
+    monkeypatch.setattr(KafkaReader, "_list_offsets", answer)
+    with KafkaReader(Settings(brokers=("127.0.0.1:1",))) as reader, pytest.raises(expected):
+        list(reader.read("in", 0, 0, 4))
+    assert asked == [(kafka_reader.IsolationLevel.READ_COMMITTED,)]

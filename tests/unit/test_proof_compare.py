@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from itertools import combinations
 
+import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
 from dedup.proof.compare import Expected, Place, compare, digest
+from dedup.proof.order import disorder
 
 
 def rows(text: str) -> list[bytes]:
@@ -83,3 +86,14 @@ def test_parts_can_not_pass_for_one_another() -> None:
     assert digest(None, b"", [], 0) != digest(b"", None, [], 0)
     assert digest(b"", b"", [("a", b"bc")], 0) != digest(b"", b"", [("ab", b"c")], 0)
     assert digest(b"", b"", [("a", None)], 0) != digest(b"", b"", [("a", b"")], 0)
+
+
+def test_a_long_stretch_out_of_order_is_sorted_out_in_flat_arrays() -> None:
+    rows_out = np.arange(100_000)
+    tracemalloc.start()
+    try:
+        found = disorder(rows_out, np.roll(rows_out, -1))
+        assert found == [99_999]
+        assert tracemalloc.get_traced_memory()[1] < 100 * len(rows_out)
+    finally:
+        tracemalloc.stop()

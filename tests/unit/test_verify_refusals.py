@@ -1,0 +1,53 @@
+"""What `dedup verify` and `dedup chaos` refuse before they begin."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from dedup.cli import chaos, verify
+from dedup.errors import SettingsError
+
+TOPOLOGY = """
+dedup: 1
+name: orders
+source: {topics: [in], partitioned_by: tracking_id}
+tracking_id: {field: id}
+guard_period: 10s
+"""
+
+
+def typed(directory: Path, *words: str) -> Any:
+    app = typer.Typer()
+    app.callback()(lambda: None)
+    for command in (chaos, verify):
+        command.register(app)
+    file = directory / "topology.yaml"
+    file.write_text(TOPOLOGY, encoding="utf-8")
+    config = directory / "config.yaml"
+    config.write_text("brokers: ['127.0.0.1:1']\n", encoding="utf-8")
+    command, *options = words
+    return CliRunner().invoke(app, [command, str(file), "--config", str(config), *options])
+
+
+@pytest.mark.parametrize("report", ["x.json", "a_file/x.html", "a_directory"])
+def test_a_report_that_can_not_be_written_is_refused_before_anything_is_read(
+    tmp_path: Path, report: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a_file").touch()
+    (tmp_path / "a_directory").mkdir()
+    monkeypatch.setattr("dedup.proof.verify.verify", lambda *_, **__: pytest.fail("it reads"))
+    result = typed(tmp_path, "verify", "--report", str(tmp_path / report))
+    assert isinstance(result.exception, SettingsError), result.exception
+    assert "--report" in str(result.exception)
+
+
+def test_chaos_refuses_what_forwards_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chaos, "_yours", lambda *_: pytest.fail("it begins"))
+    result = typed(tmp_path, "chaos")
+    assert isinstance(result.exception, SettingsError), result.exception
+    assert "forwards nothing" in str(result.exception)
