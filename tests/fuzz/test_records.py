@@ -16,27 +16,24 @@ from dedup.core.extract import Extractor, Recipe
 from dedup.core.extract_one import One, extract_one
 from dedup.core.fold import OnFuture, OnMissing, OnTombstone, Rules
 from dedup.core.model import Model, ModelRecord, ModelRules
-from dedup.core.stream_time import Feed
 from dedup.core.window import Source, Window
 from dedup.metrics import TaskNumbers
 from dedup.session.record_batch import ProducerIdentity
-from dedup.session.wire import TopicPartition
 from dedup.store.memory import MemoryStore
 from dedup.store.shelf import Keeping
 from dedup.worker.batch import FeedBatch
-from dedup.worker.judge import Judge, JudgePlan
+from dedup.worker.judge import Judge
 from dedup.worker.publish import Publisher, Route, Routes
 from dedup.worker.task import Refusals
 from tests.fuzz.records import NOW_MS, records
 from tests.property.extract_cases import RECIPES
 from tests.simulation.cluster import Cluster
-from tests.simulation.direct import DirectWire
+from tests.simulation.direct import IN, DirectWire, plan_of
 from tests.simulation.scenario import CHANGELOG
 
 RECORDS = int(os.environ.get("DEDUP_FUZZ", "100000"))
 SEEDS = 20
 SKEW_MS = 100_000
-FEEDING = TopicPartition("in", 0)
 ROUTES = Routes(
     ("in",), Route("out", 1), Route("dead", 1, 1 << 20), Route("late", 1, 1 << 20), duplicates=Route("twice", 1)
 )
@@ -55,19 +52,7 @@ class FixedClock:
 
 async def judge_of(recipe: Recipe, rules: Rules) -> Judge:
     """Return a judge with an empty changelog, restored."""
-    plan = JudgePlan(
-        feeding=FEEDING,
-        changelog=CHANGELOG,
-        feeds=(Feed(0, 0),),
-        source_topics=("in",),
-        wrapped=False,
-        extractor=Extractor(recipe),
-        rules=rules,
-        max_clock_skew_ms=SKEW_MS,
-        start="earliest",
-        fingerprint=b"f" * 16,
-        compression="snappy",
-    )
+    plan = plan_of(Extractor(recipe), rules, skew_ms=SKEW_MS, compression="snappy")
     wire = DirectWire(Cluster())
     judge = Judge(plan, wire, Keeping(MemoryStore), Publisher(ROUTES, 0), FixedClock(), TaskNumbers())
     await judge.restore(None)
@@ -133,7 +118,7 @@ async def test_every_record_comes_out_once_as_the_reference_says(seed):
         part = [next(stream) for _ in range(size)]
         columns = [list(column) for column in zip(*part, strict=True)]
         keys, values, headers, times_ms = columns
-        batch = FeedBatch(FEEDING, list(range(offset, offset + size)), times_ms, keys, values, headers, offset)
+        batch = FeedBatch(IN, list(range(offset, offset + size)), times_ms, keys, values, headers, offset)
         found = sent(judge.judge(batch, Refusals()))
         ceiling_ms = max(NOW_MS, applied_ms) + SKEW_MS
         for row, record in enumerate(part, start=offset):

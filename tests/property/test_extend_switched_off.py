@@ -8,8 +8,9 @@ from dedup.core.model import Model, ModelRecord, ModelRules
 from dedup.core.window import Source, Window
 from dedup.worker.batch import FeedBatch
 from dedup.worker.task import Refusals
-from tests.fuzz.test_records import FEEDING, TOPICS, judge_of, sent
+from tests.fuzz.test_records import TOPICS, judge_of, sent
 from tests.property.extract_cases import RECIPES
+from tests.simulation.direct import IN
 from tests.simulation.scenario import CHANGELOG
 
 GUARD_MS, GRACE_MS, MOST_MS = 10, 100, 70
@@ -29,7 +30,7 @@ async def run(seed):
         key = b"%d" % dice.randrange(2)
         # Before: close to each other, so that intervals grow. After: any time that still counts.
         time_ms = 1_000 + 5 * offset - dice.randrange(5 if offset < SWITCHED_AT else 160)
-        batch = FeedBatch(FEEDING, [offset], [time_ms], [key], [b'{"id":"%s"}' % key], [[]], offset)
+        batch = FeedBatch(IN, [offset], [time_ms], [key], [b'{"id":"%s"}' % key], [[]], offset)
         ((topic, _),) = sent(judge.judge(batch, Refusals())).values()
         verdict = model.judge(ModelRecord(key, time_ms, Source(0, 0, offset)))
         assert topic == TOPICS[verdict.kind], f"seed {seed}, offset {offset}: {topic}, not {verdict}"

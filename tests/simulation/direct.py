@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+from dedup.core.extract import Extractor
 from dedup.core.fold import Rules
 from dedup.core.stream_time import Feed
 from dedup.core.window import Window
@@ -64,21 +65,26 @@ class KeptStore(MemoryStore):
         pass
 
 
-def task(wire: DirectWire, *, start="earliest", judge=Judge) -> Task:
-    """Return a task with a guard period of 10 ms on a store of its own."""
-    plan = JudgePlan(
+def plan_of(extractor: Extractor, rules: Rules, *, skew_ms=10**9, start="earliest", compression="none") -> JudgePlan:
+    """Return what a task judges the only partition of `in` by."""
+    return JudgePlan(
         feeding=IN,
         changelog=CHANGELOG,
         feeds=(Feed(0, 0),),
         source_topics=("in",),
         wrapped=False,
-        extractor=EXTRACTOR,
-        rules=Rules(Window(10, 10)),
-        max_clock_skew_ms=10**9,
+        extractor=extractor,
+        rules=rules,
+        max_clock_skew_ms=skew_ms,
         start=start,
         fingerprint=b"f" * 16,
-        compression="none",
+        compression=compression,
     )
+
+
+def task(wire: DirectWire, *, start="earliest", judge=Judge) -> Task:
+    """Return a task with a guard period of 10 ms on a store of its own."""
+    plan = plan_of(EXTRACTOR, Rules(Window(10, 10)), start=start)
     routes = Routes(
         source_topics=("in",),
         output=Route("out", 1),

@@ -27,7 +27,6 @@ MODULES = {
     "test_seed.py",
     "test_stream.py",
     "test_stream_kills.py",
-    "test_stream_watermark.py",
 }
 """Half of the time that the directory takes."""
 LONGEST_S = 3_600

@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import pytest
 
-from dedup.core.stream_time import Feed
 from dedup.metrics import TaskNumbers
-from dedup.session.wire import TopicPartition
 from dedup.store.memory import MemoryStore
 from dedup.store.shelf import Keeping
 from dedup.topology.extractor import extractor_of
 from dedup.topology.parse import parse
 from dedup.worker.batch import FeedBatch
-from dedup.worker.judge import Judge, JudgePlan
+from dedup.worker.judge import Judge
 from dedup.worker.publish import Publisher, Route, Routes
 from dedup.worker.task import Refusals
 from tests.simulation.cluster import Cluster
-from tests.simulation.direct import DirectWire
+from tests.simulation.direct import IN, DirectWire, plan_of
 from tests.simulation.scenario import CHANGELOG, StoppedClock
 
-IN = TopicPartition("in", 0)
 TOPOLOGY = """\
 dedup: 1
 name: t
@@ -33,19 +30,7 @@ VALUES = [b'{"id":1,"n":1,"at":1}', b'{"id":1,"n":1,"at":2}', b'{"id":1,"n":2,"a
 async def judged(more: str, routes: Routes) -> tuple[dict[str, list[int]], TaskNumbers]:
     """Return the rows by topic, and the counters, of one batch of ``VALUES``."""
     topology = parse(TOPOLOGY + more, name="t.yaml")
-    plan = JudgePlan(
-        feeding=IN,
-        changelog=CHANGELOG,
-        feeds=(Feed(0, 0),),
-        source_topics=("in",),
-        wrapped=False,
-        extractor=extractor_of(topology),
-        rules=topology.rules,
-        max_clock_skew_ms=topology.max_clock_skew_ms,
-        start="earliest",
-        fingerprint=b"f" * 16,
-        compression="none",
-    )
+    plan = plan_of(extractor_of(topology), topology.rules, skew_ms=topology.max_clock_skew_ms)
     numbers = TaskNumbers()
     judge = Judge(plan, DirectWire(Cluster()), Keeping(MemoryStore), Publisher(routes, 0), StoppedClock(0), numbers)
     await judge.restore(None)
