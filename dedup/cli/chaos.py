@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
+from dedup.cli.report_page import refuse_no_page, write_report
+
 if TYPE_CHECKING:  # imported when the command runs, as --help must be quick
     from rich.console import Console
     from rich.progress import Progress
@@ -79,15 +81,14 @@ def chaos_command(  # noqa: PLR0917  # one parameter per option
     console = Console(highlight=False, soft_wrap=True)
     order = Order(read_topology(topology), topology, minutes, workers, per_s, seed, harder)
     _refuse_observing(order)
+    refuse_no_page(report)
     directory = Path(tempfile.mkdtemp(prefix="dedup-chaos-"))
     try:
         found = _embedded(order, directory, console) if config is None else _yours(order, config, directory, console)
     except Exception:
         console.print(f"the logs are in {directory}", style="yellow")
         raise
-    report.parent.mkdir(parents=True, exist_ok=True)
-    report.write_text(found.to_html(), encoding="utf-8")
-    report.with_suffix(".json").write_text(found.to_json(), encoding="utf-8")
+    write_report(report, found.to_html(), found.to_json())
     _print(found, report, console)
     if not found.passed:
         raise VerificationFailed(

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from dedup.cli.report_page import refuse_no_page, write_report
 from dedup.cli.spark_backfill import InputFormat
 from dedup.cli.spark_inputs import open_session, parse_offsets
 
@@ -63,6 +64,8 @@ def audit_command(  # noqa: PLR0917  # one parameter per option
 
     parsed, settings = read_topology(topology), load_settings(config, overrides or [], os.environ)
     offsets = None if begins is None else parse_offsets(begins, "--from")
+    page = report or Path(f"audit-{parsed.name}.html")
+    refuse_no_page(page)
     spark = open_session(parsed, master, conf, ["kafka", "delta"] if fmt is InputFormat.DELTA else ["kafka"])
     try:
         with told(), JobProgress(spark, enabled=not quiet):
@@ -70,7 +73,6 @@ def audit_command(  # noqa: PLR0917  # one parameter per option
             found = audit(spark, parsed, settings, history=files, begins=offsets)
     finally:
         spark.stop()
-    page = report or Path(f"audit-{parsed.name}.html")
     _write(found, page, as_json=as_json)
     if not found.passed:
         raise VerificationFailed(
@@ -84,9 +86,7 @@ def _write(found: Report, page: Path, *, as_json: bool) -> None:
 
     from dedup.proof.render import print_report, to_html
 
-    page.parent.mkdir(parents=True, exist_ok=True)
-    page.write_text(to_html(found, "dedup spark audit"), encoding="utf-8")
-    page.with_suffix(".json").write_text(found.to_json(), encoding="utf-8")
+    write_report(page, to_html(found, "dedup spark audit"), found.to_json())
     if as_json:
         typer.echo(found.to_json(), nl=False)
         return

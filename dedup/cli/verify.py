@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from dedup.cli.report_page import refuse_no_page, write_report
 from dedup.errors import Problem, SettingsError
 
 _HELP = """Prove from Kafka alone that nothing was lost or duplicated.
@@ -64,7 +65,7 @@ def verify_command(
     parsed = read_topology(topology)
     settings = load_settings(config, override or [], os.environ)
     page = report or Path(f"verify-{parsed.name}.html")
-    _refuse_no_page(page)
+    refuse_no_page(page)
     console = Console(stderr=json)
     with Bar(console=console, transient=True) as bar:
         reading = bar.add_task("reading", total=None)
@@ -73,8 +74,7 @@ def verify_command(
             bar.update(reading, description=now.doing, completed=now.done, total=now.total)
 
         found = verify(parsed, settings, progress=show, sample=one_in, scratch=scratch)
-    page.write_text(to_html(found), encoding="utf-8")
-    page.with_suffix(".json").write_text(found.to_json(), encoding="utf-8")
+    write_report(page, to_html(found), found.to_json())
     if json:
         typer.echo(found.to_json(), nl=False)
     else:
@@ -93,20 +93,6 @@ def _one_in(text: str) -> int:
     if one != "1" or not number.isdecimal() or not int(number):
         raise SettingsError([Problem("--sample", f'"{text}" is no share; write for example 1/100')])
     return int(number)
-
-
-def _refuse_no_page(page: Path) -> None:
-    """Raise SettingsError now rather than after hours of reading; the directory of the reports is made."""
-    if page.suffix == ".json":
-        told = f"{page} is where the JSON report goes, beside the HTML one; name that, for example "
-        raise SettingsError([Problem("--report", told + str(page.with_suffix(".html")))])
-    try:
-        page.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise SettingsError([Problem("--report", f"{page.parent} can not be made: {error.strerror}")]) from error
-    for file in (page, page.with_suffix(".json")):
-        if file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK):
-            raise SettingsError([Problem("--report", f"{file} can not be written")])
 
 
 def _refuse_no_directory(scratch: Path | None) -> None:

@@ -164,20 +164,15 @@ def _log(
     lows = {at: each.low for at, each in bounds.items()}
     if history is not None:
         earlier = before_the_log(history, topology, cut.partitions[name], begins)
-        records = _of_seed(earlier, topology, cut).unionByName(records)
+        records = accepted_by_seed(earlier, topology, cut).unionByName(records)
         known = dict.fromkeys(bounds, True)
     elif from_topics:
         seeded = fn.col("offset") < by_task(begins, "partition", 0)
-        records = _of_seed(records.where(seeded), topology, cut).unionByName(records.where(~seeded))
+        records = accepted_by_seed(records.where(seeded), topology, cut).unionByName(records.where(~seeded))
         known = {at: low == 0 for at, low in lows.items()}
     else:
         known = {at: not cut.marks and (begins[at] > low or low == 0) for at, low in lows.items()}
     return Log(records, (), committed, begins, known, topics.stamped)
-
-
-def _of_seed(history: DataFrame, topology: Topology, cut: Cut) -> DataFrame:
-    marks = list(cut.marks.values())
-    return accepted_by_seed(history, topology, marks[0].judged_at_ms) if marks else history
 
 
 def _findings(

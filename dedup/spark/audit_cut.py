@@ -165,13 +165,14 @@ def before_the_log(history: History, topology: Topology, tasks: int, lows: Mappi
     return numbered.drop("dedup_partition", *(field.name for field in IDENTIFIED)).select(*RECORDS.fieldNames())
 
 
-def accepted_by_seed(history: DataFrame, topology: Topology, judged_at_ms: int) -> DataFrame:
+def accepted_by_seed(history: DataFrame, topology: Topology, cut: Cut) -> DataFrame:
     """Return a seed's history without the records whose time was too far ahead for it: they are in no topic.
 
     Judged without a clock, as an audit judges, one of them would make every later record late.
     """
-    if topology.future is not OnFuture.DEAD_LETTER:
+    if not cut.marks or topology.future is not OnFuture.DEAD_LETTER:
         return history
+    judged_at_ms = next(iter(cut.marks.values())).judged_at_ms
     time_ms = fn.col("dedup_time_ms")
     accepted = time_ms.isNull() | (time_ms <= judged_at_ms + topology.max_clock_skew_ms)
     return identified(history, topology).where(accepted).select(*history.columns)

@@ -8,6 +8,8 @@ from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F  # noqa: N812 - the name every Spark page uses
 from pyspark.sql.types import ArrayType, BinaryType, DataType, MapType, StructType, TimestampNTZType, TimestampType
 
+from dedup.spark.rows import RECORDS
+
 _SHOWN: Final = 200
 """Characters of a refused line."""
 _TO_MS: Final = len("2024-01-01T00:00:00.000")
@@ -15,7 +17,6 @@ _ROWS: Final = (
     "key string, value string, headers array<struct<key:string,value:string>>, timestamp_ms bigint, topic string, "
     "`partition` int, `offset` bigint"
 )
-_MEMBERS: Final = ("key", "value", "headers", "timestamp_ms", "topic", "partition", "offset")
 
 
 def json_rows(lines: DataFrame) -> DataFrame:
@@ -25,8 +26,8 @@ def json_rows(lines: DataFrame) -> DataFrame:
     timestamp under another name: both are refused, with the line.
     """
     members = F.json_object_keys("value")
-    strange = F.array_except(members, F.array(*map(F.lit, _MEMBERS)))
-    others = ", ".join(name for name in _MEMBERS if name != "value")
+    strange = F.array_except(members, F.array(*map(F.lit, RECORDS.fieldNames())))
+    others = ", ".join(name for name in RECORDS.fieldNames() if name != "value")
     rule = f"each line of json-records is an object with `value`, which may be null, and of others only {others}; not: "
     text = F.concat(F.lit(rule), F.substring("value", 1, _SHOWN))
     whole = F.array_contains(members, "value") & (F.size(strange) == 0)

@@ -58,7 +58,7 @@ def refuse_unsupported(topology: Topology) -> None:
     """Raise TopologyError naming everything of the topology that the operator can not do."""
     unable = {
         "duplicates": topology.duplicates is not None,
-        "conflicts": topology.conflicts_counted or topology.conflicts is not None,
+        "conflicts": topology.conflicts_counted,
         "on_conflict": topology.on_conflict is not OnConflict.DUPLICATE,
         "extend": topology.window.extend,
         "missing: fail": topology.missing is OnMissing.FAIL,

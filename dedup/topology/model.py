@@ -178,8 +178,7 @@ class Topology:
     @property
     def fingerprints_wanted(self) -> bool:
         """Whether payloads are compared; costs eight bytes an ID."""
-        asked = self.conflicts_counted or self.conflicts is not None
-        return asked or self.on_conflict is not OnConflict.DUPLICATE
+        return self.conflicts_counted or self.on_conflict is not OnConflict.DUPLICATE
 
     @property
     def conflicts_go_to(self) -> str | None:

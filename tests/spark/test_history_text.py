@@ -46,8 +46,8 @@ def test_times_of_milliseconds_are_written_as_spark_writes_them(spark):
 
 @pytest.mark.parametrize(
     "line",
-    ['{"id": 1}', '{"valu": "x"}', '{"value": "x", "timestamp": 5}', "[1]", "torn"],
-    ids=["event", "typo", "other-name", "array", "torn"],
+    ['{"id": 1}', '{"valu": "x"}', '{"value": "x", "timestamp": 5}', '{"value": "x", "offset": "five"}', "[1]", "torn"],
+    ids=["event", "typo", "other-name", "other-type", "array", "torn"],
 )
 def test_lines_that_are_no_records_are_refused(spark, tmp_path, line):
     (tmp_path / "in.jsonl").write_text('{"value": "{\\"id\\":1}"}\n' + line + "\n", encoding="utf-8")

@@ -1,4 +1,4 @@
-"""What `dedup verify` and `dedup chaos` refuse before they begin."""
+"""What commands that write a report refuse before they begin."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from dedup.cli import chaos, verify
+from dedup.cli import chaos, spark_audit, verify
 from dedup.errors import SettingsError
 
 TOPOLOGY = """
@@ -21,13 +21,13 @@ guard_period: 10s
 """
 
 
-def typed(directory: Path, *words: str) -> Any:
+def typed(directory: Path, *words: str, more: str = "") -> Any:
     app = typer.Typer()
     app.callback()(lambda: None)
-    for command in (chaos, verify):
+    for command in (chaos, spark_audit, verify):
         command.register(app)
     file = directory / "topology.yaml"
-    file.write_text(TOPOLOGY, encoding="utf-8")
+    file.write_text(TOPOLOGY + more, encoding="utf-8")
     config = directory / "config.yaml"
     config.write_text("brokers: ['127.0.0.1:1']\n", encoding="utf-8")
     command, *options = words
@@ -35,13 +35,16 @@ def typed(directory: Path, *words: str) -> Any:
 
 
 @pytest.mark.parametrize("report", ["x.json", "a_file/x.html", "a_directory"])
+@pytest.mark.parametrize("command", ["verify", "audit", "chaos"])
 def test_a_report_that_can_not_be_written_is_refused_before_anything_is_read(
-    tmp_path: Path, report: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, command: str, report: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "a_file").touch()
     (tmp_path / "a_directory").mkdir()
     monkeypatch.setattr("dedup.proof.verify.verify", lambda *_, **__: pytest.fail("it reads"))
-    result = typed(tmp_path, "verify", "--report", str(tmp_path / report))
+    monkeypatch.setattr(spark_audit, "open_session", lambda *_: pytest.fail("it starts Spark"))
+    monkeypatch.setattr(chaos, "_yours", lambda *_: pytest.fail("it begins"))
+    result = typed(tmp_path, command, "--report", str(tmp_path / report), more="output: {topic: out}\n")
     assert isinstance(result.exception, SettingsError), result.exception
     assert "--report" in str(result.exception)
 
