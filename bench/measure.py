@@ -73,17 +73,21 @@ def measure(candidate: Candidate, task: Task, round_: int, progress: Progress) -
     job = task.job
     task.cluster.create(job.output, job.partitions)
     command = candidate.command(job)
-    reader = OutputReader(job.bootstrap, job.output, dict.fromkeys(range(job.partitions), 0))
+    starts = dict.fromkeys(range(job.partitions), 0)
+    reader = OutputReader(job.bootstrap, job.output, starts, keep=False)
     try:
         began_ms = time.time_ns() // 1_000_000
         with MeasuredProcess(command.arguments, environ_of(command), job.directory / "candidate.log") as process:
             used = _run_to_end(process, task, reader, progress, ends_itself=command.ends_itself)
-        reader.finish(task.cluster.ends(job.output), _READ_WITHIN_S)
+        ends = task.cluster.ends(job.output)
+        reader.finish(ends, _READ_WITHIN_S)
     finally:
         reader.close()
     if not reader.batches:
         raise process.failed(f"{candidate.name} forwarded nothing")
     first_ms, last_ms = reader.seen_ms
+    kept = OutputReader(job.bootstrap, job.output, starts)
+    kept.finish(ends, _READ_WITHIN_S)
     return Figures(
         candidate.name,
         job.compression,
@@ -93,7 +97,7 @@ def measure(candidate: Candidate, task: Task, round_: int, progress: Progress) -
         (first_ms - began_ms) / 1000,
         used.cpu_s,
         used.peak_memory_bytes,
-        check(reader.events(), task.expected),
+        check(kept.events(), task.expected),
     )
 
 

@@ -39,10 +39,11 @@ class OutputReader:
 
     Made before the measured job is started.
     While the job runs it only keeps the messages and the times at which they came: looking into them would take the
-    processor from the job.
+    processor from the job. So does keeping them (a sixth of a core at 110,000 a second, in page faults): a job that
+    is measured for its rate is read with ``keep=False``, which keeps the times, and its topic again afterwards.
     """
 
-    def __init__(self, bootstrap: str, topic: str, starts: Mapping[int, int]) -> None:
+    def __init__(self, bootstrap: str, topic: str, starts: Mapping[int, int], *, keep: bool = True) -> None:
         self._consumer: Final = Consumer(
             {
                 "bootstrap.servers": bootstrap,
@@ -57,6 +58,7 @@ class OutputReader:
             }
         )
         self._consumer.assign([TopicPartition(topic, partition, offset) for partition, offset in starts.items()])
+        self._keep: Final = keep
         self._reached: Final[dict[int, int]] = {}
         self._targets: Mapping[int, int] | None = None
         self._stopped: Final = threading.Event()
@@ -124,7 +126,7 @@ class OutputReader:
         if len(records) < len(messages):
             self._note_ends(messages)
         if records:
-            self.batches.append((seen_ms, records))
+            self.batches.append((seen_ms, records if self._keep else []))
             self.count += len(records)
 
     def _note_ends(self, messages: list[Message]) -> None:
