@@ -15,6 +15,7 @@ import typer
 from rich.console import Console
 from rich.progress import Progress
 
+from dedup.cli.report_page import refuse_no_page, write_report
 from dedup.errors import VerificationFailed
 
 if TYPE_CHECKING:  # imported when the demo runs, as --help must be quick
@@ -58,6 +59,8 @@ def demo_command(
 
     if chain and report is not None:
         raise typer.BadParameter("--report is of the demo without --chain")
+    if report is not None:
+        refuse_no_page(report)
     console = Console(highlight=False, soft_wrap=True)
     directory = Path(tempfile.mkdtemp(prefix="dedup-demo-"))
     size = FAST if fast else FULL
@@ -145,9 +148,7 @@ def _print_books(found: Report, distinct: int, page: Path | None, console: Conso
     from dedup.proof.render import print_report, to_html
 
     if page is not None:
-        page.parent.mkdir(parents=True, exist_ok=True)
-        page.write_text(to_html(found), encoding="utf-8")
-        page.with_suffix(".json").write_text(found.to_json(), encoding="utf-8")
+        write_report(page, to_html(found), found.to_json())
     forwarded = sum(books.unique for books in found.books)
     relation = "=" if forwarded == distinct else "IS NOT"
     console.print(f"forwarded {forwarded:,} {relation} distinct flights {distinct:,}")

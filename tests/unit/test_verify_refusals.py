@@ -9,7 +9,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from dedup.cli import chaos, spark_audit, verify
+from dedup.cli import chaos, demo, spark_audit, verify
 from dedup.errors import SettingsError
 
 TOPOLOGY = """
@@ -45,6 +45,17 @@ def test_a_report_that_can_not_be_written_is_refused_before_anything_is_read(
     monkeypatch.setattr(spark_audit, "open_session", lambda *_: pytest.fail("it starts Spark"))
     monkeypatch.setattr(chaos, "_yours", lambda *_: pytest.fail("it begins"))
     result = typed(tmp_path, command, "--report", str(tmp_path / report), more="output: {topic: out}\n")
+    assert isinstance(result.exception, SettingsError), result.exception
+    assert "--report" in str(result.exception)
+
+
+def test_the_demo_refuses_a_report_that_can_not_be_written_before_it_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(demo, "_demo", lambda *_: pytest.fail("it begins"))
+    app = typer.Typer()
+    demo.register(app)
+    result = CliRunner().invoke(app, ["--report", str(tmp_path)])
     assert isinstance(result.exception, SettingsError), result.exception
     assert "--report" in str(result.exception)
 
