@@ -322,6 +322,8 @@ def _paced(plan: Plan, job: Job) -> Iterator[subprocess.Popen[bytes]]:
     arguments = (job.bootstrap, job.source, str(plan.rate), str(plan.seconds), str(plan.partitions), str(_SEED))
     with subprocess.Popen([sys.executable, "-m", "bench.pace", *arguments], stdout=subprocess.PIPE) as pacer:
         try:
+            if pacer.stdout is not None:
+                pacer.stdout.readline()  # what it sends is prepared; if it has ended instead, the exit code says so
             yield pacer
         finally:
             pacer.kill()

@@ -145,7 +145,7 @@ def _run(plan: Plan, candidate: Candidate, job: Job, rate: int, reader: OutputRe
         _await_consumed(cluster, job, process, _DONE_WITHIN_S)
         process.stop()
     reader.finish(cluster.ends(job.output), _DONE_WITHIN_S)
-    return Paced(**json.loads(answer))
+    return Paced(**json.loads(answer.splitlines()[-1]))
 
 
 def _prime(job: Job) -> None:

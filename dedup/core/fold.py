@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
+from dedup.core.at_once import judged_at_once
 from dedup.core.extract import FaultKind
 from dedup.core.stream_time import Feed, StreamTime
 from dedup.core.window import Duplicate, Late, Sighting, Source, Unique, Window
@@ -150,14 +151,27 @@ def fold(rows: Rows, rules: Rules, before: StreamTime, lookup: Lookup, *, ceilin
     """
     outcome, skipped = screen(rows, rules, ceiling_ms=ceiling_ms)
     times_ms = outcome.judged_times_ms
-    stream_times, outcome.stream_time = _stream_times(rows, times_ms, skipped, before)
     ids = rows.extracted.ids
     wanted = ids if not skipped else [key for row, key in enumerate(ids) if row not in skipped]
+    judged = times_ms if not skipped else [t for row, t in enumerate(times_ms) if row not in skipped]
+    known = lookup(wanted, min(judged)) if wanted else {}  # type: ignore[arg-type]  # no None is left
+    if wanted and not skipped and len(before.feeds) == 1 and _is_plain(rules):
+        after = before.after_one_feed_at_once(max(judged))
+        at_once = judged_at_once(ids, times_ms, known, rules.window, after.value_ms)  # type: ignore[arg-type]  # as above
+        if at_once is not None:
+            outcome.stream_time = after
+            outcome.unique, outcome.singles = at_once.unique, at_once.unique
+            outcome.duplicates, outcome.repeats = at_once.duplicates, at_once.repeats
+            return outcome
+    stream_times, outcome.stream_time = _stream_times(rows, times_ms, skipped, before)
     if wanted:
-        judged = times_ms if not skipped else [t for row, t in enumerate(times_ms) if row not in skipped]
-        known = lookup(wanted, min(judged))  # type: ignore[arg-type]  # no None is left
         judge(rows, rules, outcome, dict(known), stream_times, skipped)
     return outcome
+
+
+def _is_plain(rules: Rules) -> bool:
+    """Whether a sighting stays as it was made, and payloads do not matter."""
+    return not rules.window.extend and not rules.fingerprints
 
 
 def screen(rows: Rows, rules: Rules, *, ceiling_ms: int) -> tuple[Outcome, set[int]]:
@@ -267,7 +281,7 @@ class _Judging:
         known, fresh = self._known, self._fresh
         window, times_ms, outcome = self._window, self._outcome.judged_times_ms, self._outcome
         guard_ms, grace_ms, retention_ms = window.guard_ms, window.grace_ms, window.retention_ms
-        plain = not window.extend and not self._rules.fingerprints
+        plain = _is_plain(self._rules)
         ids: Sequence[bytes | None] = self._rows.extracted.ids
         if skipped:
             ids = [None if row in skipped else key for row, key in enumerate(ids)]

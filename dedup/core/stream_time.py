@@ -49,8 +49,13 @@ class StreamTime:
         if not times_ms:
             return [], self
         column = list(accumulate(times_ms, max, initial=self.value_ms))
+        return column[1:], self.after_one_feed_at_once(column[-1])
+
+    def after_one_feed_at_once(self, greatest_ms: int) -> StreamTime:
+        """Return stream time after judged records of the only feed, of which the latest has this event time."""
         (feed,) = self.feeds
-        return column[1:], StreamTime(column[-1], {feed: FeedProgress(column[-1])})
+        value_ms = max(self.value_ms, greatest_ms)
+        return StreamTime(value_ms, {feed: FeedProgress(value_ms)})
 
     def after(self, records: Iterable[tuple[Feed, int | None, bool]]) -> tuple[list[int], StreamTime]:
         """Return stream time at each record and after them all.

@@ -58,11 +58,11 @@ class Overlay:
 
     def get_many(self, segments: Sequence[int], ids: Sequence[bytes]) -> dict[bytes, list[bytes]]:
         """Return the encoded values of each known ID, one per segment that has it, in the order of ``segments``."""
-        hits = {segment: found for segment in segments if (found := self._in_tiers(segment, ids))}
-        if hits:
-            self._fill_from_store(hits, segments, ids)
-        else:
-            hits = self._store.get_each(segments, ids)
+        hits = self._store.get_each(segments, ids)
+        for segment in segments:
+            # What is not applied yet hides what the store has of the same ID in the same segment.
+            if found := self._in_tiers(segment, ids):
+                hits.setdefault(segment, {}).update(found)
         if len(hits) == 1:
             (found,) = hits.values()
             return {state_key: [value] for state_key, value in found.items()}
@@ -120,14 +120,3 @@ class Overlay:
                 # The intersection runs in C: nothing per ID in Python when all are unknown, the usual case.
                 found.update((state_key, values[state_key]) for state_key in values.keys() & ids)
         return found
-
-    def _fill_from_store(self, hits: _Tier, segments: Sequence[int], ids: Sequence[bytes]) -> None:
-        """Add what the store has beside the hits; a hit hides the store's value of the same segment only."""
-        somewhere = set().union(*hits.values())
-        for segment, found in self._store.get_each(segments, [each for each in ids if each not in somewhere]).items():
-            hits.setdefault(segment, {}).update(found)
-        for segment in segments:
-            held = hits.get(segment, {})
-            elsewhere = [state_key for state_key in somewhere if state_key not in held]
-            if elsewhere and (found := self._store.get_many(segment, elsewhere)):
-                hits.setdefault(segment, {}).update(found)
