@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, Protocol
 
 from aiokafka.record.default_records import DefaultRecordBatchBuilder
 
@@ -13,10 +13,12 @@ BATCH_BYTES: Final = 500_000
 COMPRESSION: Final[Mapping[str, int]] = {"none": 0, "gzip": 1, "snappy": 2, "lz4": 3, "zstd": 4}
 MAGIC: Final = 2
 NO_LIMIT: Final = 1 << 62
+OWN_ROW: Final = -1
+"""Stands for the feeding offset of a record of our own."""
 
 Header = tuple[str, bytes | None]
 Line = tuple[int, int, bytes | None, bytes | None, list[Header]]
-"""Feeding offset (-1: a record of our own), timestamp in ms, key, value, headers."""
+"""Feeding offset or `OWN_ROW`, timestamp in ms, key, value, headers."""
 
 
 class TopicPartition(NamedTuple):
@@ -37,14 +39,24 @@ class ProducerIdentity:
     epoch: int
 
 
+class Builder(Protocol):
+    """What of aiokafka's builder is needed once all records are in it."""
+
+    def set_producer_state(self, producer_id: int, producer_epoch: int, base_sequence: int) -> None:
+        """The header names this producer."""
+
+    def build(self) -> bytearray:
+        """Return the bytes to send, compressed."""
+
+
 @dataclass(slots=True)
 class RecordBatch:
     """Records for one partition, complete but for the producer's identity."""
 
     target: TopicPartition
-    builder: DefaultRecordBatchBuilder
+    builder: Builder
     rows: list[int] = field(default_factory=list)
-    """The feeding offset each record was made from; -1 for a record of our own."""
+    """The feeding offset each record was made from, or `OWN_ROW`."""
 
     @property
     def count(self) -> int:
@@ -57,32 +69,35 @@ class RecordBatch:
         return bytes(self.builder.build())
 
 
-def _empty(target: TopicPartition, compression: str) -> RecordBatch:
-    builder = DefaultRecordBatchBuilder(
-        magic=MAGIC,
-        compression_type=COMPRESSION[compression],
-        is_transactional=1,
-        producer_id=-1,
-        producer_epoch=-1,
-        base_sequence=-1,
-        batch_size=BATCH_BYTES,
-    )
-    return RecordBatch(target, builder)
+def builder_options(compression: str) -> dict[str, int]:
+    """Return the options of aiokafka's builders for a batch of a transaction."""
+    return {
+        "magic": MAGIC,
+        "compression_type": COMPRESSION[compression],
+        "is_transactional": 1,
+        "producer_id": -1,
+        "producer_epoch": -1,
+        "base_sequence": -1,
+        "batch_size": BATCH_BYTES,
+    }
 
 
 def fill(
     target: TopicPartition, lines: Iterable[Line], *, compression: str, most_rows: int | None = None
 ) -> list[RecordBatch]:
     """Return the lines as batches of at most `BATCH_BYTES`, or ``most_rows`` records, in order."""
-    batch = _empty(target, compression)
+    options = builder_options(compression)
+    builder = DefaultRecordBatchBuilder(**options)
+    batch = RecordBatch(target, builder)
     batches = [batch]
-    append, rows, most = batch.builder.append, batch.rows, most_rows or NO_LIMIT
+    append, rows, most = builder.append, batch.rows, most_rows or NO_LIMIT
     for row, timestamp_ms, key, value, headers in lines:
         count = len(rows)
         if count >= most or append(count, timestamp_ms, key, value, headers) is None:
-            batch = _empty(target, compression)
+            builder = DefaultRecordBatchBuilder(**options)
+            batch = RecordBatch(target, builder)
             batches.append(batch)
-            append, rows = batch.builder.append, batch.rows
+            append, rows = builder.append, batch.rows
             # The first record of a batch is always taken, however large: whether it fits is the broker's word.
             append(0, timestamp_ms, key, value, headers)
         rows.append(row)

@@ -31,7 +31,7 @@ from dedup.core.murmur2 import partitions as partitions_of
 from dedup.errors import DedupError, InvariantBroken, StateIncompatible
 from dedup.session.client import KafkaWire
 from dedup.session.connection import Connection
-from dedup.session.record_batch import Line, fill
+from dedup.session.record_batch import OWN_ROW, Line, fill
 from dedup.session.transaction import Session
 from dedup.session.wire import TopicPartition
 from dedup.spark.feed_columns import binary_column, headers_column
@@ -45,7 +45,6 @@ if TYPE_CHECKING:
 
     from dedup.settings import Settings
 
-OWN_ROW: Final = -1
 _DIGESTS: Final = 1 << 64
 _SEND_ROWS: Final = 4_000
 

@@ -237,12 +237,12 @@ class SeedMarkKey:
 
 def sighting_key(segment: int, state_key: bytes) -> bytes:
     """Return the changelog key of an ID in a segment."""
-    return _segment_prefix(segment) + state_key
+    return segment_prefix(segment) + state_key
 
 
 def sighting_keys_column(segment: int, ids: Iterable[bytes]) -> list[bytes]:
     """Return ``sighting_key`` for every ID of one segment."""
-    prefix = _segment_prefix(segment)
+    prefix = segment_prefix(segment)
     return [prefix + state_key for state_key in ids]
 
 
@@ -251,7 +251,8 @@ def task_record_key() -> bytes:
     return _TASK_RECORD_KEY
 
 
-def _segment_prefix(segment: int) -> bytes:
+def segment_prefix(segment: int) -> bytes:
+    """Return what the keys of a segment begin with."""
     if not 0 <= segment < _TIME_LIMIT:
         raise InvariantBroken(f"a segment that starts at {segment} ms can not be stored: event times are >= 0.")
     return _SIGHTING_TAG + segment.to_bytes(8)

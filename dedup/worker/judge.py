@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import repeat
 from typing import Final
 
 from dedup.core.extract import Extracted, Extractor, Fault, FaultKind
@@ -15,7 +14,7 @@ from dedup.core.stream_time import Feed, FeedProgress, StreamTime
 from dedup.core.window import Sighting, Window
 from dedup.errors import InvariantBroken, StateIncompatible
 from dedup.metrics import TaskNumbers
-from dedup.session.record_batch import Header, RecordBatch, TopicPartition, fill
+from dedup.session.record_batch import OWN_ROW, Header, RecordBatch, TopicPartition, fill
 from dedup.session.wire import Wire
 from dedup.store.base import NOT_SAID, FeedTime, Store, TaskRecord
 from dedup.store.changelog import (
@@ -23,7 +22,6 @@ from dedup.store.changelog import (
     encode_sighting,
     encode_single_column,
     encode_task_record,
-    sighting_keys_column,
     task_record_key,
 )
 from dedup.store.overlay import Overlay
@@ -34,11 +32,11 @@ from dedup.worker.misplaced import Placement
 from dedup.worker.publish import Publisher
 from dedup.worker.recent import Recent
 from dedup.worker.restore import refuse_other_feeding, refuse_other_fingerprint, restore
+from dedup.worker.sighting_batches import sighting_batches
 from dedup.worker.starting import Start, first_offset
 from dedup.worker.task import Frozen, Refusals
 from dedup.worker.unwrap import unwrap
 
-OWN_ROW: Final = -1
 WARM_IDS: Final = 20_000
 """IDs whose filter a commit reads back after a restart, until all are: about 10 ms a commit."""
 NO_HEADERS: Final[list[Header]] = []
@@ -243,10 +241,8 @@ class Judge:
         if not writes:
             return []
         overlay.add(writes)
-        keys = [key for segment, part in writes.items() for key in sighting_keys_column(segment, part)]
-        values = [value for part in writes.values() for value in part.values()]
-        lines = zip(repeat(OWN_ROW), repeat(self._clock.now_ms()), keys, values, repeat(NO_HEADERS), strict=False)
-        return fill(self._plan.changelog, lines, compression=self._plan.compression)
+        now_ms, plan = self._clock.now_ms(), self._plan
+        return sighting_batches(plan.changelog, writes, now_ms=now_ms, compression=plan.compression)
 
     def _writes(self, rows: Rows, outcome: Outcome) -> dict[int, dict[bytes, bytes]]:
         window = self._plan.rules.window

@@ -12,7 +12,7 @@ from dedup.core.fold import DeadLetter, Outcome, Rows
 from dedup.core.murmur2 import partitions
 from dedup.core.stream_time import Feed
 from dedup.metrics import TaskNumbers
-from dedup.session.record_batch import Header, Line, RecordBatch, TopicPartition, fill
+from dedup.session.record_batch import OWN_ROW, Header, Line, RecordBatch, TopicPartition, fill
 from dedup.session.wire import Wire
 from dedup.worker.batch import FeedBatch
 from dedup.worker.clock import Clock
@@ -20,8 +20,6 @@ from dedup.worker.publish import IDLE, SOURCE, TIMESTAMP, Publisher
 from dedup.worker.recent import Recent
 from dedup.worker.starting import Start, first_offset
 from dedup.worker.task import Frozen, Refusals
-
-OWN_ROW: Final = -1
 
 
 @dataclass(frozen=True, slots=True)
