@@ -30,6 +30,7 @@ class Pages(Protocol):
 
 MakePages = Callable[[WorkerAnswers], AbstractAsyncContextManager[Pages]]
 LONGEST_LOOK_S: Final = 1.0
+CANCEL_AGAIN_S: Final = 0.5
 
 
 @asynccontextmanager
@@ -62,9 +63,13 @@ class Beside:
 
     async def __aexit__(self, *_: object) -> None:
         """Everything is ended."""
-        for loop in self._loops:
-            loop.cancel()
-        await asyncio.gather(*self._loops, return_exceptions=True)
+        left = set(self._loops)
+        while left:
+            # Again, if need be: one that comes while a client of aiokafka closes is lost (it awaits a task that it has
+            # cancelled itself, and takes ours for that task's), and the loop would go on for ever.
+            for loop in left:
+                loop.cancel()
+            left = (await asyncio.wait(left, timeout=CANCEL_AGAIN_S))[1]
 
     def _start(self, loop: Coroutine[Any, Any, None], name: str) -> None:
         task = asyncio.create_task(loop, name=name)
