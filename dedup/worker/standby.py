@@ -69,6 +69,8 @@ class Standbys:
         changelog = TopicPartition(self._topic, partition)
         try:
             await self._prepare(partition)
+            if not self._is_own(partition):
+                return  # a client has swallowed the cancellation: the store may be a task's by now
             store = self._stores[partition] = self._open_store(partition)
             bounds = await fitted(
                 self._wire,
@@ -78,13 +80,17 @@ class Standbys:
                 lambda record: refuse_other_fingerprint(record.fingerprint, self._fingerprint, changelog),
             )
             position = max(store.position, bounds.start)
-            while True:
+            while self._is_own(partition):
                 position = await self._step(partition, store, position)
         except DedupError as error:
             # A standby that can not follow costs warmth, not correctness: the owner restores by itself.
             log.warning("standby of %s stopped: %s", changelog, error)
-            if partition in self._stores and self._loops.get(partition) is asyncio.current_task():
+            if partition in self._stores and self._is_own(partition):
                 self._stores.pop(partition).close()
+
+    def _is_own(self, partition: int) -> bool:
+        """Tell whether the partition is still kept warm by the loop that asks."""
+        return self._loops.get(partition) is asyncio.current_task()
 
     async def _step(self, partition: int, store: Store, position: int) -> int:
         try:
