@@ -57,15 +57,17 @@ def audit_command(  # noqa: PLR0917  # one parameter per option
     from dedup.cli.inputs import read_topology
     from dedup.errors import VerificationFailed
     from dedup.settings import load_settings
-    from dedup.spark.audit import audit
-    from dedup.spark.failures import told
-    from dedup.spark.files import read_files
-    from dedup.spark.progress import JobProgress
 
     parsed, settings = read_topology(topology), load_settings(config, overrides or [], os.environ)
     offsets = None if begins is None else parse_offsets(begins, "--from")
     page = report or Path(f"audit-{parsed.name}.html")
     refuse_no_page(page)
+    # Spark is imported when nothing is left to refuse: that takes seconds.
+    from dedup.spark.audit import audit
+    from dedup.spark.failures import told
+    from dedup.spark.files import read_files
+    from dedup.spark.progress import JobProgress
+
     spark = open_session(parsed, master, conf, ["kafka", "delta"] if fmt is InputFormat.DELTA else ["kafka"])
     try:
         with told(), JobProgress(spark, enabled=not quiet):
