@@ -23,6 +23,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Final
 
@@ -280,9 +281,15 @@ def _change(
             for number in list(fleet.running):
                 fleet.stop(number)
                 fleet.start(number)
-                _until(lambda number=number: owners(job).get(worker_id(number)), fleet)
+                _until(partial(_has_partitions, job, number), fleet)
                 _wait(_REST_S, fleet, reader, follow)
+        case Case.WIDE:
+            pass  # nothing is done to it
     return frozenset(range(plan.partitions))
+
+
+def _has_partitions(job: Job, number: int) -> bool:
+    return bool(owners(job).get(worker_id(number)))
 
 
 def owners(job: Job) -> dict[str, list[int]]:

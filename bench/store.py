@@ -15,6 +15,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from dedup.store.base import StoreIdentity, TaskRecord
@@ -104,8 +105,8 @@ def main() -> None:
         print(f"apply, 3 segments {fill(store, ids, segments=3)}")
         known = random.sample(ids, 50_000)
         for asked in (store.segments()[:1], store.segments()):
-            unknown_rate = rate(len(strangers), lambda asked=asked: look_up(store, asked, strangers))
-            known_rate = rate(len(known), lambda asked=asked: look_up(store, asked, known))
+            unknown_rate = rate(len(strangers), partial(look_up, store, asked, strangers))
+            known_rate = rate(len(known), partial(look_up, store, asked, known))
             print(f"{len(asked)} segments: unknown {unknown_rate / 1e3:.0f} k/s, known {known_rate / 1e3:.0f} k/s")
         memory = sum(held.filter.size_bytes for held in store._segments.values())  # noqa: SLF001
         print(f"per ID: {store.approximate_bytes() / count:.1f} bytes on disk, {memory / count:.1f} of prefilter")

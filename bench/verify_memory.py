@@ -50,11 +50,11 @@ def write(bootstrap: str, records: int, value_bytes: int) -> None:
         fresh = number % 10 != 9
         name = number if fresh else number - 2 * PARTITIONS
         value = f'{{"id":"event-{name:012d}","text":"{padding}"}}'.encode()
-        where = {"partition": number % PARTITIONS, "timestamp": BASE_MS + number}
+        partition, time_ms = number % PARTITIONS, BASE_MS + number
         for topic in ("big-in", "big-out") if fresh else ("big-in",):
             while True:
                 try:
-                    producer.produce(topic, value, b"k", **where)
+                    producer.produce(topic, value, b"k", partition=partition, timestamp=time_ms)
                     break
                 except BufferError:
                     producer.poll(0.1)

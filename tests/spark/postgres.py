@@ -80,7 +80,7 @@ def running_postgres() -> Iterator[RunningPostgres]:
 
 def _until_ready(binaries: Path, port: int, log: Path, server: Leashed) -> None:
     deadline = time.monotonic() + READY_WITHIN_S
-    asking = [binaries / "pg_isready", "-h", "127.0.0.1", "-p", str(port), "-q"]
+    asking: list[str | Path] = [binaries / "pg_isready", "-h", "127.0.0.1", "-p", str(port), "-q"]
     while subprocess.run(asking, check=False).returncode != 0:
         text = log.read_text(encoding="utf-8", errors="replace")
         assert server.running, f"PostgreSQL ended:\n{text}"
