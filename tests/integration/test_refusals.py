@@ -10,7 +10,7 @@ from confluent_kafka import ConsumerGroupTopicPartitions, TopicPartition
 from confluent_kafka.cimpl import NewPartitions
 
 from tests.integration.conftest import MakeJob
-from tests.integration.fleet import Job
+from tests.integration.fleet import KEPT, Job
 from tests.integration.stores import state_of, topic_id, tree
 from tests.integration.watch import Watch
 from tests.integration.workload import BASE_MS, Event, workload
@@ -121,7 +121,7 @@ def test_f19_feeding_topic_made_again(make_job: MakeJob, feeding: str) -> None:
     old_id = topic_id(job, name)
     before = state_of(job, "a", topic_id(job, job.topology.changelog_topic))
     job.admin.delete_topic(name)
-    job.admin.create_topic(name, job.partitions)
+    job.admin.create_topic(name, job.partitions, KEPT)
     job.send(workload(35, 600))
     worker = job.refused(code=INCOMPATIBLE, says=f"{name} was deleted and made again")
     assert f"the topic with id {old_id}" in worker.log

@@ -97,10 +97,11 @@ class Bench:
         )
 
     def write(self, plant: Callable[[Run], object] = lambda _: None) -> None:
-        for topic in ("left", "right"):
-            self.admin.create_topic(f"{self.name}-{topic}", 1)
-        self.admin.create_topic(f"{self.name}-out", 2)
-        stamped = {"message.timestamp.type": "LogAppendTime", "retention.ms": "-1"}
+        # The records are from 2023: the broker would delete them whenever it looks.
+        kept = {"retention.ms": "-1"}
+        for topic, partitions in (("left", 1), ("right", 1), ("out", 2)):
+            self.admin.create_topic(f"{self.name}-{topic}", partitions, kept)
+        stamped = {"message.timestamp.type": "LogAppendTime", **kept}
         for topic, partitions in ((f"{self.name}.repartition", 2), (f"{self.name}-late", 2), (f"{self.name}-dead", 2)):
             self.admin.create_topic(topic, partitions, stamped)
         run = the_run(self.name)
