@@ -19,14 +19,13 @@ import psycopg
 import pytest
 
 from tests.edges.stage import FileFeeder, Process, Stage, postgres_rows, sqlite_rows, until
+from tests.integration.fleet import KEPT
 
 pytestmark = pytest.mark.broker
 KILLS = [
     pytest.param(5, id="5 kills"),
     pytest.param(50, id="50 kills", marks=[pytest.mark.long, pytest.mark.timeout(1200)]),
 ]
-KEPT = {"retention.ms": "-1"}
-"""Event times are in 2023."""
 ENDED = {0, 128 + signal.SIGTERM}
 """In good order; or by the signal itself, where the last process had only just been started."""
 PER_S = 600

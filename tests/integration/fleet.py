@@ -39,7 +39,7 @@ DELIVERED_WITHIN_S = 2 * WITHIN_S
 SESSION_S = 6.0
 """The least a broker takes by default."""
 KEPT = {"retention.ms": "-1"}
-"""The workload's event times are in 2023."""
+"""The workload's event times are in 2023: a broker would delete such records whenever it looks."""
 
 
 def until(condition: Callable[[], object], what: str | Callable[[], str], *, within_s: float = WITHIN_S) -> None:

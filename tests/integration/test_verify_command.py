@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 from dedup.cli.verify import register
 from dedup.errors import SettingsError, VerificationFailed
 from tests.brokers import Admin, RunningKafka
+from tests.integration.fleet import KEPT
 from tests.integration.planting import BASE_MS, Sent, commit, send
 
 pytestmark = pytest.mark.broker
@@ -36,7 +37,7 @@ def typed(
     def write(forwarded: int) -> tuple[list[str], Path]:
         name = topic_names("typed")
         for topic in ("in", "out", "out.late", "out.dead-letter"):
-            admin.create_topic(f"{name}-{topic}", 1, {"retention.ms": "-1"})
+            admin.create_topic(f"{name}-{topic}", 1, KEPT)
         records = [Sent(f"{name}-in", 0, b"k", b'{"id": %d}' % row, [], BASE_MS + row) for row in range(2)]
         send(kafka, records)
         send(kafka, [Sent(f"{name}-out", 0, r.key, r.value, [], r.timestamp_ms) for r in records[:forwarded]])

@@ -18,6 +18,7 @@ from dedup.proof.verify import verify
 from dedup.settings import load_settings
 from dedup.topology.model import LateTo, Output, SourceSpec, Topology
 from tests.brokers import Admin, RunningKafka
+from tests.integration.fleet import KEPT
 from tests.integration.planting import BASE_MS, Sent, commit, found, send
 
 pytestmark = pytest.mark.broker
@@ -97,11 +98,9 @@ class Bench:
         )
 
     def write(self, plant: Callable[[Run], object] = lambda _: None) -> None:
-        # The records are from 2023: the broker would delete them whenever it looks.
-        kept = {"retention.ms": "-1"}
         for topic, partitions in (("left", 1), ("right", 1), ("out", 2)):
-            self.admin.create_topic(f"{self.name}-{topic}", partitions, kept)
-        stamped = {"message.timestamp.type": "LogAppendTime", **kept}
+            self.admin.create_topic(f"{self.name}-{topic}", partitions, KEPT)
+        stamped = {"message.timestamp.type": "LogAppendTime", **KEPT}
         for topic, partitions in ((f"{self.name}.repartition", 2), (f"{self.name}-late", 2), (f"{self.name}-dead", 2)):
             self.admin.create_topic(topic, partitions, stamped)
         run = the_run(self.name)

@@ -16,11 +16,11 @@ from dedup.spark.backfill import backfill
 from dedup.spark.batch import judged
 from dedup.spark.kafka_range import read_kafka
 from dedup.topology.parse import parse
+from tests.integration.fleet import KEPT
 
 pytestmark = pytest.mark.broker
 
 BASE_MS = 1_700_000_000_000
-KEPT = {"retention.ms": "-1"}
 
 
 @pytest.fixture
