@@ -19,8 +19,8 @@ RUN pip --python /opt/dedup/bin/python install -q --no-cache-dir --no-compile --
  && find . \( -name '*.pyi' -o -name '*.pyx' -o -name '*.pxd' -o -name '*.h' -o -name '*.c' -o -name '*.a' \) -delete \
  && find . -name '*.so' -not -path '*.libs/*' -exec strip --strip-unneeded {} + \
  && /opt/dedup/bin/dedup run --help >/dev/null \
- && /opt/dedup/bin/python -c 'import dedup.worker.runner, dedup.web.server, dedup.cli.progress, uvloop' \
- && /opt/dedup/bin/python -B -c 'import dedup.proof.verify, dedup.topology.describe'
+ && /opt/dedup/bin/python -c 'import dedup.worker.worker, dedup.web.server, dedup.cli.run, uvloop' \
+ && /opt/dedup/bin/python -B -c 'import dedup.verify.verifier, dedup.topology.describe'
 # The bill of materials, CycloneDX: what is in the environment, not what was asked for.
 RUN python3 -m venv /opt/sbom \
  && /opt/sbom/bin/pip install -q --no-cache-dir --no-deps --require-hashes -r requirements-sbom.lock \

@@ -14,7 +14,7 @@ from typing import Final
 from jgo.maven import MavenContext, PythonResolver
 from jgo.parse import Coordinate
 
-from dedup.local.java import find_java
+from dedup.embedded.java import find_java
 
 HERE: Final = Path(__file__).parent
 BUILD: Final = HERE / "build"

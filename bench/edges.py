@@ -19,8 +19,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from dedup.local.kafka import EmbeddedKafka
-from dedup.proof.atleastonce import make_topic
+from dedup.chaos.load import make_topic
+from dedup.embedded.kafka_node import EmbeddedKafka
 from tests.spark.postgres import running_postgres
 
 DEDUP = (sys.executable, "-c", "from dedup.cli.main import main; main()")

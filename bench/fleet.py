@@ -39,8 +39,8 @@ from bench.cluster import Cluster
 from bench.pace import paced_workload
 from bench.reader import OutputReader, check
 from bench.workload import Workload
-from dedup.local.kafka import free_ports
-from dedup.local.leashed import Leashed
+from dedup.embedded.child_process import ChildProcess
+from dedup.embedded.kafka_node import free_ports
 
 _READY_WITHIN_S: Final = 180.0
 _WARM_UP_S: Final = 10
@@ -122,7 +122,7 @@ class Fleet:
     def __init__(self, job: Job, count: int, standbys: int) -> None:
         self._job: Final = job
         self._ports: Final = free_ports(count)
-        self.running: Final[dict[int, Leashed]] = {}
+        self.running: Final[dict[int, ChildProcess]] = {}
         self._topology: Final = job.directory / "topology.yaml"
         topology = {**simplest_for(job), "state": {"standby_replicas": standbys}}
         self._topology.write_text(json.dumps(topology), encoding="utf-8")
@@ -143,7 +143,7 @@ class Fleet:
         program = str(Path(sys.executable).parent / "dedup")
         options = [part for key, value in sets.items() for part in ("--set", f"{key}={value}")]
         command = [program, "run", str(self._topology), "--config", str(self._config), *options]
-        self.running[number] = Leashed(command, self._job.directory / f"worker-{number}.log")
+        self.running[number] = ChildProcess(command, self._job.directory / f"worker-{number}.log")
 
     def stop(self, number: int) -> None:
         """The worker has ended in good order."""

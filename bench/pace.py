@@ -27,7 +27,7 @@ from aiokafka import AIOKafkaProducer
 from aiokafka.producer.message_accumulator import BatchBuilder
 
 from bench.workload import Workload
-from dedup.core.murmur2 import partitions as murmur2_partitions
+from dedup.core.partitioner import partitions as murmur2_partitions
 
 _TICK_S: Final = 0.01
 """At least; a batch for each of many partitions takes longer."""

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
 
-from dedup.local import leash
+from dedup.embedded import watchdog as leash
 
 _STOPS_WITHIN_S: Final = 30.0
 _LAST_LINES: Final = 20

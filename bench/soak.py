@@ -25,14 +25,14 @@ from pathlib import Path
 
 from confluent_kafka import Producer
 
-from dedup.local.kafka import EmbeddedKafka
-from dedup.local.leashed import Leashed
-from dedup.proof.atleastonce import make_topic
-from dedup.proof.render import page
-from dedup.proof.verify import verify
-from dedup.proof.watch import Watch
+from dedup.chaos.live_checker import Watch
+from dedup.chaos.load import make_topic
+from dedup.embedded.child_process import ChildProcess
+from dedup.embedded.kafka_node import EmbeddedKafka
 from dedup.settings import load_settings
 from dedup.topology.parse import parse
+from dedup.verify.render import page
+from dedup.verify.verifier import verify
 
 NAME = "soak"
 PARTITIONS = 4
@@ -168,7 +168,7 @@ def run(options: argparse.Namespace, place: Path, kafka: EmbeddedKafka) -> tuple
     make_topic(kafka.bootstrap, f"{NAME}-in", PARTITIONS)
     command = [sys.executable, "-m", "dedup.cli.main", "run", str(topology_file), "--config", str(config_file)]
     workers = [
-        Leashed(
+        ChildProcess(
             [*command, "--set", f"state_dir={place}/state/{number}", "--set", f"worker_id=w{number}"], place / "log"
         )
         for number in range(options.workers)
@@ -198,7 +198,7 @@ def send_and_look(
     options: argparse.Namespace,
     sender: Sender,
     watch: Watch,
-    workers: Sequence[Leashed],
+    workers: Sequence[ChildProcess],
     place: Path,
     looks: list[Look],
 ) -> None:
@@ -222,7 +222,7 @@ def send_and_look(
         time.sleep(TICK_S)
 
 
-def drain(sender: Sender, watch: Watch, workers: Sequence[Leashed]) -> int:
+def drain(sender: Sender, watch: Watch, workers: Sequence[ChildProcess]) -> int:
     """Return how many records are judged once all are, or patience is over."""
     if sender.producer.flush(60):
         raise SystemExit("the broker did not take all records")

@@ -28,7 +28,7 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812 - the name every Spark page uses
 
 from dedup.spark.backfill import backfill
-from dedup.spark.batch import judging
+from dedup.spark.batch_verdicts import judging
 from dedup.spark.files import read_files
 from dedup.spark.session import session_for
 from dedup.topology.model import Topology

@@ -5,9 +5,8 @@
 
 Workload W1 (bench/workload.py) on the embedded broker, which shares the cores. In turn, from the same topic:
 
-* `dedup`: the exact stream, exactly-once (dedup/spark/attempt.py).
-* `operator, exactly-once`: `dropDuplicatesWithinWatermark` with our transactional writer (`--semantics watermark`).
-* `operator, stock sink`: the same operator, its ID by `get_json_object`, with Spark's at-least-once Kafka sink.
+* `dedup`: the exact stream, exactly-once (dedup/spark/task_attempt.py).
+* `operator, stock sink`: `dropDuplicatesWithinWatermark`, the ID by `get_json_object`, and Spark's own Kafka sink.
 * `stock sink alone`: rows copied by Spark's own source and sink, the ceiling of any stream here.
 
 Each has a checkpoint, topics and micro-batches of its own; a first round warms up JVM and Python and is left out.
@@ -32,11 +31,10 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812 - the name every Spark page uses
 
 from bench.workload import Workload, load
-from dedup.local.kafka import EmbeddedKafka
+from dedup.embedded.kafka_node import EmbeddedKafka
 from dedup.settings import Settings
 from dedup.spark.session import session_for
 from dedup.spark.stream import StreamOptions, start_stream
-from dedup.spark.watermark import start_watermark
 from dedup.topology.model import Topology
 from dedup.topology.parse import parse
 
@@ -89,10 +87,6 @@ def exact(bench: Bench, name: str) -> None:
     start_stream(bench.spark, bench.topology(name), bench.settings(), bench.options(name)).wait()
 
 
-def operator_once(bench: Bench, name: str) -> None:
-    start_watermark(bench.spark, bench.topology(name), bench.settings(), bench.options(name)).wait()
-
-
 def operator_stock(bench: Bench, name: str) -> None:
     found = bench.rows().withColumn("id", F.get_json_object(F.col("value").cast("string"), "$.event_id"))
     judged = found.withWatermark("timestamp", "1 hour").dropDuplicatesWithinWatermark(["id"])
@@ -105,7 +99,6 @@ def copied(bench: Bench, name: str) -> None:
 
 CANDIDATES: dict[str, Callable[[Bench, str], None]] = {
     "dedup": exact,
-    "operator, exactly-once": operator_once,
     "operator, stock sink": operator_stock,
     "stock sink alone": copied,
 }

@@ -13,7 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 
 from bench.cluster import Cluster
 from bench.workload import GUARD_MS, Workload, load
-from dedup.local.kafka import EmbeddedKafka
+from dedup.embedded.kafka_node import EmbeddedKafka
 
 # Kafka's own defaults; the embedded node is otherwise made to start quickly.
 _BROKER: Final = {"num.network.threads": "3", "num.io.threads": "8"}

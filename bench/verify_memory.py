@@ -20,7 +20,7 @@ from confluent_kafka import Consumer, Producer, TopicPartition
 from confluent_kafka.admin import AdminClient
 from confluent_kafka.cimpl import NewTopic
 
-from dedup.local.kafka import EmbeddedKafka
+from dedup.embedded.kafka_node import EmbeddedKafka
 
 PARTITIONS = 2
 BASE_MS = 1_700_000_000_000

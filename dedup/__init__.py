@@ -1,7 +1,7 @@
 """Exactly-once deduplication for Kafka topics.
 
-`IdempotentWriter` and `IdempotentReader` are for applications at its edges; they are imported when they are asked for,
-so that importing the package costs nothing.
+`IdempotentWriter` and `IdempotentReader` are for applications that produce to a deduplicated topic or consume from it.
+They are imported on first access, so that importing the package costs nothing.
 """
 
 from __future__ import annotations
@@ -10,21 +10,21 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
-    from dedup.edges.reader import Event, IdempotentReader, Work
-    from dedup.edges.writer import IdempotentWriter
+    from dedup.connect.idempotent_reader import Event, IdempotentReader, Work
+    from dedup.connect.idempotent_writer import IdempotentWriter
 
 __all__ = ["Event", "IdempotentReader", "IdempotentWriter", "Work"]
 
 _MODULES: Final = {
-    "Event": "dedup.edges.reader",
-    "IdempotentReader": "dedup.edges.reader",
-    "IdempotentWriter": "dedup.edges.writer",
-    "Work": "dedup.edges.reader",
+    "Event": "dedup.connect.idempotent_reader",
+    "IdempotentReader": "dedup.connect.idempotent_reader",
+    "IdempotentWriter": "dedup.connect.idempotent_writer",
+    "Work": "dedup.connect.idempotent_reader",
 }
 
 
-def __getattr__(name: str) -> Any:  # noqa: ANN401  # a class of ours
-    """Return a public class, imported now."""
+def __getattr__(name: str) -> Any:  # noqa: ANN401  # any of the public classes
+    """Import and return a public class."""
     if name not in _MODULES:
         raise AttributeError(f"module 'dedup' has no attribute {name!r}")
     return getattr(import_module(_MODULES[name]), name)

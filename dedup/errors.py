@@ -5,27 +5,29 @@
     │   ├── TopologyError            the topology file
     │   └── SettingsError            the config file, --set, DEDUP_*
     ├── StateIncompatible        exit 3: nothing was touched; the message names the command that accepts it
-    ├── VerificationFailed       exit 4: the proof found a violation
+    ├── VerificationFailed       exit 4: the verifier found a violation
     ├── BrokerUnavailable        exit 5: no broker answers, or it refuses us
-    ├── DatabaseUnavailable      exit 5: the same of a source's or a sink's database
-    ├── CheckpointUnusable       go on without it: the changelog holds everything; exit 5 where making one failed
+    ├── DatabaseUnavailable      exit 5: the same for the database of a source or a sink
+    ├── CheckpointUnusable       continue without it, the changelog holds everything; exit 5 if making one failed
     ├── TaskMigrated             discard the task and rejoin: another owner has the partition
     │   └── CommitUnknown            the same: whether the commit happened is not known
     ├── TaskCorrupted            delete this partition's local state, restore it from the changelog
-    ├── RecordRefused            the broker will never accept this record: dead letter
-    └── InvariantBroken          exit 1: a defect of ours; stop
+    ├── RecordRefused            the broker will never accept these records: make them dead letters
+    ├── ClockBehind              judge the open transaction again: the broker's clock is ahead of ours
+    └── InvariantBroken          exit 1: a bug in dedup; stop
 
 An error's text says what happened, where, and what to do next.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
 
 class DedupError(Exception):
-    """Base of every error this package raises on purpose."""
+    """Base class of every error this package raises on purpose."""
 
     exit_code: int = 1
 
@@ -35,7 +37,7 @@ class Problem:
     """One mistake in a file: where it is, what it is, what to write instead."""
 
     place: str
-    """``file:line:column``; only the name where there is no position."""
+    """``file:line:column``, or only the file's name if the position is unknown."""
     text: str
 
     def __str__(self) -> str:
@@ -43,7 +45,7 @@ class Problem:
 
 
 class AuthorMistake(DedupError):
-    """Something a person wrote is wrong; all of it is reported at once."""
+    """Something a person wrote is wrong; one error reports every problem."""
 
     exit_code = 2
 
@@ -73,25 +75,25 @@ class VerificationFailed(DedupError):
 
 
 class BrokerUnavailable(DedupError):
-    """No broker answered in time, or it refused to talk to us."""
+    """No broker answered in time, or the broker refused the connection."""
 
     exit_code = 5
 
 
 class DatabaseUnavailable(DedupError):
-    """The database of a source or a sink did not answer in time, or it refused to talk to us."""
+    """The database of a source or a sink did not answer in time, or it refused the connection."""
 
     exit_code = 5
 
 
 class CheckpointUnusable(DedupError):
-    """A checkpoint is damaged, or the place where checkpoints lie does not answer or refuses us."""
+    """A checkpoint is damaged, or the checkpoint storage does not answer or refuses access."""
 
     exit_code = 5
 
 
 class TaskMigrated(DedupError):
-    """The partition has another owner (KIP-98 fencing); this task is void."""
+    """The partition has another owner (KIP-98 fencing); discard this task."""
 
 
 class CommitUnknown(TaskMigrated):
@@ -99,19 +101,38 @@ class CommitUnknown(TaskMigrated):
 
 
 class TaskCorrupted(DedupError):
-    """The local store of one partition can not be believed."""
+    """The local store of one partition cannot be trusted."""
 
 
 class RecordRefused(DedupError):
-    """The broker will never accept one record of a batch."""
+    """The broker will never accept one or several records of a batch."""
 
-    def __init__(self, text: str, *, topic: str, partition: int, rows: tuple[int, ...]) -> None:
+    def __init__(
+        self,
+        text: str,
+        *,
+        topic: str,
+        partition: int,
+        rows: tuple[int, ...],
+        reasons: Mapping[int, str] | None = None,
+        too_large: bool = False,
+    ) -> None:
         self.topic: Final = topic
         self.partition: Final = partition
         self.rows: Final = rows
-        """Feeding offsets of the records in the refused batch, -1 for one of our own; the broker names none."""
+        """Feeding offsets of the refused records, or of the whole batch if the broker names none; -1 for a record that
+        dedup itself made."""
+        self.reasons: Final = reasons or {}
+        """The broker's message for each refused record, if it names them (KIP-467)."""
+        self.too_large: Final = too_large
+        self.also: Final[list[RecordRefused]] = []
+        """Other refused batches of the same transaction."""
         super().__init__(text)
 
 
+class ClockBehind(DedupError):
+    """A record was judged to be in the future by a clock that is behind the broker's."""
+
+
 class InvariantBroken(DedupError):
-    """Something that can not happen did; go on and data would be lost."""
+    """Something that cannot happen did; continuing would lose data."""

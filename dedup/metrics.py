@@ -1,19 +1,22 @@
-"""Numbers of a running worker: the one list of metric names, the counters of tasks, and what is shown of them."""
+"""Metrics of a running worker: the list of metric names, the counters of each task, and snapshots of both for display.
+
+Everything here is a plain value: the worker counts, `web` renders Prometheus text and pages from the snapshots.
+"""
 
 from __future__ import annotations
 
 import time
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
 Verdict = Literal["unique", "duplicate", "late", "dead_letter", "exempt", "repartitioned"]
 
-OF_TASK: Final = ("sub_topology", "topic", "partition")
+_TASK_LABELS: Final = ("sub_topology", "topic", "partition")
 Place = tuple[str, str, int]
-"""Which task, as `OF_TASK` names it."""
+"""A task: sub-topology, feeding topic, partition."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,32 +26,42 @@ class Metric:
     name: str
     kind: Literal["counter", "gauge", "histogram"]
     help: str
-    labels: tuple[str, ...] = OF_TASK
+    labels: tuple[str, ...] = _TASK_LABELS
 
 
 METRICS: Final[tuple[Metric, ...]] = (
-    Metric("dedup_records_total", "counter", "Records judged, by verdict.", (*OF_TASK, "verdict")),
+    Metric("dedup_records_total", "counter", "Records judged, by verdict.", (*_TASK_LABELS, "verdict")),
     Metric("dedup_conflicts_total", "counter", "Duplicates whose payload differs from the first."),
-    Metric("dedup_dead_letters_total", "counter", "Dead letters, by reason.", (*OF_TASK, "reason")),
-    Metric("dedup_replayed_total", "counter", "Records read again and skipped: they were judged already."),
+    Metric("dedup_dead_letters_total", "counter", "Dead letters, by reason.", (*_TASK_LABELS, "reason")),
+    Metric(
+        "dedup_other_formats_total",
+        "counter",
+        "Dead letters whose first bytes are those of a format other than JSON.",
+        (*_TASK_LABELS, "format"),
+    ),
+    Metric("dedup_replayed_total", "counter", "Records read again and skipped because they were already judged."),
     Metric("dedup_misplaced_ids_total", "counter", "Sampled records whose ID hashes to another partition."),
-    Metric("dedup_transactions_total", "counter", "Transactions, by how they ended.", (*OF_TASK, "result")),
-    Metric("dedup_commit_seconds", "histogram", "From capture to the broker's word that the commit happened."),
+    Metric("dedup_transactions_total", "counter", "Transactions, by how they ended.", (*_TASK_LABELS, "result")),
+    Metric("dedup_commit_seconds", "histogram", "From the start of a commit to the broker's confirmation of it."),
     Metric("dedup_end_to_end_seconds", "histogram", "From a record's timestamp to the commit of its verdict."),
-    Metric("dedup_stream_time_seconds", "gauge", "Greatest event time judged."),
+    Metric("dedup_stream_time_seconds", "gauge", "Stream time; absent before the first judged record."),
     Metric("dedup_state_ids", "gauge", "IDs in the store, estimated."),
     Metric("dedup_state_bytes", "gauge", "Bytes of the store on disk, estimated."),
-    Metric("dedup_state_max_bytes", "gauge", "state.max_bytes_per_partition; absent where the topology has none."),
-    Metric("dedup_restore_remaining_records", "gauge", "Changelog offsets still to be read by a restore."),
-    Metric("dedup_task_state", "gauge", "1 for the state a task is in.", (*OF_TASK, "state")),
-    Metric("dedup_lag_records", "gauge", "Feeding offsets not yet committed."),
-    Metric("dedup_lag_seconds", "gauge", "Age of the last committed record while there is lag; 0 without."),
+    Metric("dedup_state_max_bytes", "gauge", "state.max_bytes_per_partition; absent if the topology sets none."),
+    Metric("dedup_restore_remaining_records", "gauge", "Changelog offsets that a restore still has to read."),
+    Metric("dedup_task_state", "gauge", "1 for the state a task is in.", (*_TASK_LABELS, "state")),
+    Metric(
+        "dedup_lag_records",
+        "gauge",
+        "Feeding offsets from the committed one to the end; 0 if there is no record among them.",
+    ),
+    Metric("dedup_lag_seconds", "gauge", "Age of the last committed record while there is lag; 0 without lag."),
     Metric("dedup_last_stable_offset_lag", "gauge", "Feeding offsets that an open transaction hides from readers."),
     Metric("dedup_seconds_since_commit", "gauge", "Age of the last commit."),
     Metric("dedup_standby_lag_records", "gauge", "Changelog offsets a standby has not applied.", ("partition",)),
-    Metric("dedup_fenced_total", "counter", "Tasks thrown away because another owner fenced them.", ()),
+    Metric("dedup_fenced_total", "counter", "Tasks discarded because another owner fenced them.", ()),
     Metric("dedup_corrupted_total", "counter", "Local stores deleted and restored.", ()),
-    Metric("dedup_checkpoints_unusable_total", "counter", "Checkpoints not taken; the changelog was read instead.", ()),
+    Metric("dedup_checkpoints_unusable_total", "counter", "Unusable checkpoints; the changelog was read instead.", ()),
 )
 COMMIT_BUCKETS_S: Final = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 END_TO_END_BUCKETS_S: Final = (0.05, 0.1, 0.2, 0.3, 0.5, 1.0, 2.0, 5.0, 15.0, 60.0, 300.0, 3600.0)
@@ -56,18 +69,18 @@ END_TO_END_BUCKETS_S: Final = (0.05, 0.1, 0.2, 0.3, 0.5, 1.0, 2.0, 5.0, 15.0, 60
 
 @dataclass(slots=True)
 class Durations:
-    """A histogram: how many took at most so long."""
+    """A histogram of durations in seconds."""
 
     bounds_s: tuple[float, ...]
     counts: list[int] = field(default_factory=list)
-    """One more than bounds: the last is for what is above all of them."""
+    """Durations per bucket, not cumulative; one more than bounds, for everything above the last bound."""
     total_s: float = 0.0
 
     def __post_init__(self) -> None:
         self.counts = self.counts or [0] * (len(self.bounds_s) + 1)
 
     def add(self, seconds: float, times: int = 1) -> None:
-        """Count a duration."""
+        """Count a duration, ``times`` times."""
         self.counts[bisect_left(self.bounds_s, seconds)] += times
         self.total_s += seconds * times
 
@@ -79,10 +92,12 @@ class Durations:
 
 @dataclass(slots=True)
 class TaskNumbers:
-    """Counters of one task; only whole batches add to them."""
+    """Counters of one task; they change only by whole batches."""
 
     verdicts: Counter[str] = field(default_factory=Counter)
     dead_reasons: Counter[str] = field(default_factory=Counter)
+    formats: Counter[str] = field(default_factory=Counter)
+    """Dead letters that are not JSON, by the format they seem to have."""
     conflicts: int = 0
     replayed: int = 0
     sampled: int = 0
@@ -92,16 +107,17 @@ class TaskNumbers:
     commits: Durations = field(default_factory=lambda: Durations(COMMIT_BUCKETS_S))
     end_to_end: Durations = field(default_factory=lambda: Durations(END_TO_END_BUCKETS_S))
     last_commit_s: float = field(default_factory=time.monotonic)
-    stream_time_ms: int = 0
+    stream_time_ms: int | None = None
+    """None before the first judged record, and for a repartition task."""
     restore_remaining: int = 0
     restore_total: int = 0
-    """Changelog offsets that this restore has to read in all."""
+    """All changelog offsets that this restore has to read."""
     restored: int = 0
     """Changelog records read before this task ran."""
     committed_offset: int | None = None
-    """Of this task's own last commit; None before it."""
+    """Of this task's own last commit; None before its first."""
     committed_time_ms: int | None = None
-    """Timestamp of the last record below it."""
+    """Timestamp of the last record below ``committed_offset``."""
 
     def committed(self, offset: int) -> None:
         """Count a transaction that is known to have been committed."""
@@ -109,8 +125,13 @@ class TaskNumbers:
         self.committed_offset = offset
         self.last_commit_s = time.monotonic()
 
+    def reached(self, stream_time_ms: int) -> None:
+        """Set stream time; with several feeds there is none until each feed has reported its own, or is idle."""
+        # Before the first judged record stream time is BEFORE_ALL_TIME; no event time is negative.
+        self.stream_time_ms = None if stream_time_ms < 0 else stream_time_ms
+
     def settled(self, oldest_ms: int, newest_ms: int, records: int) -> None:
-        """Count a batch whose verdicts are committed; all of it as old as its oldest record."""
+        """Count a batch whose verdicts are committed; each record counts as old as the oldest one."""
         self.committed_time_ms = newest_ms
         self.end_to_end.add(max(0.0, time.time() - oldest_ms / 1000), records)
 
@@ -118,10 +139,11 @@ class TaskNumbers:
         """Add the verdicts of a transaction that is known to have been committed."""
         self.verdicts.update(judged.verdicts)
         self.dead_reasons.update(judged.dead_reasons)
+        self.formats.update(judged.formats)
         self.conflicts += judged.conflicts
 
     def add_counters(self, other: TaskNumbers) -> None:
-        """Add every number that only grows."""
+        """Add every number that only grows: counters and histograms, no gauges."""
         self.add_verdicts(other)
         self.replayed += other.replayed
         self.sampled += other.sampled
@@ -138,7 +160,7 @@ class TaskNumbers:
 
 @dataclass(frozen=True, slots=True)
 class TaskSeen:
-    """A task at one moment."""
+    """Snapshot of a task."""
 
     sub_topology: str
     topic: str
@@ -146,29 +168,63 @@ class TaskSeen:
     state: str
     numbers: TaskNumbers
     lag_records: int | None
-    """None until the first answer of the partition's leader."""
+    """As `dedup status` counts it; None until the partition's leader has answered once."""
     unstable_records: int | None
+    """Feeding offsets that an open transaction hides from readers."""
     state_ids: int = 0
     state_bytes: int = 0
     state_max_bytes: int | None = None
-    """The bound of the topology; None without one."""
+    """The topology's limit; None without one."""
 
     @property
     def lag_seconds(self) -> float:
-        """Age of the last committed record while there is lag."""
+        """Age of the last committed record while there is lag; 0 without lag."""
         if not self.lag_records or self.numbers.committed_time_ms is None:
             return 0.0
         return max(0.0, time.time() - self.numbers.committed_time_ms / 1000)
 
     @property
     def seconds_since_commit(self) -> float:
-        """Age of the last commit, or of the task."""
+        """Age of the last commit, or of the task before its first commit."""
         return time.monotonic() - self.numbers.last_commit_s
+
+
+_OTHER_FORMAT: Final = "The producers send another format, or this is the wrong topic; dedup-detail says what it found."
+_REMEDIES: Final[Mapping[str, str]] = {
+    "not_json": _OTHER_FORMAT,
+    "not_utf8": _OTHER_FORMAT,
+    "future_time": "Compare the clocks of this machine and of the producers.",
+    "refused_by_broker": "Compare max.message.bytes of the topics with the size of the records.",
+    "id_missing": "Compare `tracking_id` with what the producers send.",
+}
+"""Reason -> what to look at first if nearly all records have it."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeadLetterAlert:
+    """Warns that nearly all records of the last minute are dead letters."""
+
+    judged: int
+    dead: int
+    reason: str
+    """The most frequent one."""
+    count: int
+    """Dead letters of that reason."""
+
+    @property
+    def text(self) -> str:
+        """What happened, and what to do."""
+        remedy = _REMEDIES.get(self.reason, "Look at dedup-detail of some of them.")
+        return (
+            f"{self.dead:,} of {self.judged:,} records judged in the last minute are dead letters, {self.count:,} of "
+            f"them for {self.reason}. {remedy} Nothing is lost: once the cause is fixed, `dedup replay` sends them "
+            f"through again."
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerSeen:
-    """A worker at one moment; what its pages are made from."""
+    """Snapshot of a worker, from which its pages are made."""
 
     topology: str
     worker_id: str
@@ -179,13 +235,24 @@ class WorkerSeen:
     not_ready: str | None
     """Why it is not ready; None if it is."""
     checkpoints_unusable: int = 0
+    alert: DeadLetterAlert | None = None
     ended: Mapping[Place, TaskNumbers] = field(default_factory=dict)
-    """The counters of tasks that this worker closed: a counter must not fall when a partition moves away."""
+    """The counters of closed tasks: a counter must not fall when a partition moves away."""
 
     def counters(self) -> dict[Place, TaskNumbers]:
-        """Return what this worker has counted of each task since it started, tasks closed by now included."""
+        """Return the counters of each task since this worker started, closed tasks included."""
         counted: dict[Place, TaskNumbers] = {}
         now = [((task.sub_topology, task.topic, task.partition), task.numbers) for task in self.tasks]
         for place, numbers in [*self.ended.items(), *now]:
             counted.setdefault(place, TaskNumbers()).add_counters(numbers)
         return counted
+
+
+def formats_of(counted: Iterable[TaskNumbers]) -> Counter[str]:
+    """Return the dead letters of several tasks that are not JSON, by the format they seem to have."""
+    return sum((each.formats for each in counted), Counter[str]())
+
+
+def reasons_of(counted: Iterable[TaskNumbers]) -> Counter[str]:
+    """Return the dead letters of several tasks, by reason."""
+    return sum((each.dead_reasons for each in counted), Counter[str]())

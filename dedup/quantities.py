@@ -17,7 +17,7 @@ SIZE_PATTERN: Final = r"^[0-9]{1,19}(B|KiB|MiB|GiB|TiB)$"
 
 def parse_duration(text: str) -> int:
     """Return the milliseconds of a text such as ``15m``. Raises ValueError with a sentence."""
-    # A bare 24 was meant in hours, a bare 500 hardly.
+    # A bare 24 probably means hours, a bare 500 milliseconds.
     likely, other = ("ms", "s") if len(text) > 2 else ("h", "m")  # noqa: PLR2004 - two digits
     value_ms = _quantity(text, _MS, likely, other)
     if value_ms > _LONGEST_MS:
@@ -34,7 +34,7 @@ def parse_size(text: str) -> int:
 
 
 def format_duration(value_ms: int) -> str:
-    """Return the shortest text that says the duration: exact, in one unit."""
+    """Return the shortest exact text in a single unit, such as ``15m``."""
     for unit, unit_ms in reversed(_MS.items()):
         if value_ms % unit_ms == 0 and (value_ms or unit == "s"):
             return f"{value_ms // unit_ms}{unit}"
@@ -42,7 +42,7 @@ def format_duration(value_ms: int) -> str:
 
 
 def format_size(value_bytes: int) -> str:
-    """Return the shortest text that says the size: exact, in one unit."""
+    """Return the shortest exact text in a single unit, such as ``20GiB``."""
     for unit, unit_bytes in reversed(_BYTES.items()):
         if value_bytes and value_bytes % unit_bytes == 0:
             return f"{value_bytes // unit_bytes}{unit}"
@@ -61,5 +61,5 @@ def _quantity(text: str, units: dict[str, int], likely: str, other: str) -> int:
         remedy = f'write "{number}{near}"' if near else f"the units are {', '.join(units)}"
         raise ValueError(f'"{text}" has the unknown unit "{unit}"; {remedy}')
     if space:
-        raise ValueError(f'"{text}" has a blank inside; write "{number}{unit}"')
+        raise ValueError(f'"{text}" contains a space; write "{number}{unit}"')
     return int(number) * units[unit]

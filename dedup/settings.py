@@ -1,7 +1,8 @@
-"""Where a worker runs: the config file, `--set` and `DEDUP_*`, checked and complete.
+"""Where a worker runs: the shape of the config file, the settings made from it, and how they are loaded.
 
-Later wins: defaults, the file, the environment, `--set`. ``DEDUP_WEB__PORT=0`` is ``web.port: 0``. A secret is never
-written down: it is ``${env:NAME}`` or ``${file:PATH}``, and no repr, message or log shows it.
+`load_settings` merges defaults, the file, the environment and `--set`; later ones win. ``DEDUP_WEB__PORT=0`` means
+``web.port: 0``. A file never contains a secret, only ``${env:NAME}`` or ``${file:PATH}``, and no repr, error or log
+shows one. The ``*File`` models are also the published JSON Schema; their descriptions are what editors show.
 """
 
 from __future__ import annotations
@@ -11,32 +12,207 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from ipaddress import ip_address
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Annotated, Any, Final, Literal, get_args, get_origin
 
-from pydantic import ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, WithJsonSchema
 
-from dedup.document import At, Document, did_you_mean, dotted, in_order, read, told
 from dedup.errors import Problem, SettingsError
-from dedup.quantities import parse_duration
-from dedup.settings_file import FIELDS, TEXTS, SettingsFile
+from dedup.quantities import DURATION_PATTERN, parse_duration
+from dedup.yaml_document import At, Document, did_you_mean, dotted, in_order, matching, models_of, read, told, within
 
-DEFAULT_CONFIG: Final = Path("config/local.yaml")
-"""Read when no file is named and this one is there."""
-PREFIX: Final = "DEDUP_"
+_DEFAULT_CONFIG: Final = Path("config/local.yaml")
+"""Read if it exists and no file is named."""
+_PREFIX: Final = "DEDUP_"
 BROKER_DEFAULT: Final = -1
 """A replication factor that leaves the choice to the brokers, in Kafka's own protocol (KIP-464)."""
 
 _NOT_SETTINGS: Final = ("DEDUP_CRASH_", "DEDUP_TEST_", "DEDUP_BENCH_", "DEDUP_DEMO_", "DEDUP_JDBC_")
 _SECRETS: Final[frozenset[At]] = frozenset({("security", "password"), ("security", "key_password"), ("web", "token")})
-_REFERENCE: Final = re.compile(r"\$\{([a-z]*):([^}]*)\}")
 _MOST_SECRET_BYTES: Final = 65_536
+_PLAIN: Final = (
+    '{name}: a secret must not be written here; write "${{env:NAME}}" or "${{file:PATH}}", or set {variable}'
+)
+_LAST_PORT: Final = 65_535
+_BROKER: Final = re.compile(r"(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9._-]+):([0-9]{1,5})")
+_WORKER_ID: Final = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}")
+_PAGE_ADDRESS: Final = re.compile(r"https?://(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9._-]+)(:[0-9]{1,5})?")
+_WITH_PASSWORD: Final = re.compile(r"[a-z0-9+.-]+://[^/]*:[^/]*@.*", re.IGNORECASE | re.DOTALL)
+_REFERENCE: Final = re.compile(r"\$\{([a-z]*):([^}]*)\}")
+_REFERENCE_PATTERN: Final = r"^\$\{(env|file):[^}]+\}$"
 
 Protocol = Literal["PLAINTEXT", "SSL", "SASL_PLAINTEXT", "SASL_SSL"]
 Mechanism = Literal["PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512", "OAUTHBEARER"]
+LogFormat = Literal["text", "json"]
+LogLevel = Literal["debug", "info", "warning", "error"]
+
+
+def _listed(value: Any) -> Any:  # noqa: ANN401 - any value in the file
+    """Accept ``a:9092,b:9092`` as a list, as Kafka's own tools do."""
+    return [part.strip() for part in value.split(",")] if isinstance(value, str) else value
+
+
+def _broker(text: str) -> str:
+    match = _BROKER.fullmatch(text)
+    if match is None or not 0 < int(match[2]) <= _LAST_PORT:
+        raise ValueError(f'"{text}" is not a broker; write host:port, such as kafka-1:9092')
+    return text
+
+
+def _some(brokers: list[str]) -> list[str]:
+    if not brokers:
+        raise ValueError("is an empty list; name at least one broker")
+    return brokers
+
+
+def _place(text: str) -> str:
+    if not text or "::" in text:
+        raise ValueError(f'"{text}" is not a location; write a directory, or a URL such as s3://bucket/path')
+    if _WITH_PASSWORD.fullmatch(text):
+        raise ValueError("contains a password; leave it out, and pass it in the variables of the storage's own library")
+    return text
+
+
+def _between(low: str, high: str) -> AfterValidator:
+    def check(text: str) -> str:
+        if not parse_duration(low) <= parse_duration(text) <= parse_duration(high):
+            raise ValueError(f'"{text}" must be {low} to {high}')
+        return text
+
+    return AfterValidator(check)
+
+
+_WORKER_ID_RULE: Final = matching(
+    _WORKER_ID, 'is not a valid worker id; use a-z A-Z 0-9 "." "_" "-", at most 100 characters, no "." first'
+)
+_PAGE_RULE: Final = matching(_PAGE_ADDRESS, "is not the address of a page; write for example http://worker-1:6066")
+_DURATION: Final = WithJsonSchema({"type": "string", "pattern": DURATION_PATTERN})
+_SecretText = Annotated[str, WithJsonSchema({"type": "string", "pattern": _REFERENCE_PATTERN})]
+_Broker = Annotated[str, AfterValidator(_broker), WithJsonSchema({"type": "string", "pattern": f"^{_BROKER.pattern}$"})]
+
+
+class _Keys(BaseModel):
+    """A mapping that refuses unknown keys and converts no values."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, hide_input_in_errors=True)
+
+
+class SecurityFile(_Keys):
+    """How to reach the brokers and trust them."""
+
+    protocol: Protocol = Field(
+        default="PLAINTEXT", description="With SSL, host names are verified; this cannot be switched off."
+    )
+    mechanism: Mechanism | None = Field(
+        default=None, description="SASL mechanism; required with SASL_PLAINTEXT and SASL_SSL."
+    )
+    username: str | None = Field(default=None, description="SASL user.")
+    password: _SecretText | None = Field(
+        default=None, description="SASL password, or the OAUTHBEARER token: ${env:NAME} or ${file:PATH}."
+    )
+    ca_file: str | None = Field(default=None, description="CA certificates to trust (PEM). Default: the system's.")
+    cert_file: str | None = Field(default=None, description="Client certificate (PEM), for mutual TLS.")
+    key_file: str | None = Field(default=None, description="Private key of the client certificate (PEM).")
+    key_password: _SecretText | None = Field(
+        default=None, description="Password of the private key: ${env:NAME} or ${file:PATH}."
+    )
+
+
+class StateSection(_Keys):
+    """Where state comes from besides the changelog."""
+
+    checkpoint: Annotated[str, AfterValidator(_place)] | None = Field(
+        default=None,
+        description="Directory or URL with checkpoints (`dedup checkpoint`). A worker without local state starts from "
+        "them and reads only the rest from the changelog.",
+    )
+
+
+class TopicsFile(_Keys):
+    """How topics are created."""
+
+    create: bool = Field(default=True, description="Whether `run` creates missing topics; `apply` always does.")
+    replication_factor: Annotated[int, within(1, 32_767)] | None = Field(
+        default=None, description="Default: the brokers' default."
+    )
+    min_insync_replicas: Annotated[int, within(1, 32_767)] | None = Field(
+        default=None, description="Default: the brokers' default."
+    )
+    retention: Annotated[str, _between("1s", "36500d"), _DURATION] | None = Field(
+        default=None,
+        description="Of output, duplicates, conflicts. Default: the longest of the sources; -1 if one is compacted.",
+    )
+    partitions: Annotated[int, within(1, 100_000)] | None = Field(
+        default=None, description="Of the repartition topic. Default: as many as the source topic has."
+    )
+    compression: Literal["none", "gzip", "snappy", "lz4", "zstd"] = Field(
+        default="snappy", description="Of written records. lz4 needs much CPU here."
+    )
+
+
+class WebFile(_Keys):
+    """The worker's own pages: metrics, health, dashboard."""
+
+    enabled: bool = Field(default=True, description="Whether the worker serves pages.")
+    host: str = Field(default="127.0.0.1", description="Address to listen on; any but loopback requires a token.")
+    port: Annotated[int, within(0, _LAST_PORT)] = Field(default=6066, description="0: any free port.")
+    token: _SecretText | None = Field(
+        default=None, description="Every caller must send it: ${env:NAME} or ${file:PATH}."
+    )
+    advertise: Annotated[str, _PAGE_RULE] | None = Field(
+        default=None, description="URL at which others reach these pages. Default: the host and port above."
+    )
+
+
+class LogFile(_Keys):
+    """What is logged, and how."""
+
+    format: LogFormat = Field(default="text", description="text for people, json for machines.")
+    level: LogLevel = Field(default="info", description="The lowest level that is logged.")
+
+
+class SettingsFile(_Keys):
+    """Where a worker runs: brokers, credentials, directories, intervals."""
+
+    brokers: Annotated[list[_Broker], BeforeValidator(_listed), AfterValidator(_some)] = Field(
+        description="Bootstrap servers of the cluster.", json_schema_extra={"minItems": 1}
+    )
+    security: SecurityFile = Field(default=SecurityFile(), description="How to reach the brokers and trust them.")
+    state_dir: str = Field(default="state", description="Directory of local state; each worker needs its own.")
+    state: StateSection = Field(default=StateSection(), description="Where state comes from besides the changelog.")
+    commit_interval: Annotated[str, _between("1ms", "60s"), _DURATION] = Field(
+        default="100ms", description="How long a transaction stays open."
+    )
+    transaction_timeout: Annotated[str, _between("1s", "15m"), _DURATION] = Field(
+        default="30s", description="After this time the brokers abort the transaction of a silent worker."
+    )
+    session_timeout: Annotated[str, _between("1s", "30m"), _DURATION] = Field(
+        default="10s", description="After this time the partitions of a silent worker move to others."
+    )
+    worker_id: Annotated[str, _WORKER_ID_RULE] | None = Field(
+        default=None, description="Static membership. Default: an id kept in the state directory."
+    )
+    topics: TopicsFile = Field(default=TopicsFile(), description="How topics are created.")
+    web: WebFile = Field(default=WebFile(), description="The worker's own pages.")
+    log: LogFile = Field(default=LogFile(), description="What is logged, and how.")
+
+
+def _takes_text(annotation: Any) -> bool:  # noqa: ANN401 - any type there is
+    """Whether a key takes a single text, whatever its limits."""
+    return annotation is str or (get_origin(annotation) is not list and any(map(_takes_text, get_args(annotation))))
+
+
+_MODELS: Final = models_of(SettingsFile)
+_TEXTS: Final[frozenset[At]] = frozenset(
+    (*([holder] if holder else []), name)
+    for holder, model in _MODELS.items()
+    for name, field in model.model_fields.items()
+    if _takes_text(field.annotation)
+)
+"""The keys that take text, whose characters are kept: ``0042`` is a name."""
 
 
 class Secret:
-    """A text that is not shown; `reveal` is called where it is handed to a library, nowhere else."""
+    """A text that no repr or log shows; only the code that passes it to a library calls `reveal`."""
 
     __slots__ = ("_text",)
 
@@ -57,7 +233,7 @@ class Secret:
         return "Secret(***)"
 
     def __reduce__(self) -> Any:  # noqa: ANN401 - the signature of object
-        raise TypeError("a secret is not written anywhere")
+        raise TypeError("a secret must not be pickled")
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,16 +252,17 @@ class Security:
 
 @dataclass(frozen=True, slots=True)
 class TopicDefaults:
-    """What topics are made with."""
+    """How topics are created."""
 
     create: bool = True
     replication_factor: int = BROKER_DEFAULT
     min_insync_replicas: int | None = None
     """None: the brokers' default."""
     retention_ms: int | None = None
-    """Of the output and side topics; None: the source topic's."""
+    """Retention of output, duplicates and conflicts. None: the longest of any source topic, or unlimited if
+    one is compacted."""
     partitions: int | None = None
-    """Of the repartition topic; None: the source topic's."""
+    """Of the repartition topic; None: those of the source topic."""
     compression: str = "snappy"
 
 
@@ -98,15 +275,15 @@ class Web:
     port: int = 6066
     token: Secret | None = None
     advertise: str | None = None
-    """Where other workers and people find these pages; None: at the address it listens on."""
+    """URL under which other workers and people reach these pages; None: the address it listens on."""
 
 
 @dataclass(frozen=True, slots=True)
-class Log:
+class LogSettings:
     """What is logged, and how."""
 
-    format: Literal["text", "json"] = "text"
-    level: Literal["debug", "info", "warning", "error"] = "info"
+    format: LogFormat = "text"
+    level: LogLevel = "info"
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,23 +294,23 @@ class Settings:
     security: Security = field(default_factory=Security)
     state_dir: Path = Path("state")
     checkpoint: str | None = None
-    """Where checkpoints lie, to begin with where there is no state; None: nowhere."""
+    """Directory or URL of the checkpoints that a worker without local state starts from; None: no checkpoints."""
     commit_interval_ms: int = 100
     transaction_timeout_ms: int = 30_000
     session_timeout_ms: int = 10_000
     worker_id: str | None = None
     topics: TopicDefaults = field(default_factory=TopicDefaults)
     web: Web = field(default_factory=Web)
-    log: Log = field(default_factory=Log)
+    log: LogSettings = field(default_factory=LogSettings)
 
 
 def load_settings(path: Path | None, overrides: Sequence[str], environ: Mapping[str, str]) -> Settings:
-    """Return the settings of a config file under the environment's and the command line's overrides.
+    """Return the settings of a config file, overridden by the environment and then by the command line.
 
-    Without a path `config/local.yaml` is read if it is there. Raises SettingsError with every problem.
+    Without a path, `config/local.yaml` is read if it exists. Raises SettingsError with every problem.
     """
-    if path is None and DEFAULT_CONFIG.is_file():
-        path = DEFAULT_CONFIG
+    if path is None and _DEFAULT_CONFIG.is_file():
+        path = _DEFAULT_CONFIG
     document = Document("the settings", {}) if path is None else _read_file(path)
     problems = document.problems
     if document.value is None and problems:
@@ -151,7 +328,7 @@ def load_settings(path: Path | None, overrides: Sequence[str], environ: Mapping[
     try:
         checked = SettingsFile.model_validate(document.value)
     except ValidationError as error:
-        found = list(told(error.errors(include_url=False, include_input=False), document, FIELDS))
+        found = list(told(error, document, SettingsFile))
     else:
         found = list(_contradictions(checked, document))
     problems.extend(_worded(problem, resolved) for problem in found)
@@ -173,13 +350,13 @@ def _read_file(path: Path) -> Document:
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
         raise SettingsError(
-            [Problem(str(path), f"can not be read: {reason}; name a config file with --config")]
+            [Problem(str(path), f"cannot be read: {reason}; name a config file with --config")]
         ) from error
-    return read(text, name=str(path), texts=TEXTS)
+    return read(text, name=str(path), texts=_TEXTS)
 
 
 def _plain_secrets(document: Document) -> Iterator[Problem]:
-    """Refuse secrets written into the file, and forget them, so that no other message can show them."""
+    """Refuse secrets written into the file, and mask them, so that no other message can show them."""
     for at in sorted(_SECRETS):
         written = document.written(at)
         if written is not None and not _REFERENCE.fullmatch(written):
@@ -187,31 +364,26 @@ def _plain_secrets(document: Document) -> Iterator[Problem]:
             document.put(at, "***", document.place(at))
 
 
-_PLAIN: Final = (
-    '{name}: a secret must not be written here; write "${{env:NAME}}" or "${{file:PATH}}", or set {variable}'
-)
-
-
 def _variable(at: At) -> str:
-    return PREFIX + "__".join(str(step).upper() for step in at)
+    return _PREFIX + "__".join(str(step).upper() for step in at)
 
 
 def _known() -> dict[At, str]:
-    """Return every key that takes a plain value, and the variable that sets it."""
-    keys = [(*(holder.split(".") if holder else ()), name) for holder, names in FIELDS.items() for name in names]
-    return {at: _variable(at) for at in keys if dotted(at) not in FIELDS}
+    """Return every key that takes a plain value, with the variable that sets it."""
+    keys = [(*([holder] if holder else ()), name) for holder, model in _MODELS.items() for name in model.model_fields]
+    return {at: _variable(at) for at in keys if dotted(at) not in _MODELS}
 
 
 def _from_environment(document: Document, environ: Mapping[str, str]) -> Iterator[Problem]:
     known = {variable: at for at, variable in _known().items()}
     for variable in sorted(environ):
-        if not variable.startswith(PREFIX) or variable.startswith(_NOT_SETTINGS):
+        if not variable.startswith(_PREFIX) or variable.startswith(_NOT_SETTINGS):
             continue
         at = known.get(variable)
         if at is None:
             yield Problem(variable, f"no setting has this variable{did_you_mean(variable, known)}")
         elif at in _SECRETS:
-            # A password may look like a reference; it is taken as it is.
+            # A password may look like a reference: refer to the variable, so that its value is not resolved.
             document.put(at, "${env:" + variable + "}", variable)
         else:
             _put(document, at, environ[variable], variable)
@@ -235,15 +407,15 @@ def _from_command_line(document: Document, overrides: Sequence[str]) -> Iterator
 
 
 def _put(document: Document, at: At, text: str, place: str) -> None:
-    """Set a value written as in YAML: a number, true, a list in brackets, or text; where text is wanted, just text."""
+    """Set a value written as in YAML: a number, true, a list in brackets, or text. Keys that take text get the text."""
     parsed = read(text, name=place)
-    # Text such as "${env:X}" or "host: a" is YAML of another kind than meant; then it is just text.
-    plain = at not in TEXTS and not parsed.problems and isinstance(parsed.value, bool | int | list)
+    # Text such as "host: a" would be a mapping in YAML; it is meant as text.
+    plain = at not in _TEXTS and not parsed.problems and isinstance(parsed.value, bool | int | list)
     document.put(at, parsed.value if plain else text, place)
 
 
 def _resolve(document: Document, environ: Mapping[str, str], resolved: dict[str, str]) -> Iterator[Problem]:
-    """Replace every reference by what it refers to; ``resolved`` gets what was found, with its reference."""
+    """Replace every reference by its value, and add value -> reference to ``resolved``."""
     for at, holder, step in list(_texts(document.value, ())):
         pieces: list[str] = []
         end = 0
@@ -264,7 +436,7 @@ def _resolve(document: Document, environ: Mapping[str, str], resolved: dict[str,
 
 
 def with_references(text: str, place: str, environ: Mapping[str, str]) -> str:
-    """Return a text with every reference replaced. Raises SettingsError where one leads nowhere."""
+    """Return a text with every reference replaced by its value. Raises SettingsError if one has none."""
     try:
         return _REFERENCE.sub(lambda match: _referred(match[1], match[2], environ), text)
     except ValueError as error:
@@ -282,7 +454,7 @@ def _referred(kind: str, name: str, environ: Mapping[str, str]) -> str:
                 with Path(name).open("rb") as file:
                     return file.read(_MOST_SECRET_BYTES).decode().rstrip("\r\n")
             except OSError as error:
-                raise ValueError(f"the file {name} can not be read: {error.strerror}") from error
+                raise ValueError(f"the file {name} cannot be read: {error.strerror}") from error
             except UnicodeDecodeError:
                 raise ValueError(f"the file {name} is not UTF-8 text") from None
         case other:
@@ -290,7 +462,7 @@ def _referred(kind: str, name: str, environ: Mapping[str, str]) -> str:
 
 
 def _texts(value: Any, at: At) -> Iterator[tuple[At, Any, Any]]:  # noqa: ANN401 - any plain value
-    """Yield place, holder and step of every text inside."""
+    """Yield path, container and key of every text inside."""
     match value:
         case dict():
             steps: list[Any] = list(value)
@@ -306,7 +478,7 @@ def _texts(value: Any, at: At) -> Iterator[tuple[At, Any, Any]]:  # noqa: ANN401
 
 
 def _worded(problem: Problem, resolved: Mapping[str, str]) -> Problem:
-    """Return the problem with a remedy where there is one, and with references instead of what they refer to."""
+    """Return the problem with references instead of their values, and with the remedy for missing brokers."""
     text = problem.text
     for value, reference in resolved.items():
         if value:
@@ -317,7 +489,7 @@ def _worded(problem: Problem, resolved: Mapping[str, str]) -> Problem:
 
 
 def _contradictions(file: SettingsFile, document: Document) -> Iterator[Problem]:
-    """Yield what does not go together."""
+    """Yield the problems that single keys do not show: keys that need or exclude each other."""
     security = file.security
     protocol_at: At = ("security", "protocol")
     if security.protocol.startswith("SASL"):
@@ -367,14 +539,7 @@ def _settings(file: SettingsFile) -> Settings:
     return Settings(
         brokers=tuple(file.brokers),
         security=Security(
-            security.protocol,
-            security.mechanism,
-            security.username,
-            _secret(security.password),
-            security.ca_file,
-            security.cert_file,
-            security.key_file,
-            _secret(security.key_password),
+            **dict(security) | {"password": _secret(security.password), "key_password": _secret(security.key_password)}
         ),
         state_dir=Path(file.state_dir).expanduser(),
         checkpoint=file.state.checkpoint,
@@ -390,8 +555,8 @@ def _settings(file: SettingsFile) -> Settings:
             topics.partitions,
             topics.compression,
         ),
-        web=Web(file.web.enabled, file.web.host, file.web.port, _secret(file.web.token), file.web.advertise),
-        log=Log(file.log.format, file.log.level),
+        web=Web(**dict(file.web) | {"token": _secret(file.web.token)}),
+        log=LogSettings(**dict(file.log)),
     )
 
 

@@ -33,7 +33,7 @@ def topology_page() -> str:
     """Return docs/topology-file.md."""
     example = (ROOT / "topologies" / "orders.yaml").read_text(encoding="utf-8")
     return _page(
-        "dedup/topology/file.py",
+        "dedup/topology/schema.py",
         "# The topology file: what is deduplicated",
         "A file says what; [the config file](config-file.md) says where. Unknown keys are refused with a suggestion, "
         "all mistakes are told at once with file:line:column, and the exit code is 2. `dedup check FILE` tells them "
@@ -52,7 +52,7 @@ def config_page() -> str:
     """Return docs/config-file.md."""
     example = (ROOT / "config" / "production.yaml").read_text(encoding="utf-8")
     return _page(
-        "dedup/settings_file.py",
+        "dedup/settings.py",
         "# The config file: where the brokers are, and how a worker runs",
         "`--config FILE` names it; without it `config/local.yaml` is read. A variable `DEDUP_COMMIT_INTERVAL` or "
         "`DEDUP_SECURITY__PASSWORD` wins over the file, and `--set commit_interval=50ms` over both. Secrets are "

@@ -95,7 +95,11 @@ ROWS: Final[tuple[tuple[str, Sequence[Panel]], ...]] = (
                 "ops",
                 stack=True,
             ),
-            Panel("Lag", per_partition("dedup_lag_records"), about="Feeding offsets not yet committed."),
+            Panel(
+                "Lag",
+                per_partition("dedup_lag_records"),
+                about="Feeding offsets from the committed one to the end; 0 where no record is among them.",
+            ),
             Panel("Lag in time", per_partition("dedup_lag_seconds"), "s"),
             Panel("End to end: record time to commit", quantiles("dedup_end_to_end_seconds"), "s"),
             Panel("Commit", quantiles("dedup_commit_seconds"), "s"),
@@ -147,7 +151,10 @@ ROWS: Final[tuple[tuple[str, Sequence[Panel]], ...]] = (
         (
             Panel(
                 "Dead letters by reason",
-                [(f"sum by (reason) (rate(dedup_dead_letters_total{IN}[$__rate_interval]))", "{{reason}}")],
+                [
+                    (f"sum by (reason) (rate(dedup_dead_letters_total{IN}[$__rate_interval]))", "{{reason}}"),
+                    (f"sum by (format) (rate(dedup_other_formats_total{IN}[$__rate_interval]))", "of them {{format}}"),
+                ],
                 "ops",
             ),
             Panel(

@@ -19,7 +19,7 @@ from confluent_kafka import Producer
 from confluent_kafka.admin import AdminClient
 from confluent_kafka.cimpl import NewTopic
 
-from dedup.local.flights import flights
+from dedup.embedded.flights import flights
 
 FIRST_YEAR: Final = 2013
 YEARS: Final = 2

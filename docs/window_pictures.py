@@ -1,6 +1,6 @@
 """The pictures of the window in docs/semantics.md: run `python docs/window_pictures.py` after a change of the rule.
 
-Nothing is drawn from memory: every coloured stretch is what the exact model (`dedup.core.model`) says of each time.
+Nothing is drawn from memory: every coloured stretch is what `dedup.core.reference_model` says of each time.
 """
 # ruff: noqa: INP001  # a script beside its pages, not a package
 
@@ -14,7 +14,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Final
 
-from dedup.core.model import Model, ModelRecord, ModelRules
+from dedup.core.reference_model import ModelRecord, ModelRules, ReferenceModel
 from dedup.core.window import Source
 
 PICTURES: Final = Path(__file__).parent / "pictures"
@@ -47,7 +47,7 @@ class Picture:
         """Return the verdict of each time from ``first`` to ``last``, each on a model of its own."""
         found = []
         for time in range(self.first, self.last + 1):
-            model = Model(self.rules, ((0, 0),))
+            model = ReferenceModel(self.rules, ((0, 0),))
             for row, (name, at) in enumerate([*lane.before, (lane.asked, time)]):
                 verdict = model.judge(ModelRecord(name.encode(), at, Source(0, 0, row))).kind
             found.append(verdict)

@@ -24,7 +24,7 @@ from confluent_kafka import (
 from confluent_kafka.admin import AdminClient, OffsetSpec  # type: ignore[attr-defined]  # exported, undeclared
 from confluent_kafka.cimpl import NewTopic
 
-from dedup.local.kafka import EmbeddedKafka
+from dedup.embedded.kafka_node import EmbeddedKafka
 
 if TYPE_CHECKING:
     from testcontainers.core.network import Network

@@ -10,9 +10,9 @@ from aiokafka.protocol.produce import ProduceRequest
 from aiokafka.record.default_records import DefaultRecordBatchBuilder
 from aiokafka.record.util import calc_crc32c
 
-from dedup.session.client import KafkaWire
-from dedup.session.connection import Connection
-from dedup.session.record_batch import Header, TopicPartition
+from dedup.kafka.client import KafkaWire
+from dedup.kafka.connection import Connection
+from dedup.kafka.record_batch import Header, TopicPartition
 from dedup.settings import Security
 
 Row = tuple[int, bytes | None, bytes | None, list[Header]]

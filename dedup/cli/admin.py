@@ -1,64 +1,68 @@
-"""Commands that look after a topology on a cluster: `apply`, `status`, `reset`, `replay`, `lookup`."""
+"""Commands that administer a topology on a cluster: `apply`, `status`, `reset`, `replay`, `lookup`."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-import os
+import shlex
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from dedup.cli.inputs import read_topology
+from dedup.cli.inputs import ConfigOption, JsonOption, SetOption, TopologyArgument, read_settings, read_topology
 from dedup.errors import Problem, SettingsError, StateIncompatible
 
 if TYPE_CHECKING:
-    from dedup.session.admin import Admin
-    from dedup.session.client import KafkaWire
+    from collections.abc import Iterator, Sequence
+    from pathlib import Path
+
+    from dedup.kafka.client import KafkaWire
+    from dedup.kafka.topic_admin import Admin
     from dedup.settings import Settings
     from dedup.topology.model import Start, Topology
-    from dedup.worker.apply import TopicPlan
-    from dedup.worker.replay import Replayed
+    from dedup.topology.permissions import Permission
+    from dedup.worker.dead_letter_replay import Replayed
+    from dedup.worker.topics import TopicPlan
 
-_APPLY: Final = """Make the topics a topology needs; say how those that exist differ from what it would make.
+_APPLY: Final = """Create the topics that a topology needs, and show how existing topics differ from them.
 
-Existing topics are not changed. Source topics are never made. With --table the table of a sink is made, too: then
-`dedup sink` needs no right to make tables.
+Existing topics are not changed, and source topics are never created. --table also creates the tables of the sink, so
+that `dedup sink` needs no permission to create tables.
 
 Example: dedup apply topologies/orders.yaml --dry-run
 """
-_STATUS: Final = """Show the tasks of a topology: owners, offsets, lag, changelog; state where a worker answers.
+_STATUS: Final = """Show the tasks of a topology: owner, offsets, lag, changelog, and state if a worker answers.
 
 Example: dedup status topologies/orders.yaml --watch
 """
-_RESET: Final = """Forget everything a topology knows: offsets, changelog, repartition topic, this machine's state.
+_RESET: Final = """Delete everything a topology knows: offsets, changelog, repartition topic, this machine's state.
 
-Asks first, and refuses while workers run. What was forwarded stays in the output, so reading from the start again
-forwards it a second time, and `dedup verify` says so.
+Asks for confirmation, and refuses while workers run. Forwarded records stay in the output, so reading from the start
+forwards them a second time, and `dedup verify` reports that.
 
 Example: dedup reset topologies/orders.yaml --to latest
 """
-_REPLAY: Final = """Send dead letters through again, exactly once: back to the source partition they came from.
+_REPLAY: Final = """Send dead letters back to the source partition they came from, exactly once.
 
-The header dedup-replayed keeps the first source position. With --late --forward late records go to the output instead,
-marked dedup-verdict: late; judged again they would be late again.
+The header dedup-replayed keeps the original source position. With --late --forward, late records go to the output
+instead, marked dedup-verdict: late, since they would only be late a second time. If the broker no longer has the
+position of the last replay, nothing is sent until --from says where to begin.
 
 Example: dedup replay topologies/orders.yaml --limit 100
 """
-_LOOKUP: Final = """Ask a worker whether an ID was seen: when, in which record, until when it is guarded.
+_LOOKUP: Final = """Ask a worker whether an ID was seen: when, in which record, and until when it is guarded.
 
-A composite ID is a JSON list of its parts. A worker asks the owners of the partitions it does not have.
+A composite ID is a JSON list of its parts. The worker asks the owners of partitions that it does not hold.
 
 Example: dedup lookup topologies/orders.yaml 8d5e957f-297893487bd98fa830fa6413
 """
 
-TopologyArgument = Annotated[Path, typer.Argument(metavar="TOPOLOGY", help="The topology file.")]
-ConfigOption = Annotated[Path | None, typer.Option("--config", help="The config file; config/local.yaml if not given.")]
-SetOption = Annotated[list[str] | None, typer.Option("--set", help="Override a key of the config: key=value.")]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+UrlOption = Annotated[
+    list[str] | None,
+    typer.Option("--url", help="Address of a worker's web pages; web.host and web.port by default. Repeatable."),
+]
 
 Work = Callable[["KafkaWire", "Admin"], Awaitable[Any]]
 
@@ -73,13 +77,11 @@ def register(app: typer.Typer) -> None:
 
 
 def _read(topology: Path, config: Path | None, overrides: list[str] | None) -> tuple[Topology, Settings]:
-    from dedup.settings import load_settings
-
-    return read_topology(topology), load_settings(config, overrides or [], os.environ)
+    return read_topology(topology), read_settings(config, overrides)
 
 
 def _on_cluster(topology: Topology, settings: Settings, work: Work) -> Any:  # noqa: ANN401  # what the work returns
-    from dedup.session.on_cluster import on_cluster
+    from dedup.kafka.topic_admin import on_cluster
 
     return on_cluster(settings, f"dedup-admin-{topology.name}", work)
 
@@ -87,30 +89,26 @@ def _on_cluster(topology: Topology, settings: Settings, work: Work) -> Any:  # n
 def apply(
     topology: TopologyArgument,
     *,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be made, and make nothing.")] = False,
-    acls: Annotated[
-        bool, typer.Option("--acls", help="Print what a worker's principal must be allowed, and make nothing.")
-    ] = False,
-    principal: Annotated[str, typer.Option(help="Whom --acls names.")] = "User:dedup",
-    table: Annotated[
-        bool, typer.Option("--table", help="The tables of the topology's sink, too, in its database.")
-    ] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print what would be created.")] = False,
+    acls: Annotated[bool, typer.Option("--acls", help="Only print the permissions that a worker needs.")] = False,
+    principal: Annotated[str, typer.Option(help="Principal named in the output of --acls.")] = "User:dedup",
+    table: Annotated[bool, typer.Option("--table", help="Also create the sink's tables in its database.")] = False,
     as_json: JsonOption = False,
     config: ConfigOption = None,
     overrides: SetOption = None,
 ) -> None:
-    """Print the plan, and do it."""
-    from dedup.cli.sink_table import apply_tables, resolved_sink
-    from dedup.worker import apply as applying
+    """Print what is missing, and create it."""
+    from dedup.cli.connectors import apply_tables, resolved_sink
+    from dedup.worker import topics as applying
 
     if acls and table:
-        raise SettingsError([Problem("--table", "makes tables, and --acls makes nothing; leave one of them out")])
+        raise SettingsError([Problem("--table", "creates tables, but --acls creates nothing; leave one of them out")])
     parsed, settings = _read(topology, config, overrides)
     if acls:
         _print_acls(parsed, settings, principal, as_json=as_json)
         return
 
-    # Before topics are made: the topology may have no sink.
+    # Before topics are created: the topology may have no sink.
     spec = resolved_sink(parsed, topology) if table else None
 
     async def work(wire: KafkaWire, admin: Admin) -> TopicPlan:
@@ -127,49 +125,70 @@ def apply(
         known = {"dry_run": dry_run, **asdict(plan)}
         typer.echo(json.dumps(known if tables is None else {**known, "tables": tables}, indent=2))
     elif not dry_run and plan.make:
-        typer.echo(f"{len(plan.make)} topics made")
+        typer.echo(f"{len(plan.make)} topics created")
 
 
 def _print_acls(topology: Topology, settings: Settings, principal: str, *, as_json: bool) -> None:
-    from dedup.cli import acls
     from dedup.topology.permissions import worker_permissions
 
     permissions = worker_permissions(topology)
-    if as_json:
-        typer.echo(json.dumps(acls.as_json(permissions, principal), indent=2))
+    if not as_json:
+        for line in (*_acls_as_table(permissions), "", *_acls_as_commands(permissions, settings.brokers, principal)):
+            typer.echo(line)
         return
-    for line in (*acls.as_table(permissions), "", *acls.as_commands(permissions, settings.brokers, principal)):
-        typer.echo(line)
+    rows = [
+        {
+            "resource": each.resource.value,
+            "name": each.name,
+            "pattern": "prefixed" if each.prefixed else "literal",
+            "operations": list(each.operations),
+            "why": each.why,
+        }
+        for each in permissions
+    ]
+    typer.echo(json.dumps({"principal": principal, "permissions": rows}, indent=2))
+
+
+def _acls_as_table(permissions: Sequence[Permission]) -> Iterator[str]:
+    for each in permissions:
+        name = f"{each.name}{'*' if each.prefixed else ''}"
+        yield f"{each.resource.value:<17} {name:<40} {', '.join(each.operations):<38} {each.why}".rstrip()
+
+
+def _acls_as_commands(permissions: Sequence[Permission], brokers: Sequence[str], principal: str) -> Iterator[str]:
+    """Yield a kafka-acls command for each permission, for an administrator to run."""
+    for each in permissions:
+        parts = ["kafka-acls", "--bootstrap-server", ",".join(brokers), "--add", "--allow-principal", principal]
+        parts += [part for operation in each.operations for part in ("--operation", operation)]
+        parts += [f"--{each.resource.value}", each.name]
+        parts += ["--resource-pattern-type", "prefixed"] if each.prefixed else []
+        yield shlex.join(parts)
 
 
 def _print_plan(plan: TopicPlan, *, dry_run: bool) -> None:
     for topic in plan.make:
         configs = ", ".join(f"{key}={value}" for key, value in sorted(topic.configs.items()))
         factor = "" if topic.replication_factor < 0 else f", {topic.replication_factor} replicas"
-        word = "would make" if dry_run else "make"
+        word = "would create" if dry_run else "create"
         typer.echo(f"{word} {topic.name}: {topic.partitions} partitions{factor}; {configs}")
     for name in plan.as_wanted:
-        typer.echo(f"fine {name}")
+        typer.echo(f"ok {name}")
     for each in plan.differences:
-        typer.echo(f"differs {each.topic}: {each.what} is {each.found}, apply would make it with {each.wanted}")
+        typer.echo(f"differs {each.topic}: {each.what} is {each.found}; apply would create it with {each.wanted}")
     if not plan.make:
-        typer.echo("nothing to make")
+        typer.echo("nothing to create")
 
 
 def status(
     topology: TopologyArgument,
-    watch: Annotated[bool, typer.Option("--watch", help="Again every two seconds, until Ctrl-C.")] = False,
-    urls: Annotated[
-        list[str] | None, typer.Option("--url", help="A worker's pages; may be repeated. Default: web.host, web.port.")
-    ] = None,
+    watch: Annotated[bool, typer.Option("--watch", help="Refresh every two seconds until Ctrl-C.")] = False,
+    urls: UrlOption = None,
     as_json: JsonOption = False,
     config: ConfigOption = None,
     overrides: SetOption = None,
 ) -> None:
-    """Print the tasks as brokers and reachable workers see them."""
-    from dedup.cli.pages import ask_fleet, default_urls
-    from dedup.cli.status import WATCH_S, Shown, looked
-    from dedup.worker.survey import survey
+    """Print the tasks as the brokers and the reachable workers see them."""
+    from dedup.cli.status import WATCH_S, Shown, ask_fleet, default_urls, looked, survey
 
     parsed, settings = _read(topology, config, overrides)
     known = urls or default_urls(settings)
@@ -191,15 +210,18 @@ def status(
 
 def reset(
     topology: TopologyArgument,
-    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask for confirmation.")] = False,
     to: Annotated[
-        str | None, typer.Option("--to", metavar="earliest|latest|TIME", help="Where to read on; the topology's start.")
+        str | None,
+        typer.Option("--to", metavar="earliest|latest|TIME", help="Where to resume; the topology's start by default."),
     ] = None,
-    local: Annotated[bool, typer.Option("--local", help="This machine's state only, after a reset elsewhere.")] = False,
+    local: Annotated[
+        bool, typer.Option("--local", help="Delete only this machine's state, after a reset on another.")
+    ] = False,
     config: ConfigOption = None,
     overrides: SetOption = None,
 ) -> None:
-    """Delete what a topology knows; raises DedupError while it has workers."""
+    """Delete what a topology knows. Raises DedupError while it has workers."""
     from dedup.worker.reset import Reset, delete_local_state, local_state
 
     parsed, settings = _read(topology, config, overrides)
@@ -207,28 +229,28 @@ def reset(
     if local:
         found = local_state(parsed, settings.state_dir)
         delete_local_state(found)
-        typer.echo(f"{len(found)} partitions' local state deleted; what it held and the changelog has is restored")
+        typer.echo(f"local state of {len(found)} partitions deleted; workers restore it from the changelog")
         return
 
     async def work(wire: KafkaWire, admin: Admin) -> None:
         order = Reset(parsed, settings, wire, admin)
-        doomed = await order.look()
-        typer.echo(f"the offsets of group {doomed.group} are deleted")
-        for name in doomed.topics:
-            typer.echo(f"topic {name} is deleted and made anew, empty")
-        for path in doomed.partitions:
+        found = await order.look()
+        typer.echo(f"the offsets of group {found.group} are deleted")
+        for name in found.topics:
+            typer.echo(f"topic {name} is deleted and created again, empty")
+        for path in found.partitions:
             typer.echo(f"local state {path} is deleted")
-        for place in doomed.checkpoints:
+        for place in found.checkpoints:
             typer.echo(f"checkpoint {place} is deleted")
-        if not yes and not typer.confirm("Every ID seen is forgotten, and may be forwarded again. Go on?"):
-            typer.echo("nothing was touched")
+        if not yes and not typer.confirm("Every ID seen is forgotten and may be forwarded again. Continue?"):
+            typer.echo("nothing was changed")
             raise typer.Exit(1)
-        offsets = await order.run(doomed, start)
+        offsets = await order.run(found, start)
         for (name, partition), offset in sorted(offsets.items()):
             typer.echo(f"{name}/{partition} is read from offset {offset}")
         if not offsets:
-            typer.echo(f"read from: {parsed.source.start}, as the topology says")
-        typer.echo("done; where workers of other machines have state, run `dedup reset --local` there")
+            typer.echo(f"read from {parsed.source.start}, as the topology says")
+        typer.echo("done; if workers on other machines have state, run `dedup reset --local` there")
 
     _on_cluster(parsed, settings, work)
 
@@ -242,28 +264,40 @@ def _start(text: str) -> Start:
         case _:
             found = int(text) if text.isdigit() else rfc3339_ms(text)
     if found is None:
-        raise SettingsError([Problem("--to", f'"{text}" is no time; write earliest, latest or 2024-01-01T00:00:00Z')])
+        raise SettingsError(
+            [Problem("--to", f'"{text}" is not a time; write earliest, latest or 2024-01-01T00:00:00Z')]
+        )
     return found
 
 
 def replay(
     topology: TopologyArgument,
-    late: Annotated[bool, typer.Option("--late", help="Late records, not dead letters; needs --forward.")] = False,
-    forward: Annotated[bool, typer.Option("--forward", help="To the output, outside the guarantee.")] = False,
-    limit: Annotated[int | None, typer.Option(min=1, help="Send at most this many.")] = None,
+    late: Annotated[
+        bool, typer.Option("--late", help="Replay late records instead of dead letters; requires --forward.")
+    ] = False,
+    forward: Annotated[bool, typer.Option("--forward", help="Send to the output, outside the guarantee.")] = False,
+    limit: Annotated[int | None, typer.Option(min=1, help="Maximum number of records to send.")] = None,
+    *,
+    begin: Annotated[
+        str | None,
+        typer.Option("--from", metavar="last|start", help="Where to begin if the broker no longer has the position."),
+    ] = None,
     as_json: JsonOption = False,
     config: ConfigOption = None,
     overrides: SetOption = None,
 ) -> None:
     """Replay one side topic and print how many records were sent."""
-    from dedup.worker.plan import Cluster, topic_names
-    from dedup.worker.replay import Replay, replay_plan
+    from dedup.worker.dead_letter_replay import BEGINNINGS, Replay, replay_plan
+    from dedup.worker.topics import Cluster, topic_names
 
     if late != forward:
         why = "they would be late again: add --forward" if late else "dead letters are judged again: leave it out"
         raise SettingsError([Problem("--late" if late else "--forward", why)])
+    known = next((each for each in BEGINNINGS if each == begin), None)
+    if begin is not None and known is None:
+        raise SettingsError([Problem("--from", f'"{begin}" is unknown; write last or start')])
     parsed, settings = _read(topology, config, overrides)
-    plan = replay_plan(parsed, late=late, limit=limit)
+    plan = replay_plan(parsed, late=late, limit=limit, begin=known)
     if isinstance(plan, str):
         raise SettingsError([Problem("--late", plan)])
 
@@ -279,23 +313,22 @@ def replay(
     if as_json:
         typer.echo(json.dumps({"topic": plan.topic, "sent": done.sent, "left": done.left}, indent=2))
         return
-    typer.echo(f"{done.sent} records of {plan.topic} sent {'to ' + plan.output if plan.output else 'through again'}")
+    target = plan.output or "their source partitions"
+    typer.echo(f"{done.sent} records of {plan.topic} sent to {target}")
     for text in done.left:
         typer.echo(f"left {text}")
 
 
 def lookup(
     topology: TopologyArgument,
-    tracking_id: Annotated[str, typer.Argument(metavar="ID", help="The tracking ID.")],
-    urls: Annotated[
-        list[str] | None, typer.Option("--url", help="A worker's pages; may be repeated. Default: web.host, web.port.")
-    ] = None,
+    tracking_id: Annotated[str, typer.Argument(metavar="ID", help="Tracking ID.")],
+    urls: UrlOption = None,
     as_json: JsonOption = False,
     config: ConfigOption = None,
     overrides: SetOption = None,
 ) -> None:
-    """Print what the asked workers know of an ID."""
-    from dedup.cli.pages import ask_id, default_urls, in_words
+    """Print what the workers know of an ID."""
+    from dedup.cli.status import ask_id, default_urls, in_words
 
     parsed, settings = _read(topology, config, overrides)
     found = ask_id(parsed, tracking_id, urls or default_urls(settings), settings)

@@ -1,18 +1,25 @@
-"""`dedup broker`: a Kafka of one's own in the foreground."""
+"""`dedup broker`: runs an embedded Kafka in the foreground."""
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import threading
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
-_HELP = """Run an embedded Kafka until Ctrl-C.
+if TYPE_CHECKING:
+    from dedup.embedded.kafka_jars import Progress as OnBytes
 
-A real Apache Kafka 4.1.1, one node, on 127.0.0.1. The first use fetches its jars from Maven Central, 45 MB, into the
-user's cache. Without --data-dir its data are gone at the end.
+_HELP: Final = """Run an embedded Kafka until Ctrl-C.
+
+A real Apache Kafka 4.1.1 with one node on 127.0.0.1. The first run downloads its jars (45 MB) from Maven Central into
+the user's cache. Without --data-dir the data are deleted at the end.
 
 Example: dedup broker --port 9092 --data-dir state/kafka
 """
@@ -24,32 +31,47 @@ def register(app: typer.Typer) -> None:
 
 
 def broker_command(
-    port: Annotated[int, typer.Option(min=0, max=65535, help="The port for clients; 0 takes a free one.")] = 9092,
-    data_dir: Annotated[Path | None, typer.Option(help="Where its data stay; temporary if not given.")] = None,
-    overrides: Annotated[list[str] | None, typer.Option("--set", help="A broker property: key=value.")] = None,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port for clients; 0 picks a free one.")] = 9092,
+    data_dir: Annotated[Path | None, typer.Option(help="Data directory; a temporary one by default.")] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", help="Set a broker property: key=value. Repeatable.")
+    ] = None,
 ) -> None:
     """See `_HELP`."""
-    from dedup.cli.fetching import fetching_jars
-    from dedup.local.kafka import EmbeddedKafka
+    from dedup.embedded.kafka_node import EmbeddedKafka
 
     with fetching_jars() as progress:
         kafka = EmbeddedKafka(
             data_dir=data_dir, port=port, profile="bench", properties=_properties(overrides or []), progress=progress
         ).start()
-    # SIGTERM is an order to end as Ctrl-C is; both let the node shut down in good order.
-    asked_to_end = threading.Event()
-    for order in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(order, lambda *_: asked_to_end.set())
+    # SIGTERM, like Ctrl-C, lets the node shut down cleanly.
+    stop_requested = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: stop_requested.set())
     try:
-        # The first line on stdout is for programs: where to connect.
+        # The first line of stdout is for programs: the bootstrap address.
         typer.echo(kafka.bootstrap)
-        typer.echo(f"Kafka runs; its log is {kafka.log_file}. End it with Ctrl-C.", err=True)
-        while not asked_to_end.wait(0.2):
+        typer.echo(f"Kafka is running; its log is {kafka.log_file}. Stop it with Ctrl-C.", err=True)
+        while not stop_requested.wait(0.2):
             kafka.check()
     finally:
         kafka.stop()
-    typer.echo("Kafka ended in good order.", err=True)
+    typer.echo("Kafka has shut down.", err=True)
     raise typer.Exit(130)
+
+
+@contextlib.contextmanager
+def fetching_jars() -> Iterator[OnBytes]:
+    """Yield a callback for (bytes done, bytes in total); shows a bar from its first call on."""
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("Kafka 4.1.1 from Maven Central", total=None, visible=False)
+
+        def show(done_bytes: int, total_bytes: int) -> None:
+            bar.update(task, completed=done_bytes, total=total_bytes, visible=True)
+
+        yield show
 
 
 def _properties(overrides: list[str]) -> dict[str, str]:

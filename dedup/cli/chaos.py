@@ -1,4 +1,4 @@
-"""`dedup chaos`: kills, freezes and cuts a fleet under load, and proves that nothing was lost or duplicated."""
+"""`dedup chaos`: injects faults into a fleet under load, and proves that nothing was lost or duplicated."""
 
 from __future__ import annotations
 
@@ -15,38 +15,40 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
-from dedup.cli.report_page import refuse_no_page, write_report
+from dedup.cli.inputs import TopologyArgument, read_settings, read_topology, refuse_no_page, write_report
 
-if TYPE_CHECKING:  # imported when the command runs, as --help must be quick
+if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress
 
-    from dedup.cli.chaos_fleet import ChaosFleet
-    from dedup.cli.chaos_run import Stage
-    from dedup.proof.chaos_report import ChaosReport, Tick
+    from dedup.chaos.chaos_report import ChaosReport, Tick
+    from dedup.chaos.fault_run import ChaosStage, ScheduledFault
+    from dedup.chaos.load import Age
     from dedup.settings import Settings
     from dedup.topology.model import Topology
 
-_HELP = """Kill, freeze and cut a fleet under load for some minutes, then prove that nothing was lost or duplicated.
+_HELP: Final = """Inject faults into a fleet under load, then prove that nothing was lost or duplicated.
 
-Without --config it runs on a Kafka of its own, whose broker is killed, too, and whose connections are cut. With
---config it runs in your test environment: made-up records go into the topology's source topics, which must exist and
-be empty, and only workers are hit, those that this command starts. A committed reader looks on all the while. Exit code
-4 if anything was violated.
+Workers are killed, frozen, stopped and joined by others, while a read_committed consumer watches the output. Without
+--config this happens on an embedded Kafka, whose broker is killed and whose connections are cut as well; --harder above
+1 also restarts the broker cleanly, changes the compression and record size of the output, shortens the retention of the
+source to delete judged records, and tries to delete the group. With --config it happens in your test environment:
+made-up records go to the topology's source topics, which must exist and be empty, and only the workers that this
+command starts are hit. Exit code 4 if anything was violated.
 
 Examples: dedup chaos topologies/simplest.yaml --minutes 2
 
 dedup chaos topologies/orders.yaml --config config/test.yaml --minutes 30 --seed 7
 """
-PARTITIONS: Final = 4
+_PARTITIONS: Final = 4
 """Of the source topics of the embedded Kafka."""
-SESSION_S: Final = 6
-_OVERRIDES: Final = (f"session_timeout={SESSION_S}s", "commit_interval=50ms", "log.format=text")
+_SESSION_S: Final = 6
+_OVERRIDES: Final = (f"session_timeout={_SESSION_S}s", "commit_interval=50ms", "log.format=text")
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
-    """What was asked for."""
+class ChaosOptions:
+    """The options of the command."""
 
     topology: Topology
     topology_file: Path
@@ -63,28 +65,35 @@ def register(app: typer.Typer) -> None:
 
 
 def chaos_command(  # noqa: PLR0917  # one parameter per option
-    topology: Annotated[Path, typer.Argument(help="The topology file.", metavar="TOPOLOGY")],
-    config: Annotated[Path | None, typer.Option(help="A test environment; without it an embedded Kafka.")] = None,
-    minutes: Annotated[float, typer.Option(min=0.2, help="How long blows fall.")] = 2.0,
-    workers: Annotated[int, typer.Option(min=1, help="How many workers.")] = 2,
-    per_s: Annotated[int, typer.Option(min=1, help="Records sent a second.")] = 2_000,
-    seed: Annotated[int, typer.Option(help="The same seed draws the same blows.")] = 1,
-    harder: Annotated[float, typer.Option(min=0.1, max=20, help="So many times as many blows a minute.")] = 1.0,
-    report: Annotated[Path, typer.Option(help="The HTML report; a JSON one goes beside it.")] = Path("chaos.html"),
+    topology: TopologyArgument,
+    config: Annotated[
+        Path | None, typer.Option(help="Config file of a test environment; an embedded Kafka by default.")
+    ] = None,
+    minutes: Annotated[float, typer.Option(min=0.2, help="Duration of fault injection.")] = 2.0,
+    workers: Annotated[int, typer.Option(min=1, help="Number of workers.")] = 2,
+    per_s: Annotated[int, typer.Option(min=1, help="Records sent per second.")] = 2_000,
+    seed: Annotated[int, typer.Option(help="Seed of the fault schedule; the same seed gives the same faults.")] = 1,
+    harder: Annotated[
+        float, typer.Option(min=0.1, max=20, help="Fault-rate multiplier; above 1 also adds kinds of faults.")
+    ] = 1.0,
+    report: Annotated[Path, typer.Option(help="HTML report, with a JSON report next to it.")] = Path("chaos.html"),
 ) -> None:
-    """See `_HELP`; raises VerificationFailed after everything is printed and written."""
+    """See `_HELP`. Raises VerificationFailed after everything is printed and written."""
     from rich.console import Console
 
-    from dedup.cli.inputs import read_topology
     from dedup.errors import VerificationFailed
 
     console = Console(highlight=False, soft_wrap=True)
-    order = Order(read_topology(topology), topology, minutes, workers, per_s, seed, harder)
-    _refuse_observing(order)
+    options = ChaosOptions(read_topology(topology), topology, minutes, workers, per_s, seed, harder)
+    _refuse_observing(options)
     refuse_no_page(report)
     directory = Path(tempfile.mkdtemp(prefix="dedup-chaos-"))
     try:
-        found = _embedded(order, directory, console) if config is None else _yours(order, config, directory, console)
+        found = (
+            _embedded(options, directory, console)
+            if config is None
+            else _on_test_cluster(options, config, directory, console)
+        )
     except Exception:
         console.print(f"the logs are in {directory}", style="yellow")
         raise
@@ -92,61 +101,88 @@ def chaos_command(  # noqa: PLR0917  # one parameter per option
     _print(found, report, console)
     if not found.passed:
         raise VerificationFailed(
-            f"{order.topology.name}: {found.closing_line}. {report} names what broke; the logs are in "
-            f"{directory}. `--seed {seed}` draws the same blows again."
+            f"{options.topology.name}: {found.closing_line}. {report} names what broke; the logs are in "
+            f"{directory}. `--seed {seed}` injects the same faults again."
         )
     shutil.rmtree(directory, ignore_errors=True)
 
 
-def _refuse_observing(order: Order) -> None:
+def _refuse_observing(options: ChaosOptions) -> None:
     from dedup.errors import Problem, SettingsError
 
-    if order.topology.output is None:
-        told = "it forwards nothing, and what is proved is what is forwarded; give it an `output` for the test"
-        raise SettingsError([Problem(str(order.topology_file), told)])
+    if options.topology.output is None:
+        text = "it forwards nothing, so there is nothing to prove; give it an `output` for the test"
+        raise SettingsError([Problem(str(options.topology_file), text)])
 
 
-def _embedded(order: Order, directory: Path, console: Console) -> ChaosReport:
-    from dedup.cli.fetching import fetching_jars
-    from dedup.local.kafka import EmbeddedKafka
-    from dedup.local.proxy import FaultProxy
-    from dedup.proof.atleastonce import make_topic
+def _embedded(options: ChaosOptions, directory: Path, console: Console) -> ChaosReport:
+    from dedup.chaos.fault_run import RETENTION_PROPERTIES, ClusterFaults
+    from dedup.chaos.load import make_topic
+    from dedup.cli.broker import fetching_jars
+    from dedup.embedded.fault_proxy import FaultProxy
+    from dedup.embedded.kafka_node import EmbeddedKafka
     from dedup.settings import load_settings
 
     with fetching_jars() as progress:
-        kafka = EmbeddedKafka(data_dir=directory / "kafka", profile="bench", proxied=1, progress=progress).start()
+        kafka = EmbeddedKafka(
+            data_dir=directory / "kafka", profile="bench", proxied=1, properties=RETENTION_PROPERTIES, progress=progress
+        ).start()
     try:
-        for topic in order.topology.source.topics:
-            make_topic(kafka.bootstrap, topic, PARTITIONS)
+        for topic in options.topology.source.topics:
+            make_topic(kafka.bootstrap, topic, _PARTITIONS)
         config = directory / "config.yaml"
         listener = kafka.proxied[0]
         config.write_text(f"brokers: ['{listener.bootstrap}']\n", encoding="utf-8")
         with FaultProxy(listener.broker_port, port=listener.proxy_port) as proxy:
-            _apply(order, config)
-            # Workers go through the proxy; those that judge them do not.
+            _apply(options, config)
+            # The workers connect through the proxy, the checks directly.
             settings = replace(load_settings(config, [], {}), brokers=(kafka.bootstrap,))
-            with _staged(order, config, settings, directory) as (stage, fleet):
-                return _run(order, settings, replace(stage, kafka=kafka, proxy=proxy), fleet, console)
+            faults = _faults(options, embedded=True)
+            ages = _write_past(options, settings, faults)
+            with _staged(options, config, settings, directory) as stage:
+                cluster = ClusterFaults(options.topology, settings, stage.watches, ages)
+                embedded = replace(stage, kafka=kafka, proxy=proxy, cluster=cluster)
+                return _run(options, settings, embedded, faults, console)
     finally:
         kafka.stop()
 
 
-def _yours(order: Order, config: Path, directory: Path, console: Console) -> ChaosReport:
-    import os
+def _on_test_cluster(options: ChaosOptions, config: Path, directory: Path, console: Console) -> ChaosReport:
 
-    from dedup.settings import load_settings
+    settings = read_settings(config)
+    _refuse_used(options.topology, settings)
+    _apply(options, config)
+    with _staged(options, config, settings, directory) as stage:
+        return _run(options, settings, stage, _faults(options, embedded=False), console)
 
-    settings = load_settings(config, [], os.environ)
-    _refuse_used(order.topology, settings)
-    _apply(order, config)
-    with _staged(order, config, settings, directory) as (stage, fleet):
-        return _run(order, settings, stage, fleet, console)
+
+def _faults(options: ChaosOptions, *, embedded: bool) -> list[ScheduledFault]:
+    from dedup.chaos.fault_run import draw, rates
+
+    per_minute = rates(harder=options.harder, embedded=embedded)
+    return draw(seed=options.seed, seconds=options.minutes * 60, workers=options.workers, per_minute=per_minute)
+
+
+def _write_past(options: ChaosOptions, settings: Settings, faults: list[ScheduledFault]) -> list[Age]:
+    """If retention is to be shortened, write records that it can delete without an effect on the proof."""
+    from dedup.chaos.fault_run import FaultType
+    from dedup.chaos.load import write_past
+
+    if not any(fault.kind is FaultType.RETENTION for fault in faults):
+        return []
+    now_ms = time.time_ns() // 1_000_000
+    partitions = dict.fromkeys(options.topology.source.topics, _PARTITIONS)
+    return write_past(options.topology, settings, partitions, run=_run_name(options), seed=options.seed, now_ms=now_ms)
+
+
+def _run_name(options: ChaosOptions) -> str:
+    return f"chaos-{options.seed}-{int(time.time())}"
 
 
 def _refuse_used(topology: Topology, settings: Settings) -> None:
-    """Raise StateIncompatible unless the source topics are there and empty: made-up records must hurt nobody."""
+    """Raise StateIncompatible unless the source topics exist and are empty: real records must not mix with these."""
     from dedup.errors import StateIncompatible
-    from dedup.proof.kafka_reader import KafkaReader
+    from dedup.verify.kafka_reader import KafkaReader
 
     with KafkaReader(settings) as reader:
         for topic, partitions in reader.partitions(topology.source.topics).items():
@@ -155,76 +191,72 @@ def _refuse_used(topology: Topology, settings: Settings) -> None:
                 state = "has records" if partitions else "does not exist"
                 raise StateIncompatible(
                     f"source topic {topic!r} {state}. `dedup chaos` writes made-up records: give it a test environment "
-                    f"where the topic exists and was never written to. Nothing was touched."
+                    f"where the topic exists and was never written to. Nothing was changed."
                 )
 
 
-def _apply(order: Order, config: Path) -> None:
-    """Every topic the fleet writes exists, so that the committed reader can begin before the first worker."""
+def _apply(options: ChaosOptions, config: Path) -> None:
+    """Create every topic that the fleet writes, so that the live checker can start before the first worker."""
     from dedup.errors import BrokerUnavailable
 
-    command = [sys.executable, "-c", "from dedup.cli.main import main; main()", "apply", str(order.topology_file)]
+    command = [sys.executable, "-c", "from dedup.cli.main import main; main()", "apply", str(options.topology_file)]
     done = subprocess.run([*command, "--config", str(config)], capture_output=True, text=True, check=False)  # noqa: S603  # our own command
     if done.returncode:
         raise BrokerUnavailable(f"`dedup apply` ended with exit code {done.returncode}: {done.stderr or done.stdout}")
 
 
 @contextlib.contextmanager
-def _staged(order: Order, config: Path, settings: Settings, directory: Path) -> Iterator[tuple[Stage, ChaosFleet]]:
-    from dedup.cli.chaos_fleet import ChaosFleet
-    from dedup.cli.chaos_run import Stage
-    from dedup.proof.kafka_reader import KafkaReader, client_config
-    from dedup.proof.made import MadeRecords
-    from dedup.proof.sender import Sender
-    from dedup.proof.watch import Watch
-    from dedup.proof.witness import Witness
+def _staged(options: ChaosOptions, config: Path, settings: Settings, directory: Path) -> Iterator[ChaosStage]:
+    from dedup.chaos.fault_run import ChaosFleet, ChaosStage
+    from dedup.chaos.live_checker import LiveChecker, Watch
+    from dedup.chaos.load import MadeRecords, Sender
+    from dedup.verify.kafka_reader import KafkaReader, client_config
 
-    topology, brokers = order.topology, ",".join(settings.brokers)
+    topology, brokers = options.topology, ",".join(settings.brokers)
     with KafkaReader(settings) as reader:
         partitions = reader.partitions(topology.source.topics)
         output = topology.output.topic if topology.output is not None else topology.dead_letter
         begin = dict.fromkeys(range(reader.partitions([output])[output]), 0)
-    records = MadeRecords(topology, partitions, run=f"chaos-{order.seed}-{int(time.time())}", seed=order.seed)
+    records = MadeRecords(topology, partitions, run=_run_name(options), seed=options.seed)
     with contextlib.ExitStack() as stack:
-        witness = stack.enter_context(Witness(topology, settings, begin))
+        live_checker = stack.enter_context(LiveChecker(topology, settings, begin))
         watches = tuple(
             stack.enter_context(Watch(brokers, topology.name, topic, count, client=client_config(settings)))
             for topic, count in partitions.items()
         )
-        fleet = stack.enter_context(ChaosFleet(directory, order.topology_file, config, list(_OVERRIDES), order.workers))
-        sender = stack.enter_context(Sender(records, settings, per_s=order.per_s))
-        yield Stage(fleet, sender, watches, witness, SESSION_S), fleet
+        fleet = stack.enter_context(
+            ChaosFleet(directory, options.topology_file, config, list(_OVERRIDES), options.workers)
+        )
+        sender = stack.enter_context(Sender(records, settings, per_s=options.per_s))
+        yield ChaosStage(fleet, sender, watches, live_checker, _SESSION_S)
 
 
-def _run(order: Order, settings: Settings, stage: Stage, fleet: ChaosFleet, console: Console) -> ChaosReport:
+def _run(
+    options: ChaosOptions, settings: Settings, stage: ChaosStage, faults: list[ScheduledFault], console: Console
+) -> ChaosReport:
     from rich.progress import Progress
 
-    from dedup.cli.chaos_evidence import gather
-    from dedup.cli.chaos_run import ChaosRun
-    from dedup.proof.blows import OF_WORKERS, PER_MINUTE, draw
-    from dedup.proof.chaos_report import ChaosReport
-    from dedup.proof.oracles import oracles
+    from dedup.chaos.chaos_report import ChaosReport
+    from dedup.chaos.checks import gather, oracles
+    from dedup.chaos.fault_run import ChaosRun
 
-    seconds = order.minutes * 60
-    kinds = {kind for kind in PER_MINUTE if stage.kafka is not None or kind in OF_WORKERS}
-    rates = {kind: rate * order.harder for kind, rate in PER_MINUTE.items() if kind in kinds}
-    blows = draw(seed=order.seed, seconds=seconds, workers=order.workers, per_minute=rates)
-    console.print(f"{order.workers} workers, {order.per_s:,} records a second, {len(blows)} blows, seed {order.seed}")
+    seconds = options.minutes * 60
+    console.print(f"{options.workers} workers, {options.per_s:,} records/s, {len(faults)} faults, seed {options.seed}")
     with Progress(console=console, transient=True, disable=not console.is_terminal) as bars:
-        run = ChaosRun(stage, blows, _ticker(bars, seconds))
-        judged = run.play(seconds)
-    fleet.stop_all()
-    console.print(f"{stage.sender.sent:,} records sent; the fleet has ended; everything is read again")
-    course = run.course
-    found = gather(order.topology, settings, stage, course, judged=judged)
+        run = ChaosRun(stage, faults, _ticker(bars, seconds))
+        judged = run.run(seconds)
+    stage.fleet.stop_all()
+    console.print(f"{stage.sender.sent:,} records sent; the fleet has shut down; everything is read again")
+    events = run.events
+    found = gather(options.topology, settings, stage, events, judged=judged)
     return ChaosReport(
-        order.topology.name,
-        order.seed,
+        options.topology.name,
+        options.seed,
         seconds,
-        order.workers,
-        course.struck,
-        course.ticks,
-        dict(course.restarts),
+        options.workers,
+        events.injected,
+        events.ticks,
+        dict(events.restarts),
         found.verified,
         oracles(found),
     )

@@ -1,4 +1,4 @@
-"""`dedup demo`: the whole product on one machine, with real input, real duplicates and a real crash."""
+"""`dedup demo`: the whole product on one machine, with real data, real duplicates and a real crash."""
 
 from __future__ import annotations
 
@@ -13,28 +13,25 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 from rich.console import Console
-from rich.progress import Progress
 
-from dedup.cli.report_page import refuse_no_page, write_report
+from dedup.cli.inputs import reading_bar, refuse_no_page, write_report
 from dedup.errors import VerificationFailed
 
-if TYPE_CHECKING:  # imported when the demo runs, as --help must be quick
+if TYPE_CHECKING:
     from dedup.cli.demo_run import Size
-    from dedup.local.kafka import EmbeddedKafka
-    from dedup.local.proxy import FaultProxy
-    from dedup.proof.report import Report
-    from dedup.settings import Settings
-    from dedup.topology.model import Topology
+    from dedup.embedded.fault_proxy import FaultProxy
+    from dedup.embedded.kafka_node import EmbeddedKafka
+    from dedup.verify.report import Report
 
-_HELP = """Deduplicate 336,776 real flights on a Kafka of its own, kill a worker half-way, prove the result.
+_HELP: Final = """Deduplicate 336,776 real flights on an embedded Kafka, kill a worker midway, and prove the result.
 
-A producer that hears nothing because its connection broke sends again, and so makes real duplicates. Two workers
-deduplicate; one gets SIGKILL and comes back. Then everything is read again and compared with the exact model.
-Needs no broker and no Java. About a minute; --fast some 20 seconds.
+A producer whose connection breaks before the acknowledgment sends the record again, which makes real duplicates. Two
+workers deduplicate; one is killed by SIGKILL and restarted. Then every record is read and compared with the exact
+model. Needs no broker and no Java, and takes about a minute; --fast about 20 seconds.
 
 Example: dedup demo --fast
 
-With --chain the flights are lines of a file, and end as rows of a table: file, topic, deduplication, table.
+With --chain the flights start as lines of a file and end as rows of a table: file, topic, deduplication, table.
 """
 
 PARTITIONS: Final = 4
@@ -47,18 +44,18 @@ def register(app: typer.Typer) -> None:
 
 
 def demo_command(
-    fast: Annotated[bool, typer.Option("--fast", help="The first 40,000 flights only.")] = False,
-    report: Annotated[Path | None, typer.Option(help="Where an HTML report goes, the JSON one beside it.")] = None,
+    fast: Annotated[bool, typer.Option("--fast", help="Only the first 40,000 flights.")] = False,
+    report: Annotated[Path | None, typer.Option(help="Write an HTML report here, and a JSON one next to it.")] = None,
     chain: Annotated[
-        bool, typer.Option("--chain", help="From a file into a table instead; each process of the chain is killed.")
+        bool, typer.Option("--chain", help="Go from a file to a table, and kill each process on the way.")
     ] = False,
 ) -> None:
-    """See `_HELP`; raises VerificationFailed after the books are printed."""
+    """See `_HELP`. Raises VerificationFailed after the report is printed."""
     from dedup.cli.demo_chain import demo_chain
     from dedup.cli.demo_run import FAST, FULL
 
     if chain and report is not None:
-        raise typer.BadParameter("--report is of the demo without --chain")
+        raise typer.BadParameter("--report and --chain exclude each other")
     if report is not None:
         refuse_no_page(report)
     console = Console(highlight=False, soft_wrap=True)
@@ -71,7 +68,7 @@ def demo_command(
         else:
             found, distinct = _demo(size, directory, console)
     except Exception:
-        # The logs of broker and workers are the only witnesses.
+        # The logs of broker and workers are the only evidence.
         console.print(f"the logs are in {directory}", style="yellow")
         raise
     except KeyboardInterrupt:
@@ -83,12 +80,12 @@ def demo_command(
 
 
 def _demo(size: Size, directory: Path, console: Console) -> tuple[Report, int]:
-    """Return the verification's report and the number of distinct flights sent."""
-    from dedup.cli.demo_run import Run, Stage
-    from dedup.cli.demo_workers import Workers, config_file
-    from dedup.proof.watch import Watch
+    """Return the verification report and the number of distinct flights sent."""
+    from dedup.chaos.live_checker import Watch
+    from dedup.cli.demo_run import DemoStage, Run, Workers, config_file
     from dedup.settings import load_settings
     from dedup.topology.parse import parse
+    from dedup.verify.verifier import verify
 
     topology_file = directory / "flights.yaml"
     topology_file.write_text(topology_text(), encoding="utf-8")
@@ -99,23 +96,24 @@ def _demo(size: Size, directory: Path, console: Console) -> tuple[Report, int]:
         workers = stack.enter_context(Workers(directory, topology_file, kafka.bootstrap, WORKERS))
         watch = stack.enter_context(Watch(kafka.bootstrap, topology.name, "flights", PARTITIONS))
         console.print(f"{WORKERS} workers: dedup run topologies/flights.yaml")
-        distinct = Run(Stage(topology, kafka, proxy, workers, watch), size, console).to_the_end()
+        distinct = Run(DemoStage(topology, kafka, proxy, workers, watch), size, console).to_the_end()
         workers.stop()
-        console.print(f"{WORKERS} workers ended in good order; every record is read again and compared with the model")
-        return _verified(topology, settings, console), distinct
+        console.print(f"{WORKERS} workers shut down cleanly; every record is read again and compared with the model")
+        with reading_bar(console, disable=not console.is_terminal) as show:
+            return verify(topology, settings, progress=show), distinct
 
 
 def topology_text() -> str:
-    """Return the demo's topology, the same as topologies/flights.yaml of the repository."""
-    return resources.files("dedup.local").joinpath("flights.yaml").read_text(encoding="utf-8")
+    """Return the demo's topology, the same as topologies/flights.yaml in the repository."""
+    return resources.files("dedup.embedded").joinpath("flights.yaml").read_text(encoding="utf-8")
 
 
 @contextlib.contextmanager
 def _kafka_behind_proxy(directory: Path, console: Console) -> Iterator[tuple[EmbeddedKafka, FaultProxy]]:
-    from dedup.cli.fetching import fetching_jars
-    from dedup.local.kafka import EmbeddedKafka
-    from dedup.local.proxy import FaultProxy
-    from dedup.proof.atleastonce import make_topic
+    from dedup.chaos.load import make_topic
+    from dedup.cli.broker import fetching_jars
+    from dedup.embedded.fault_proxy import FaultProxy
+    from dedup.embedded.kafka_node import EmbeddedKafka
 
     with fetching_jars() as progress:
         began_s = time.monotonic()
@@ -130,22 +128,9 @@ def _kafka_behind_proxy(directory: Path, console: Console) -> Iterator[tuple[Emb
         kafka.stop()
 
 
-def _verified(topology: Topology, settings: Settings, console: Console) -> Report:
-    from dedup.proof.verify import Progress as Reading
-    from dedup.proof.verify import verify
-
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("reading", total=None)
-
-        def show(now: Reading) -> None:
-            bar.update(task, description=now.doing, completed=now.done, total=now.total)
-
-        return verify(topology, settings, progress=show)
-
-
 def _print_books(found: Report, distinct: int, page: Path | None, console: Console) -> None:
-    """The books are printed, `lost 0  duplicated 0` last. Raises VerificationFailed when they say anything else."""
-    from dedup.proof.render import print_report, to_html
+    """Print the report, `lost 0  duplicated 0` last. Raises VerificationFailed if it says anything else."""
+    from dedup.verify.render import print_report, to_html
 
     if page is not None:
         write_report(page, to_html(found), found.to_json())
@@ -156,5 +141,5 @@ def _print_books(found: Report, distinct: int, page: Path | None, console: Conso
     if not found.passed or found.not_provable or forwarded != distinct:
         raise VerificationFailed(
             f"The demo forwarded {forwarded} of {distinct} distinct flights; {found.closing_line()}. "
-            f"This is a defect of dedup: run it again with --report demo.html and report what that says."
+            f"This is a bug in dedup: run the demo again with --report demo.html, and report what that page says."
         )

@@ -1,4 +1,4 @@
-"""`dedup demo --chain`: flights from a file into a table, each process of the chain killed on the way."""
+"""`dedup demo --chain`: flights from a file into a table, with each process of the chain killed on the way."""
 
 from __future__ import annotations
 
@@ -19,29 +19,32 @@ from typing import Final, Self
 
 from rich.console import Console
 
-from dedup.cli.fetching import fetching_jars
+from dedup.chaos.load import make_topic
+from dedup.cli.broker import fetching_jars
+from dedup.embedded.child_process import ChildProcess
+from dedup.embedded.flights import flights
+from dedup.embedded.kafka_node import EmbeddedKafka
 from dedup.errors import InvariantBroken, VerificationFailed
-from dedup.local.flights import flights
-from dedup.local.kafka import EmbeddedKafka
-from dedup.local.leashed import Leashed
-from dedup.proof.atleastonce import make_topic
 
 FILES: Final = ("chain-ingest.yaml", "chain.yaml")
 COUNT: Final = "SELECT count(*) FROM flights"
 PARTITIONS: Final = 4
-BLOCK: Final = 500
-"""Lines written at a time; a block whose writer is not sure that it arrived is written again."""
-PER_S: Final = 6_000
-TWICE: Final = 0.2
-BACK_AFTER_S: Final = 0.5
-STALLS_AFTER_S: Final = 120.0
-LOOK_EVERY_S: Final = 0.1
+_LINES_PER_S: Final = 6_000
+_BLOCK_LINES: Final = 500
+_WRITTEN_TWICE: Final = 0.2
+"""Share of blocks whose writer does not know that they arrived, and writes them again."""
+_RESTART_AFTER_S: Final = 0.5
+_STALLS_AFTER_S: Final = 120.0
+_POLL_EVERY_S: Final = 0.1
 
 
 def demo_chain(limit: int, directory: Path, console: Console) -> None:
-    """The table has each flight once; raises VerificationFailed if it has not, InvariantBroken if a process ended."""
+    """Run the chain until the table holds each flight once.
+
+    Raises VerificationFailed if it does not, InvariantBroken if a process ended by itself.
+    """
     for name in FILES:
-        text = resources.files("dedup.edges").joinpath(name).read_text(encoding="utf-8")
+        text = resources.files("dedup.connect").joinpath(name).read_text(encoding="utf-8")
         (directory / name).write_text(text, encoding="utf-8")
     (directory / "incoming").mkdir()
     with contextlib.ExitStack() as stack:
@@ -50,47 +53,39 @@ def demo_chain(limit: int, directory: Path, console: Console) -> None:
         stack.callback(kafka.stop)
         for topic in ("chain.flights", "chain.unique"):
             make_topic(kafka.bootstrap, topic, PARTITIONS)
-        console.print(f"Kafka runs at {kafka.bootstrap}; dedup check {' '.join(FILES)}")
-        chain = stack.enter_context(Chain(directory, kafka.bootstrap))
-        chain.say_check(console)
-        source = stack.enter_context(FileWriter(directory / "incoming" / "flights.csv", limit))
+        console.print(f"Kafka is running at {kafka.bootstrap}; dedup check {' '.join(FILES)}")
+        chain = stack.enter_context(_Chain(directory, kafka.bootstrap))
+        chain.print_check(console)
+        source = stack.enter_context(_FileWriter(directory / "incoming" / "flights.csv", limit))
         _kill_each(chain, source, limit, console)
-        _wait_for(chain, source, limit)
+        chain.until(lambda: source.done.is_set() and chain.count() >= limit and chain.connectors_started(), source)
         chain.stop()
     rows, distinct = chain.count(), source.distinct
     console.print(
         f"{source.lines:,} lines in the file, {source.lines - distinct:,} of them written twice; "
-        f"all processes ended in good order"
+        f"all processes shut down cleanly"
     )
     relation = "=" if rows == distinct else "IS NOT"
     console.print(f"{COUNT}: {rows:,} {relation} distinct flights {distinct:,}")
     if rows != distinct:
         raise VerificationFailed(
-            f"The table has {rows} rows and the file {distinct} distinct flights. This is a defect of dedup: please "
+            f"The table has {rows} rows and the file {distinct} distinct flights. This is a bug in dedup: please "
             f"report it, with the logs."
         )
 
 
-def _kill_each(chain: Chain, source: FileWriter, limit: int, console: Console) -> None:
-    for at, name in enumerate(Chain.COMMANDS, 1):
-        wanted = limit * at // (len(Chain.COMMANDS) + 2)
-        chain.until(partial(_has, chain, wanted), source)
+def _kill_each(chain: _Chain, source: _FileWriter, limit: int, console: Console) -> None:
+    for at, name in enumerate(_Chain.COMMANDS, 1):
+        wanted = limit * at // (len(_Chain.COMMANDS) + 2)
+        chain.until(partial(lambda rows: chain.count() >= rows, wanted), source)
         chain.kill(name)
         console.print(f"at {chain.count():,} rows: SIGKILL to dedup {name}")
-        time.sleep(BACK_AFTER_S)
+        time.sleep(_RESTART_AFTER_S)
         chain.start(name)
 
 
-def _has(chain: Chain, rows: int) -> bool:
-    return chain.count() >= rows
-
-
-def _wait_for(chain: Chain, source: FileWriter, limit: int) -> None:
-    chain.until(lambda: source.done.is_set() and chain.count() >= limit and chain.all_at_work(), source)
-
-
-class Chain:
-    """The three processes, once each, on a leash. Use with `with`."""
+class _Chain:
+    """The processes of the chain, one of each command. Use as a context manager, which kills what still runs."""
 
     COMMANDS: Final = {
         "ingest": ("ingest", "chain-ingest.yaml"),
@@ -100,45 +95,43 @@ class Chain:
 
     def __init__(self, directory: Path, bootstrap: str) -> None:
         self._directory: Final = directory
-        self._running: dict[str, Leashed] = {}
+        self._running: dict[str, ChildProcess] = {}
         self._log_from: dict[str, int] = {}
-        """Where the log of the running process begins: those killed before it wrote into the same file."""
+        """Where the log of the running process begins: killed predecessors wrote to the same file."""
         config = {"brokers": [bootstrap], "topics": {"replication_factor": 1}, "web": {"enabled": False}}
         (directory / "config.yaml").write_text(json.dumps(config), encoding="utf-8")
 
     def __enter__(self) -> Self:
-        """Start all."""
         for name in self.COMMANDS:
             self.start(name)
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Kill what still runs."""
         for process in self._running.values():
             process.kill()
 
     def start(self, name: str) -> None:
-        """The process of this command runs, in the demo's directory."""
+        """Start the process of a command in the demo's directory."""
         code = f"import os; os.chdir({str(self._directory)!r}); from dedup.cli.main import main; main()"
         command = [sys.executable, "-c", code, *self.COMMANDS[name], "--config", "config.yaml"]
         log = self._log(name)
         self._log_from[name] = log.stat().st_size if log.exists() else 0
-        self._running[name] = Leashed(command, log)
+        self._running[name] = ChildProcess(command, log)
 
     def kill(self, name: str) -> None:
-        """It is gone, by SIGKILL."""
+        """Kill the process of a command by SIGKILL."""
         self._running.pop(name).kill()
 
     def stop(self) -> None:
-        """All ended in good order after SIGTERM. Raises InvariantBroken when one did not."""
+        """Stop all processes by SIGTERM. Raises InvariantBroken if one does not exit with code 0."""
         for name, process in self._running.items():
             code = process.stop()
             if code != 0:
                 raise self._ended(name, code)
         self._running = {}
 
-    def until(self, condition: Callable[[], bool], source: FileWriter) -> None:
-        """The condition holds; all processes run. Raises InvariantBroken when no row comes for two minutes."""
+    def until(self, condition: Callable[[], bool], source: _FileWriter) -> None:
+        """Wait for a condition. Raises InvariantBroken if a process ends, or no row is written for two minutes."""
         rows, moved_s = -1, time.monotonic()
         while not condition():
             source.check()
@@ -147,16 +140,16 @@ class Chain:
                     raise self._ended(name, process.exit_code or 0)
             if (now := self.count()) != rows:
                 rows, moved_s = now, time.monotonic()
-            if time.monotonic() - moved_s > STALLS_AFTER_S:
-                raise InvariantBroken(f"No row was written for {STALLS_AFTER_S:g} s, at {rows}. Look at the logs.")
-            time.sleep(LOOK_EVERY_S)
+            if time.monotonic() - moved_s > _STALLS_AFTER_S:
+                raise InvariantBroken(f"No row was written for {_STALLS_AFTER_S:g} s, at {rows} rows. See the logs.")
+            time.sleep(_POLL_EVERY_S)
 
-    def all_at_work(self) -> bool:
-        """Return whether those at the edges have begun, so that a signal finds them at work; the worker long has."""
+    def connectors_started(self) -> bool:
+        """Tell whether ingest and sink have taken their work, so that SIGTERM finds them ready to handle it."""
         return all(b" taken; " in self._log(name).read_bytes()[self._log_from[name] :] for name in ("ingest", "sink"))
 
     def count(self) -> int:
-        """Return the rows of the table; 0 before it is made."""
+        """Return the number of rows in the table; 0 before it is created."""
         path = self._directory / "flights.db"
         if not path.exists():
             return 0
@@ -164,8 +157,8 @@ class Chain:
             made = connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'flights'").fetchone()
             return int(connection.execute(COUNT).fetchone()[0]) if made else 0
 
-    def say_check(self, console: Console) -> None:
-        """What `dedup check` says of the chain is printed."""
+    def print_check(self, console: Console) -> None:
+        """Print what `dedup check` says about the chain."""
         from dedup.cli.inputs import read_ingest, read_topology
         from dedup.topology.chain import Named, describe_chain
 
@@ -184,8 +177,8 @@ class Chain:
         return InvariantBroken(f"dedup {name} ended with exit code {code}. The end of its log:\n{tail}")
 
 
-class FileWriter:
-    """A program that appends flights to a CSV file and, not sure that a block arrived, appends it again."""
+class _FileWriter:
+    """Appends flights to a CSV file in a thread, some blocks twice, as a writer does that got no confirmation."""
 
     def __init__(self, path: Path, limit: int) -> None:
         self._path: Final = path
@@ -207,7 +200,7 @@ class FileWriter:
         self._thread.join()
 
     def check(self) -> None:
-        """Raise what ended the writer, if it was an error."""
+        """Raise the error that ended the writer, if any."""
         if self._failure is not None:
             raise self._failure
 
@@ -221,11 +214,11 @@ class FileWriter:
         began_s = time.monotonic()
         with self._path.open("ab", buffering=0) as file:
             for header, block in self._blocks():
-                text = header + block * (2 if self._dice.random() < TWICE else 1)
+                text = header + block * (2 if self._dice.random() < _WRITTEN_TWICE else 1)
                 file.write(text)
                 self.lines += text.count(b"\n") - bool(header)
                 self.distinct += block.count(b"\n")
-                if self._stop.wait(max(0.0, began_s + self.lines / PER_S - time.monotonic())):
+                if self._stop.wait(max(0.0, began_s + self.lines / _LINES_PER_S - time.monotonic())):
                     return
         self.done.set()
 
@@ -237,7 +230,7 @@ class FileWriter:
             if number == 1:
                 header = (",".join(value) + "\n").encode()
             rows.writerow(value.values())
-            if number % BLOCK == 0 or number == self._limit:
+            if number % _BLOCK_LINES == 0 or number == self._limit:
                 yield header, block.getvalue().encode()
                 header = b""
                 block.seek(0)

@@ -1,36 +1,34 @@
-"""`dedup doctor`: what stands between this machine and a running topology, told apart layer by layer.
+"""`dedup doctor`: what keeps a topology from running on a cluster, layer by layer.
 
-Each layer is looked at only where the one below it holds, so that one cause gives one sentence.
+A layer is checked only if the one below it works, so that one cause gives one sentence.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-import os
 import re
 from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Final, Literal, assert_never
+from typing import TYPE_CHECKING, Final, Literal, assert_never
 
 import typer
 
-from dedup.cli.inputs import read_topology
+from dedup.cli.inputs import ConfigOption, JsonOption, OptionalTopology, SetOption, read_settings, read_topology
 from dedup.errors import BrokerUnavailable, StateIncompatible
 
 if TYPE_CHECKING:
-    from dedup.session.connection import Connection
-    from dedup.session.diagnose import Finding, Trouble
-    from dedup.session.rights import Rights
+    from dedup.kafka.authorization import Rights
+    from dedup.kafka.connection import Connection
+    from dedup.kafka.diagnose import Diagnosis, Trouble
     from dedup.settings import Settings
     from dedup.topology.model import Topology
     from dedup.topology.permissions import Permission
 
-_HELP: Final = """Tell what keeps a topology from running: DNS, TCP, TLS, authentication, version, ACL or topics.
+_HELP: Final = """Find what keeps a topology from running: DNS, TCP, TLS, authentication, version, ACL or topics.
 
-One sentence and one remedy for each problem; nothing is changed, and no worker is disturbed. Without TOPOLOGY the
-cluster alone is looked at. Exit code 5: the brokers; 3: the topics; 0: nothing, or warnings only.
+Prints one sentence and one remedy per problem, changes nothing and disturbs no worker. Without TOPOLOGY only the
+cluster is checked. Exit code 5: a problem with the brokers; 3: with the topics; 0: none, or only warnings.
 
 Examples: dedup doctor topologies/orders.yaml --config config/production.yaml
 
@@ -40,11 +38,19 @@ dedup doctor --set brokers=localhost:9092
 Layer = Literal["DNS", "TCP", "TLS", "authentication", "version", "ACL", "topics"]
 LAYERS: Final[tuple[Layer, ...]] = ("DNS", "TCP", "TLS", "authentication", "version", "ACL", "topics")
 _DETAIL: Final = re.compile(r"(?P<what>.*?)\. (?P<remedy>.*?)(?P<detail> \(.*\))?", re.DOTALL)
+_TOPIC_REMEDIES: Final[Mapping[str, str]] = {
+    "source_missing": "Create the source topic, or correct `source.topics`",
+    "topic_missing": "`dedup apply` creates it; so does `dedup run`, unless `topics.create` is false",
+    "topic_differs": "Alter the topic, or accept the difference; if the partitions differ, recreate it",
+    "forwarded_deleted": "Raise the topic's retention.ms to that of its longest source",
+    "retention_below_guard": "Raise the topic's retention.ms to the guard period, if resets must lose nothing",
+    "source_compacted": "Set the topic's cleanup.policy to delete, or accept that compacted records are not provable",
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Symptom:
-    """One thing found: a problem with its remedy, or a warning."""
+    """A problem or a warning, with its remedy."""
 
     layer: Layer
     level: Literal["error", "warning"]
@@ -58,16 +64,14 @@ def register(app: typer.Typer) -> None:
 
 
 def doctor(
-    topology: Annotated[Path | None, typer.Argument(metavar="[TOPOLOGY]", help="The topology file.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-    config: Annotated[Path | None, typer.Option("--config", help="The config file; config/local.yaml if none.")] = None,
-    overrides: Annotated[list[str] | None, typer.Option("--set", help="Override a key of the config.")] = None,
+    topology: OptionalTopology = None,
+    as_json: JsonOption = False,
+    config: ConfigOption = None,
+    overrides: SetOption = None,
 ) -> None:
-    """Print the layers and what is wrong with them."""
-    from dedup.settings import load_settings
-
+    """Print the layers and their problems."""
     parsed = None if topology is None else read_topology(topology)
-    settings = load_settings(config, overrides or [], os.environ)
+    settings = read_settings(config, overrides)
     found, looked_at = asyncio.run(_examined(parsed, settings))
     if as_json:
         layers = [{"layer": layer, "looked_at": layer in looked_at} for layer in LAYERS]
@@ -82,7 +86,7 @@ def doctor(
 
 
 def in_words(found: list[Symptom], looked_at: frozenset[Layer]) -> Iterator[str]:
-    """Yield a line for each layer, and for each problem two more: what it is, what to do."""
+    """Yield a line for each layer, and two for each problem: what it is, and what to do."""
     for layer in LAYERS:
         own = [each for each in found if each.layer == layer]
         if layer not in looked_at:
@@ -96,8 +100,8 @@ def in_words(found: list[Symptom], looked_at: frozenset[Layer]) -> Iterator[str]
 
 async def _examined(topology: Topology | None, settings: Settings) -> tuple[list[Symptom], frozenset[Layer]]:
     """Return the symptoms, and which layers were reached."""
-    from dedup.session.connection import Connection
-    from dedup.session.diagnose import diagnose
+    from dedup.kafka.connection import Connection
+    from dedup.kafka.diagnose import diagnose
 
     connection = Connection.of(settings, client_id="dedup-doctor")
     troubles = await diagnose(connection)
@@ -105,7 +109,7 @@ async def _examined(topology: Topology | None, settings: Settings) -> tuple[list
     reached = _reached([layer_of(finding.trouble) for finding in troubles], len(connection.brokers))
     if len(troubles) == len(connection.brokers):
         return found, reached
-    # One broker that answers is enough to go on; the others are told.
+    # One broker that answers is enough to continue; the others are reported.
     bad = {finding.broker for finding in troubles}
     good = replace(connection, brokers=tuple(broker for broker in connection.brokers if broker not in bad))
     looked_at: set[Layer] = {*reached, "DNS", "TCP", "TLS", "authentication"}
@@ -116,7 +120,7 @@ async def _examined(topology: Topology | None, settings: Settings) -> tuple[list
 
 
 def _reached(stopped_at: list[Layer], brokers: int) -> frozenset[Layer]:
-    """Return the layers that were looked at where every broker stopped somewhere."""
+    """Return the layers that were checked, if every broker failed in one of them."""
     if len(stopped_at) < brokers:
         return frozenset()
     deepest = max(LAYERS.index(layer) for layer in stopped_at)
@@ -126,7 +130,7 @@ def _reached(stopped_at: list[Layer], brokers: int) -> frozenset[Layer]:
 async def _on_the_cluster(
     topology: Topology | None, settings: Settings, connection: Connection
 ) -> AsyncIterator[tuple[Layer, list[Symptom]]]:
-    from dedup.session.rights import Rights
+    from dedup.kafka.authorization import Rights
 
     async with Rights(connection) as rights:
         elsewhere = await _advertised(rights, connection)
@@ -144,11 +148,11 @@ async def _on_the_cluster(
 
 
 async def _advertised(rights: Rights, connection: Connection) -> list[Symptom]:
-    """Return what is wrong with the addresses that the brokers name: everything but the first question goes there."""
-    from dedup.session.diagnose import diagnose
+    """Return what is wrong with the advertised addresses: every request but the first goes there."""
+    from dedup.kafka.diagnose import diagnose
 
     found = await diagnose(replace(connection, brokers=rights.advertised()))
-    return [_symptom(each, "the broker answers under another address, but tells us to go on at ") for each in found]
+    return [_symptom(each, "the broker answers, but advertises another address: ") for each in found]
 
 
 async def _versions(rights: Rights) -> list[Symptom]:
@@ -156,7 +160,7 @@ async def _versions(rights: Rights) -> list[Symptom]:
         Symptom(
             "version",
             "error",
-            f"{broker} is too old: it does not take {', '.join(sorted(lacks))}",
+            f"{broker} is too old: it does not support {', '.join(sorted(lacks))}",
             "Use brokers of Kafka 2.8 or later",
         )
         for broker, lacks in (await rights.lacking()).items()
@@ -165,7 +169,7 @@ async def _versions(rights: Rights) -> list[Symptom]:
 
 
 async def _denied(rights: Rights, topology: Topology, settings: Settings) -> AsyncIterator[Symptom]:
-    """Yield the permissions that are missing, as `dedup apply --acls` lists them."""
+    """Yield the missing permissions, as `dedup apply --acls` lists them."""
     from dedup.topology.permissions import Resource, worker_permissions
 
     wanted = worker_permissions(topology)
@@ -182,16 +186,16 @@ async def _denied(rights: Rights, topology: Topology, settings: Settings) -> Asy
                 continue
             case never:
                 assert_never(never)
-        # A topic that does not exist has no permissions to tell of; the next layer names it.
+        # A topic that does not exist has no permissions; the next layer names it.
         lacks = [] if allowed is None else [name for name in each.operations if name not in allowed]
         if lacks:
             yield _refused(f"{each.resource.value} {each.name}", lacks)
 
 
 async def _transactions(rights: Rights, wanted: Permission, settings: Settings) -> AsyncIterator[Symptom]:
-    from dedup.session.rights import REFUSED_ID, TIMEOUT_TOO_LONG
+    from dedup.kafka.authorization import REFUSED_ID, TIMEOUT_TOO_LONG
 
-    # No task's id ends so: nobody is fenced.
+    # No task's id ends like this, so no task is fenced.
     match await rights.try_transactional_id(f"{wanted.name}doctor", settings.transaction_timeout_ms):
         case code if code == REFUSED_ID:
             yield _refused(f"transactional ids that begin with {wanted.name}", list(wanted.operations))
@@ -211,12 +215,12 @@ def _refused(what: str, operations: list[str]) -> Symptom:
         "ACL",
         "error",
         f"this principal lacks {', '.join(operations)} on {what}",
-        "Grant it; `dedup apply --acls` prints the commands for all that is needed",
+        "Grant it; `dedup apply --acls` prints the commands for all permissions needed",
     )
 
 
 async def _topics(topology: Topology, settings: Settings) -> list[Symptom]:
-    from dedup.worker.compare import broker_findings
+    from dedup.worker.topics import broker_findings
 
     return [
         Symptom("topics", finding.level, finding.text.rstrip("."), _TOPIC_REMEDIES[finding.code])
@@ -224,18 +228,9 @@ async def _topics(topology: Topology, settings: Settings) -> list[Symptom]:
     ]
 
 
-_TOPIC_REMEDIES: Final[Mapping[str, str]] = {
-    "source_missing": "Make the source topic, or correct `source.topics`",
-    "topic_missing": "`dedup apply` makes it; `dedup run` does, unless `topics.create` is false",
-    "topic_differs": "Alter the topic, or accept the difference; where partitions differ, make it anew",
-    "retention_below_guard": "Lengthen the topic's retention.ms to the guard period, if resets must lose nothing",
-    "source_compacted": "Set the topic's cleanup.policy to delete, or accept that compacted records are not provable",
-}
-
-
 def layer_of(trouble: Trouble) -> Layer:
-    """Return the layer in which something stands in the way."""
-    from dedup.session.diagnose import Trouble
+    """Return the layer to which a problem belongs."""
+    from dedup.kafka.diagnose import Trouble
 
     match trouble:
         case Trouble.NAME:
@@ -258,8 +253,8 @@ def layer_of(trouble: Trouble) -> Layer:
             assert_never(never)
 
 
-def _symptom(finding: Finding, before: str) -> Symptom:
-    """Return a broker's finding with its detail beside the problem, not behind the remedy."""
+def _symptom(finding: Diagnosis, before: str) -> Symptom:
+    """Return a diagnosis as a symptom, with its detail after the problem instead of after the remedy."""
     said = _DETAIL.fullmatch(finding.sentence)
     what, remedy, detail = (finding.sentence, "", "") if said is None else said.group("what", "remedy", "detail")
     return Symptom(layer_of(finding.trouble), "error", f"{before}{what}{detail or ''}", remedy)

@@ -1,36 +1,93 @@
-"""Files that commands read."""
+"""What commands share: their usual arguments, the files they read, and the reports they write."""
 
 from __future__ import annotations
 
+import contextlib
+import os
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
-from dedup.errors import Problem, TopologyError
+import typer
+
+from dedup.errors import Problem, SettingsError, TopologyError
 
 if TYPE_CHECKING:
-    from dedup.topology.ingest import Ingest
+    from collections.abc import Iterator
+
+    from rich.console import Console
+
+    from dedup.settings import Settings
+    from dedup.topology.ingest_file import Ingest
     from dedup.topology.model import Topology
+    from dedup.verify.cut import OnProgress, ReadProgress
+
+TopologyArgument = Annotated[Path, typer.Argument(metavar="TOPOLOGY", help="Topology file.")]
+OptionalTopology = Annotated[Path | None, typer.Argument(metavar="[TOPOLOGY]", help="Topology file.")]
+ConfigOption = Annotated[Path | None, typer.Option("--config", help="Config file; config/local.yaml by default.")]
+SetOption = Annotated[list[str] | None, typer.Option("--set", help="Override a config key: key=value. Repeatable.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 def read_topology(path: Path) -> Topology:
-    """Return the topology of a file. Raises TopologyError with every problem, also where it can not be read."""
+    """Return the topology in a file. Raises TopologyError that lists every problem, an unreadable file included."""
     from dedup.topology.parse import parse
 
     return parse(text_of(path), name=str(path))
 
 
+def read_settings(config: Path | None, overrides: list[str] | None = None) -> Settings:
+    """Return the settings of a config file, with the environment and `--set` applied. Raises SettingsError."""
+    from dedup.settings import load_settings
+
+    return load_settings(config, overrides or [], os.environ)
+
+
 def read_ingest(path: Path) -> Ingest:
-    """Return the source of a file of `dedup ingest`. Raises TopologyError with every problem."""
-    from dedup.topology.ingest import parse_ingest
+    """Return the contents of an ingest file. Raises TopologyError that lists every problem."""
+    from dedup.topology.ingest_file import parse_ingest
 
     return parse_ingest(text_of(path), name=str(path))
 
 
 def text_of(path: Path) -> str:
-    """Return the text of a file. Raises TopologyError where it can not be read."""
+    """Return the text of a file. Raises TopologyError if it cannot be read."""
     try:
         return path.read_text(encoding="utf-8")
     except OSError as error:
-        raise TopologyError([Problem(str(path), f"can not be read: {error.strerror}; name a topology file")]) from error
+        raise TopologyError([Problem(str(path), f"cannot be read: {error.strerror}; name a topology file")]) from error
     except UnicodeDecodeError as error:
         raise TopologyError([Problem(str(path), f"is not UTF-8 at byte {error.start}; save it as UTF-8")]) from error
+
+
+def refuse_no_page(page: Path) -> None:
+    """Raise SettingsError now, not after hours of work, if the reports cannot be written; makes their directory."""
+    if page.suffix == ".json":
+        text = f"{page} is where the JSON report goes, next to the HTML one; name that, for example "
+        raise SettingsError([Problem("--report", text + str(page.with_suffix(".html")))])
+    try:
+        page.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise SettingsError([Problem("--report", f"{page.parent} cannot be created: {error.strerror}")]) from error
+    for file in (page, page.with_suffix(".json")):
+        if file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK):
+            raise SettingsError([Problem("--report", f"{file} cannot be written")])
+
+
+def write_report(page: Path, html: str, json: str) -> None:
+    """Write the HTML report to ``page``, which `refuse_no_page` has checked, and the JSON report next to it."""
+    page.write_text(html, encoding="utf-8")
+    page.with_suffix(".json").write_text(json, encoding="utf-8")
+
+
+@contextlib.contextmanager
+def reading_bar(console: Console, *, disable: bool = False) -> Iterator[OnProgress]:
+    """Yield the callback that moves a progress bar of records read."""
+    from rich.progress import Progress
+
+    with Progress(console=console, transient=True, disable=disable) as bar:
+        task = bar.add_task("reading", total=None)
+
+        def show(now: ReadProgress) -> None:
+            bar.update(task, description=now.doing, completed=now.done, total=now.total)
+
+        yield show

@@ -1,4 +1,4 @@
-"""The command line: puts the commands together, and turns errors into a sentence and an exit code."""
+"""The command line: assembles the commands, and turns each error into a sentence and an exit code."""
 
 from __future__ import annotations
 
@@ -8,34 +8,43 @@ from importlib.util import find_spec
 from typing import Annotated, Final
 
 import typer
+from typer.models import CommandInfo, TyperInfo
 
 from dedup.errors import AuthorMistake, DedupError
 
 COMMANDS: Final = (
     "dedup.cli.demo",
     "dedup.cli.run",
-    "dedup.cli.inspect",
+    "dedup.cli.check",
     "dedup.cli.admin",
     "dedup.cli.verify",
-    "dedup.cli.explain",
     "dedup.cli.doctor",
-    "dedup.cli.checkpoint",
+    "dedup.cli.checkpoints",
     "dedup.cli.size",
     "dedup.cli.chaos",
     "dedup.cli.broker",
-    "dedup.cli.bench",
     "dedup.cli.spark",
-    "dedup.cli.ingest",
-    "dedup.cli.sink",
+    "dedup.cli.connectors",
 )
-"""Each has `register(app)`, and imports what its commands need when they run: `--help` must be quick."""
+"""Each has `register(app)`. They import what a command needs only when it runs, to keep `--help` quick."""
 
-_EXIT_CODES: Final = """Exit codes: 0 done, 1 unexpected, 2 a mistake in file or command line, 3 state incompatible,
-4 verification found a violation, 5 broker unreachable or refused, 130 interrupted."""
+_PANELS: Final = {
+    "Start here": ("demo", "check", "describe", "try", "schema", "size", "broker"),
+    "Run": ("apply", "run", "status", "doctor"),
+    "Prove": ("verify", "explain", "chaos"),
+    "Operate": ("lookup", "replay", "reset", "checkpoint"),
+    "Connect": ("ingest", "sink"),
+    "Spark": ("spark",),
+}
+"""Panel of `dedup --help` -> its commands; both in the order shown."""
 
+_EXIT_CODES: Final = (
+    "Exit codes: 0 success, 1 unexpected error, 2 mistake in a file or on the command line, 3 incompatible state, "
+    "4 verification found a violation, 5 broker unreachable or request refused, 130 interrupted."
+)
 
 _ONLY_WITH_JAVA: Final = frozenset({"jgo", "jgo.maven"})
-"""What the Dockerfile leaves out."""
+"""Packages that the Dockerfile leaves out."""
 
 
 def create_app() -> typer.Typer:
@@ -45,18 +54,24 @@ def create_app() -> typer.Typer:
         help="Exactly-once deduplication for Kafka topics.",
         epilog=_EXIT_CODES,
         no_args_is_help=True,
-        # Pretty tracebacks print local variables: passwords among them.
+        # Pretty tracebacks print local variables, passwords among them.
         pretty_exceptions_enable=False,
     )
     app.callback()(_options)
     for module in COMMANDS:
         if find_spec(module) is not None:
             import_module(module).register(app)
+    panel_of = {name: panel for panel, names in _PANELS.items() for name in names}
+    infos: list[CommandInfo | TyperInfo] = [*app.registered_commands, *app.registered_groups]
+    for info in infos:
+        info.rich_help_panel = panel_of[str(info.name)]
+    order = list(panel_of)
+    app.registered_commands.sort(key=lambda info: order.index(str(info.name)))
     return app
 
 
 def main() -> None:
-    """Run the command line; ends the process with the exit code of what happened."""
+    """Run the command line; ends the process with the exit code that fits the outcome."""
     try:
         create_app()()
     except DedupError as error:
@@ -66,8 +81,8 @@ def main() -> None:
         if error.name not in _ONLY_WITH_JAVA:
             raise
         typer.echo(
-            f"The embedded Kafka needs the package {error.name!r}, which this installation was made without, as the "
-            f"worker's image is. Run this command where dedup is installed whole, or use a Kafka that is there.",
+            f"The embedded Kafka needs the package {error.name!r}, which is missing from this installation, as it is "
+            f"from the worker's image. Run this command from a full installation of dedup, or use an existing Kafka.",
             err=True,
         )
         sys.exit(AuthorMistake.exit_code)

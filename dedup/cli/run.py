@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+import time
+from collections import Counter
+from typing import TYPE_CHECKING, Annotated, Final, Self
 
 import typer
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.text import Text
+
+from dedup.cli.inputs import ConfigOption, SetOption, TopologyArgument, read_settings, read_topology
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from dedup.metrics import TaskNumbers
     from dedup.settings import Settings
     from dedup.topology.model import Topology
+    from dedup.worker.app import DedupApp
 
-EXAMPLES = """
+EVERY_S: Final = 0.5
+"""Interval at which the progress line is updated."""
+_EXAMPLES: Final = """
 Examples:
 
   dedup run topologies/orders.yaml
@@ -19,52 +32,118 @@ Examples:
   dedup run topologies/orders.yaml --config config/production.yaml --workers 4
 
   dedup run topologies/simplest.yaml --exit-when-done --set commit_interval=100ms
+
+  dedup run topologies/simplest.yaml --onto-existing-output
 """
 
 
 def register(app: typer.Typer) -> None:
-    """Add the command to the app."""
-    app.command("run", epilog=EXAMPLES)(run)
+    """Add the command to the application."""
+    app.command("run", epilog=_EXAMPLES)(run)
 
 
 def run(
-    topology: Annotated[Path, typer.Argument(help="The topology file.", metavar="TOPOLOGY")],
-    config: Annotated[Path | None, typer.Option(help="Where: brokers, security, directories.")] = None,
-    overrides: Annotated[list[str] | None, typer.Option("--set", help="key=value, over the config file.")] = None,
-    workers: Annotated[int, typer.Option(min=1, max=256, help="Supervise this many worker processes.")] = 1,
+    topology: TopologyArgument,
+    config: ConfigOption = None,
+    overrides: SetOption = None,
+    workers: Annotated[int, typer.Option(min=1, max=256, help="Number of worker processes to supervise.")] = 1,
     exit_when_done: Annotated[
-        bool, typer.Option("--exit-when-done", help="Stop at the end offsets seen at start.")
+        bool, typer.Option("--exit-when-done", help="Stop at the end offsets seen at the start.")
     ] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", help="No progress line; the log only.")] = False,
+    onto_existing_output: Annotated[
+        bool, typer.Option("--onto-existing-output", help="Let a new group write to an output that holds records.")
+    ] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Only log; show no progress line.")] = False,
 ) -> None:
-    """Deduplicate a topology's topics: one worker, or N supervised ones, until a signal comes."""
-    import os
+    """Deduplicate a topology's topics: one worker, or N supervised ones, until a signal comes.
+
+    A new group is refused if its output already holds records: a renamed topology, or a second one with the same
+    output, would forward them again. --onto-existing-output allows it; once is enough, it is remembered for seven days.
+    """
     from dataclasses import replace
 
-    from dedup.cli.inputs import read_topology
-    from dedup.settings import load_settings
-    from dedup.worker.fleet import FleetPlan, supervise
     from dedup.worker.logs import set_up_logging
-    from dedup.worker.worker_id import kept_worker_id
+    from dedup.worker.supervisor import FleetPlan, supervise
+    from dedup.worker.worker import kept_worker_id
 
-    settings = load_settings(config, overrides or [], os.environ)
+    settings = read_settings(config, overrides)
     parsed = read_topology(topology)
     set_up_logging(settings)
     if workers > 1:
         settings = replace(settings, worker_id=kept_worker_id(settings))
-        plan = FleetPlan(topology, config, tuple(overrides or ()), settings, workers, exit_when_done=exit_when_done)
+        said = tuple(overrides or ())
+        plan = FleetPlan(topology, config, said, settings, workers, exit_when_done, onto_existing_output)
         raise typer.Exit(supervise(plan))
-    _run_one(parsed, settings, exit_when_done=exit_when_done, quiet=quiet)
+    _run_one(parsed, settings, exit_when_done=exit_when_done, onto=onto_existing_output, quiet=quiet)
 
 
-def _run_one(parsed: Topology, settings: Settings, *, exit_when_done: bool, quiet: bool) -> None:
+def _run_one(parsed: Topology, settings: Settings, *, exit_when_done: bool, onto: bool, quiet: bool) -> None:
     from functools import partial
 
-    from dedup.cli.progress import RunProgress
-    from dedup.web.server import Pages
-    from dedup.worker.runner import RunOptions, main_loop
+    from dedup.web.server import WebServer
+    from dedup.worker.worker import RunOptions, main_loop
 
-    make_pages = partial(Pages, settings.web) if settings.web.enabled else None
+    make_pages = partial(WebServer, settings.web) if settings.web.enabled else None
     with RunProgress(enabled=not quiet) as progress:
-        main_loop(parsed, settings, RunOptions(exit_when_done, progress.tick, make_pages))
+        main_loop(parsed, settings, RunOptions(exit_when_done, progress.tick, make_pages, onto))
     progress.closing_line()
+
+
+class RunProgress:
+    """The progress line of a worker: rates and verdicts on a terminal; without one only the closing line."""
+
+    def __init__(self, *, enabled: bool) -> None:
+        self._console: Final = Console(stderr=True)
+        self._live: Final = Live(console=self._console, transient=True, auto_refresh=False)
+        self._enabled: Final = enabled and self._console.is_terminal
+        self._next_s = 0.0
+        self._last = (time.monotonic(), 0)
+        self.verdicts: Counter[str] = Counter()
+        """All verdicts of this process, over all assignments."""
+        self._of_tasks: dict[int, Counter[str]] = {}
+
+    def __enter__(self) -> Self:
+        if self._enabled:
+            self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._enabled:
+            self._live.stop()
+
+    def tick(self, app: DedupApp) -> None:
+        """Update the line if it is due; cheap enough to be called often."""
+        for task in app.tasks.running.values():
+            self._of_tasks[id(task.numbers)] = task.numbers.verdicts
+        now_s = time.monotonic()
+        if now_s < self._next_s:
+            return
+        self._next_s = now_s + EVERY_S
+        self.verdicts = sum(self._of_tasks.values(), Counter())
+        total = self.verdicts.total()
+        before_s, before = self._last
+        self._last = (now_s, total)
+        rate = (total - before) / max(now_s - before_s, 1e-9)
+        if self._enabled:
+            line = f"{len(app.tasks.running)} tasks  {total:,} judged  {rate:,.0f}/s  {self._split()}"
+            numbers = [task.numbers for task in app.tasks.running.values()]
+            self._live.update(Group(*restore_bar(numbers), Text(line)), refresh=True)
+
+    def _split(self) -> str:
+        return "  ".join(f"{name} {count:,}" for name, count in sorted(self.verdicts.items()) if count)
+
+    def closing_line(self) -> None:
+        """Print how many records this process judged, by verdict."""
+        self.verdicts = sum(self._of_tasks.values(), Counter())
+        self._console.print(f"judged {self.verdicts.total():,}: {self._split() or 'nothing'}", highlight=False)
+
+
+def restore_bar(numbers: Sequence[TaskNumbers]) -> list[RenderableType]:
+    """Return a progress bar over all running restores; an empty list if there are none."""
+    restoring = [each for each in numbers if each.restore_remaining > 0]
+    if not restoring:
+        return []
+    total = sum(each.restore_total for each in restoring)
+    remaining = sum(each.restore_remaining for each in restoring)
+    text = Text(f"restoring {len(restoring)} tasks, {remaining:,} of {total:,} changelog offsets to go ")
+    return [text, ProgressBar(total=total, completed=total - remaining)]

@@ -1,27 +1,528 @@
-"""`dedup spark ...`: the same topology on Spark. Each command's module is imported when it runs."""
+"""`dedup spark run`, `backfill`, `seed`, `audit` and `upsert`: a topology on Spark.
+
+PySpark is imported when a command runs: `--help` must be quick, and work without it.
+"""
 
 from __future__ import annotations
 
-from importlib import import_module
-from importlib.util import find_spec
-from typing import Final
+import os
+import signal
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from enum import Enum
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Final, Literal, Self
 
 import typer
+from rich.console import Console
 
-COMMANDS: Final = (
-    "dedup.cli.spark_run",
-    "dedup.cli.spark_backfill",
-    "dedup.cli.spark_seed",
-    "dedup.cli.spark_audit",
-    "dedup.cli.spark_upsert",
-)
-"""Each has `register(app)`, and imports PySpark only in its command: `--help` must be quick, and work without it."""
+from dedup.cli.inputs import read_topology, refuse_no_page, write_report
+from dedup.errors import Problem, SettingsError
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+    from dedup.kafka.wire import TopicPartition
+    from dedup.spark.files import History
+    from dedup.spark.seed import Seeded, Until
+    from dedup.spark.spark_jars import Package
+    from dedup.spark.stream import BatchReport
+    from dedup.spark.tables import Jdbc
+    from dedup.topology.model import Topology
+    from dedup.verify.report import Report
+
+_VERDICTS: Final = ("unique", "duplicate", "late", "dead_letter", "exempt")
+_PASSWORD: Final = "DEDUP_JDBC_PASSWORD"  # noqa: S105  # the name of a variable
+
+_RUN_EXAMPLES = """
+Examples:
+
+  dedup spark run topologies/orders.yaml --checkpoint /var/lib/dedup/orders
+
+  dedup spark run topologies/orders.yaml --checkpoint s3a://bucket/orders --master spark://host:7077
+
+  dedup spark run topologies/orders.yaml --checkpoint /tmp/orders --exit-when-done
+"""
+_BACKFILL_EXAMPLES = """
+Examples:
+
+  dedup spark backfill topologies/orders.yaml --input archive/ --out verdicts/
+
+  dedup spark backfill topologies/orders.yaml --config config/production.yaml --out verdicts/ --run may
+
+  dedup spark backfill topologies/orders.yaml --input events.jsonl.gz --format json --out verdicts/ --out-format delta
+"""
+_SEED_EXAMPLES = """
+Examples:
+
+  dedup spark seed topologies/orders.yaml --until latest
+
+  dedup spark seed topologies/orders.yaml --history /data/orders --until 2026-01-01T00:00:00Z
+
+  dedup spark seed topologies/orders.yaml --history /data/orders --format delta --until orders/0=1200,orders/1=900
+"""
+_AUDIT_EXAMPLES = """
+Examples:
+
+  dedup spark audit topologies/orders.yaml --report reports/orders.html
+
+  dedup spark audit topologies/orders.yaml --history /data/orders --config config/production.yaml
+"""
+_UPSERT_EXAMPLES = """
+Examples:
+
+  dedup spark upsert topologies/orders.yaml --delta /tables/orders --schema 'id STRING, amount DOUBLE'
+
+  dedup spark upsert topologies/orders.yaml --jdbc jdbc:postgresql://db/shop --table orders --user dedup
+
+  dedup spark upsert t.yaml --input verdicts/run=backfill/verdict=unique --jdbc jdbc:sqlite:shop.db --table orders
+"""
+
+_Topology = Annotated[Path, typer.Argument(help="The topology file.", metavar="TOPOLOGY")]
+_Config = Annotated[Path | None, typer.Option(help="The config file; config/local.yaml if not given.")]
+_Overrides = Annotated[list[str] | None, typer.Option("--set", help="Override a key of the config: key=value.")]
+_Master = Annotated[str | None, typer.Option(help="Spark's master; if not given, this machine or spark-submit's.")]
+_Conf = Annotated[list[str] | None, typer.Option("--conf", help="A setting of Spark: key=value.")]
+_RowsAreEvents = Annotated[
+    bool, typer.Option("--rows-are-events", help="The table has no column `value`: each row, as JSON, is an event.")
+]
+_Quiet = Annotated[bool, typer.Option("--quiet", help="Show no progress.")]
+
+
+class InputFormat(Enum):
+    """See `dedup.spark.files.FileFormat`."""
+
+    PARQUET = "parquet"
+    JSON = "json"
+    JSON_RECORDS = "json-records"
+    DELTA = "delta"
+
+
+class OutputFormat(Enum):
+    """See `dedup.spark.backfill.OutputFormat`."""
+
+    PARQUET = "parquet"
+    DELTA = "delta"
+
+
+def open_session(
+    topology: Topology, master: str | None, conf: list[str] | None, packages: Iterable[Package]
+) -> SparkSession:
+    """Return a session with the settings ``--conf key=value``. Raises SettingsError for one without a value."""
+    from dedup.spark.session import session_for
+
+    wrong = [text for text in conf or () if "=" not in text]
+    if wrong:
+        raise SettingsError([Problem(f"--conf {text}", "has no value; write --conf key=value") for text in wrong])
+    pairs = {key: value for key, _, value in (text.partition("=") for text in conf or ())}
+    return session_for(topology, master=master, packages=packages, conf=pairs)
+
+
+@contextmanager
+def _job(
+    topology: Topology, master: str | None, conf: list[str] | None, packages: Iterable[Package], *, quiet: bool
+) -> Iterator[SparkSession]:
+    """Yield a session with a progress bar; errors of executors are raised as what they are."""
+    from dedup.spark.session import JobProgress, translated_errors
+
+    spark = open_session(topology, master, conf, packages)
+    try:
+        with translated_errors(), JobProgress(spark, enabled=not quiet):
+            yield spark
+    finally:
+        spark.stop()
+
+
+def _parse_until(text: str) -> Until:
+    """Return ``--until``: `earliest`, `latest`, a time in ms, or the offsets of `topic/partition=offset,...`."""
+    match text:
+        case "earliest" | "latest":
+            return text
+        case _ if "=" in text:
+            return _parse_offsets(text, "--until")
+        case _:
+            return _parse_time(text, "--until", "latest, 2024-01-01T00:00:00Z or orders/0=1200,orders/1=900")
+
+
+def _parse_time(text: str, option: str, write: str) -> int:
+    """Return a time in ms. Raises SettingsError, with ``write`` as what to write instead."""
+    from dedup.core.event_time import rfc3339_ms
+
+    found = int(text) if text.isdecimal() else rfc3339_ms(text)
+    if found is None:
+        raise SettingsError([Problem(option, f'"{text}" is no time; write {write}')])
+    return found
+
+
+def _parse_offsets(text: str, option: str) -> dict[TopicPartition, int]:
+    """Return the offsets of `topic/partition=offset,...`. Raises SettingsError for any other text."""
+    from dedup.kafka.wire import TopicPartition
+
+    found = {}
+    for each in text.split(","):
+        place, _, offset = each.strip().partition("=")
+        topic, _, partition = place.rpartition("/")
+        if not (topic and partition.isdecimal() and offset.isdecimal()):
+            raise SettingsError([Problem(option, f'"{each}" is no offset; write topic/partition=offset')])
+        found[TopicPartition(topic, int(partition))] = int(offset)
+    return found
+
+
+def run(
+    topology: _Topology,
+    *,
+    checkpoint: Annotated[str, typer.Option(help="Spark's checkpoint: a directory for this topology alone.")],
+    config: _Config = None,
+    overrides: _Overrides = None,
+    master: _Master = None,
+    conf: _Conf = None,
+    exit_when_done: Annotated[
+        bool, typer.Option("--exit-when-done", help="Stop at the end offsets seen at the start.")
+    ] = False,
+    most_offsets: Annotated[int, typer.Option(min=1, help="At most this many offsets in a micro-batch.")] = 1_000_000,
+    commit_rows: Annotated[int, typer.Option(min=1, help="About this many records in a transaction.")] = 100_000,
+    onto_existing_output: Annotated[
+        bool, typer.Option("--onto-existing-output", help="Let a new group write to an output that holds records.")
+    ] = False,
+    quiet: _Quiet = False,
+) -> None:
+    """Deduplicate a topology's topics on Spark, exactly once, with the same verdicts and state as a fleet."""
+    from dataclasses import replace
+
+    from dedup.settings import load_settings
+    from dedup.spark.stream import StreamOptions, start_stream
+
+    settings = load_settings(config, overrides or [], os.environ)
+    parsed = read_topology(topology)
+    options = StreamOptions(checkpoint, exit_when_done, most_offsets, commit_rows, onto_existing_output)
+    # A local Spark retries a failed task only if the master says so; without a retry a failed task ends the stream.
+    local = master is None and "PYSPARK_GATEWAY_PORT" not in os.environ
+    spark = open_session(parsed, "local[*,4]" if local else master, conf, ("kafka",))
+    try:
+        with _StreamProgress(enabled=not quiet) as progress:
+            stream = start_stream(spark, parsed, settings, replace(options, on_batch=progress.add))
+            with _stopped_by_signals(stream.stop):
+                stream.wait()
+        progress.closing_line()
+    finally:
+        spark.stop()
+
+
+@contextmanager
+def _stopped_by_signals(stop: Callable[[], None]) -> Iterator[None]:
+    """Inside ``with``, SIGTERM and SIGINT call ``stop``."""
+
+    def stopped(_number: int, _frame: object) -> None:
+        stop()
+
+    before = {number: signal.signal(number, stopped) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+class _StreamProgress:
+    """A line on a terminal while the stream runs, and one at the end."""
+
+    def __init__(self, *, enabled: bool) -> None:
+        self._console: Final = Console(stderr=True)
+        self._status: Final = self._console.status("waiting for records")
+        self._enabled: Final = enabled and self._console.is_terminal
+        self._began_s: Final = time.monotonic()
+        self._verdicts: Final[Counter[str]] = Counter()
+        self._batches = 0
+
+    def __enter__(self) -> Self:
+        if self._enabled:
+            self._status.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._enabled:
+            self._status.stop()
+
+    def add(self, report: BatchReport) -> None:
+        """Count a micro-batch."""
+        self._batches += 1
+        for name in _VERDICTS:
+            self._verdicts[name] += report.total(name)
+        judged = sum(self._verdicts[name] for name in _VERDICTS)
+        rate = judged / (time.monotonic() - self._began_s)
+        if self._enabled:
+            self._status.update(f"{self._batches} micro-batches  {judged:,} judged  {rate:,.0f}/s  {self._split()}")
+
+    def _split(self) -> str:
+        return "  ".join(f"{name} {count:,}" for name, count in sorted(self._verdicts.items()) if count)
+
+    def closing_line(self) -> None:
+        """Print what this run judged."""
+        judged = sum(self._verdicts[name] for name in _VERDICTS)
+        self._console.print(f"judged {judged:,}: {self._split() or 'nothing'}", highlight=False)
+
+
+def backfill_command(
+    topology: _Topology,
+    *,
+    out: Annotated[str, typer.Option(help="Where verdicts are written: a directory, or a Delta table's path.")],
+    inputs: Annotated[
+        list[str] | None, typer.Option("--input", help="Files or directories. Without it the topics are read.")
+    ] = None,
+    fmt: Annotated[
+        InputFormat, typer.Option("--format", help="Format of --input. json: each line is an event.")
+    ] = InputFormat.PARQUET,
+    rows_are_events: _RowsAreEvents = False,
+    out_format: Annotated[OutputFormat, typer.Option(help="Format of the verdicts.")] = OutputFormat.PARQUET,
+    run: Annotated[str, typer.Option(help="Name of this run; a run that exists is not written again.")] = "backfill",
+    start: Annotated[
+        str, typer.Option(help="Where topics are read from: whole (offset 0), earliest (what is left), or a time.")
+    ] = "whole",
+    until: Annotated[str, typer.Option(help="Where topics are read to: now, or a time.")] = "now",
+    repartitioned: Annotated[
+        bool, typer.Option("--repartitioned", help="Read the repartition topic, in whose order a fleet judged.")
+    ] = False,
+    now: Annotated[str | None, typer.Option(help="The time that decides which event times are in the future.")] = None,
+    config: _Config = None,
+    overrides: _Overrides = None,
+    master: _Master = None,
+    conf: _Conf = None,
+    quiet: _Quiet = False,
+) -> None:
+    """Judge a history exactly (files, Delta tables or ranges of Kafka), and publish every record's verdict once."""
+    if inputs:
+        _refuse_topic_options(start, until, repartitioned=repartitioned)
+
+    from dedup.spark.backfill import backfill
+    from dedup.spark.files import read_files
+
+    parsed = read_topology(topology)
+    now_ms = None if now is None else _parse_time(now, "--now", "2024-01-01T00:00:00Z")
+    packages: list[Package] = [] if inputs else ["kafka"]
+    packages += ["delta"] if "delta" in {fmt.value if inputs else "", out_format.value} else []
+    with _job(parsed, master, conf, packages, quiet=quiet) as spark:
+        if inputs:
+            history = read_files(spark, inputs, fmt.value, rows_are_events=rows_are_events)
+        else:
+            history = _kafka_history(spark, parsed, (config, overrides), (start, until), repartitioned)
+        say = partial(typer.echo, err=True)
+        report = backfill(history, parsed, out, run=run, now_ms=now_ms, fmt=out_format.value, say=say)
+    verdicts = "  ".join(f"{name} {count:,}" for name, count in report.verdicts.items())
+    typer.echo(f"judged {sum(report.verdicts.values()):,}: {verdicts}")
+    typer.echo(f"verdicts: {report.path}")
+
+
+def _refuse_topic_options(start: str, until: str, *, repartitioned: bool) -> None:
+    """Raise SettingsError for options that have no effect on files."""
+    given = {"--start": start != "whole", "--until": until != "now", "--repartitioned": repartitioned}
+    text = "is for topics, and --input reads files; leave one of them out"
+    problems = [Problem(name, text) for name, is_given in given.items() if is_given]
+    if problems:
+        raise SettingsError(problems)
+
+
+def _kafka_history(
+    spark: SparkSession,
+    topology: Topology,
+    where: tuple[Path | None, list[str] | None],
+    between: tuple[str, str],
+    repartitioned: bool,
+) -> History:
+    from dedup.settings import load_settings
+    from dedup.spark.kafka_source import Start, read_kafka
+
+    settings = load_settings(where[0], where[1] or [], os.environ)
+    start, until = between
+    a_time = "a time such as 2024-01-01T00:00:00Z"
+    begin: Start
+    match start:
+        case "whole" | "earliest":
+            begin = start
+        case _:
+            begin = _parse_time(start, "--start", f"whole, earliest, or {a_time}")
+    end: Literal["now"] | int = "now" if until == "now" else _parse_time(until, "--until", f"now, or {a_time}")
+    return read_kafka(spark, topology, settings, start=begin, until=end, repartitioned=repartitioned)
+
+
+def seed_command(  # noqa: PLR0917  # one parameter per option
+    topology: _Topology,
+    until: Annotated[
+        str,
+        typer.Option(
+            metavar="earliest|latest|TIME|OFFSETS", help="Where the fleet begins; everything before is history."
+        ),
+    ],
+    history: Annotated[
+        list[str] | None, typer.Option(help="Files or directories. Without it the source topics are read.")
+    ] = None,
+    fmt: Annotated[InputFormat, typer.Option("--format", help="Format of --history.")] = InputFormat.PARQUET,
+    rows_are_events: _RowsAreEvents = False,
+    config: _Config = None,
+    overrides: _Overrides = None,
+    commit_rows: Annotated[int, typer.Option(min=1, help="Changelog records in a transaction.")] = 50_000,
+    master: _Master = None,
+    conf: _Conf = None,
+    quiet: _Quiet = False,
+) -> None:
+    """Write a history's sightings into the fleet's changelog, so that live records continue it without gap or overlap.
+
+    The fleet must be stopped and new: no offsets, no changelog. To finish a seed that was killed, run it again.
+    """
+    from dedup.settings import load_settings
+    from dedup.spark.files import read_files
+    from dedup.spark.seed import SeedOptions, seed
+
+    parsed, settings = read_topology(topology), load_settings(config, overrides or [], os.environ)
+    options = SeedOptions(_parse_until(until), commit_rows=commit_rows)
+    packages: list[Package] = ["kafka", "delta"] if fmt is InputFormat.DELTA else ["kafka"]
+    with _job(parsed, master, conf, packages, quiet=quiet) as spark:
+        files = read_files(spark, history, fmt.value, rows_are_events=rows_are_events) if history else None
+        done = seed(spark, parsed, settings, options, history=files, tell=partial(typer.echo, err=True))
+    _print_seed(done)
+
+
+def _print_seed(done: Seeded) -> None:
+    judged = ", ".join(f"{name} {count:,}" for name, count in sorted(done.verdicts.items()))
+    typer.echo(f"history: {judged or 'no record'}")
+    for each in done.partitions:
+        there = "; an earlier run had finished it" if each.was_there else ""
+        typer.echo(f"changelog partition {each.partition}: {each.sightings:,} records of sightings{there}")
+    for (topic, partition), offset in sorted(done.begins.items()):
+        typer.echo(f"{topic}/{partition}: the fleet begins at offset {offset}")
+    typer.echo(f"seeded: {done.name}")
+
+
+def audit_command(  # noqa: PLR0917  # one parameter per option
+    topology: _Topology,
+    history: Annotated[list[str] | None, typer.Option(help="The files that the fleet was seeded from, if any.")] = None,
+    fmt: Annotated[InputFormat, typer.Option("--format", help="Format of --history.")] = InputFormat.PARQUET,
+    rows_are_events: _RowsAreEvents = False,
+    begins: Annotated[
+        str | None, typer.Option("--from", metavar="OFFSETS", help="Where the fleet began, if no topic says so.")
+    ] = None,
+    config: _Config = None,
+    overrides: _Overrides = None,
+    report: Annotated[
+        Path | None,
+        typer.Option(help="The HTML report; the JSON report is written beside it. audit-NAME.html if not given."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print only the report, as JSON.")] = False,
+    master: _Master = None,
+    conf: _Conf = None,
+    quiet: _Quiet = False,
+) -> None:
+    """Prove from everything in the topics that nothing was lost or duplicated. Exit code 4 on any finding."""
+    from dedup.errors import VerificationFailed
+    from dedup.settings import load_settings
+
+    parsed, settings = read_topology(topology), load_settings(config, overrides or [], os.environ)
+    offsets = None if begins is None else _parse_offsets(begins, "--from")
+    page = report or Path(f"audit-{parsed.name}.html")
+    refuse_no_page(page)
+    # Importing Spark takes seconds: refuse first what can be refused without it.
+    from dedup.spark.audit import audit
+    from dedup.spark.files import read_files
+
+    packages: list[Package] = ["kafka", "delta"] if fmt is InputFormat.DELTA else ["kafka"]
+    with _job(parsed, master, conf, packages, quiet=quiet) as spark:
+        files = read_files(spark, history, fmt.value, rows_are_events=rows_are_events) if history else None
+        found = audit(spark, parsed, settings, history=files, begins=offsets)
+    _write(found, page, as_json=as_json)
+    if not found.passed:
+        raise VerificationFailed(
+            f"{parsed.name}: {found.closing_line()}. The records are named in {page}. Keep the topics as they are: "
+            f"they are the evidence."
+        )
+
+
+def _write(found: Report, page: Path, *, as_json: bool) -> None:
+    from dedup.verify.render import print_report, to_html
+
+    write_report(page, to_html(found, "dedup spark audit"), found.to_json())
+    if as_json:
+        typer.echo(found.to_json(), nl=False)
+        return
+    console = Console()
+    console.print(f"report: {page} and {page.with_suffix('.json').name}", highlight=False)
+    print_report(found, console)
+
+
+def upsert_command(  # noqa: PLR0917  # one parameter per option
+    topology: _Topology,
+    delta: Annotated[str | None, typer.Option(metavar="PATH", help="A Delta table.")] = None,
+    jdbc: Annotated[
+        str | None, typer.Option(metavar="URL", help="A database: jdbc:postgresql://HOST/DB or jdbc:sqlite:FILE.")
+    ] = None,
+    table: Annotated[str | None, typer.Option(help="The database table.")] = None,
+    user: Annotated[str | None, typer.Option(help=f"The database user; the password is read from {_PASSWORD}.")] = None,
+    inputs: Annotated[
+        list[str] | None, typer.Option("--input", help="Files or directories. Without it the output topic is read.")
+    ] = None,
+    fmt: Annotated[InputFormat, typer.Option("--format", help="Format of --input.")] = InputFormat.PARQUET,
+    schema: Annotated[
+        str | None,
+        typer.Option(metavar="DDL", help="Members of the JSON value as columns. Without it: key and value, as bytes."),
+    ] = None,
+    order: Annotated[
+        str, typer.Option(metavar="event_time|offset|COLUMN", help="What decides which record is newest.")
+    ] = "event_time",
+    rejected: Annotated[
+        str | None, typer.Option(metavar="PATH", help="Where to put records that cannot be rows.")
+    ] = None,
+    config: _Config = None,
+    overrides: _Overrides = None,
+    master: _Master = None,
+    conf: _Conf = None,
+    quiet: _Quiet = False,
+) -> None:
+    """Write records to a table with one row per tracking ID: the newest record wins, and a run may be repeated."""
+    from dedup.settings import load_settings
+    from dedup.spark.files import read_files
+    from dedup.spark.tables import keep_rejected, output_records, table_rows, upsert_delta, upsert_jdbc
+
+    parsed = read_topology(topology)
+    to = _target(delta, jdbc, table, user, os.environ.get(_PASSWORD))
+    packages: list[Package] = [] if inputs else ["kafka"]
+    packages += ["delta"] if delta is not None or (inputs and fmt is InputFormat.DELTA) else []
+    packages += ["jdbc"] if jdbc is not None else []
+    with _job(parsed, master, conf, packages, quiet=quiet) as spark:
+        if inputs:
+            records = read_files(spark, inputs, fmt.value).records
+        else:
+            records = output_records(spark, parsed, load_settings(config, overrides or [], os.environ))
+        found = table_rows(records, parsed, schema=schema, order=order)
+        left = keep_rejected(found, rejected)
+        if isinstance(to, str):
+            upsert_delta(found.rows, to)
+        else:
+            upsert_jdbc(found.rows, to)
+    typer.echo(f"{delta or table}: up to date" + (f"; {left:,} records cannot be rows: {rejected}" if left else ""))
+
+
+def _target(
+    delta: str | None, jdbc: str | None, table: str | None, user: str | None, password: str | None
+) -> Jdbc | str:
+    """Return the table. Raises SettingsError unless the options name exactly one."""
+    from dedup.spark.tables import Jdbc
+
+    if delta is not None and jdbc is None and table is None and user is None:
+        return delta
+    if delta is None and jdbc is not None and table is not None:
+        return Jdbc(jdbc, table, user, password)
+    raise SettingsError(
+        [Problem("dedup spark upsert", "name one table: --delta PATH, or --jdbc URL with --table NAME")]
+    )
 
 
 def register(app: typer.Typer) -> None:
-    """Add the sub-application to the app."""
-    spark = typer.Typer(help="The same topology on Spark: stream, backfill, seed, audit, tables.", no_args_is_help=True)
-    for module in COMMANDS:
-        if find_spec(module) is not None:
-            import_module(module).register(spark)
-    app.add_typer(spark, name="spark")
+    """Add the group `spark` to the app."""
+    group = typer.Typer(help="The same topology on Spark: stream, backfill, seed, audit, tables.", no_args_is_help=True)
+    group.command("run", epilog=_RUN_EXAMPLES)(run)
+    group.command("backfill", epilog=_BACKFILL_EXAMPLES)(backfill_command)
+    group.command("seed", epilog=_SEED_EXAMPLES)(seed_command)
+    group.command("audit", epilog=_AUDIT_EXAMPLES)(audit_command)
+    group.command("upsert", epilog=_UPSERT_EXAMPLES)(upsert_command)
+    app.add_typer(group, name="spark")

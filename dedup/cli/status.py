@@ -1,24 +1,41 @@
-"""What `dedup status` shows: the brokers' view of the tasks, and what workers that answer add to it."""
+"""`dedup status` and `dedup lookup`: what the brokers say about a topology's tasks, and what its workers say."""
 
 from __future__ import annotations
 
 import json
+import urllib.error
+import urllib.parse
+import urllib.request
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Final, Self
 
-from rich.console import Console, Group
+from rich.console import Console
+from rich.console import Group as Lines
 from rich.live import Live
 from rich.table import Table
+
+from dedup.cli.try_records import instant
+from dedup.errors import DedupError, Problem, SettingsError
+from dedup.kafka.client import KafkaWire
+from dedup.kafka.topic_admin import Admin, Group, GroupMember, Topic
+from dedup.kafka.wire import NoAnswer, TopicPartition
+from dedup.worker.offsets import bounds_of, committed_offset
+from dedup.worker.topics import topic_names
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from dedup.worker.survey import Survey
+    from dedup.settings import Settings
+    from dedup.topology.model import Topology
 
 WATCH_S: Final = 2.0
-FROM_WORKER: Final = (
+PATIENCE_S: Final = 5.0
+"""Timeout of a request to a worker."""
+_BAD_REQUEST: Final = 400
+_UNAUTHORIZED: Final = 401
+_FROM_WORKER: Final = (
     "state",
     "restore_remaining",
     "restore_total",
@@ -30,13 +47,195 @@ FROM_WORKER: Final = (
 )
 
 
+class NotReached(DedupError):
+    """No worker answers at an address."""
+
+
+@dataclass(frozen=True, slots=True)
+class SurveyedTask:
+    """One feeding partition."""
+
+    task: str
+    topic: str
+    partition: int
+    owner: str | None
+    committed: int | None
+    end: int
+    lag: int
+    """Offsets from the committed one to the end; 0 if they hold only transaction markers and aborted records."""
+    changelog_begin: int | None
+    changelog_end: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Survey:
+    """A topology at one moment, as the brokers see it."""
+
+    topology: str
+    members: tuple[GroupMember, ...]
+    tasks: tuple[SurveyedTask, ...]
+    missing_topics: tuple[str, ...]
+
+
+async def survey(topology: Topology, wire: KafkaWire, admin: Admin) -> Survey:
+    """Return the state of the group and the topics; no worker is asked."""
+    have = await admin.topics(topic_names(topology))
+    members = await Group(wire, topology.name).members()
+    owners = {partition: member.worker_id for member in members for partition in member.partitions}
+    kinds = {"dedup": topology.feeding_topics}
+    if not topology.direct:
+        kinds = {"repartition": topology.source.topics, **kinds}
+    tasks = [
+        await _task(topology, wire, have, owners, (kind, TopicPartition(name, partition)))
+        for kind, names in kinds.items()
+        for name in names
+        if name in have
+        for partition in range(have[name].partitions)
+    ]
+    missing = tuple(name for name in topic_names(topology) if name not in have)
+    return Survey(topology.name, tuple(members), tuple(tasks), missing)
+
+
+async def _task(
+    topology: Topology,
+    wire: KafkaWire,
+    have: Mapping[str, Topic],
+    owners: Mapping[TopicPartition, str],
+    at: tuple[str, TopicPartition],
+) -> SurveyedTask:
+    kind, feeding = at
+    bounds = await bounds_of(wire, feeding)
+    committed = await committed_offset(wire, topology.name, feeding, stable=False)
+    begin = end = None
+    changelog = have.get(topology.changelog_topic)
+    if kind == "dedup" and changelog is not None and feeding.partition < changelog.partitions:
+        kept = await bounds_of(wire, TopicPartition(changelog.name, feeding.partition))
+        begin, end = kept.start, kept.end
+    # A recreated topic may end before the committed offset.
+    lag = max(0, bounds.end - max(bounds.start, committed or 0))
+    if lag and committed is not None and await _only_markers(wire, feeding, max(bounds.start, committed)):
+        lag = 0
+    return SurveyedTask(
+        kind, feeding.topic, feeding.partition, owners.get(feeding), committed, bounds.end, lag, begin, end
+    )
+
+
+async def _only_markers(wire: KafkaWire, feeding: TopicPartition, offset: int) -> bool:
+    """Tell whether only markers and aborted records follow: no task sees those, so no task commits them."""
+    try:
+        found = await wire.fetch(feeding, offset, max_bytes=1, wait_ms=0)
+    except NoAnswer:
+        return False
+    return not found.records and found.next_offset >= found.high_watermark
+
+
+def default_urls(settings: Settings) -> list[str]:
+    """Return the address of a worker's pages with this config; empty if its port is picked at random."""
+    web = settings.web
+    if not web.enabled or web.port == 0:
+        return []
+    # A worker that listens on all addresses also listens on loopback.
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(web.host.strip("[]"), web.host.strip("[]"))  # noqa: S104
+    return [f"http://{f'[{host}]' if ':' in host else host}:{web.port}"]
+
+
+def ask(url: str, page: str, settings: Settings) -> dict[str, Any]:
+    """Return the JSON of a page. Raises NotReached, or SettingsError if the request is invalid."""
+    if not url.startswith(("http://", "https://")):
+        raise SettingsError([Problem("--url", f'"{url}" is not the address of a worker; write http://127.0.0.1:6066')])
+    headers = {} if settings.web.token is None else {"Authorization": f"Bearer {settings.web.token.reveal()}"}
+    request = urllib.request.Request(url.rstrip("/") + page, headers=headers)  # noqa: S310  # checked above
+    try:
+        with urllib.request.urlopen(request, timeout=PATIENCE_S) as answer:  # noqa: S310
+            found: dict[str, Any] = json.load(answer)
+            return found
+    except urllib.error.HTTPError as error:
+        if error.code == _BAD_REQUEST:
+            raise SettingsError([Problem("ID", str(json.load(error).get("error", "is not valid")))]) from error
+        remedy = "set web.token to the worker's" if error.code == _UNAUTHORIZED else "is it a worker of this release?"
+        raise NotReached(f"{url} answered {error.code} {error.reason}; {remedy}") from error
+    except (OSError, ValueError) as error:
+        why = getattr(error, "reason", error)
+        raise NotReached(f"no worker answers at {url} ({why}). Start one, or name its pages with --url.") from error
+
+
+def ask_fleet(topology: str, urls: Sequence[str], settings: Settings) -> list[dict[str, Any]]:
+    """Return the status of each reachable worker of a topology: those at ``urls``, and those that they know."""
+    left, asked, found = list(urls), set[str](), dict[str, dict[str, Any]]()
+    while left:
+        url = left.pop(0).rstrip("/")
+        if url in asked:
+            continue
+        asked.add(url)
+        try:
+            seen = ask(url, "/api/status", settings)
+        except NotReached:
+            continue
+        if seen.get("topology") == topology:
+            # By name: two addresses may belong to the same worker.
+            found.setdefault(seen["worker"], seen)
+            left += [peer["url"] for peer in seen.get("workers", []) if peer["url"] and not peer["here"]]
+    return list(found.values())
+
+
+def ask_id(topology: Topology, tracking_id: str, urls: Sequence[str], settings: Settings) -> dict[str, Any]:
+    """Return the merged answers of the workers about an ID. Raises NotReached if one does not answer."""
+    if not urls:
+        raise NotReached("web.port is 0 or web is off, so no worker's address is known. Name it with --url.")
+    together: dict[str, Any] = {
+        "topology": topology.name,
+        "id": tracking_id,
+        "sightings": [],
+        "asked": [],
+        "unreached": [],
+    }
+    for url in urls:
+        found = ask(url, "/api/ids/" + urllib.parse.quote(tracking_id, safe=""), settings)
+        if found["topology"] != topology.name:
+            raise NotReached(f"{url} is a worker of {found['topology']!r}, not of {topology.name!r}. Name another.")
+        # Each worker asks the owners of partitions that it does not hold, so several may report one sighting.
+        together["sightings"] += [seen for seen in found["sightings"] if seen not in together["sightings"]]
+        together["asked"] = sorted({*together["asked"], *found["asked"]})
+        together["partitions"] = max(found["partitions"], together.get("partitions", 0))
+        together["belongs_to"] = found["belongs_to"] if found["partitions"] else together.get("belongs_to")
+        together["unreached"] += found.get("unreached", [])
+    known = set(together["asked"])
+    if together["partitions"]:
+        together["unreached"] = [row for row in together["unreached"] if not set(row["partitions"]) <= known]
+    return together
+
+
+def in_words(found: dict[str, Any]) -> Iterator[str]:
+    """Yield the merged answers as sentences."""
+    for seen in found["sightings"]:
+        first, until = instant(seen["first_ms"]), instant(seen["guarded_until_ms"])
+        extended = "" if seen["last_ms"] == seen["first_ms"] else f", last at {instant(seen['last_ms'])}"
+        guarded = f"guarded until {until} of event time" if seen.get("live", True) else f"was guarded until {until}"
+        yield f"seen {first}{extended} in {seen['source']}; {guarded}"
+        if seen.get("went"):
+            yield f"    forwarded to {seen['went']}; known to worker {seen['worker']}, partition {seen['partition']}"
+    for row in found.get("unreached", []):
+        who = "" if row["worker"] is None else f"worker {row['worker']}: "
+        which = f"partitions {', '.join(map(str, row['partitions']))}" if row["partitions"] else "all partitions"
+        yield f"not asked: {which} ({who}{row['why']})"
+    if found["sightings"] or not found["partitions"]:
+        return
+    asked, count = found["asked"], found["partitions"]
+    home = found["belongs_to"]
+    if (home is None and len(asked) == count) or home in asked:
+        yield "not known: never seen, or its sighting has expired"
+        return
+    where = f"partition {home}" if home is not None else f"one of {count} partitions"
+    yield f"not known to this worker, which has {asked or 'none'}; the ID is in {where}. Ask the others with --url."
+
+
 def looked(survey: Survey, pages: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return both views together, as plain data."""
+    """Return the brokers' and the workers' view of the tasks together, as the JSON of `dedup status`."""
     said = {(task["task"], task["topic"], task["partition"]): task for page in pages for task in page["tasks"]}
     tasks = []
     for task in survey.tasks:
         known = said.get((task.task, task.topic, task.partition), {})
-        tasks.append({**asdict(task), **{key: known.get(key) for key in FROM_WORKER}})
+        tasks.append({**asdict(task), **{key: known.get(key) for key in _FROM_WORKER}})
     return {
         "topology": survey.topology,
         "members": [
@@ -45,20 +244,31 @@ def looked(survey: Survey, pages: Sequence[dict[str, Any]]) -> dict[str, Any]:
         ],
         "lag": sum(task.lag for task in survey.tasks),
         "missing_topics": list(survey.missing_topics),
+        "dead_letters": _summed(pages, "dead_letters"),
+        "other_formats": _summed(pages, "other_formats"),
+        "alerts": [f"{page['worker']}: {page['alert']}" for page in pages if page.get("alert")],
         "workers_that_answered": [page["worker"] for page in pages],
         "tasks": tasks,
     }
 
 
+def _summed(pages: Sequence[dict[str, Any]], name: str) -> dict[str, int]:
+    """Return the sum of the workers' counters, largest first; an older worker may not have them."""
+    found: Counter[str] = Counter()
+    for page in pages:
+        found.update(page.get(name) or {})
+    return dict(found.most_common())
+
+
 class Shown:
-    """Where the status is shown: printed, or in place while it is watched on a terminal; use with ``with``."""
+    """Prints the status, or refreshes it in place while it is watched on a terminal. Use as a context manager."""
 
     def __init__(self, *, watch: bool, as_json: bool) -> None:
         self._watch: Final = watch
         self._as_json: Final = as_json
         self._console: Final = Console(highlight=False)
         in_place = watch and not as_json and self._console.is_terminal
-        # The screen is the terminal's own second one: what stood there before comes back at the end.
+        # `screen` is the terminal's alternate screen: the previous contents come back at the end.
         self._live: Final = Live(console=self._console, screen=True, auto_refresh=False) if in_place else None
 
     def __enter__(self) -> Self:
@@ -71,7 +281,7 @@ class Shown:
             self._live.stop()
 
     def show(self, seen: dict[str, Any]) -> None:
-        """Show a status; a watched one in a pipe is one JSON line or one table after the other."""
+        """Show a status; watched in a pipe, each one is a line of JSON or a table of its own."""
         if self._live is not None:
             self._live.update(table(seen), refresh=True)
         elif self._as_json:
@@ -106,9 +316,14 @@ def table(seen: dict[str, Any]) -> RenderableType:
         )
     members = ", ".join(f"{each['worker']} at {each['host']}" for each in seen["members"]) or "none"
     lines: list[RenderableType] = [f"{seen['topology']}: lag {seen['lag']:,}; workers: {members}", found]
+    for name, what in (("dead_letters", "dead letters"), ("other_formats", "of them in another format than JSON")):
+        if seen[name]:
+            counts = ", ".join(f"{count:,} {reason}" for reason, count in seen[name].items())
+            lines.append(f"{what}: {counts}, since the workers that answered started")
+    lines += [f"attention: {alert}" for alert in seen["alerts"]]
     if seen["missing_topics"]:
-        lines.append(f"missing topics: {', '.join(seen['missing_topics'])}; `dedup apply` makes them")
-    return Group(*lines)
+        lines.append(f"missing topics: {', '.join(seen['missing_topics'])}; `dedup apply` creates them")
+    return Lines(*lines)
 
 
 def _number(value: int | None) -> str:
@@ -116,16 +331,16 @@ def _number(value: int | None) -> str:
 
 
 def _restoring(task: dict[str, Any]) -> str:
-    """Return how far a restore is; a dash where none is going on."""
+    """Return the progress of a restore; a dash if none is running."""
     left, total = task["restore_remaining"], task["restore_total"]
     if task["state"] != "restoring" or left is None:
         return "-"
-    return f"{1 - left / total:.0%}, {left:,} left" if total else "beginning"
+    return f"{1 - left / total:.0%}, {left:,} left" if total else "starting"
 
 
 def _bytes(task: dict[str, Any]) -> str:
     size, most = task["state_bytes"], task["state_max_bytes"]
-    return _number(size) if size is None or not most else f"{size:,} ({size / most:.0%} of its bound)"
+    return _number(size) if size is None or not most else f"{size:,} ({size / most:.0%} of its limit)"
 
 
 def _share(verdicts: dict[str, int] | None) -> str:

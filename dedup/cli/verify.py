@@ -1,21 +1,156 @@
-"""`dedup verify`: proves from Kafka alone that nothing is lost, duplicated, changed or out of order."""
+"""`dedup verify` and `dedup explain`: proofs from Kafka alone, of a whole topology and of one tracking ID."""
 
 from __future__ import annotations
 
+import json
 import os
+from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
-from dedup.cli.report_page import refuse_no_page, write_report
+from dedup.cli.inputs import (
+    ConfigOption,
+    JsonOption,
+    SetOption,
+    TopologyArgument,
+    read_settings,
+    read_topology,
+    reading_bar,
+    refuse_no_page,
+    write_report,
+)
 from dedup.errors import Problem, SettingsError
+from dedup.quantities import format_duration
 
-_HELP = """Prove from Kafka alone that nothing was lost or duplicated.
+if TYPE_CHECKING:
+    from dedup.topology.model import Topology
+    from dedup.verify.explanation import ExplainedRecord, Explanation
 
-Reads the source, what was written and the group's offsets with a client of its own, replays the exact model, and
-compares key, value, headers, timestamps and order. Exit code 4 if anything violates the guarantee. Memory stays
-bounded however much there is: about 200 bytes and the key of each record go to files in --scratch meanwhile.
+_EXPLAIN_HELP: Final = """Explain one tracking ID from Kafka alone: its records, each verdict and why, where each went.
+
+No worker has to run. All topics of the topology are read from the beginning; memory is bounded by the records with this
+ID. A composite ID is a JSON list of its parts. Exit code 4 if the topics contradict the rule; otherwise 0, even if no
+topic holds the ID.
+
+Examples: dedup explain topologies/orders.yaml 8d5e957f-297893487bd98fa830fa6413
+
+dedup explain topologies/orders.yaml '["shop-7", 4711]' --json
+"""
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to the application."""
+    app.command("verify", help=_VERIFY_HELP)(verify_command)
+    app.command("explain", help=_EXPLAIN_HELP)(explain_command)
+
+
+def explain_command(
+    topology: TopologyArgument,
+    tracking_id: Annotated[str, typer.Argument(metavar="ID", help="Tracking ID.")],
+    config: ConfigOption = None,
+    overrides: SetOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """See `_EXPLAIN_HELP`. Raises VerificationFailed after everything is printed."""
+    from rich.console import Console
+
+    from dedup.errors import VerificationFailed
+    from dedup.verify.explanation import explain_id
+    from dedup.worker.introspection import state_keys
+
+    parsed = read_topology(topology)
+    settings = read_settings(config, overrides)
+    keys = frozenset(state_keys(parsed, tracking_id))
+    with reading_bar(Console(stderr=True)) as show:
+        found = explain_id(parsed, settings, tracking_id, keys, progress=show)
+    if as_json:
+        typer.echo(json.dumps(asdict(found) | {"contradictions": found.contradictions}, indent=2))
+    else:
+        for line in in_words(found, parsed):
+            typer.echo(line)
+    if found.contradictions:
+        raise VerificationFailed(
+            f"{parsed.name}: the topics contradict the rule in {found.contradictions} places for {tracking_id!r}. Keep "
+            f"the topics as they are: they are the evidence. `dedup verify` checks every ID."
+        )
+
+
+def in_words(found: Explanation, topology: Topology) -> Iterator[str]:
+    """Yield an explanation as sentences."""
+    from dedup.cli.try_records import instant
+
+    if not found.records:
+        yield f"no record with the ID {found.id!r} is in the source topics now"
+    for record in found.records:
+        yield from _record(record, topology)
+    if found.more:
+        yield f"and {found.more} more records of this ID"
+    for place in found.strays:
+        yield f"{place} has this ID, too; no record listed here accounts for it"
+    for kept in found.sightings:
+        until = f"guarded until {instant(kept.guarded_until_ms)} of event time" if kept.live else "expired"
+        extended = "" if kept.last_ms == kept.first_ms else f", last at {instant(kept.last_ms)}"
+        yield f"sighting in {kept.place}: seen {instant(kept.first_ms)}{extended} in {kept.source}; {until}"
+    if not found.sightings:
+        yield "no sighting of it is in the changelog: never judged unique, or expired and compacted away"
+
+
+def _record(record: ExplainedRecord, topology: Topology) -> Iterator[str]:
+    from dedup.cli.try_records import instant
+
+    other = "" if record.timestamp_ms == record.event_time_ms else f" (record timestamp {instant(record.timestamp_ms)})"
+    yield f"{record.place}, event time {instant(record.event_time_ms)}{other}: {record.verdict}"
+    yield f"    {_why(record, topology)}"
+    if record.log_place is not None:
+        yield f"    judged as {record.log_place}"
+    for place in record.went:
+        yield f"    is now in {place}"
+    if record.doubt:
+        yield f"    not provable: {record.doubt}"
+    if record.wrong:
+        yield f"    WRONG: {record.wrong}"
+
+
+def _why(record: ExplainedRecord, topology: Topology) -> str:
+    """Return the reason of a verdict as a sentence."""
+    from dedup.cli.try_records import instant
+
+    window = topology.window
+    match record.verdict:
+        case "unique" if record.conflict:
+            return f"the ID was seen in {record.of} with another payload; on_conflict: forward"
+        case "unique":
+            return f"no record of this ID was seen less than {format_duration(window.guard_ms)} of event time away"
+        case "duplicate":
+            away = format_duration(abs(record.event_time_ms - (record.of_ms or 0)))
+            payload = ", with another payload" if record.conflict else ""
+            return f"repeats {record.of}{payload}, {away} away; the guard period is {format_duration(window.guard_ms)}"
+        case "late":
+            behind = format_duration(record.stream_time_ms - record.event_time_ms)
+            return (
+                f"{behind} behind stream time {instant(record.stream_time_ms)}, more than the grace period of "
+                f"{format_duration(window.grace_ms)}: it was no longer possible to tell whether it is a duplicate"
+            )
+        case "dead_letter":
+            return f"a dead letter, because: {record.reason}"
+        case "exempt":
+            return f"forwarded without judging, as the topology says ({record.reason})"
+        case "fail":
+            return f"the worker stops at this record, as the topology says ({record.reason})"
+        case "purged":
+            return "judged, but the log it was judged in has been purged"
+        case _:
+            return "not judged yet: it is beyond the group's committed offset"
+
+
+_VERIFY_HELP: Final = """Prove from Kafka alone that nothing was lost or duplicated.
+
+Reads the source topics, the written topics and the group's offsets with a Kafka client other than the worker's, replays
+the exact model, and compares key, value, headers, timestamps and order. Exit code 4 if anything violates the guarantee.
+Memory is bounded whatever the size of the topics: files in --scratch take about 200 bytes plus the key per record.
 
 Examples: dedup verify topologies/orders.yaml --report reports/orders.html
 
@@ -23,78 +158,62 @@ dedup verify topologies/orders.yaml --sample 1/100
 """
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command to the application."""
-    app.command("verify", help=_HELP)(verify_command)
-
-
 def verify_command(
-    topology: Annotated[Path, typer.Argument(help="The topology file.", metavar="TOPOLOGY")],
-    config: Annotated[Path | None, typer.Option(help="The config file; config/local.yaml if not given.")] = None,
-    override: Annotated[
-        list[str] | None, typer.Option("--set", help="Override a key of the config: key=value.")
-    ] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print the report as JSON, and nothing else.")] = False,
+    topology: TopologyArgument,
+    config: ConfigOption = None,
+    overrides: SetOption = None,
+    as_json: JsonOption = False,
     report: Annotated[
-        Path | None,
-        typer.Option(help="Where the HTML report goes, the JSON one beside it; verify-NAME.html if not given."),
+        Path | None, typer.Option(help="HTML report, with a JSON report next to it; verify-NAME.html by default.")
     ] = None,
     sample: Annotated[
         str,
         typer.Option(
             metavar="1/N",
-            help="Judge one tracking ID in N, by its hash, with all its records. Proves less: it says what.",
+            help="Judge only one tracking ID in N, chosen by its hash; the report says what that leaves unproved.",
         ),
     ] = "1/1",
     scratch: Annotated[
-        Path | None, typer.Option(help="A directory for temporary files; the system's if not given.")
+        Path | None, typer.Option(help="Directory for temporary files; the system's by default.")
     ] = None,
 ) -> None:
-    """See `_HELP`; raises VerificationFailed after everything is printed and written."""
+    """See `_VERIFY_HELP`. Raises VerificationFailed after everything is printed and written."""
     from rich.console import Console
-    from rich.progress import Progress as Bar
 
-    from dedup.cli.inputs import read_topology
     from dedup.errors import VerificationFailed
-    from dedup.proof.render import print_report, to_html
-    from dedup.proof.verify import Progress, verify
-    from dedup.settings import load_settings
+    from dedup.verify.render import print_report, to_html
+    from dedup.verify.verifier import verify
 
     one_in = _one_in(sample)
     _refuse_no_directory(scratch)
     parsed = read_topology(topology)
-    settings = load_settings(config, override or [], os.environ)
+    settings = read_settings(config, overrides)
     page = report or Path(f"verify-{parsed.name}.html")
     refuse_no_page(page)
-    console = Console(stderr=json)
-    with Bar(console=console, transient=True) as bar:
-        reading = bar.add_task("reading", total=None)
-
-        def show(now: Progress) -> None:
-            bar.update(reading, description=now.doing, completed=now.done, total=now.total)
-
+    console = Console(stderr=as_json)
+    with reading_bar(console) as show:
         found = verify(parsed, settings, progress=show, sample=one_in, scratch=scratch)
     write_report(page, to_html(found), found.to_json())
-    if json:
+    if as_json:
         typer.echo(found.to_json(), nl=False)
     else:
         console.print(f"report: {page} and {page.with_suffix('.json').name}", highlight=False)
         print_report(found, console)
     if not found.passed:
         raise VerificationFailed(
-            f"{parsed.name}: {found.closing_line()}. The records are named in {page}. Keep the topics as they are: "
-            f"they are the evidence; `dedup explain` says where one ID went."
+            f"{parsed.name}: {found.closing_line()}. {page} names the records. Keep the topics as they are: they are "
+            f"the evidence. `dedup explain` says what happened to one ID."
         )
 
 
 def _one_in(text: str) -> int:
-    """Return N of ``1/N``. Raises SettingsError for anything else."""
+    """Return N from ``1/N``. Raises SettingsError for anything else."""
     one, _, number = text.partition("/")
     if one != "1" or not number.isdecimal() or not int(number):
-        raise SettingsError([Problem("--sample", f'"{text}" is no share; write for example 1/100')])
+        raise SettingsError([Problem("--sample", f'"{text}" is not a fraction; write for example 1/100')])
     return int(number)
 
 
 def _refuse_no_directory(scratch: Path | None) -> None:
     if scratch is not None and not (scratch.is_dir() and os.access(scratch, os.W_OK)):
-        raise SettingsError([Problem("--scratch", f"{scratch} is no directory that can be written; make it first")])
+        raise SettingsError([Problem("--scratch", f"{scratch} is not a writable directory; create it first")])

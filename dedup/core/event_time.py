@@ -1,21 +1,23 @@
-"""Event time: which clock a record carries, in milliseconds since 1970 UTC.
+"""Event time: where a record carries it, and how it becomes milliseconds since 1970 UTC.
 
-Fractions of a millisecond are cut towards the past. A negative time is returned as it is: the fold decides.
+Fractions of a millisecond are rounded down. A negative time is returned as it is; `fold` decides what it means.
 """
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Final, Literal, assert_never
+from typing import Final, Literal, TypeVar, assert_never
 
 import numpy as np
 import numpy.typing as npt
 
 from dedup.core.exact_json import ABSENT, Absent, JsonValue, Number, Unreadable
-from dedup.core.paths import Path, format_path
+from dedup.core.json_path import Path, format_path
 
 TimeUnit = Literal["rfc3339", "s", "ms", "us"]
+_Integers = npt.NDArray[np.int64]
+_Count = TypeVar("_Count", int, _Integers)
 
 MIN_MS: Final = -(1 << 63)
 MAX_MS: Final = (1 << 63) - 1
@@ -23,14 +25,17 @@ MAX_MS: Final = (1 << 63) - 1
 _POWER: Final = {"s": 3, "ms": 0, "us": -3}
 """Power of ten that turns a unit into milliseconds."""
 
+_MONTH_DAYS: Final = np.array([0, 31, 28, 31, 30, 31, 30, 31, 31, 30, 31, 30, 31])
+_FRACTION_AT: Final = 19
+"""Index of the decimal point in an RFC 3339 text with fractions of a second."""
+
 _RFC3339: Final = re.compile(
     r"(\d{4})-(\d\d)-(\d\d)[Tt](\d\d):(\d\d):(\d\d)(?:\.(\d+))?(?:[Zz]|([+-])(\d\d):(\d\d))", re.ASCII
 )
-_DAY_MS: Final = 86_400_000
 
 
 class BadTime(Exception):
-    """The record carries no usable event time; has a stable code and a sentence without payload."""
+    """The record carries no usable event time; has a stable code, and a sentence without payload."""
 
     def __init__(self, code: str, detail: str) -> None:
         self.code: Final = code
@@ -45,7 +50,7 @@ class RecordTime:
 
 @dataclass(frozen=True, slots=True)
 class FieldTime:
-    """One member of the JSON value: a number in a unit, or RFC 3339 text."""
+    """One member of the JSON value: a number in some unit, or RFC 3339 text."""
 
     path: Path
     unit: TimeUnit
@@ -55,7 +60,7 @@ EventTime = RecordTime | FieldTime
 
 
 def time_ms_of(found: JsonValue | Absent, time: FieldTime) -> int:
-    """Return the time that stands in a field. Raises BadTime when it is missing, ill-typed or out of range."""
+    """Return the time found at a field. Raises BadTime if it is missing, of the wrong type or out of range."""
     place = format_path(time.path)
     if found is ABSENT:
         raise BadTime("time_missing", f"no event time at {place}")
@@ -80,10 +85,10 @@ def time_ms_of(found: JsonValue | Absent, time: FieldTime) -> int:
 
 
 def rfc3339_ms(text: str) -> int | None:
-    """Return the time of an RFC 3339 text; None when it is not one.
+    """Return the time of an RFC 3339 text; None if it is not one.
 
-    Strict: ``T`` between date and time, an offset always, real days. A leap second is the first of the next minute
-    and stands only at 23:59:60 UTC. Digits beyond milliseconds are cut.
+    Strict: ``T`` between date and time, an offset, a day that exists. A leap second is allowed only at 23:59:60 UTC and
+    counts as the first second of the next minute. Digits beyond milliseconds are cut off.
     """
     match = _RFC3339.fullmatch(text)
     if match is None:
@@ -105,9 +110,9 @@ def rfc3339_ms(text: str) -> int | None:
 
 
 def rfc3339_column_ms(texts: list[str]) -> list[int] | None:
-    """Return the times of many texts of one layout; None when any needs `rfc3339_ms`.
+    """Return the times of many texts with the same layout; None if any row needs `rfc3339_ms`.
 
-    Layouts: ``YYYY-MM-DDTHH:MM:SS[.f…](Z|±HH:MM)`` in capitals, the same length in every row, no leap second.
+    The layout is ``YYYY-MM-DDTHH:MM:SS[.f…](Z|±HH:MM)`` in capitals, equally long in every row, no leap second.
     """
     lines = ("\n".join(texts) + "\n").encode("utf-8", "surrogatepass")
     utc = texts[0].endswith("Z")
@@ -123,7 +128,7 @@ def rfc3339_column_ms(texts: list[str]) -> list[int] | None:
     leap = (year % 4 == 0) & ((year % 100 != 0) | (year % 400 == 0))
     if not ((day >= 1) & (day <= _MONTH_DAYS[month] + (leap & (month == 2)))).all():  # noqa: PLR2004 - February
         return None
-    minutes = _days_column(year, month, day) * 1440 + hour * 60 + minute
+    minutes = _days(year, month, day) * 1440 + hour * 60 + minute
     if not utc:
         zone_hour, zone_minute = _two(digits, zone + 1), _two(digits, zone + 4)
         if not ((zone_hour <= 23) & (zone_minute <= 59)).all():  # noqa: PLR2004 - the clock
@@ -138,15 +143,10 @@ def rfc3339_column_ms(texts: list[str]) -> list[int] | None:
     return result
 
 
-_MONTH_DAYS: Final = np.array([0, 31, 28, 31, 30, 31, 30, 31, 31, 30, 31, 30, 31])
-
-Integers = npt.NDArray[np.int64]
-
-
 def _layout_holds(lines: bytes, count: int, zone: int, *, utc: bool) -> bool:
-    """Whether every line has its digits and marks where the layout of this width has them.
+    """Whether every line has digits and separators where the layout of this width has them.
 
-    Marks are checked at their places, then taken out everywhere: were any elsewhere, digits would be missing.
+    Separators are checked at their places, then removed everywhere: if there were others, digits would be missing.
     """
     marks = {4: b"-", 7: b"-", 10: b"T", 13: b":", 16: b":"}
     if zone > _FRACTION_AT:
@@ -166,31 +166,19 @@ def _layout_holds(lines: bytes, count: int, zone: int, *, utc: bool) -> bool:
     return digits.isdigit() and len(digits) == (width - len(marks) - (not utc)) * count
 
 
-_FRACTION_AT: Final = 19
-"""Where the point is, if there are fractions of a second."""
-
-
-def _two(digits: npt.NDArray[np.uint8], at: int) -> Integers:
-    pair: Integers = (digits[:, at] * np.uint8(10) + digits[:, at + 1]).astype(np.int64)
+def _two(digits: npt.NDArray[np.uint8], at: int) -> _Integers:
+    pair: _Integers = (digits[:, at] * np.uint8(10) + digits[:, at + 1]).astype(np.int64)
     return pair
 
 
-def _days_column(year: Integers, month: Integers, day: Integers) -> Integers:
-    """As `_days`, for columns."""
-    shifted = year - (month <= 2)  # noqa: PLR2004 - the year begins in March
+def _days(year: _Count, month: _Count, day: _Count) -> _Count:
+    """Days since 1970-01-01, Gregorian throughout and with a year 0 (Hinnant, days_from_civil); also of columns."""
+    shifted = year - (month <= 2)  # noqa: PLR2004 - the year begins in March, so that leap days end it
     era = shifted // 400
     of_era = shifted - era * 400
     of_year = (153 * ((month + 9) % 12) + 2) // 5 + day - 1
-    days: Integers = era * 146_097 + of_era * 365 + of_era // 4 - of_era // 100 + of_year - 719_468
+    days: _Count = era * 146_097 + of_era * 365 + of_era // 4 - of_era // 100 + of_year - 719_468
     return days
-
-
-def _days(year: int, month: int, day: int) -> int:
-    """Days since 1970-01-01, Gregorian throughout and with a year 0 (Hinnant, days_from_civil)."""
-    shifted = year - (month <= 2)  # noqa: PLR2004 - the year begins in March, so that leap days end it
-    era, of_era = divmod(shifted, 400)
-    of_year = (153 * ((month + 9) % 12) + 2) // 5 + day - 1
-    return era * 146_097 + of_era * 365 + of_era // 4 - of_era // 100 + of_year - 719_468
 
 
 def _days_in(year: int, month: int) -> int:
@@ -199,7 +187,7 @@ def _days_in(year: int, month: int) -> int:
 
 
 def _number_ms(number: Number, power: int) -> int | None:
-    """Return floor(number * 10**power); None outside 64 bits, or with an exponent of absurd length."""
+    """Return floor(number * 10**power); None if it does not fit 64 bits, or its exponent is absurdly long."""
     if power == 0 and number.is_integer and len(number.text) <= 18:  # noqa: PLR2004 - surely within 64 bits
         return int(number.text)
     try:
@@ -213,6 +201,7 @@ def _number_ms(number: Number, power: int) -> int | None:
     if exponent >= 0:
         size, rest = int(digits) * 10**exponent, False
     else:
-        size, rest = int(digits[: max(0, whole_digits)] or "0"), True  # digits end in no zero: something is cut
+        # No trailing zero in digits: something is cut off.
+        size, rest = int(digits[: max(0, whole_digits)] or "0"), True
     time_ms = -size - rest if sign else size
     return time_ms if MIN_MS <= time_ms <= MAX_MS else None

@@ -1,48 +1,107 @@
-"""JSON read exactly, one value at a time: RFC 8259 on bytes, every number as it was written.
+"""Exact JSON, one value at a time: decoding by RFC 8259, look-up by path, canonical content, and what else a value is.
 
-Slow and sure. The column extractor (extract.py) is fast because it decides only what it can decide as this module
-would, and hands every other row to it.
+Slow and exact: every number is kept as written. The column extractor (extract.py) is fast because it decides only what
+it is sure to decide as this module would, and leaves every other row to it.
+
+A value that is not JSON is compared with the first bytes of other formats. That is a guess, wrong now and then for
+random bytes, so it never decides what happens to a record; it tells the reader of a dead letter where to look first.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Final, NoReturn
 
-from dedup.core.paths import Path, format_path
+from dedup.core.json_path import Path, format_path
 
 MAX_DEPTH: Final = 512
-"""Nested containers in one value; deeper ones are refused before anything recurses."""
+"""Greatest nesting of containers; deeper values are refused before anything recurses."""
 
-EXPONENT_DIGITS: Final = 18
-"""Longer exponents are refused where the number matters (RFC 8259, section 6 leaves the range to us)."""
+_EXPONENT_DIGITS: Final = 18
+"""Longer exponents are refused if the number matters (RFC 8259, section 6, leaves the range to implementations)."""
 
 _BRACKETS: Final = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"|[\[\]{}]', re.DOTALL)
 _BLANK: Final = " \t\n\r"
+_FRAME_BYTES: Final = 5
+"""Schema Registry framing: byte 0, then the schema id, big-endian."""
+_OPENINGS: Final = b'{["'
+"""First bytes of JSON texts in records."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Foreign:
+    """A format that is not JSON in UTF-8."""
+
+    name: str
+    """Stable, snake_case, one of few: a metric label."""
+    words: str
+    """What the value begins with, and what that means; completes "it begins with"."""
+
+
+_MAGIC: Final[tuple[tuple[bytes, _Foreign], ...]] = (
+    # Order matters: UTF-32 begins like UTF-16.
+    (b"\x00\x00\xfe\xff", _Foreign("utf_32", "bytes 0000feff: the byte order mark of UTF-32")),
+    (b"\xff\xfe\x00\x00", _Foreign("utf_32", "bytes fffe0000: the byte order mark of UTF-32")),
+    (b"\xff\xfe", _Foreign("utf_16", "bytes fffe: the byte order mark of UTF-16")),
+    (b"\xfe\xff", _Foreign("utf_16", "bytes feff: the byte order mark of UTF-16")),
+    (b"\xef\xbb\xbf", _Foreign("utf_8_bom", "bytes efbbbf: a byte order mark, which JSON in UTF-8 has none of")),
+    (b"\x1f\x8b", _Foreign("gzip", "bytes 1f8b: gzip")),
+    (b"\x28\xb5\x2f\xfd", _Foreign("zstd", "bytes 28b52ffd: Zstandard")),
+    (b"\x04\x22\x4d\x18", _Foreign("lz4", "bytes 04224d18: LZ4")),
+    (b"\xff\x06\x00\x00sNaPpY", _Foreign("snappy", "bytes ff060000: Snappy in frames")),
+    (b"\x82SNAPPY\x00", _Foreign("snappy", "bytes 82534e41: Snappy as Java writes it")),
+    (b"BZh", _Foreign("bzip2", 'the text "BZh": bzip2')),
+    (b"\xfd7zXZ\x00", _Foreign("xz", "bytes fd377a58: xz")),
+    (b"PK\x03\x04", _Foreign("zip", 'the text "PK": a zip file')),
+    (b"Obj\x01", _Foreign("avro_file", 'the text "Obj" and byte 1: an Avro object container')),
+    (b"\xc3\x01", _Foreign("avro_single_object", "bytes c301: Avro's single-object encoding")),
+    (b"PAR1", _Foreign("parquet", 'the text "PAR1": Parquet')),
+    (b"\xac\xed\x00\x05", _Foreign("java_object", "bytes aced0005: a serialized Java object")),
+    (b"<?xml", _Foreign("xml", 'the text "<?xml": XML')),
+)
+_UTF_16_BE: Final = _Foreign("utf_16", "byte 0 before a character: UTF-16 without a byte order mark")
+_UTF_16_LE: Final = _Foreign("utf_16", "a character before byte 0: UTF-16 without a byte order mark")
+
+
+def foreign_format(value: bytes) -> _Foreign | None:
+    """Return the format that a value other than JSON seems to have; None if its first bytes are of no known format."""
+    for magic, found in _MAGIC:
+        if value.startswith(magic):
+            return found
+    if len(value) >= 4 and value[0] == 0 and value[1] in _OPENINGS and value[2] == 0 and value[3]:  # noqa: PLR2004
+        return _UTF_16_BE
+    if len(value) >= 4 and value[0] in _OPENINGS and value[1] == 0 and value[2] and value[3] == 0:  # noqa: PLR2004
+        return _UTF_16_LE
+    if len(value) >= _FRAME_BYTES and value[0] == 0:
+        schema = int.from_bytes(value[1:_FRAME_BYTES])
+        return _Foreign("schema_registry", f"byte 0: Schema Registry framing, schema id {schema}")
+    return None
 
 
 class Unreadable(Exception):
-    """The value can not be judged; carries a stable code and a sentence without payload."""
+    """The value cannot be judged; has a stable code, and a sentence without payload."""
 
-    def __init__(self, code: str, detail: str) -> None:
+    def __init__(self, code: str, detail: str, *, format_name: str = "") -> None:
         self.code: Final = code
         self.detail: Final = detail
+        self.format_name: Final = format_name
+        """The format that the value seems to have instead; empty if unknown."""
         super().__init__(detail)
 
 
 @dataclass(frozen=True, slots=True)
 class Number:
-    """A number as the document writes it; nothing is rounded and no size is too large."""
+    """A number as written in the document: not rounded, of any size."""
 
     text: str
 
     @property
     def is_integer(self) -> bool:
-        """Whether it is written without fraction and exponent, which makes ``1`` and ``1.0`` different."""
+        """Whether it is written without fraction and exponent: ``1`` and ``1.0`` differ."""
         text = self.text
         return "." not in text and "e" not in text and "E" not in text
 
@@ -51,9 +110,9 @@ class Number:
         return "0" if self.text == "-0" else self.text
 
     def parts(self) -> tuple[str, str, int]:
-        """Return sign ("" or "-"), digits without zeros at either end, and the power of ten they count.
+        """Return sign ("" or "-"), digits without zeros at either end, and the power of ten they are multiplied by.
 
-        Zero is ("", "0", 0). Raises Unreadable when the exponent has more than 18 digits.
+        Zero is ("", "0", 0). Raises Unreadable if the exponent has more than 18 digits.
         """
         mantissa, _, power = self.text.lower().partition("e")
         negative = mantissa.startswith("-")
@@ -72,7 +131,7 @@ class Number:
 
 
 class Members(dict[str, "JsonValue"]):
-    """A JSON object that remembers which names it held more than once; the last one is kept."""
+    """A JSON object that remembers which names were repeated; the last value is kept."""
 
     __slots__ = ("repeated",)
 
@@ -87,7 +146,7 @@ JsonValue = None | bool | str | Number | list["JsonValue"] | Members
 
 
 class Absent:
-    """Nothing stands at a path."""
+    """There is no value at a path."""
 
     __slots__ = ()
 
@@ -96,32 +155,41 @@ ABSENT: Final = Absent()
 
 
 def decode(value: bytes) -> JsonValue:
-    """Return the whole value, exactly as written. Raises Unreadable unless RFC 8259 allows every byte of it."""
+    """Return the value exactly as written. Raises Unreadable unless RFC 8259 allows every byte of it."""
     try:
         text = value.decode()
     except UnicodeDecodeError as error:
-        raise Unreadable("not_utf8", f"the value is not UTF-8 (byte {error.start})") from None
+        raise _no_json(value, "not_utf8", f"the value is not UTF-8 (byte {error.start})") from None
     if len(text) > MAX_DEPTH and _depth(text) > MAX_DEPTH:
-        raise Unreadable("too_deep", f"the value is nested more than {MAX_DEPTH} deep")
-    # Not json.loads: it guesses encodings. Not DecoderError's text: it would carry the payload's shape at length.
+        raise Unreadable("too_deep", f"the value is nested more than {MAX_DEPTH} levels deep")
+    # Not json.loads: it guesses encodings. Not the text of JSONDecodeError: it would reveal the payload's shape.
     stripped = text.strip(_BLANK)
     try:
         decoded, end = _DECODER.raw_decode(stripped)
     except json.JSONDecodeError as error:
-        raise Unreadable("not_json", f"the value is not JSON (character {error.pos} of {len(stripped)})") from None
+        text = f"the value is not JSON (character {error.pos} of {len(stripped)})"
+        raise _no_json(value, "not_json", text) from None
     if end != len(stripped):
-        raise Unreadable("not_json", f"the value goes on after its JSON ends (character {end} of {len(stripped)})")
+        raise Unreadable("not_json", f"the value continues after its JSON ends (character {end} of {len(stripped)})")
     found: JsonValue = decoded
     return found
 
 
+def _no_json(value: bytes, code: str, detail: str) -> Unreadable:
+    """Return the error for a value, with what it seems to be instead. The code stays: `dedup verify` compares it."""
+    found = foreign_format(value)
+    if found is None:
+        return Unreadable(code, detail)
+    return Unreadable(code, f"{detail}; it begins with {found.words}", format_name=found.name)
+
+
 def look_up(value: JsonValue, path: Path) -> JsonValue | Absent:
-    """Return what stands at a path, or ABSENT. Raises Unreadable when a member on the way is repeated."""
+    """Return the value at a path, or ABSENT. Raises Unreadable if a member on the path is repeated."""
     here: JsonValue = value
     for step in path:
         if isinstance(here, Members) and isinstance(step, str):
             if step in here.repeated:
-                raise Unreadable("repeated_member", f"a member on the path {format_path(path)} is there twice")
+                raise Unreadable("repeated_member", f"a member on the path {format_path(path)} is repeated")
             if step not in here:
                 return ABSENT
             here = here[step]
@@ -138,7 +206,7 @@ Excluded = Mapping[str | int, "Excluded | None"]
 
 @cache
 def excluded(paths: tuple[Path, ...]) -> Excluded:
-    """Return the tree of these paths; a path below another one adds nothing."""
+    """Return these paths as a tree; a path below another one adds nothing."""
     tree: dict[str | int, Excluded | None] = {}
     heads: dict[str | int, list[Path]] = {}
     for path in paths:
@@ -149,14 +217,14 @@ def excluded(paths: tuple[Path, ...]) -> Excluded:
 
 
 def canonical_json(value: JsonValue, exclude: Excluded) -> bytes:
-    """Return the content as bytes that are equal exactly when the content is.
+    """Return bytes that are equal if and only if the content is equal.
 
-    Members sorted by name at every depth, no white space, text escaped only where JSON demands it, integers as
-    written (``-0`` is ``0``), other numbers as `Number.decimal_text`. Excluded members and elements are left out.
-    Raises Unreadable for a repeated member anywhere, and for text that UTF-8 can not hold.
+    Members are sorted by name at every level, no white space, text escaped only as JSON requires, integers as written
+    (``-0`` is ``0``), other numbers as `Number.decimal_text`. Excluded members and elements are left out. Raises
+    Unreadable for a repeated member anywhere, and for text that UTF-8 cannot encode.
     """
     parts: list[str] = []
-    # A stack of our own: a value may be nested deeper than Python likes to recurse.
+    # An explicit stack: a value may be nested deeper than Python can recurse.
     todo: list[_Verbatim | tuple[JsonValue, Excluded]] = [(value, exclude)]
     while todo:
         item = todo.pop()
@@ -164,16 +232,14 @@ def canonical_json(value: JsonValue, exclude: Excluded) -> bytes:
             parts.append(item.text)
             continue
         here, without = item
-        if isinstance(here, Members):
-            todo.extend(reversed(_members(here, without)))
-        elif isinstance(here, list):
-            todo.extend(reversed(_elements(here, without)))
+        if isinstance(here, Members | list):
+            todo.extend(reversed(_inside(here, without)))
         else:
             parts.append(_scalar(here))
     try:
         return "".join(parts).encode()
     except UnicodeEncodeError:
-        raise Unreadable("lone_surrogate", "the content holds half a surrogate pair, which UTF-8 can not") from None
+        raise Unreadable("lone_surrogate", "the content has an unpaired surrogate, which UTF-8 cannot encode") from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,36 +247,22 @@ class _Verbatim:
     text: str
 
 
-_COMMA: Final = _Verbatim(",")
-
-
-def _members(here: Members, without: Excluded) -> list[_Verbatim | tuple[JsonValue, Excluded]]:
-    if here.repeated:
-        raise Unreadable("repeated_member", "a member is there twice in one object of the content")
-    items: list[_Verbatim | tuple[JsonValue, Excluded]] = [_Verbatim("{")]
-    for name in sorted(here):
-        below = without.get(name, _NOTHING)
-        if below is None:
-            continue
-        if len(items) > 1:
-            items.append(_COMMA)
-        items.append(_Verbatim(_quoted(name) + ":"))
-        items.append((here[name], below))
-    items.append(_Verbatim("}"))
-    return items
-
-
-def _elements(here: list[JsonValue], without: Excluded) -> list[_Verbatim | tuple[JsonValue, Excluded]]:
-    items: list[_Verbatim | tuple[JsonValue, Excluded]] = [_Verbatim("[")]
-    for index, element in enumerate(here):
-        below = without.get(index, _NOTHING)
-        if below is None:
-            continue
-        if len(items) > 1:
-            items.append(_COMMA)
-        items.append((element, below))
-    items.append(_Verbatim("]"))
-    return items
+def _inside(here: Members | list[JsonValue], without: Excluded) -> list[_Verbatim | tuple[JsonValue, Excluded]]:
+    """Return the brackets, names, commas and values of an object or array, without what is excluded."""
+    pairs: Iterable[tuple[str | int, JsonValue]] = enumerate(here)
+    opening, closing = "[", "]"
+    if isinstance(here, Members):
+        if here.repeated:
+            raise Unreadable("repeated_member", "a member is repeated in an object of the content")
+        pairs = [(name, here[name]) for name in sorted(here)]
+        opening, closing = "{", "}"
+    items: list[_Verbatim | tuple[JsonValue, Excluded]] = []
+    for step, value in pairs:
+        below = without.get(step, _NOTHING)
+        if below is not None:
+            name = f"{_quoted(step)}:" if isinstance(step, str) else ""
+            items += [_Verbatim(f",{name}" if items else name), (value, below)]
+    return [_Verbatim(opening), *items, _Verbatim(closing)]
 
 
 _NOTHING: Final[Excluded] = {}
@@ -238,8 +290,8 @@ def _exponent(power: str) -> int:
     if not power:
         return 0
     digits = power.lstrip("+-").lstrip("0")
-    if len(digits) > EXPONENT_DIGITS:
-        raise Unreadable("number_out_of_range", f"a number's exponent has more than {EXPONENT_DIGITS} digits")
+    if len(digits) > _EXPONENT_DIGITS:
+        raise Unreadable("number_out_of_range", f"a number's exponent has more than {_EXPONENT_DIGITS} digits")
     size = int(digits or "0")
     return -size if power.startswith("-") else size
 
@@ -253,7 +305,7 @@ def _repeated(pairs: Sequence[tuple[str, JsonValue]]) -> frozenset[str]:
 
 
 def _depth(text: str) -> int:
-    """Nesting up to the first syntax error, at least: strings are skipped as the decoder skips them."""
+    """Return the nesting, at least up to the first syntax error: strings are skipped as the decoder skips them."""
     depth = deepest = 0
     for match in _BRACKETS.finditer(text):
         found = match[0]
@@ -272,8 +324,5 @@ def _refuse_constant(name: str) -> NoReturn:
 
 
 _DECODER: Final = json.JSONDecoder(
-    object_pairs_hook=Members,
-    parse_int=Number,
-    parse_float=Number,
-    parse_constant=_refuse_constant,
+    object_pairs_hook=Members, parse_int=Number, parse_float=Number, parse_constant=_refuse_constant
 )

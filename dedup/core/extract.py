@@ -3,16 +3,20 @@
 Theory of operation. A batch is decided as a whole in C, or it is halved; what is left at the end goes row by row
 through `extract_one`. So the fast way only has to know when it is *sure* to agree with the slow one:
 
-* All values, joined by line feeds, are decoded by one call (msgspec, one struct with the named members only).
-  It may not pair rows wrongly: every value begins with ``{`` and ends with ``}``, and ``}`` LF ``{`` can stand neither
-  in a string (a raw line feed is no JSON) nor inside a container (a comma is missing), so it is the border of two
-  values. As many values out as rows in: then there are no other borders.
-* msgspec skips members it is not asked for, and takes invalid UTF-8 in them: the joined bytes must be UTF-8.
-* It takes the last of repeated members: each name's text in quotes must occur exactly once a row (per place where
-  the struct names it). Every row has it at least once, unless spelled with an escape; so none of those.
-* Depth: a short value can not be deep; of a long one the brackets are counted.
-* Types are narrow: texts, 64-bit integers. All else (numbers with a fraction, true, null, absent) is an error
-  of the decoder, and so the slow path's business, as is every fault.
+* One call decodes all values, joined by line feeds (msgspec, one struct with the named members only). It cannot mix up
+  rows: every value begins with ``{`` and ends with ``}``, and ``}`` LF ``{`` can occur neither in a string (a raw line
+  feed is not JSON) nor inside a container (a comma is missing), so it separates two values. If as many values come out
+  as rows went in, there are no other boundaries.
+* msgspec skips members it is not asked for, and accepts invalid UTF-8 in them: the joined bytes must be UTF-8.
+* It takes the last of repeated members: each quoted name must occur exactly once per row (and per place where the
+  struct has it). Every row has it at least once, unless it is spelled with an escape, so those are excluded.
+* Depth: a short value cannot be deep; in a long one the brackets are counted.
+* Types are narrow: texts and 64-bit integers. Anything else (numbers with a fraction, true, null, absent) is an error
+  of the decoder and left to the slow path, like every fault.
+
+Canonical content (`content_of`) is fast where that is sure to be exact: the decoder keeps numbers with a fraction as
+written, and the encoder sorts members at every level. Only repeated members remain to be checked, of which the decoder
+takes the last. In a value without backslashes, every text and name is two quotes, so dropping a member loses quotes.
 """
 
 from __future__ import annotations
@@ -20,12 +24,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Final, assert_never
+from typing import Any, Final, assert_never
 
-from dedup.core.columns import PartMemo, bytes_keys, composite_keys, scalar_keys
-from dedup.core.content import content_of
+import msgspec
+
 from dedup.core.event_time import EventTime, FieldTime
-from dedup.core.exact_json import Unreadable
+from dedup.core.exact_json import MAX_DEPTH, Excluded, Number, Unreadable, canonical_json, decode, excluded
 from dedup.core.extract_one import (
     Fault,
     FaultKind,
@@ -35,11 +39,12 @@ from dedup.core.extract_one import (
     Recipe,
     content_digest,
     extract_one,
-    smooth_bytes,
+    normalize_bytes,
     value_digest,
 )
 from dedup.core.json_columns import JsonColumns, compile_columns
-from dedup.core.paths import Path
+from dedup.core.json_path import Path
+from dedup.core.state_keys import PartMemo, bytes_keys, composite_keys, scalar_keys
 from dedup.core.tracking_id import (
     CONTENT,
     ContentRule,
@@ -56,19 +61,77 @@ from dedup.core.tracking_id import (
 __all__ = ["Extracted", "Extractor", "Fault", "FaultKind", "Recipe", "compile_extractor"]
 
 _FEW: Final = 4
-"""So few rows are not worth another try in columns."""
+"""So few rows are not worth another attempt in columns."""
+_REFUSALS: Final = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, OverflowError, Unreadable)
+"""What the fast way may raise; the exact way then decides."""
+_SHORT_BYTES: Final = 2 * MAX_DEPTH
+
+
+def content_of(value: bytes, exclude: tuple[Path, ...]) -> bytes:
+    """Return `canonical_json` of a JSON value. Raises Unreadable as `decode` and `canonical_json` do."""
+    without = excluded(exclude)
+    quick = _quick(value, without)
+    return canonical_json(decode(value), without) if quick is None else quick
+
+
+def _quick(value: bytes, without: Excluded) -> bytes | None:
+    if b"\\" in value or not _is_shallow(value):
+        return None
+    try:
+        content = _DECODER.decode(value)
+        whole = _ENCODER.encode(content)
+        if whole.count(b'"') != value.count(b'"'):
+            return None
+        if not without:
+            return whole
+        _leave_out(content, without)
+        return _ENCODER.encode(content)
+    except _REFUSALS:
+        return None
+
+
+def _is_shallow(value: bytes) -> bool:
+    return len(value) <= _SHORT_BYTES or value.count(b"{") + value.count(b"[") <= MAX_DEPTH
+
+
+def _leave_out(content: object, without: Excluded) -> None:
+    """Remove the excluded members and elements from a decoded value. Recurses only as deep as the paths."""
+    if isinstance(content, dict):
+        for name in [step for step in without if step in content]:
+            _leave_out_at(content, name, without[name])
+    elif isinstance(content, list):
+        # From the end, so that earlier positions stay valid.
+        places = [step for step in without if isinstance(step, int) and step < len(content)]
+        for place in sorted(places, reverse=True):
+            _leave_out_at(content, place, without[place])
+
+
+def _leave_out_at(content: Any, step: str | int, below: Excluded | None) -> None:  # noqa: ANN401 - a dict or a list
+    if below is None:
+        del content[step]
+    else:
+        _leave_out(content[step], below)
+
+
+def _as_written(text: str) -> msgspec.Raw:
+    # Raw is encoded as it is. (A Number, being a dataclass, would be encoded as an object.)
+    return msgspec.Raw(Number(text).decimal_text().encode())
+
+
+_DECODER: Final = msgspec.json.Decoder(float_hook=_as_written)
+_ENCODER: Final = msgspec.json.Encoder(order="sorted")
 
 
 @dataclass(frozen=True, slots=True)
 class Extracted:
-    """Columns of one batch, a place per record."""
+    """Columns of one batch, with one entry per record."""
 
     ids: list[bytes | None]
-    """State keys, at most 33 bytes; None where `faults` has the row."""
+    """State keys, at most 33 bytes; None for rows in `faults`."""
     times_ms: list[int]
-    """Event times; 0 where `faults` has the row."""
+    """Event times; 0 for rows in `faults`."""
     fingerprints: list[bytes] | None
-    """Eight bytes each, empty where `faults` has the row; None unless asked for."""
+    """Eight bytes each, empty for rows in `faults`; None unless requested."""
     faults: dict[int, Fault]
 
 
@@ -85,7 +148,7 @@ def compile_extractor(
 
 
 class Extractor:
-    """Takes IDs, times and fingerprints out of batches; equals `extract_one` on every row."""
+    """Extracts IDs, times and fingerprints from batches; equals `extract_one` on every row."""
 
     def __init__(self, recipe: Recipe) -> None:
         self.recipe: Final = recipe
@@ -141,7 +204,7 @@ class Extractor:
         headers: Sequence[Headers],
         timestamps_ms: Sequence[int],
     ) -> Extracted:
-        """Both halves, so that one odd record costs few rows their speed."""
+        """Extract each half, so that one odd record slows down only few rows."""
         half = len(values) // 2
         first = self(keys[:half], values[:half], headers[:half], timestamps_ms[:half])
         second = self(keys[half:], values[half:], headers[half:], timestamps_ms[half:])
@@ -158,7 +221,7 @@ class Extractor:
         headers: Sequence[Headers],
         timestamps_ms: Sequence[int],
     ) -> Extracted:
-        """Null values one by one, the others as columns."""
+        """Extract null values one by one, the others as columns."""
         count = len(values)
         ids: list[bytes | None] = [None] * count
         times_ms = [0] * count
@@ -191,7 +254,7 @@ class _Columns:
         rule = recipe.tracking_id.rule
         parts = len(rule.paths) if isinstance(rule, FieldsRule) else 0
         self._memos = [PartMemo(recipe.tracking_id.normalize) for _ in range(parts)]
-        self._smooth = normalizer(recipe.tracking_id.normalize)
+        self._normalize = normalizer(recipe.tracking_id.normalize)
 
     def extract(
         self,
@@ -200,7 +263,7 @@ class _Columns:
         headers: Sequence[Headers],
         timestamps_ms: Sequence[int],
     ) -> Extracted | None:
-        """Return the columns when every row is sure to be decided as `extract_one` would."""
+        """Return the columns if every row is sure to be decided as `extract_one` would; otherwise None."""
         if self._recipe.fmt == "bytes" and None in values:
             return None
         members: list[list[str | int]] = []
@@ -253,25 +316,25 @@ class _Columns:
         present = [value for value in column if value is not None]
         if len(present) < len(column):
             return None
-        if self._smooth is not None:
-            present = [smooth_bytes(value, self._smooth) for value in present]
+        if self._normalize is not None:
+            present = [normalize_bytes(value, self._normalize) for value in present]
         return bytes_keys(present)
 
     def _scalars(self, column: list[str | int]) -> list[bytes] | None:
-        smooth = self._smooth
-        if smooth is not None:
-            column = [smooth(value) if isinstance(value, str) else value for value in column]
+        normalize = self._normalize
+        if normalize is not None:
+            column = [normalize(value) if isinstance(value, str) else value for value in column]
         return scalar_keys(column)
 
 
 def _only(headers: Headers, name: str) -> bytes | None:
-    """The value of a header that is there once; None otherwise."""
+    """Return the value of a header that occurs once; None otherwise."""
     values = [value for header, value in headers if header == name]
     return values[0] if len(values) == 1 else None
 
 
 def _compile(recipe: Recipe) -> _Columns | None:
-    """Return the fast way; None where only the slow one is right."""
+    """Return the fast way; None if only the slow one can decide."""
     rule = recipe.tracking_id.rule
     if recipe.fmt == "bytes":
         return _Columns(recipe, None)

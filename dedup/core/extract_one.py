@@ -1,4 +1,7 @@
-"""Tracking ID, event time and fingerprint of one record, the slow obvious way; judges the column extractor."""
+"""Tracking ID, event time and fingerprint of one record, the slow and obvious way; also the values of extraction.
+
+The column extractor (extract.py) must agree with this module on every record; tests compare them.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from dedup.core import exact_json
 from dedup.core import tracking_id as encoding
 from dedup.core.event_time import BadTime, EventTime, FieldTime, RecordTime, time_ms_of
 from dedup.core.exact_json import ABSENT, Absent, JsonValue, Members, Number, Unreadable, canonical_json, look_up
-from dedup.core.paths import Path, format_path
+from dedup.core.json_path import Path, format_path
 from dedup.core.tracking_id import (
     ContentRule,
     FieldRule,
@@ -29,11 +32,11 @@ from dedup.core.tracking_id import (
 Format = Literal["json", "bytes"]
 Headers = Sequence[tuple[str, bytes | None]]
 
-FINGERPRINT_BYTES: Final = 8
+_FINGERPRINT_BYTES: Final = 8
 
 
 class FaultKind(Enum):
-    """Why a record can not be judged; the topology says what becomes of each."""
+    """Why a record cannot be judged; the topology says what happens to each kind."""
 
     MISSING_ID = "missing_id"
     UNREADABLE = "unreadable"
@@ -43,13 +46,15 @@ class FaultKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """What one record lacks."""
+    """What is wrong with one record."""
 
     kind: FaultKind
     code: str
     """Stable, snake_case: the header ``dedup-reason``."""
     detail: str
-    """A sentence; of the payload it names at most the path."""
+    """A sentence; of the payload it contains at most a path and a schema id."""
+    format_name: str = ""
+    """The format that a value other than JSON seems to have; empty if unknown."""
 
 
 ODD_HEADER_NAME: Final = Fault(
@@ -57,7 +62,7 @@ ODD_HEADER_NAME: Final = Fault(
     "header_not_utf8",
     "the name of a header is not UTF-8; here each such byte is written as \\x and two hexadecimal digits",
 )
-"""Of a record that most clients can not read."""
+"""Most clients cannot read such a record."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,12 +73,12 @@ class One:
     """The state key, at most 33 bytes."""
     time_ms: int
     fingerprint: bytes
-    """Eight bytes; empty unless asked for."""
+    """Eight bytes; empty unless requested."""
 
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """What to take from records, and how to read them."""
+    """What to extract from records, and how to parse them."""
 
     tracking_id: TrackingId
     event_time: EventTime = field(default_factory=RecordTime)
@@ -82,7 +87,7 @@ class Recipe:
     fingerprint_exclude: tuple[Path, ...] = ()
 
     def __post_init__(self) -> None:
-        """Refuse what could never find anything. Raises ValueError with a sentence."""
+        """Raise ValueError, with a sentence, for what could never find an ID or a time."""
         if self.fmt == "bytes" and isinstance(self.tracking_id.rule, FieldRule | FieldsRule | ContentRule):
             raise ValueError("format bytes has no fields; use format json, or the key, a header or content: true as ID")
         if self.fmt == "bytes" and isinstance(self.event_time, FieldTime):
@@ -91,8 +96,8 @@ class Recipe:
             raise ValueError("fields is empty; name at least one path")
 
 
-class MissingId(Exception):
-    """The record has no ID; carries a stable code and a sentence without payload."""
+class _MissingId(Exception):
+    """The record has no ID; has a stable code, and a sentence without payload."""
 
     def __init__(self, code: str, detail: str) -> None:
         self.code: Final = code
@@ -105,27 +110,27 @@ def extract_one(
 ) -> One | Fault:
     """Return what the record carries, or the first fault in this order: TOMBSTONE, UNREADABLE, MISSING_ID, BAD_TIME.
 
-    A null value is a TOMBSTONE when the ID or the time would stand in it; with a key or header rule a missing ID is
-    found before that. With format json every value must be JSON, whatever the rule.
+    A null value is a TOMBSTONE if the ID or the time would be read from it; with a key or header rule, a missing ID is
+    reported before that. With format json every value must be JSON, whatever the rule.
     """
     try:
         if value is None:
             return _of_tombstone(recipe, key, headers, timestamp_ms)
         content = exact_json.decode(value) if recipe.fmt == "json" else ABSENT
-        found = look_up_time(recipe.event_time, content)
+        found = _look_up_time(recipe.event_time, content)
         canonical = _canonical_id(recipe.tracking_id, key, value, headers, content)
         time_ms = timestamp_ms if found is None else time_ms_of(*found)
         return One(state_key(canonical), time_ms, _fingerprint(recipe, value, content))
     except Unreadable as refused:
-        return Fault(FaultKind.UNREADABLE, refused.code, refused.detail)
-    except MissingId as missing:
+        return Fault(FaultKind.UNREADABLE, refused.code, refused.detail, refused.format_name)
+    except _MissingId as missing:
         return Fault(FaultKind.MISSING_ID, missing.code, missing.detail)
     except BadTime as bad:
         return Fault(FaultKind.BAD_TIME, bad.code, bad.detail)
 
 
-def look_up_time(time: EventTime, content: JsonValue | Absent) -> tuple[JsonValue | Absent, FieldTime] | None:
-    """Return what stands where the time should; None when the record's own timestamp counts."""
+def _look_up_time(time: EventTime, content: JsonValue | Absent) -> tuple[JsonValue | Absent, FieldTime] | None:
+    """Return the value at the path of the event time; None if the record's own timestamp is the event time."""
     match time:
         case RecordTime():
             return None
@@ -140,11 +145,11 @@ def _of_tombstone(recipe: Recipe, key: bytes | None, headers: Headers, timestamp
         case KeyRule() | HeaderRule():
             canonical = _canonical_id(recipe.tracking_id, key, b"", headers, ABSENT)
         case FieldRule() | FieldsRule() | ContentRule() | RawContentRule():
-            return Fault(FaultKind.TOMBSTONE, "tombstone", "the value is null, and the tracking ID would stand in it")
+            return Fault(FaultKind.TOMBSTONE, "tombstone", "the value is null, and the tracking ID is read from it")
         case never:
             assert_never(never)
     if isinstance(recipe.event_time, FieldTime):
-        return Fault(FaultKind.TOMBSTONE, "tombstone", "the value is null, and the event time would stand in it")
+        return Fault(FaultKind.TOMBSTONE, "tombstone", "the value is null, and the event time is read from it")
     return One(state_key(canonical), timestamp_ms, _digest(b"") if recipe.fingerprint else b"")
 
 
@@ -164,7 +169,7 @@ def _canonical_id(
             return encoding.CONTENT + _canonical_content(content, exclude)
         case RawContentRule():
             if not value:
-                raise MissingId("id_empty", "the value is empty")
+                raise _MissingId("id_empty", "the value is empty")
             return encoding.encode_bytes(value)
         case never:
             assert_never(never)
@@ -173,39 +178,39 @@ def _canonical_id(
 def _header(headers: Headers, name: str) -> bytes | None:
     values = [value for header, value in headers if header == name]
     if not values:
-        raise MissingId("id_missing", f"the header {name} is not there")
+        raise _MissingId("id_missing", f"the header {name} is missing")
     if len(values) > 1:
-        raise Unreadable("repeated_header", f"the header {name} is there {len(values)} times")
+        raise Unreadable("repeated_header", f"the header {name} occurs {len(values)} times")
     return values[0]
 
 
 def _of_bytes(value: bytes | None, tracking_id: TrackingId, place: str) -> bytes:
     if value is None:
-        raise MissingId("id_null", f"{place} is null")
-    smooth = normalizer(tracking_id.normalize)
-    if smooth is not None:
-        value = smooth_bytes(value, smooth)
+        raise _MissingId("id_null", f"{place} is null")
+    normalize = normalizer(tracking_id.normalize)
+    if normalize is not None:
+        value = normalize_bytes(value, normalize)
     if not value:
-        raise MissingId("id_empty", f"{place} is empty")
+        raise _MissingId("id_empty", f"{place} is empty")
     return encoding.encode_bytes(value)
 
 
-def smooth_bytes(value: bytes, smooth: Callable[[str], str]) -> bytes:
-    """Return the bytes with their text smoothed; bytes that are no UTF-8 text have nothing to smooth."""
+def normalize_bytes(value: bytes, normalize: Callable[[str], str]) -> bytes:
+    """Return the bytes with their text normalized; bytes that are not UTF-8 stay unchanged."""
     with suppress(UnicodeDecodeError):
-        return smooth(value.decode()).encode()
+        return normalize(value.decode()).encode()
     return value
 
 
 def _of_fields(paths: Sequence[Path], tracking_id: TrackingId, content: JsonValue | Absent) -> list[bytes]:
-    """Canonical bytes of every path; an unreadable one is told before a missing one."""
+    """Return the canonical bytes of every path; an unreadable one is reported before a missing one."""
     parts: list[bytes] = []
-    missing: MissingId | None = None
+    missing: _MissingId | None = None
     for path in paths:
         found = ABSENT if isinstance(content, Absent) else look_up(content, path)
         try:
             parts.append(_of_field(found, tracking_id, format_path(path)))
-        except MissingId as first:
+        except _MissingId as first:
             missing = missing or first
     if missing is not None:
         raise missing
@@ -215,9 +220,9 @@ def _of_fields(paths: Sequence[Path], tracking_id: TrackingId, content: JsonValu
 def _of_field(found: JsonValue | Absent, tracking_id: TrackingId, place: str) -> bytes:
     match found:
         case Absent():
-            raise MissingId("id_missing", f"nothing stands at {place}")
+            raise _MissingId("id_missing", f"there is no value at {place}")
         case None:
-            raise MissingId("id_null", f"{place} is null")
+            raise _MissingId("id_null", f"{place} is null")
         case True:
             return encoding.TRUE
         case False:
@@ -229,20 +234,20 @@ def _of_field(found: JsonValue | Absent, tracking_id: TrackingId, place: str) ->
                 return encoding.encode_integer_text(found.integer_text())
             return encoding.DECIMAL + found.decimal_text().encode()
         case Members() | list():
-            raise MissingId("id_container", f"{place} is an object or an array; name a member inside it")
+            raise _MissingId("id_container", f"{place} is an object or an array; name a member inside it")
         case never:
             assert_never(never)
 
 
 def _of_text(text: str, tracking_id: TrackingId, place: str) -> bytes:
-    smooth = normalizer(tracking_id.normalize)
-    smoothed = text if smooth is None else smooth(text)
-    if not smoothed:
-        raise MissingId("id_empty", f"{place} is empty")
+    normalize = normalizer(tracking_id.normalize)
+    normalized = text if normalize is None else normalize(text)
+    if not normalized:
+        raise _MissingId("id_empty", f"{place} is empty")
     try:
-        return encoding.encode_text(smoothed)
+        return encoding.encode_text(normalized)
     except UnicodeEncodeError:
-        raise Unreadable("lone_surrogate", f"{place} holds half a surrogate pair, which UTF-8 can not") from None
+        raise Unreadable("lone_surrogate", f"{place} has an unpaired surrogate, which UTF-8 cannot encode") from None
 
 
 def _canonical_content(content: JsonValue | Absent, exclude: tuple[Path, ...]) -> bytes:
@@ -252,9 +257,9 @@ def _canonical_content(content: JsonValue | Absent, exclude: tuple[Path, ...]) -
 
 
 def _fingerprint(recipe: Recipe, value: bytes, content: JsonValue | Absent) -> bytes:
-    """Eight bytes that differ where the content does; of the raw value where no canonical content exists.
+    """Return eight bytes that differ if the content does; of the raw value if it has no canonical content.
 
-    Whether conflicts are looked for must not change which records can be judged, so nothing is refused here.
+    Comparing payloads must not change which records can be judged, so nothing is refused here.
     """
     if not recipe.fingerprint:
         return b""
@@ -270,9 +275,9 @@ def content_digest(canonical: bytes) -> bytes:
 
 
 def value_digest(value: bytes) -> bytes:
-    """Return the fingerprint of a value that has no canonical content."""
+    """Return the fingerprint of a value without canonical content."""
     return _digest(encoding.BYTES + value)
 
 
 def _digest(data: bytes) -> bytes:
-    return blake2b(data, digest_size=FINGERPRINT_BYTES).digest()
+    return blake2b(data, digest_size=_FINGERPRINT_BYTES).digest()

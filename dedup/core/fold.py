@@ -1,34 +1,34 @@
-"""A batch judged as columns: verdicts for its records, and the sightings they leave.
+"""A batch judged as columns: the verdicts of its records, and the sightings they leave.
 
-`fold` is the hot path. It does per record only what the rule needs; `core/model.py` says the same the slow way, and
-the property tests hold the two together.
+`fold` is the hot path and does per record only what the rule needs. `reference_model` states the same rule the slow
+way; property tests keep the two equal.
+
+The usual batch is judged as a whole (`judged_at_once`): its records are close together in event time, none is near a
+bound of the window, and what is known of its IDs is well within the guard period. Then a record is a duplicate if its
+ID is known or occurs earlier in the batch, and unique otherwise: a question for a dict, answered in C. Other batches
+are judged record by record.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final
+from itertools import compress
+from operator import ne
+from typing import Final
 
-from dedup.core.at_once import judged_at_once
-from dedup.core.extract import FaultKind
-from dedup.core.stream_time import Feed, StreamTime
-from dedup.core.window import Duplicate, Late, Sighting, Source, Unique, Window
+from dedup.core.extract import Extracted, FaultKind
+from dedup.core.window import Duplicate, Feed, Late, Sighting, Source, StreamTime, Unique, Window
 from dedup.errors import DedupError
-
-if TYPE_CHECKING:
-    from dedup.core.extract import Extracted, Fault
 
 Sightings = tuple[Sighting, ...]
 Lookup = Callable[[Sequence[bytes], int], Mapping[bytes, Sightings]]
 """(IDs, least event time of the batch) -> the known sightings of the IDs that have any."""
 
-NO_FAULTS: Final[Mapping[int, Fault]] = {}
-
 
 class OnMissing(enum.Enum):
-    """What becomes of a record without a usable ID."""
+    """What happens to a record without a usable ID."""
 
     DEAD_LETTER = "dead_letter"
     FORWARD = "forward"
@@ -36,21 +36,21 @@ class OnMissing(enum.Enum):
 
 
 class OnTombstone(enum.Enum):
-    """What becomes of a null value where the ID would be in the value."""
+    """What happens to a null value if the ID is read from the value."""
 
     FORWARD = "forward"
     DEAD_LETTER = "dead_letter"
 
 
 class OnFuture(enum.Enum):
-    """What becomes of an event time too far ahead of the clock."""
+    """What happens to an event time too far ahead of the clock."""
 
     DEAD_LETTER = "dead_letter"
     CLAMP = "clamp"
 
 
 class OnConflict(enum.Enum):
-    """What becomes of a duplicate with another payload."""
+    """What happens to a duplicate with another payload."""
 
     DUPLICATE = "duplicate"
     FORWARD = "forward"
@@ -58,12 +58,12 @@ class OnConflict(enum.Enum):
 
 
 class RecordFailed(DedupError):
-    """A record met a policy `fail`: the worker stops before it, with nothing committed of it."""
+    """A record met a policy `fail`: the worker stops before it, and nothing of it is committed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """All of a topology that a verdict depends on."""
+    """Everything in a topology that a verdict depends on."""
 
     window: Window
     missing: OnMissing = OnMissing.DEAD_LETTER
@@ -75,25 +75,29 @@ class Rules:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """A batch after extraction, column by column; every column has one entry a record."""
+    """A batch after extraction, as columns with one entry per record."""
 
     extracted: Extracted
     sources: Sequence[int]
     """Offsets in the source partition."""
     feeds: Sequence[Feed]
-    """One entry for each record, or a single one where the whole batch has one feed."""
+    """One entry per record, or a single one if the whole batch has one feed."""
     idle_rows: frozenset[int] = frozenset()
-    """Rows that are idle markers, no records."""
+    """Rows that are idle markers instead of records."""
 
     def source(self, row: int) -> Source:
         """Return where a record came from."""
         feed = self.feeds[row] if len(self.feeds) > 1 else self.feeds[0]
         return Source(feed.topic, feed.partition, self.sources[row])
 
+    def sources_of(self, rows: Iterable[int]) -> list[Source]:
+        """Return where these records came from."""
+        return [self.source(row) for row in rows]
+
 
 @dataclass(frozen=True, slots=True)
 class DeadLetter:
-    """A record that can not be judged, with the reason's code and a sentence."""
+    """A record that cannot be judged: the code of the reason, and a sentence."""
 
     code: str
     detail: str
@@ -101,38 +105,38 @@ class DeadLetter:
 
 @dataclass(frozen=True, slots=True)
 class Exempt:
-    """Forwarded by a policy that names it an exception; marked so in a header."""
+    """Forwarded unjudged because a policy says so; a header marks it."""
 
     why: str
 
 
 @dataclass(slots=True)
 class Outcome:
-    """What `fold` found: rows by verdict, and what state they leave."""
+    """The result of `fold`: rows by verdict, and the sightings they leave."""
 
     unique: list[int] = field(default_factory=list)
     exempt: dict[int, Exempt] = field(default_factory=dict)
-    """Rows to forward with a mark; those of forwarded conflicts are in `unique` too."""
+    """Rows to forward with a mark; forwarded conflicts are also in `unique`."""
     duplicates: list[tuple[int, Sighting]] = field(default_factory=list)
-    """Rows that repeat a sighting, with it as it was before them; those of `conflicts` are not in here."""
+    """Rows that repeat a sighting, with the sighting as it was before; without those in `conflicts`."""
     repeats: list[tuple[int, int]] = field(default_factory=list)
-    """More duplicates: rows that repeat a row of this batch. `all_duplicates` has both kinds."""
+    """Further duplicates: rows that repeat a row of this batch. `all_duplicates` returns both kinds."""
     conflicts: list[tuple[int, Sighting]] = field(default_factory=list)
-    """Duplicates with another payload than every sighting in range."""
+    """Duplicates whose payload differs from every sighting in range."""
     late: list[tuple[int, Late]] = field(default_factory=list)
     dead: list[tuple[int, DeadLetter]] = field(default_factory=list)
     clamped: dict[int, int] = field(default_factory=dict)
-    """Rows whose event time was replaced, with the time they were judged at."""
+    """Rows whose event time was replaced, with the time they were judged with."""
     singles: list[int] = field(default_factory=list)
-    """Rows that leave the only sighting of their ID in its segment, at their own time."""
+    """Rows whose sighting is the only one of their ID in its segment, at their own event time."""
     rewritten: dict[tuple[int, bytes], Sightings] = field(default_factory=dict)
-    """(segment, ID) -> all sightings there, where more than one row or an older sighting is involved."""
+    """(segment, ID) -> all sightings there, if more than one row or an older sighting is involved."""
     stream_time: StreamTime = field(default_factory=lambda: StreamTime.before(()))
     judged_times_ms: list[int] = field(default_factory=list)
-    """Event time of each row as judged."""
+    """Event time of each row, as judged."""
 
     def all_duplicates(self, rows: Rows) -> list[tuple[int, Sighting]]:
-        """Return the duplicates that are no conflicts, in the log's order, each with what it repeats."""
+        """Return the duplicates that are not conflicts, in the log's order, each with what it repeats."""
         inside = [(row, sighting_of(rows, self.judged_times_ms, first)) for row, first in self.repeats]
         return sorted(self.duplicates + inside) if inside else self.duplicates
 
@@ -144,10 +148,58 @@ def sighting_of(rows: Rows, times_ms: Sequence[int], row: int) -> Sighting:
     return Sighting(times_ms[row], times_ms[row], rows.source(row), fingerprint)
 
 
-def fold(rows: Rows, rules: Rules, before: StreamTime, lookup: Lookup, *, ceiling_ms: int) -> Outcome:
-    """Return the verdicts of a batch, in the log's order, each seeing the sightings of those before it.
+@dataclass(frozen=True, slots=True)
+class AtOnce:
+    """The verdicts of a batch without late records."""
 
-    ``ceiling_ms`` is the greatest event time accepted. Raises RecordFailed where a policy says `fail`.
+    unique: list[int]
+    duplicates: list[tuple[int, Sighting]]
+    """Rows with known IDs, each with the sighting it repeats."""
+    repeats: list[tuple[int, int]]
+    """Rows with other IDs that occur earlier in the batch, each with the row it repeats."""
+
+
+def judged_at_once(
+    ids: Sequence[bytes],
+    times_ms: Sequence[int],
+    known: Mapping[bytes, tuple[Sighting, ...]],
+    window: Window,
+    stream_time_ms: int,
+) -> AtOnce | None:
+    """Return the verdicts that judging record by record would give; None unless that is sure.
+
+    ``known`` has the sightings of these IDs and no others, ``stream_time_ms`` is stream time after the batch. The
+    window must not extend.
+    """
+    least_ms, greatest_ms = min(times_ms), max(times_ms)
+    if least_ms < stream_time_ms - window.grace_ms or greatest_ms - least_ms >= window.guard_ms:
+        return None
+    # A single sighting between these bounds makes every record with its ID a duplicate. It is never too old to count:
+    # no record is further behind stream time than the grace period, no sighting as far behind a record as the guard
+    # period.
+    before_ms, after_ms = least_ms + window.guard_ms, greatest_ms - window.guard_ms
+    for sightings in known.values():
+        if len(sightings) > 1 or sightings[0].first_ms >= before_ms or sightings[0].last_ms <= after_ms:
+            return None
+    first: dict[bytes, int] = {}
+    rows = range(len(ids))
+    owners = list(map(first.setdefault, ids, rows))
+    duplicates = [(first.pop(key), seen) for key, (seen,) in known.items()]
+    repeats: list[tuple[int, int]] = []
+    for row in compress(rows, map(ne, owners, rows)):
+        sightings = known.get(ids[row], ())
+        if sightings:
+            duplicates.append((row, sightings[0]))
+        else:
+            repeats.append((row, owners[row]))
+    duplicates.sort()
+    return AtOnce(list(first.values()), duplicates, repeats)
+
+
+def fold(rows: Rows, rules: Rules, before: StreamTime, lookup: Lookup, *, ceiling_ms: int) -> Outcome:
+    """Return the verdicts of a batch, judged in the log's order: each record sees the sightings of those before it.
+
+    ``ceiling_ms`` is the greatest event time accepted. Raises RecordFailed if a policy says `fail`.
     """
     outcome, skipped = screen(rows, rules, ceiling_ms=ceiling_ms)
     times_ms = outcome.judged_times_ms
@@ -170,14 +222,14 @@ def fold(rows: Rows, rules: Rules, before: StreamTime, lookup: Lookup, *, ceilin
 
 
 def _is_plain(rules: Rules) -> bool:
-    """Whether a sighting stays as it was made, and payloads do not matter."""
+    """Whether sightings never change and payloads do not matter."""
     return not rules.window.extend and not rules.fingerprints
 
 
 def screen(rows: Rows, rules: Rules, *, ceiling_ms: int) -> tuple[Outcome, set[int]]:
-    """Return an outcome in which only faults and impossible times are dealt with, and the rows not to be judged.
+    """Return an outcome with only faults and impossible times handled, and the rows not to be judged.
 
-    Raises RecordFailed where a policy says `fail`.
+    Raises RecordFailed if a policy says `fail`.
     """
     outcome = Outcome()
     skipped = _faults(rows, rules, outcome)
@@ -193,16 +245,16 @@ def judge(
     stream_times: list[int],
     skipped: set[int],
 ) -> None:
-    """The outcome has the verdicts of all rows not skipped, each at a stream time of its own.
+    """Add the verdicts of all rows not skipped to the outcome, each judged at its own stream time.
 
-    `known` is brought up to date, but for the IDs of `outcome.singles`. For engines that bring the rows of an ID
-    together, and know the stream time of each without its neighbours. Raises RecordFailed where a policy says `fail`.
+    Updates `known`, except for the IDs of `outcome.singles`. For engines that group rows by ID and know the stream time
+    of each row without its neighbors. Raises RecordFailed if a policy says `fail`.
     """
     _Judging(rows, rules, outcome, known).run(stream_times, skipped)
 
 
 def _faults(rows: Rows, rules: Rules, outcome: Outcome) -> set[int]:
-    """Deal with rows that have no ID or time; return the rows not to be judged."""
+    """Handle rows without an ID or time; return the rows not to be judged."""
     skipped = set(rows.idle_rows)
     for row, fault in sorted(rows.extracted.faults.items()):
         if row in rows.idle_rows:
@@ -212,7 +264,7 @@ def _faults(rows: Rows, rules: Rules, outcome: Outcome) -> set[int]:
             source = rows.source(row)
             raise RecordFailed(
                 f"source topic {source.topic}, partition {source.partition}, offset {source.offset}: {fault.detail} "
-                f"The topology says `missing: fail`. Mend the producer, or choose another policy."
+                f"The topology says `missing: fail`. Fix the producer, or choose another policy."
             )
         if fault.kind is FaultKind.MISSING_ID and rules.missing is OnMissing.FORWARD:
             outcome.exempt[row] = Exempt("missing_id")
@@ -246,7 +298,7 @@ def _accepted_times(rows: Rows, rules: Rules, skipped: set[int], outcome: Outcom
 def _stream_times(
     rows: Rows, times_ms: list[int], skipped: set[int], before: StreamTime
 ) -> tuple[list[int], StreamTime]:
-    """Return stream time at every row; rows not judged repeat that of the row before."""
+    """Return stream time at every row; rows not judged repeat the previous value."""
     if len(before.feeds) > 1 or rows.idle_rows:
         feeds = rows.feeds if len(rows.feeds) == len(times_ms) else [rows.feeds[0]] * len(times_ms)
         return before.after(
@@ -255,14 +307,14 @@ def _stream_times(
         )
     if not skipped:
         return before.after_one_feed(times_ms)
-    # A time below all others leaves the running maximum as it is.
+    # A time not above stream time leaves the running maximum unchanged.
     return before.after_one_feed(
         [before.value_ms if row in skipped else time_ms for row, time_ms in enumerate(times_ms)]
     )
 
 
 class _Judging:
-    """One pass over a batch; `known` grows by what the batch itself leaves."""
+    """One pass over a batch; `known` grows by the sightings of the batch itself."""
 
     def __init__(self, rows: Rows, rules: Rules, outcome: Outcome, known: dict[bytes, Sightings]) -> None:
         self._rows: Final = rows
@@ -271,7 +323,7 @@ class _Judging:
         self._outcome: Final = outcome
         self._known: Final = known
         self._fresh: Final[dict[bytes, int]] = {}
-        """ID -> row, for IDs that this batch saw first and has seen once: no Sighting is made for most of them."""
+        """ID -> row, for IDs that first occur in this batch and have occurred once: most never need a Sighting."""
 
     def run(self, stream_times: list[int], skipped: set[int]) -> None:
         """Judge every row that is not skipped.
@@ -334,7 +386,7 @@ class _Judging:
                 self._remember(key, (*known, self._sighting(row)), self._window.segment_of(time_ms))
 
     def _conflicts(self, known: Sightings, time_ms: int, stream_time_ms: int, fingerprint: bytes) -> bool:
-        """Tell whether no sighting in range has this payload; the caller knows that one is in range."""
+        """Tell whether no sighting in range has this payload; the caller knows that there is one in range."""
         if not self._rules.fingerprints:
             return False
         return not isinstance(self._window.decide(time_ms, _like(known, fingerprint), stream_time_ms), Duplicate)
@@ -346,13 +398,13 @@ class _Judging:
             case OnConflict.DUPLICATE:
                 return verdict
             case OnConflict.FORWARD:
-                # Identity is then ID and fingerprint: only the same payload can be a duplicate.
+                # The identity is then ID and fingerprint: only the same payload can be a duplicate.
                 return self._window.decide(time_ms, _like(known, self._fingerprint(row)), stream_time_ms)
             case OnConflict.FAIL:
                 source = self._rows.source(row)
                 raise RecordFailed(
                     f"source topic {source.topic}, partition {source.partition}, offset {source.offset}: its ID was "
-                    f"seen with another payload. The topology says `on_conflict: fail`. Mend the producer, or choose "
+                    f"seen with another payload. The topology says `on_conflict: fail`. Fix the producer, or choose "
                     f"another policy."
                 )
 
@@ -360,7 +412,7 @@ class _Judging:
         longer = self._window.extended(of, time_ms)
         if longer != of:
             rest = tuple(longer if seen == of else seen for seen in known)
-            # The shorter interval left in an older segment says nothing that the longer one does not.
+            # A shorter interval left in an older segment adds nothing to the longer one.
             self._remember(key, rest, self._window.segment_of(longer.last_ms))
 
     def _remember(self, key: bytes, sightings: Sightings, segment: int) -> None:

@@ -1,26 +1,27 @@
-"""The tracking-ID rules and the frozen encoding of an ID: what is equal, byte for byte.
+"""The tracking-ID rules, the frozen encoding that makes equal IDs equal bytes, and the way back to text.
 
 Canonical bytes are one tag and a value:
 
     01 text            UTF-8
     02 bytes           a record's key, a header's value, a raw value
-    03 UUID            16 bytes, for canonical lower-case UUID text wherever it stood
+    03 UUID            16 bytes, for canonical lower-case UUID text wherever it comes from
     04 integer         within 64 bits: two's complement, big-endian, as few bytes as hold it
-    05 big integer     beyond 64 bits: its decimal digits, so that no size is too large
+    05 big integer     beyond 64 bits: its decimal digits, any number of them
     06 decimal         a number with a fraction or an exponent: ``<sign><digits>e<exponent>``, no trailing zeros
     07 true, 08 false
     09 composite       per part: its canonical length (LEB128), its canonical bytes
     0a content         canonical JSON text (exact_json.canonical_json)
 
-Up to 32 canonical bytes are the state key as they are. Longer ones become ``00`` + BLAKE2b-256 of them: 33 bytes, so
-no kept ID can equal a digested one, and no chosen collision can silence someone else's event.
+Up to 32 canonical bytes are the state key itself. Longer ones become ``00`` + their BLAKE2b-256: 33 bytes, so a digest
+never equals an undigested ID, and nobody can suppress another's event by a chosen collision.
 
-A header ``a`` (bytes) and a field ``"a"`` (text) have different keys; only the UUID form is shared. Rules never mix
-inside one topology, so this can not join two events.
+A header ``a`` (bytes) and a field ``"a"`` (text) have different keys; only the UUID form is shared. A topology has only
+one rule, so this cannot make two events equal.
 """
 
 from __future__ import annotations
 
+import json
 import unicodedata
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -28,11 +29,12 @@ from functools import cache
 from hashlib import blake2b
 from re import compile as compile_pattern
 from typing import Final, Literal, assert_never
+from uuid import UUID as Uuid  # noqa: N811  # the tag has the name
 
-from dedup.core.paths import Path
+from dedup.core.json_path import Path
 
 ENCODING_VERSION: Final = 1
-"""Part of every task record's fingerprint: another number means another encoding, hence another state."""
+"""Part of the state fingerprint: another number means another encoding, so the state cannot be used."""
 
 Normalizing = Literal["trim", "lower", "nfc"]
 
@@ -49,18 +51,21 @@ CONTENT: Final = b"\x0a"
 DIGEST: Final = b"\x00"
 
 KEPT_BYTES: Final = 32
-"""Canonical bytes up to this length are the state key as they are."""
+"""Canonical bytes up to this length are the state key itself."""
 
-BLANKS: Final = (
+_BLANKS: Final = (
     "\t\n\v\f\r\x1c\x1d\x1e\x1f \x85\xa0\u1680\u2000\u2001\u2002\u2003\u2004\u2005\u2006\u2007\u2008\u2009\u200a"
     "\u2028\u2029\u202f\u205f\u3000"
 )
-"""What `trim` removes at both ends; written out, because a runtime's own idea of blank may change."""
+"""What `trim` removes at both ends; listed here because a runtime's own definition of white space may change."""
 
 _UUID_TEXT: Final = compile_pattern(r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 _UUID_BYTES: Final = compile_pattern(rb"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 _UUID_CHARS: Final = 36
 _INT64: Final = 1 << 63
+_LENGTH_BITS: Final = 7
+_MORE: Final = 1 << _LENGTH_BITS
+"""LEB128: the bit of a byte that is followed by another."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +75,7 @@ class KeyRule:
 
 @dataclass(frozen=True, slots=True)
 class HeaderRule:
-    """The value of one header is the ID; the header twice in a record is refused."""
+    """The value of one header is the ID; a record with the header twice is refused."""
 
     name: str
 
@@ -98,7 +103,7 @@ class ContentRule:
 
 @dataclass(frozen=True, slots=True)
 class RawContentRule:
-    """The value's bytes, as they are, are the ID."""
+    """The unchanged bytes of the value are the ID."""
 
 
 Rule = KeyRule | HeaderRule | FieldRule | FieldsRule | ContentRule | RawContentRule
@@ -106,22 +111,22 @@ Rule = KeyRule | HeaderRule | FieldRule | FieldsRule | ContentRule | RawContentR
 
 @dataclass(frozen=True, slots=True)
 class TrackingId:
-    """Where the ID stands, and what is smoothed over before IDs are compared."""
+    """Where the ID is found, and how it is normalized before IDs are compared."""
 
     rule: Rule
     normalize: tuple[Normalizing, ...] = ()
-    """Applied in this order, to text only: strings of the value, and keys and headers that are valid UTF-8."""
+    """Applied in this order, only to text: strings in the value, and keys and headers that are valid UTF-8."""
 
 
 def state_key(canonical: bytes) -> bytes:
-    """Return the key under which state is kept: at most 33 bytes."""
+    """Return the key under which state is stored: at most 33 bytes."""
     if len(canonical) <= KEPT_BYTES:
         return canonical
     return DIGEST + blake2b(canonical, digest_size=32).digest()
 
 
 def encode_text(text: str) -> bytes:
-    """Return the canonical bytes of a text. Raises UnicodeEncodeError for half a surrogate pair."""
+    """Return the canonical bytes of a text. Raises UnicodeEncodeError for an unpaired surrogate."""
     if len(text) == _UUID_CHARS and _UUID_TEXT.fullmatch(text):
         return UUID + bytes.fromhex(text.replace("-", ""))
     return TEXT + text.encode()
@@ -149,7 +154,7 @@ def encode_integer_text(digits: str) -> bytes:
 
 
 def encode_composite(parts: Sequence[bytes]) -> bytes:
-    """Return the canonical bytes of several canonical parts; no two lists of parts share them."""
+    """Return the canonical bytes of several canonical parts; different lists of parts have different bytes."""
     return COMPOSITE + b"".join(map(prefixed, parts))
 
 
@@ -157,16 +162,16 @@ def prefixed(part: bytes) -> bytes:
     """Return the part after its length in LEB128."""
     length = len(part)
     head = bytearray()
-    while length > 0x7F:  # noqa: PLR2004 - seven bits a byte
-        head.append(length & 0x7F | 0x80)
-        length >>= 7
+    while length >= _MORE:
+        head.append(length & (_MORE - 1) | _MORE)
+        length >>= _LENGTH_BITS
     head.append(length)
     return bytes(head) + part
 
 
 @cache
 def normalizer(steps: tuple[Normalizing, ...]) -> Callable[[str], str] | None:
-    """Return what smooths a text in these steps; None when there are none."""
+    """Return a function that applies these steps to a text; None if there are none."""
     functions = [_normalizing(step) for step in steps]
     if not functions:
         return None
@@ -182,10 +187,53 @@ def normalizer(steps: tuple[Normalizing, ...]) -> Callable[[str], str] | None:
 def _normalizing(step: Normalizing) -> Callable[[str], str]:
     match step:
         case "trim":
-            return lambda text: text.strip(BLANKS)
+            return lambda text: text.strip(_BLANKS)
         case "lower":
             return str.lower
         case "nfc":
             return lambda text: unicodedata.normalize("NFC", text)
         case never:
             assert_never(never)
+
+
+def id_text(key: bytes) -> str | None:
+    """Return the ID as `dedup lookup` takes it; None for a digest, from which the ID cannot be recovered.
+
+    Bytes that are not UTF-8 become replacement characters; such an ID cannot be looked up by this text.
+    """
+    tag, body = key[:1], key[1:]
+    if tag == COMPOSITE:
+        parts = [_json(part) for part in _parts(body)]
+        return None if None in parts else f"[{', '.join(filter(None, parts))}]"
+    if tag in {TEXT, BYTES, CONTENT, BIG_INTEGER, DECIMAL}:
+        return body.decode(errors="replace")
+    if tag == UUID:
+        return str(Uuid(bytes=body))
+    if tag == INTEGER:
+        return str(int.from_bytes(body, "big", signed=True))
+    return {TRUE: "true", FALSE: "false"}.get(tag)
+
+
+def _json(key: bytes) -> str | None:
+    """Return one part of a composite as JSON: a text in quotes, a number as it is."""
+    text = id_text(key)
+    if text is None or key[:1] not in {TEXT, BYTES, UUID}:
+        return text
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _parts(body: bytes) -> list[bytes]:
+    parts = []
+    at = 0
+    while at < len(body):
+        length = shift = 0
+        while True:
+            byte = body[at]
+            at += 1
+            length |= (byte & (_MORE - 1)) << shift
+            shift += _LENGTH_BITS
+            if byte < _MORE:
+                break
+        parts.append(body[at : at + length])
+        at += length
+    return parts

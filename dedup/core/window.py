@@ -1,27 +1,31 @@
 """The window: what is a duplicate, given the sightings of an ID.
 
-Theory of operation. A *sighting* is an interval ``[first, last]`` of event times at which an ID was
-accounted for. For a record with event time ``t`` at stream time ``s`` (which includes this record):
+Theory of operation. A *sighting* is an interval ``[first, last]`` of event times at which an ID was accounted for. For
+a record with event time ``t`` at stream time ``s`` (which includes this record):
 
     a sighting with last >= s - retention and first - guard < t < last + guard   -> Duplicate (of the nearest)
     else t < s - grace                                                           -> Late
     else                                                                         -> Unique
 
-The bounds are half-open: at a distance of exactly the guard period it is a new event. Retention is guard period
-plus grace, so whatever could make a record with ``t >= s - grace`` a duplicate is still kept: no verdict is taken
-from a hole. The bound on ``last`` is part of the rule, so a verdict does not depend on when a segment is dropped.
+The guard bounds are exclusive: a record exactly one guard period away is a new event. Retention is guard period plus
+grace, so whatever could make a record with ``t >= s - grace`` a duplicate is still kept: no verdict depends on missing
+state. The bound on ``last`` is part of the rule, so a verdict does not depend on when a segment is dropped.
 
-The interval rule follows KIP-655 (windowed distinct) with both directions in time, as Kafka Streams' window-store
-recipe does; the cap on extension is ours.
+The interval rule follows KIP-655 (windowed distinct), in both directions of time as in Kafka Streams' window-store
+recipe; the cap on extension is our addition.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Final, NamedTuple
 
+from dedup.errors import InvariantBroken
+
 BEFORE_ALL_TIME: Final = -(1 << 62)
-"""Stream time before any record was judged; far below every event time, safe to add to in 64 bits."""
+"""Stream time before any record was judged: far below every event time, without overflow in 64-bit sums."""
 
 
 class Source(NamedTuple):
@@ -40,7 +44,7 @@ class Sighting(NamedTuple):
     last_ms: int
     source: Source
     fingerprint: bytes = b""
-    """Eight bytes of the payload's digest; empty unless conflicts are looked for."""
+    """Eight bytes of the payload's digest; empty unless payloads are compared."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +61,7 @@ class Duplicate:
 
 @dataclass(frozen=True, slots=True)
 class Late:
-    """Too far behind stream time: an earlier sighting may be gone already."""
+    """Too far behind stream time: an earlier sighting may already have been dropped."""
 
     behind_ms: int
 
@@ -67,7 +71,7 @@ Verdict = Unique | Duplicate | Late
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """The rule's four numbers, in milliseconds of event time."""
+    """The parameters of the rule, in milliseconds of event time."""
 
     guard_ms: int
     grace_ms: int
@@ -85,11 +89,11 @@ class Window:
         return max(1, -(-self.retention_ms // 2))
 
     def segment_of(self, last_ms: int) -> int:
-        """Start, in event time, of the segment that keeps a sighting ending at ``last_ms``."""
+        """Return the start, in event time, of the segment for a sighting that ends at ``last_ms``."""
         return last_ms - last_ms % self.segment_ms
 
     def oldest_live_ms(self, stream_time_ms: int) -> int:
-        """The least ``last_ms`` that still counts."""
+        """Return the least ``last_ms`` that still counts."""
         return stream_time_ms - self.retention_ms
 
     def decide(self, time_ms: int, sightings: tuple[Sighting, ...], stream_time_ms: int) -> Verdict:
@@ -103,7 +107,7 @@ class Window:
             distance_ms = max(seen.first_ms - time_ms, time_ms - seen.last_ms, 0)
             if distance_ms >= self.guard_ms:
                 continue
-            # Of two at one distance the earlier is named, so that every engine names the same.
+            # Of two at the same distance the lesser is named, so that every engine names the same one.
             if nearest is None or (distance_ms, seen) < (nearest_ms, nearest):
                 nearest, nearest_ms = seen, distance_ms
         if nearest is not None:
@@ -116,3 +120,81 @@ class Window:
         """Return the sighting after a duplicate at ``time_ms``: ``last`` raised, up to the cap."""
         last_ms = min(max(seen.last_ms, time_ms), max(seen.last_ms, seen.first_ms + self.extend_at_most_ms))
         return seen._replace(last_ms=last_ms)
+
+
+# Stream time is the greatest event time judged; with several feeds, the minimum of the feeds' greatest.
+#
+# With one feed it is a running maximum. Behind a repartition topic, which many source partitions feed, it is the
+# minimum over the feeds, like a watermark; otherwise, while a backlog is processed, all records of slower partitions
+# would be late. A feed that has not reported keeps stream time before all time; one marked idle is ignored until its
+# next record.
+
+
+class Feed(NamedTuple):
+    """A partition of a source topic, in its role of advancing stream time."""
+
+    topic: int
+    """Position of the topic in ``source.topics``."""
+    partition: int
+
+
+@dataclass(frozen=True, slots=True)
+class FeedProgress:
+    """The greatest event time of one feed, and whether it is marked idle."""
+
+    max_ms: int = BEFORE_ALL_TIME
+    idle: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class StreamTime:
+    """A task's stream time with the feeds it is computed from; immutable, a new value for every batch."""
+
+    value_ms: int
+    feeds: Mapping[Feed, FeedProgress]
+
+    @classmethod
+    def before(cls, feeds: Iterable[Feed]) -> StreamTime:
+        """Return stream time before any record of these feeds; no other feed may report later."""
+        return cls(BEFORE_ALL_TIME, dict.fromkeys(feeds, FeedProgress()))
+
+    def after_one_feed(self, times_ms: Sequence[int]) -> tuple[list[int], StreamTime]:
+        """Return stream time at each judged record of the only feed, and after them."""
+        if not times_ms:
+            return [], self
+        column = list(accumulate(times_ms, max, initial=self.value_ms))
+        return column[1:], self.after_one_feed_at_once(column[-1])
+
+    def after_one_feed_at_once(self, greatest_ms: int) -> StreamTime:
+        """Return stream time after judged records of the only feed with this greatest event time."""
+        (feed,) = self.feeds
+        value_ms = max(self.value_ms, greatest_ms)
+        return StreamTime(value_ms, {feed: FeedProgress(value_ms)})
+
+    def after(self, records: Iterable[tuple[Feed, int | None, bool]]) -> tuple[list[int], StreamTime]:
+        """Return stream time at each record and after them all.
+
+        A record is (feed, event time or None if it was not judged, whether it is an idle marker). Raises
+        InvariantBroken for an undeclared feed, whose time would be missing from the minimum.
+        """
+        progress = dict(self.feeds)
+        value_ms = self.value_ms
+        column: list[int] = []
+        for feed, time_ms, idle in records:
+            now = progress.get(feed)
+            if now is None:
+                raise InvariantBroken(
+                    f"a record of source topic {feed.topic} partition {feed.partition} came, which did not exist when "
+                    f"this task started. Restart the worker; if partitions were added, run `dedup reset`."
+                )
+            max_ms = now.max_ms if time_ms is None else max(now.max_ms, time_ms)
+            if max_ms != now.max_ms or idle != now.idle:
+                progress[feed] = FeedProgress(max_ms, idle)
+                value_ms = max(value_ms, _least(progress))
+            column.append(value_ms)
+        return column, StreamTime(value_ms, progress)
+
+
+def _least(progress: Mapping[Feed, FeedProgress]) -> int:
+    awake = [feed.max_ms for feed in progress.values() if not feed.idle]
+    return min(awake) if awake else max(feed.max_ms for feed in progress.values())

@@ -1,10 +1,10 @@
-"""`dedup spark audit`: the findings of `dedup verify` at cluster scale, history of a seeded fleet included.
+"""`dedup spark audit`: the findings of `dedup verify` at cluster scale, with the history of a seeded fleet.
 
-Theory of operation. Everything is read up to one cut: the group's offsets first, then the ends of what was written. The
-log is judged by `batch.judged`, which is held against the exact model row by row in the tests; what each record must
-look like in each topic is a digest. Expected and found are brought together by digest and counted: what is there less
-often is lost, more often doubled, for no reason a phantom. Late records and dead letters name their source record, so
-these are compared one by one. What the log can not say is counted as not provable, never as passed.
+Theory of operation. Everything is read up to one cut: the group's offsets first, then the ends of the topics. The log
+is judged by `batch_verdicts.judged`, which the tests compare with the exact model row by row. What each record must
+look like in each topic is a digest. Expected and found digests are joined and counted: one found less often than
+expected is lost, more often duplicated, without any reason a phantom. Late records and dead letters name their source
+record, so these are compared one by one. What the log cannot prove is counted as not provable, never as passed.
 """
 
 from __future__ import annotations
@@ -20,54 +20,61 @@ from pyspark.sql import DataFrame, Row
 from pyspark.sql import functions as fn
 
 from dedup.core.fold import OnFuture
-from dedup.proof.evidence import DEAD_TAIL, LATE_TAIL
-from dedup.proof.repartitioned import WHY_COPIES
-from dedup.proof.replay import REFUSED_BY_THE_BROKER
-from dedup.proof.report import SAMPLES_PER_KIND, Books, Report, Violation, ViolationKind
-from dedup.spark.audit_cut import Cut, accepted_by_seed, before_the_log, read_topic, take_cut
-from dedup.spark.audit_expected import PLACE, Log, by_task, expected
+from dedup.spark.audit_cut import AuditCut, accepted_by_seed, before_the_log, take_cut
+from dedup.spark.audit_expected import (
+    AuditedLog,
+    as_leaf,
+    by_task,
+    digest,
+    expected,
+    filed,
+    forwarded_by_replay,
+    headers_or_none,
+)
 from dedup.spark.audit_findings import (
     NOT_PROVABLE,
     Side,
-    carried_findings,
     copy_findings,
     evidence_findings,
     output_findings,
+    repartition_findings,
     side_findings,
     stand_in_findings,
     unaccounted_findings,
 )
-from dedup.spark.audit_records import as_leaf, digest, filed, forwarded_by_replay, headers_or_none
-from dedup.spark.failures import told
 from dedup.spark.files import History
+from dedup.spark.kafka_source import feeds_of
+from dedup.spark.rows import COORDINATES
 from dedup.spark.seed_history import as_history
+from dedup.spark.session import translated_errors
 from dedup.topology.model import LateDrop, LateTo
+from dedup.verify.evidence import DEAD_TAIL, LATE_TAIL
+from dedup.verify.replay import FUTURE, REFUSED_BY_THE_BROKER
+from dedup.verify.report import SAMPLES_PER_KIND, Books, Report, Violation, ViolationKind
 
 if TYPE_CHECKING:
     from pyspark.sql import Column, SparkSession
 
-    from dedup.session.wire import TopicPartition
+    from dedup.kafka.wire import TopicPartition
     from dedup.settings import Settings
     from dedup.topology.model import Topology
 
 _STEPS: Final = 200
-_VERDICTS: Final[Mapping[str, int]] = {
-    "unique": 0, "exempt": 0, "duplicate": 1, "conflict": 1, "late": 2, "dead_letter": 3
-}  # fmt: skip
+_VERDICTS: Final[Mapping[str, int]] = {"unique": 0, "duplicate": 1, "conflict": 1, "late": 2, "dead_letter": 3}
 
 
 @dataclass(frozen=True, slots=True)
 class _Topics:
-    """What the topics hold within the cut."""
+    """What the topics that a fleet writes hold within the cut."""
 
     output: DataFrame | None
     late: Side | None
     dead: Side
     stamped: bool
-    standing: frozenset[str]
-    """Side topics in which a digest stands for a value."""
-    witnessed: bool
-    """Whether there are dead letters of which the record itself says nothing."""
+    with_digests: frozenset[str]
+    """Side topics in which a digest may replace a value."""
+    unexplained: bool
+    """Whether there are dead letters that the record itself does not explain."""
 
 
 def audit(
@@ -78,28 +85,27 @@ def audit(
     history: History | DataFrame | None = None,
     begins: Mapping[TopicPartition, int] | None = None,
 ) -> Report:
-    """Return what an audit of everything found; reads only.
+    """Return the report of an audit of everything in the topics; writes nothing.
 
     ``history`` is what the fleet was seeded from, if that was files. ``begins``: the offsets at which the fleet began,
-    where neither the topology's start nor a seed says so. Raises StateIncompatible, SettingsError, BrokerUnavailable.
+    if neither the topology's start nor a seed says so. Raises StateIncompatible if there is nothing to audit or
+    retention deletes records meanwhile, SettingsError if the start is not known, BrokerUnavailable.
     """
     began_s = time.time()
     report = Report(topology.name, ", ".join(settings.brokers), "audit on Spark", int(began_s * 1000))
-    with told():
+    with translated_errors():
         cut = take_cut(spark, topology, settings, begins)
-        topics = _topics(spark, topology, settings, cut)
-        known = as_history(history) if isinstance(history, DataFrame) else history
-        log = _log(spark, topology, settings, cut, topics, known)
-        lane = fn.col("partition") if topology.direct else fn.lit(0)
+        topics = _topics(cut)
+        log = _log(cut, topics, as_history(history) if isinstance(history, DataFrame) else history)
+        scope = fn.col("partition") if topology.direct else fn.lit(0)
         filed_late = topics.late.filed if topics.late is not None else None
-        judged = expected(log, topology, topics.dead.filed, filed_late, witnessed=topics.witnessed)
-        rows = as_leaf(judged.withColumn("lane", lane))
+        judged = expected(log, topology, topics.dead.filed, filed_late, unexplained=topics.unexplained)
+        rows = as_leaf(judged.withColumn("scope", scope))
         try:
             grouped = _grouped(rows)
-            _keep_books(report, topology, cut, grouped, topics)
+            _keep_books(report, cut, grouped, topics)
             _keep_timeline(report, rows, grouped)
-            findings = _findings(spark, topology, settings, cut, topics, log, rows)
-            _note(report, reduce(DataFrame.unionByName, findings).persist())
+            _note(report, reduce(DataFrame.unionByName, _findings(cut, topics, log, rows)).persist())
         finally:
             rows.unpersist()
     report.seconds = time.time() - began_s
@@ -108,98 +114,91 @@ def audit(
     return report
 
 
-def _topics(spark: SparkSession, topology: Topology, settings: Settings, cut: Cut) -> _Topics:
+def _topics(cut: AuditCut) -> _Topics:
+    topology = cut.topology
+
     def side(name: str, tail: tuple[str, ...]) -> Side:
-        records = read_topic(spark, settings, cut, name, None)
-        return Side(name, as_leaf(filed(records, topology.source.topics, tail)), cut.complete(name))
+        return Side(name, as_leaf(filed(cut.read(name), topology.source.topics, tail)), cut.complete(name))
 
     stamped = topology.future is not OnFuture.CLAMP
     output = None
     if topology.output is not None and cut.partitions[topology.output.topic]:
         name = topology.output.topic
-        records = read_topic(spark, settings, cut, name, None).where(~forwarded_by_replay(topology.source.topics))
+        records = cut.read(name).where(~forwarded_by_replay(topology.source.topics))
         stamped = stamped and name not in cut.broker_times
         stamp = fn.col("timestamp_ms") if stamped else fn.lit(0)
         output = as_leaf(_found_in(records, "out", digest(headers_or_none(), stamp), direct=topology.direct))
     late = side(topology.late.topic, LATE_TAIL) if isinstance(topology.late, LateTo) else None
     dead = side(topology.dead_letter, DEAD_TAIL)
-    seen = _glance([dead] if late is None else [dead, late])
-    standing = frozenset(row["name"] for row in seen if row["standing"])
-    witnessed = any(row["witnessed"] for row in seen if row["name"] == dead.name)
-    return _Topics(output, late, dead, stamped, standing, witnessed)
+    seen = _side_facts([dead] if late is None else [dead, late])
+    with_digests = frozenset(row["name"] for row in seen if row["with_digests"])
+    unexplained = any(row["unexplained"] for row in seen if row["name"] == dead.name)
+    return _Topics(output, late, dead, stamped, with_digests, unexplained)
 
 
-def _glance(sides: Sequence[Side]) -> list[Row]:
-    """Return what of the side topics decides which questions are asked: one question for all, as each costs a job."""
+def _side_facts(sides: Sequence[Side]) -> list[Row]:
+    """Return what decides which findings are looked for in the side topics; one job for all of them."""
     parts = [each.filed.select(fn.lit(each.name).alias("name"), "stand_in", "filed_reason") for each in sides]
-    witnessed = fn.col("filed_reason").isin("future_time", REFUSED_BY_THE_BROKER)
+    unexplained = fn.col("filed_reason").isin("future_time", REFUSED_BY_THE_BROKER)
     grouped = reduce(DataFrame.unionByName, parts).groupBy("name")
-    return grouped.agg(fn.count("stand_in").alias("standing"), fn.count_if(witnessed).alias("witnessed")).collect()
+    return grouped.agg(
+        fn.count("stand_in").alias("with_digests"), fn.count_if(unexplained).alias("unexplained")
+    ).collect()
 
 
 def _found_in(records: DataFrame, name: str, value: Column, *, direct: bool) -> DataFrame:
-    lane = fn.col("partition") if direct else fn.lit(0)
-    places = (fn.col(each).alias(f"out_{each}") for each in PLACE)
-    return records.select(lane.alias("lane"), value.alias(name), *places)
+    scope = fn.col("partition") if direct else fn.lit(0)
+    places = (fn.col(each).alias(f"out_{each}") for each in COORDINATES)
+    return records.select(scope.alias("scope"), value.alias(name), *places)
 
 
-def _log(
-    spark: SparkSession, topology: Topology, settings: Settings, cut: Cut, topics: _Topics, history: History | None
-) -> Log:
-    """Return the log that was judged, with what is known before it."""
+def _log(cut: AuditCut, topics: _Topics, history: History | None) -> AuditedLog:
+    """Return the log that the fleet judged, with what is known of the time before it."""
+    topology = cut.topology
     if not topology.direct:
         name = topology.repartition_topic
         bounds = cut.bounds[name]
         committed = {at: cut.committed[name].get(at, each.low) for at, each in bounds.items()}
-        # A seed's history is not in this log.
+        # The history of a seed is not in this log.
         known = {at: each.low == 0 and not cut.marks for at, each in bounds.items()}
         lows = {at: each.low for at, each in bounds.items()}
-        records = read_topic(spark, settings, cut, name, None)
-        return Log(records, cut.feeds(topology), committed, lows, known, topics.stamped)
+        feeds = feeds_of(topology, cut.partitions)
+        return AuditedLog(cut.read(name), feeds, committed, lows, known, topics.stamped)
     name = topology.source.topics[0]
     bounds, begins = cut.bounds[name], cut.begins[name]
     committed = {at: cut.committed[name].get(at, begins[at]) for at in bounds}
     from_topics = bool(cut.marks) and next(iter(cut.marks.values())).history == "topics"
-    records = read_topic(spark, settings, cut, name, None if from_topics else begins)
+    records = cut.read(name, None if from_topics else begins)
     lows = {at: each.low for at, each in bounds.items()}
     if history is not None:
-        earlier = before_the_log(history, topology, cut.partitions[name], begins)
-        records = accepted_by_seed(earlier, topology, cut).unionByName(records)
+        records = accepted_by_seed(before_the_log(history, cut), cut).unionByName(records)
         known = dict.fromkeys(bounds, True)
     elif from_topics:
         seeded = fn.col("offset") < by_task(begins, "partition", 0)
-        records = accepted_by_seed(records.where(seeded), topology, cut).unionByName(records.where(~seeded))
+        records = accepted_by_seed(records.where(seeded), cut).unionByName(records.where(~seeded))
         known = {at: low == 0 for at, low in lows.items()}
     else:
         known = {at: not cut.marks and (begins[at] > low or low == 0) for at, low in lows.items()}
-    return Log(records, (), committed, begins, known, topics.stamped)
+    return AuditedLog(records, (), committed, begins, known, topics.stamped)
 
 
-def _findings(
-    spark: SparkSession,
-    topology: Topology,
-    settings: Settings,
-    cut: Cut,
-    topics: _Topics,
-    log: Log,
-    rows: DataFrame,
-) -> list[DataFrame]:
+def _findings(cut: AuditCut, topics: _Topics, log: AuditedLog, rows: DataFrame) -> list[DataFrame]:
+    topology = cut.topology
     findings: list[DataFrame] = []
     sides = [(topics.dead, "dead_letter", "wrong_dead_letter")]
     if topics.late is not None:
         sides.append((topics.late, "late", "wrong_late"))
-    kept = _offsets(
-        spark, {topic: {at: each.low for at, each in cut.bounds[topic].items()} for topic in cut.begins}, "low"
-    )
-    committed = _offsets(spark, {topic: cut.committed[topic] for topic in cut.begins}, "committed")
+    lows = {topic: {at: each.low for at, each in cut.bounds[topic].items()} for topic in cut.begins}
+    kept = _offsets(cut.spark, lows, "low")
+    committed = _offsets(cut.spark, {topic: cut.committed[topic] for topic in cut.begins}, "committed")
     for side, verdict, wrong in sides:
         findings += side_findings(rows, side, verdict, wrong)
-        # Behind a repartition topic some records end before they get there, or are purged by now.
+        # Some records end in the repartition step, and others have been purged from its topic.
         why = None if topology.direct else "side records of the repartition step, or of records purged since"
         findings.append(unaccounted_findings(rows, side, kept, committed, why=why))
-        if side.name in topics.standing and topology.direct:
+        if side.name in topics.with_digests and topology.direct:
             findings.append(stand_in_findings(log.records, side))
-    findings += evidence_findings(rows, topology, wanted=topology.direct and topics.witnessed)
+    findings += evidence_findings(rows, topology, wanted=topology.direct and topics.unexplained)
     if topics.output is not None and topology.output is not None:
         whole = all(log.known.values()) and all(cut.complete(topic) for topic in topology.source.topics)
         findings += output_findings(
@@ -210,9 +209,9 @@ def _findings(
             sources_whole=whole,
             doubt=not all(log.known.values()) or topology.future is OnFuture.CLAMP,
         )
-    findings += _copies(spark, topology, settings, cut, log, rows)
+    findings += _copies(cut, log, rows)
     if not topology.direct:
-        findings.append(_carried(spark, topology, settings, cut, topics, rows))
+        findings.append(_repartitioned(cut, topics, rows))
     return findings
 
 
@@ -221,10 +220,9 @@ def _offsets(spark: SparkSession, offsets: Mapping[str, Mapping[int, int]], name
     return spark.createDataFrame(rows, f"source_topic string, source_partition int, {name} long")
 
 
-def _copies(
-    spark: SparkSession, topology: Topology, settings: Settings, cut: Cut, log: Log, rows: DataFrame
-) -> list[DataFrame]:
+def _copies(cut: AuditCut, log: AuditedLog, rows: DataFrame) -> list[DataFrame]:
     """Return the differences of the duplicates and conflicts topics."""
+    topology = cut.topology
     wanted: list[tuple[str, list[str]]] = []
     if topology.duplicates is not None:
         both = ["duplicate"] if topology.conflicts is not None else ["duplicate", "conflict"]
@@ -233,58 +231,44 @@ def _copies(
         wanted.append((topology.conflicts, ["conflict"]))
     findings = []
     for topic, verdicts in wanted:
-        part = rows.where(fn.col("verdict").isin(*verdicts))
-        if not topology.direct:
-            text = fn.lit(WHY_COPIES)
-            counted = (
-                part.where("NOT pending AND NOT history").agg(fn.count(fn.lit(1)).alias("number")).where("number > 0")
-            )
-            findings.append(
-                counted.select(
-                    fn.lit(NOT_PROVABLE).alias("kind"), fn.lit(topic).alias("place"), text.alias("text"), "number"
-                )
-            )
-            continue
         if not cut.partitions[topic]:
             continue
-        part = part.withColumn("lane", fn.col("partition") % cut.partitions[topic])
-        records = read_topic(spark, settings, cut, topic, None)
-        copies = _found_in(records, "copy", digest(headers_or_none(), fn.lit(0)), direct=True)
+        # A task writes to the partition of its own number, which is the source's only if nothing is repartitioned.
+        scope = fn.col("task") % cut.partitions[topic]
+        part = rows.where(fn.col("verdict").isin(*verdicts)).withColumn("scope", scope)
+        copies = _found_in(cut.read(topic), "copy", digest(headers_or_none(), fn.lit(0)), direct=True)
         whole = all(log.known.values())
         findings.append(copy_findings(part, copies, topic, complete=cut.complete(topic), whole=whole))
     return findings
 
 
-def _carried(
-    spark: SparkSession, topology: Topology, settings: Settings, cut: Cut, topics: _Topics, rows: DataFrame
-) -> DataFrame:
+def _repartitioned(cut: AuditCut, topics: _Topics, rows: DataFrame) -> DataFrame:
+    """Return the differences between the source topics and the repartition topic."""
     sources = []
-    for topic in topology.source.topics:
+    for topic in cut.topology.source.topics:
         begins = cut.begins[topic]
         ends = {at: cut.committed[topic].get(at, begins[at]) for at in begins}
-        records = read_topic(spark, settings, cut, topic, begins)
-        upto = fn.create_map(*(fn.lit(each) for pair in sorted(ends.items()) for each in pair))
-        sources.append(records.where(fn.col("offset") < upto[fn.col("partition")]))
+        sources.append(cut.read(topic, begins).where(fn.col("offset") < by_task(ends, "partition", 0)))
     source = reduce(DataFrame.unionByName, sources)
     raw = digest(headers_or_none(), fn.col("timestamp_ms")).alias("raw")
-    purged = not cut.complete(topology.repartition_topic)
-    return carried_findings(
-        source.select(*PLACE, raw), rows.select(*PLACE, "raw"), purged=purged, dead=topics.dead.filed
+    purged = not cut.complete(cut.topology.repartition_topic)
+    return repartition_findings(
+        source.select(*COORDINATES, raw), rows.select(*COORDINATES, "raw"), purged=purged, dead=topics.dead.filed
     )
 
 
 def _grouped(rows: DataFrame) -> list[Row]:
-    """Return how many records there are of each kind, and between which event times, `first_ms` and `last_ms`."""
-    marked = (fn.col("verdict").isin("exempt", "unique") & fn.col("reason").isNotNull()).alias("marked")
-    time_ms = fn.when(fn.col("time_ms") >= 0, fn.col("time_ms"))
+    """Return the number of records of each kind, and their least and greatest event time, `first_ms` and `last_ms`."""
+    time_ms = _event_time_ms()
     return (
-        rows.groupBy("task", "history", "pending", "doubtful", "verdict", marked)
+        rows.groupBy("task", "history", "pending", "doubtful", "verdict")
         .agg(fn.count(fn.lit(1)).alias("number"), fn.min(time_ms).alias("first_ms"), fn.max(time_ms).alias("last_ms"))
         .collect()
     )
 
 
-def _keep_books(report: Report, topology: Topology, cut: Cut, grouped: Sequence[Row], topics: _Topics) -> None:
+def _keep_books(report: Report, cut: AuditCut, grouped: Sequence[Row], topics: _Topics) -> None:
+    topology = cut.topology
     name = topology.feeding_topics[0]
     books = {task: Books(name, task) for task in sorted(cut.bounds[name])}
     for row in grouped:
@@ -297,9 +281,10 @@ def _keep_books(report: Report, topology: Topology, cut: Cut, grouped: Sequence[
         each.read += number
         each.not_provable += number if row["doubtful"] else 0
         match row["verdict"]:
-            case "unique" | "exempt":
+            case "unique":
                 each.unique += number
-                each.exempt += number if row["marked"] else 0
+            case "exempt":
+                each.exempt += number
             case "duplicate" | "conflict":
                 each.duplicates += number
                 each.conflicts += number if row["verdict"] == "conflict" else 0
@@ -310,39 +295,52 @@ def _keep_books(report: Report, topology: Topology, cut: Cut, grouped: Sequence[
     if topology.direct:
         for task, each in books.items():
             each.skipped = cut.begins[name][task] - cut.bounds[name][task].low
-        _count_ended(topology, cut, books, topics)
+        _count_ended(cut, books, topics)
     report.books.extend(books.values())
 
 
-def _count_ended(topology: Topology, cut: Cut, books: Mapping[int, Books], topics: _Topics) -> None:
-    """Count where the records of each settled partition are found."""
+def _count_ended(cut: AuditCut, books: Mapping[int, Books], topics: _Topics) -> None:
+    """Count in which topics the records of each fully judged partition are found."""
+    topology = cut.topology
     if topics.output is None or topology.output is None or not cut.complete(topology.output.topic):
         return
     judged = fn.col("source_offset") < by_task(cut.committed[topology.source.topics[0]], "source_partition", 0)
-    sides = [side.filed.where("NOT strange").where(judged) for side in (topics.dead, topics.late) if side is not None]
-    ended = [topics.output.select("lane"), *(side.select(fn.col("source_partition").alias("lane")) for side in sides)]
-    counted = reduce(DataFrame.unionByName, ended).groupBy("lane").count().collect()
-    there = Counter({row["lane"]: row["count"] for row in counted})
+    sides = [
+        side.filed.where("NOT unknown_source").where(judged) for side in (topics.dead, topics.late) if side is not None
+    ]
+    ended = [topics.output.select("scope"), *(side.select(fn.col("source_partition").alias("scope")) for side in sides)]
+    counted = reduce(DataFrame.unionByName, ended).groupBy("scope").count().collect()
+    there = Counter({row["scope"]: row["count"] for row in counted})
     for task, each in books.items():
         dropped = each.late if isinstance(topology.late, LateDrop) else 0
         if not (each.pending or each.not_provable):
             each.ended = there[task] + each.duplicates + dropped
 
 
+def _event_time_ms() -> Column:
+    """Return the event time; null for a record without a usable one, whose column `time_ms` is 0."""
+    time_ms = fn.col("time_ms")
+    judged = fn.col("verdict").isin("unique", "duplicate", "conflict", "late") & (time_ms >= 0)
+    known = (time_ms > 0) & ~fn.coalesce("reason", fn.lit("")).eqNullSafe(FUTURE)
+    return fn.when(judged | known, time_ms)
+
+
 def _keep_timeline(report: Report, rows: DataFrame, grouped: Sequence[Row]) -> None:
-    judged = rows.where("NOT history AND NOT pending AND time_ms >= 0")
+    judged = rows.where("NOT history AND NOT pending").withColumn("time_ms", _event_time_ms())
+    for row in judged.where("time_ms IS NULL").groupBy("verdict").count().collect():
+        report.timeline.add_undated("dead_letters" if row["verdict"] == "dead_letter" else "exempt", row["count"])
     shown = [row for row in grouped if not (row["history"] or row["pending"] or row["first_ms"] is None)]
     if not shown:
         return
     step = max(1_000, (max(row["last_ms"] for row in shown) - min(row["first_ms"] for row in shown)) // _STEPS)
     report.timeline.step_ms = step
     start = (fn.col("time_ms") - fn.col("time_ms") % fn.lit(step)).alias("start")
-    for row in judged.groupBy(start, "verdict").count().collect():
+    for row in judged.where("time_ms IS NOT NULL").groupBy(start, "verdict").count().collect():
         report.timeline.add(row["start"], _VERDICTS[row["verdict"]], row["count"])
 
 
 def _note(report: Report, findings: DataFrame) -> None:
-    """Put findings into the report: all of them counted, a sample of each kind shown."""
+    """Put findings into the report: the number of all, and a sample of each kind."""
     try:
         text = fn.when(fn.col("kind") == NOT_PROVABLE, fn.col("text"))
         sums = findings.groupBy("kind", text.alias("text")).agg(fn.sum("number").alias("number")).collect()

@@ -1,46 +1,151 @@
-"""What the topics must hold by the rule: every record of the log, its verdict, and the digests to find it by."""
+"""What the topics must hold by the rule: each record of the log with its verdict, and digests to compare records by."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from pyspark.sql import Window
+from pyspark.sql import DataFrame, Window
 from pyspark.sql import functions as fn
 
 from dedup.core.fold import OnFuture
-from dedup.proof.evidence import FIRST_SOURCE_HEADER, FIRST_TIME_HEADER, SOURCE_HEADER, VERDICT_HEADER
-from dedup.proof.replay import REFUSED_BY_THE_BROKER
-from dedup.spark.audit_records import digest, headers_or_none, with_header
-from dedup.spark.batch import judged
-from dedup.spark.changelog import OUTSIDE_KAFKA
+from dedup.spark.batch_verdicts import judged
+from dedup.spark.changelog_frames import OUTSIDE_KAFKA
 from dedup.spark.columns import identified
+from dedup.spark.rows import COORDINATES, HEADERS
 from dedup.topology.model import LateForward
+from dedup.verify.evidence import (
+    DIGEST_HEADER,
+    FIRST_SOURCE_HEADER,
+    FIRST_TIME_HEADER,
+    REASON_HEADER,
+    REPLAYED_HEADER,
+    SOURCE_HEADER,
+    TIMESTAMP_HEADER,
+    VERDICT_HEADER,
+)
+from dedup.verify.replay import REFUSED_BY_THE_BROKER
 
 if TYPE_CHECKING:
-    from pyspark.sql import Column, DataFrame
+    from pyspark.sql import Column
 
-    from dedup.core.stream_time import Feed
+    from dedup.core.window import Feed
     from dedup.topology.model import Topology
 
-NO_CEILING_MS: Final = 1 << 48
-"""Whatever was not made a dead letter for its time was accepted; only the dead-letter topic knows the clock of then."""
-PLACE: Final = ("topic", "partition", "offset")
+_NO_CEILING_MS: Final = 1 << 48
+"""Judging refuses no future time: only the dead-letter topic says which times a worker's clock refused."""
+_PATH: Final = r"^(.*)/(\d+)/(\d+)$"
+_DIGITS: Final = 32
+"""Of SHA-256, in hexadecimal: 128 bits, as in `dedup verify`."""
+
+
+def as_leaf(rows: DataFrame) -> DataFrame:
+    """Return the rows, persisted, as a leaf of the plans that use them.
+
+    An audit runs a dozen queries on the same rows. With everything before the rows in each plan, planning takes longer
+    than the queries. The RDD keeps its lineage: what a lost executor held is computed again.
+    """
+    session, plan = rows.sparkSession, rows._jdf  # noqa: SLF001  only the JVM makes a DataFrame of such an RDD
+    made = session._jsparkSession.internalCreateDataFrame(  # noqa: SLF001
+        plan.queryExecution().toRdd(),
+        plan.schema(),
+        False,  # noqa: FBT003 - no stream
+    )
+    return DataFrame(made, session).persist()
+
+
+def headers_or_none(column: str = "headers") -> Column:
+    """Return a record's headers; an empty array for null."""
+    return fn.coalesce(fn.col(column), fn.array().cast(HEADERS))
+
+
+def _with_header(headers: Column, name: str, value: Column) -> Column:
+    """Return the headers with one more at the end."""
+    added = fn.array(fn.struct(fn.lit(name).alias("key"), value.cast("binary").alias("value"))).cast(HEADERS)
+    return fn.concat(headers, added)
+
+
+def digest(headers: Column, timestamp_ms: Column) -> Column:
+    """Return a digest of key, value, headers and timestamp; the lengths of key and value (-1 for null) are in it.
+
+    It is SHA-256, not a fast checksum: a chosen collision would hide a change.
+    """
+    parts = [
+        timestamp_ms.cast("string").cast("binary"),
+        *(fn.concat(fn.lit(" "), _length(name)).cast("binary") for name in ("key", "value")),
+        fn.lit(" ").cast("binary"),
+        *(fn.coalesce(fn.col(name), fn.lit(b"")) for name in ("key", "value")),
+        fn.to_json(headers).cast("binary"),
+    ]
+    return fn.unhex(fn.substring(fn.sha2(fn.concat(*parts), 256), 1, _DIGITS))
+
+
+def _length(name: str) -> Column:
+    return fn.coalesce(fn.length(fn.col(name)), fn.lit(-1)).cast("string")
+
+
+def _last_header(name: str, headers: Column | None = None) -> Column:
+    """Return the value of the last header of a name as text; null if there is none."""
+    own = headers_or_none() if headers is None else headers
+    named = fn.filter(own, lambda each: each["key"] == name)
+    return fn.try_element_at(named, fn.lit(-1))["value"].cast("string")
+
+
+def _source_columns(text: Column) -> list[Column]:
+    """Return topic, partition and offset of a text such as ``orders/0/12``; nulls for any other text."""
+    kinds = [("string", "source_topic"), ("int", "source_partition"), ("long", "source_offset")]
+    return [
+        fn.nullif(fn.regexp_extract(text, _PATH, group + 1), fn.lit("")).cast(kind).alias(name)
+        for group, (kind, name) in enumerate(kinds)
+    ]
+
+
+def filed(records: DataFrame, topics: Sequence[str], tail: Sequence[str]) -> DataFrame:
+    """Return the records of a side topic: the source record they name, their reason, and a digest of the original.
+
+    ``unknown_source``: they name no record of the source topics. ``stand_in``: the digest that replaces the value.
+    """
+    headers = headers_or_none()
+    replaced = _last_header(DIGEST_HEADER)
+    kept = fn.when(replaced.isNotNull(), fn.slice(headers, 1, fn.size(headers) - 1)).otherwise(headers)
+    original = fn.when(fn.size(kept) > len(tail), fn.slice(kept, 1, fn.size(kept) - len(tail))).otherwise(
+        fn.array().cast(HEADERS)
+    )
+    timestamp = fn.coalesce(_last_header(TIMESTAMP_HEADER).cast("long"), fn.lit(-(1 << 62)))
+    found = records.select(
+        *_source_columns(_last_header(SOURCE_HEADER)),
+        fn.coalesce(_last_header(REASON_HEADER), fn.lit("")).alias("filed_reason"),
+        digest(original, timestamp).alias("filed_digest"),
+        replaced.alias("stand_in"),
+        fn.concat_ws("/", "topic", "partition").alias("filed_in"),
+        fn.col("offset").alias("filed_at"),
+    )
+    known = fn.coalesce(fn.col("source_topic").isin(*topics), fn.expr("false"))
+    return found.withColumn("unknown_source", ~known)
+
+
+def forwarded_by_replay(topics: Sequence[str]) -> Column:
+    """Tell whether `dedup replay --late --forward` put a record into the output, by its two headers, which are last."""
+    headers = headers_or_none()
+    last, before = fn.try_element_at(headers, fn.lit(-1)), fn.try_element_at(headers, fn.lit(-2))
+    place = fn.regexp_extract(last["value"].cast("string"), _PATH, 1).isin(*topics)
+    marked = (before["key"] == VERDICT_HEADER) & (before["value"].cast("string") == "late")
+    return fn.coalesce(marked & (last["key"] == REPLAYED_HEADER) & place, fn.expr("false"))
 
 
 @dataclass(frozen=True, slots=True)
-class Log:
-    """The records to be judged, and what is known of the part before them."""
+class AuditedLog:
+    """The records to judge, and what is known of the time before them."""
 
     records: DataFrame
     """`rows.RECORDS`, history before the log included."""
     feeds: tuple[Feed, ...]
     """Not empty for the repartition topic."""
     committed: Mapping[int, int]
-    """Log partition -> where the group is: what follows may be judged or not."""
+    """Log partition -> the group's offset; records from there on may be judged or not."""
     begins: Mapping[int, int]
-    """Log partition -> where the fleet began: what is before was judged by a backfill, and not forwarded."""
+    """Log partition -> where the fleet began; a seed judged what is before, and forwarded nothing."""
     known: Mapping[int, bool]
     """Log partition -> whether nothing is missing before its first record."""
     stamped: bool
@@ -48,21 +153,20 @@ class Log:
 
 
 def expected(
-    log: Log, topology: Topology, filed_dead: DataFrame, filed_late: DataFrame | None, *, witnessed: bool
+    log: AuditedLog, topology: Topology, filed_dead: DataFrame, filed_late: DataFrame | None, *, unexplained: bool
 ) -> DataFrame:
     """Return every record of the log with its verdict, and what it must look like in each topic.
 
-    ``witnessed``: there are dead letters of which the record itself says nothing.
-    Columns: `PLACE`, `verdict`, `reason`, `time_ms`, `stream_ms`, `id`, `task`, `at` (the log's offset), `pending`,
-    `history`, `doubtful`, `forwards`, and digests of the record: `raw` as it was, `out` in the output, `copy` among the
-    duplicates.
+    ``unexplained``: there are dead letters that the record itself does not explain. Columns: `COORDINATES`, `verdict`,
+    `reason`, `time_ms`, `stream_ms`, `id`, `task`, `at` (the log's offset), `pending`, `history`, `doubtful`,
+    `forwards`, and digests of the record: `raw` as it was, `out` in the output, `copy` among the duplicates.
     """
-    judging, evident = (
-        _evidence(log.records, topology, filed_dead) if witnessed and not log.feeds else (log.records, None)
-    )
-    rows = judged(judging, topology, now_ms=NO_CEILING_MS, order="offsets", feeds=log.feeds)
+    explained, others = log.records, None
+    if unexplained and not log.feeds:
+        explained, others = _split_unexplained(log.records, topology, filed_dead)
+    rows = judged(explained, topology, now_ms=_NO_CEILING_MS, order="offsets", feeds=log.feeds)
     rows = rows.select(
-        *PLACE,
+        *COORDINATES,
         "verdict",
         "reason",
         fn.col("dedup_time_ms").alias("time_ms"),
@@ -72,8 +176,8 @@ def expected(
         fn.col("dedup_offset").alias("at"),
         *_digests(topology, stamped=log.stamped),
     )
-    if evident is not None:
-        rows = rows.unionByName(_judged_by_evidence(identified(evident, topology)))
+    if others is not None:
+        rows = rows.unionByName(_unexplained_rows(identified(others, topology)))
     rows = rows.withColumns(
         {
             "pending": fn.col("at") >= by_task(log.committed, "task", 0),
@@ -84,36 +188,35 @@ def expected(
 
 
 def by_task(values: Mapping[int, int], column: str, otherwise: int) -> Column:
-    """Return the value of the task that a column names."""
+    """Return the value of the task or partition in a column; ``otherwise`` for one without a value."""
     if not values:
         return fn.lit(otherwise)
     mapped = fn.create_map(*(fn.lit(each) for pair in sorted(values.items()) for each in pair))
     return fn.coalesce(mapped[fn.col(column)], fn.lit(otherwise))
 
 
-def _evidence(records: DataFrame, topology: Topology, filed_dead: DataFrame) -> tuple[DataFrame, DataFrame]:
-    """Return the records to judge, and those that only the broker or the worker's clock can have refused.
+def _split_unexplained(records: DataFrame, topology: Topology, filed_dead: DataFrame) -> tuple[DataFrame, DataFrame]:
+    """Return the records to judge, and those that, by the dead-letter topic, the broker or a worker's clock refused.
 
-    The dead-letter topic is the one witness of these: they moved nothing, so they are judged apart.
+    The latter left no sighting and did not advance stream time, so they are not judged with the others.
     """
     reasons = [REFUSED_BY_THE_BROKER, *(["future_time"] if topology.future is OnFuture.DEAD_LETTER else [])]
-    witnessed = filed_dead.where(fn.col("filed_reason").isin(*reasons)).select(
+    refused = filed_dead.where(fn.col("filed_reason").isin(*reasons)).select(
         fn.col("source_topic").alias("topic"),
         fn.col("source_partition").alias("partition"),
         fn.col("source_offset").alias("offset"),
         fn.col("filed_reason").alias("reason"),
     )
-    witnessed = witnessed.dropDuplicates(["topic", "partition", "offset"])
-    return records.join(witnessed, list(PLACE), "left_anti").select(*records.columns), records.join(
-        witnessed, list(PLACE)
-    )
+    refused = refused.dropDuplicates(list(COORDINATES))
+    explained = records.join(refused, list(COORDINATES), "left_anti").select(*records.columns)
+    return explained, records.join(refused, list(COORDINATES))
 
 
-def _judged_by_evidence(evident: DataFrame) -> DataFrame:
+def _unexplained_rows(records: DataFrame) -> DataFrame:
     raw = digest(headers_or_none(), fn.col("timestamp_ms"))
     none = fn.lit(None)
-    return evident.select(
-        *PLACE,
+    return records.select(
+        *COORDINATES,
         fn.lit("dead_letter").alias("verdict"),
         "reason",
         fn.col("dedup_time_ms").alias("time_ms"),
@@ -134,14 +237,14 @@ def _digests(topology: Topology, *, stamped: bool) -> list[Column]:
     exempt = fn.when(fn.col("verdict").isin("exempt", "unique"), fn.col("reason"))
     why = exempt if late is None else fn.coalesce(late, exempt)
     place = fn.concat_ws("/", "topic", fn.col("partition").cast("string"), fn.col("offset").cast("string"))
-    ahead = fn.when(why.isNotNull(), with_header(own, VERDICT_HEADER, why)).otherwise(own)
+    ahead = fn.when(why.isNotNull(), _with_header(own, VERDICT_HEADER, why)).otherwise(own)
     if topology.output is not None and topology.output.headers:
-        ahead = with_header(ahead, SOURCE_HEADER, place)
-    # A sighting that a seed took from files without offsets: here it has a place before the log, there it has none.
+        ahead = _with_header(ahead, SOURCE_HEADER, place)
+    # A seed's sighting from files without offsets: `before_the_log` gave it a negative one, the fleet writes this one.
     outside = fn.when(fn.col("first_offset") < 0, fn.lit(OUTSIDE_KAFKA)).otherwise(fn.col("first_offset"))
     first = fn.concat_ws("/", "first_topic", fn.col("first_partition").cast("string"), outside.cast("string"))
-    copied = with_header(own, FIRST_TIME_HEADER, fn.col("first_time_ms").cast("string"))
-    copied = with_header(copied, FIRST_SOURCE_HEADER, first)
+    copied = _with_header(own, FIRST_TIME_HEADER, fn.col("first_time_ms").cast("string"))
+    copied = _with_header(copied, FIRST_SOURCE_HEADER, first)
     stamp = fn.col("timestamp_ms") if stamped else fn.lit(0)
     forwards = ("unique", "exempt") if late is None else ("unique", "exempt", "late")
     return [
@@ -152,12 +255,12 @@ def _digests(topology: Topology, *, stamped: bool) -> list[Column]:
     ]
 
 
-def _with_doubt(rows: DataFrame, log: Log, topology: Topology, filed_late: DataFrame | None) -> DataFrame:
+def _with_doubt(rows: DataFrame, log: AuditedLog, topology: Topology, filed_late: DataFrame | None) -> DataFrame:
     """Return the rows with `doubtful`: another verdict is possible, because the log's beginning is not known.
 
-    Any sighting may stand before a log whose beginning is gone, up to its first record that was not late plus grace. An
-    ID that was met there stays in doubt: the verifier follows it until the doubt expires, here it stays for good, which
-    claims less.
+    Before a log whose beginning is gone there may have been any sighting, up to its first record that was not late plus
+    grace. An ID in that range stays doubtful to the end; `dedup verify`, which claims more, follows it until the doubt
+    expires.
     """
     unknown = [task for task, known in log.known.items() if not known]
     clamped = topology.future is OnFuture.CLAMP
@@ -182,15 +285,22 @@ def _with_doubt(rows: DataFrame, log: Log, topology: Topology, filed_late: DataF
         by_id = Window.partitionBy("task", "id").orderBy("at")
         doubt |= fn.col("id").isNotNull() & fn.coalesce(fn.max("front").over(by_id) > 0, fn.expr("false"))
         if log.feeds:
-            # Of several feeds one may have been far ahead of stream time: nothing bounds what was purged.
+            # One of several feeds may have been far ahead of stream time: nothing bounds what was purged.
             doubt |= fn.col("task").isin(*unknown)
     return rows.withColumn("doubtful", doubt).drop("beyond", "front", "was_late")
 
 
 def _not_filed_late(rows: DataFrame, filed_late: DataFrame | None) -> tuple[DataFrame, Column]:
-    """Return the rows, and whether one was not in the late topic: a late one does not say how far stream time was."""
+    """Return the rows, and whether a row is known not to be late: a late one does not say how far stream time was.
+
+    If late records are dropped or forwarded, no topic says which they were: any row may have been late.
+    """
     if filed_late is None:
-        return rows, fn.expr("true")
-    late = filed_late.where("NOT strange").select(*(fn.col(f"source_{name}").alias(name) for name in PLACE)).distinct()
-    joined = rows.join(late.withColumn("was_late", fn.expr("true")), list(PLACE), "left")
+        return rows, fn.expr("false")
+    late = (
+        filed_late.where("NOT unknown_source")
+        .select(*(fn.col(f"source_{name}").alias(name) for name in COORDINATES))
+        .distinct()
+    )
+    joined = rows.join(late.withColumn("was_late", fn.expr("true")), list(COORDINATES), "left")
     return joined, fn.col("was_late").isNull()

@@ -1,24 +1,84 @@
-"""A backfill: history judged whole, and its verdicts published once."""
+"""`dedup spark backfill`: a history is judged as a whole, and its verdicts are published once, all of them or none.
+
+Theory of operation. A run writes to a directory of its own attempt, which Spark ignores because of its name, and
+publishes it by one rename. A run that was published under the same name is not written again; one that was killed is
+written from the start, with the clock of its first attempt. Rename is atomic on local disks and HDFS; on object stores
+it is not: use Delta there, whose log makes a run visible.
+
+On a local file system Arrow writes the Parquet files, in the tasks that judge. A task writes files under names of its
+own attempt and reports them; the driver moves the reported files to where they are read. What a failed or second
+attempt of a task wrote is never among them.
+"""
 
 from __future__ import annotations
 
+import json
 import re
 import time
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Final
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, Literal, Self
+from uuid import uuid4
 
-from dedup.errors import InvariantBroken, Problem, SettingsError
-from dedup.spark.batch import judging, mode_of, order_text, refuse_other_shape
-from dedup.spark.failures import told
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+from pyspark.sql import functions as F  # noqa: N812 - the name every Spark page uses
+
+from dedup.errors import InvariantBroken, Problem, SettingsError, StateIncompatible
+from dedup.spark.batch_verdicts import Order, judging, mode_of, order_text, refuse_other_shape
+from dedup.spark.columns import Batches, BatchFunction
 from dedup.spark.files import History
-from dedup.spark.published import OutputFormat, RunDirectory, RunReport
+from dedup.spark.reduce_side import reduce_function
+from dedup.spark.rows import RECORDS
+from dedup.spark.session import HadoopDirectory, translated_errors
 
 if TYPE_CHECKING:
-    from pyspark.sql import DataFrame
+    from pyspark.sql import DataFrame, SparkSession
 
+    from dedup.spark.batch_verdicts import Judging
     from dedup.topology.model import Topology
 
+OutputFormat = Literal["parquet", "delta"]
 _RUN: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}")
+_REPORT: Final = "_run.json"
+_MARK_DIGITS: Final = 8
+
+_CODECS: Final = {
+    "snappy": "snappy",
+    "none": "none",
+    "uncompressed": "none",
+    "gzip": "gzip",
+    "zstd": "zstd",
+    "lz4_raw": "lz4",
+    "brotli": "brotli",
+}
+"""Spark's name -> Arrow's name."""
+_WRITTEN: Final = "file string, verdict string"
+_GROUP_ROWS: Final = 131_072
+_GROUP_BYTES: Final = 64 << 20
+_FEW_VALUES: Final = ("topic", "partition", "reason", "detail", "dedup_partition", "first_topic", "first_partition")
+"""Columns worth a dictionary."""
+_WITHOUT_STATISTICS: Final = frozenset({"value", "headers", "detail"})
+"""Columns that nobody filters by a minimum or maximum."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunReport:
+    """What a run published."""
+
+    run: str
+    identity: str
+    """Identifies topology, input and order; a run of the same name must have the same."""
+    now_ms: int
+    """The clock that decided which event times were in the future."""
+    order: str
+    verdicts: Mapping[str, int]
+    path: str
+    fresh: bool = True
+    """False if the run was published before, and nothing was written now."""
 
 
 def backfill(
@@ -31,27 +91,29 @@ def backfill(
     fmt: OutputFormat = "parquet",
     say: Callable[[str], None] = print,
 ) -> RunReport:
-    """Every record of the history has its verdict under `path`, partitioned by it, exactly once; return the counts.
+    """Publish the verdict of every record of the history under ``path``, exactly once, and return the counts.
 
-    ``history`` is what `files.read_files` or `kafka_range.read_kafka` returned, or a DataFrame of `rows.RECORDS` with
-    coordinates in every row or in none. Columns are those of `batch.judged`. Published all at once, under
-    ``run=<run>``; a run that is there already is not made again. ``now_ms``: the clock by which future times are judged
-    (now, if None). Raises
+    ``history`` is what `files.read_files` or `kafka_source.read_kafka` returned, or a DataFrame of `rows.RECORDS` with
+    coordinates in every row or in none. The columns are those of `batch_verdicts.judged`, partitioned by verdict. All
+    is published at once, under ``run=<run>``; a run that exists is not written again. ``now_ms``: the clock that
+    decides which event times are in the future (now, if None). Publishes nothing and raises
 
-    * StateIncompatible: another input or topology under the name of an earlier run; rows that are there twice, or are
-      of other topics; retention took records while they were read,
+    * StateIncompatible: an earlier run of this name had another input or topology; rows are repeated or belong to other
+      topics; retention deleted records while they were read,
     * RecordFailed: a record met a policy `fail`,
     * SettingsError, TopologyError: damaged files, a table of another shape, a run name that no directory can have.
-
-    Nothing is published then.
     """
     if not _RUN.fullmatch(run):
-        raise SettingsError([Problem(f"--run {run}", "is no name for a directory; take letters, digits, - and _")])
+        raise SettingsError([Problem(f"--run {run}", "is no name for a directory; use letters, digits, - and _")])
     source = history if isinstance(history, History) else _history_of(history)
-    mode = mode_of(topology, "offsets" if source.placed else "event_time", source.feeds)
-    identity = identity_of(topology, source, mode)
+    order: Order = "offsets" if source.placed else "event_time"
+    mode = mode_of(topology, order, source.feeds)
+    # Verdicts depend on more than state does: on the policies, too.
+    identity = (
+        f"{topology.state_identity({})} {topology.rules} skew={topology.max_clock_skew_ms} {mode} {source.identity}"
+    )
     directory = RunDirectory(source.records.sparkSession, path, run, fmt)
-    with told():
+    with translated_errors():
         begun = directory.begin(identity, int(time.time() * 1000) if now_ms is None else now_ms)
         if isinstance(begun, RunReport):
             say(f"{topology.name}: run {run} was published before at {begun.path}; nothing was written")
@@ -61,7 +123,7 @@ def backfill(
             source.records,
             topology,
             now_ms=begun,
-            order="offsets" if source.placed else "event_time",
+            order=order,
             contiguous=source.contiguous,
             feeds=source.feeds,
             pieces=source.pieces,
@@ -74,38 +136,220 @@ def backfill(
         return directory.publish(verdicts, report)
 
 
-def identity_of(topology: Topology, source: History, mode: str) -> str:
-    """Return the text that is the same where a run would give the same verdicts."""
-    rules = topology.rules
-    # Verdicts depend on more than state does: on the policies, too.
-    return f"{topology.state_identity({})} {rules} skew={topology.max_clock_skew_ms} {mode} {source.identity}"
-
-
 def _history_of(df: DataFrame) -> History:
-    from pyspark.sql import functions as fn  # noqa: PLC0415 - only for frames that say nothing of themselves
-
-    from dedup.spark.rows import RECORDS  # noqa: PLC0415 - it needs PySpark
-
     refuse_other_shape(df)
     names = RECORDS.fieldNames()
-    # xxhash64 passes over nulls. A sum has no order, and 64 bits would overflow.
-    hashed = fn.xxhash64(*names, *(fn.col(name).isNull() for name in names)).cast("decimal(20,0)")
-    counts = df.agg(fn.count("offset").alias("placed"), fn.count(fn.lit(1)).alias("rows"), fn.sum(hashed).alias("sum"))
-    row = counts.first()
+    # xxhash64 ignores nulls. A sum does not depend on the order of rows; 64 bits would overflow.
+    hashed = F.xxhash64(*names, *(F.col(name).isNull() for name in names)).cast("decimal(20,0)")
+    row = df.agg(F.count("offset").alias("placed"), F.count(F.lit(1)).alias("rows"), F.sum(hashed).alias("sum")).first()
     placed, rows, digest = (0, 0, None) if row is None else (row["placed"], row["rows"], row["sum"])
     if 0 < placed < rows:
-        text = f"only {placed:,} of {rows:,} rows have topic, partition and offset; judge the others by themselves"
+        text = f"only {placed:,} of {rows:,} rows have topic, partition and offset; judge the others separately"
         raise SettingsError([Problem("the DataFrame", text)])
     identity = f"a DataFrame of {rows} rows, digest {digest or 0}"
     return History(df, placed > 0, contiguous=False, identity=identity, place=f"{rows:,} rows")
 
 
 def _refuse_unbalanced(source: History, counts: Mapping[str, int]) -> None:
-    """As many verdicts as records, counted by another job, where counting does not cost another reading of Kafka."""
+    """Raise InvariantBroken unless there are as many verdicts as records, counted by another job.
+
+    Kafka is not read a second time for it.
+    """
     if source.countable:
         rows = source.records.count()
         if rows != sum(counts.values()):
             raise InvariantBroken(
                 f"{source.place} has {rows:,} records, and {sum(counts.values()):,} verdicts were written. Nothing was "
-                f"published. If nothing changed the input meanwhile, this is a defect: please report it."
+                f"published. If nobody changed the input meanwhile, this is a defect: please report it."
             )
+
+
+class RunDirectory:
+    """The directory of all runs of one output."""
+
+    def __init__(self, spark: SparkSession, root: str, run: str, fmt: OutputFormat) -> None:
+        self._spark: Final = spark
+        self._root: Final = HadoopDirectory(spark, root)
+        self._files: Final = self._root.files
+        self._run: Final = run
+        self._fmt: Final = fmt
+
+    @property
+    def path(self) -> str:
+        """Where the run's files are after it is published."""
+        return str(self._root.path if self._fmt == "delta" else self._root.at(f"run={self._run}"))
+
+    def begin(self, identity: str, now_ms: int) -> RunReport | int:
+        """Return the report of this run if it was published, else the clock to judge by, in ms.
+
+        Raises StateIncompatible if a run of this name was begun with another input, topology or order.
+        """
+        published = self._published()
+        if published is not None:
+            self._refuse_other(identity, published.identity, "was published")
+            return published
+        mark = self._root.at(f"_started-{self._run}.json")
+        if self._files.exists(mark):
+            begun = json.loads(self._root.read(mark))
+            self._refuse_other(identity, begun["identity"], "was begun")
+            return int(begun["now_ms"])
+        self._files.mkdirs(self._root.path)
+        self._write(mark, json.dumps({"identity": identity, "now_ms": now_ms}))
+        return now_ms
+
+    def publish(self, verdicts: Judging, report: Callable[[Mapping[str, int]], RunReport]) -> RunReport:
+        """Write the verdicts, a directory for each, make them visible, and return the report made of their counts."""
+        write = self._publish_delta if self._fmt == "delta" else self._publish_files
+        made = write(verdicts, report)
+        self._files.delete(self._root.at(f"_started-{self._run}.json"), False)  # noqa: FBT003 - not recursive
+        return made
+
+    def _publish_files(self, verdicts: Judging, report: Callable[[Mapping[str, int]], RunReport]) -> RunReport:
+        # Only those of this run: another run's name may begin with this one's.
+        for left in self._files.globStatus(self._root.at(f"_attempt-{self._run}-{'?' * _MARK_DIGITS}")) or ():
+            self._files.delete(left.getPath(), True)  # noqa: FBT003 - of a run that was killed
+        attempt = self._root.at(f"_attempt-{self._run}-{uuid4().hex[:_MARK_DIGITS]}")
+        codec = codec_of(self._spark)
+        if self._files.getScheme() == "file" and codec is not None:
+            files = _write_files(verdicts, Path(attempt.toUri().getPath()), codec)
+        else:
+            verdicts.frame().write.partitionBy("verdict").parquet(str(attempt))
+            files = 1
+        made = report(_counts(self._spark.read.parquet(str(attempt))) if files else {})
+        self._write_report(self._root.at(_REPORT, attempt), made)
+        target = self._root.at(f"run={self._run}")
+        if self._files.exists(target) or not self._moved(attempt, target):
+            raise StateIncompatible(
+                f"{self.path} appeared while this run was under way: another job has published the same run. Its files "
+                f"are kept; those of this job are in {attempt} and can be deleted."
+            )
+        return made
+
+    def _moved(self, attempt: Any, target: Any) -> bool:  # noqa: ANN401 - paths of Hadoop's
+        """Rename, and tell whether the attempt is the target now; Hadoop moves it into a target that exists."""
+        # HADOOP-11452: rename does not fail then.
+        return self._files.rename(attempt, target) and not self._files.exists(self._root.at(attempt.getName(), target))
+
+    def _publish_delta(self, verdicts: Judging, report: Callable[[Mapping[str, int]], RunReport]) -> RunReport:
+        rows = verdicts.frame().withColumn("run", F.lit(self._run))
+        # The table's commit publishes; a second commit of the same run replaces the rows of the first.
+        writer = rows.write.format("delta").mode("overwrite").partitionBy("run", "verdict")
+        writer.option("replaceWhere", f"run = '{self._run}'").save(self.path)
+        table = self._spark.read.format("delta").load(self.path)
+        made = report(_counts(table.where(F.col("run") == self._run)))
+        self._files.mkdirs(self._root.at("_runs"))
+        self._write_report(self._root.at(f"_runs/{self._run}.json"), made)
+        return made
+
+    def _published(self) -> RunReport | None:
+        place = f"_runs/{self._run}.json" if self._fmt == "delta" else f"run={self._run}/{_REPORT}"
+        if not self._files.exists(self._root.at(place)):
+            return None
+        return RunReport(**{**json.loads(self._root.read(self._root.at(place))), "fresh": False})
+
+    def _refuse_other(self, identity: str, before: str, what: str) -> None:
+        if identity != before:
+            raise StateIncompatible(
+                f"run {self._run} {what} at {self.path} with another topology, input or order. Nothing was touched. "
+                f"Then: {before}. Now: {identity}. Choose another --run, or delete the old one."
+            )
+
+    def _write_report(self, path: Any, report: RunReport) -> None:  # noqa: ANN401
+        self._write(path, json.dumps(asdict(report)))
+
+    def _write(self, path: Any, text: str) -> None:  # noqa: ANN401
+        self._root.write(path, text, f"_{path.getName()}.part")
+
+
+def _counts(published: DataFrame) -> dict[str, int]:
+    """Return the number of rows by verdict, counted in what was written."""
+    rows = published.groupBy("verdict").count().collect()
+    return {row["verdict"]: row["count"] for row in sorted(rows, key=lambda row: str(row["verdict"]))}
+
+
+def codec_of(spark: SparkSession) -> str | None:
+    """Return Arrow's name of the Parquet codec that Spark is set to; None if Arrow lacks it."""
+    name = spark.conf.get("spark.sql.parquet.compression.codec") or "snappy"
+    return _CODECS.get(name.lower())
+
+
+def _write_files(verdicts: Judging, attempt: Path, codec: str) -> int:
+    """Write the verdicts to files in ``attempt``, a directory for each verdict; return the number of files."""
+    work = attempt / "_work"
+    work.mkdir(parents=True)
+    write = _writing(reduce_function(verdicts.plan), work, codec)
+    files = verdicts.packed.mapInArrow(write, _WRITTEN).collect()
+    for row in files:
+        place = attempt / f"verdict={row['verdict']}"
+        place.mkdir(exist_ok=True)
+        (work / row["file"]).rename(place / row["file"])
+    for left in work.iterdir():
+        left.unlink()
+    work.rmdir()
+    return len(files)
+
+
+class _VerdictFile:
+    """The file of one verdict and attempt; rows are gathered into row groups of a size that suits readers."""
+
+    def __init__(self, path: Path, schema: pa.Schema, codec: str) -> None:
+        self._writer: Final = pq.ParquetWriter(
+            path,
+            schema,
+            compression=codec,
+            use_dictionary=[name for name in _FEW_VALUES if name in schema.names],
+            write_statistics=[name for name in schema.names if name not in _WITHOUT_STATISTICS],
+        )
+        self._held: Final[list[pa.RecordBatch]] = []
+        self._rows = 0
+        self._bytes = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self._write()
+        self._writer.close()
+
+    def add(self, rows: pa.RecordBatch) -> None:
+        """Append the rows."""
+        self._held.append(rows)
+        self._rows += rows.num_rows
+        self._bytes += rows.nbytes
+        if self._rows >= _GROUP_ROWS or self._bytes >= _GROUP_BYTES:
+            self._write()
+
+    def _write(self) -> None:
+        # Each call begins a new row group.
+        if self._held:
+            self._writer.write_table(pa.Table.from_batches(self._held), row_group_size=max(self._rows, 1))
+            self._held.clear()
+            self._rows = self._bytes = 0
+
+
+def _writing(judge: BatchFunction, work: Path, codec: str) -> BatchFunction:
+    def run(batches: Iterable[pa.RecordBatch]) -> Batches:
+        attempt = uuid4().hex
+        found: dict[str, _VerdictFile] = {}
+        with ExitStack() as stack:
+            for judged in judge(batches):
+                verdicts = judged.column("verdict")
+                rows = judged.drop_columns(["verdict"])
+                met = verdicts.unique().to_pylist()
+                for verdict in met:
+                    mine = rows if len(met) == 1 else rows.filter(pc.equal(verdicts, verdict))
+                    if verdict not in found:
+                        file = _VerdictFile(work / _name(verdict, attempt), mine.schema, codec)
+                        found[verdict] = stack.enter_context(file)
+                    found[verdict].add(mine)
+        names = [_name(verdict, attempt) for verdict in found]
+        yield pa.RecordBatch.from_pydict(
+            {"file": pa.array(names, pa.string()), "verdict": pa.array(list(found), pa.string())}
+        )
+
+    return run
+
+
+def _name(verdict: str, attempt: str) -> str:
+    return f"part-{verdict}-{attempt}.parquet"

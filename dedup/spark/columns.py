@@ -1,25 +1,32 @@
-"""Tracking ID, event time and fingerprint as columns: the worker's own extractor, a batch of Arrow rows at a time.
+"""Arrow columns of records as the worker's code takes them, and what it finds in them as Arrow columns.
 
-It is the code of `dedup.core.extract` that runs, so the golden vectors of tests/vectors/ hold here as they do there.
+`feed_batches` makes of Spark's Kafka source the batches that a task judges. `identified` adds tracking ID, event time
+and fingerprint to a table. It runs the code of `dedup.core.extract`, so the golden vectors of tests/vectors/ hold here
+as they do there.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from typing import Final
+from typing import Any, Final
 
+import numpy as np
 import pyarrow as pa
 from pyspark.sql import DataFrame
 from pyspark.sql.types import BinaryType, LongType, StringType, StructField, StructType
 
 from dedup.core.extract import Extracted, Extractor
 from dedup.core.extract_one import ODD_HEADER_NAME
-from dedup.session.wire import Header
-from dedup.spark.feed_columns import binary_column, headers_column, odd_rows
+from dedup.errors import InvariantBroken
+from dedup.kafka.wire import Header, TopicPartition
 from dedup.spark.rows import headers_of
-from dedup.topology.extractor import extractor_of
-from dedup.topology.model import Topology
+from dedup.topology.model import Topology, extractor_of
+from dedup.worker.feed_batch import FeedBatch
+
+Batches = Iterator[pa.RecordBatch]
+BatchFunction = Callable[[Iterable[pa.RecordBatch]], Batches]
+"""What `mapInArrow` takes."""
 
 IDENTIFIED: Final = (
     StructField("dedup_id", BinaryType()),
@@ -29,33 +36,122 @@ IDENTIFIED: Final = (
     StructField("dedup_kind", StringType()),
     StructField("dedup_detail", StringType()),
 )
-"""State key (null where there is a fault), event time (ms), eight bytes of the payload's digest (null unless the
-topology compares payloads), and of a fault its code, its kind (`dedup.core.extract.FaultKind`) and a sentence."""
+"""State key (null if there is a fault), event time (ms), eight bytes of the payload's digest (null unless the topology
+compares payloads), and for a fault its code, its kind (`dedup.core.extract.FaultKind`) and a sentence."""
 
-Batches = Iterator[pa.RecordBatch]
+_REPLACEMENT: Final = "\ufffd"
+_US_PER_MS: Final = 1_000
+_BATCH_ROWS: Final = 4_000
+"""As many as one fetch of a worker returns: few enough to stay in the processor's caches."""
+
+
+def feeding_columns(rows: DataFrame) -> DataFrame:
+    """Return the columns of Spark's Kafka source, read with `includeHeaders`, that `feed_batches` needs."""
+    return rows.select("topic", "partition", "offset", "timestamp", "key", "value", "headers")
+
+
+def feed_batches(arrow: Iterable[pa.RecordBatch]) -> Iterator[FeedBatch]:
+    """Yield the records of one feeding partition in the log's order; `follows` is left for the caller to fill in.
+
+    Raises InvariantBroken if a Spark partition holds more than one Kafka partition, or holds it out of order.
+    """
+    feeding: TopicPartition | None = None
+    reached = -1
+    for batch in arrow:
+        for begin in range(0, batch.num_rows, _BATCH_ROWS):
+            found = _feed_batch(batch.slice(begin, _BATCH_ROWS))
+            if feeding not in {None, found.feeding} or found.offsets[0] <= reached:
+                raise InvariantBroken(
+                    f"a Spark partition goes from {feeding} offset {reached} to {found.feeding} offset "
+                    f"{found.offsets[0]}: one task judges one Kafka partition in the log's order. Do not repartition, "
+                    f"coalesce or sort the stream, and leave `minPartitions` unset."
+                )
+            feeding, reached = found.feeding, found.offsets[-1]
+            yield found
+
+
+def _feed_batch(batch: pa.RecordBatch) -> FeedBatch:
+    topics, partitions = batch.column("topic"), batch.column("partition")
+    first = TopicPartition(topics[0].as_py(), partitions[0].as_py())
+    if len(topics.unique()) != 1 or len(partitions.unique()) != 1:
+        raise InvariantBroken(f"a Spark partition that begins with {first} also holds another Kafka partition.")
+    times_us = batch.column("timestamp").cast(pa.int64()).to_numpy(zero_copy_only=False)
+    offsets = batch.column("offset").to_numpy(zero_copy_only=False).tolist()
+    headers = batch.column("headers")
+    return FeedBatch(
+        first,
+        offsets,
+        (times_us // _US_PER_MS).tolist(),
+        binary_column(batch.column("key")),
+        binary_column(batch.column("value")),
+        _headers_column(headers),
+        -1,
+        frozenset(offsets[row] for row in _odd_rows(headers)),
+    )
+
+
+def _odd_rows(column: Any) -> list[int]:  # noqa: ANN401  # pyarrow's list array has no useful type
+    """Return the rows with a header name that is not UTF-8: Java has replaced what it cannot read by U+FFFD.
+
+    They become dead letters, as in a worker: forwarded, they would have other names than they came with.
+    """
+    names = [each or b"" for each in binary_column(column.flatten().field("key").cast(pa.binary()))]
+    if not _is_odd(b"\n".join(names)):
+        return []
+    odd = np.array([_is_odd(name) for name in names])
+    rows = np.repeat(np.arange(len(column)), column.value_lengths().fill_null(0).to_numpy(zero_copy_only=False))
+    found: list[int] = np.unique(rows[odd]).tolist()
+    return found
+
+
+def _is_odd(name: bytes) -> bool:
+    try:
+        return _REPLACEMENT in name.decode()
+    except UnicodeDecodeError:
+        return True
+
+
+def binary_column(column: pa.Array) -> list[bytes | None]:
+    """Return the entries as bytes, None for null; numpy makes this five times as fast as `to_pylist`."""
+    found: list[bytes | None] = column.to_numpy(zero_copy_only=False).tolist()
+    return found
+
+
+def _headers_column(column: Any) -> list[list[Header]]:  # noqa: ANN401  # pyarrow's list array has no useful type
+    """Return each record's headers in order; none for null."""
+    if column.null_count == len(column):
+        return [[]] * len(column)
+    flat = column.flatten()
+    raw = binary_column(flat.field("key").cast(pa.binary()))
+    names = [(name or b"").decode(errors="backslashreplace") for name in raw]
+    pairs = list(zip(names, binary_column(flat.field("value")), strict=True))
+    counts = column.value_lengths().fill_null(0).to_pylist()
+    rows: list[list[Header]] = []
+    begin = 0
+    for count in counts:
+        rows.append(pairs[begin : begin + count])
+        begin += count
+    return rows
 
 
 def identified(df: DataFrame, topology: Topology) -> DataFrame:
     """Return the records (`rows.RECORDS`, more columns are kept) with the columns `IDENTIFIED` after them."""
     schema = StructType([*df.schema.fields, *IDENTIFIED])
-    return df.withColumn("headers", headers_of(df)).mapInArrow(_identifying(topology), schema)
 
-
-def _identifying(topology: Topology) -> Callable[[Iterable[pa.RecordBatch]], Batches]:
     def run(batches: Iterable[pa.RecordBatch]) -> Batches:
         extractor = extractor_of(topology)
         for batch in batches:
             extracted = extract_batch(extractor, batch)
             names = [*batch.schema.names, *(field.name for field in IDENTIFIED)]
-            yield pa.RecordBatch.from_arrays([*batch.columns, *identified_arrays(extracted)], names)
+            yield pa.RecordBatch.from_arrays([*batch.columns, *_identified_arrays(extracted)], names)
 
-    return run
+    return df.withColumn("headers", headers_of(df)).mapInArrow(run, schema)
 
 
 def extract_batch(extractor: Extractor, batch: pa.RecordBatch) -> Extracted:
     """Return what the extractor finds in Arrow columns `key`, `value`, `headers`, `timestamp_ms`.
 
-    A row without a timestamp has the time -1, which is a dead letter where the topology takes the record's time.
+    A row without a timestamp has the time -1, which makes a dead letter if the topology takes the record's time.
     """
     count = batch.num_rows
     timestamps = batch.column("timestamp_ms")
@@ -63,18 +159,18 @@ def extract_batch(extractor: Extractor, batch: pa.RecordBatch) -> Extracted:
         timestamps = timestamps.fill_null(-1)
     column = batch.column("headers")
     none = column.null_count == count or len(column.flatten()) == 0
-    headers: list[list[Header]] = [[]] * count if none else headers_column(column)
+    headers: list[list[Header]] = [[]] * count if none else _headers_column(column)
     extracted = extractor(
         binary_column(batch.column("key")),
         binary_column(batch.column("value")),
         headers,
         timestamps.to_numpy(zero_copy_only=False).tolist(),
     )
-    return extracted if none else _without_odd_names(extracted, odd_rows(column))
+    return extracted if none else _without_odd_names(extracted, _odd_rows(column))
 
 
 def _without_odd_names(extracted: Extracted, odd: list[int]) -> Extracted:
-    """Rows with a header name that is not UTF-8 are faults, as a worker has them."""
+    """Return what was extracted, with the rows ``odd`` as faults."""
     for row in odd:
         extracted.ids[row] = None
         extracted.times_ms[row] = 0
@@ -84,23 +180,16 @@ def _without_odd_names(extracted: Extracted, odd: list[int]) -> Extracted:
     return replace(extracted, faults=faults) if odd else extracted
 
 
-def identified_arrays(extracted: Extracted) -> list[pa.Array]:
-    """Return the columns `IDENTIFIED` of a batch."""
+def _identified_arrays(extracted: Extracted) -> list[pa.Array]:
     count = len(extracted.ids)
-    faults = extracted.faults
     fingerprints = extracted.fingerprints
-    if faults:
-        found = [faults.get(row) for row in range(count)]
-        codes = [None if fault is None else fault.code for fault in found]
-        kinds = [None if fault is None else fault.kind.value for fault in found]
-        details = [None if fault is None else fault.detail for fault in found]
-    else:
-        codes = kinds = details = [None] * count
+    faults: list[list[str | None]] = [[None] * count for _ in range(3)]
+    for row, fault in extracted.faults.items():
+        for column, text in zip(faults, (fault.code, fault.kind.value, fault.detail), strict=True):
+            column[row] = text
     return [
         pa.array(extracted.ids, pa.binary()),
         pa.array(extracted.times_ms, pa.int64()),
         pa.nulls(count, pa.binary()) if fingerprints is None else pa.array(fingerprints, pa.binary()),
-        pa.array(codes, pa.string()),
-        pa.array(kinds, pa.string()),
-        pa.array(details, pa.string()),
+        *(pa.array(column, pa.string()) for column in faults),
     ]

@@ -1,84 +1,140 @@
-"""History in files: Parquet, JSON lines, Delta tables. What is damaged or not alike is refused before the job."""
+"""History in files: Parquet, JSON lines, Delta tables. Damaged files and differing schemas are refused before the job.
+
+Spark reads a file into rows, and hands rows to Python one value at a time; Arrow reads it into the columns that are
+judged. So plain Parquet tables on a file system that every executor sees are read by Arrow, in the task that judges
+them (`InputSplits`); other types, other file systems and Delta tables are left to Spark.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import reduce
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, Final, Literal
+from urllib.parse import unquote, urlsplit
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+import pyarrow.parquet as pq
 from py4j.protocol import Py4JJavaError
 from pyspark import TaskContext
 from pyspark.errors import AnalysisException
+from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F  # noqa: N812 - the name every Spark page uses
-from pyspark.sql.types import BinaryType
+from pyspark.sql.types import (
+    ArrayType,
+    BinaryType,
+    DataType,
+    IntegerType,
+    MapType,
+    StringType,
+    StructField,
+    StructType,
+    TimestampNTZType,
+    TimestampType,
+)
 
-from dedup.core.stream_time import Feed
+from dedup.core.window import Feed
 from dedup.errors import Problem, SettingsError, StateIncompatible
-from dedup.spark.json_rows import as_events, json_rows
-from dedup.spark.pieces import Pieces, pieces_of, surveyed
-from dedup.spark.rows import COORDINATES, records_of_files
-from dedup.spark.screened import read_notice, write_notice
-from dedup.spark.stretches import Stretch, Stretches, overlap
+from dedup.spark.columns import Batches, BatchFunction
+from dedup.spark.map_side import OffsetRun, OffsetRuns, overlap, read_notice, write_notice
+from dedup.spark.rows import COORDINATES, RECORDS, records_of_files
 
 if TYPE_CHECKING:
-    from pyspark.sql import DataFrame, SparkSession
+    from pyspark.sql import SparkSession
 
 FileFormat = Literal["parquet", "json", "json-records", "delta"]
 """``json``: each line is an event. ``json-records``: each line is a row with the columns of `rows.RECORDS`, as text."""
 
-_AT_ONCE: Final = 8
-_SURVEY: Final = "counts array<bigint>, notice binary, topics binary"
 _LOSSLESS: Final = {"ignoreCorruptFiles": "false", "ignoreMissingFiles": "false"}
+_FOOTERS_AT_ONCE: Final = 8
+_ORDER_SCHEMA: Final = "counts array<bigint>, notice binary, topics binary"
+
+_SHOWN: Final = 200
+"""Characters of a refused line."""
+_MS_LENGTH: Final = len("2024-01-01T00:00:00.000")
+_JSON_RECORD: Final = (
+    "key string, value string, headers array<struct<key:string,value:string>>, timestamp_ms bigint, topic string, "
+    "`partition` int, `offset` bigint"
+)
+
+_HEADERS: Final = pa.list_(pa.struct([("key", pa.string()), ("value", pa.binary())]))
+_ARROW_TYPES: Final[Mapping[str, tuple[pa.DataType, ...]]] = {
+    "key": (pa.binary(), pa.string()),
+    "value": (pa.binary(), pa.string()),
+    "headers": (_HEADERS,),
+    "timestamp_ms": (pa.int64(), pa.int32()),
+    "topic": (pa.string(),),
+    "partition": (pa.int32(), pa.int16(), pa.int8()),
+    "offset": (pa.int64(), pa.int32()),
+}
+"""Of the columns of `rows.RECORDS`: their own type first, then those that Arrow may read and cast to it."""
+_BATCH_ROWS: Final = 8_192
+_SPLIT: Final = StructType([StructField("file", StringType()), StructField("row_group", IntegerType())])
+_TASK_BYTES: Final = 128 << 20
+_TASKS_PER_CORE: Final = 4
+
+
+class DamagedFile(Exception):
+    """A file cannot be read to its end. `session.translated_errors` makes a sentence of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class InputSplits:
+    """The row groups of Parquet files, ordered by file name."""
+
+    frame: DataFrame
+    """A row per row group: `file`, `row_group`; in as many Spark partitions as tasks should read."""
+    columns: tuple[str, ...]
+    """The columns of `rows.RECORDS` that the files have; the others are null, headers empty."""
 
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """Records to judge, and how they may be judged."""
+    """Records to judge, and what is known of their order."""
 
     records: DataFrame
     """`rows.RECORDS`."""
     placed: bool
     """Whether rows have Kafka coordinates."""
     contiguous: bool
-    """Whether Spark reads them in the log's order as they are; see `batch.judged`."""
+    """Whether Spark reads them in the log's order without a sort; see `batch_verdicts.judged`."""
     identity: str
-    """What was read; another identity is another input."""
+    """Identifies what was read; the same input has the same identity."""
     place: str
-    """For people."""
+    """Where the records come from, for messages."""
     feeds: tuple[Feed, ...] = ()
     """For the repartition topic: every source partition that feeds it."""
     countable: bool = False
-    """Whether `count` costs little, and gives the same number again."""
-    pieces: Pieces | None = None
-    """The same records, where tasks can read the files themselves."""
+    """Whether counting the records is cheap, and always gives the same number."""
+    pieces: InputSplits | None = None
+    """The same records, if tasks can read the files themselves."""
 
 
 def read_files(spark: SparkSession, paths: Sequence[str], fmt: FileFormat, *, rows_are_events: bool = False) -> History:
     """Return the records of files or directories.
 
     ``rows_are_events``: the table has no column `value`; each row, as JSON without its null columns, is an event.
-    Raises SettingsError naming every file that is damaged or of another schema than the first, and TopologyError for
-    columns that are missing or of another type.
+    Raises SettingsError naming every file that is damaged or has another schema than the first, and TopologyError for
+    columns that are missing or have another type.
     """
     place = ", ".join(paths)
     if rows_are_events and fmt.startswith("json"):
-        text = f"--rows-are-events is for tables; with --format {fmt} each line says by itself what it is"
+        text = f"--rows-are-events is for tables; with --format {fmt} each line is a record already"
         raise SettingsError([Problem(place, text)])
     table = _table(spark, paths, fmt, place)
     if rows_are_events:
         table = table.select(as_events(table).alias("value"))
     records = records_of_files(table, place=place)
-    pieces = pieces_of(spark, table.inputFiles(), table) if fmt == "parquet" and not rows_are_events else None
-    placed, contiguous = in_log_order(records, place, pieces) if "offset" in table.columns else (False, False)
+    splits = _input_splits(spark, table.inputFiles(), table) if fmt == "parquet" and not rows_are_events else None
+    placed, contiguous = _log_order(records, place, splits) if "offset" in table.columns else (False, False)
     identity = _delta_version(spark, paths) if fmt == "delta" else _files_identity(spark, table)
     named = f"{fmt} {identity} rows_are_events={rows_are_events}"
     countable = fmt in {"parquet", "delta"}
-    return History(records, placed, contiguous, named, place, countable=countable, pieces=pieces)
+    return History(records, placed, contiguous, named, place, countable=countable, pieces=splits)
 
 
 def _table(spark: SparkSession, paths: Sequence[str], fmt: FileFormat, place: str) -> DataFrame:
@@ -86,32 +142,30 @@ def _table(spark: SparkSession, paths: Sequence[str], fmt: FileFormat, place: st
     try:
         match fmt:
             case "json":
-                # As bytes: Spark's own JSON reader would turn 1.0 into 1, and drop what it can not parse.
+                # As bytes: Spark's own JSON reader would turn 1.0 into 1, and drop what it cannot parse.
                 lines = reader.option("lineSep", "\n").text(list(paths))
                 return lines.select(F.col("value").cast(BinaryType()).alias("value"))
             case "json-records":
-                return json_rows(reader.option("lineSep", "\n").text(list(paths)))
+                return _json_rows(reader.option("lineSep", "\n").text(list(paths)))
             case "delta":
                 tables = [reader.format("delta").load(path) for path in paths]
-                whole = tables[0]
-                for other in tables[1:]:
-                    whole = whole.unionByName(other)
-                return whole
+                return reduce(DataFrame.unionByName, tables)
             case "parquet":
                 found = reader.option("mergeSchema", "false").parquet(*paths)
                 _refuse_drift(spark, sorted(found.inputFiles()))
                 return found
     except AnalysisException as error:
-        text = f"can not be read as {fmt}: {str(error).splitlines()[0]}"
+        text = f"cannot be read as {fmt}: {str(error).splitlines()[0]}"
         raise SettingsError([Problem(place, text)]) from error
 
 
 def _refuse_drift(spark: SparkSession, files: Sequence[str]) -> None:
-    """Every Parquet file has the same columns as the first: Spark would read those of one and fill in nulls.
+    """Raise SettingsError unless all Parquet files have the columns of the first.
 
-    A null value is a tombstone and a null time is none, so a column that is missing in one file changes verdicts.
+    Spark would fill in nulls for a column that one file lacks. A null value is a tombstone, and a null time is no time,
+    so verdicts would change.
     """
-    with ThreadPoolExecutor(_AT_ONCE) as pool:
+    with ThreadPoolExecutor(_FOOTERS_AT_ONCE) as pool:
         found = list(pool.map(lambda file: _footer(spark, file), files))
     problems = [Problem(file, reason) for file, (_, reason) in zip(files, found, strict=True) if reason]
     wanted = next((columns for columns, reason in found if not reason), {})
@@ -119,13 +173,15 @@ def _refuse_drift(spark: SparkSession, files: Sequence[str]) -> None:
         for name in [] if reason else sorted({*wanted, *columns}):
             if columns.get(name) != wanted.get(name):
                 here, first = columns.get(name, "missing"), wanted.get(name, "missing")
-                problems.append(Problem(file, f"column `{name}` is {here}, in the first file {first}: read them apart"))
+                problems.append(
+                    Problem(file, f"column `{name}` is {here}, in the first file {first}: read them separately")
+                )
     if problems:
         raise SettingsError(problems)
 
 
 def _footer(spark: SparkSession, file: str) -> tuple[dict[str, str], str]:
-    """Return the columns of a Parquet file and their types, or why there are none."""
+    """Return the columns of a Parquet file with their types, or why they cannot be read."""
     jvm: Any = spark._jvm  # noqa: SLF001 - the only way to Hadoop's file systems
     conf = spark._jsparkSession.sessionState().newHadoopConf()  # noqa: SLF001
     reader: Any = None
@@ -136,7 +192,7 @@ def _footer(spark: SparkSession, file: str) -> tuple[dict[str, str], str]:
         schema = reader.getFileMetaData().getSchema()
         return {kind.getName(): " ".join(str(kind).split()) for kind in schema.getFields()}, ""
     except Py4JJavaError as error:
-        return {}, f"is damaged: {str(error.java_exception.getMessage()).splitlines()[0]}. Mend or remove it"
+        return {}, f"is damaged: {str(error.java_exception.getMessage()).splitlines()[0]}. Repair or remove it"
     finally:
         if reader is not None:
             reader.close()
@@ -158,41 +214,43 @@ def _delta_version(spark: SparkSession, paths: Sequence[str]) -> str:
     return " ".join(f"{path}@{'?' if row is None else row['version']}" for path, row in zip(paths, rows, strict=True))
 
 
-def in_log_order(records: DataFrame, place: str, pieces: Pieces | None = None) -> tuple[bool, bool]:
-    """Return whether rows have coordinates, and whether Spark reads them in the log's order as they are.
+def _log_order(records: DataFrame, place: str, splits: InputSplits | None) -> tuple[bool, bool]:
+    """Return whether rows have coordinates, and whether Spark reads them in the log's order without a sort.
 
-    In that order each Spark partition has ascending offsets, and no two overlap: then nothing need be sorted. A wrong
-    answer would be noticed: the job checks it while it runs. Reads three columns of the input. Raises SettingsError
-    where only some rows have coordinates.
+    In the log's order each Spark partition has ascending offsets, and no two overlap. A wrong answer would be noticed:
+    the job checks it while it runs. Reads three columns of the input. Raises SettingsError if only some rows have
+    coordinates.
     """
-    if pieces is None:
-        found = records.select(*COORDINATES).mapInArrow(_surveyed, _SURVEY).collect()
+    if splits is None:
+        found = records.select(*COORDINATES).mapInArrow(_offset_runs, _ORDER_SCHEMA).collect()
     else:
-        found = surveyed(pieces, _surveyed, _SURVEY).collect()
+        read = opened(splits.columns, COORDINATES)
+        frame = splits.frame.coalesce(splits.frame.sparkSession.sparkContext.defaultParallelism)
+        found = frame.mapInArrow(lambda batches: _offset_runs(read(batches)), _ORDER_SCHEMA).collect()
     rows, placed, anywhere = (sum(counts) for counts in zip(*(row["counts"] for row in found), strict=True))
     if anywhere and placed < rows:
-        text = f"only {placed:,} of {rows:,} rows have topic, partition and offset; judge the others by themselves"
+        text = f"only {placed:,} of {rows:,} rows have topic, partition and offset; judge the others separately"
         raise SettingsError([Problem(place, text)])
     if not placed or any(row["notice"] is None for row in found):
         return placed > 0, False
-    stretches: list[Stretch] = []
+    runs: list[OffsetRun] = []
     names: list[str] = []
     for row in found:
-        # Positions of topics are each task's own.
+        # Each task numbers the topics by itself.
         own = bytes(row["topics"]).decode().split("\n")
-        for stretch in read_notice([bytes(row["notice"])]):
-            topic = own[stretch.topic]
+        for run in read_notice([bytes(row["notice"])]):
+            topic = own[run.topic]
             if topic not in names:
                 names.append(topic)
-            stretch.topic = names.index(topic)
-            stretches.append(stretch)
-    return True, overlap(stretches) is None
+            run.topic = names.index(topic)
+            runs.append(run)
+    return True, overlap(runs) is None
 
 
-def _surveyed(batches: Iterable[pa.RecordBatch]) -> Iterable[pa.RecordBatch]:
-    """Yield one row: [rows, those with all coordinates, those with any], the stretches or null, and their topics."""
+def _offset_runs(batches: Iterable[pa.RecordBatch]) -> Iterable[pa.RecordBatch]:
+    """Yield one row: [rows, those with all coordinates, those with any], the offset runs or null, and their topics."""
     context = TaskContext.get()
-    stretches = Stretches(0 if context is None else context.partitionId())
+    runs = OffsetRuns(0 if context is None else context.partitionId())
     topics: list[str] = []
     counts = [0, 0, 0]
     ordered = True
@@ -205,21 +263,138 @@ def _surveyed(batches: Iterable[pa.RecordBatch]) -> Iterable[pa.RecordBatch]:
         ordered = ordered and everywhere.true_count == batch.num_rows
         if ordered and batch.num_rows:
             try:
-                _take(stretches, batch, topics)
+                _take(runs, batch, topics)
             except StateIncompatible:
                 ordered = False
     columns = {
         "counts": pa.array([counts], pa.list_(pa.int64())),
-        "notice": pa.array([write_notice(stretches.all) if ordered else None], pa.binary()),
+        "notice": pa.array([write_notice(runs.all) if ordered else None], pa.binary()),
         "topics": pa.array(["\n".join(topics).encode()], pa.binary()),
     }
     yield pa.RecordBatch.from_pydict(columns)
 
 
-def _take(stretches: Stretches, batch: pa.RecordBatch, topics: list[str]) -> None:
+def _take(runs: OffsetRuns, batch: pa.RecordBatch, topics: list[str]) -> None:
     column = batch.column("topic").dictionary_encode()
     topics += [name for name in column.dictionary.to_pylist() if name not in topics]
     positions = np.array([topics.index(name) for name in column.dictionary.to_pylist()], np.int64)
     where = positions[column.indices.to_numpy(zero_copy_only=False)]
     partitions, offsets = (batch.column(name).to_numpy().astype(np.int64) for name in ("partition", "offset"))
-    stretches.take(where, partitions, offsets, np.zeros(batch.num_rows, np.int64))
+    runs.take(where, partitions, offsets, np.zeros(batch.num_rows, np.int64))
+
+
+def _json_rows(lines: DataFrame) -> DataFrame:
+    """Return lines (`value`) as rows of `rows.RECORDS` as text; the job fails at a line that is not such a row.
+
+    A line without the member `value` would become a tombstone, and a member of another name, such as a misspelled
+    timestamp, would be ignored: both are refused, with the line.
+    """
+    members = F.json_object_keys("value")
+    unknown = F.array_except(members, F.array(*map(F.lit, RECORDS.fieldNames())))
+    others = ", ".join(name for name in RECORDS.fieldNames() if name != "value")
+    rule = f"each line of json-records is an object with `value`, which may be null, and otherwise only {others}; not: "
+    text = F.concat(F.lit(rule), F.substring("value", 1, _SHOWN))
+    whole = F.array_contains(members, "value") & (F.size(unknown) == 0)
+    row = F.from_json("value", _JSON_RECORD, {"mode": "FAILFAST"})
+    checked = F.when(F.coalesce(whole, F.lit(False)), row).otherwise(F.raise_error(text))  # noqa: FBT003 - a column
+    return lines.select(checked.alias("row")).select("row.*")
+
+
+def as_events(table: DataFrame) -> Column:
+    """Return each row as JSON without its null columns, as bytes.
+
+    A time finer than milliseconds keeps all its digits; Spark would cut them off, and two events could become one.
+    """
+    columns = [_exact(F.col(f"`{field.name}`"), field.dataType).alias(field.name) for field in table.schema.fields]
+    return F.to_json(F.struct(*columns)).cast(BinaryType())
+
+
+def _exact(column: Column, kind: DataType) -> Column:
+    """Return a column whose times are text in Spark's own format, with more digits if milliseconds are not exact."""
+    match kind:
+        case TimestampType():
+            return F.concat(_time(column), F.date_format(column, "XXX"))
+        case TimestampNTZType():
+            return _time(column)
+        case StructType():
+            members = [_exact(column[field.name], field.dataType).alias(field.name) for field in kind.fields]
+            return F.when(column.isNotNull(), F.struct(*members))
+        case ArrayType():
+            return F.transform(column, lambda each: _exact(each, kind.elementType))
+        case MapType():
+            return F.transform_values(column, lambda _, each: _exact(each, kind.valueType))
+        case _:
+            return column
+
+
+def _time(column: Column) -> Column:
+    text = F.translate(column.cast("string"), " ", "T")
+    dotted = F.when(F.instr(text, ".") > 0, text).otherwise(F.concat(text, F.lit(".")))
+    return F.when(F.length(dotted) < _MS_LENGTH, F.rpad(dotted, _MS_LENGTH, "0")).otherwise(dotted)
+
+
+def _input_splits(spark: SparkSession, files: Sequence[str], table: DataFrame) -> InputSplits | None:
+    """Return the row groups of these files (URIs); None if they must be left to Spark."""
+    if not files or any(urlsplit(file).scheme != "file" for file in files):
+        return None
+    columns = tuple(name for name in RECORDS.names if name in table.columns)
+    if "timestamp_ms" not in columns and "timestamp" in table.columns:
+        return None
+    rows: list[tuple[str, int]] = []
+    total_bytes = 0
+    for file in sorted(files):
+        with pq.ParquetFile(_path(file)) as parquet:
+            schema = parquet.schema_arrow
+            if not all(name in schema.names and schema.field(name).type in _ARROW_TYPES[name] for name in columns):
+                return None
+            rows += [(file, group) for group in range(parquet.num_row_groups)]
+            total_bytes += sum(parquet.metadata.row_group(at).total_byte_size for at in range(parquet.num_row_groups))
+    if not rows:
+        return None
+    context = spark.sparkContext
+    tasks = min(len(rows), max(_TASKS_PER_CORE * context.defaultParallelism, -(-total_bytes // _TASK_BYTES)))
+    return InputSplits(spark.createDataFrame(context.parallelize(rows, tasks), _SPLIT), columns)
+
+
+def opened(columns: Sequence[str], wanted: Sequence[str] = tuple(RECORDS.names)) -> BatchFunction:
+    """Return a function for `mapInArrow`: rows of `InputSplits.frame` in, the `wanted` columns of `rows.RECORDS` out.
+
+    ``columns`` are those that the files have. The function raises DamagedFile.
+    """
+    there = [name for name in wanted if name in columns]
+
+    def run(splits: Iterable[pa.RecordBatch]) -> Batches:
+        for batch in splits:
+            for split in batch.to_pylist():
+                for rows in _read(split["file"], split["row_group"], there):
+                    yield pa.RecordBatch.from_arrays([_column(rows, name) for name in wanted], list(wanted))
+
+    return run
+
+
+def _read(file: str, row_group: int, columns: list[str]) -> Batches:
+    try:
+        with pq.ParquetFile(_path(file), pre_buffer=False) as parquet:
+            yield from parquet.iter_batches(
+                batch_size=_BATCH_ROWS, row_groups=[row_group], columns=columns, use_threads=False
+            )
+    except (OSError, pa.ArrowException) as error:
+        raise DamagedFile(f"Error while reading file {file} : {error}") from error
+
+
+def _path(file: str) -> str:
+    return unquote(urlsplit(file).path)
+
+
+def _column(rows: pa.RecordBatch, name: str) -> pa.Array:
+    count = rows.num_rows
+    if name not in rows.schema.names:
+        if name == "headers":
+            return pa.ListArray.from_arrays(pa.array(np.zeros(count + 1, np.int32)), pa.array([], _HEADERS.value_type))
+        return pa.nulls(count, _ARROW_TYPES[name][0])
+    column = rows.column(name)
+    if name == "headers" and column.null_count:
+        sizes = column.value_lengths().fill_null(0).to_numpy(zero_copy_only=False)
+        ends = np.append(0, np.cumsum(sizes)).astype(np.int32)
+        return pa.ListArray.from_arrays(pa.array(ends), column.flatten())
+    return column.cast(_ARROW_TYPES[name][0])

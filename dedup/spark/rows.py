@@ -1,6 +1,6 @@
-"""The shape all Spark jobs share: a Kafka record as a row, wherever it was kept.
+"""The shape that all Spark jobs share: a Kafka record as a row, whether it comes from Kafka or from files.
 
-Coordinates (topic, partition, offset) are null for rows that never were in Kafka, or that no longer know where.
+Coordinates (topic, partition, offset) are null for rows that never were in Kafka, or whose coordinates were not kept.
 """
 
 from __future__ import annotations
@@ -12,13 +12,11 @@ from pyspark.sql import functions as F  # noqa: N812 - the name every Spark page
 from pyspark.sql.types import (
     ArrayType,
     BinaryType,
-    DataType,
     IntegerType,
     LongType,
     StringType,
     StructField,
     StructType,
-    TimestampType,
 )
 
 from dedup.errors import Problem, TopologyError
@@ -36,13 +34,25 @@ RECORDS: Final = StructType(
         StructField("offset", LongType()),
     ]
 )
-"""Key and value as bytes, null kept; headers empty where there are none; timestamp in ms since 1970 UTC."""
+"""Key and value as bytes, null kept; headers empty if there are none; timestamp in ms since 1970 UTC."""
 
 COORDINATES: Final = ("topic", "partition", "offset")
 
+_OPTIONAL: Final = ("key", "headers", "timestamp_ms", "timestamp", *COORDINATES)
+_TYPES: Final[dict[str, tuple[str, ...]]] = {
+    "value": ("string", "binary"),
+    "key": ("string", "binary"),
+    "headers": ("array<struct<key:string,value:binary>>", "array<struct<key:string,value:string>>"),
+    "timestamp_ms": ("bigint", "int"),
+    "timestamp": ("timestamp",),
+    "topic": ("string",),
+    "partition": ("bigint", "int", "smallint", "tinyint"),
+    "offset": ("bigint", "int"),
+}
+
 
 def records_of_kafka(df: DataFrame) -> DataFrame:
-    """Return what Spark's Kafka source read as `RECORDS`; without `includeHeaders` there are none."""
+    """Return what Spark's Kafka source read as `RECORDS`; headers need its option `includeHeaders`."""
     return df.select(
         F.col("key").cast(BinaryType()),
         F.col("value").cast(BinaryType()),
@@ -57,16 +67,16 @@ def records_of_kafka(df: DataFrame) -> DataFrame:
 def records_of_files(df: DataFrame, *, place: str = "the input") -> DataFrame:
     """Return a table of records as `RECORDS`, by the names of its columns.
 
-    Needed: `value` (text or bytes). Taken if there: `key`, `headers`, `timestamp_ms` (integer) or `timestamp`, and
-    `topic`, `partition`, `offset`, of which all or none must be there. Raises TopologyError with every column that is
-    missing or of a type that can not be read without a guess; `place` names the table in it.
+    Required: `value` (text or bytes). Optional: `key`, `headers`, `timestamp_ms` (integer) or `timestamp`, and `topic`,
+    `partition`, `offset`, either all three or none. Raises TopologyError with every column that is missing or whose
+    type cannot be read without a guess; ``place`` names the table in it.
     """
     problems = [text for text in (_problem(df, name) for name in ("value", *_OPTIONAL)) if text]
-    there = [name for name in COORDINATES if name in df.columns]
-    if there and len(there) < len(COORDINATES):
-        missing = ", ".join(name for name in COORDINATES if name not in there)
+    given = [name for name in COORDINATES if name in df.columns]
+    if given and len(given) < len(COORDINATES):
+        missing = ", ".join(name for name in COORDINATES if name not in given)
         problems.append(
-            f"has {', '.join(there)} but not {missing}: give all three of topic, partition, offset, or none"
+            f"has {', '.join(given)} but not {missing}: give all three of topic, partition, offset, or none"
         )
     if problems:
         raise TopologyError([Problem(place, text) for text in problems])
@@ -74,35 +84,21 @@ def records_of_files(df: DataFrame, *, place: str = "the input") -> DataFrame:
 
 
 def headers_of(df: DataFrame) -> Column:
-    """Return the column `headers`, empty where it is null or missing.
+    """Return the column `headers`, empty if it is null or missing.
 
-    Spark 4.0 takes 16 µs to hand a null array to Python, and 1 µs for an empty one (bench/README.md).
+    Spark 4.0 needs 16 µs to hand a null array to Python, and 1 µs for an empty one (bench/README.md).
     """
     none = F.array().cast(HEADERS)
     return F.coalesce(F.col("headers").cast(HEADERS), none) if "headers" in df.columns else none
-
-
-_OPTIONAL: Final = ("key", "headers", "timestamp_ms", "timestamp", "topic", "partition", "offset")
-_KINDS: Final[dict[str, tuple[str, ...]]] = {
-    "value": ("string", "binary"),
-    "key": ("string", "binary"),
-    "timestamp_ms": ("bigint", "int"),
-    "timestamp": ("timestamp",),
-    "topic": ("string",),
-    "partition": ("bigint", "int", "smallint", "tinyint"),
-    "offset": ("bigint", "int"),
-}
-_HEADER_KINDS: Final = ("array<struct<key:string,value:binary>>", "array<struct<key:string,value:string>>")
 
 
 def _problem(df: DataFrame, name: str) -> str | None:
     if name not in df.columns:
         return "has no column `value`: name the column that holds the events" if name == "value" else None
     found = df.schema[name].dataType.simpleString()
-    wanted = _HEADER_KINDS if name == "headers" else _KINDS[name]
-    if found in wanted:
+    if found in _TYPES[name]:
         return None
-    return f"column `{name}` is {found}; write it as {' or '.join(wanted)}"
+    return f"column `{name}` is {found}; write it as {' or '.join(_TYPES[name])}"
 
 
 def _as_record(df: DataFrame, field: StructField) -> Column:
@@ -113,10 +109,4 @@ def _as_record(df: DataFrame, field: StructField) -> Column:
         return F.unix_millis("timestamp")
     if name not in df.columns:
         return F.lit(None).cast(kind)
-    return _cast(df.schema[name].dataType, name, kind)
-
-
-def _cast(found: DataType, name: str, kind: DataType) -> Column:
-    if isinstance(found, TimestampType):
-        return F.unix_millis(name)
     return F.col(name).cast(kind)

@@ -1,53 +1,93 @@
-"""`dedup spark seed`: a history becomes the state that a fleet starts from, so that both meet without gap or double.
+"""`dedup spark seed`: a history becomes the state that a fleet starts from, without gap or overlap between the two.
 
 Theory of operation. The history is judged as a backfill judges it and folded into the sightings that still count. Then,
-in this order: one transaction writes `seeding` into every changelog partition; the source offsets are committed, where
-the topology repartitions; each partition is written under the fleet's own transactional id; its last transaction holds
-the task record, `seeded` and the group's offset. Until that one a task that is started refuses with StateIncompatible.
+in this order: one transaction writes `seeding` into every changelog partition; if the topology repartitions, the source
+offsets are committed; Spark tasks write each partition under the fleet's transactional id; its last transaction holds
+the task record, `seeded` and the group's offset. Before that transaction a task that starts refuses with
+StateIncompatible.
 
-A seed that was killed is healed by running it again: the marks say which seed it was, with the offsets and the clock it
-was judged by, and a second run writes the same records again. Another history or another place is refused: what the
-first run wrote would be left in between.
+To finish a seed that was killed, run it again: the marks say which seed it was, with the offsets and the clock it was
+judged by, and the second run writes the same records. Another history or other offsets are refused, since the records
+of the first run would stay.
+
+Opening the session of a partition fences whoever holds it. An attempt always writes all of a partition: a changelog
+record written twice says the same, so attempts may be repeated, killed or run twice at once. A task that failed
+upstream looks to Python like a normal end of its input, so the last transaction is committed only if count and digest
+are those of the mark.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, replace
+import time
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from functools import partial
 from hashlib import blake2b
+from itertools import groupby
+from operator import itemgetter
 from typing import TYPE_CHECKING, Final, Literal, TypeVar
 
+import pyarrow as pa
 from pyspark.errors import PySparkException
 from pyspark.sql import functions as fn
 
-from dedup.errors import DedupError, StateIncompatible
-from dedup.proof.kafka_reader import KafkaReader
-from dedup.session.admin import Admin
-from dedup.session.client import KafkaWire
-from dedup.session.on_cluster import on_cluster
-from dedup.spark.changelog import changelog_rows
-from dedup.spark.failures import told
+from dedup.errors import CommitUnknown, DedupError, Problem, SettingsError, StateIncompatible
+from dedup.kafka.client import KafkaWire
+from dedup.kafka.record_batch import Line, fill
+from dedup.kafka.topic_admin import Admin, Group, on_cluster
+from dedup.kafka.transactional_producer import Session
+from dedup.kafka.wire import NoAnswer, Position, TopicPartition
+from dedup.spark.changelog_frames import changelog_rows
 from dedup.spark.files import History
-from dedup.spark.kafka_range import history_of_range
+from dedup.spark.kafka_source import history_of_range
 from dedup.spark.seed_history import NOTHING_YET, Folded, as_history, fold_history
-from dedup.spark.seed_state import Found, Until, begin, look
-from dedup.spark.seed_writer import COMMIT_ROWS, WRITTEN_DDL, WritePlan, write_partition, write_partitions
-from dedup.spark.shipped import ShippedSettings
+from dedup.spark.session import PicklableSettings, connected, translated_errors
 from dedup.store.base import TaskRecord
-from dedup.store.seed_mark import SeedMark
+from dedup.store.changelog import (
+    SEED_MARK_KEY,
+    SeedMark,
+    SeedMarkKey,
+    decode_seed_mark,
+    encode_seed_mark,
+    encode_task_record,
+    parse_key,
+    task_record_key,
+)
+from dedup.verify.kafka_reader import KafkaReader
+from dedup.worker.offsets import bounds_of, committed_offset, first_offset
+from dedup.worker.topics import Cluster, group_is_new, prepare
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
-    from dedup.session.wire import TopicPartition
+    from dedup.kafka.wire import FetchedRecord
     from dedup.settings import Settings
     from dedup.topology.model import Topology
 
-Tell = Callable[[str], None]
+Until = Mapping[TopicPartition, int] | int | Literal["earliest", "latest"]
+"""Where the fleet begins: an offset for each source partition, a record time in ms, or the ends as they are now."""
+
+Row = tuple[int, bytes, bytes, int]
+"""Changelog partition, key, value, hash of both."""
+
 T = TypeVar("T")
+_COMMIT_ROWS: Final = 50_000
+_DEADLINE_MS: Final = 20_000
+_MOST_ATTEMPTS: Final = 50
+_RETRY_S: Final = 0.1
+_FETCH_BYTES: Final = 1 << 16
+_FETCH_WAIT_MS: Final = 50
+_DIGEST_MASK: Final = (1 << 64) - 1
 _NO_ROWS: Final = (0, f"{0:016x}")
+
+_WRITTEN: Final = pa.schema([("partition", pa.int32()), ("records", pa.int64()), ("was_there", pa.bool_())])
+_WRITTEN_DDL: Final = "partition int, records long, was_there boolean"
+
+
+class PartitionTruncated(DedupError):
+    """Rows of a partition are missing, because an earlier Spark task failed: Spark tries again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +96,8 @@ class SeedOptions:
 
     until: Until
     now_ms: int | None = None
-    """The wall clock that decides which times are in the future; now, if None. A second run keeps the first one's."""
-    commit_rows: int = COMMIT_ROWS
+    """The wall clock that decides which times are in the future; now, if None. A second run uses that of the first."""
+    commit_rows: int = _COMMIT_ROWS
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +106,7 @@ class SeededPartition:
 
     partition: int
     sightings: int
-    """Records of sightings: one for each ID and segment."""
+    """Changelog records, one for each ID and segment."""
     stream_time_ms: int
     next_offset: int
     was_there: bool
@@ -81,7 +121,34 @@ class Seeded:
     partitions: tuple[SeededPartition, ...]
     begins: Mapping[TopicPartition, int]
     verdicts: Mapping[str, int]
-    """Of the history, as far as it was judged."""
+    """Of the part of the history that was judged."""
+
+
+@dataclass(frozen=True, slots=True)
+class _ClusterState:
+    """A cluster that can be seeded, or whose seed can be finished."""
+
+    cluster: Cluster
+    tasks: int
+    begins: Mapping[TopicPartition, int]
+    """Where the fleet will begin in each source partition."""
+    next_offsets: Mapping[int, int]
+    """Task -> the offset of its feeding partition at which it will begin."""
+    judged_at_ms: int
+    marks: Mapping[int, SeedMark] = field(default_factory=dict)
+    """Of an earlier run, by partition; empty if this is the first."""
+
+
+@dataclass(frozen=True, slots=True)
+class WritePlan:
+    """What every attempt must know; sent to the executors with the task."""
+
+    topology: Topology
+    settings: PicklableSettings
+    marks: Mapping[int, SeedMark]
+    """By changelog partition, in phase `seeding`."""
+    records: Mapping[int, TaskRecord]
+    commit_rows: int
 
 
 def seed(
@@ -91,20 +158,20 @@ def seed(
     options: SeedOptions,
     *,
     history: History | DataFrame | None = None,
-    tell: Tell = lambda _: None,
+    tell: Callable[[str], None] = lambda _: None,
 ) -> Seeded:
-    """The fleet's changelog and offsets are those of a fleet that has judged the history and goes on at `until`.
+    """Write changelog and offsets as of a fleet that has judged the history and continues at `until`.
 
-    ``history`` (files, or a DataFrame of `rows.RECORDS`) is the source topics from their start, if None. Rows that the
-    fleet will read itself, by their offset or else by their timestamp, are left out. Raises StateIncompatible where the
-    group has offsets, the changelog is not new, or an unfinished seed was another one; nothing is written then.
+    ``history`` is files, a DataFrame of `rows.RECORDS`, or, if None, the source topics from their start. Rows that the
+    fleet will read itself, by their offset or else by their timestamp, are left out. Writes nothing and raises
+    StateIncompatible if the group has offsets, the changelog is not new, or another seed is unfinished.
     """
-    found = _on_cluster(topology, settings, partial(_look, topology, settings, options))
+    found = _on_cluster(topology, settings, partial(_cluster_state, topology, settings, options))
     if history is None:
         whole = _of_topics(spark, settings, found)
     else:
         whole = _before(history if isinstance(history, History) else as_history(history), found, options.until)
-    with told():
+    with translated_errors():
         folded = fold_history(
             whole,
             topology,
@@ -114,13 +181,13 @@ def seed(
         )
     rows = changelog_rows(folded.sightings, topology.window).withColumn("hash", fn.xxhash64("key", "value")).persist()
     try:
-        plan = _plan(topology, settings, found, folded, rows, "topics" if history is None else "files")
-        plan = replace(plan, commit_rows=options.commit_rows)
+        origin: Literal["topics", "files"] = "topics" if history is None else "files"
+        plan = _plan(topology, PicklableSettings.of(settings), found, folded, rows, origin, options.commit_rows)
         _refuse_other_seed(topology, found, plan)
-        _on_cluster(topology, settings, lambda wire, _: begin(plan, settings, wire, found))
+        _on_cluster(topology, settings, lambda wire, _: _begin(plan, settings, wire, found))
         total = sum(mark.sightings for mark in plan.marks.values())
         tell(f"{'finishing' if found.marks else 'writing'} seed {plan.marks[0].seed}: {total:,} records of sightings")
-        written = _write(rows, plan, found.tasks)
+        written = _write_sightings(rows, plan, found.tasks)
         written |= _on_cluster(topology, settings, lambda wire, _: _write_empty(plan, settings, wire))
     finally:
         rows.unpersist()
@@ -136,12 +203,8 @@ def _on_cluster(topology: Topology, settings: Settings, work: Callable[[KafkaWir
     return on_cluster(settings, f"dedup-{topology.name}-seed", work)
 
 
-async def _look(topology: Topology, settings: Settings, options: SeedOptions, wire: KafkaWire, admin: Admin) -> Found:
-    return await look(topology, settings, wire, admin, until=options.until, now_ms=options.now_ms)
-
-
-def _of_topics(spark: SparkSession, settings: Settings, found: Found) -> History:
-    """Return the records of the source topics before the place where the fleet begins."""
+def _of_topics(spark: SparkSession, settings: Settings, found: _ClusterState) -> History:
+    """Return the records of the source topics before the offsets at which the fleet begins."""
     ends: dict[str, dict[int, int]] = {}
     for place, offset in found.begins.items():
         ends.setdefault(place.topic, {})[place.partition] = offset
@@ -151,13 +214,13 @@ def _of_topics(spark: SparkSession, settings: Settings, found: Found) -> History
     return history_of_range(spark, settings, lows, ends)
 
 
-def _before(history: History, found: Found, until: Until) -> History:
-    """Return the rows that the fleet will not read itself, as far as a row says when or where it was."""
+def _before(history: History, found: _ClusterState, until: Until) -> History:
+    """Return the history without the rows that the fleet will read itself, by their offset or else by their time."""
     pairs = [
         fn.lit(each) for place, offset in found.begins.items() for each in (f"{place.topic}/{place.partition}", offset)
     ]
     begins = fn.create_map(*pairs)[fn.concat_ws("/", "topic", fn.col("partition").cast("string"))]
-    # A place that is no source partition is for the fold to refuse, not to be dropped here.
+    # Rows of other partitions than the source's are kept: the fold refuses them.
     mine = fn.col("offset").isNull() | begins.isNull() | (fn.col("offset") < begins)
     if isinstance(until, int):
         mine &= fn.col("offset").isNotNull() | fn.col("timestamp_ms").isNull() | (fn.col("timestamp_ms") < until)
@@ -166,14 +229,15 @@ def _before(history: History, found: Found, until: Until) -> History:
 
 def _plan(
     topology: Topology,
-    settings: Settings,
-    found: Found,
+    settings: PicklableSettings,
+    found: _ClusterState,
     folded: Folded,
     rows: DataFrame,
     origin: Literal["topics", "files"],
+    commit_rows: int,
 ) -> WritePlan:
     counted = rows.groupBy("dedup_partition").agg(fn.count("key").alias("rows"), fn.bit_xor("hash").alias("digest"))
-    sums = {row["dedup_partition"]: (row["rows"], f"{row['digest'] & (1 << 64) - 1:016x}") for row in counted.collect()}
+    sums = {row["dedup_partition"]: (row["rows"], f"{row['digest'] & _DIGEST_MASK:016x}") for row in counted.collect()}
     fingerprint = topology.state_fingerprint(found.cluster.source_partitions(topology))
     begins: dict[str, list[int]] = {}
     for place, offset in sorted(found.begins.items()):
@@ -212,40 +276,338 @@ def _plan(
         )
         for task, each in progress.items()
     }
-    return WritePlan(topology, ShippedSettings.of(settings), marks, records)
+    return WritePlan(topology, settings, marks, records, commit_rows)
 
 
-def _refuse_other_seed(topology: Topology, found: Found, plan: WritePlan) -> None:
-    """Raise StateIncompatible where an earlier run began another seed."""
+def _refuse_other_seed(topology: Topology, found: _ClusterState, plan: WritePlan) -> None:
+    """Raise StateIncompatible if an earlier run began another seed."""
     others = {mark.seed for mark in found.marks.values()} - {plan.marks[0].seed}
     if others:
         raise StateIncompatible(
             f"{topology.changelog_topic} holds seed {', '.join(sorted(others))}, and this history makes seed "
-            f"{plan.marks[0].seed}: the history, the topology or --until is another than at the first run. Nothing was "
-            f"written. Run the first command again with its own input, or `dedup reset` and seed anew."
+            f"{plan.marks[0].seed}: the history, the topology or --until differs from that of the first run. Nothing "
+            f"was written. Run the first command again with its input, or run `dedup reset` and seed again."
         )
 
 
-def _write(rows: DataFrame, plan: WritePlan, tasks: int) -> dict[int, bool]:
-    """Write every partition that has sightings; return which of them an earlier run had finished."""
+def _write_sightings(rows: DataFrame, plan: WritePlan, tasks: int) -> dict[int, bool]:
+    """Write every partition that has sightings; return, by partition, whether an earlier run had finished it."""
     placed = rows.repartition(tasks, "dedup_partition").sortWithinPartitions("dedup_partition")
     try:
-        with told():
-            reports = placed.mapInArrow(partial(write_partitions, plan), WRITTEN_DDL).collect()
+        with translated_errors():
+            reports = placed.mapInArrow(partial(_write_partitions, plan), _WRITTEN_DDL).collect()
     except PySparkException as error:
         said = next((line for line in reversed(str(error).strip().splitlines()) if "Error" in line or ": " in line), "")
         raise DedupError(
-            f"the seed {plan.marks[0].seed} was not finished: {said.strip()}. The fleet refuses to start until it is; "
-            f"run the same command again."
+            f"the seed {plan.marks[0].seed} was not finished: {said.strip()}. The fleet refuses to start until it is. "
+            f"Run the same command again."
         ) from error
     return {row["partition"]: row["was_there"] for row in reports}
 
 
 async def _write_empty(plan: WritePlan, settings: Settings, wire: KafkaWire) -> dict[int, bool]:
-    """Finish the partitions without sightings, which no Spark task sees."""
+    """Finish the partitions that have no sightings, since no Spark task sees them."""
     written = {}
     for task, mark in plan.marks.items():
         if not mark.sightings:
-            report = await write_partition(plan, settings, wire, task, ())
+            report = await _write_partition(plan, settings, wire, task, ())
             written[task] = bool(report["was_there"])
     return written
+
+
+async def _cluster_state(
+    topology: Topology, settings: Settings, options: SeedOptions, wire: KafkaWire, admin: Admin
+) -> _ClusterState:
+    """Return the state of the cluster; missing topics are created.
+
+    Raises StateIncompatible if the group has offsets or the changelog has records that no seed wrote, DedupError while
+    the group has members.
+    """
+    members = await Group(wire, topology.name).members()
+    if members:
+        names = ", ".join(f"{member.worker_id} at {member.host}" for member in members)
+        raise DedupError(f"the group {topology.name!r} has members: {names}. Nothing was touched. Stop these workers.")
+    fresh = await group_is_new(topology, wire, admin)
+    cluster = await prepare(topology, settings, admin, may_create_changelog=fresh)
+    tasks = cluster.topics[topology.feeding_topics[0]].partitions
+    marks = {task: mark for task in range(tasks) if (mark := await _mark(topology, wire, task)) is not None}
+    if marks:
+        begins = _begins_of(next(iter(marks.values())))
+        _refuse_other_begins(topology, options.until, begins)
+        offsets = {task: mark.next_offset for task, mark in marks.items()}
+        at_ms = next(iter(marks.values())).judged_at_ms
+        if len(marks) == tasks:
+            return _ClusterState(cluster, tasks, begins, offsets, at_ms, marks)
+        raise _not_new(topology, f"{tasks - len(marks)} of {tasks} partitions have no seed mark")
+    if not fresh:
+        raise _not_new(topology, "its group has committed offsets")
+    if not topology.direct:
+        await _refuse_used_sources(topology, cluster, wire)
+    begins = await _begins(topology, cluster, wire, options.until)
+    feedings = [TopicPartition(topology.feeding_topics[0], task) for task in range(tasks)]
+    offsets = {
+        feeding.partition: begins[feeding] if topology.direct else (await bounds_of(wire, feeding)).start
+        for feeding in feedings
+    }
+    now_ms = int(time.time() * 1000) if options.now_ms is None else options.now_ms
+    return _ClusterState(cluster, tasks, begins, offsets, now_ms)
+
+
+def _not_new(topology: Topology, why: str) -> StateIncompatible:
+    return StateIncompatible(
+        f"{topology.name} cannot be seeded: {why}. A seed needs a group without offsets and a new changelog. Nothing "
+        f"was touched. To discard the state there is, run `dedup reset`; then seed."
+    )
+
+
+async def _mark(topology: Topology, wire: KafkaWire, task: int) -> SeedMark | None:
+    """Return the mark with which a changelog partition begins; None if the partition is empty."""
+    first = await _first_record(wire, TopicPartition(topology.changelog_topic, task))
+    if first is None:
+        return None
+    if first.key is not None and first.value is not None and isinstance(parse_key(first.key), SeedMarkKey):
+        return decode_seed_mark(first.value)
+    raise _not_new(topology, f"{topology.changelog_topic}/{task} holds the state of a fleet")
+
+
+async def _first_record(wire: KafkaWire, partition: TopicPartition) -> FetchedRecord | None:
+    bounds = await bounds_of(wire, partition)
+    position = bounds.start
+    while position < bounds.end:
+        try:
+            fetched = await wire.fetch(partition, position, max_bytes=_FETCH_BYTES, wait_ms=_FETCH_WAIT_MS)
+        except NoAnswer:
+            await wire.pause(_FETCH_WAIT_MS)
+            continue
+        if fetched.records:
+            return fetched.records[0]
+        position = fetched.next_offset
+    return None
+
+
+def _refuse_other_begins(topology: Topology, until: Until, begins: Mapping[TopicPartition, int]) -> None:
+    """Raise StateIncompatible if ``until`` gives other offsets than the earlier run.
+
+    `latest`, `earliest` and a time are resolved once, by the first run: there is nothing to compare them with.
+    """
+    if not isinstance(until, Mapping) or dict(until) == dict(begins):
+        return
+    first, now = (
+        ",".join(f"{topic}/{partition}={offset}" for (topic, partition), offset in sorted(places.items()))
+        for places in (begins, until)
+    )
+    raise StateIncompatible(
+        f"{topology.changelog_topic} holds a seed after which the fleet begins at {first}, and --until says {now}. "
+        f"Nothing was touched. Finish that seed with --until {first}, or run `dedup reset` and seed again."
+    )
+
+
+def _begins_of(mark: SeedMark) -> dict[TopicPartition, int]:
+    return {
+        TopicPartition(topic, partition): offset
+        for topic, offsets in mark.begins.items()
+        for partition, offset in enumerate(offsets)
+    }
+
+
+async def _refuse_used_sources(topology: Topology, cluster: Cluster, wire: KafkaWire) -> None:
+    for name in topology.source.topics:
+        for partition in range(cluster.topics[name].partitions):
+            if await committed_offset(wire, topology.name, TopicPartition(name, partition)) is not None:
+                raise _not_new(topology, f"its group has committed an offset of {name}/{partition}")
+    topic = topology.repartition_topic
+    for partition in range(cluster.topics[topic].partitions):
+        if await _first_record(wire, TopicPartition(topic, partition)) is not None:
+            raise _not_new(topology, f"{topic}/{partition} holds records")
+
+
+async def _begins(topology: Topology, cluster: Cluster, wire: KafkaWire, until: Until) -> dict[TopicPartition, int]:
+    places = [
+        TopicPartition(name, partition)
+        for name in topology.source.topics
+        for partition in range(cluster.topics[name].partitions)
+    ]
+    if isinstance(until, int | str):
+        return {place: await first_offset(wire, place, until) for place in places}
+    problems = []
+    for place in dict.fromkeys([*places, *until]):
+        bounds = await bounds_of(wire, place) if place in places else None
+        name = f"{place.topic}/{place.partition}"
+        if bounds is None:
+            problems.append(f"{name} is no source partition of {topology.name}")
+        elif place not in until:
+            problems.append(f"{name} is missing: give an offset for every source partition")
+        elif not bounds.start <= until[place] <= bounds.end:
+            problems.append(
+                f"{name} holds offsets {bounds.start} to {bounds.end}, and {until[place]} is not among them"
+            )
+    if problems:
+        raise SettingsError([Problem("--until", text) for text in problems])
+    return dict(until)
+
+
+async def _begin(plan: WritePlan, settings: Settings, wire: KafkaWire, found: _ClusterState) -> None:
+    """Mark every partition and, if records are repartitioned, commit the source offsets.
+
+    The offsets are committed before a task can start on any partition: a fleet that starts meanwhile must not
+    repartition the history again.
+    """
+    topology = plan.topology
+    if not found.marks:
+        await _announce(topology, settings, wire, plan.marks)
+    if topology.direct:
+        return
+    for place, offset in found.begins.items():
+        transactional_id = topology.transactional_id("repartition", place.partition, place.topic)
+        session = _session(topology, settings, wire, transactional_id)
+        await session.open()
+        if await committed_offset(wire, topology.name, place) is None:
+            await session.commit({place: Position(offset)})
+        await session.drop()
+
+
+async def _announce(topology: Topology, settings: Settings, wire: KafkaWire, marks: Mapping[int, SeedMark]) -> None:
+    """Write `seeding` into every partition, in one transaction: no task can start before its partition is seeded."""
+    for partition in marks:
+        # An open transaction of a stopped worker must not be committed after the marks.
+        await _task_session(topology, settings, wire, partition).open()
+    now_ms = int(time.time() * 1000)
+    lines: dict[TopicPartition, list[Line]] = {
+        TopicPartition(topology.changelog_topic, partition): [(-1, now_ms, SEED_MARK_KEY, encode_seed_mark(mark), [])]
+        for partition, mark in marks.items()
+    }
+    session = _task_session(topology, settings, wire, min(marks))
+    await session.open()
+    await _insist(session, lines, "none")
+    await session.drop()
+
+
+def _session(topology: Topology, settings: Settings, wire: KafkaWire, transactional_id: str) -> Session:
+    timeout_ms = settings.transaction_timeout_ms
+    return Session(wire, transactional_id, topology.name, timeout_ms=timeout_ms, deadline_ms=_DEADLINE_MS)
+
+
+def _task_session(topology: Topology, settings: Settings, wire: KafkaWire, partition: int) -> Session:
+    """Return the session of the fleet's `dedup` task of a partition."""
+    return _session(topology, settings, wire, topology.transactional_id("dedup", partition))
+
+
+def _write_partitions(plan: WritePlan, arrow: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    """Write the rows of a Spark partition, sorted by changelog partition; yield a row of `_WRITTEN` for each."""
+    for partition, rows in groupby(_rows(arrow), key=itemgetter(0)):
+        with asyncio.Runner() as runner:
+            written = runner.run(_write(plan, partition, rows))
+        yield pa.RecordBatch.from_pylist([written], schema=_WRITTEN)
+
+
+def _rows(arrow: Iterable[pa.RecordBatch]) -> Iterator[Row]:
+    for batch in arrow:
+        yield from zip(
+            *(batch.column(name).to_pylist() for name in ("dedup_partition", "key", "value", "hash")), strict=True
+        )
+
+
+async def _write(plan: WritePlan, partition: int, rows: Iterable[Row]) -> dict[str, int | bool]:
+    settings = plan.settings.reveal()
+    async with connected(settings, f"dedup-{plan.topology.name}-seed") as wire:
+        return await _write_partition(plan, settings, wire, partition, rows)
+
+
+async def _write_partition(
+    plan: WritePlan, settings: Settings, wire: KafkaWire, partition: int, rows: Iterable[Row]
+) -> dict[str, int | bool]:
+    """Seed the partition; if it is seeded already, only read its rows to the end.
+
+    Raises PartitionTruncated, TaskMigrated or CommitUnknown; another attempt writes the partition again.
+    """
+    topology = plan.topology
+    session = _task_session(topology, settings, wire, partition)
+    feeding = TopicPartition(topology.feeding_topics[0], partition)
+    await session.open()
+    try:
+        # Read in our own epoch: the transactions of older attempts have ended by now.
+        if await committed_offset(wire, topology.name, feeding) is not None:
+            skipped = sum(1 for _ in rows)
+            return {"partition": partition, "records": skipped, "was_there": True}
+        # All of the state is what this seed writes: if the log begins higher one day, it was truncated.
+        kept_from = (await bounds_of(wire, TopicPartition(topology.changelog_topic, partition))).start
+        count = await _write_rows(plan, settings, session, partition, rows)
+        await _finish(plan, session, wire, partition, kept_from)
+    finally:
+        await session.drop()
+    return {"partition": partition, "records": count, "was_there": False}
+
+
+async def _write_rows(
+    plan: WritePlan, settings: Settings, session: Session, partition: int, rows: Iterable[Row]
+) -> int:
+    changelog = TopicPartition(plan.topology.changelog_topic, partition)
+    lines: list[Line] = []
+    count, digest, now_ms = 0, 0, int(time.time() * 1000)
+    for _, key, value, hashed in rows:
+        lines.append((-1, now_ms, key, value, []))
+        count += 1
+        digest ^= hashed & _DIGEST_MASK
+        if len(lines) >= plan.commit_rows:
+            await _insist(session, {changelog: lines}, settings.topics.compression)
+            lines = []
+    mark = plan.marks[partition]
+    if (count, f"{digest:016x}") != (mark.sightings, mark.digest):
+        raise PartitionTruncated(
+            f"{changelog.topic}/{partition}: {count} of {mark.sightings} records arrived, with digest {digest:016x} "
+            f"instead of {mark.digest}: an earlier Spark task failed. The partition is not finished; Spark tries again."
+        )
+    if lines:
+        await _insist(session, {changelog: lines}, settings.topics.compression)
+    return count
+
+
+async def _insist(
+    session: Session,
+    lines: Mapping[TopicPartition, list[Line]],
+    compression: str,
+    *,
+    offsets: Mapping[TopicPartition, Position] | None = None,
+    is_committed: Callable[[], Awaitable[bool]] | None = None,
+) -> None:
+    """Commit lines and offsets, in a new epoch if needed.
+
+    Lines may be written twice; ``is_committed`` tells before another attempt whether the one before succeeded. Raises
+    TaskMigrated if another owner has taken the partition, CommitUnknown after `_MOST_ATTEMPTS`.
+    """
+    for attempt in range(_MOST_ATTEMPTS):
+        try:
+            if attempt:
+                await session.open()
+                if is_committed is not None and await is_committed():
+                    return
+            for target, part in lines.items():
+                session.add(fill(target, part, compression=compression))
+            await session.commit(offsets or {})
+        except CommitUnknown:
+            # The leader moved, or does not know a new topic yet.
+            if attempt + 1 == _MOST_ATTEMPTS:
+                raise
+            await asyncio.sleep(_RETRY_S)
+        else:
+            return
+
+
+async def _finish(plan: WritePlan, session: Session, wire: KafkaWire, partition: int, kept_from: int) -> None:
+    """Commit the last transaction; from then on a task may start."""
+    topology, record = plan.topology, replace(plan.records[partition], kept_from=kept_from)
+    mark = replace(plan.marks[partition], phase="seeded")
+    now_ms = int(time.time() * 1000)
+    closing: list[Line] = [
+        (-1, now_ms, task_record_key(), encode_task_record(record), []),
+        (-1, now_ms, SEED_MARK_KEY, encode_seed_mark(mark), []),
+    ]
+    changelog = TopicPartition(topology.changelog_topic, partition)
+    feeding = TopicPartition(topology.feeding_topics[0], partition)
+
+    async def is_committed() -> bool:
+        # A task may have moved the offset on since: never set it back.
+        return await committed_offset(wire, topology.name, feeding) is not None
+
+    offsets = {feeding: Position(record.next_offset)}
+    await _insist(session, {changelog: closing}, "none", offsets=offsets, is_committed=is_committed)

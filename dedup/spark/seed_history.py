@@ -1,4 +1,4 @@
-"""History folded into a fleet's state: the sightings that still count, and how far each task's feeds have come."""
+"""History folded into a fleet's state: the sightings that still count, and the progress of each task's feeds."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from pyspark.sql import functions as fn
 from pyspark.sql import types as t
 
 from dedup.core.fold import OnConflict
-from dedup.core.murmur2 import partitions
+from dedup.core.partitioner import partitions
 from dedup.core.window import BEFORE_ALL_TIME
 from dedup.errors import StateIncompatible
-from dedup.spark.batch import Order, judged
-from dedup.spark.changelog import OUTSIDE_KAFKA, SIGHTINGS
+from dedup.spark.batch_verdicts import Order, judged
+from dedup.spark.changelog_frames import OUTSIDE_KAFKA, SIGHTINGS, live_sightings
 from dedup.spark.files import History
 from dedup.store.base import FeedTime
 
@@ -28,38 +28,38 @@ _PLACED: Final = t.StructField("_placed", t.IntegerType())
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
-    """What the task of one partition knows after the history, beside its sightings."""
+class SeedProgress:
+    """What the task of one partition knows after the history, except its sightings."""
 
     stream_time_ms: int
     feeds: tuple[FeedTime, ...]
 
 
-NOTHING_YET: Final = Progress(BEFORE_ALL_TIME, ())
+NOTHING_YET: Final = SeedProgress(BEFORE_ALL_TIME, ())
 
 
 @dataclass(frozen=True, slots=True)
 class Folded:
-    """A history, folded."""
+    """The state that a history leaves, and its verdicts."""
 
     sightings: DataFrame
-    """`changelog.SIGHTINGS`: those that still count."""
-    progress: Mapping[int, Progress]
-    """By task; without those that history says nothing about."""
+    """`changelog_frames.SIGHTINGS`: those that still count."""
+    progress: Mapping[int, SeedProgress]
+    """By task, without tasks that had no records."""
     verdicts: Mapping[str, int]
 
 
 def as_history(df: DataFrame) -> History:
     """Return a DataFrame of `rows.RECORDS` as a history.
 
-    Raises StateIncompatible where some rows say where they were in Kafka and some do not: no order holds both.
+    Raises StateIncompatible if only some rows have Kafka coordinates: no order holds both.
     """
     row = df.agg(fn.count("offset").alias("placed"), fn.count(fn.lit(1)).alias("all")).first()
     placed, rows = (0, 0) if row is None else (row["placed"], row["all"])
     if 0 < placed < rows:
         raise StateIncompatible(
             f"{rows - placed} of {rows} records of the history have no topic, partition and offset, and the others "
-            f"have: no order holds both. Nothing was written. Give all of them, or leave the columns out."
+            f"have them: no order holds both. Nothing was written. Give all of them, or leave the columns out."
         )
     return History(df, placed > 0, contiguous=False, identity=f"{rows} rows", place=f"{rows:,} rows")
 
@@ -69,31 +69,33 @@ def fold_history(
 ) -> Folded:
     """Return the state that judging a history (`rows.RECORDS`) leaves in each of ``tasks`` tasks.
 
-    Rows with Kafka coordinates are judged in the log's order, others by event time. Raises StateIncompatible where a
-    row can not be placed: it is of no source topic, or of a keyless record where the key decides the partition.
+    Rows with Kafka coordinates are judged in the log's order, others by event time. Raises StateIncompatible if the
+    task of a row cannot be found: the row is of no source topic, or has no key where the key decides the partition.
     """
     order: Order = "offsets" if history.placed else "event_time"
-    _refuse_strangers(history.records, topology, source_partitions, order)
+    _refuse_unplaceable(history.records, topology, source_partitions, order)
     every = judged(history.records, topology, now_ms=now_ms, order=order, contiguous=history.contiguous)
     verdicts = placed(every, topology, tasks=tasks, order=order).persist()
     try:
         counts = {row["verdict"]: row["count"] for row in verdicts.groupBy("verdict").count().collect()}
         progress = _progress(verdicts, topology, source_partitions, order)
-        sightings = _live(_sightings(verdicts, topology, order), topology, progress).persist()
+        stream_times_ms = {task: each.stream_time_ms for task, each in progress.items()}
+        left = _sightings(verdicts, topology, order)
+        sightings = live_sightings(left, topology.window, stream_times_ms).persist()
         sightings.count()
     finally:
         verdicts.unpersist()
     return Folded(sightings, progress, counts)
 
 
-def _refuse_strangers(
+def _refuse_unplaceable(
     history: DataFrame, topology: Topology, source_partitions: Mapping[str, int], order: Order
 ) -> None:
     if order == "event_time":
         if topology.direct and not history.where("key IS NULL").isEmpty():
             raise StateIncompatible(
                 "the history has records without a key and without partitions, and the topology reads its source "
-                "directly: in which partition such an ID is met, only its key can say. Nothing was written. Give the "
+                "directly: which partition such an ID belongs to, only its key can say. Nothing was written. Give the "
                 "files a column `key`, as the producers set it, or topic, partition and offset."
             )
         return
@@ -103,12 +105,13 @@ def _refuse_strangers(
             raise StateIncompatible(
                 f"the history has records of {row['topic']}/{row['last']}, but the source topics are "
                 f"{', '.join(f'{name} with {number} partitions' for name, number in source_partitions.items())}. "
-                f"Nothing was written. Leave the columns topic, partition and offset out if they mean another cluster."
+                f"Nothing was written. Leave out the columns topic, partition and offset if they are of another "
+                f"cluster."
             )
 
 
 def placed(verdicts: DataFrame, topology: Topology, *, tasks: int, order: Order) -> DataFrame:
-    """Return the rows with `dedup_partition`: the task that meets the ID, by producers or repartition tasks."""
+    """Return the rows with `dedup_partition`: the task that the ID belongs to, by the log, its key or its hash."""
     if topology.direct and order == "offsets":
         return verdicts.withColumn("dedup_partition", fn.col("partition"))
     column = "key" if topology.direct else "dedup_id"
@@ -131,7 +134,7 @@ def _topic_position(topology: Topology, column: str) -> Column:
 
 
 def _sightings(verdicts: DataFrame, topology: Topology, order: Order) -> DataFrame:
-    """Return every sighting that judging left, extended where the topology says so."""
+    """Return every sighting that judging left, extended if the topology says so."""
     outside = order == "event_time"
     fingerprint = fn.coalesce("dedup_fingerprint", fn.lit(b"")) if topology.fingerprints_wanted else fn.lit(b"")
     first = verdicts.where("verdict = 'unique'").select(
@@ -147,14 +150,17 @@ def _sightings(verdicts: DataFrame, topology: Topology, order: Order) -> DataFra
     window = topology.window
     if not window.extend:
         return first
+    source = [
+        fn.col("first_partition").alias("source_partition"),
+        fn.col("first_offset").alias("source_offset"),
+        _topic_position(topology, "first_topic").alias("source_topic"),
+    ]
     repeats = verdicts.where("verdict IN ('duplicate', 'conflict')").select(
         "dedup_partition",
         "dedup_id",
         fn.col("first_time_ms").alias("first_ms"),
-        *([] if outside else [fn.col("first_partition").alias("source_partition")]),
-        *([] if outside else [fn.col("first_offset").alias("source_offset")]),
-        *([] if outside else [_topic_position(topology, "first_topic").alias("source_topic")]),
-        # With `forward` identity is ID and payload: only the same payload repeats a sighting.
+        *([] if outside else source),
+        # With `on_conflict: forward` an event is ID and payload: only the same payload repeats a sighting.
         *([fingerprint.alias("fingerprint")] if topology.on_conflict is OnConflict.FORWARD else []),
         "dedup_time_ms",
     )
@@ -165,19 +171,10 @@ def _sightings(verdicts: DataFrame, topology: Topology, order: Order) -> DataFra
     return joined.withColumn("last_ms", fn.greatest("first_ms", capped)).select(*SIGHTINGS.fieldNames())
 
 
-def _live(sightings: DataFrame, topology: Topology, progress: Mapping[int, Progress]) -> DataFrame:
-    """Return the sightings that still count at each task's stream time."""
-    oldest = {partition: topology.window.oldest_live_ms(each.stream_time_ms) for partition, each in progress.items()}
-    if not oldest:
-        return sightings.limit(0)
-    bounds = fn.create_map(*(fn.lit(each) for pair in oldest.items() for each in pair))
-    return sightings.where(fn.col("last_ms") >= bounds[fn.col("dedup_partition")])
-
-
 def _progress(
     verdicts: DataFrame, topology: Topology, source_partitions: Mapping[str, int], order: Order
-) -> dict[int, Progress]:
-    """Return each task's stream time and what it was made from (2-semantics, Skew)."""
+) -> dict[int, SeedProgress]:
+    """Return each task's stream time and the greatest event time of each of its feeds."""
     moved = verdicts.where("verdict IN ('unique', 'duplicate', 'conflict', 'late')")
     grouped = moved.groupBy("dedup_partition", "topic", "partition").agg(fn.max("dedup_time_ms").alias("max_ms"))
     found: dict[int, dict[tuple[str | None, int | None], int]] = {}
@@ -194,15 +191,15 @@ def _task_progress(
     topology: Topology,
     source_partitions: Mapping[str, int],
     order: Order,
-) -> Progress:
+) -> SeedProgress:
     greatest = max(maxima.values())
     if topology.direct:
-        return Progress(greatest, (FeedTime(0, task, greatest, idle=False),))
+        return SeedProgress(greatest, (FeedTime(0, task, greatest, idle=False),))
     feeds = []
     for position, topic in enumerate(topology.source.topics):
         for partition in range(source_partitions[topic]):
-            # Files do not say which feed brought a record: the history brings all of them to its end.
+            # Files do not say which feed a record is from: the history brings all feeds to its end.
             max_ms = greatest if order == "event_time" else maxima.get((topic, partition), BEFORE_ALL_TIME)
-            # A feed without any history has nothing more for now: it must not hold the others back.
+            # A feed without history is idle: it must not hold stream time back.
             feeds.append(FeedTime(position, partition, max_ms, idle=max_ms == BEFORE_ALL_TIME))
-    return Progress(min(feed.max_ms for feed in feeds if not feed.idle), tuple(feeds))
+    return SeedProgress(min(feed.max_ms for feed in feeds if not feed.idle), tuple(feeds))

@@ -1,35 +1,207 @@
-"""A Spark session that can run a topology: the right Java, the right Python, the right jars.
-
-What the user's own spark-submit already says is left as it is.
-"""
+"""What every Spark job needs: the session, settings for executors, their errors, a progress bar, files, connections."""
 
 from __future__ import annotations
 
 import os
+import re
 import sys
-from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Final
+import threading
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Final, Self
 
+from py4j.protocol import Py4JJavaError
+from pyspark.errors import PySparkException
 from pyspark.sql import SparkSession
+from rich.console import Console
+from rich.progress import Progress as Bars
 
-from dedup.local.java import use_java_of_spark
-from dedup.spark import class_archive, worker_daemon
-from dedup.spark.jars import Package, jars_for
+from dedup.core.fold import RecordFailed
+from dedup.embedded.java import use_java_of_spark
+from dedup.errors import BrokerUnavailable, DedupError, InvariantBroken, Problem, SettingsError, StateIncompatible
+from dedup.kafka.client import KafkaWire
+from dedup.kafka.connection import Connection
+from dedup.settings import Secret, Settings, Web
+from dedup.spark import worker_daemon
+from dedup.spark.spark_jars import Package, jars_for
 
 if TYPE_CHECKING:
+    from types import TracebackType
+
     from dedup.topology.model import Topology
 
-DELTA_CONF: Final = {
+ERRORS_BY_NAME: Final[Mapping[str, type[DedupError]]] = {
+    kind.__name__: kind for kind in (StateIncompatible, RecordFailed, InvariantBroken, BrokerUnavailable)
+}
+"""What an executor may raise that no other attempt can cure."""
+_RAISED: Final = re.compile(rf"^dedup\.[\w.]+\.({'|'.join(ERRORS_BY_NAME)}): (.*)$", re.MULTILINE)
+_UNREADABLE: Final = re.compile(
+    r"(?:FAILED_READ_FILE|CANNOT_READ_FILE|Error while reading file|is not a Parquet file|Could not read footer)"
+)
+_REFUSED: Final = re.compile(
+    r"USER_RAISED_EXCEPTION\] (each line of json-records .*?)(?: SQLSTATE: \w+)?$", re.MULTILINE
+)
+_MALFORMED: Final = re.compile(r"MALFORMED_RECORD_IN_PARSING[^\]]*\] (.*)")
+_FILE: Final = re.compile(r"(?:file|hdfs|s3a?|abfss?|gs):/[^\s,;'\"]+")
+_RANGE: Final = re.compile(r"offsets? (?:range )?\[(\d+), ?(\d+)\) for topic partition (\S+)-(\d+)\b")
+_GONE: Final = re.compile(r"OffsetOutOfRange|KAFKA_DATA_LOSS|data loss|Some data may have been lost", re.IGNORECASE)
+
+_DELTA_CONF: Final = {
     "spark.sql.extensions": "io.delta.sql.DeltaSparkSessionExtension",
     "spark.sql.catalog.spark_catalog": "org.apache.spark.sql.delta.catalog.DeltaCatalog",
 }
-WORKER_CONF: Final = {
+_WORKER_CONF: Final = {
     "spark.executorEnv.MALLOC_MMAP_THRESHOLD_": str(1 << 30),
     "spark.executorEnv.MALLOC_TRIM_THRESHOLD_": str(1 << 30),
 }
-"""Of Python workers: memory that a batch gave back is kept for the next one, which saves a sixth of their time."""
-LOCAL_CONF: Final = {"spark.driver.host": "127.0.0.1", "spark.driver.bindAddress": "127.0.0.1"}
-"""Of a session inside this machine: it must not depend on what the machine's name resolves to."""
+"""Python workers keep freed memory for the next batch, which saves a sixth of their time."""
+_LOCAL_CONF: Final = {"spark.driver.host": "127.0.0.1", "spark.driver.bindAddress": "127.0.0.1"}
+"""A session inside this machine must not depend on what the machine's name resolves to."""
+_LOOK_S: Final = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class PicklableSettings:
+    """Settings with their secrets as text, since a `Secret` refuses to be pickled; sent to executors inside a task.
+
+    Spark's own connections carry them: encrypt these (`spark.network.crypto.enabled`) if the network is not trusted.
+    No repr shows a secret.
+    """
+
+    plain: Settings
+    password: str | None = field(repr=False)
+    key_password: str | None = field(repr=False)
+
+    @classmethod
+    def of(cls, settings: Settings) -> Self:
+        """Return the settings ready to be pickled, without what only a worker's web pages need."""
+        security = settings.security
+        plain = replace(settings, security=replace(security, password=None, key_password=None), web=Web())
+        password, key_password = (
+            None if secret is None else secret.reveal() for secret in (security.password, security.key_password)
+        )
+        return cls(plain, password, key_password)
+
+    def reveal(self) -> Settings:
+        """Return the settings as they were."""
+        password, key_password = (None if text is None else Secret(text) for text in (self.password, self.key_password))
+        security = replace(self.plain.security, password=password, key_password=key_password)
+        return replace(self.plain, security=security)
+
+
+class JobProgress:
+    """Shows a progress bar for each running stage inside ``with``; nothing without a terminal."""
+
+    def __init__(self, spark: SparkSession, *, enabled: bool) -> None:
+        console = Console(stderr=True)
+        self._tracker: Final = spark.sparkContext.statusTracker()
+        self._bars: Final = Bars(console=console, transient=True)
+        self._enabled: Final = enabled and console.is_terminal
+        self._over: Final = threading.Event()
+        self._thread: Final = threading.Thread(target=self._watch, name="spark-progress", daemon=True)
+
+    def __enter__(self) -> Self:
+        if self._enabled:
+            self._bars.start()
+            self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        if self._enabled:
+            self._over.set()
+            self._thread.join()
+            self._bars.stop()
+
+    def _watch(self) -> None:
+        shown = {}
+        while not self._over.wait(_LOOK_S):
+            for stage in self._tracker.getActiveStageIds():
+                info = self._tracker.getStageInfo(stage)
+                if info is None:
+                    continue
+                if stage not in shown:
+                    shown[stage] = self._bars.add_task(f"stage {stage}: {info.name.split(' at ')[0]}")
+                self._bars.update(shown[stage], total=info.numTasks, completed=info.numCompletedTasks)
+            for stage in shown.keys() - set(self._tracker.getActiveStageIds()):
+                self._bars.remove_task(shown.pop(stage))
+
+
+class HadoopDirectory:
+    """A directory on any file system that Hadoop knows, and the text files in it; all paths are Hadoop's."""
+
+    def __init__(self, spark: SparkSession, path: str) -> None:
+        jvm: Any = spark._jvm  # noqa: SLF001  # PySpark's only way to Hadoop's file systems
+        self._jvm: Final = jvm
+        self.path: Final[Any] = jvm.org.apache.hadoop.fs.Path(path)
+        conf = spark._jsparkSession.sessionState().newHadoopConf()  # noqa: SLF001
+        self.files: Final[Any] = self.path.getFileSystem(conf)
+
+    def at(self, name: str, parent: Any = None) -> Any:  # noqa: ANN401
+        """Return the path of a file in ``parent``, which is this directory if None."""
+        return self._jvm.org.apache.hadoop.fs.Path(self.path if parent is None else parent, name)
+
+    def read(self, path: Any) -> str:  # noqa: ANN401
+        """Return the text of a file."""
+        stream = self.files.open(path)
+        try:
+            return bytes(self._jvm.org.apache.commons.io.IOUtils.toByteArray(stream)).decode()
+        finally:
+            stream.close()
+
+    def write(self, path: Any, text: str, part_name: str) -> None:  # noqa: ANN401
+        """Write a file under another name first, then rename it: nobody finds a half-written file."""
+        part = self.at(part_name, path.getParent())
+        stream = self.files.create(part, True)  # noqa: FBT003  # Java has no keywords: overwrite
+        try:
+            stream.write(bytearray(text.encode()))
+        finally:
+            stream.close()
+        self.files.delete(path, False)  # noqa: FBT003  # not recursive
+        self.files.rename(part, path)
+
+
+@asynccontextmanager
+async def connected(settings: Settings, client_id: str) -> AsyncIterator[KafkaWire]:
+    """Yield a started connection to the cluster; it is closed at the end."""
+    wire = KafkaWire(Connection.of(settings, client_id=client_id))
+    await wire.start()
+    try:
+        yield wire
+    finally:
+        await wire.stop()
+
+
+@contextmanager
+def translated_errors() -> Iterator[None]:
+    """Inside ``with``, raise what an executor raised on purpose as itself, and SettingsError for unreadable files.
+
+    Raises StateIncompatible if Kafka deleted records while they were read. Other errors of Spark pass unchanged.
+    """
+    try:
+        yield
+    except (PySparkException, Py4JJavaError) as error:
+        text = str(error)
+        ours = _RAISED.search(text)
+        if ours is not None:
+            raise ERRORS_BY_NAME[ours[1]](ours[2]) from error
+        line = _REFUSED.search(text) or _MALFORMED.search(text)
+        if line is not None:
+            raise SettingsError([Problem("the input", f"{line[1].strip()} Nothing was published.")]) from error
+        if _UNREADABLE.search(text):
+            files = sorted({found.rstrip(".") for found in _FILE.findall(text)})
+            place = files[0] if files else "a file of the input"
+            raise SettingsError(
+                [Problem(place, "is damaged or not in the format named. Nothing was published. Repair or remove it")]
+            ) from error
+        if _GONE.search(text):
+            found = _RANGE.search(text)
+            place = f" (not all of {found[3]}/{found[4]} offsets {found[1]} to {found[2]} are left)" if found else ""
+            raise StateIncompatible(
+                f"Kafka deleted records of the range while they were read{place}. Nothing was published. Give the "
+                f"topic a longer retention, or judge what is left with --start earliest."
+            ) from error
+        raise
 
 
 def session_for(
@@ -39,10 +211,11 @@ def session_for(
     packages: Iterable[Package] = (),
     conf: Mapping[str, str] | None = None,
 ) -> SparkSession:
-    """Return the session of this process, made if there is none; `conf` wins over what is set here.
+    """Return a session with the right Java, Python and jars: that of this process, or a new one.
 
-    `master` is left to spark-submit where None, and is ``local[*]`` without spark-submit. Under spark-submit, jars are
-    its business (`--packages`), and none are fetched. Raises BrokerUnavailable where Java or jars can not be had.
+    ``conf`` overrides what is set here. ``master`` None means ``local[*]``, or what spark-submit says. Under
+    spark-submit no jars are fetched: pass them to it (`--packages`). Raises BrokerUnavailable if Java or jars cannot be
+    obtained.
     """
     wanted = tuple(packages)
     submitted = "PYSPARK_GATEWAY_PORT" in os.environ
@@ -51,20 +224,20 @@ def session_for(
         "spark.sql.streaming.stateStore.providerClass": (
             "org.apache.spark.sql.execution.streaming.state.RocksDBStateStoreProvider"
         ),
-        **WORKER_CONF,
+        **_WORKER_CONF,
         "spark.python.daemon.module": worker_daemon.MODULE,
     }
     if topology is not None:
         settings["spark.app.name"] = f"dedup {topology.name}"
     if "delta" in wanted:
-        settings |= DELTA_CONF
+        settings |= _DELTA_CONF
     if not submitted:
-        settings |= class_archive.options_of(use_java_of_spark(os.environ), os.environ)
+        use_java_of_spark(os.environ)
         os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
         os.environ.setdefault("PYSPARK_DRIVER_PYTHON", sys.executable)
         settings["spark.master"] = master or "local[*]"
         if settings["spark.master"].startswith("local"):
-            settings |= LOCAL_CONF
+            settings |= _LOCAL_CONF
         if wanted:
             settings["spark.jars"] = ",".join(str(jar) for jar in jars_for(wanted))
     elif master is not None:

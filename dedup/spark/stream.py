@@ -1,47 +1,367 @@
-"""Kafka -> verdicts -> Kafka by Structured Streaming, with the fleet's own verdicts, state and exactly-once protocol.
+"""`dedup spark run`: Structured Streaming from Kafka to Kafka with a fleet's verdicts, state and exactly-once protocol.
 
-Theory of operation. Spark reads the topics, places the work, tries again and keeps the offsets of a micro-batch; a
-Spark task judges its Kafka partition as a worker does (`attempt.py`) and commits records, sightings, task record and
+Theory of operation. Spark reads the topics, schedules the work, retries, and keeps the offsets of a micro-batch. A
+Spark task judges its Kafka partition as a worker does (`task_attempt`) and commits records, sightings, task record and
 group offset in one transaction of the fleet's transactional id. So a fleet can take over where the stream stops, and
-the other way round: never both at once, they would fence each other. `dedup status` and `verify` work.
+the other way round, but not at the same time: they would fence each other. `dedup status` and `verify` work.
 
 A topology that is not direct runs two queries, as a fleet runs two kinds of task: `repartition` puts records into the
 topic in which equal IDs meet, `dedup` judges in that topic's order.
+
+Spark itself would resume any query from any checkpoint, and take another topology's offsets for this one's. So the
+checkpoint directory, on any file system that Hadoop knows, gets a file with its identity, which is compared at every
+start.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+import logging
+import tempfile
+import threading
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
+from dataclasses import asdict, dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from dedup.core.fold import RecordFailed
-from dedup.errors import BrokerUnavailable, DedupError, InvariantBroken, StateIncompatible
-from dedup.spark.attempt import REPORT_DDL, AttemptPlan, judge_partition
-from dedup.spark.checkpoint import claim
-from dedup.spark.feed_columns import feeding_columns
-from dedup.spark.idle import IdleMarks
-from dedup.spark.kafka_options import kafka_options
-from dedup.spark.prepared import Prepared, prepared
-from dedup.spark.running import Running
-from dedup.spark.shipped import ShippedSettings
+from dedup.errors import BrokerUnavailable, DedupError, StateIncompatible, TaskMigrated
+from dedup.kafka.client import KafkaWire
+from dedup.kafka.topic_admin import Admin
+from dedup.kafka.wire import NoAnswer, TopicPartition
+from dedup.spark.columns import feeding_columns
+from dedup.spark.kafka_source import kafka_options
+from dedup.spark.session import ERRORS_BY_NAME, HadoopDirectory, PicklableSettings, connected
+from dedup.spark.task_attempt import REPORT_DDL, AttemptPlan, deleted_unjudged, judge_partition
+from dedup.store.rocks import RocksMemory
+from dedup.worker.clock import SteadyClock
+from dedup.worker.offsets import bounds_of, committed_offset, first_offset
+from dedup.worker.task import Task, TaskId
+from dedup.worker.task_factory import TaskFactory
+from dedup.worker.topics import Cluster, group_is_new, prepare, refuse_used_output
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
     from pyspark.sql.streaming.query import StreamingQuery
-    from pyspark.sql.streaming.readwriter import DataStreamWriter
 
     from dedup.settings import Settings
     from dedup.topology.model import SubTopology, Topology
 
-MOST_OFFSETS: Final = 1_000_000
-COMMIT_ROWS: Final = 100_000
-_FAILURES: Final[Mapping[str, type[DedupError]]] = {
-    kind.__name__: kind for kind in (StateIncompatible, RecordFailed, InvariantBroken, BrokerUnavailable)
-}
+log: Final = logging.getLogger(__name__)
+
+_IDENTITY_FILE: Final = "dedup.json"
+_PART_FILE: Final = "dedup.json.new"
+_VERSION: Final = 1
+_PREPARE_WITHIN_S: Final = 60
+_IDLE_LOOK_S: Final = 0.5
+_QUERY_LOOK_S: Final = 0.2
+_ERROR_LINES: Final = 12
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointIdentity:
+    """What must be the same for a stream to continue a checkpoint."""
+
+    topology: str
+    state: str
+    """`Topology.state_identity`: rules and partition counts."""
+    topics: Mapping[str, str]
+    """Kafka's ids of the topics read: a topic created again has other records at the same offsets."""
+    semantics: str = "exact"
+    """Always the same; existing checkpoints contain it."""
+
+
+def _claim(checkpoint: HadoopDirectory, identity: CheckpointIdentity) -> None:
+    """Write the identity into a new checkpoint directory.
+
+    Raises StateIncompatible, with nothing touched, if the directory has another identity or other files.
+    """
+    path, files = checkpoint.at(_IDENTITY_FILE), checkpoint.files
+    if files.exists(path):
+        _refuse_other(checkpoint, identity)
+        return
+    found = files.listStatus(checkpoint.path) if files.exists(checkpoint.path) else []
+    # A driver that was killed while it wrote leaves the part file.
+    if any(status.getPath().getName() != _PART_FILE for status in found):
+        raise StateIncompatible(
+            f"{checkpoint.path}: is not empty, and no checkpoint of `dedup spark run`: {_IDENTITY_FILE} is missing. "
+            f"Nothing was touched. Use a directory for this topology alone."
+        )
+    facts = {"version": _VERSION, "id": uuid.uuid4().hex, **asdict(identity)}
+    checkpoint.write(path, json.dumps(facts, sort_keys=True), _PART_FILE)
+
+
+def _refuse_other(checkpoint: HadoopDirectory, identity: CheckpointIdentity) -> None:
+    try:
+        found = json.loads(checkpoint.read(checkpoint.at(_IDENTITY_FILE)))
+    except ValueError as error:
+        raise StateIncompatible(
+            f"{checkpoint.path}/{_IDENTITY_FILE}: is damaged ({error}). Use an empty directory."
+        ) from error
+    wanted = {"version": _VERSION, **asdict(identity)}
+    differs = [name for name in wanted if found.get(name) != wanted[name]]
+    if differs:
+        differences = "; ".join(f"{name}: {found.get(name)!r}, now {wanted[name]!r}" for name in differs)
+        raise StateIncompatible(
+            f"{checkpoint.path}: is the checkpoint of another topology ({differences}). Nothing was touched. Go back "
+            f"to that topology, or use an empty directory: the position is in the state, so nothing is read twice or "
+            f"lost."
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A topology on its cluster, ready to be streamed."""
+
+    topology: Topology
+    settings: Settings
+    cluster: Cluster
+    positions: Mapping[TopicPartition, int]
+    """Where each partition begins without a checkpoint: at the group's committed offset, or the topology's start."""
+    unpinned: tuple[TopicPartition, ...]
+    """Partitions without a committed offset whose start depends on the time: after a crash it would be another."""
+
+    def starting_offsets(self, topics: Iterable[str]) -> dict[str, dict[str, int]]:
+        """Return the positions as Spark's `startingOffsets` wants them."""
+        return {
+            topic: {str(at.partition): offset for at, offset in self.positions.items() if at.topic == topic}
+            for topic in topics
+        }
+
+    def identity(self) -> CheckpointIdentity:
+        """Return the identity of this stream's checkpoint."""
+        partitions = self.cluster.source_partitions(self.topology)
+        ids = {name: self.cluster.topics[name].topic_id for name in partitions}
+        return CheckpointIdentity(self.topology.name, self.topology.state_identity(partitions), ids)
+
+    def pin_start(self) -> None:
+        """Commit the offsets that `latest` or a time means now."""
+        if self.unpinned:
+            asyncio.run(_pin(self))
+
+
+def prepared(
+    topology: Topology, settings: Settings, *, onto_existing_output: bool = False, begun: bool = False
+) -> Prepared:
+    """Return the topology on its cluster; missing topics are created.
+
+    ``begun``: there is a checkpoint, whose identity is compared instead of looking into the output. Raises
+    StateIncompatible if topics do not fit each other, retention deleted records unjudged, or a new group's output holds
+    records without ``onto_existing_output``; BrokerUnavailable if no broker answers.
+    """
+    return asyncio.run(_prepared(topology, settings, meant=onto_existing_output, begun=begun))
+
+
+async def _prepared(topology: Topology, settings: Settings, *, meant: bool, begun: bool) -> Prepared:
+    async with connected(settings, f"dedup-{topology.name}-spark") as wire:
+        try:
+            async with asyncio.timeout(_PREPARE_WITHIN_S), Admin(wire.connection) as admin:
+                fresh = await group_is_new(topology, wire, admin)
+                if fresh and not begun:
+                    await refuse_used_output(topology, wire, admin, meant=meant)
+                cluster = await prepare(topology, settings, admin, may_create_changelog=fresh)
+                return await _with_positions(topology, settings, cluster, wire)
+        except TimeoutError as error:
+            raise BrokerUnavailable(
+                f"the cluster at {', '.join(settings.brokers)} did not say within {_PREPARE_WITHIN_S} s which offsets "
+                f"and topics it has: a partition has no leader, or the group no coordinator. Look at the brokers' logs."
+            ) from error
+
+
+async def _with_positions(topology: Topology, settings: Settings, cluster: Cluster, wire: KafkaWire) -> Prepared:
+    positions: dict[TopicPartition, int] = {}
+    unpinned: list[TopicPartition] = []
+    for name in dict.fromkeys((*topology.source.topics, *topology.feeding_topics)):
+        sub_topology = "dedup" if name in topology.feeding_topics else "repartition"
+        start = topology.source.start if name in topology.source.topics else "earliest"
+        for partition in range(cluster.topics[name].partitions):
+            place = TopicPartition(name, partition)
+            committed = await committed_offset(wire, topology.name, place)
+            kept = (await bounds_of(wire, place)).start
+            if committed is not None and committed < kept:
+                raise deleted_unjudged(TaskId(sub_topology, place), committed, kept)
+            positions[place] = committed if committed is not None else await first_offset(wire, place, start)
+            if committed is None and start != "earliest":
+                unpinned.append(place)
+    return Prepared(topology, settings, cluster, positions, tuple(unpinned))
+
+
+async def _pin(ready: Prepared) -> None:
+    async with connected(ready.settings, f"dedup-{ready.topology.name}-spark") as wire:
+        for place in ready.unpinned:
+            async with _short_task(ready, wire, place) as task:
+                await task.commit()
+
+
+@asynccontextmanager
+async def _short_task(ready: Prepared, wire: KafkaWire, feeding: TopicPartition) -> AsyncIterator[Task]:
+    """Yield a started task of the partition, with empty local state."""
+    with tempfile.TemporaryDirectory(prefix="dedup-spark-") as empty:
+        here = replace(ready.settings, state_dir=Path(empty))
+        task = TaskFactory(ready.topology, here, ready.cluster, wire, SteadyClock(), RocksMemory()).build(feeding)
+        try:
+            await task.start()
+            yield task
+        finally:
+            await task.close(drain=False)
+
+
+@dataclass(slots=True)
+class _Quiet:
+    position: int
+    since_s: float
+    marked: bool = False
+
+
+class _IdleMarks:
+    """Marks silent source partitions as idle in the repartition topic, as a worker does; a thread of the driver.
+
+    Behind a repartition topic stream time is the least over the feeds. Without a marker a silent partition would hold
+    it back: nothing would be late, and nothing would expire. The marker goes through the partition's own `repartition`
+    task while no micro-batch runs, since it must not fence a task that is judging.
+    """
+
+    def __init__(self, ready: Prepared) -> None:
+        self._ready: Final = ready
+        self.busy: Final = threading.Lock()
+        """Held by whoever writes to the repartition topic."""
+        self._over: Final = threading.Event()
+        self._quiet: dict[TopicPartition, _Quiet] = {}
+        self._thread: Final = threading.Thread(target=self._run, name="idle-marks", daemon=True)
+
+    def start(self) -> None:
+        """Watch the partitions."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Return when no more marker is written."""
+        self._over.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._over.is_set():
+            try:
+                asyncio.run(self._watch())
+            except (BrokerUnavailable, NoAnswer, TaskMigrated) as error:
+                # Markers only advance stream time: a failure that must stop the stream stops a task.
+                log.warning("idle markers: %s; trying again", error)
+                self._over.wait(_IDLE_LOOK_S)
+
+    async def _watch(self) -> None:
+        ready = self._ready
+        async with connected(ready.settings, f"dedup-{ready.topology.name}-idle") as wire:
+            while not self._over.is_set():
+                for topic in ready.topology.source.topics:
+                    for partition in range(ready.cluster.topics[topic].partitions):
+                        await self._look(wire, TopicPartition(topic, partition))
+                await asyncio.sleep(_IDLE_LOOK_S)
+
+    async def _look(self, wire: KafkaWire, feeding: TopicPartition) -> None:
+        position = await self._caught_up_at(wire, feeding)
+        now_s = time.monotonic()
+        quiet = self._quiet.get(feeding)
+        if position is None:
+            self._quiet.pop(feeding, None)
+        elif quiet is None or quiet.position != position:
+            self._quiet[feeding] = _Quiet(position, now_s)
+        elif not quiet.marked and now_s - quiet.since_s >= self._ready.topology.idle_after_ms / 1000:
+            quiet.marked = await self._mark(wire, feeding, position)
+
+    async def _caught_up_at(self, wire: KafkaWire, feeding: TopicPartition) -> int | None:
+        """Return the position of a partition after which only transaction markers follow; None if it has lag."""
+        committed = await committed_offset(wire, self._ready.topology.name, feeding)
+        bounds = await bounds_of(wire, feeding)
+        position = max(bounds.start, self._ready.positions[feeding] if committed is None else committed)
+        if position >= bounds.end:
+            return position
+        fetched = await wire.fetch(feeding, position, max_bytes=1, wait_ms=0)
+        return position if not fetched.records and fetched.next_offset >= bounds.end else None
+
+    async def _mark(self, wire: KafkaWire, feeding: TopicPartition, position: int) -> bool:
+        """Write the marker unless a micro-batch runs or has moved the position; tell whether it was written."""
+        if not self.busy.acquire(blocking=False):
+            return False
+        try:
+            if await self._caught_up_at(wire, feeding) != position:
+                return False
+            async with _short_task(self._ready, wire, feeding) as task:
+                written = task.say_idle()
+                await task.commit()
+            log.info("%s/%d: no record for %d ms; marked idle", *feeding, self._ready.topology.idle_after_ms)
+            return written
+        finally:
+            self.busy.release()
+
+
+class Running:
+    """A running stream; `wait` returns when it has ended."""
+
+    def __init__(
+        self, starters: Sequence[Callable[[], StreamingQuery]], *, in_turn: bool, idle_marks: _IdleMarks | None
+    ) -> None:
+        self._starters: Final = starters
+        self._in_turn: Final = in_turn
+        """Each query starts when the one before has read all its input."""
+        self._idle_marks: Final = idle_marks
+        self._queries: list[StreamingQuery] = []
+        self._stopping: Final = threading.Event()
+        self.failure: DedupError | None = None
+        """An error that no retry can cure."""
+
+    @property
+    def queries(self) -> Sequence[StreamingQuery]:
+        """The queries started so far."""
+        return self._queries
+
+    def start(self) -> None:
+        """Start the queries, or the first if they run in turn."""
+        for starter in self._starters[:1] if self._in_turn else self._starters:
+            self._queries.append(starter())
+        if self._idle_marks is not None:
+            self._idle_marks.start()
+
+    def wait(self) -> None:
+        """Return when every query was stopped or has read all its input. Raises what made one fail."""
+        try:
+            self._watch()
+            for starter in self._starters[1:] if self._in_turn else ():
+                if not self._stopping.is_set():
+                    self._queries.append(starter())
+                    self._watch()
+        finally:
+            if self._idle_marks is not None:
+                self._idle_marks.stop()
+            for query in self._queries:
+                query.stop()
+        self._raise_failure()
+
+    def stop(self) -> None:
+        """Make `wait` return soon; the next run judges what was not committed. Signal handlers may call it."""
+        self._stopping.set()
+
+    def _watch(self) -> None:
+        """Return when a query has ended, or `stop` was called."""
+        watched = self._queries[-1:] if self._in_turn else self._queries
+        while all(query.isActive for query in watched):
+            if self._stopping.wait(_QUERY_LOOK_S):
+                return
+        self._raise_failure()
+
+    def _raise_failure(self) -> None:
+        if self.failure is not None:
+            raise self.failure
+        for query in self._queries:
+            error = query.exception()
+            if error is not None:
+                text = "\n".join(str(error).splitlines()[:_ERROR_LINES])
+                raise DedupError(
+                    f"the query {query.name} failed: {text}\nNothing is lost: fix the cause and start it again with "
+                    f"the same checkpoint."
+                )
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +371,7 @@ class BatchReport:
     sub_topology: SubTopology
     batch_id: int
     partitions: tuple[Mapping[str, Any], ...]
-    """A row of `attempt.REPORT` for each Kafka partition that had records."""
+    """A row of `task_attempt.REPORT` for each Kafka partition that had records."""
 
     def total(self, name: str) -> int:
         """Return the sum of one of the report's counts."""
@@ -63,13 +383,15 @@ class StreamOptions:
     """How to run a stream."""
 
     checkpoint: str
-    """A directory on any file system Hadoop knows; the topology's own."""
+    """A directory for this topology alone, on any file system that Hadoop knows."""
     exit_when_done: bool = False
-    """Stop at the offsets there are at the start."""
-    most_offsets: int = MOST_OFFSETS
+    """Stop at the end offsets seen at the start."""
+    most_offsets: int = 1_000_000
     """In a micro-batch."""
-    commit_rows: int = COMMIT_ROWS
-    """In a transaction, which may be open no longer than `transaction_timeout`."""
+    commit_rows: int = 100_000
+    """In a transaction, which may not be open longer than `transaction_timeout`."""
+    onto_existing_output: bool = False
+    """Let a new group write to an output that already holds records; see `dedup.worker.topics`."""
     trigger_ms: int = 0
     on_batch: Callable[[BatchReport], None] | None = None
 
@@ -85,10 +407,13 @@ class _Batches:
         self.busy: AbstractContextManager[object] = nullcontext()
 
     def run(self, rows: DataFrame, batch_id: int) -> None:
-        """Judge and send a micro-batch; what no retry can cure is kept for the driver, as Spark hands on only text."""
+        """Judge and send a micro-batch.
+
+        An error that no retry can cure is also kept in `running`, since Spark passes on only its text.
+        """
         try:
             with self.busy:
-                reports = run_batch(rows, self._plan)
+                reports = _run_batch(rows, self._plan)
         except DedupError as error:
             if self.running is not None:
                 self.running.failure = error
@@ -97,42 +422,40 @@ class _Batches:
             self._options.on_batch(BatchReport(self._sub_topology, batch_id, reports))
 
 
-def run_batch(rows: DataFrame, plan: AttemptPlan) -> tuple[dict[str, Any], ...]:
-    """Judge and send a micro-batch of a Kafka source; return the reports of its partitions.
-
-    Raises what an attempt reported that no other attempt can cure.
-    """
+def _run_batch(rows: DataFrame, plan: AttemptPlan) -> tuple[dict[str, Any], ...]:
+    """Judge and send a micro-batch; return the reports of its partitions. Raises what an attempt reported."""
     judged = feeding_columns(rows).mapInArrow(partial(judge_partition, plan), REPORT_DDL)
     reports = tuple(row.asDict() for row in judged.collect())
     for report in reports:
         if report["failure"] is not None:
-            raise _FAILURES.get(report["failure"], DedupError)(report["failure_text"])
+            raise ERRORS_BY_NAME.get(report["failure"], DedupError)(report["failure_text"])
     return reports
 
 
 def start_stream(spark: SparkSession, topology: Topology, settings: Settings, options: StreamOptions) -> Running:
-    """Start the exact stream of a topology; topics that are missing are made.
+    """Start the stream of a topology; missing topics are created.
 
-    With `exit_when_done` a second query begins where the first has brought its topic. Raises StateIncompatible, with
-    nothing touched, where the checkpoint is another's, topics do not fit each other, or retention deleted what was not
-    judged yet; BrokerUnavailable where no broker answers.
+    With `exit_when_done` the second query starts when the first has ended. Raises StateIncompatible, with nothing
+    touched, if the checkpoint belongs to another topology, topics do not fit each other, a new group's output already
+    holds records, or retention deleted records unjudged; BrokerUnavailable if no broker answers.
     """
-    ready = prepared(topology, settings)
-    claim(spark, options.checkpoint, ready.identity("exact"))
+    checkpoint = HadoopDirectory(spark, options.checkpoint)
+    begun = bool(checkpoint.files.exists(checkpoint.at(_IDENTITY_FILE)))
+    ready = prepared(topology, settings, onto_existing_output=options.onto_existing_output, begun=begun)
+    _claim(checkpoint, ready.identity())
     ready.pin_start()
-    plan = AttemptPlan(topology, ShippedSettings.of(settings), ready.cluster, options.commit_rows)
+    plan = AttemptPlan(topology, PicklableSettings.of(settings), ready.cluster, options.commit_rows)
     sub_topologies: tuple[SubTopology, ...] = ("dedup",) if topology.direct else ("repartition", "dedup")
     batches = [_Batches(sub_topology, plan, options) for sub_topology in sub_topologies]
     starters = [
         partial(_started, spark, ready, options, sub_topology, each.run)
         for sub_topology, each in zip(sub_topologies, batches, strict=True)
     ]
-    beside = []
+    idle_marks = None
     if not (topology.direct or options.exit_when_done):
-        marks = IdleMarks(ready)
-        batches[0].busy = marks.busy
-        beside.append(marks)
-    running = Running(starters, in_turn=options.exit_when_done, beside=beside)
+        idle_marks = _IdleMarks(ready)
+        batches[0].busy = idle_marks.busy
+    running = Running(starters, in_turn=options.exit_when_done, idle_marks=idle_marks)
     for each in batches:
         each.running = running
     running.start()
@@ -161,11 +484,6 @@ def _started(
         .option("checkpointLocation", f"{options.checkpoint}/{sub_topology}")
         .foreachBatch(run)
     )
-    return triggered(writer, options).start()
-
-
-def triggered(writer: DataStreamWriter, options: StreamOptions) -> DataStreamWriter:
-    """Return the writer with the trigger that the options ask for."""
     if options.exit_when_done:
-        return writer.trigger(availableNow=True)
-    return writer.trigger(processingTime=f"{options.trigger_ms} milliseconds")
+        return writer.trigger(availableNow=True).start()
+    return writer.trigger(processingTime=f"{options.trigger_ms} milliseconds").start()

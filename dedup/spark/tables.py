@@ -1,12 +1,12 @@
-"""Tables with one row per tracking ID: Delta by MERGE, PostgreSQL and SQLite by JDBC.
+"""`dedup spark upsert`: tables with one row per tracking ID, in Delta by MERGE, in PostgreSQL and SQLite by JDBC.
 
-Of several records of one ID the newest by a *stated* order stays. The order travels into the table (`order_value`,
-`order_partition`, `order_offset`), so that a record older than the row there changes nothing: a run may be repeated, or
-killed and repeated, and runs may come in any order; the table ends the same. A row that equals its successor in all
-three stays as it is.
+Of several records of one ID the table keeps the newest by a *stated* order. The order is stored in the table
+(`order_value`, `order_partition`, `order_offset`), so that a record older than the row there changes nothing: runs may
+be repeated, killed, and done in any order, and the table ends the same. A record that equals the row in all three
+changes nothing either.
 
-JDBC has no upsert in Spark. Rows go into a staging table of this run, and one statement in one database transaction
-moves them over; a killed run leaves its staging table behind and the target untouched.
+Spark's JDBC writer has no upsert. Rows go into a staging table of this run, and one statement in one database
+transaction moves them over; a killed run leaves its staging table behind and the target untouched.
 """
 
 from __future__ import annotations
@@ -18,35 +18,116 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, cast
 
+from py4j.protocol import Py4JJavaError
 from pyspark.errors import PySparkException
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as fn
 from pyspark.sql import types as t
 
 from dedup.errors import DedupError, Problem, SettingsError, StateIncompatible
-from dedup.proof.kafka_reader import KafkaReader
 from dedup.settings import Settings
 from dedup.spark.columns import identified
-from dedup.spark.jdbc import Dialect, Jdbc
-from dedup.spark.kafka_range import history_of_range
+from dedup.spark.kafka_source import history_of_range
 from dedup.topology.model import Topology
+from dedup.verify.kafka_reader import KafkaReader
 
 ID: Final = "tracking_id"
 ORDER: Final = ("order_value", "order_partition", "order_offset")
-"""What of two rows of one ID decides, in this sequence; partition and offset are -1 for records of files."""
-EVENT_TIME, OFFSET = "event_time", "offset"
+"""The columns that decide which of two rows of one ID is newer; partition and offset are -1 for records of files."""
+_EVENT_TIME, _OFFSET = "event_time", "offset"
 _NAME: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)?")
 _BAD_JSON: Final = "_dedup_bad_json"
 
 
 @dataclass(frozen=True, slots=True)
+class Jdbc:
+    """One table of one database."""
+
+    url: str
+    """`jdbc:postgresql://…` or `jdbc:sqlite:FILE`."""
+    table: str
+    user: str | None = None
+    password: str | None = None
+
+    @property
+    def dialect(self) -> Dialect:
+        """The SQL dialect of the database. Raises SettingsError for an unknown one."""
+        for dialect in (_POSTGRESQL, _SQLITE):
+            if self.url.startswith(dialect.prefix):
+                return dialect
+        raise SettingsError([Problem("--jdbc", f"{self.url!r} is neither jdbc:postgresql: nor jdbc:sqlite:")])
+
+    def properties(self) -> dict[str, str]:
+        """Return the options of a connection."""
+        given = {"user": self.user, "password": self.password}
+        return {"driver": self.dialect.driver} | {name: value for name, value in given.items() if value is not None}
+
+
+@dataclass(frozen=True, slots=True)
+class Dialect:
+    """Where the SQL of the databases differs."""
+
+    prefix: str
+    driver: str
+    binary: str
+    double: str
+    binary_collation: str
+    """Compares text as Spark does: by its bytes."""
+    digits: int
+    """Most digits of a decimal that are stored exactly."""
+    one_writer: bool
+    """Only one task may write at a time."""
+
+    def collated(self, kind: t.DataType) -> str:
+        """Return the COLLATE clause for a column of this type that decides an order; empty if it needs none."""
+        return f" COLLATE {self.binary_collation}" if isinstance(kind, t.StringType) else ""
+
+    def column(self, kind: t.DataType) -> str:
+        """Return the SQL type of a Spark type. Raises SettingsError for one that no column can hold."""
+        match kind:
+            case t.BinaryType():
+                return self.binary
+            case t.StringType():
+                return "TEXT"
+            case t.LongType():
+                return "BIGINT"
+            case t.IntegerType() | t.ShortType() | t.ByteType():
+                return "INTEGER"
+            case t.DoubleType() | t.FloatType():
+                return self.double
+            case t.BooleanType():
+                return "BOOLEAN"
+            case t.TimestampType():
+                return "TIMESTAMP"
+            case t.DateType():
+                return "DATE"
+            case t.DecimalType():
+                return self._decimal(kind)
+            case _:
+                text = "cannot be a column of a database; declare its members as columns, or declare it STRING"
+                raise SettingsError([Problem("--schema", f"{kind.simpleString()} {text}")])
+
+    def _decimal(self, kind: t.DecimalType) -> str:
+        if kind.precision <= self.digits:
+            return f"NUMERIC({kind.precision},{kind.scale})"
+        text = f"a column of type {kind.simpleString()}: this database keeps {self.digits} digits; declare it STRING"
+        raise SettingsError([Problem("--schema", text)])
+
+
+_POSTGRESQL: Final = Dialect(
+    "jdbc:postgresql:", "org.postgresql.Driver", "BYTEA", "DOUBLE PRECISION", '"C"', digits=1000, one_writer=False
+)
+_SQLITE: Final = Dialect("jdbc:sqlite:", "org.sqlite.JDBC", "BLOB", "DOUBLE", "BINARY", digits=15, one_writer=True)
+
+
+@dataclass(frozen=True, slots=True)
 class TableRows:
-    """Records as rows of a table, and those that can not be any."""
+    """Records as rows of a table, and the records that cannot be rows."""
 
     rows: DataFrame
     """`tracking_id`, the payload's columns, `event_time_ms`, the three order columns."""
     rejected: DataFrame
-    """The records as they came, with `reason` and `detail`."""
+    """The records unchanged, with `reason` and `detail`."""
 
 
 def table_rows(records: DataFrame, topology: Topology, *, schema: str | None = None, order: str) -> TableRows:
@@ -54,7 +135,8 @@ def table_rows(records: DataFrame, topology: Topology, *, schema: str | None = N
 
     ``schema`` is Spark DDL: members of the JSON value become columns, and a value that does not fit is rejected.
     Without it the columns are `key` and `value`, bytes. A null value makes a row whose payload columns are null.
-    ``order`` is `event_time`, `offset` (of Kafka; an ID must stay in its partition) or a column of ``schema``.
+    ``order`` is `event_time`, `offset` (of Kafka; an ID must stay in its partition) or a column of ``schema``. Raises
+    SettingsError for a schema or an order that cannot be used.
     """
     payload = _schema(schema)
     _refuse_order(order, payload)
@@ -62,18 +144,18 @@ def table_rows(records: DataFrame, topology: Topology, *, schema: str | None = N
     reason = fn.col("dedup_fault")
     detail = fn.col("dedup_detail")
     if payload is not None:
-        # One more column takes what Spark can not parse: without it a mixed type would silently be a null.
+        # A column for what Spark cannot parse: without it, a value of another type would silently become null.
         asked = t.StructType([*payload.fields, t.StructField(_BAD_JSON, t.StringType())])
         options = {"mode": "PERMISSIVE", "columnNameOfCorruptRecord": _BAD_JSON}
         known = known.withColumn("_payload", fn.from_json(fn.col("value").cast("string"), asked, options))
-        # Of an empty or blank value Spark makes a null and does not call it bad: a good row would become nulls.
+        # Spark parses an empty or blank value as null and does not report it.
         unread = fn.col("value").isNotNull() & fn.col("_payload").isNull()
         bad = fn.col(f"_payload.{_BAD_JSON}").isNotNull() | unread
         reason = fn.coalesce(reason, fn.when(bad, fn.lit("schema_mismatch")))
-        detail = fn.coalesce(detail, fn.when(bad, fn.lit("the value is not what --schema says")))
-    by = {EVENT_TIME: fn.col("dedup_time_ms"), OFFSET: fn.col("offset")}.get(order, fn.col(f"_payload.{order}"))
+        detail = fn.coalesce(detail, fn.when(bad, fn.lit("the value does not fit --schema")))
+    by = {_EVENT_TIME: fn.col("dedup_time_ms"), _OFFSET: fn.col("offset")}.get(order, fn.col(f"_payload.{order}"))
     reason = fn.coalesce(reason, fn.when(by.isNull(), fn.lit("no_order")))
-    detail = fn.coalesce(detail, fn.when(by.isNull(), fn.lit(f"it has no {order}, by which newer and older are told")))
+    detail = fn.coalesce(detail, fn.when(by.isNull(), fn.lit(f"it has no {order}, which decides what is newest")))
     marked = known.withColumns({"reason": reason, "detail": detail, "order_value": by})
     columns = [fn.col("key"), fn.col("value")]
     if payload is not None:
@@ -90,7 +172,7 @@ def table_rows(records: DataFrame, topology: Topology, *, schema: str | None = N
 
 
 def output_records(spark: SparkSession, topology: Topology, settings: Settings) -> DataFrame:
-    """Return the committed records of a topology's output topic. Raises StateIncompatible where there is none."""
+    """Return the committed records of a topology's output topic. Raises StateIncompatible if there is no such topic."""
     topic = topology.output.topic if topology.output is not None else None
     with KafkaReader(settings) as reader:
         count = reader.partitions([topic])[topic] if topic is not None else 0
@@ -102,9 +184,9 @@ def output_records(spark: SparkSession, topology: Topology, settings: Settings) 
 
 
 def keep_rejected(found: TableRows, path: str | None) -> int:
-    """Return the number of records that are no rows; they are in Parquet files at ``path``, which are made anew.
+    """Return the number of rejected records, after replacing the Parquet files at ``path`` by them.
 
-    Raises DedupError without a path: nothing may be left out in silence.
+    Raises DedupError if there are any and no path: no record may be left out silently.
     """
     rejected = found.rejected
     if path is not None:
@@ -116,8 +198,8 @@ def keep_rejected(found: TableRows, path: str | None) -> int:
     number = rejected.count()
     where = "" if first["offset"] is None else f" ({first['topic']}/{first['partition']} offset {first['offset']})"
     raise DedupError(
-        f"{number} records can not be rows, the first{where} for {first['reason']}: {first['detail']}. Nothing was "
-        f"written. Correct --schema or --order, or name a directory for them with --rejected."
+        f"{number} records cannot be rows, the first{where} for {first['reason']}: {first['detail']}. Nothing was "
+        f"written. Correct --schema or --order, or give a directory for them with --rejected."
     )
 
 
@@ -127,21 +209,21 @@ def _schema(ddl: str | None) -> t.StructType | None:
     try:
         parsed = cast("t.StructType", t.StructType.fromDDL(ddl))
     except PySparkException as error:
-        text = f"is no Spark DDL, such as 'flight STRING, delay DOUBLE': {str(error).splitlines()[0]}"
+        text = f"is not Spark DDL, such as 'flight STRING, delay DOUBLE': {str(error).splitlines()[0]}"
         raise SettingsError([Problem("--schema", text)]) from error
     taken = {ID, "event_time_ms", *ORDER, _BAD_JSON} & {field.name for field in parsed.fields}
     if taken:
         raise SettingsError([Problem("--schema", f"{', '.join(sorted(taken))}: dedup writes a column of this name")])
     unfit = [field for field in parsed.fields if _is_unfit(field.dataType)]
     if unfit:
-        text = "{}: of {} a table can not be made; declare it STRING, which keeps its JSON, or its members as STRUCT"
-        told = [text.format(field.name, field.dataType.simpleString()) for field in unfit]
-        raise SettingsError([Problem("--schema", each) for each in told])
+        text = "{}: a table cannot hold {}; declare it STRING, which keeps its JSON, or its members as STRUCT"
+        texts = [text.format(field.name, field.dataType.simpleString()) for field in unfit]
+        raise SettingsError([Problem("--schema", each) for each in texts])
     return parsed
 
 
 def _is_unfit(kind: t.DataType) -> bool:
-    """Whether Spark can not read it from JSON, or can not hash it, by which equal rows are told apart."""
+    """Tell whether Spark cannot read the type from JSON, or cannot hash it, which `_newest` needs."""
     match kind:
         case t.MapType() | t.VariantType() | t.CharType() | t.VarcharType():
             return True
@@ -154,26 +236,26 @@ def _is_unfit(kind: t.DataType) -> bool:
 
 
 def _refuse_order(order: str, payload: t.StructType | None) -> None:
-    if order in {EVENT_TIME, OFFSET} or (payload is not None and order in payload.fieldNames()):
+    if order in {_EVENT_TIME, _OFFSET} or (payload is not None and order in payload.fieldNames()):
         return
     raise SettingsError([Problem("--order", f"{order!r} is not event_time, offset or a column that --schema names")])
 
 
-def newest(rows: DataFrame, order: Sequence[str] = ORDER) -> DataFrame:
-    """Return one row per tracking ID: the greatest in ``order``; of equal ones the same is taken in every run."""
+def _newest(rows: DataFrame) -> DataFrame:
+    """Return one row per tracking ID: the greatest by `ORDER`; of equal ones every run takes the same."""
     others = [name for name in rows.columns if name != ID]
-    by = fn.struct(*order, fn.xxhash64(*others).alias("tie"))
+    by = fn.struct(*ORDER, fn.xxhash64(*others).alias("tie"))
     best = rows.groupBy(ID).agg(fn.max_by(fn.struct(*others), by).alias("best"))
     return best.select(ID, *(fn.col(f"best.{name}").alias(name) for name in others))
 
 
 def upsert_delta(rows: DataFrame, path: str) -> None:
-    """The Delta table at ``path`` holds the newest row of every ID; it is made where it is not there.
+    """Make the Delta table at ``path`` hold the newest row of every ID; create it if it does not exist.
 
-    Raises StateIncompatible where the table there has other columns.
+    Raises StateIncompatible if the table has other columns.
     """
     spark = rows.sparkSession
-    source = newest(rows)
+    source = _newest(rows)
     table = f"delta.`{path}`"
     spark.sql(f"CREATE TABLE IF NOT EXISTS {table} ({_ddl(source.schema)}) USING delta")
     _refuse_other_columns(path, source.columns, spark.read.format("delta").load(path).columns)
@@ -197,20 +279,22 @@ def _refuse_other_columns(table: str, wanted: Sequence[str], found: Sequence[str
     missing = sorted(set(wanted) - set(found))
     if missing:
         raise StateIncompatible(
-            f"the table {table} has no column {', '.join(missing)}: it was made with another --schema, or not by us. "
-            f"Nothing was written. Write to another table, or add the columns."
+            f"the table {table} has no column {', '.join(missing)}: it was made with another --schema, or not by "
+            f"dedup. Nothing was written. Write to another table, or add the columns."
         )
 
 
 def upsert_jdbc(rows: DataFrame, to: Jdbc) -> None:
-    """The table holds the newest row of every ID; it is made, with `tracking_id` as its key, where it is not there.
+    """Make the table hold the newest row of every ID; create it, with `tracking_id` as its key, if it does not exist.
 
-    Raises StateIncompatible where the table there has other columns or no unique `tracking_id`; then, and wherever
-    the run ends before the last statement, the table is as it was.
+    Raises StateIncompatible if the table has other columns or no unique `tracking_id`. Then, and whenever the run ends
+    before the last statement, the table is unchanged.
     """
     if not _NAME.fullmatch(to.table):
-        raise SettingsError([Problem("--table", f"{to.table!r} is no name; write letters, digits and _, as s.t or t")])
-    source = newest(rows)
+        raise SettingsError(
+            [Problem("--table", f"{to.table!r} is no name; write letters, digits and _, such as orders or shop.orders")]
+        )
+    source = _newest(rows)
     staging = f"{to.table}_dedup_{uuid.uuid4().hex[:8]}"
     columns = [_column(to.dialect, field) for field in source.schema.fields]
     move = _moving(staging, to, source.schema)
@@ -233,7 +317,7 @@ def upsert_jdbc(rows: DataFrame, to: Jdbc) -> None:
 
 
 def _column(dialect: Dialect, field: t.StructField) -> str:
-    """Return a column's definition; an order of text is by bytes, as `newest` has it."""
+    """Return a column's definition; text that decides the order is compared by its bytes, as in `_newest`."""
     collation = dialect.collated(field.dataType) if field.name in ORDER else ""
     return f'"{field.name}" {dialect.column(field.dataType)}{collation}'
 
@@ -243,10 +327,10 @@ def _moving(staging: str, to: Jdbc, schema: t.StructType) -> str:
     table, names = to.table, schema.names
     listed = ", ".join(f'"{name}"' for name in names)
     changed = ", ".join(f'"{name}" = excluded."{name}"' for name in names if name != ID)
-    # Said here, too: a table that is there may have been made with another collation.
+    # The table may have been created with another collation, so this statement names it too.
     order = [f'"{name}"{to.dialect.collated(schema[name].dataType)}' for name in ORDER]
     newer = f"({_listed(order, 'excluded.')}) > ({_listed(order, f'{table}.')})"
-    # DISTINCT: a task that was committed and whose answer was lost is tried again, and stages its rows twice.
+    # DISTINCT: a task whose commit succeeded but was not acknowledged is tried again, and stages its rows twice.
     return (
         f"INSERT INTO {table} ({listed}) SELECT DISTINCT {listed} FROM {staging} WHERE true "  # noqa: S608  # checked names
         f'ON CONFLICT ("{ID}") DO UPDATE SET {changed} WHERE {newer}'
@@ -254,71 +338,56 @@ def _moving(staging: str, to: Jdbc, schema: t.StructType) -> str:
 
 
 def _move(connection: Any, staging: str, table: str, move: str, expected: int) -> None:  # noqa: ANN401  # Java's
-    """Move the staged rows over in one transaction, after all of them are known to be there."""
-    found = _numbers(connection, f'SELECT count(DISTINCT "{ID}") FROM {staging}')  # noqa: S608  # checked names
+    """Move the staged rows over in one transaction. Raises StateIncompatible unless all of them are staged."""
+    found = _number(connection, f'SELECT count(DISTINCT "{ID}") FROM {staging}')  # noqa: S608  # checked names
     if found != expected:
         raise StateIncompatible(
-            f"{found} tracking IDs arrived in {staging}, but {expected} were sent. The table {table} was not touched; "
-            f"run the command again."
+            f"{found} tracking IDs arrived in {staging}, but {expected} were sent. The table {table} was not touched. "
+            f"Run the command again."
         )
     _execute(connection, move)
 
 
 @contextlib.contextmanager
 def _connected(spark: SparkSession, to: Jdbc) -> Iterator[Any]:
-    """Yield a connection of the driver's JVM, each statement of which is a transaction."""
+    """Yield a connection of the driver's JVM; each statement is a transaction."""
     java: Any = spark._jvm  # noqa: SLF001  # PySpark's only way to its JVM
-    # Spark loads jars beside the system's class path, where DriverManager does not look; its registry knows how.
+    # DriverManager does not find drivers in Spark's jars, which are not on the system class path; this registers them.
     java.org.apache.spark.sql.execution.datasources.jdbc.DriverRegistry.register(to.dialect.driver)
     properties = java.java.util.Properties()
     for name, value in to.properties().items():
         properties.setProperty(name, value)
     with _explained(to.url):
         connection = java.java.sql.DriverManager.getConnection(to.url, properties)
-    try:
+    with contextlib.closing(connection):
         yield connection
-    finally:
-        connection.close()
 
 
 @contextlib.contextmanager
 def _explained(what: str) -> Iterator[None]:
-    """Turn the database's refusal into a sentence."""
-    from py4j.protocol import Py4JJavaError  # noqa: PLC0415  # PySpark's own; nobody else needs it
-
+    """Inside ``with``, raise StateIncompatible for an error of the database."""
     try:
         yield
     except Py4JJavaError as error:
         said = str(error.java_exception.getMessage()).splitlines()[0]
         raise StateIncompatible(
-            f"{what}: the database says: {said}. The table was not touched; correct the cause and run again."
+            f"{what}: the database says: {said}. The table was not touched. Fix the cause and run the command again."
         ) from error
 
 
 def _execute(connection: Any, sql: str) -> None:  # noqa: ANN401  # Java's
-    statement = connection.createStatement()
-    try:
-        with _explained(sql.partition(" (")[0]):
-            statement.execute(sql)
-    finally:
-        statement.close()
+    with contextlib.closing(connection.createStatement()) as statement, _explained(sql.partition(" (")[0]):
+        statement.execute(sql)
 
 
-def _numbers(connection: Any, sql: str) -> int:  # noqa: ANN401  # Java's
-    statement = connection.createStatement()
-    try:
-        with _explained(sql):
-            found = statement.executeQuery(sql)
-            found.next()
-            return int(found.getLong(1))
-    finally:
-        statement.close()
+def _number(connection: Any, sql: str) -> int:  # noqa: ANN401  # Java's
+    with contextlib.closing(connection.createStatement()) as statement, _explained(sql):
+        found = statement.executeQuery(sql)
+        found.next()
+        return int(found.getLong(1))
 
 
 def _columns_of(connection: Any, table: str) -> list[str]:  # noqa: ANN401  # Java's
-    statement = connection.createStatement()
-    try:
+    with contextlib.closing(connection.createStatement()) as statement:
         shape = statement.executeQuery(f"SELECT * FROM {table} WHERE 1 = 0").getMetaData()  # noqa: S608  # a checked name
         return [shape.getColumnName(at + 1) for at in range(shape.getColumnCount())]
-    finally:
-        statement.close()

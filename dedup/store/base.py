@@ -1,8 +1,8 @@
-"""What a store of one task's sightings is; it knows bytes and times, not Kafka.
+"""The interface of a task's state store, and the values that it keeps; it knows bytes and times, not Kafka.
 
-State is cut into *segments*: a sighting ending at ``last_ms`` is kept under its state key in the segment that starts
-at ``Window.segment_of(last_ms)``. Segments are dropped whole. The store never holds an uncommitted sighting, and its
-changelog position is never newer than its keys: ``apply`` writes keys, task record and position in one atomic write.
+State is divided into *segments*: a sighting that ends at ``last_ms`` is stored under its state key in the segment that
+starts at ``Window.segment_of(last_ms)``. Segments are dropped whole. The store never holds an uncommitted sighting, and
+its changelog position is never newer than its keys: ``apply`` writes keys, task record and position atomically.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from dedup.errors import InvariantBroken
 Writes = Mapping[int, Mapping[bytes, bytes]]
 """Segment start in ms -> state key -> encoded value: *all* sightings of that ID that end in that segment."""
 
-
 NOT_SAID: Final = -1
+"""A task record that does not say from where on its changelog is needed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,34 +33,34 @@ class FeedTime:
 
 @dataclass(frozen=True, slots=True)
 class TaskRecord:
-    """What a task must know to go on as if it had never stopped; one is written in every transaction."""
+    """What a task needs to continue as if it had never stopped; every transaction writes one."""
 
     fingerprint: bytes
-    """Of the topology; state under another fingerprint is refused."""
+    """`Topology.state_fingerprint`; state with another fingerprint is refused."""
     stream_time_ms: int
     feeds: tuple[FeedTime, ...]
     next_offset: int
-    """Of the feeding partition: everything below it was judged."""
+    """Of the feeding partition: everything below it is judged."""
     segment_ms: int
-    """Width of the segments that new sightings go to."""
+    """Width of the segments for new sightings."""
     kept_from: int = NOT_SAID
-    """The changelog offset from which on everything that live segments hold was written; `NOT_SAID` by a new state."""
+    """The changelog offset at or above which everything in live segments was written; `NOT_SAID` in a new state."""
     feeding_topic_id: str = ""
-    """Kafka's id of the topic that ``next_offset`` is of, 32 hex digits; empty in records of earlier releases."""
+    """Kafka's id of the feeding topic, 32 hex digits; empty in records of earlier releases."""
 
     def counts_on_more(self, begin: int) -> bool:
-        """Whether live segments hold what was written below ``begin``, where the changelog starts."""
+        """Whether live segments need records below ``begin``, where the changelog starts."""
         return NOT_SAID < self.kept_from < begin
 
 
 @dataclass(frozen=True, slots=True)
 class StoreIdentity:
-    """Whose state a directory holds; a store of anybody else is refused."""
+    """Whose state a directory holds; the store of another owner is refused."""
 
     topology: str
     partition: int
     changelog_topic_id: str
-    """Kafka's id of the changelog topic: a topic deleted and made again has another."""
+    """Kafka's id of the changelog topic: a deleted and recreated topic has another."""
 
     def __str__(self) -> str:
         return f"{self.topology} partition {self.partition} (changelog topic id {self.changelog_topic_id})"
@@ -77,17 +77,14 @@ class Store(Protocol):
     def position(self) -> int:
         """The changelog offset to restore from; 0 in a fresh store."""
 
-    def get_many(self, segment: int, ids: Sequence[bytes]) -> dict[bytes, bytes]:
-        """Return the encoded values of the IDs that the segment holds; unknown IDs are absent."""
-
     def get_each(self, segments: Sequence[int], ids: Sequence[bytes]) -> dict[int, dict[bytes, bytes]]:
-        """Return ``get_many`` per segment, segments without a hit left out; the quick way to ask several."""
+        """Return segment -> state key -> encoded value for the IDs that are held; segments without a hit are absent."""
 
     def segments(self) -> tuple[int, ...]:
-        """Return the starts of the segments held, ascending; of every grid that was in use."""
+        """Return the starts of all segments, ascending, whatever their width."""
 
     def apply(self, writes: Writes, record: TaskRecord | None, position: int) -> None:
-        """Make sightings, task record and position durable in one atomic write, also over a SIGKILL.
+        """Write sightings, task record and position atomically; they survive a SIGKILL.
 
         ``record`` None keeps the stored one. Raises InvariantBroken if the position moves back.
         """
@@ -95,40 +92,40 @@ class Store(Protocol):
     def drop_below(self, oldest_live_ms: int, segment_ms: int) -> tuple[int, ...]:
         """Drop every segment that ends at or before ``oldest_live_ms``; return their starts, ascending.
 
-        A segment ends at its start plus the greatest of ``segment_ms`` and the widths it was written under.
+        A segment ends at its start plus the greatest of ``segment_ms`` and the widths it was written with.
         """
 
     def clear(self) -> None:
-        """Forget sightings, task record and position in one atomic write, also over a SIGKILL; the store stays open."""
+        """Delete sightings, task record and position atomically; the store stays open."""
 
     def warm(self, ids: int) -> bool:
-        """Make look-ups of up to ``ids`` more IDs as quick as they get; True when there is nothing left to do."""
+        """Load filters for up to ``ids`` more IDs, which makes look-ups faster; True when all are loaded."""
 
     def first_offset(self, segment: int) -> int | None:
-        """Return a changelog offset at or below the first that wrote into the segment; None if it is not held."""
+        """Return a changelog offset at or below the first record of the segment; None if there is no such segment."""
 
     def approximate_bytes(self) -> int:
-        """Return roughly what the state takes on disk (in memory, for the memory store)."""
+        """Return an estimate of the bytes that the state takes."""
 
     def count_ids(self) -> int:
         """Return an estimate of the number of (segment, ID) pairs."""
 
     def sightings(self) -> Iterator[tuple[int, bytes, bytes]]:
-        """Yield (segment, state key, encoded value), ordered; raises TaskCorrupted on an unreadable one."""
+        """Yield (segment, state key, encoded value), sorted; raises TaskCorrupted for an unreadable one."""
 
     def close(self) -> None:
-        """Release the store; closing twice is allowed."""
+        """Release the store; closing it twice is allowed."""
 
     def wipe(self) -> None:
-        """Close the store and delete all of it."""
+        """Close the store and delete all its data."""
 
 
 def refuse_unstorable(stored: int, writes: Writes, position: int) -> None:
     """Raise InvariantBroken if the changelog position moves back from ``stored``, or a state key is empty."""
     if any(b"" in values for values in writes.values()):
-        raise InvariantBroken("an empty state key was to be stored: no tracking ID encodes to nothing.")
+        raise InvariantBroken("an empty state key was to be stored, but no tracking ID has an empty encoding.")
     if position < stored:
         raise InvariantBroken(
             f"a store at changelog position {stored} was to be moved back to {position}: two owners write one store, "
-            "or a batch was applied twice. Stop the worker; the changelog holds the truth, restart restores from it."
+            "or a batch was applied twice. Restart the worker; it restores the state from the changelog."
         )

@@ -1,4 +1,4 @@
-"""The bytes of the changelog, which are also the bytes of the store: keys, sightings, task records.
+"""The encoding of the changelog, and of the values in the store: keys, sightings, task records, seed marks.
 
 A sighting value is one or more entries. An entry, integers big-endian and unsigned::
 
@@ -10,21 +10,28 @@ A sighting value is one or more entries. An entry, integers big-endian and unsig
     8 bytes  last_ms, only if extended: otherwise last_ms is first_ms
     8 bytes  fingerprint, only with its flag
 
-so the usual case takes 15 bytes, and reading it is one unpack. Times are in [0, 2**48) ms: a time below zero is a dead
-letter and one beyond the year 10889 is too far in the future, so both are refused here as defects of ours. A value
-lists *all* sightings of its ID that end in its segment; a later record of one key replaces an earlier one.
+so the usual entry takes 15 bytes, and reading it is one unpack. Times are in [0, 2**48) ms: a negative time is a dead
+letter and one beyond the year 10889 is too far in the future, so here both are bugs. A value lists *all* sightings of
+its ID that end in its segment; a later record with the same key replaces an earlier one.
 
-Keys: ``S``, segment start (8 bytes), state key; ``T`` alone for the task record; ``H`` alone for the seed mark.
+Keys: ``S``, segment start (8 bytes), state key; ``T`` alone for the task record; ``H`` alone for the seed mark. Task
+record and seed mark start with a version byte and end with a CRC-32; the body of a seed mark is a JSON object.
+
+Seed marks. `dedup spark seed` writes a seed in many transactions. Its first record in a changelog partition is a mark
+`seeding`; the last transaction holds the task record and a mark `seeded`. All marks have the same key, so compaction
+keeps the newest. A partition with `seeding` and no task record holds half a history: no task may start on it. The mark
+carries what a repeated run needs to do the same: which seed it is, where the fleet starts, how many sightings it has.
 """
 
 from __future__ import annotations
 
+import json
 import struct
 import zlib
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from operator import itemgetter
-from typing import Final, NamedTuple
+from typing import Final, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -32,11 +39,10 @@ import numpy.typing as npt
 from dedup.core.window import Sighting, Source
 from dedup.errors import InvariantBroken, StateIncompatible, TaskCorrupted
 from dedup.store.base import FeedTime, TaskRecord
-from dedup.store.seed_mark import SEED_MARK_KEY, SeedMark, decode_seed_mark
 
 Integers = Sequence[int] | npt.NDArray[np.int64]
 
-_VERSION: Final = 0x10
+_CHANGELOG_VERSION: Final = 0x10
 _WIDE: Final = 1
 _EXTENDED: Final = 2
 _FINGERPRINT: Final = 4
@@ -44,7 +50,7 @@ _FINGERPRINT_BYTES: Final = 8
 _TIME_LIMIT: Final = 1 << 48
 
 _ENTRIES: Final = {
-    _VERSION | wide | extended | printed: struct.Struct(
+    _CHANGELOG_VERSION | wide | extended | printed: struct.Struct(
         (">QHIQ" if wide else ">QBHI") + ("Q" if extended else "") + ("8s" if printed else "")
     )
     for wide in (0, _WIDE)
@@ -57,13 +63,78 @@ _NARROW_COLUMNS: Final = [("head", ">u8"), ("topic", "u1"), ("partition", ">u2")
 _WIDE_COLUMNS: Final = [("head", ">u8"), ("topic", ">u2"), ("partition", ">u4"), ("offset", ">u8")]
 _FINGERPRINT_COLUMN: Final = [("fingerprint", f"V{_FINGERPRINT_BYTES}")]
 
-_PLAIN_BYTES: Final = _ENTRIES[_VERSION].size
-_PLAIN_BASE: Final = _VERSION << 56
-_unpack_plain = _ENTRIES[_VERSION].unpack
+_PLAIN_BYTES: Final = _ENTRIES[_CHANGELOG_VERSION].size
+_PLAIN_BASE: Final = _CHANGELOG_VERSION << 56
+_unpack_plain = _ENTRIES[_CHANGELOG_VERSION].unpack
 # A named tuple's own constructor parses arguments and takes twice as long.
 _new = tuple.__new__
 
 _RESTORE: Final = "The store of this partition will be deleted and restored from the changelog."
+
+_SIGHTING_TAG: Final = b"S"
+_TASK_RECORD_KEY: Final = b"T"
+SEED_MARK_KEY: Final = b"H"
+_STATE_KEY_AT: Final = 9
+_ALONE: Final = frozenset({_TASK_RECORD_KEY, SEED_MARK_KEY})
+_prefix_of: Final = itemgetter(slice(_STATE_KEY_AT))
+_state_key_of: Final = itemgetter(slice(_STATE_KEY_AT, None))
+
+_RECORD_VERSION: Final = 3
+_RECORD_WITHOUT_ID: Final = 2
+_TOPIC_ID_BYTES: Final = 16
+_RECORD_HEAD: Final = struct.Struct(">BBqqqqH")
+_RECORD_FEED: Final = struct.Struct(">HIqB")
+_MARK_VERSION: Final = 1
+_CHECKSUM_BYTES: Final = 4
+
+
+@dataclass(frozen=True, slots=True)
+class SeedMark:
+    """How far the seed of one changelog partition has come, and which seed it is."""
+
+    phase: Literal["seeding", "seeded"]
+    seed: str
+    """Identifies the history and the offsets where the fleet takes over."""
+    next_offset: int
+    """Of the feeding partition: where the fleet starts."""
+    stream_time_ms: int
+    sightings: int
+    """Changelog records of sightings in this partition."""
+    digest: str
+    """Of these records, in any order."""
+    judged_at_ms: int
+    """The wall clock that decided which event times are in the future."""
+    begins: dict[str, list[int]]
+    """Source topic -> per partition, the offset where the fleet starts."""
+    history: Literal["topics", "files"]
+    """What was judged: the source topics below `begins`, or files."""
+
+
+def encode_seed_mark(mark: SeedMark) -> bytes:
+    """Return the encoded mark."""
+    body = bytes([_MARK_VERSION]) + json.dumps(asdict(mark), sort_keys=True, separators=(",", ":")).encode()
+    return body + zlib.crc32(body).to_bytes(_CHECKSUM_BYTES)
+
+
+def decode_seed_mark(value: bytes) -> SeedMark:
+    """Return the mark. Raises StateIncompatible for another version, TaskCorrupted for damaged bytes."""
+    if value and value[0] != _MARK_VERSION:
+        raise StateIncompatible(
+            f"a seed mark has version {value[0]}; this dedup reads version {_MARK_VERSION}. Another release seeded the "
+            "changelog: run that one, or `dedup reset` the topology and seed it again."
+        )
+    body, checksum = value[:-_CHECKSUM_BYTES], value[-_CHECKSUM_BYTES:]
+    if not body or zlib.crc32(body) != int.from_bytes(checksum):
+        raise TaskCorrupted(
+            f"a seed mark of {len(value)} bytes is damaged: its checksum differs. Run `dedup reset`, then seed again."
+        )
+    try:
+        return SeedMark(**json.loads(body[1:]))
+    except (TypeError, ValueError) as error:
+        # The checksum is right: dedup wrote these bytes, with this version, and yet they are not a mark.
+        raise InvariantBroken(
+            f"a seed mark lacks members of version {_MARK_VERSION}, or has others: {error}."
+        ) from error
 
 
 def encode_sighting(sightings: Sighting | Iterable[Sighting]) -> bytes:
@@ -72,7 +143,7 @@ def encode_sighting(sightings: Sighting | Iterable[Sighting]) -> bytes:
         return _encode_entry(sightings)
     value = b"".join(map(_encode_entry, sightings))
     if not value:
-        raise InvariantBroken("a state value without a sighting was to be written: it would stand for nothing.")
+        raise InvariantBroken("a state value without a sighting was to be written: it would mean nothing.")
     return value
 
 
@@ -80,31 +151,35 @@ def _encode_entry(sighting: Sighting) -> bytes:
     first_ms, last_ms, (topic, partition, offset), fingerprint = sighting
     if not 0 <= first_ms <= last_ms < _TIME_LIMIT:
         raise InvariantBroken(
-            f"a sighting from {first_ms} to {last_ms} ms can not be stored: times are in [0, {_TIME_LIMIT}) and the "
-            "first is not after the last. Such a record should have become a dead letter."
+            f"a sighting from {first_ms} to {last_ms} ms cannot be stored: times are in [0, {_TIME_LIMIT}) and the "
+            "first is not after the last. The record should have become a dead letter."
         )
-    header = _VERSION if topic < 1 << 8 and partition < 1 << 16 and offset < 1 << 32 else _VERSION | _WIDE
+    header = (
+        _CHANGELOG_VERSION
+        if topic < 1 << 8 and partition < 1 << 16 and offset < 1 << 32
+        else _CHANGELOG_VERSION | _WIDE
+    )
     fields: list[int | bytes] = [topic, partition, offset]
     if last_ms != first_ms:
         header |= _EXTENDED
         fields.append(last_ms)
     if fingerprint:
         if len(fingerprint) != _FINGERPRINT_BYTES:
-            raise InvariantBroken(f"a fingerprint of {len(fingerprint)} bytes can not be stored; it has 8.")
+            raise InvariantBroken(f"a fingerprint of {len(fingerprint)} bytes cannot be stored; it has 8.")
         header |= _FINGERPRINT
         fields.append(fingerprint)
     try:
         return _ENTRIES[header].pack(header << 56 | first_ms, *fields)
     except struct.error as error:
         raise InvariantBroken(
-            f"a sighting from topic {topic}, partition {partition}, offset {offset} can not be stored: {error}."
+            f"a sighting from topic {topic}, partition {partition}, offset {offset} cannot be stored: {error}."
         ) from error
 
 
 def decode_sightings(value: bytes) -> tuple[Sighting, ...]:
     """Return the sightings of a value, in the order they were written.
 
-    Raises StateIncompatible for another version, TaskCorrupted for bytes that are no value.
+    Raises StateIncompatible for another version, TaskCorrupted for damaged bytes.
     """
     if len(value) == _PLAIN_BYTES:
         head, topic, partition, offset = _unpack_plain(value)
@@ -120,16 +195,16 @@ def decode_sightings(value: bytes) -> tuple[Sighting, ...]:
 
 
 def _decode_entry(value: bytes, at: int) -> tuple[Sighting, int]:
-    """Return the entry that starts at ``at``, and where the next one does."""
-    header = value[at] if value else _VERSION
-    if header & 0xF0 != _VERSION:
+    """Return the entry at ``at``, and where the next one starts."""
+    header = value[at] if value else _CHANGELOG_VERSION
+    if header & 0xF0 != _CHANGELOG_VERSION:
         raise StateIncompatible(
-            f"a state value has version {header >> 4}; this dedup reads version {_VERSION >> 4}. "
+            f"a state value has version {header >> 4}; this dedup reads version {_CHANGELOG_VERSION >> 4}. "
             "The state was written by another release: run that one, or `dedup reset` the topology."
         )
     entry = _ENTRIES.get(header)
     if entry is None or at + entry.size > len(value):
-        raise TaskCorrupted(f"a state value is damaged: {value.hex()!r} is cut or has unknown flags. {_RESTORE}")
+        raise TaskCorrupted(f"a state value is damaged: {value.hex()!r} is truncated or has unknown flags. {_RESTORE}")
     head, topic, partition, offset, *rest = entry.unpack_from(value, at)
     first_ms = head & (1 << 56) - 1
     last_ms = rest[0] if header & _EXTENDED else first_ms
@@ -140,12 +215,12 @@ def _decode_entry(value: bytes, at: int) -> tuple[Sighting, int]:
 
 
 def all_within(values: Collection[bytes], begin_ms: int, end_ms: int) -> bool:
-    """Tell whether every sighting of these values ends in [``begin_ms``, ``end_ms``); raises as `decode_sightings`."""
+    """Tell whether every sighting of these values ends in [``begin_ms``, ``end_ms``). Raises as `decode_sightings`."""
     joined = b"".join(values)
     if len(joined) == len(values) * _PLAIN_BYTES and set(map(len, values)) == {_PLAIN_BYTES}:
         rows = np.frombuffer(joined, np.uint8).reshape(len(values), _PLAIN_BYTES)
         heads = np.ascontiguousarray(rows[:, :8]).view(">u8")
-        # The header is a head's top byte: another one than that of a plain entry is out of these bounds.
+        # The header is a head's top byte: any header but that of a plain entry is out of these bounds.
         if _PLAIN_BASE + begin_ms <= heads.min() and heads.max() < _PLAIN_BASE + end_ms:
             return True
     return all(begin_ms <= seen.last_ms < end_ms for value in values for seen in decode_sightings(value))
@@ -160,7 +235,7 @@ def encode_single_column(
 ) -> list[bytes]:
     """Return ``encode_sighting`` of one unextended sighting per row.
 
-    Topic and partition are one for all rows, or a column. Raises InvariantBroken as ``encode_sighting`` does.
+    Topic and partition are a single value for all rows, or a column. Raises InvariantBroken like ``encode_sighting``.
     """
     rows = len(times_ms)
     times, seen_at = np.asarray(times_ms, np.int64), np.asarray(offsets, np.int64)
@@ -170,7 +245,7 @@ def encode_single_column(
     storable = _below(times, _TIME_LIMIT) & _below(seen_at, 1 << 63) & _below(partitions, 1 << 32)
     if not (wide or narrow.all()) or not (storable & _below(topics, 1 << 16)).all():
         return _encode_rows(times, topics, partitions, seen_at, fingerprints)
-    header = _VERSION | (_WIDE if wide else 0) | (0 if fingerprints is None else _FINGERPRINT)
+    header = _CHANGELOG_VERSION | (_WIDE if wide else 0) | (0 if fingerprints is None else _FINGERPRINT)
     columns = (_WIDE_COLUMNS if wide else _NARROW_COLUMNS) + ([] if fingerprints is None else _FINGERPRINT_COLUMN)
     table = np.empty(rows, columns)
     table["head"] = times | header << 56
@@ -179,14 +254,14 @@ def encode_single_column(
     table["offset"] = seen_at
     if fingerprints is not None:
         if len(fingerprints) != rows or not set(map(len, fingerprints)) <= {_FINGERPRINT_BYTES}:
-            raise InvariantBroken("every sighting of a batch has a fingerprint of 8 bytes, or none has one.")
+            raise InvariantBroken("either every sighting of a batch has a fingerprint of 8 bytes, or none has one.")
         table["fingerprint"] = np.frombuffer(b"".join(fingerprints), f"V{_FINGERPRINT_BYTES}")
     values: list[bytes] = table.view(f"V{table.itemsize}").tolist()
     return values
 
 
 def _below(column: npt.NDArray[np.int64], limit: int) -> npt.NDArray[np.bool_]:
-    # As unsigned, a negative number is above every limit: one pass instead of two.
+    # As an unsigned number, a negative one exceeds every limit: one comparison instead of two.
     return column.view(np.uint64) < np.uint64(limit)
 
 
@@ -197,7 +272,7 @@ def _encode_rows(
     offsets: npt.NDArray[np.int64],
     fingerprints: Sequence[bytes] | None,
 ) -> list[bytes]:
-    """Return the column the slow way: narrow and wide sources mixed, or a row that is refused with its reason."""
+    """Encode row by row: for narrow and wide sources mixed, or to name the row that is refused."""
     rows = len(times)
     prints = [b""] * rows if fingerprints is None else fingerprints
     columns = (times, np.broadcast_to(topics, rows), np.broadcast_to(partitions, rows), offsets)
@@ -207,14 +282,6 @@ def _encode_rows(
             *(column.tolist() for column in columns), prints, strict=True
         )
     ]
-
-
-_SIGHTING_TAG: Final = b"S"
-_TASK_RECORD_KEY: Final = b"T"
-_STATE_KEY_AT: Final = 9
-_ALONE: Final = frozenset({_TASK_RECORD_KEY, SEED_MARK_KEY})
-_prefix_of: Final = itemgetter(slice(_STATE_KEY_AT))
-_state_key_of: Final = itemgetter(slice(_STATE_KEY_AT, None))
 
 
 class SightingKey(NamedTuple):
@@ -232,7 +299,7 @@ class TaskRecordKey:
 
 @dataclass(frozen=True, slots=True)
 class SeedMarkKey:
-    """Key of the changelog record that says how far a seed is."""
+    """Key of the changelog record that says how far a seed has progressed."""
 
 
 def sighting_key(segment: int, state_key: bytes) -> bytes:
@@ -252,14 +319,14 @@ def task_record_key() -> bytes:
 
 
 def segment_prefix(segment: int) -> bytes:
-    """Return what the keys of a segment begin with."""
+    """Return the common prefix of a segment's keys."""
     if not 0 <= segment < _TIME_LIMIT:
-        raise InvariantBroken(f"a segment that starts at {segment} ms can not be stored: event times are >= 0.")
+        raise InvariantBroken(f"a segment that starts at {segment} ms cannot be stored: event times are >= 0.")
     return _SIGHTING_TAG + segment.to_bytes(8)
 
 
 def parse_key(key: bytes) -> SightingKey | TaskRecordKey | SeedMarkKey:
-    """Return what a changelog key names; raises StateIncompatible for a key this release never writes."""
+    """Return what a changelog key names. Raises StateIncompatible for a key that this release never writes."""
     if key == _TASK_RECORD_KEY:
         return TaskRecordKey()
     if key == SEED_MARK_KEY:
@@ -274,17 +341,17 @@ def parse_key(key: bytes) -> SightingKey | TaskRecordKey | SeedMarkKey:
 
 @dataclass(frozen=True, slots=True)
 class Collected:
-    """What a stretch of the changelog says, ready for ``Store.apply``."""
+    """The content of consecutive changelog records, ready for ``Store.apply``."""
 
     writes: dict[int, dict[bytes, bytes]]
     task_record: TaskRecord | None
-    """The last one in the stretch."""
+    """The last one."""
     seed_mark: SeedMark | None = None
-    """The last one in the stretch."""
+    """The last one."""
 
 
 def collect(keys: Sequence[bytes | None], values: Sequence[bytes | None]) -> Collected:
-    """Return the writes of consecutive changelog records; of several with one key the last counts.
+    """Return the writes of consecutive changelog records; of several with the same key the last counts.
 
     Raises StateIncompatible for a record that dedup does not write: no key, no value, unknown key or version.
     """
@@ -301,7 +368,7 @@ def _collect(keys: Sequence[bytes], values: Sequence[bytes]) -> Collected:
     segments = prefixes - _ALONE
     whole = min((size for size in set(map(len, keys)) if size > 1), default=0) > _STATE_KEY_AT
     if len(segments) == 1 and whole:
-        # As good as always: all of one segment, so the sightings are told apart from the rest in C.
+        # Nearly always, all are of one segment; then sightings are separated from the rest in C.
         (prefix,) = segments
         parse_key(prefix + b"0")
         found = dict(zip(map(_state_key_of, keys), values, strict=True))
@@ -331,23 +398,15 @@ def _by_prefix(keys: Sequence[bytes], values: Sequence[bytes]) -> dict[bytes, di
 
 
 def _last(keys: Sequence[bytes], values: Sequence[bytes], key: bytes) -> bytes:
-    """Return the value of the last record with a key that is there."""
+    """Return the value of the last record with a key, which must be present."""
     return values[len(keys) - 1 - keys[::-1].index(key)]
 
 
-_RECORD_VERSION: Final = 3
-_RECORD_WITHOUT_ID: Final = 2
-_TOPIC_ID_BYTES: Final = 16
-_RECORD_HEAD: Final = struct.Struct(">BBqqqqH")
-_RECORD_FEED: Final = struct.Struct(">HIqB")
-_CHECKSUM_BYTES: Final = 4
-
-
 def encode_task_record(record: TaskRecord) -> bytes:
-    """Return the task record's bytes: version, fields, CRC-32; the topic id, if there is one, before the checksum."""
+    """Return the encoded task record: version, fields, topic id if there is one, CRC-32."""
     topic_id = bytes.fromhex(record.feeding_topic_id)
     if len(topic_id) not in {0, _TOPIC_ID_BYTES}:
-        raise InvariantBroken(f"a task record can not be written: {record.feeding_topic_id!r} is no topic id.")
+        raise InvariantBroken(f"a task record cannot be written: {record.feeding_topic_id!r} is not a topic id.")
     try:
         parts = [
             _RECORD_HEAD.pack(
@@ -364,13 +423,13 @@ def encode_task_record(record: TaskRecord) -> bytes:
             topic_id,
         ]
     except struct.error as error:
-        raise InvariantBroken(f"a task record can not be written: {error} in {record}.") from error
+        raise InvariantBroken(f"a task record cannot be written: {error} in {record}.") from error
     body = b"".join(parts)
     return body + zlib.crc32(body).to_bytes(_CHECKSUM_BYTES)
 
 
 def decode_task_record(value: bytes) -> TaskRecord:
-    """Return the task record; raises StateIncompatible for another version, TaskCorrupted for damaged bytes."""
+    """Return the task record. Raises StateIncompatible for another version, TaskCorrupted for damaged bytes."""
     if value and value[0] not in {_RECORD_WITHOUT_ID, _RECORD_VERSION}:
         raise StateIncompatible(
             f"a task record has version {value[0]}; this dedup reads versions {_RECORD_WITHOUT_ID} and "
@@ -397,3 +456,42 @@ def decode_task_record(value: bytes) -> TaskRecord:
         kept_from=kept_from,
         feeding_topic_id=body[id_at:].hex(),
     )
+
+
+def rebucket(
+    entries: Iterable[tuple[bytes, bytes]], segment_ms: int, known: Mapping[int, Mapping[bytes, bytes]] | None = None
+) -> dict[int, dict[bytes, bytes]]:
+    """Return writes that move (state key, encoded value) pairs into segments of another width, ``segment_ms``.
+
+    Needed after a topology's guard period was changed. ``known`` is what the new segments already hold for these IDs;
+    the writes include it. Sightings of one ID with the same first time, source and fingerprint become one sighting,
+    extended to the latest of their ends.
+    """
+    intervals: dict[bytes, dict[tuple[int, Source, bytes], int]] = {}
+    for state_key, value in _with_known(entries, known):
+        ends = intervals.setdefault(state_key, {})
+        for first_ms, last_ms, source, fingerprint in decode_sightings(value):
+            name = (first_ms, source, fingerprint)
+            ends[name] = max(ends.get(name, last_ms), last_ms)
+    regrouped: dict[int, dict[bytes, list[Sighting]]] = {}
+    for state_key, ends in intervals.items():
+        for (first_ms, source, fingerprint), last_ms in sorted(ends.items()):
+            there = regrouped.setdefault(last_ms - last_ms % segment_ms, {})
+            there.setdefault(state_key, []).append(Sighting(first_ms, last_ms, source, fingerprint))
+    return {
+        start: {state_key: encode_sighting(sightings) for state_key, sightings in of.items()}
+        for start, of in regrouped.items()
+    }
+
+
+def _with_known(
+    entries: Iterable[tuple[bytes, bytes]], known: Mapping[int, Mapping[bytes, bytes]] | None
+) -> Iterable[tuple[bytes, bytes]]:
+    wanted: set[bytes] = set()
+    for state_key, value in entries:
+        wanted.add(state_key)
+        yield state_key, value
+    for held in (known or {}).values():
+        for state_key, value in held.items():
+            if state_key in wanted:
+                yield state_key, value

@@ -1,29 +1,181 @@
-"""What is said of a checkpoint: whose state it is, up to where, and which bytes it consists of.
+"""A checkpoint: the archive of one task's closed store, and the description that says whose state it is.
 
-A checkpoint is one task's store, closed and packed into one archive, with a description (`manifest.json`) beside it
-that is written last: who finds a description finds a whole archive.
+The archive is a tar of the store's files. The description (`manifest.json`) is written after it, so whoever finds a
+description finds a complete archive.
+
+An archive may come from anywhere, so nothing in it is trusted. Only regular files with the names of RocksDB's own files
+are accepted, only into an empty directory, and never more bytes than the description announces. rocksdict's settings,
+RocksDB's options and its event log are left out: a store is opened with our options, and events name the machine.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
+import re
+import tarfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Annotated, Final, Self
+from pathlib import Path
+from typing import IO, Annotated, Final, Protocol, Self
 
 import msgspec
 
 from dedup.errors import CheckpointUnusable
 from dedup.store.base import StoreIdentity
 
-FORMAT: Final = 1
+_FORMAT: Final = 1
 MOST_BYTES: Final = 64 << 10
-"""Of a description: nobody makes us read more."""
+"""Upper limit of a description's size, so that a foreign file cannot fill the memory."""
+_STORE_FILES: Final = re.compile(r"CURRENT|IDENTITY|MANIFEST-\d{1,20}|\d{1,20}\.(sst|log)", re.ASCII)
+_PIECE_BYTES: Final = 1 << 20
+_PLAIN: Final = frozenset({tarfile.REGTYPE, tarfile.AREGTYPE})
+_MOST_FILES: Final = 100_000
+
 _Count = Annotated[int, msgspec.Meta(ge=0)]
 _Hex = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{2,128}\Z")]
+Moved = Callable[[int], None]
+"""Called with the number of bytes of each transferred piece; may raise to stop the transfer."""
+
+
+class _ByteSource(Protocol):
+    """What an archive is read from."""
+
+    def read(self, size: int, /) -> bytes:
+        """Return up to ``size`` bytes; none at the end."""
+
+
+class _Counted:
+    """A stream that counts and hashes the bytes passing through."""
+
+    def __init__(self, moved: Moved) -> None:
+        self._hash: Final = hashlib.sha256()
+        self._moved: Final = moved
+        self.count = 0
+
+    def saw(self, piece: bytes) -> None:
+        """Count and hash a piece."""
+        self._hash.update(piece)
+        self.count += len(piece)
+        self._moved(len(piece))
+
+    @property
+    def sha256(self) -> str:
+        """The digest of all bytes so far."""
+        return self._hash.hexdigest()
+
+
+class _Out(_Counted):
+    def __init__(self, target: IO[bytes], moved: Moved) -> None:
+        super().__init__(moved)
+        self._target: Final = target
+
+    def write(self, piece: bytes) -> int:
+        self._target.write(piece)
+        self.saw(piece)
+        return len(piece)
+
+
+class _In(_Counted):
+    def __init__(self, source: _ByteSource, limit_bytes: int, moved: Moved) -> None:
+        super().__init__(moved)
+        self._source: Final = source
+        self._limit_bytes: Final = limit_bytes
+
+    def read(self, size: int) -> bytes:
+        piece = self._source.read(size)
+        self.saw(piece)
+        if self.count > self._limit_bytes:
+            raise CheckpointUnusable(f"the archive has more than the {self._limit_bytes:,} bytes it should have.")
+        return piece
+
+
+def pack(directory: Path, target: IO[bytes], moved: Moved) -> tuple[int, str]:
+    """Write the files of a closed store as a tar; return its length in bytes and its SHA-256 in hex."""
+    out = _Out(target, moved)
+    # Not compressed, since the files already are; USTAR is the format without extensions.
+    with tarfile.open(fileobj=out, mode="w|", format=tarfile.USTAR_FORMAT, bufsize=_PIECE_BYTES) as archive:  # type: ignore[call-overload]
+        for path in sorted(directory.iterdir()):
+            if _STORE_FILES.fullmatch(path.name) is None:
+                continue
+            entry = tarfile.TarInfo(path.name)
+            entry.size = path.stat().st_size
+            entry.mode = 0o600
+            with path.open("rb") as file:
+                archive.addfile(entry, file)
+    return out.count, out.sha256
+
+
+def unpack(source: _ByteSource, directory: Path, *, size_bytes: int, sha256: str, moved: Moved) -> None:
+    """Unpack an archive into an existing, empty directory, and sync the files to disk.
+
+    Raises CheckpointUnusable, leaving some files behind, if the archive is not the announced one or contains anything
+    but regular files of a store.
+    """
+    reader = _In(source, size_bytes, moved)
+    with _archive(reader) as archive:
+        for number, entry in enumerate(archive):
+            if number >= _MOST_FILES:
+                raise CheckpointUnusable(f"the archive holds more than {_MOST_FILES:,} files.")
+            _refuse_odd(entry)
+            content = archive.extractfile(entry)
+            if content is None:
+                raise CheckpointUnusable(f"the archive holds {entry.name!r} without its content.")
+            _write_new(directory / entry.name, content)
+    while reader.read(_PIECE_BYTES):
+        pass  # the checksum includes what follows the last file
+    if (reader.count, reader.sha256) != (size_bytes, sha256):
+        raise CheckpointUnusable(
+            f"the archive has {reader.count:,} bytes with SHA-256 {reader.sha256}, and should have {size_bytes:,} with "
+            f"{sha256}: it is damaged or truncated."
+        )
+    _sync(directory)
+
+
+@contextmanager
+def _archive(reader: _In) -> Iterator[tarfile.TarFile]:
+    """Open the archive for reading file by file; tarfile's errors become CheckpointUnusable."""
+    try:
+        with tarfile.open(fileobj=reader, mode="r|", bufsize=_PIECE_BYTES) as archive:  # type: ignore[call-overload]
+            yield archive
+    except tarfile.TarError as error:
+        raise CheckpointUnusable(f"the archive is damaged or truncated: {error}.") from error
+
+
+def _refuse_odd(entry: tarfile.TarInfo) -> None:
+    """Raise CheckpointUnusable for anything but a regular file with the name of a store file."""
+    if entry.type not in _PLAIN or entry.sparse is not None or _STORE_FILES.fullmatch(entry.name) is None:
+        raise CheckpointUnusable(
+            f"the archive holds {entry.name[:200]!r} (of type {entry.type!r}), which is not a file of a store. Another "
+            f"program has written it."
+        )
+
+
+def _write_new(path: Path, content: IO[bytes]) -> None:
+    try:
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    except FileExistsError as error:
+        raise CheckpointUnusable(f"the archive holds {path.name!r} twice.") from error
+    with open(file, "wb") as target:  # noqa: PTH123  a descriptor
+        while piece := content.read(_PIECE_BYTES):
+            target.write(piece)
+        target.flush()
+        # After a power cut, a partly written store would be taken for a complete one.
+        os.fsync(file)
+
+
+def _sync(directory: Path) -> None:
+    file = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)
 
 
 class _Written(msgspec.Struct, frozen=True):
-    """The description as JSON; a member that is not known is left alone."""
+    """The description as JSON; unknown members are ignored."""
 
     topology: str
     partition: _Count
@@ -43,18 +195,18 @@ class _Head(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """One partition's state, up to one position of its changelog."""
+    """The description: one partition's state, up to one position of its changelog."""
 
     identity: StoreIdentity
     fingerprint: bytes
-    """Of the last task record in it."""
+    """Of the last task record in the store."""
     segment_ms: int
-    """Width of the segments it was written under."""
+    """Width of the segments of the store."""
     position: int
     """The changelog offset to restore from."""
     ids: int
     archive: str
-    """The archive's name, beside the description."""
+    """File name of the archive, next to the description."""
     archive_bytes: int
     sha256: str
 
@@ -73,16 +225,16 @@ class Checkpoint:
             bytes=self.archive_bytes,
             sha256=self.sha256,
         )
-        return json.dumps({"format": FORMAT, **msgspec.to_builtins(written)}, indent=2).encode() + b"\n"
+        return json.dumps({"format": _FORMAT, **msgspec.to_builtins(written)}, indent=2).encode() + b"\n"
 
     @classmethod
     def decode(cls, data: bytes, place: str) -> Self:
-        """Return the description found at a place; raises CheckpointUnusable for one of no known format."""
+        """Return the description read from ``place``; raises CheckpointUnusable if it is unreadable."""
         try:
             version = msgspec.json.decode(data, type=_Head).format
-            if version != FORMAT:
+            if version != _FORMAT:
                 raise CheckpointUnusable(
-                    f"{place}: is a checkpoint of format {version}, and this dedup reads format {FORMAT}."
+                    f"{place}: is a checkpoint of format {version}, and this dedup reads format {_FORMAT}."
                 )
             found = msgspec.json.decode(data, type=_Written)
             identity = StoreIdentity(found.topology, found.partition, found.changelog_topic_id)
@@ -90,12 +242,5 @@ class Checkpoint:
         except (msgspec.DecodeError, UnicodeDecodeError, ValueError) as error:
             raise CheckpointUnusable(f"{place}: is damaged: {error}.") from error
         return cls(
-            identity,
-            fingerprint,
-            found.segment_ms,
-            found.position,
-            found.ids,
-            found.archive,
-            found.bytes,
-            found.sha256,
+            identity, fingerprint, found.segment_ms, found.position, found.ids, found.archive, found.bytes, found.sha256
         )

@@ -1,4 +1,4 @@
-"""The directory of one task's store on disk: its name, who may use it, its end.
+"""The directory of one task's store: its name, who may use it, how it is deleted, and the pool of open stores.
 
 A store's directory can always be restored from the changelog, so it may be deleted; nothing else may. Whatever does not
 look like a store (a symbolic link, foreign files) is refused and left alone.
@@ -9,14 +9,14 @@ from __future__ import annotations
 import fcntl
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, Self
 
-from dedup.errors import DedupError, StateIncompatible, TaskCorrupted
-from dedup.store.base import StoreIdentity
+from dedup.errors import DedupError, InvariantBroken, StateIncompatible, TaskCorrupted
+from dedup.store.base import Store, StoreIdentity
 
 _TOPOLOGY_NAME: Final = re.compile(r"[a-z0-9-]{1,200}", re.ASCII)
 _STORE_FILE: Final = re.compile(
@@ -38,14 +38,14 @@ _NOT_THE_STORES_FAULT: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """Which of RocksDB's lists of files is in use, and its length: it only grows until the next open."""
+    """RocksDB's current list of files, and its length; until the next open the list only grows."""
 
     number: int
     size_bytes: int
 
     @classmethod
     def of(cls, directory: Path) -> Self | None:
-        """Return the one that CURRENT names; None if there is none."""
+        """Return the manifest that CURRENT names; None if there is none."""
         try:
             name = (directory / "CURRENT").read_text(encoding="ascii").strip()
             return cls(int(name.removeprefix("MANIFEST-")), (directory / name).stat().st_size)
@@ -53,16 +53,16 @@ class Manifest:
             return None
 
     def now(self, directory: Path) -> Self:
-        """Return it with the length it has by now, or its successor."""
+        """Return the manifest with its present length, or its successor."""
         path = f"{directory}/MANIFEST-{self.number:06}"
         try:
-            return replace(self, size_bytes=os.stat(path).st_size)  # noqa: PTH116  twice as quick, in every apply
+            return replace(self, size_bytes=os.stat(path).st_size)  # noqa: PTH116  twice as fast, and in every apply
         except FileNotFoundError:
-            # RocksDB begins a new one when the old one has become long.
+            # RocksDB starts a new one when the old one has become long.
             return type(self).of(directory) or self
 
     def was_cut(self, found: Self) -> bool:
-        """The list found is this one, but shorter: files that it named are forgotten."""
+        """Whether ``found`` is this list, but shorter: it has lost the names of some files."""
         return found.number == self.number and found.size_bytes < self.size_bytes
 
     def __str__(self) -> str:
@@ -70,7 +70,7 @@ class Manifest:
 
 
 def store_directory(state_dir: Path, identity: StoreIdentity) -> Path:
-    """Return where a task's store lives; a name becomes part of a path only from a fixed alphabet."""
+    """Return the directory of a task's store. Raises StateIncompatible for a name that could lead elsewhere."""
     if _TOPOLOGY_NAME.fullmatch(identity.topology) is None or identity.partition < 0:
         raise StateIncompatible(
             f"no directory can be named after topology {identity.topology!r}, partition {identity.partition}: "
@@ -80,19 +80,19 @@ def store_directory(state_dir: Path, identity: StoreIdentity) -> Path:
 
 
 def prepare_directory(directory: Path) -> None:
-    """The directory exists, is ours, no link, holds nothing foreign and can be written; else StateIncompatible."""
+    """Create the directory if needed; StateIncompatible if it is a link, not ours, not writable or not a store's."""
     for path in (directory, directory.parent):
         if path.is_symlink():
             raise StateIncompatible(
-                f"{path}: is a symbolic link, which a state directory must not be: another's data could be reached "
-                "through it. Remove the link or set another state_dir."
+                f"{path}: is a symbolic link, which a state directory must not be: it could lead to foreign data. "
+                "Remove the link or set another state_dir."
             )
         _refuse_anothers(path)
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
         raise StateIncompatible(
-            f"{directory}: can not be made: {error.strerror}. Make state_dir writable for this user, "
+            f"{directory}: cannot be created: {error.strerror}. Make state_dir writable for this user, "
             "or set another one."
         ) from error
     names = _names(directory)
@@ -104,14 +104,14 @@ def prepare_directory(directory: Path) -> None:
 
 
 def _refuse_anothers(path: Path) -> None:
-    """Raise StateIncompatible if the directory is another user's, who could change what we believe."""
+    """Raise StateIncompatible if the directory belongs to another user, who could change the state."""
     try:
         owner = path.stat().st_uid
     except (FileNotFoundError, NotADirectoryError):
-        return  # where something is in the way, making it says so
+        return  # if something is in the way, creating the directory reports it
     except OSError as error:
         raise StateIncompatible(
-            f"{path}: can not be looked at: {error.strerror}. Give it to this user, or set another state_dir."
+            f"{path}: cannot be accessed: {error.strerror}. Give it to this user, or set another state_dir."
         ) from error
     if owner != os.geteuid():
         raise StateIncompatible(
@@ -121,10 +121,9 @@ def _refuse_anothers(path: Path) -> None:
 
 
 def delete_store(directory: Path) -> None:
-    """The store's directory is gone; nothing happens if it was not there.
+    """Delete a store's directory, if it exists. The store must not be open in this process.
 
     Raises StateIncompatible, with nothing deleted, if it is not a store's directory or another process has it open.
-    The store must not be open in this process.
     """
     if not directory.exists() and not directory.is_symlink():
         return
@@ -132,7 +131,7 @@ def delete_store(directory: Path) -> None:
     lock = os.open(directory / "LOCK", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
         _lock(directory, lock)
-        # CURRENT last: a half-deleted directory then still reads as a damaged store, never as a fresh one.
+        # CURRENT last: a half-deleted directory then opens as a damaged store, never as a fresh one.
         for name in sorted(_names(directory), key=lambda name: name == "CURRENT"):
             (directory / name).unlink()
         directory.rmdir()
@@ -142,19 +141,18 @@ def delete_store(directory: Path) -> None:
 
 @contextmanager
 def own_state(state_dir: Path, topology: str) -> Iterator[None]:
-    """Inside ``with``, this process alone keeps state of the topology there; raises StateIncompatible if another does.
+    """Reserve the topology's state for this process; raises StateIncompatible if another process has it.
 
-    A store has a lock of its own, but it is free while partitions move: two workers would take them from each other.
+    Each store has its own lock, but it is free while a partition moves: two workers would take stores from each other.
     """
     directory = state_dir / topology
     try:
         state_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-        # Beside the state, not in it: that there is a directory says that there is state.
+        # Next to the state, not in it: a directory means that there is state.
         file = os.open(state_dir / f".{topology}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     except OSError as error:
         raise StateIncompatible(
-            f"{state_dir}: can not be used: {error.strerror}. Make state_dir writable for this user, "
-            "or set another one."
+            f"{state_dir}: cannot be used: {error.strerror}. Make state_dir writable for this user, or set another one."
         ) from error
     try:
         _lock(directory, file)
@@ -183,7 +181,7 @@ def _names(directory: Path) -> list[str]:
         return sorted(path.name for path in directory.iterdir())
     except OSError as error:
         raise StateIncompatible(
-            f"{directory}: can not be read: {error.strerror}. Give it to this user, or set another state_dir."
+            f"{directory}: cannot be read: {error.strerror}. Give it to this user, or set another state_dir."
         ) from error
 
 
@@ -197,7 +195,7 @@ def _refuse_foreign(directory: Path, names: list[str]) -> None:
 
 
 class ErrorsOf:
-    """Inside ``with``, what RocksDB reports of a directory is raised as the error named by what to do about it.
+    """Context manager that turns RocksDB's errors about a directory into ours.
 
     rocksdict raises bare Exception for everything; only that exact class is translated.
     """
@@ -211,7 +209,7 @@ class ErrorsOf:
         """Nothing to prepare."""
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        """Raise the translated error instead of RocksDB's."""
+        """Raise our error instead of RocksDB's."""
         if kind is not Exception:
             return
         text = str(error)
@@ -219,7 +217,47 @@ class ErrorsOf:
             raise in_use(self._directory) from error
         if any(reason in text for reason in _NOT_THE_STORES_FAULT):
             raise DedupError(
-                f"{self._directory}: {text}. Nothing is lost: make room or give this user access, then start again; "
-                "what is missing here comes from the changelog."
+                f"{self._directory}: {text}. Nothing is lost: make room or give this user access, then restart; "
+                "what is missing here is restored from the changelog."
             ) from error
         raise TaskCorrupted(f"{self._directory}: {text}. {RESTORE}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class Keeping:
+    """How a task gets its partition's store, and what happens to it afterwards."""
+
+    open: Callable[[], Store]
+    prepare: Callable[[], Awaitable[None]] | None = None
+    """Awaited before the store is opened; provides local state if there is none."""
+    release: Callable[[Store], None] = lambda store: store.close()
+
+
+class StorePool:
+    """Open stores that wait for their next owner in this process: a task or a standby.
+
+    A rebalance takes every task and standby away and returns most of them. Closing and reopening a store costs a flush
+    and reading its keys into filters, on the event loop. Kafka Streams recycles its tasks for the same reason
+    (KAFKA-10199). A store holds only committed sightings, so the next owner continues from its position.
+    """
+
+    def __init__(self) -> None:
+        self._stores: Final[dict[int, Store]] = {}
+
+    def put(self, partition: int, store: Store) -> None:
+        """Keep an open store for its next owner; the caller must not use it any more.
+
+        Raises InvariantBroken if there is one already: a partition has one store in a process.
+        """
+        if partition in self._stores:
+            raise InvariantBroken(f"two stores of partition {partition} are open in this process. Restart the worker.")
+        self._stores[partition] = store
+
+    def take(self, partition: int) -> Store | None:
+        """Hand over the partition's store; None if it is not open."""
+        return self._stores.pop(partition, None)
+
+    def keep_only(self, partitions: Collection[int]) -> None:
+        """Close the stores of all other partitions."""
+        for partition in sorted(self._stores.keys() - set(partitions)):
+            self._stores.pop(partition).close()

@@ -1,4 +1,7 @@
-"""Several files as one chain: source → topic → deduplication → topic → table, and which stage is not exactly-once."""
+"""Findings about ingest files, and about several files as one chain: which stages are not exactly-once.
+
+A chain is source → topic → deduplication → topic → table. `lint` has the findings about a single topology.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +12,12 @@ from typing import Final
 
 from dedup.core.tracking_id import FieldRule, FieldsRule, HeaderRule
 from dedup.quantities import format_duration
-from dedup.topology.ingest import FilesSource, Ingest, TableSource, place_of, settle_sentence
+from dedup.topology.ingest_file import FilesSource, Ingest, TableSource, place_of, settle_sentence
 from dedup.topology.lint import Finding
 from dedup.topology.model import Topology, rule_text
 
 Stage = Ingest | Topology
-ID_HEADER: Final = "dedup-id"
+_ID_HEADER: Final = "dedup-id"
 _WEAK: Final = frozenset(
     {
         "late_forwarded",
@@ -30,32 +33,32 @@ _WEAK: Final = frozenset(
         "nobody_writes",
     }
 )
-"""Findings by which a record may pass twice, or not at all."""
+"""Codes of findings that mean: a record may pass twice, or not at all."""
 
 
 @dataclass(frozen=True, slots=True)
 class Named:
-    """A file and what it describes."""
+    """A file, and the stage it describes."""
 
     file: str
     stage: Stage
 
 
 def lint_ingest(ingest: Ingest) -> list[Finding]:
-    """Return what the author of a source may not have meant."""
+    """Return the findings about an ingest file."""
     found: list[Finding] = []
     match ingest.source:
         case FilesSource() as files:
             if files.start_over:
                 text = (
-                    "changed: start_over reads a truncated or replaced file from its beginning: lines written before "
-                    "and not read are lost, lines copied are sent again. This stage is then not exactly-once."
+                    "changed: start_over reads a truncated or replaced file from its beginning: older lines not yet "
+                    "read are lost, copied lines are sent again. This stage is then not exactly-once."
                 )
                 found.append(Finding("warning", "source_starts_over", text))
             if files.take_last_line:
                 text = (
-                    "last_line: take sends a line without a line feed: of a file that is still being written it may "
-                    "be half a line. Exact only if files come complete."
+                    "last_line: take sends a last line without a line feed: if the file is still being written, it may "
+                    "be half a line. Exact only if files arrive complete."
                 )
                 found.append(Finding("warning", "last_line_taken", text))
         case TableSource() as table:
@@ -66,16 +69,16 @@ def lint_ingest(ingest: Ingest) -> list[Finding]:
 def _lint_table(table: TableSource) -> Iterator[Finding]:
     if table.url.startswith("sqlite:"):
         text = (
-            f"SQLite gives the number of a deleted last row again, unless {table.column} is AUTOINCREMENT: "
-            f"the row that gets it is not read."
+            f"SQLite reuses the number of a deleted last row, unless {table.column} is AUTOINCREMENT: "
+            f"the new row with that number is not read."
         )
         yield Finding("warning", "numbers_given_again", text)
     if table.settle_ms:
         yield Finding("warning", "settled", settle_sentence(table))
     if table.query:
         text = (
-            "source.table.query: whether each row appears by the INSERT that takes its number, nobody can tell from a "
-            "query. A row that appears otherwise, by an UPDATE or a row of another table, may never be read."
+            "source.table.query: a query does not show whether each row becomes visible by the INSERT that takes its "
+            "number. A row that becomes visible otherwise, by an UPDATE or a row of another table, may never be read."
         )
         yield Finding("warning", "query", text)
 
@@ -84,18 +87,13 @@ def lint_chain(files: Sequence[Named]) -> list[tuple[str, Finding]]:
     """Return the findings that only several files together show, each with the file of its stage."""
     if len(files) < 2:  # noqa: PLR2004  # one file is no chain
         return []
-    return [
-        *_weak_joints(files),
-        *_loose_ends(files),
-        *_same_files(files),
-        *_same_names(files),
-    ]
+    return [*_weak_joints(files), *_loose_ends(files), *_same_files(files), *_same_names(files), *_shared_topics(files)]
 
 
 def describe_chain(files: Sequence[Named], weak: frozenset[str]) -> list[str]:
-    """Return a line per chain from a source on: its stages, and whether each is exactly-once.
+    """Return a line per chain, from its source on: the stages, and whether each is exactly-once.
 
-    ``weak`` has the files of stages that are not, by the findings.
+    ``weak`` names the files of the stages whose findings say that they are not.
     """
     lines: list[str] = []
     for start in files:
@@ -106,7 +104,7 @@ def describe_chain(files: Sequence[Named], weak: frozenset[str]) -> list[str]:
 
 
 def _paths(files: Sequence[Named], topic: str, text: str, passed: list[str], weak: frozenset[str]) -> list[str]:
-    """Return a line per way from a topic on; ``text`` and ``passed`` have the stages before."""
+    """Return a line per path from a topic on; ``text`` and ``passed`` are the stages before it."""
     after = [each for each in _readers_of(files, topic) if each.file not in passed]
     if not after:
         bad = [file for file in passed if file in weak]
@@ -114,7 +112,7 @@ def _paths(files: Sequence[Named], topic: str, text: str, passed: list[str], wea
     lines: list[str] = []
     for each in after:
         topology = each.stage
-        assert isinstance(topology, Topology)  # noqa: S101  # nothing else reads topics
+        assert isinstance(topology, Topology)  # noqa: S101  # only topologies read topics
         out = topology.output.topic if topology.output else ""
         more = f"{text} → {topology.name}" + (f" → {out}" if out else "")
         more += f" → table {topology.sink.table}" if topology.sink is not None else ""
@@ -136,28 +134,28 @@ def _weak_joints(files: Sequence[Named]) -> Iterator[tuple[str, Finding]]:
         if not isinstance(each.stage, Ingest):
             continue
         for after in _readers_of(files, each.stage.topic):
-            assert isinstance(after.stage, Topology)  # noqa: S101  # nothing else reads topics
+            assert isinstance(after.stage, Topology)  # noqa: S101  # only topologies read topics
             for finding in _joint(each.stage, after.stage):
                 yield after.file, finding
 
 
 def _joint(ingest: Ingest, topology: Topology) -> Iterator[Finding]:
-    """Yield what does not fit between a source and the topology that reads its topic."""
+    """Yield the mismatches between a source and the topology that reads its topic."""
     rule = topology.tracking_id.rule
-    reads_header = isinstance(rule, HeaderRule) and rule.name == ID_HEADER
+    reads_header = isinstance(rule, HeaderRule) and rule.name == _ID_HEADER
     if reads_header and not ingest.has_header:
         text = (
-            f"tracking_id.header: {ID_HEADER} is not on the records of {ingest.name}, which has a tracking_id of its "
-            f"own: every record would be a dead letter. Use the same rule in both files."
+            f"tracking_id.header: {_ID_HEADER} is not on the records of {ingest.name}, which has its own tracking_id: "
+            f"every record would become a dead letter. Use the same rule in both files."
         )
         yield Finding("error", "no_id_header", text)
     same = isinstance(rule, FieldRule | FieldsRule) and rule == ingest.tracking_id
     if topology.source.partitioned_by_tracking_id and not same:
         own = "its place in the source" if ingest.tracking_id is None else rule_text(ingest.tracking_id)
         text = (
-            f"source.partitioned_by: tracking_id is not so: {ingest.name} puts records into partitions by {own}, and "
-            f"the tracking ID is {rule_text(rule)}. Equal IDs would be in different partitions, where they are not "
-            f"found. Use the same rule in both files, or leave partitioned_by out."
+            f"source.partitioned_by: tracking_id is wrong: {ingest.name} puts records into partitions by {own}, and "
+            f"the tracking ID is {rule_text(rule)}. Equal IDs would be in different partitions, where duplicates are "
+            f"not found. Use the same rule in both files, or remove partitioned_by."
         )
         yield Finding("error", "partitioned_by_another_id", text)
 
@@ -176,14 +174,14 @@ def _loose_ends(files: Sequence[Named]) -> Iterator[tuple[str, Finding]]:
                 if unknown:
                     guard = format_duration(topology.window.guard_ms)
                     text = (
-                        f"no file given here writes {', '.join(unknown)}: whoever does may send a record twice, or "
-                        f"lose it. What is sent twice within {guard} is found here; what is lost before is not."
+                        f"no file given here writes {', '.join(unknown)}: the producer may send a record twice, or "
+                        f"lose it. A record sent twice within {guard} is found here; a record lost before is not."
                     )
                     yield each.file, Finding("warning", "nobody_writes", text)
 
 
 def _same_files(files: Sequence[Named]) -> Iterator[tuple[str, Finding]]:
-    """Yield sources of one directory: a file renamed from the one's pattern into the other's is sent by both."""
+    """Yield sources that share a directory: a file renamed from one pattern to the other would be sent by both."""
     seen: dict[str, Named] = {}
     for each in files:
         if not isinstance(each.stage, Ingest) or not isinstance(each.stage.source, FilesSource):
@@ -192,8 +190,8 @@ def _same_files(files: Sequence[Named]) -> Iterator[tuple[str, Finding]]:
         before = seen.setdefault(directory, each)
         if before is not each:
             text = (
-                f"source.files.directory: {directory} is read by {before.stage.name}, too: a file that both patterns "
-                f"take, or that is renamed from the one to the other, is sent by both. Give each a directory."
+                f"source.files.directory: {directory} is read by {before.stage.name}, too: a file that matches both "
+                f"patterns, or is renamed from one to the other, is sent by both. Give each its own directory."
             )
             yield each.file, Finding("warning", "same_directory", text)
 
@@ -203,8 +201,36 @@ def _same_names(files: Sequence[Named]) -> Iterator[tuple[str, Finding]]:
     for each in files:
         if each.stage.name in seen:
             text = (
-                f"the name {each.stage.name} is that of {seen[each.stage.name]}, too: they would fence each other, or "
+                f"the name {each.stage.name} is also that of {seen[each.stage.name]}: they would fence each other, or "
                 f"write each other's topics."
             )
             yield each.file, Finding("error", "same_name", text)
         seen.setdefault(each.stage.name, each.file)
+
+
+def _shared_topics(files: Sequence[Named]) -> Iterator[tuple[str, Finding]]:
+    """Yield pairs of topologies that write the same topics, with one finding per pair.
+
+    In a shared output, neither topology deduplicates against the other, and `dedup verify` takes the other's records
+    for its own. Only dead letters may be shared on purpose, to have one place to look at.
+    """
+    topologies = [(each.file, each.stage) for each in files if isinstance(each.stage, Topology)]
+    for at, (file, topology) in enumerate(topologies):
+        for _, other in topologies[:at]:
+            theirs = set(other.written_topics)
+            shared = [name for name in topology.written_topics if name in theirs]
+            if not shared or topology.name == other.name:
+                continue  # same name: `_same_names` reports that, and all their topics are named after it
+            names = ", ".join(shared)
+            if shared == [topology.dead_letter] == [other.dead_letter]:
+                text = (
+                    f"dead_letter: {names} takes the letters of {other.name}, too. `dedup replay` skips those of the "
+                    f"other, but `dedup verify` reports them as records without a source. Give each its own topic."
+                )
+                yield file, Finding("warning", "shared_dead_letters", text)
+            else:
+                text = (
+                    f"{names}: written by {other.name}, too. An ID that both judge is forwarded twice, and neither "
+                    f"output can be verified. Give each topology its own topics, or read both sources in one topology."
+                )
+                yield file, Finding("error", "shared_topics", text)

@@ -1,4 +1,4 @@
-"""A topology in words and as a drawing: agents, topics, the table, what becomes of each verdict."""
+"""A topology described in words, as plain data, and as a drawing (Graphviz, SVG): agents, topics, table, verdicts."""
 
 from __future__ import annotations
 
@@ -23,12 +23,14 @@ _ARROW_HEAD: Final = (
     '<path d="M0 0L8 4L0 8z" fill="#555"/></marker>'
 )
 
+_OUTSIDE: Final = "forwarded, marked; outside the guarantee"
+
 Kind = Literal["topic", "agent", "table"]
 
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A box of the drawing; the name is unique in it."""
+    """A box of the drawing; its name is unique."""
 
     name: str
     kind: Kind
@@ -37,7 +39,7 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Edge:
-    """An arrow: where records go, and which."""
+    """An arrow: from where to where records go, and which ones."""
 
     start: str
     end: str
@@ -46,7 +48,7 @@ class Edge:
 
 @dataclass(frozen=True, slots=True)
 class Graph:
-    """What is drawn, from left to right."""
+    """The drawing, from left to right."""
 
     nodes: tuple[Node, ...]
     edges: tuple[Edge, ...]
@@ -74,11 +76,11 @@ def graph(topology: Topology) -> Graph:
 
 
 def describe(topology: Topology) -> str:
-    """Return the topology in words, a line per fact."""
+    """Return the topology in words, one fact per line."""
     lines = [f"topology {topology.name}", ""]
     for title, facts in (
         ("what is a duplicate", _rule_facts(topology)),
-        ("what becomes of a record", _verdict_facts(topology)),
+        ("what happens to a record", _verdict_facts(topology)),
         ("agents", _agent_facts(topology)),
         ("topics", _topic_facts(topology)),
         ("table", _table_facts(topology)),
@@ -90,7 +92,7 @@ def describe(topology: Topology) -> str:
 
 
 def as_data(topology: Topology) -> dict[str, Any]:
-    """Return what `describe` says as plain values, with the drawing's boxes and arrows."""
+    """Return the content of `describe` as plain values, with the boxes and arrows of the drawing."""
     drawing = graph(topology)
     return {
         "name": topology.name,
@@ -146,8 +148,8 @@ def _rule_facts(topology: Topology) -> Iterator[tuple[str, str]]:
             yield "event time", f"the field {'.'.join(map(str, field_time.path))} ({field_time.unit})"
         case never:
             assert_never(never)
-    yield "guard period", f"{guard}: an ID again within it, earlier or later, is a duplicate"
-    yield "grace", f"{format_duration(window.grace_ms)}: further behind stream time, an unknown ID is late"
+    yield "guard period", f"{guard}: the same ID within it, earlier or later, is a duplicate"
+    yield "grace", f"{format_duration(window.grace_ms)}: an unknown ID further behind stream time is late"
     if window.extend:
         yield "extended", f"by every duplicate, to at most {format_duration(window.extend_at_most_ms)} after the first"
     yield (
@@ -163,7 +165,7 @@ def _verdict_facts(topology: Topology) -> Iterator[tuple[str, str]]:
         topic = topology.conflicts_go_to
         where = {
             OnConflict.DUPLICATE: "counted only" if topic is None else f"to {topic}",
-            OnConflict.FORWARD: "forwarded, marked; outside the guarantee",
+            OnConflict.FORWARD: _OUTSIDE,
             OnConflict.FAIL: "stops the worker",
         }
         yield "conflict", where[topology.on_conflict]
@@ -171,30 +173,27 @@ def _verdict_facts(topology: Topology) -> Iterator[tuple[str, str]]:
         case LateTo(topic):
             yield "late", f"to {topic}"
         case LateForward():
-            yield "late", "forwarded, marked; outside the guarantee"
+            yield "late", _OUTSIDE
         case LateDrop():
             yield "late", "counted only"
         case never:
             assert_never(never)
     missing = {
         OnMissing.DEAD_LETTER: f"to {topology.dead_letter}",
-        OnMissing.FORWARD: "forwarded, marked; outside the guarantee",
+        OnMissing.FORWARD: _OUTSIDE,
         OnMissing.FAIL: "stops the worker",
     }
     yield "without an ID", missing[topology.missing]
     if topology.id_in_value:
-        tombstones = {
-            OnTombstone.FORWARD: "forwarded, marked; outside the guarantee",
-            OnTombstone.DEAD_LETTER: f"to {topology.dead_letter}",
-        }
-        yield "null value", tombstones[topology.tombstones]
+        forward = topology.tombstones is OnTombstone.FORWARD
+        yield "null value", _OUTSIDE if forward else f"to {topology.dead_letter}"
     yield "unreadable", f"to {topology.dead_letter}"
 
 
 def _agent_facts(topology: Topology) -> Iterator[tuple[str, str]]:
     if not topology.direct:
-        yield "repartition", f"reads {', '.join(topology.source.topics)}; one task a partition; writes by tracking ID"
-    yield "dedup", f"reads {', '.join(topology.feeding_topics)}; one task a partition; judges and forwards"
+        yield "repartition", f"reads {', '.join(topology.source.topics)}; one task per partition; writes by tracking ID"
+    yield "dedup", f"reads {', '.join(topology.feeding_topics)}; one task per partition; judges and forwards"
 
 
 def _topic_facts(topology: Topology) -> Iterator[tuple[str, str]]:
@@ -216,11 +215,11 @@ def _table_facts(topology: Topology) -> Iterator[tuple[str, str]]:
     yield "segments", f"{format_duration(window.segment_ms)} each, dropped whole"
     yield "standby", f"{state.standby_replicas} other workers keep a copy"
     most = state.max_bytes_per_partition
-    yield "bound", "none" if most is None else f"{format_size(most)} a partition"
+    yield "bound", "none" if most is None else f"{format_size(most)} per partition"
 
 
 def _outlets(topology: Topology) -> Iterator[tuple[str, str]]:
-    """Yield topics the dedup agent writes, with what goes there."""
+    """Yield the topics the dedup agent writes, with what goes there."""
     if topology.output is not None:
         yield topology.output.topic, "unique records"
     if topology.duplicates is not None:
@@ -233,7 +232,7 @@ def _outlets(topology: Topology) -> Iterator[tuple[str, str]]:
 
 
 def _corners(drawing: Graph) -> dict[str, tuple[int, int]]:
-    """Return the upper left corner of every box: columns side by side, each centred."""
+    """Return the upper left corner of every box: columns side by side, each centered."""
     columns: dict[int, list[Node]] = {}
     for node in drawing.nodes:
         columns.setdefault(node.column, []).append(node)

@@ -1,6 +1,6 @@
-"""What is allowed, but costs or weakens something: findings that know deduplication.
+"""Findings about a valid topology: what is allowed, but costs or weakens something the author may not expect.
 
-`parse` says whether a file describes a topology; this says what its author may not have meant.
+`parse` decides whether a file describes a topology at all.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from dedup.quantities import format_duration
 from dedup.topology.model import LateDrop, LateForward, Topology
 
 LARGEST_CHANGELOG_RECORD_BYTES: Final = 900_000
-"""Below the broker's default `max.message.bytes`, with room for the batch around it."""
+"""Below the broker's default `max.message.bytes`, leaving room for the record batch's own bytes."""
 _SIGHTING_BYTES: Final = 24
 _FINGERPRINT_BYTES: Final = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Something to mend (error) or to know (warning)."""
+    """Something to fix (error) or to know (warning)."""
 
     level: Literal["error", "warning"]
     code: str
@@ -33,18 +33,16 @@ def lint(topology: Topology) -> list[Finding]:
     """Return the findings, errors first."""
     findings = [
         *_changelog_record(topology),
-        *_outside_the_guarantee(topology),
-        *_late(topology),
+        *_policies(topology),
         *_window(topology),
         *_where_ids_meet(topology),
         *_tracking_id(topology),
-        *_stops(topology),
     ]
     return sorted(findings, key=lambda finding: finding.level)
 
 
 def worst_record_bytes(topology: Topology) -> int:
-    """Return the size of a changelog value if one ID is used anew every guard period, through a whole segment."""
+    """Return the size of a changelog value if one ID is reused every guard period, throughout a segment."""
     window = topology.window
     sightings = window.segment_ms // window.guard_ms + 2
     return sightings * (_SIGHTING_BYTES + (_FINGERPRINT_BYTES if topology.fingerprints_wanted else 0))
@@ -61,22 +59,31 @@ def _changelog_record(topology: Topology) -> Iterator[Finding]:
         yield Finding(
             "error",
             "changelog_record_too_large",
-            f"grace {grace} is too long for guard_period {guard}: an ID used anew every guard period would leave "
+            f"grace {grace} is too long for guard_period {guard}: an ID reused every guard period would leave "
             f"{worst_bytes:,} bytes in one changelog record, more than {LARGEST_CHANGELOG_RECORD_BYTES:,}. "
             f"Shorten grace or lengthen guard_period.",
         )
 
 
-def _outside_the_guarantee(topology: Topology) -> Iterator[Finding]:
+def _policies(topology: Topology) -> Iterator[Finding]:
     outside = "They are outside the guarantee, and marked by the header dedup-verdict"
     if isinstance(topology.late, LateForward):
         text = f"late: forward sends late records to the output unjudged, so duplicates among them pass. {outside}."
         yield _warning("late_forwarded", text)
+    if isinstance(topology.late, LateDrop):
+        text = (
+            "late: drop loses late records; only their number is kept. Name a topic, or omit late for the default "
+            "topic; `dedup replay` can send them through later."
+        )
+        yield _warning("late_dropped", text)
     if topology.missing is OnMissing.FORWARD:
         text = (
             f"tracking_id.missing: forward sends records without an ID to the output, each time they come. {outside}."
         )
         yield _warning("missing_forwarded", text)
+    if topology.missing is OnMissing.FAIL:
+        text = "tracking_id.missing: fail stops the worker at the first record without an ID, until the cause is fixed."
+        yield _warning("missing_stops", text)
     if topology.id_in_value and topology.tombstones is OnTombstone.FORWARD:
         text = f"tracking_id.tombstones: forward (the default) sends null values on, each time they come. {outside}."
         yield _warning("tombstones_forwarded", text)
@@ -85,36 +92,30 @@ def _outside_the_guarantee(topology: Topology) -> Iterator[Finding]:
             f"on_conflict: forward sends a duplicate on if its payload differs: identity is ID and payload. {outside}."
         )
         yield _warning("conflicts_forwarded", text)
-
-
-def _late(topology: Topology) -> Iterator[Finding]:
-    if isinstance(topology.late, LateDrop):
-        text = (
-            "late: drop loses late records; only their number is kept. Name a topic, or leave late out "
-            "for the default one; `dedup replay` can send them through later."
-        )
-        yield _warning("late_dropped", text)
+    if topology.on_conflict is OnConflict.FAIL:
+        text = "on_conflict: fail stops the worker at the first conflicting duplicate, until the cause is fixed."
+        yield _warning("conflict_stops", text)
 
 
 def _window(topology: Topology) -> Iterator[Finding]:
     window = topology.window
     if window.grace_ms == 0:
-        text = "grace: 0s makes every record late that is out of order by 1 ms, unless its ID is known."
+        text = "grace: 0s: a record that is out of order by 1 ms is late, unless its ID is known."
         yield _warning("no_grace", text)
     if window.extend and window.extend_at_most_ms < window.guard_ms:
         text = (
             f"extend_at_most {format_duration(window.extend_at_most_ms)} is shorter than guard_period "
-            f"{format_duration(window.guard_ms)}: extending hardly changes anything. Lengthen it, or drop extend."
+            f"{format_duration(window.guard_ms)}: extending has hardly any effect. Lengthen it, or remove extend."
         )
         yield _warning("cap_below_guard", text)
     if topology.future is OnFuture.CLAMP:
         text = "future: clamp changes the event time, and with it the timestamp, of records too far ahead of the clock."
         yield _warning("times_clamped", text)
     if topology.max_clock_skew_ms == 0:
-        text = "max_clock_skew: 0s makes a dead letter of every record of a producer whose clock is 1 ms ahead."
+        text = "max_clock_skew: 0s: every record of a producer whose clock is 1 ms ahead becomes a dead letter."
         yield _warning("no_clock_skew", text)
     if topology.source.start == "latest":
-        text = "source.start: latest skips what is in the topic when the topology first runs; its IDs are not known."
+        text = "source.start: latest skips what is in the topic when the topology first runs; those IDs stay unknown."
         yield _warning("start_latest", text)
 
 
@@ -122,22 +123,22 @@ def _where_ids_meet(topology: Topology) -> Iterator[Finding]:
     several = len(topology.source.topics) > 1
     rule = topology.tracking_id.rule
     if not topology.direct:
-        why = "there are several source topics" if several else "source.partitioned_by is not given"
+        why = "there are several source topics" if several else "source.partitioned_by is not set"
         text = (
-            f"Records go through {topology.repartition_topic}, because {why}. Order then holds per tracking ID, "
-            f"no longer per key, and each record is written once more."
+            f"Records go through {topology.repartition_topic}, because {why}. Order is then kept per tracking ID, "
+            f"no longer per key, and each record is written one more time."
         )
         yield _warning("order_per_tracking_id", text)
     if several and topology.source.partitioned_by_tracking_id and not isinstance(rule, KeyRule):
         yield _warning("partitioned_by_unused", "source.partitioned_by has no effect with several source topics.")
     if topology.direct and topology.tracking_id.normalize:
         text = (
-            "IDs that normalize makes equal must be in one partition already: producers must partition by the "
-            "normalized ID. Otherwise leave source.partitioned_by out."
+            "IDs that normalize makes equal must already be in the same partition: producers must partition by the "
+            "normalized ID. Otherwise remove source.partitioned_by."
         )
         yield _warning("normalized_after_partitioning", text)
     if isinstance(rule, KeyRule) and not topology.direct and not several:
-        text = "tracking_id.key with normalize: equal IDs may have unequal keys, so records are repartitioned."
+        text = "tracking_id.key with normalize: equal IDs may have different keys, so records are repartitioned."
         yield _warning("normalized_keys_repartitioned", text)
 
 
@@ -145,20 +146,11 @@ def _tracking_id(topology: Topology) -> Iterator[Finding]:
     rule = topology.tracking_id.rule
     if isinstance(rule, ContentRule | RawContentRule):
         if topology.tracking_id.normalize:
-            yield _warning("normalize_unused", "tracking_id.normalize has no effect on content: it is for texts.")
-        # An excluded member is no part of the ID, so payloads of equal ID may differ there.
+            yield _warning("normalize_unused", "tracking_id.normalize has no effect on content, only on text.")
+        # An excluded member is not part of the ID, so payloads with equal IDs may differ there.
         if topology.fingerprints_wanted and not (isinstance(rule, ContentRule) and rule.exclude):
-            text = "conflicts and on_conflict have no effect: records of equal content have equal payloads."
+            text = "conflicts and on_conflict have no effect: records with equal content have equal payloads."
             yield _warning("no_conflicts_possible", text)
     if isinstance(rule, RawContentRule) and topology.source.format == "json":
-        text = "tracking_id.content: true compares bytes: a blank or another order of members is another event."
+        text = "tracking_id.content: true compares bytes: other white space or member order makes another event."
         yield _warning("bytes_compared", text)
-
-
-def _stops(topology: Topology) -> Iterator[Finding]:
-    if topology.missing is OnMissing.FAIL:
-        text = "tracking_id.missing: fail stops the worker at the first record without an ID, until it is mended."
-        yield _warning("missing_stops", text)
-    if topology.on_conflict is OnConflict.FAIL:
-        text = "on_conflict: fail stops the worker at the first duplicate with another payload, until it is mended."
-        yield _warning("conflict_stops", text)

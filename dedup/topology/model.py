@@ -1,4 +1,4 @@
-"""What a topology file says, checked and complete: past `parse` nothing asks again."""
+"""A topology as the program works with it: every key of the file checked and with its value, defaults included."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from hashlib import blake2b
 from typing import Final, Literal, assert_never
 
 from dedup.core.event_time import EventTime, FieldTime, RecordTime
+from dedup.core.extract import Extractor, compile_extractor
 from dedup.core.fold import OnConflict, OnFuture, OnMissing, OnTombstone, Rules
-from dedup.core.paths import Path, format_path
+from dedup.core.json_path import Path, format_path
 from dedup.core.tracking_id import (
     ENCODING_VERSION,
     ContentRule,
@@ -24,14 +25,15 @@ from dedup.core.tracking_id import (
     TrackingId,
 )
 from dedup.core.window import Window
+from dedup.topology.schema import ColumnType
 
 _FINGERPRINT_BYTES: Final = 16
 _WINDOW_RULE: Final = 1
-"""Version of what a stored sighting means; another number can not read today's state."""
+"""Version of the meaning of a stored sighting; state of another version cannot be used."""
 
 Format = Literal["json", "bytes"]
 Start = Literal["earliest", "latest"] | int
-"""Where a topology without state begins to read; a number is a record time in ms."""
+"""Where a topology without state starts to read; a number is a record time in ms."""
 SubTopology = Literal["dedup", "repartition"]
 """The two kinds of task."""
 
@@ -43,7 +45,7 @@ class SourceSpec:
     topics: tuple[str, ...]
     format: Format = "json"
     partitioned_by_tracking_id: bool = False
-    """Equal IDs are in equal partitions already: the producers see to it."""
+    """The producers put equal IDs into the same partition."""
     start: Start = "earliest"
 
 
@@ -58,7 +60,7 @@ class Output:
 
 @dataclass(frozen=True, slots=True)
 class LateTo:
-    """Late records go to a topic of their own."""
+    """Late records go to their own topic."""
 
     topic: str
 
@@ -70,7 +72,7 @@ class LateForward:
 
 @dataclass(frozen=True, slots=True)
 class LateDrop:
-    """Late records are counted and gone."""
+    """Late records are only counted."""
 
 
 Late = LateTo | LateForward | LateDrop
@@ -82,19 +84,16 @@ class StateSpec:
 
     standby_replicas: int = 1
     max_bytes_per_partition: int | None = None
-    """The worker stops, with nothing lost, before a partition's state grows beyond; None: no bound."""
-
-
-SinkType = Literal["text", "integer", "number", "boolean", "time", "json"]
+    """The worker stops, losing nothing, before a partition's state exceeds this; None: no limit."""
 
 
 @dataclass(frozen=True, slots=True)
 class SinkColumn:
-    """A column of a sink's table: where its value stands, and what it must be."""
+    """A column of a sink's table: the member it holds, and the required kind of value."""
 
     name: str
     path: Path
-    type: SinkType
+    type: ColumnType
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +107,7 @@ class SinkSpec:
     """Empty: the record's key and value, as bytes."""
     topic: str
     append: bool
-    """An ID forwarded again after its guard period makes another row, told apart by its event time."""
+    """Whether an ID forwarded again after its guard period becomes another row, distinguished by its event time."""
     dead_letter: str
 
 
@@ -132,27 +131,37 @@ class Topology:
     duplicates: str | None = None
     conflicts: str | None = None
     conflicts_counted: bool = False
-    """`conflicts` was written, with a topic or without: payloads are compared."""
+    """The file has `conflicts`, with or without a topic: payloads are compared."""
     fingerprint_exclude: tuple[Path, ...] = ()
-    """Members left out when payloads are compared."""
+    """Members ignored when payloads are compared."""
     on_conflict: OnConflict = OnConflict.DUPLICATE
     state: StateSpec = StateSpec()
     sink: SinkSpec | None = None
 
     @property
     def direct(self) -> bool:
-        """Whether dedup tasks feed on the source topic itself."""
+        """Whether dedup tasks read the source topic itself, without repartitioning."""
         return len(self.source.topics) == 1 and self.source.partitioned_by_tracking_id
 
     @property
     def changelog_topic(self) -> str:
-        """The topic that state is restored from."""
+        """The compacted topic from which state is restored."""
         return f"{self.name}.changelog"
 
     @property
     def reset_group(self) -> str:
-        """The group whose offsets say where the last `dedup reset` left off, in sources and in topics written."""
+        """The group whose offsets say how far the last `dedup reset` went, in source topics and in written topics."""
         return f"{self.name}.reset"
+
+    @property
+    def replay_group(self) -> str:
+        """The group whose offsets say how far `dedup replay` is in the late and the dead-letter topic."""
+        return f"{self.name}.replay"
+
+    @property
+    def replay_mark_group(self) -> str:
+        """The group whose lasting offsets say that there was a replay, and where the last one ended."""
+        return f"{self.name}.replay-mark"
 
     @property
     def repartition_topic(self) -> str:
@@ -166,7 +175,7 @@ class Topology:
 
     @property
     def written_topics(self) -> tuple[str, ...]:
-        """Every topic that tasks write, in the order of the topology file."""
+        """Every topic that tasks write to, in the order of the topology file."""
         topics = [] if self.direct else [self.repartition_topic]
         if self.output is not None:
             topics.append(self.output.topic)
@@ -177,7 +186,7 @@ class Topology:
 
     @property
     def fingerprints_wanted(self) -> bool:
-        """Whether payloads are compared; costs eight bytes an ID."""
+        """Whether payloads are compared, which costs eight bytes per ID."""
         return self.conflicts_counted or self.on_conflict is not OnConflict.DUPLICATE
 
     @property
@@ -198,15 +207,15 @@ class Topology:
         )
 
     def transactional_id(self, sub_topology: SubTopology, partition: int, source_topic: str | None = None) -> str:
-        """Return a task's transactional id; ``source_topic`` is given for repartition tasks, and only for them."""
+        """Return a task's transactional id; only repartition tasks have a ``source_topic``."""
         parts = [self.name, sub_topology, source_topic, str(partition)]
         return ".".join(part for part in parts if part is not None)
 
     def state_fingerprint(self, partitions: Mapping[str, int]) -> bytes:
-        """Return 16 bytes that differ where state of one topology can not be used by the other.
+        """Return 16 bytes that differ between topologies that cannot use each other's state.
 
-        ``partitions`` has the partition count of every source topic and feeding topic. The event time and the payload
-        comparison are part of it: sightings stored by another clock, or without payloads, would give wrong verdicts.
+        ``partitions`` has the partition count of every source topic and feeding topic. Event time and payload
+        comparison are part of it: sightings stored with another clock, or without payloads, would give wrong verdicts.
         """
         return blake2b(self.state_identity(partitions).encode(), digest_size=_FINGERPRINT_BYTES).digest()
 
@@ -217,7 +226,7 @@ class Topology:
             "window_rule": _WINDOW_RULE,
             "tracking_id": rule_text(self.tracking_id.rule),
             "normalize": list(self.tracking_id.normalize),
-            "event_time": event_time_text(self.event_time),
+            "event_time": _event_time_text(self.event_time),
             "source_topics": list(self.source.topics),
             "direct": self.direct,
             "partitions": dict(sorted(partitions.items())),
@@ -245,7 +254,7 @@ def rule_text(rule: Rule) -> str:
             assert_never(never)
 
 
-def event_time_text(event_time: EventTime) -> str:
+def _event_time_text(event_time: EventTime) -> str:
     """Return an event time as the topology file writes it. Part of the state fingerprint: do not reword."""
     match event_time:
         case RecordTime():
@@ -254,3 +263,17 @@ def event_time_text(event_time: EventTime) -> str:
             return f"{{field: {format_path(path)}, unit: {unit}}}"
         case never:
             assert_never(never)
+
+
+# The extractor of a topology, the same for workers, Spark and the verifier.
+
+
+def extractor_of(topology: Topology) -> Extractor:
+    """Return what extracts IDs, times and fingerprints; it fingerprints only if the topology compares payloads."""
+    return compile_extractor(
+        topology.tracking_id,
+        topology.event_time,
+        fmt=topology.source.format,
+        fingerprint=topology.fingerprints_wanted,
+        fingerprint_exclude=topology.fingerprint_exclude,
+    )

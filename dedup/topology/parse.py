@@ -1,7 +1,12 @@
-"""A topology file to a `Topology`: everything that is wrong with it is said at once, each with its place."""
+"""How a topology file becomes a `Topology`; one error reports everything wrong with it, each problem with its place.
+
+The shape checks single keys. What only several keys show (rules that exclude each other, a topic with two roles) is
+checked in the file as written, so that both kinds of problems are reported together.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, Final
 
 from pydantic import ValidationError
@@ -9,7 +14,7 @@ from pydantic import ValidationError
 from dedup.core.event_time import EventTime, FieldTime, RecordTime, rfc3339_ms
 from dedup.core.extract import compile_extractor
 from dedup.core.fold import OnConflict, OnFuture, OnMissing, OnTombstone
-from dedup.core.paths import parse_path
+from dedup.core.json_path import parse_path
 from dedup.core.tracking_id import (
     ContentRule,
     FieldRule,
@@ -21,20 +26,41 @@ from dedup.core.tracking_id import (
     TrackingId,
 )
 from dedup.core.window import Window
-from dedup.document import in_order, read, told
 from dedup.errors import Problem, TopologyError
 from dedup.quantities import parse_duration, parse_size
-from dedup.topology.file import FIELDS, ConflictsFile, TopologyFile, TrackingIdFile
-from dedup.topology.model import Late, LateDrop, LateForward, LateTo, Output, SourceSpec, Start, StateSpec, Topology
-from dedup.topology.sense import contradictions
-from dedup.topology.shapes import FieldTimeFile
-from dedup.topology.sink import sink_spec
+from dedup.topology.model import (
+    Late,
+    LateDrop,
+    LateForward,
+    LateTo,
+    Output,
+    SinkColumn,
+    SinkSpec,
+    SourceSpec,
+    Start,
+    StateSpec,
+    Topology,
+)
+from dedup.topology.schema import (
+    RULES,
+    ColumnFile,
+    ConflictsFile,
+    FieldTimeFile,
+    SinkFile,
+    TopologyFile,
+    TrackingIdFile,
+)
+from dedup.yaml_document import At, Document, dotted, in_order, read, told
 
+_MOST_TOPIC_CHARS: Final = 249
 _EXTENSIONS_OF_GUARD: Final = 7
+_CHANGELOG: Final = "the changelog topic"
+_REPARTITION: Final = "the repartition topic"
+_SINK_LETTERS: Final = "the topic of the sink's dead letters"
 
 
 def parse(text: str, *, name: str) -> Topology:
-    """Return the topology a file describes; ``name`` is what its mistakes are reported under.
+    """Return the topology that a file describes; problems are reported under the file's ``name``.
 
     Raises TopologyError with every problem of the file.
     """
@@ -50,12 +76,13 @@ def parse(text: str, *, name: str) -> Topology:
     try:
         checked = TopologyFile.model_validate(document.value)
     except ValidationError as error:
-        problems.extend(told(error.errors(include_url=False), document, FIELDS))
-    problems.extend(contradictions(document))
+        problems.extend(told(error, document, TopologyFile))
+    for check in (_one_rule, _bytes_have_no_fields, _one_role_each):
+        problems.extend(check(document))
     if problems or checked is None:
         raise TopologyError(in_order(problems))
     topology = _topology(checked)
-    # Whatever the extractor would refuse is refused here, so that no worker starts with it.
+    # Refuse here what the extractor would refuse, so that no worker starts with it.
     try:
         compile_extractor(topology.tracking_id, topology.event_time, fmt=topology.source.format, fingerprint=False)
     except ValueError as error:
@@ -76,6 +103,7 @@ def _topology(file: TopologyFile) -> Topology:
     grace_ms = guard_ms if file.grace is None else parse_duration(file.grace)
     output = None if file.output is None else Output(file.output.topic, file.output.headers)
     side_prefix = file.name if output is None else output.topic
+    most = file.state.max_bytes_per_partition
     conflicts = file.conflicts if isinstance(file.conflicts, ConflictsFile) else ConflictsFile(topic=file.conflicts)
     return Topology(
         name=file.name,
@@ -85,7 +113,7 @@ def _topology(file: TopologyFile) -> Topology:
         dead_letter=file.dead_letter or f"{side_prefix}.dead-letter",
         late=_late(file.late or f"{side_prefix}.late"),
         output=output,
-        event_time=_event_time(file.event_time),
+        event_time=event_time_of(file.event_time),
         missing=OnMissing(file.tracking_id.missing),
         tombstones=OnTombstone(file.tracking_id.tombstones),
         future=OnFuture(file.future),
@@ -96,13 +124,13 @@ def _topology(file: TopologyFile) -> Topology:
         conflicts_counted=file.conflicts is not None,
         fingerprint_exclude=tuple(map(parse_path, conflicts.exclude)),
         on_conflict=OnConflict(file.on_conflict),
-        state=_state(file),
-        sink=None if file.sink is None else sink_spec(file.name, file.sink, output),
+        state=StateSpec(file.state.standby_replicas, None if most is None else parse_size(most)),
+        sink=None if file.sink is None else _sink(file.name, file.sink, output),
     )
 
 
 def _source(file: TopologyFile, tracking_id: TrackingId) -> SourceSpec:
-    # A normalized key may be equal where the producers' partitioner saw two keys: then nothing is implied.
+    # Normalizing may make two keys equal that the producers' partitioner saw as different.
     implied = isinstance(tracking_id.rule, KeyRule) and not tracking_id.normalize
     start: Start = "earliest"
     match file.source.start:
@@ -128,7 +156,8 @@ def _rule(file: TrackingIdFile) -> Rule:
     return KeyRule()
 
 
-def _event_time(written: str | FieldTimeFile) -> EventTime:
+def event_time_of(written: str | FieldTimeFile) -> EventTime:
+    """Return the event time that a file names; a plain word means the record's own timestamp."""
     if isinstance(written, str):
         return RecordTime()
     return FieldTime(parse_path(written.field), written.unit)
@@ -144,6 +173,103 @@ def _late(written: str) -> Late:
             return LateTo(topic)
 
 
-def _state(file: TopologyFile) -> StateSpec:
-    most = file.state.max_bytes_per_partition
-    return StateSpec(file.state.standby_replicas, None if most is None else parse_size(most))
+def _sink(name: str, file: SinkFile, output: Output | None) -> SinkSpec:
+    columns = tuple(
+        SinkColumn(column, parse_path(written.field), written.type)
+        if isinstance(written, ColumnFile)
+        else SinkColumn(column, parse_path(written), "text")
+        for column, written in (file.columns or {}).items()
+    )
+    return SinkSpec(
+        url=file.url,
+        table=file.table,
+        columns=columns,
+        topic=file.topic or ("" if output is None else output.topic),
+        append=file.on_reuse == "append",
+        dead_letter=file.dead_letter or f"{name}.sink.dead-letter",
+    )
+
+
+def _one_rule(document: Document) -> Iterator[Problem]:
+    tracking_id = document.value.get("tracking_id")
+    if not isinstance(tracking_id, dict):
+        return
+    written = [rule for rule in tracking_id if rule in RULES]
+    choice = ", ".join(RULES)
+    if not written:
+        place = document.place_of_key(("tracking_id",))
+        yield Problem(place, f"tracking_id: no rule; write exactly one of {choice}")
+    if len(written) > 1:
+        place = document.place_of_key(("tracking_id", written[1]))
+        yield Problem(place, f"tracking_id: {' and '.join(written)} exclude each other; keep exactly one")
+
+
+def _bytes_have_no_fields(document: Document) -> Iterator[Problem]:
+    if document.get(("source", "format")) != "bytes":
+        return
+    fields: list[At] = [("tracking_id", "field"), ("tracking_id", "fields"), ("tracking_id", "content", "exclude")]
+    for at in [*fields, ("event_time", "field"), ("conflicts", "exclude")]:
+        if document.has(at):
+            text = f"{dotted(at)}: needs `source.format: json`; a value of format bytes has no fields"
+            yield Problem(document.place_of_key(at), text)
+
+
+def _one_role_each(document: Document) -> Iterator[Problem]:
+    """Refuse a topic with two roles: one that is both read and written would feed itself."""
+    roles: dict[str, str] = {}
+    for at, topic, role in _topics(document):
+        # Kafka refuses two topics that differ only in "." and "_": their metrics would collide.
+        same = topic.replace(".", "_")
+        place = document.place_of_key(at) if at and at[-1] == "name" else document.place(at)
+        label = f"{dotted(at)}: " if at else ""
+        if len(topic) > _MOST_TOPIC_CHARS and topic != document.get(at):
+            text = f'the derived topic "{topic[:40]}..." has {len(topic)} characters; Kafka allows {_MOST_TOPIC_CHARS}'
+            yield Problem(place, f"{label}{text}")
+        if same in roles:
+            yield Problem(place, f'{label}"{topic}" is also {roles[same]}; every topic has one role')
+        else:
+            roles[same] = role
+    # A sink may read any topic that holds records; these hold state, or the sink's own dead letters.
+    read = document.get(("sink", "topic"))
+    role = roles.get(read.replace(".", "_"), "") if isinstance(read, str) else ""
+    if role in {_CHANGELOG, _REPARTITION, _SINK_LETTERS}:
+        text = f'sink.topic: "{read}" is also {role}; every topic has one role'
+        yield Problem(document.place(("sink", "topic")), text)
+
+
+def _topics(document: Document) -> Iterator[tuple[At, str, str]]:
+    """Yield path, topic and role of every topic, as far as the file can be understood."""
+    sources = document.get(("source", "topics"))
+    for row, topic in enumerate(sources if isinstance(sources, list) else ()):
+        if isinstance(topic, str):
+            yield ("source", "topics", row), topic, "a source topic"
+    name = document.get(("name",))
+    if isinstance(name, str):
+        yield ("name",), f"{name}.changelog", _CHANGELOG
+        yield ("name",), f"{name}.repartition", _REPARTITION
+        if isinstance(document.get(("sink",)), dict) and not document.has(("sink", "dead_letter")):
+            yield ("name",), f"{name}.sink.dead-letter", _SINK_LETTERS
+    conflicts: At = ("conflicts", "topic") if document.has(("conflicts", "topic")) else ("conflicts",)
+    yield from _given(document, ("output", "topic"), "the output topic")
+    yield from _given(document, ("duplicates",), "the topic of duplicates")
+    yield from _given(document, conflicts, "the topic of conflicts")
+    output = document.get(("output", "topic"))
+    prefix_at: At = ("output", "topic") if isinstance(output, str) else ("name",)
+    prefix = output if isinstance(output, str) else name
+    for key, suffix, role in (
+        ("late", "late", "the topic of late records"),
+        ("dead_letter", "dead-letter", "the topic of dead letters"),
+    ):
+        written = document.get((key,))
+        if isinstance(written, str):
+            if key != "late" or written not in {"forward", "drop"}:
+                yield (key,), written, role
+        elif isinstance(prefix, str):
+            yield prefix_at, f"{prefix}.{suffix}", role
+    yield from _given(document, ("sink", "dead_letter"), _SINK_LETTERS)
+
+
+def _given(document: Document, at: At, role: str) -> Iterator[tuple[At, str, str]]:
+    topic = document.get(at)
+    if isinstance(topic, str):
+        yield at, topic, role

@@ -1,7 +1,7 @@
-"""What a worker's principal must be allowed, and nothing beyond it: `dedup apply --acls`.
+"""The least permissions that a worker's principal needs: `dedup apply --acls`.
 
 Read, Write and Delete imply Describe (Kafka's authorizer); an idempotent producer needs nothing more since KIP-679.
-Topics are made by `dedup apply` under another principal, which needs Create.
+`dedup apply` creates topics under another principal, which needs Create.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dedup.topology.model import Topology
 
 
 class Resource(enum.Enum):
-    """A kind of thing that permissions are given for; the value is the option of kafka-acls that names it."""
+    """A resource type of Kafka's authorizer; the value is the option of kafka-acls that names it."""
 
     TOPIC = "topic"
     GROUP = "group"
@@ -23,7 +23,7 @@ class Resource(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Permission:
-    """Operations on one resource, or on all whose names begin so."""
+    """Operations on one resource, or on all resources with a prefix."""
 
     resource: Resource
     name: str
@@ -34,7 +34,7 @@ class Permission:
 
 
 def worker_permissions(topology: Topology) -> tuple[Permission, ...]:
-    """Return what `dedup run` needs where its topics exist."""
+    """Return what `dedup run` needs if its topics exist."""
     return tuple(_permissions(topology))
 
 
@@ -48,12 +48,14 @@ def _permissions(topology: Topology) -> Iterator[Permission]:
         operations = ("Read", "Write", "Delete", "DescribeConfigs") if name in own else ("Write", "DescribeConfigs")
         yield _topic(name, operations, own.get(name, "output or side topic"))
     yield Permission(Resource.GROUP, topology.name, prefixed=False, operations=("Read",), why="membership and offsets")
+    mark = "a new fleet on an output with records: where `dedup reset` left off"
+    yield Permission(Resource.GROUP, topology.reset_group, prefixed=False, operations=("Describe",), why=mark)
     yield Permission(
         Resource.TRANSACTIONAL_ID,
-        f"{topology.name}.",  # a topology's name holds no dot: no other topology's ids begin so
+        f"{topology.name}.",  # a topology's name contains no dot, so no other topology's ids have this prefix
         prefixed=True,
         operations=("Write", "Describe"),
-        why="one id a partition",
+        why="one id per partition",
     )
 
 

@@ -1,17 +1,18 @@
-"""The pages of a worker: read-only, on loopback, or anywhere else behind a token.
+"""The web server of a worker: read-only pages, on loopback, or on other addresses behind a token.
 
-    /live           the event loop turns
+    /live           the event loop runs
     /ready          every task of this worker runs; 503 with the reason if not
     /metrics        Prometheus' text format
     /api/status     tasks, lag, state
-    /api/ids/{id}   was this ID seen; owners of other partitions are asked, unless with ?here=1
+    /api/ids/{id}   whether this ID was seen; asks owners of other partitions, too, unless called with ?here=1
     /api/dashboard  what the dashboard shows
-    /api/records/{topic}/{partition}/{offset}   one source record, for who asks to see it
+    /api/records/{topic}/{partition}/{offset}   one source record
     /               the dashboard
 
-Probes carry no token and learn nothing but yes or no. The dashboard's own files carry none either: there is no data in
-them, and the page asks for the token before it gets any. Pages on loopback are refused to another Host header, so that
-a web page in somebody's browser can not read them through a name of its own (DNS rebinding).
+Probes need no token and reveal only yes or no. The dashboard's own files need none either: they contain no data, and
+the page asks for the token before it gets any. Pages on loopback refuse other Host headers, so that a web page in
+somebody's browser cannot read them through a host name of its own (DNS rebinding). The plotting library is uPlot 1.6.32
+from npm. The content security policy allows files from this host only, and no inline scripts or styles.
 """
 
 from __future__ import annotations
@@ -25,47 +26,83 @@ import socket
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import asdict, is_dataclass
+from importlib.resources import files
 from ipaddress import ip_address
 from typing import TYPE_CHECKING, Any, Final, Protocol, Self
 
 from aiohttp import web
 
 from dedup.errors import DedupError, SettingsError
-from dedup.glance import LookedUp, Noted, Peer, ShownRecord, TaskPulse
-from dedup.metrics import TaskSeen, WorkerSeen
-from dedup.web.board import board
-from dedup.web.files import FILES, SECURED, file_answer
-from dedup.web.history import EVERY_S, History
-from dedup.web.owners import ask_owners
+from dedup.metrics import TaskNumbers, TaskSeen, WorkerSeen, formats_of, reasons_of
+from dedup.web.dashboard import EVERY_S, MetricHistory, board
+from dedup.web.id_lookup import ask_owners
+from dedup.worker_view import LookedUp, Noted, Peer, ShownRecord, TaskPulse
 
 if TYPE_CHECKING:
     from dedup.settings import Web
 
+HOME: Final = "/"
+FILES: Final[Mapping[str, str]] = {
+    HOME: "index.html",
+    **{
+        f"/static/{name}": name
+        for name in (
+            "dashboard.css",
+            "dashboard.js",
+            "lookup.js",
+            "plots.js",
+            "tables.js",
+            "words.js",
+            "icon.svg",
+            "uPlot.esm.js",
+            "uPlot.min.css",
+            "uPlot.LICENSE.txt",
+        )
+    },
+}
+"""Path -> file in static/; nothing else of the directory is served."""
+_CONTENT_TYPES: Final[Mapping[str, str]] = {
+    "html": "text/html",
+    "css": "text/css",
+    "js": "text/javascript",
+    "svg": "image/svg+xml",
+    "txt": "text/plain",
+}
+_SECURITY_HEADERS: Final[Mapping[str, str]] = {
+    "X-Content-Type-Options": "nosniff",
+    "Cache-Control": "no-store",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Content-Security-Policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    ),
+}
 OPEN_PAGES: Final = frozenset({"/live", "/ready"})
-SHARED_S: Final = 0.5
-"""So long a snapshot serves everybody who asks: counting the bytes of 256 stores takes a while."""
-MOST_ID_BYTES: Final = 65_536
+_SHARED_S: Final = 0.5
+"""How long one snapshot serves all requests: summing the sizes of 256 stores takes a while."""
+_MOST_ID_BYTES: Final = 65_536
 log: Final = logging.getLogger(__name__)
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+_Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class Answers(Protocol):
-    """What the pages are made from."""
+    """Where the pages get their data from: the worker."""
 
     def not_ready(self) -> str | None:
         """Return why the worker is not ready; None if it is."""
 
     def seen(self) -> WorkerSeen:
-        """Return the worker as it is now."""
+        """Return the worker's current state."""
 
     def metrics(self) -> bytes:
         """Return the metrics in Prometheus' text format."""
 
     def look_up(self, text: str) -> LookedUp:
-        """Return what this worker's state says of an ID; raises SettingsError for what can be none."""
+        """Return what this worker's state says of an ID. Raises SettingsError for text that cannot be an ID."""
 
     def pulse(self) -> Iterable[TaskPulse]:
-        """Return what is cheap to read of every task."""
+        """Return the counters and the lag of every task, which are cheap to read."""
 
     def latest(self) -> Iterable[Noted]:
         """Return the latest duplicates, conflicts, late records and dead letters."""
@@ -74,18 +111,18 @@ class Answers(Protocol):
         """Return the members of the group."""
 
     async def record(self, topic: str, partition: int, offset: int) -> ShownRecord | None:
-        """Return a source record; None where it is no more. Raises DedupError where it can not be read."""
+        """Return a source record; None if it was deleted. Raises DedupError if it cannot be read."""
 
 
-class Pages:
-    """The web server of one worker; use with ``async with``. One that can not listen is a warning: the work goes on."""
+class WebServer:
+    """The web server of one worker; use it with ``async with``. If it cannot listen, it logs a warning."""
 
     def __init__(self, settings: Web, answers: Answers) -> None:
         self._settings: Final = settings
         self._answers: Final = answers
         self._token: Final = settings.token.reveal().encode() if settings.token else None
         self._runner: Final = web.AppRunner(self._app(), access_log=None, handle_signals=False)
-        self._history: Final = History()
+        self._history: Final = MetricHistory()
         self._sampling: asyncio.Task[None] | None = None
         self._board: tuple[float, dict[str, Any]] = (0.0, {})
         self.url: str | None = None
@@ -93,7 +130,7 @@ class Pages:
 
     @property
     def advertised(self) -> str | None:
-        """Where others find these pages: `web.advertise`, or the address, or this machine's name for all addresses."""
+        """Where others find these pages: `web.advertise`, else the address, or the host name if it listens on all."""
         if self.url is None or self._settings.advertise is not None:
             return None if self.url is None else self._settings.advertise
         if self._settings.host.strip("[]") not in {"0.0.0.0", "::"}:  # noqa: S104  # compared, not listened on
@@ -101,14 +138,14 @@ class Pages:
         return f"http://{socket.gethostname()}:{self.url.rpartition(':')[2]}"
 
     async def __aenter__(self) -> Self:
-        """It listens at ``url``, unless the address is taken."""
+        """Listen at ``url``, unless the address is not available."""
         host = self._settings.host.strip("[]")
         await self._runner.setup()
         try:
             await web.TCPSite(self._runner, host, self._settings.port).start()
         except OSError as error:
             log.warning(
-                "web: %s:%d can not be listened on (%s); this worker has no pages. Set web.port, 0 for any free one.",
+                "web: cannot listen on %s:%d (%s); this worker serves no pages. Set web.port, 0 for any free port.",
                 host,
                 self._settings.port,
                 error.strerror,
@@ -121,7 +158,7 @@ class Pages:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        """It listens no more."""
+        """Stop listening."""
         if self._sampling is not None:
             self._sampling.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -129,7 +166,7 @@ class Pages:
         await self._runner.cleanup()
 
     async def _sample(self) -> None:
-        """Look at the counters at an even pace; a look costs some ten microseconds a task."""
+        """Sample the counters every second; a sample costs about ten microseconds per task."""
         while True:
             self._history.sample(self._answers.pulse(), time.time_ns() // 1_000_000)
             await asyncio.sleep(EVERY_S)
@@ -145,28 +182,28 @@ class Pages:
                 web.get("/api/ids/{id:(?s:.+)}", self._id),
                 web.get("/api/dashboard", self._dashboard),
                 web.get("/api/records/{topic}/{partition:[0-9]{1,9}}/{offset:[0-9]{1,18}}", self._record),
-                *(web.get(path, file_answer(name)) for path, name in FILES.items()),
+                *(web.get(path, _file_answer(name)) for path, name in FILES.items()),
             ]
         )
         return app
 
     @web.middleware
-    async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+    async def _guard(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
         if request.path not in OPEN_PAGES:
             if self._token is not None and request.path not in FILES:
                 given = request.headers.get("Authorization", "").removeprefix("Bearer ")
-                # What is not UTF-8 comes as surrogates.
+                # Bytes that are not UTF-8 arrive as surrogates.
                 given_bytes = given.encode(errors="surrogateescape")
                 if not hmac.compare_digest(given_bytes, self._token):
                     raise web.HTTPUnauthorized(
                         text="This page needs the header Authorization: Bearer TOKEN.\n",
                         headers={"WWW-Authenticate": "Bearer"},
                     )
-            # Not request.host: where the header is missing, that asks the name service for a name and waits for it.
+            # Not request.host: if the header is missing, that waits for a DNS lookup.
             if self._token is None and not _is_loopback(request.headers.get("Host", "")):
                 raise web.HTTPForbidden(text="Without a token these pages are for localhost only.\n")
         response = await handler(request)
-        response.headers.update(SECURED)
+        response.headers.update(_SECURITY_HEADERS)
         return response
 
     async def _live(self, _: web.Request) -> web.Response:
@@ -187,9 +224,9 @@ class Pages:
 
     async def _id(self, request: web.Request) -> web.Response:
         text = request.match_info["id"]
-        if len(text.encode()) > MOST_ID_BYTES:
+        if len(text.encode()) > _MOST_ID_BYTES:
             raise web.HTTPRequestURITooLong
-        await asyncio.sleep(0)  # batches go first: a look-up is nothing urgent
+        await asyncio.sleep(0)  # batches go first, because look-ups are not urgent
         try:
             found = self._answers.look_up(text)
         except SettingsError as error:
@@ -201,7 +238,7 @@ class Pages:
     async def _dashboard(self, _: web.Request) -> web.Response:
         now_s = time.monotonic()
         made_s, shown = self._board
-        if not shown or now_s - made_s > SHARED_S:
+        if not shown or now_s - made_s > _SHARED_S:
             answers = self._answers
             now_ms = time.time_ns() // 1_000_000
             shown = board(answers.seen(), self._history, answers.latest(), answers.peers(), now_ms=now_ms)
@@ -215,12 +252,28 @@ class Pages:
         except DedupError as error:
             return _json({"error": str(error)}, status=404)
         if found is None:
-            return _json({"error": "the log does not have this record any more"}, status=404)
+            return _json({"error": "the log no longer has this record"}, status=404)
         return _json(found)
 
 
+def _file_answer(name: str) -> Callable[[web.Request], Awaitable[web.Response]]:
+    """Return a handler that serves one file, read at its first request."""
+    content: bytes | None = None
+
+    async def answer(_: web.Request) -> web.Response:
+        nonlocal content
+        if content is None:
+            content = files("dedup.web").joinpath("static", name).read_bytes()
+        kind = _CONTENT_TYPES[name.rpartition(".")[2]]
+        return web.Response(body=content, content_type=kind, charset="utf-8")
+
+    return answer
+
+
 def status_of(seen: WorkerSeen, peers: Iterable[Peer]) -> dict[str, Any]:
-    """Return a worker as plain data, for JSON, and where the other members of the group can be asked."""
+    """Return a worker as plain data for JSON, and the URLs of the other members of the group."""
+    counted = seen.counters()
+    numbers = tuple(counted.values())
     return {
         "topology": seen.topology,
         "worker": seen.worker_id,
@@ -229,19 +282,23 @@ def status_of(seen: WorkerSeen, peers: Iterable[Peer]) -> dict[str, Any]:
         "fenced": seen.fenced,
         "corrupted": seen.corrupted,
         "standbys": {str(partition): lag for partition, lag in sorted(seen.standby_lag.items())},
+        "alert": None if seen.alert is None else seen.alert.text,
+        "dead_letters": dict(reasons_of(numbers)),
+        "other_formats": dict(formats_of(numbers)),
         "workers": [{"worker": peer.worker, "url": peer.url, "here": peer.here} for peer in peers],
-        "tasks": [_task(task) for task in seen.tasks],
+        "tasks": [_task(task, counted[task.sub_topology, task.topic, task.partition]) for task in seen.tasks],
     }
 
 
-def _task(task: TaskSeen) -> dict[str, Any]:
+def _task(task: TaskSeen, counted: TaskNumbers) -> dict[str, Any]:
+    """Return a task as plain data; counts are those of this worker since it started, as in /metrics."""
     numbers = task.numbers
     return {
         "task": task.sub_topology,
         "topic": task.topic,
         "partition": task.partition,
         "state": task.state,
-        "verdicts": dict(numbers.verdicts),
+        "verdicts": dict(counted.verdicts),
         "committed_offset": numbers.committed_offset,
         "lag_records": task.lag_records,
         "lag_seconds": round(task.lag_seconds, 3),
@@ -251,7 +308,7 @@ def _task(task: TaskSeen) -> dict[str, Any]:
         "state_ids": task.state_ids,
         "state_bytes": task.state_bytes,
         "state_max_bytes": task.state_max_bytes,
-        "misplaced": numbers.misplaced,
+        "misplaced": counted.misplaced,
         "seconds_since_commit": round(task.seconds_since_commit, 3),
     }
 

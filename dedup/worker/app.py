@@ -1,52 +1,245 @@
-"""The Faust app of a topology, every option explicit, and the tasks it hosts."""
+"""The Faust app of a topology: agents that pass batches to their tasks, the table of sightings, the group's members.
+
+Reading a key of the table asks the task that has it. Writing is refused: a sighting is kept only in the transaction of
+its record. Tasks restore themselves, so Faust's recovery service is never started.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, cast
+import asyncio
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, Final, NoReturn, cast
 
 import faust
 from faust.stores import STORES
+from faust.stores.base import Store as FaustStore
+from faust.tables import TableManager as FaustTableManager
 from faust.transport.drivers import TRANSPORTS
+from faust.types import TP
+from mode import CrashingSupervisor
+from yarl import URL
 
-from dedup.session.client import KafkaWire
-from dedup.session.connection import Connection
+from dedup.core.window import Sighting
+from dedup.errors import InvariantBroken
+from dedup.kafka.client import KafkaWire
+from dedup.kafka.connection import Connection
+from dedup.kafka.consumer import TopicCheck
+from dedup.metrics import DeadLetterAlert
+from dedup.store.directory import StorePool
 from dedup.store.rocks import RocksMemory
-from dedup.store.shelf import Shelf
-from dedup.worker.agents import attach_agents
 from dedup.worker.bootstrap import Bootstrap
 from dedup.worker.clock import SteadyClock
-from dedup.worker.peers import identity
-from dedup.worker.plan import Cluster
+from dedup.worker.dedup_task import DedupTask
 from dedup.worker.standby import Standbys
-from dedup.worker.table import SightingsTable, TableManager
-from dedup.worker.tasks import Tasks
-from dedup.worker.workshop import Workshop
+from dedup.worker.task_factory import TaskFactory
+from dedup.worker.task_manager import TaskManager
+from dedup.worker.topics import Cluster
+from dedup.worker_view import Peer
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from faust.assignor.partition_assignor import PartitionAssignor
+    from faust.types import AppT, StreamT
+
     from dedup.settings import Settings
     from dedup.topology.model import Topology
     from dedup.worker.transport import Consumer
 
+NOWHERE: Final = "no-pages.invalid"
+"""The host of a worker without pages: a name that never exists (RFC 2606)."""
+
+
+def identity(worker_id: str | None, url: str | None) -> str:
+    """Return a worker's name in the group: the address of its pages, and its id, so that no two are equal."""
+    return str(URL(url or f"http://{NOWHERE}").with_fragment(worker_id))
+
+
+def peers_of(app: DedupApp) -> tuple[Peer, ...]:
+    """Return the members of the group, by name, as of the last assignment; none before the first.
+
+    Each member announces an address when it joins, and the assignment carries them to all: Faust's metadata does what
+    `application.server` does in Kafka Streams (KIP-67). Only a request shows whether a worker has died since.
+    """
+    partitions: defaultdict[str, set[tuple[str, int]]] = defaultdict(set)
+    assignor = cast("PartitionAssignor", app.assignor)
+    for spread in (assignor.changelog_distribution, assignor.external_topic_distribution):
+        for name, by_topic in spread.items():
+            tasks = partitions[name]
+            tasks.update((topic, number) for topic in by_topic for number in by_topic[topic])
+    own = str(app.conf.canonical_url)
+    feeding = app.feeding_topics
+    peers = [
+        _peer(name, tuple(sorted(task for task in tasks if task[0] in feeding)), here=name == own)
+        for name, tasks in partitions.items()
+    ]
+    return tuple(sorted(peers, key=lambda peer: peer.worker))
+
+
+def _peer(name: str, partitions: tuple[tuple[str, int], ...], *, here: bool) -> Peer:
+    url = URL(name)
+    # A worker of a release without pages for others has no fragment.
+    address = None if url.host == NOWHERE or not url.fragment else str(url.with_fragment(None)).rstrip("/")
+    return Peer(url.fragment or url.host or name, address, partitions, here)
+
+
+class BatchSchema(faust.Schema[Any, Any]):
+    """Messages are already `FeedBatch` values; there is nothing to decode."""
+
+    def compile(self, app: AppT, **_: Any) -> Callable[..., Any]:
+        """Return a decoder that passes the batch on."""
+        create_event = app.create_event
+
+        async def decode(message: Any, *, propagate: bool = False) -> Any:  # Faust's signature
+            return create_event(message.key, message.value, message.headers, message)
+
+        return decode
+
+
+def _attach_agents(app: DedupApp) -> None:
+    """Declare one agent per sub-topology; a failure in one crashes the app instead of skipping the batch."""
+    for sub_topology, topics in app.sub_topologies.items():
+        channel = app.topic(*topics, schema=BatchSchema(), acks=False, internal=False)
+
+        @app.agent(channel, name=sub_topology, supervisor_strategy=CrashingSupervisor)
+        async def judge(stream: StreamT[Any]) -> None:
+            async for batch in stream:
+                await app.tasks.process(batch)
+                # Judging never yields: without this, answers to a commit in flight would wait for the whole queue.
+                await asyncio.sleep(0)
+
+
+class SightingsStore(FaustStore[Any, Any]):
+    """The store behind the URL ``dedup://``: all sightings that this worker's tasks have applied."""
+
+    app: DedupApp
+
+    def __getitem__(self, state_key: bytes) -> tuple[Sighting, ...]:
+        found = [seen for task in self._dedup_tasks() for seen in task.sightings_of(state_key)]
+        if not found:
+            raise KeyError(state_key)
+        return tuple(found)
+
+    def __iter__(self) -> Iterator[bytes]:
+        for task in self._dedup_tasks():
+            if task.store is not None:
+                for _, key, _ in task.store.sightings():
+                    yield key
+
+    def __len__(self) -> int:
+        return sum(task.store.count_ids() for task in self._dedup_tasks() if task.store is not None)
+
+    def __setitem__(self, state_key: bytes, value: object) -> NoReturn:
+        raise _read_only()
+
+    def __delitem__(self, state_key: bytes) -> NoReturn:
+        raise _read_only()
+
+    def _dedup_tasks(self) -> Iterator[DedupTask]:
+        for task in self.app.tasks.running.values():
+            if isinstance(task.work, DedupTask):
+                yield task.work
+
+    def reset_state(self) -> None:
+        """Do nothing: `dedup reset` deletes state."""
+
+    async def backup_partition(self, *_: Any, **__: Any) -> NoReturn:
+        """Raise InvariantBroken: the changelog is the backup."""
+        raise InvariantBroken("Faust must not make a backup here; the changelog topic holds all state.")
+
+    def restore_backup(self, *_: Any, **__: Any) -> NoReturn:
+        """Raise InvariantBroken: the changelog is the backup."""
+        raise InvariantBroken("Faust must not restore a backup here; the changelog topic holds all state.")
+
+    def apply_changelog_batch(self, *_: Any, **__: Any) -> NoReturn:
+        """Raise InvariantBroken: tasks restore themselves."""
+        raise InvariantBroken("Faust's recovery must not write the store; restore belongs to the tasks.")
+
+
+class SightingsTable(faust.Table[Any, Any]):
+    """A `faust.Table` whose every write is refused."""
+
+    def on_key_set(self, key: object, value: object) -> NoReturn:
+        """Raise InvariantBroken."""
+        raise _read_only()
+
+    def on_key_del(self, key: object) -> NoReturn:
+        """Raise InvariantBroken."""
+        raise _read_only()
+
+
+class TableManager(FaustTableManager):
+    """Faust's table manager without its recovery: tasks restore themselves, partition by partition."""
+
+    app: DedupApp
+
+    async def on_start(self) -> None:
+        """Register the changelog, so that the assignor co-locates it with its feeding partition."""
+        await self._update_channels()
+
+    async def on_rebalance(
+        self, assigned: set[TP], revoked: set[TP], newly_assigned: set[TP], generation_id: int = 0
+    ) -> None:
+        """Resume Faust's flow at once: a partition is read when its own task is running."""
+        app = self.app
+        self._recovery_started.set()
+        await self._update_channels()
+        # Faust assigns topics of each partition count separately: its standbys may include partitions that are ours.
+        ours = {feeding.partition for feeding in app.tasks.running if feeding.topic in app.sub_topologies["dedup"]}
+        standbys = {tp.partition for tp in app.assignor.assigned_standbys() if tp.topic in self.changelog_topics}
+        app.standbys.assign(standbys - ours)
+        app.store_pool.keep_only(standbys | ours)
+        app.flow_control.resume()
+        app.consumer.resume_flow()
+        await app._fetcher.maybe_start()  # noqa: SLF001  # as Faust's own recovery does at its end
+        self.on_actives_ready()
+        self.on_standbys_ready()
+
+    def on_partitions_revoked(self, revoked: set[TP]) -> None:
+        """Stop the standbys; a task that is about to open needs their stores."""
+        self.app.standbys.release()
+
+    async def on_stop(self) -> None:
+        """Stop fetching and the tables."""
+        await self.app._fetcher.stop()  # noqa: SLF001  # as Faust's own manager does
+        for table in self.values():
+            await table.stop()
+
+    async def wait_until_recovery_completed(self) -> bool:
+        """Return at once: no app-wide recovery exists."""
+        return False
+
+
+def _read_only() -> InvariantBroken:
+    return InvariantBroken(
+        "the table of sightings cannot be written by key: a sighting belongs to the transaction of its record."
+    )
+
+
 TRANSPORTS.aliases["dedup"] = "dedup.worker.transport:Transport"
-STORES.aliases["dedup"] = "dedup.worker.table:SightingsStore"
+STORES.aliases["dedup"] = "dedup.worker.app:SightingsStore"
 
 
 class DedupApp(faust.App):
-    """A Faust app that knows its tasks; built by `create_app` only."""
+    """A Faust app that knows its tasks; only `create_app` builds it."""
 
     settings: Settings
     connection: Connection
     wire: KafkaWire
-    tasks: Tasks
+    tasks: TaskManager
     standbys: Standbys
     bootstrap: Bootstrap
-    shelf: Shelf
+    store_pool: StorePool
+    topic_check: TopicCheck
+    alert: DeadLetterAlert | None = None
+    """Raised while nearly all records become dead letters."""
     sub_topologies: dict[str, tuple[str, ...]]
     """Name -> feeding topics."""
 
     @property
     def member(self) -> Consumer:
-        """The consumer, as what our transport makes it."""
+        """The consumer, typed as our transport's."""
         return cast("Consumer", self.consumer)
 
     @property
@@ -56,10 +249,10 @@ class DedupApp(faust.App):
 
 
 def create_app(topology: Topology, settings: Settings, cluster: Cluster, wire: KafkaWire) -> DedupApp:
-    """Return the app of a topology, not started; call it in the loop that will run it."""
+    """Return the app of a topology, not started; call it in the event loop that will run it."""
     connection = Connection.of(settings, client_id=f"dedup-{topology.name}")
-    # Faust wants a directory of its own; a topology's name has no dot, so this one is nobody's state.
-    # Faust puts a relative table directory below the data directory, where nothing is made.
+    # Faust needs a directory. A topology's name has no dot, so this one collides with no state; absolute, since Faust
+    # puts a relative table directory below the data directory, where it creates none.
     directory = settings.state_dir.absolute() / ".faust"
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     app = DedupApp(
@@ -86,25 +279,27 @@ def create_app(topology: Topology, settings: Settings, cluster: Cluster, wire: K
         broker_session_timeout=settings.session_timeout_ms / 1000,
         broker_commit_interval=1.0,
     )
-    app.shelf = Shelf()
-    workshop = Workshop(topology, settings, cluster, wire, SteadyClock(), RocksMemory(), shelf=app.shelf)
+    app.store_pool = StorePool()
+    factory = TaskFactory(topology, settings, cluster, wire, SteadyClock(), RocksMemory(), store_pool=app.store_pool)
     app.settings, app.connection, app.wire = settings, connection, wire
-    app.tasks = Tasks(workshop.build, workshop.wipe, commit_interval_ms=settings.commit_interval_ms)
+    app.topic_check = factory.check
+    wire.pin(factory.check.topic_ids)
+    app.tasks = TaskManager(factory.build, factory.wipe, commit_interval_ms=settings.commit_interval_ms)
     app.standbys = Standbys(
         wire,
         topology.changelog_topic,
         topology.window,
-        workshop.fingerprint(),
-        workshop.open_store,
-        prepare=workshop.prepare,
-        release_store=workshop.release_store,
+        factory.fingerprint(),
+        factory.open_store,
+        prepare=factory.prepare,
+        release_store=factory.release_store,
     )
-    app.bootstrap = workshop.bootstrap
+    app.bootstrap = factory.bootstrap
     app.sub_topologies = {"dedup": topology.feeding_topics}
     if not topology.direct:
         app.sub_topologies = {"repartition": topology.source.topics, **app.sub_topologies}
     app.Table(
         "sightings", key_type=bytes, value_type=bytes, changelog_topic=app.topic(topology.changelog_topic, acks=False)
     )
-    attach_agents(app)
+    _attach_agents(app)
     return app

@@ -1,46 +1,96 @@
-"""Local state for a partition that has none: its checkpoint, unless reading the changelog is the only way.
+"""Local state from a checkpoint, for a partition that has none.
 
-A checkpoint is never needed. The changelog holds all of what counts, so whatever is wrong with a checkpoint's bytes or
-with the place where it lies costs time only: a warning, a number, and the ordinary restore. What says that state,
-changelog and topology do not belong together is refused as it is for state on the local disk: StateIncompatible.
+A checkpoint is never needed: the changelog holds everything. A damaged or unreachable checkpoint only costs time: a
+warning, a counter, and the ordinary restore. But if state, changelog and topology do not belong together, a checkpoint
+is refused as local state would be: StateIncompatible.
 
-The archive is unpacked beside the state, under a name of its own, and renamed into place when all of it was read and
-its digest is right. The renaming is done by the event loop: a thread that nobody waits for any more changes nothing
-that a later owner of the partition could see.
+The archive is unpacked next to the state, under a different name, and renamed into place once all of it was read and
+its digest is right. The event loop does the renaming, so an abandoned thread cannot change anything that a later owner
+of the partition could see.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import secrets
 import shutil
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
 
 from dedup.errors import CheckpointUnusable, StateIncompatible, TaskCorrupted
-from dedup.session.wire import LogBounds, TopicPartition, Wire
-from dedup.store.archive import Moved, unpack
+from dedup.kafka.wire import LogBounds, TopicPartition, Wire
 from dedup.store.base import Store, StoreIdentity
-from dedup.store.checkpoint import Checkpoint
-from dedup.store.depot import Depot
+from dedup.store.checkpoint import Checkpoint, Moved, unpack
+from dedup.store.checkpoint_storage import CheckpointStorage
 from dedup.store.directory import delete_store, prepare_directory
+from dedup.worker.offsets import bounds_of
 from dedup.worker.restore import refuse_other_fingerprint
-from dedup.worker.starting import bounds_of
-from dedup.worker.transfer import transfer
 
-MOST_AT_ONCE: Final = 4
-SCRATCH: Final = ".bootstrap"
-INSTEAD: Final = "It is restored from the changelog instead, which holds all of it: nothing is lost, it takes longer."
 log: Final = logging.getLogger(__name__)
+_STALLED_S: Final = 60.0
+T = TypeVar("T")
+_MOST_AT_ONCE: Final = 4
+SCRATCH: Final = ".bootstrap"
+_INSTEAD: Final = "It is restored from the changelog instead, which holds all of it: nothing is lost, it takes longer."
+
+
+class _Movement:
+    """How much the thread has moved, and whether it should continue."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.given_up = False
+
+    def moved(self, size_bytes: int) -> None:
+        """Add moved bytes; raises CheckpointUnusable if the transfer was given up."""
+        self.count += size_bytes
+        if self.given_up:
+            raise CheckpointUnusable("the transfer was given up.")
+
+
+async def transfer(work: Callable[[Moved], T], what: str, *, stalled_s: float = _STALLED_S) -> T:
+    """Return what the blocking function ``work`` returns; it reports the bytes it moves to its argument.
+
+    Raises what ``work`` raises, and CheckpointUnusable if nothing moves for ``stalled_s``. The thread is not of the
+    event loop's pool, which resolves brokers' names and which unresponsive storage would exhaust; and it is a daemon,
+    so that one that hangs does not keep a worker from ending.
+    """
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[T] = loop.create_future()
+    movement = _Movement()
+
+    def run() -> None:
+        tell: Callable[[], None]
+        try:
+            tell = partial(done.set_result, work(movement.moved))
+        except BaseException as error:  # noqa: BLE001  # raised where the transfer is awaited
+            tell = partial(done.set_exception, error)
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
+            loop.call_soon_threadsafe(lambda: None if done.done() else tell())
+
+    threading.Thread(target=run, name="checkpoint", daemon=True).start()
+    try:
+        while not done.done():
+            before = movement.count
+            await asyncio.wait({done}, timeout=stalled_s)
+            if not done.done() and movement.count == before:
+                raise CheckpointUnusable(f"{what}: nothing was moved for {stalled_s:.0f} s.")
+        return done.result()
+    finally:
+        movement.given_up = True
+        done.cancel()
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
-    """A partition that is about to open its store."""
+class WantedCheckpoint:
+    """What the checkpoint of a partition that is about to open its store must match."""
 
     identity: StoreIdentity
     fingerprint: bytes
@@ -53,34 +103,34 @@ class Wanted:
 
 
 class Bootstrap:
-    """What a process knows of the checkpoints it took."""
+    """Takes checkpoints, and remembers which ones this process took."""
 
     def __init__(self) -> None:
         self.unusable = 0
-        """Checkpoints that were there, or may have been, and not taken."""
-        self._slots: Final = asyncio.Semaphore(MOST_AT_ONCE)
+        """Checkpoints that existed, or may have, and were not taken."""
+        self._slots: Final = asyncio.Semaphore(_MOST_AT_ONCE)
         self._tried: Final[set[str]] = set()
         """Archives by digest: one whose store was found damaged is not taken again."""
         self._fresh: Final[dict[Path, Checkpoint]] = {}
-        """Put into place, and not opened yet."""
+        """Put into place and not opened yet."""
         self._swept: Final[set[Path]] = set()
 
-    async def prepare(self, url: str, wire: Wire, wanted: Wanted) -> None:
-        """The partition's directory holds its checkpoint, if nothing was there and the checkpoint can be taken.
+    async def prepare(self, url: str, wire: Wire, wanted: WantedCheckpoint) -> None:
+        """Fill the partition's directory from its checkpoint, if it is empty and the checkpoint can be taken.
 
-        Raises StateIncompatible, with nothing touched, where the checkpoint is another changelog's or topology's.
+        Raises StateIncompatible, with nothing touched, if the checkpoint is another changelog's or topology's.
         """
         self._sweep(wanted)
-        if has_state(wanted.directory):
+        if _has_state(wanted.directory):
             return
         try:
             async with self._slots:
-                await self._try(Depot(url), wire, wanted)
+                await self._try(CheckpointStorage(url), wire, wanted)
         except CheckpointUnusable as error:
             self._count(wanted, str(error))
 
     def opened(self, directory: Path, open_store: Callable[[], Store]) -> Store:
-        """Return the opened store; one just taken that can not be believed is deleted first, and is empty then."""
+        """Return the opened store; one just taken that turns out unusable is deleted first, and then empty."""
         taken = self._fresh.pop(directory, None)
         if taken is None:
             return open_store()
@@ -97,14 +147,14 @@ class Bootstrap:
         delete_store(directory)
         return open_store()
 
-    def _count(self, whose: Wanted | Checkpoint, why: str) -> None:
+    def _count(self, whose: WantedCheckpoint | Checkpoint, why: str) -> None:
         self.unusable += 1
-        log.warning("the checkpoint of %s was not taken: %s %s", whose.identity, why, INSTEAD)
+        log.warning("the checkpoint of %s was not taken: %s %s", whose.identity, why, _INSTEAD)
 
-    async def _try(self, depot: Depot, wire: Wire, wanted: Wanted) -> None:
+    async def _try(self, storage: CheckpointStorage, wire: Wire, wanted: WantedCheckpoint) -> None:
         identity = wanted.identity
-        place = depot.place(identity.topology, identity.partition)
-        found = await transfer(lambda _: depot.find(identity.topology, identity.partition), place)
+        place = storage.place(identity.topology, identity.partition)
+        found = await transfer(lambda _: storage.find(identity.topology, identity.partition), place)
         if found is None:
             log.info("%s: no checkpoint at %s", identity, place)
             return
@@ -116,7 +166,7 @@ class Bootstrap:
             return
         self._tried.add(found.sha256)
         began_s = time.monotonic()
-        await self._take(depot, found, wanted)
+        await self._take(storage, found, wanted)
         log.info(
             "%s: taken over from the checkpoint at %s: %d IDs up to changelog position %d, %d bytes in %.1f s",
             identity,
@@ -127,33 +177,33 @@ class Bootstrap:
             time.monotonic() - began_s,
         )
 
-    def _useless(self, found: Checkpoint, wanted: Wanted, bounds: LogBounds) -> str:
-        """Return why reading the whole changelog is as quick; empty where it is not."""
+    def _useless(self, found: Checkpoint, wanted: WantedCheckpoint, bounds: LogBounds) -> str:
+        """Return why the checkpoint does not help; empty if it does."""
         if found.sha256 in self._tried:
-            return f"it was taken before, and its state is gone or was damaged. {INSTEAD}"
+            return f"it was taken before, and its state is gone or was damaged. {_INSTEAD}"
         if found.segment_ms != wanted.segment_ms:
             return "it was made under another guard period or grace: sightings stand in other segments now."
         if found.position < bounds.start:
-            # The owner deletes below what live segments hold: what is left is all that counts, and has to be read.
+            # The owner deletes what no live segment needs: all that is left counts, and has to be read anyway.
             return (
                 f"it ends at changelog position {found.position}, and the changelog begins at {bounds.start} by now: "
                 f"nothing in it counts any more. Run `dedup checkpoint` more often."
             )
         return ""
 
-    async def _take(self, depot: Depot, found: Checkpoint, wanted: Wanted) -> None:
+    async def _take(self, storage: CheckpointStorage, found: Checkpoint, wanted: WantedCheckpoint) -> None:
         scratch = _scratch_home(wanted) / f"{wanted.identity.partition}-{secrets.token_hex(4)}"
         prepare_directory(scratch)
 
         def fetch(moved: Moved) -> None:
             try:
-                with depot.reading(found) as file:
+                with storage.reading(found) as file:
                     unpack(file, scratch, size_bytes=found.archive_bytes, sha256=found.sha256, moved=moved)
             except OSError as error:
                 raise CheckpointUnusable(f"{scratch}: {error}.") from error
 
         try:
-            await transfer(fetch, str(depot))
+            await transfer(fetch, str(storage))
             prepare_directory(wanted.directory)
             scratch.rename(wanted.directory)
         except OSError as error:
@@ -162,30 +212,30 @@ class Bootstrap:
             shutil.rmtree(scratch, ignore_errors=True)
         self._fresh[wanted.directory] = found
 
-    def _sweep(self, wanted: Wanted) -> None:
-        """Delete, once, what an earlier process left half unpacked: this one alone uses the directory now."""
+    def _sweep(self, wanted: WantedCheckpoint) -> None:
+        """Delete, once, what an earlier process left half unpacked: only this process uses the directory now."""
         home = _scratch_home(wanted)
         if home not in self._swept:
             self._swept.add(home)
             shutil.rmtree(home, ignore_errors=True)
 
 
-def _scratch_home(wanted: Wanted) -> Path:
-    # Not below the topology's own directory: that there is one says that there is state.
+def _scratch_home(wanted: WantedCheckpoint) -> Path:
+    # Not below the topology's own directory: its existence means that there is state.
     return wanted.state_dir / SCRATCH / wanted.identity.topology
 
 
-def has_state(directory: Path) -> bool:
+def _has_state(directory: Path) -> bool:
     """Tell whether anything is in a store's directory."""
     try:
         return any(directory.iterdir())
     except FileNotFoundError:
         return False
     except OSError:
-        return True  # whatever it is, opening the store says what to do
+        return True  # opening the store will tell what is wrong
 
 
-def refuse_anothers(found: Checkpoint, wanted: Wanted, bounds: LogBounds, place: str) -> None:
+def refuse_anothers(found: Checkpoint, wanted: WantedCheckpoint, bounds: LogBounds, place: str) -> None:
     """Raise StateIncompatible for a checkpoint of another partition, changelog or topology."""
     theirs, ours = found.identity, wanted.identity
     if (theirs.topology, theirs.partition) != (ours.topology, ours.partition):

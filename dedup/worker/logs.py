@@ -1,4 +1,7 @@
-"""Logs of a worker: a line or a JSON object an event, on standard error; record values never appear."""
+"""A worker's logs: one line or JSON object per event, on standard error; record values never appear.
+
+A JSON object names the task, topic and partition that its message is about, taken from the message's arguments.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from collections.abc import Iterator
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Final
 
-from dedup.session.wire import TopicPartition
+from dedup.kafka.wire import TopicPartition
 from dedup.worker.task import TaskId
 
 if TYPE_CHECKING:
@@ -20,16 +23,15 @@ NOISY: Final = (
     "faust",
     "mode",
     "asyncio",
-    # Services of ours log their starts and stops under the module they stand in.
+    # Faust services of ours log their starts and stops under the name of their module.
     "dedup.worker.app",
-    "dedup.worker.table",
     "dedup.worker.transport",
 )
-"""Libraries whose info is our debug; aiokafka's debug level prints record values and is never turned on."""
+"""Logged from WARNING on, whatever the level: aiokafka's debug level prints record values."""
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object an event: time (UTC), level, logger, worker, message; task, topic and partition where known."""
+    """One JSON object per event: time (UTC), level, logger, worker, message; task, topic and partition where known."""
 
     def __init__(self, worker_id: str | None = None) -> None:
         super().__init__()

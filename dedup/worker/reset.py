@@ -1,7 +1,7 @@
-"""`dedup reset`: offsets, changelog, repartition topic and local state gone; a topology starts as if it were new.
+"""`dedup reset`: delete offsets, changelog, repartition topic and local state, so that a topology starts as if new.
 
-An interrupted reset can be run again. Until the changelog goes, its task records decide where a worker goes on; from
-then on until the end, a worker that is started meanwhile begins as a new one does, at the topology's `start`.
+An interrupted reset can be run again. Before anything is deleted the group's offsets are marked; a worker that finds
+the mark refuses to start until a reset has finished.
 """
 
 from __future__ import annotations
@@ -14,21 +14,20 @@ from typing import TYPE_CHECKING, Final
 
 from dedup.core.window import BEFORE_ALL_TIME
 from dedup.errors import BrokerUnavailable, CommitUnknown, DedupError
-from dedup.session.admin import Admin, Topic
-from dedup.session.client import KafkaWire
-from dedup.session.group import Group
-from dedup.session.record_batch import Line, fill
-from dedup.session.transaction import Session
-from dedup.session.wire import TopicPartition
+from dedup.kafka.client import KafkaWire
+from dedup.kafka.record_batch import Line, fill
+from dedup.kafka.topic_admin import Admin, Group, Topic
+from dedup.kafka.transactional_producer import Session
+from dedup.kafka.wire import Position, TopicPartition
 from dedup.store.base import TaskRecord
 from dedup.store.changelog import encode_task_record, task_record_key
-from dedup.store.depot import Depot
+from dedup.store.checkpoint_storage import CheckpointStorage
 from dedup.store.directory import delete_store
 from dedup.topology.model import Start
+from dedup.worker.bootstrap import transfer
 from dedup.worker.clock import SteadyClock
-from dedup.worker.plan import Cluster, missing_topics, state_topics, topic_names
-from dedup.worker.starting import bounds_of, first_offset
-from dedup.worker.transfer import transfer
+from dedup.worker.offsets import RESETTING, bounds_of, first_offset
+from dedup.worker.topics import Cluster, missing_topics, state_topics, topic_names
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -38,7 +37,7 @@ if TYPE_CHECKING:
 
 DEADLINE_MS: Final = 20_000
 MOST_ATTEMPTS: Final = 50
-KNOWN_WITHIN_S: Final = 30.0
+_KNOWN_WITHIN_S: Final = 30.0
 LOOK_S: Final = 0.1
 
 
@@ -49,23 +48,23 @@ class Doomed:
     group: str
     topics: tuple[str, ...]
     partitions: tuple[Path, ...]
-    """Directories of this machine."""
+    """Directories on this machine."""
     checkpoints: tuple[str, ...] = ()
-    """Where they lie, as far as `state.checkpoint` says."""
+    """Their places, if `state.checkpoint` is set."""
 
 
 def local_state(topology: Topology, state_dir: Path) -> tuple[Path, ...]:
-    """Return the directories of a topology's partitions: of one worker, or of each of a fleet's, one level below."""
+    """Return the state directories of a topology's partitions, of one worker or of a fleet's, one level below."""
     homes = [state_dir, *(path for path in state_dir.iterdir() if path.is_dir())] if state_dir.is_dir() else []
     owned = [home / topology.name for home in homes if (home / topology.name).is_dir()]
     return tuple(sorted(path for directory in owned for path in directory.iterdir() if path.name.isdigit()))
 
 
 def delete_local_state(partitions: Sequence[Path]) -> None:
-    """Delete stores, and the directories they leave empty; raises StateIncompatible for one that is in use."""
+    """Delete stores and the directories they leave empty; raises StateIncompatible for a store in use."""
     for path in partitions:
         delete_store(path)
-        with contextlib.suppress(OSError):  # another partition is left, or what is not a store's: not ours to delete
+        with contextlib.suppress(OSError):  # another partition, or something that is not ours, is left
             path.parent.rmdir()
 
 
@@ -79,10 +78,10 @@ class Reset:
         self._admin: Final = admin
         self._group: Final = Group(wire, topology.name)
         self._mark: Final = Group(wire, topology.reset_group)
-        self._depot: Final = None if settings.checkpoint is None else Depot(settings.checkpoint)
+        self._storage: Final = None if settings.checkpoint is None else CheckpointStorage(settings.checkpoint)
 
     async def look(self) -> Doomed:
-        """Return what there is to delete; raises DedupError while the group has members."""
+        """Return what a reset would delete; raises DedupError while the group has members."""
         members = await self._group.members()
         if members:
             names = ", ".join(f"{member.worker_id} at {member.host}" for member in members)
@@ -92,17 +91,17 @@ class Reset:
             )
         have = await self._admin.topics(state_topics(self._topology))
         places: tuple[str, ...] = ()
-        if self._depot is not None:
-            name, depot = self._topology.name, self._depot
-            kept = await transfer(lambda _: depot.partitions(name), str(depot))
-            places = tuple(depot.place(name, partition) for partition in kept)
+        if self._storage is not None:
+            name, storage = self._topology.name, self._storage
+            kept = await transfer(lambda _: storage.partitions(name), str(storage))
+            places = tuple(storage.place(name, partition) for partition in kept)
         partitions = local_state(self._topology, self._settings.state_dir)
         return Doomed(self._topology.name, tuple(sorted(have)), partitions, places)
 
     async def run(self, doomed: Doomed, to: Start | None) -> dict[TopicPartition, int]:
-        """Delete all of it, make the topics anew; return the offsets set, none where the topology's `start` decides."""
+        """Delete all of it and recreate the topics; return the offsets set, none if the topology's `start` decides."""
         topology = self._topology
-        await self.look()  # a worker may have joined since the question was asked
+        await self.look()  # a worker may have joined since
         have = await self._admin.topics(topic_names(topology))
         left = {name: topic for name, topic in have.items() if name not in doomed.topics}
         wanted = missing_topics(topology, self._settings, left)
@@ -113,7 +112,9 @@ class Reset:
         ]
         offsets = {} if to is None else {feeding: await first_offset(self._wire, feeding, to) for feeding in sources}
         await self._fence(sources, have)
+        # After the fence: nobody can overwrite the mark any more.
         await self._group.delete()
+        await self._group.set_offsets(dict.fromkeys(sources, 0), note=RESETTING, for_ever=True)
         await self._admin.delete(doomed.topics)
         await self._until(0, doomed.topics, "not gone yet")
         delete_local_state(doomed.partitions)
@@ -125,20 +126,22 @@ class Reset:
             await self._begin_at(offsets)
         elif offsets:
             await self._group.set_offsets(offsets)
+        else:
+            await self._group.delete()
         return offsets
 
     async def _delete_checkpoints(self) -> None:
-        """Delete what would be another changelog's from now on, and stop the workers that find it."""
-        if self._depot is None:
+        """Delete the checkpoints: they belong to the deleted changelog, and workers would refuse them."""
+        if self._storage is None:
             return
-        name, depot = self._topology.name, self._depot
-        for partition in await transfer(lambda _: depot.partitions(name), str(depot)):
-            await transfer(lambda _, partition=partition: depot.delete(name, partition), str(depot))  # type: ignore[misc]
+        name, storage = self._topology.name, self._storage
+        for partition in await transfer(lambda _: storage.partitions(name), str(storage)):
+            await transfer(lambda _, partition=partition: storage.delete(name, partition), str(storage))  # type: ignore[misc]
 
     async def _leave_mark(self, left: Mapping[str, Topic], offsets: Mapping[TopicPartition, int]) -> None:
-        """Note where the topics written end now: `dedup verify` proves what comes after, and nothing of before.
+        """Mark where the written topics end now: `dedup verify` checks only what comes after.
 
-        While no changelog exists, so that no state outlives its mark.
+        Called while no changelog exists, so that no new state precedes its mark.
         """
         written = [
             TopicPartition(name, partition)
@@ -148,10 +151,10 @@ class Reset:
         ]
         ends = {place: (await bounds_of(self._wire, place)).end for place in written}
         await self._mark.delete()
-        await self._mark.set_offsets({**ends, **offsets})
+        await self._mark.set_offsets({**ends, **offsets}, for_ever=True)
 
     async def _fence(self, sources: list[TopicPartition], have: Mapping[str, Topic]) -> None:
-        """End what a worker may still hold open: one that was stopped, not killed, must not write into new topics."""
+        """End transactions that a worker may still hold open: a suspended one must not write into the new topics."""
         topology = self._topology
         feeding = have.get(topology.feeding_topics[0])
         count = 0 if feeding is None else feeding.partitions
@@ -168,22 +171,23 @@ class Reset:
         )
 
     async def _until(self, there: int, names: Sequence[str], what: str) -> None:
-        """So many of the topics exist: deleting and making them is answered before every broker knows."""
-        deadline_s = asyncio.get_running_loop().time() + KNOWN_WITHIN_S
+        """Wait until so many of the topics exist: brokers answer before all of them know."""
+        deadline_s = asyncio.get_running_loop().time() + _KNOWN_WITHIN_S
         while len(await self._admin.topics(names)) != there:
             if asyncio.get_running_loop().time() > deadline_s:
                 raise BrokerUnavailable(f"topics {', '.join(names)} are {what}. Run `dedup reset` again.")
             await asyncio.sleep(LOOK_S)
 
     async def _begin_at(self, offsets: Mapping[TopicPartition, int]) -> None:
-        """Write offset and task record of each partition in one transaction, as a task that has judged nothing would.
+        """Write each partition's offset and task record in one transaction, as a task that has judged nothing would.
 
-        Offsets alone would look like a changelog that was emptied, which no worker accepts.
+        Offsets alone would look like an emptied changelog, which no worker accepts.
         """
         topology = self._topology
         cluster = Cluster(await self._admin.topics(topic_names(topology)))
         fingerprint = topology.state_fingerprint(cluster.source_partitions(topology))
-        for feeding, offset in offsets.items():
+        # The first partition last: a worker looks for the reset mark there.
+        for feeding, offset in sorted(offsets.items(), reverse=True):
             record = TaskRecord(
                 fingerprint,
                 BEFORE_ALL_TIME,
@@ -200,14 +204,14 @@ class Reset:
     async def _write(
         self, session: Session, changelog: TopicPartition, line: Line, offsets: Mapping[TopicPartition, int]
     ) -> None:
-        """Commit one record; written twice it says the same, so an unknown outcome is tried again."""
+        """Commit one record; it is idempotent, so an unknown outcome is retried."""
         for attempt in range(MOST_ATTEMPTS):
             try:
                 await session.open()
                 session.add(fill(changelog, [line], compression="none"))
-                await session.commit(offsets)
+                await session.commit({place: Position(offset) for place, offset in offsets.items()})
             except CommitUnknown:
-                # A topic made a moment ago may have a leader that does not know it yet.
+                # The leader of a topic created a moment ago may not know it yet.
                 if attempt + 1 == MOST_ATTEMPTS:
                     raise
                 await self._wire.refresh()

@@ -1,36 +1,101 @@
-"""Restore: the store brought up to the changelog's true end, in batches, from the store's own position.
+"""Restore: bring the store up to the changelog's true end, in batches, from the store's own position.
 
-The end is the high watermark read after InitProducerId: our transactions on the partition are ended by then, and what
-another transactional id may still hold open hides nothing of ours for longer than its time-out. Committed records are
-read until the *position* reaches the end; the last offsets may be transaction markers, or compacted away.
+The end is the high watermark read after InitProducerId: our transactions on the partition have ended by then, and an
+open transaction of another id hides our records no longer than its time-out. Committed records are read until the
+*position* reaches the end, since the last offsets may be transaction markers or compacted away.
+
+Also what is refused instead of restored: state, changelog, topology and offsets that do not belong together; and the
+log messages about a changed guard period or grace. State keeps only the width of its segments, half of guard period
+plus grace: a change that leaves the sum alone is not noticed here, and needs no restore.
 """
 
 from __future__ import annotations
 
+import asyncio
+import logging
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, replace
-from typing import Final, NoReturn
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 from dedup import crashpoints
-from dedup.core.window import Window
+from dedup.core.window import BEFORE_ALL_TIME, Feed, Window
 from dedup.errors import StateIncompatible
-from dedup.session.wire import LogBounds, NoAnswer, TopicPartition, Wire
+from dedup.kafka.wire import LogBounds, NoAnswer, TopicPartition, Wire
+from dedup.quantities import format_duration
 from dedup.store.base import Store, TaskRecord, Writes
-from dedup.store.changelog import Collected, all_within, collect
-from dedup.store.regrid import rebucket
-from dedup.store.seed_mark import SeedMark
-from dedup.worker.starting import bounds_of
+from dedup.store.changelog import Collected, SeedMark, all_within, collect, rebucket
+from dedup.worker.offsets import bounds_of, committed_offset
 
+if TYPE_CHECKING:
+    from dedup.topology.model import Topology
+    from dedup.worker.topics import Cluster
+
+log: Final = logging.getLogger(__name__)
+_WIDTHS: Final = 2
+"""Segments that cover guard period plus grace."""
 FETCH_BYTES: Final = 8 << 20
 WAIT_MS: Final = 500
 PAUSE_MS: Final = 50
-LOOK_BACK: Final = 256
-"""Offsets from the changelog's end in which a task record is looked for first; then in ever more."""
-LOOK_BYTES: Final = 1 << 20
-
+_LOOK_BACK: Final = 256
+"""Offsets before the changelog's end that are searched first for a task record; then ever more."""
+_LOOK_BYTES: Final = 1 << 20
 Progress = Callable[[int, int], None]
-"""(offsets restored, offsets to restore in all)."""
+"""(offsets restored, offsets to restore in total)."""
+
+
+def changed(record: TaskRecord | None, window: Window) -> bool:
+    """Tell whether a task record was written with another sum of guard period and grace."""
+    return record is not None and record.segment_ms != window.segment_ms
+
+
+def why_restored(changelog: TopicPartition, record: TaskRecord, window: Window) -> str:
+    """Return why local state is read again from the changelog; ``record`` is the local state's."""
+    return (
+        f"{changelog.topic}/{changelog.partition}: local state is of guard_period + grace = {_before(record)}, and the "
+        f"topology says {format_duration(window.retention_ms)} now. Sightings stand in other segments then, so all of "
+        f"them are read from the changelog again; nothing is lost."
+    )
+
+
+def what_it_means(changelog: TopicPartition, record: TaskRecord, window: Window) -> str:
+    """Return how another guard period or grace affects verdicts; ``record`` is the newest of the changelog.
+
+    What was forgotten stays forgotten, so a longer sum is in force only after stream time has advanced by the
+    difference: the oldest sighting that counts then was kept under the old sum.
+    """
+    before_ms = _WIDTHS * record.segment_ms
+    now, guard, grace = map(format_duration, (window.retention_ms, window.guard_ms, window.grace_ms))
+    text = (
+        f"guard_period + grace is {now} now ({guard} + {grace}), and was {_before(record)} when "
+        f"{changelog.topic}/{changelog.partition} was last written; state keeps the sum, not which of the two it was. "
+    )
+    if window.retention_ms < before_ms:
+        return text + (
+            "Shorter: in force at once. An ID last seen a guard_period ago or longer is a new event, and what is "
+            "beyond the sum is forgotten. `dedup verify` judges what lies in the log by the new length, too."
+        )
+    longer_ms = window.retention_ms - before_ms
+    full = ""
+    if record.stream_time_ms > BEFORE_ALL_TIME:
+        full = f" (there: {_instant(record.stream_time_ms + longer_ms)})"
+    return text + (
+        f"Longer: sightings that were forgotten stay forgotten, so an ID that was last seen before them may be "
+        f"forwarded again. Fully in force once stream time has passed by the difference, {format_duration(longer_ms)}"
+        f"{full}. If it is guard_period that is shorter and grace that is longer, the guard_period is in force at once."
+    )
+
+
+def _before(record: TaskRecord) -> str:
+    return format_duration(_WIDTHS * record.segment_ms)
+
+
+def _instant(time_ms: int) -> str:
+    try:
+        return f"{datetime.fromtimestamp(time_ms // 1000, UTC):%Y-%m-%dT%H:%M:%S}.{time_ms % 1000:03}Z"
+    except (OverflowError, ValueError):  # a time that calendars do not have
+        return f"{time_ms} ms"
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +104,10 @@ class Restored:
 
     records: int
     start: int
-    """Where the changelog began."""
+    """The changelog's first offset."""
     end: int
+    record: TaskRecord | None = None
+    """The newest task record read, as written; None if there was none."""
 
 
 async def restore(
@@ -54,14 +121,15 @@ async def restore(
 ) -> Restored:
     """Apply all committed changelog records from the store's position to the true end.
 
-    ``accept`` is shown the store's task record and those of the changelog, before anything they came with is applied;
-    it may raise. Raises StateIncompatible, with the store untouched, where the changelog is not the one this store was
-    written with; and where it holds a seed that was not finished.
+    ``accept`` gets the store's task record and those of the changelog before anything that came with them is applied;
+    it may raise. Raises StateIncompatible, with the store untouched, if the changelog is not the one this store was
+    written with, or holds an unfinished seed.
     """
     bounds = await fitted(wire, changelog, store, window, accept)
-    # Without a task record nothing was ever committed but perhaps half a seed, whose mark must be read again.
+    # Without a task record nothing was committed, except perhaps half a seed, whose mark must be read again.
     position = bounds.start if store.task_record is None else max(store.position, bounds.start)
     begin, records = position, 0
+    newest: TaskRecord | None = None
     mark: SeedMark | None = None
     while position < bounds.end:
         try:
@@ -76,6 +144,7 @@ async def restore(
             found = collect(fetched.keys, fetched.values)
             if found.task_record is not None:
                 accept(found.task_record)
+                newest = found.task_record
             apply_changelog(store, window, found, max(fetched.next_offset, store.position))
             mark = found.seed_mark or mark
             crashpoints.reached("in_restore")
@@ -83,14 +152,14 @@ async def restore(
             position = fetched.next_offset
         progress(position - begin, bounds.end - begin)
     if store.task_record is None and mark is not None:
-        refuse_half_seed(changelog, mark)
-    return Restored(records, bounds.start, bounds.end)
+        _refuse_half_seed(changelog, mark)
+    return Restored(records, bounds.start, bounds.end, newest)
 
 
-async def last_task_record(wire: Wire, changelog: TopicPartition) -> TaskRecord | None:
-    """Return the newest committed task record of a changelog partition; None where there is none."""
+async def _last_task_record(wire: Wire, changelog: TopicPartition) -> TaskRecord | None:
+    """Return the newest committed task record of a changelog partition; None if there is none."""
     bounds = await bounds_of(wire, changelog)
-    begin, step = bounds.end, LOOK_BACK
+    begin, step = bounds.end, _LOOK_BACK
     while begin > bounds.start:
         end, begin, step = begin, max(bounds.start, begin - step), 8 * step
         record = await _last_between(wire, changelog, begin, end)
@@ -103,7 +172,7 @@ async def _last_between(wire: Wire, changelog: TopicPartition, begin: int, end: 
     found: TaskRecord | None = None
     while begin < end:
         try:
-            fetched = await wire.fetch(changelog, begin, max_bytes=LOOK_BYTES, wait_ms=WAIT_MS)
+            fetched = await wire.fetch(changelog, begin, max_bytes=_LOOK_BYTES, wait_ms=WAIT_MS)
         except NoAnswer:
             await wire.pause(PAUSE_MS)
             continue
@@ -116,31 +185,32 @@ async def _last_between(wire: Wire, changelog: TopicPartition, begin: int, end: 
 async def fitted(
     wire: Wire, changelog: TopicPartition, store: Store, window: Window, accept: Callable[[TaskRecord], None]
 ) -> LogBounds:
-    """The store can be brought up to its changelog, whose bounds are returned; ``accept`` as of `restore`.
+    """Make sure that the store can be restored from its changelog; return the changelog's bounds.
 
-    State in segments of another width, of another guard period, is forgotten: it is read anew from the changelog.
-    Raises StateIncompatible, with nothing touched, where changelog and store do not belong together, or the changelog
-    does not hold all that is to be read from it.
+    State in segments of another width, of another guard period, is deleted: it is read again from the changelog.
+    Raises StateIncompatible, with nothing touched, if changelog and store do not belong together, or the changelog no
+    longer holds all that has to be read from it; and what ``accept`` raises, see `restore`.
     """
     record = store.task_record
     if record is not None:
         accept(record)
     bounds = await bounds_of(wire, changelog)
-    refuse_other_changelog(store, changelog, bounds)
-    other_grid = record is not None and record.segment_ms != window.segment_ms
+    _refuse_other_changelog(store, changelog, bounds)
+    other_grid = changed(record, window)
     if other_grid or store.position < bounds.start:
-        await refuse_truncated(wire, changelog, bounds, record)
-    if other_grid:
+        await _refuse_truncated(wire, changelog, bounds, record)
+    if record is not None and other_grid:
+        log.info("%s", why_restored(changelog, record, window))
         store.clear()
     return bounds
 
 
-async def refuse_truncated(wire: Wire, changelog: TopicPartition, bounds: LogBounds, held: TaskRecord | None) -> None:
+async def _refuse_truncated(wire: Wire, changelog: TopicPartition, bounds: LogBounds, held: TaskRecord | None) -> None:
     """Raise StateIncompatible if the changelog begins after records that its last task record counts on.
 
-    And where it has none any more, but local state was written with one, ``held``: no owner deletes the last.
+    Also if it holds no task record although the local state has one, ``held``: no owner deletes the last.
     """
-    record = await last_task_record(wire, changelog)
+    record = await _last_task_record(wire, changelog)
     if record is None and held is not None:
         raise StateIncompatible(
             f"{changelog.topic}/{changelog.partition} begins at offset {bounds.start} and holds no task record, but "
@@ -158,8 +228,8 @@ async def refuse_truncated(wire: Wire, changelog: TopicPartition, bounds: LogBou
         )
 
 
-def refuse_half_seed(changelog: TopicPartition, mark: SeedMark) -> NoReturn:
-    """Raise StateIncompatible: the seed of this partition began and did not end."""
+def _refuse_half_seed(changelog: TopicPartition, mark: SeedMark) -> NoReturn:
+    """Raise StateIncompatible: the seed of this partition was not finished."""
     raise StateIncompatible(
         f"{changelog.topic}/{changelog.partition} holds half a seed: seed {mark.seed} was to write {mark.sightings} "
         f"records of sightings and never said that it was done. No record was judged. Run the same `dedup spark seed` "
@@ -170,19 +240,19 @@ def refuse_half_seed(changelog: TopicPartition, mark: SeedMark) -> NoReturn:
 async def truncated_to(
     wire: Wire, changelog: TopicPartition, position: int, held: TaskRecord | None, refused: StateIncompatible
 ) -> int:
-    """Return the log's start, which an owner has moved past ``position``: it deletes only what no live segment needs.
+    """Return the log's start after its owner has truncated it past ``position``, to what live segments need.
 
-    Raises ``refused``, the answer to a fetch, if the log still holds the position; StateIncompatible, too, if somebody
-    else has moved it, past what is needed.
+    Raises ``refused``, the answer to a fetch, if the log still holds the position, and StateIncompatible if somebody
+    else has truncated it past what is needed.
     """
     bounds = await bounds_of(wire, changelog)
     if bounds.start <= position:
         raise refused
-    await refuse_truncated(wire, changelog, bounds, held)
+    await _refuse_truncated(wire, changelog, bounds, held)
     return bounds.start
 
 
-def refuse_other_changelog(store: Store, changelog: TopicPartition, bounds: LogBounds) -> None:
+def _refuse_other_changelog(store: Store, changelog: TopicPartition, bounds: LogBounds) -> None:
     """Raise StateIncompatible if the changelog ends before the position the store was written at."""
     if store.position > bounds.end:
         raise StateIncompatible(
@@ -193,7 +263,7 @@ def refuse_other_changelog(store: Store, changelog: TopicPartition, bounds: LogB
 
 
 def refuse_other_fingerprint(found: bytes, ours: bytes, feeding: TopicPartition) -> None:
-    """Raise StateIncompatible for state of a topology that would give other verdicts."""
+    """Raise StateIncompatible for state of a topology that would judge differently."""
     if found != ours:
         raise StateIncompatible(
             f"the state of {feeding.topic}/{feeding.partition} was written by a topology "
@@ -204,12 +274,12 @@ def refuse_other_fingerprint(found: bytes, ours: bytes, feeding: TopicPartition)
 
 
 def refuse_other_feeding(record: TaskRecord, topic_id: str, feeding: TopicPartition) -> None:
-    """Raise StateIncompatible where the feeding topic is not the one whose offsets a task record tells (KIP-516)."""
+    """Raise StateIncompatible if a task record's offsets are those of another feeding topic (KIP-516)."""
     if record.feeding_topic_id not in {"", topic_id}:
         raise StateIncompatible(
             f"{feeding.topic} was deleted and made again: {feeding} was judged up to offset {record.next_offset} of "
             f"the topic with id {record.feeding_topic_id}, and the one of that name has id {topic_id} now. To go on at "
-            f"that offset would skip what is below it. Nothing was touched; start anew with `dedup reset`."
+            f"that offset would skip what is below it. Nothing was touched; start over with `dedup reset`."
         )
 
 
@@ -217,21 +287,88 @@ def apply_changelog(store: Store, window: Window, found: Collected, next_offset:
     """Apply one fetch of changelog records as a single atomic write, all of it in segments of the window's width."""
     writes: Writes = found.writes
     if _other_grid(writes, window):
-        # Written under another guard period: sightings move to the segments of today's grid.
+        # Written under another guard period: sightings move to segments of the current width.
         entries = [entry for part in writes.values() for entry in part.items()]
         ids = [key for key, _ in entries]
         writes = rebucket(entries, window.segment_ms, store.get_each(store.segments(), ids))
     record = found.task_record
     if record is not None:
-        # What the record says of the grid is the owner's, who may have another guard period: here it says this store's.
+        # The owner that wrote the record may have another guard period: here it states this store's segment width.
         record = replace(record, segment_ms=window.segment_ms)
     store.apply(writes, record, next_offset)
 
 
 def _other_grid(writes: Writes, window: Window) -> bool:
-    """Tell whether a sighting stands in another segment than today's guard period would put it into."""
+    """Tell whether a sighting is in another segment than the current guard period would put it into."""
     width_ms = window.segment_ms
     return any(
         segment % width_ms or not all_within(part.values(), segment, segment + width_ms)
         for segment, part in writes.items()
     )
+
+
+# Deleted offsets of a repartitioned source: a `dedup` task continues from its task record, but a `repartition` task has
+# no state. It would begin at `start`, and every record would get a second verdict. The changelog's task records show
+# which source partitions were read. Checked when a worker starts, for all partitions, and when a task does, for its
+# own: a group can be deleted while its only worker is frozen for longer than its session.
+
+
+class SharedLook:
+    """Shares one reading of the task records among all tasks that need it meanwhile."""
+
+    def __init__(self) -> None:
+        self._look: asyncio.Task[set[Feed]] | None = None
+
+    async def __call__(self, look: Callable[[], Coroutine[Any, Any, set[Feed]]]) -> set[Feed]:
+        """Return the source partitions that were read."""
+        if self._look is None or self._look.done():
+            self._look = asyncio.create_task(look(), name="look for lost offsets")
+        # A task that is revoked must not cancel the reading for the others.
+        return await asyncio.shield(self._look)
+
+
+async def refuse_lost_offsets(topology: Topology, cluster: Cluster, wire: Wire) -> None:
+    """Raise StateIncompatible if a source partition has been read, but the group has no offset of it any more."""
+    if topology.direct:
+        return
+    missing = [feed for feed in cluster.feeds(topology) if await _offset(topology, wire, feed) is None]
+    if not missing:
+        return
+    read = await _read_feeds(topology, cluster, wire)
+    # A partition without an offset may never have held a record; its first one may have been read meanwhile.
+    lost = [feed for feed in missing if feed in read and await _offset(topology, wire, feed) is None]
+    if lost:
+        raise _lost(topology, lost)
+
+
+async def refuse_lost_offset(topology: Topology, cluster: Cluster, wire: Wire, feed: Feed, shared: SharedLook) -> None:
+    """Raise StateIncompatible if a source partition was read, whose owner has fenced all others and found no offset."""
+    if feed in await shared(lambda: _read_feeds(topology, cluster, wire)):
+        raise _lost(topology, [feed])
+
+
+async def _read_feeds(topology: Topology, cluster: Cluster, wire: Wire) -> set[Feed]:
+    """Return the source partitions with judged records, according to the task records."""
+    read: set[Feed] = set()
+    for partition in range(cluster.topics[topology.changelog_topic].partitions):
+        record = await _last_task_record(wire, TopicPartition(topology.changelog_topic, partition))
+        if record is not None:
+            read |= {
+                Feed(feed.topic, feed.partition) for feed in record.feeds if feed.idle or feed.max_ms > BEFORE_ALL_TIME
+            }
+    return read
+
+
+def _lost(topology: Topology, lost: list[Feed]) -> StateIncompatible:
+    names = ", ".join(f"{topology.source.topics[feed.topic]}/{feed.partition}" for feed in lost)
+    return StateIncompatible(
+        f"the group {topology.name!r} has no offset of {names}, but task records in {topology.changelog_topic} say "
+        f"that records from there were judged: offsets were deleted. Nothing was touched; to begin at `start` once "
+        f"more would judge all of them twice. Set the group's offsets to where it had come "
+        f"(kafka-consumer-groups.sh --reset-offsets), or start over with `dedup reset`."
+    )
+
+
+async def _offset(topology: Topology, wire: Wire, feed: Feed) -> int | None:
+    place = TopicPartition(topology.source.topics[feed.topic], feed.partition)
+    return await committed_offset(wire, topology.name, place, stable=False)

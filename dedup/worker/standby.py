@@ -1,4 +1,4 @@
-"""Standby replicas: stores of other workers' partitions, kept warm by reading the changelog as it grows."""
+"""Standby replicas: stores of other workers' partitions, kept up to date by reading the changelog as it grows."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from typing import Final
 
 from dedup.core.window import Window
 from dedup.errors import DedupError, StateIncompatible
-from dedup.session.wire import Fetched, NoAnswer, TopicPartition, Wire
+from dedup.kafka.wire import Fetched, NoAnswer, TopicPartition, Wire
 from dedup.store.base import Store
 from dedup.store.changelog import collect
 from dedup.worker.restore import apply_changelog, fitted, refuse_other_fingerprint, truncated_to
 
+log: Final = logging.getLogger(__name__)
 IDLE_MS: Final = 100
-STEP_BYTES: Final = 256 << 10
-"""Of the changelog at once: the worker's own records wait as long as these are applied."""
+_STEP_BYTES: Final = 256 << 10
+"""Of the changelog per step: the worker's own records wait while a step is applied."""
 SHARE: Final = 1.0
 """All standbys together rest this many times as long as they work."""
-log: Final = logging.getLogger(__name__)
 
 
 class Standbys:
-    """The partitions this worker keeps warm for others."""
+    """The standby partitions of this worker."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class Standbys:
         self._fingerprint: Final = fingerprint
         self._open_store: Final = open_store
         self._prepare: Final = prepare
-        """Awaited before a store is opened: brings local state where there is none."""
+        """Awaited before a store is opened: fetches a checkpoint if there is no local state."""
         self._release_store: Final = release_store
         self._turn: Final = asyncio.Lock()
         self._stores: dict[int, Store] = {}
@@ -52,13 +52,13 @@ class Standbys:
         """Partition -> changelog offsets not yet applied."""
 
     def assign(self, partitions: Iterable[int]) -> None:
-        """Keep exactly these partitions warm."""
+        """Follow exactly these partitions from now on."""
         self.release()
         for partition in sorted(partitions):
             self._loops[partition] = asyncio.create_task(self._follow(partition), name=f"standby {partition}")
 
     def release(self) -> None:
-        """Let go of every standby store at once: a task may be about to take it."""
+        """Release every standby store at once: a task may be about to take it."""
         for loop in self._loops.values():
             loop.cancel()
         stores, self._loops, self._stores, self.lag = self._stores, {}, {}, {}
@@ -70,7 +70,7 @@ class Standbys:
         try:
             await self._prepare(partition)
             if not self._is_own(partition):
-                return  # a client has swallowed the cancellation: the store may be a task's by now
+                return  # a client swallowed the cancellation: the store may be a task's by now
             store = self._stores[partition] = self._open_store(partition)
             bounds = await fitted(
                 self._wire,
@@ -83,19 +83,19 @@ class Standbys:
             while self._is_own(partition):
                 position = await self._step(partition, store, position)
         except DedupError as error:
-            # A standby that can not follow costs warmth, not correctness: the owner restores by itself.
+            # Without its standby a new owner restores more slowly, but as correctly.
             log.warning("standby of %s stopped: %s", changelog, error)
             if partition in self._stores and self._is_own(partition):
                 self._stores.pop(partition).close()
 
     def _is_own(self, partition: int) -> bool:
-        """Tell whether the partition is still kept warm by the loop that asks."""
+        """Tell whether the calling loop is still the one that follows the partition."""
         return self._loops.get(partition) is asyncio.current_task()
 
     async def _step(self, partition: int, store: Store, position: int) -> int:
         try:
             fetched = await self._wire.fetch(
-                TopicPartition(self._topic, partition), position, max_bytes=STEP_BYTES, wait_ms=0
+                TopicPartition(self._topic, partition), position, max_bytes=_STEP_BYTES, wait_ms=0
             )
         except NoAnswer:
             await self._wire.pause(IDLE_MS)
@@ -112,7 +112,7 @@ class Standbys:
         return fetched.next_offset
 
     def _apply(self, store: Store, fetched: Fetched) -> float:
-        """Write what was fetched; return the seconds that the loop was held up."""
+        """Write what was fetched; return for how many seconds that blocked the loop."""
         began_s = time.monotonic()
         apply_changelog(store, self._window, collect(fetched.keys, fetched.values), fetched.next_offset)
         if store.task_record is not None:

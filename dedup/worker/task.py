@@ -1,36 +1,43 @@
 """A task: one feeding partition, one transactional id, one store, one changelog partition, for one assignment.
 
-Theory of operation. `start` follows the order that correctness asks for: fence the previous owner (InitProducerId),
-read the committed offset *after* that, restore the store to the true end of the changelog, and only then say where to
-read from. From then on a batch goes one way:
+Theory of operation. The order of `start` is what correctness requires: fence the previous owner (InitProducerId), then
+read the committed offset, restore the store to the true end of the changelog, and only then return where to read from.
+After that each batch takes the same way:
 
-    process(batch)   judge it (pure), keep its sightings in the overlay's open generation, send what follows
+    process(batch)   judge it (pure), keep its sightings in the write buffer's open generation, send what follows
     commit()         freeze the generation, add the task record, settle every send, offsets, EndTxn, apply to the store
 
-While a commit is in flight the next batches are judged, seeing the frozen generation, and wait to be sent. The store
-never holds an uncommitted sighting: a crash before EndTxn leaves nothing, a crash after it heals itself when the next
-owner restores from the changelog. A task that is closed, fenced or unsure is thrown away and a new one is built.
+While a commit is in flight, the next batches are judged on top of the frozen generation and wait to be sent. The store
+never holds an uncommitted sighting: a crash before EndTxn leaves nothing behind, and after a crash later than that the
+next owner restores from the changelog. A task that is closed, fenced or unsure of its commit is discarded, and a new
+one is built.
 """
 
 from __future__ import annotations
 
 import asyncio
 import enum
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+import logging
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Final, Protocol
 
 from dedup import crashpoints
-from dedup.errors import InvariantBroken, RecordRefused, TaskMigrated
+from dedup.errors import ClockBehind, InvariantBroken, RecordRefused, TaskMigrated
+from dedup.kafka.transactional_producer import Session
+from dedup.kafka.wire import Position, RecordBatch, TopicPartition, Wire
 from dedup.metrics import TaskNumbers
-from dedup.session.transaction import Session
-from dedup.session.wire import RecordBatch, TopicPartition, Wire
-from dedup.worker.batch import FeedBatch
-from dedup.worker.starting import committed_offset
+from dedup.worker.feed_batch import FeedBatch
+from dedup.worker.offsets import committed_offset, committed_position, refuse_other_topics
+from dedup.worker.record_collector import RecordCollector, Refusals
+
+log: Final = logging.getLogger(__name__)
+_MOST_WAITING: Final = 16_000
+"""Records judged while a commit is in flight before the task waits for it."""
 
 
 class TaskState(enum.Enum):
-    """Where in its one life a task is."""
+    """The state of a task; it only moves forward."""
 
     CREATED = "created"
     RESTORING = "restoring"
@@ -44,9 +51,6 @@ MOVES: Final[Mapping[TaskState, frozenset[TaskState]]] = {
     TaskState.RUNNING: frozenset({TaskState.CLOSED}),  # a revoked task is never resumed; a new one is built
     TaskState.CLOSED: frozenset(),
 }
-MOST_WAITING: Final = 16_000
-"""Records judged while a commit is in flight, before their task waits for it."""
-MOST_REFUSALS: Final = 10_000
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -62,40 +66,50 @@ class TaskId:
 
 @dataclass(frozen=True, slots=True)
 class Frozen:
-    """A transaction's state at capture, to be applied when its commit is known to have happened."""
+    """A transaction's state at capture, to be applied once its commit is known to have happened."""
 
     batches: list[RecordBatch]
     """The closing records: the task record."""
     apply: Callable[[Mapping[TopicPartition, int]], None]
-    """Apply the generation; gets, per partition written, the offset after its last record."""
+    """Applies the generation; takes the offset after the last record of each partition written."""
+    confirm: Callable[[int], None] = lambda _: None
+    """Raises ClockBehind if a verdict is wrong given the time, in ms, at which a broker appended these records."""
 
 
-@dataclass(slots=True)
-class Refusals:
-    """Records the broker refused, and how finely batches are cut to find the next one."""
+@dataclass(frozen=True, slots=True)
+class Committing:
+    """How a task's offset is committed."""
 
-    rows: dict[int, str] = field(default_factory=dict)
-    """Feeding offset -> what the broker said."""
-    most_rows: dict[TopicPartition, int] = field(default_factory=dict)
+    group: str
+    confirm: Callable[[], Awaitable[None]]
+    """Raises StateIncompatible if a topic has changed since the process began; see `TopicCheck`."""
+    note: str = ""
+    """Metadata of the committed offset; see `offset_note`."""
+    pin_start: bool = False
+    """Commit the starting position at once: `latest` would mean another one after a crash."""
 
 
-class Work(Protocol):
+class TaskWork(Protocol):
     """What a kind of task does with records; it reads and keeps state, but commits nothing."""
+
+    @property
+    def collector(self) -> RecordCollector:
+        """Builds the record batches, and knows what topics take."""
 
     async def restore(self, committed: int | None) -> int:
         """Bring the state up to the changelog's true end; return the feeding offset to start from."""
 
     async def overtaken(self) -> bool:
-        """Tell whether another owner has written state since our last commit; asked in a new epoch of ours."""
+        """Tell whether another owner has written state since our last commit; called in a new epoch of ours."""
 
     def judge(self, batch: FeedBatch, refusals: Refusals) -> list[RecordBatch]:
-        """Judge a batch on top of all before, and return what is to be sent; its state is pending until applied."""
+        """Judge a batch on top of all before it; return what is to be sent. Its state is pending until applied."""
 
     def freeze(self, next_offset: int) -> Frozen:
-        """Capture all that was judged; later batches go into a new generation but see this one."""
+        """Capture all that was judged; later batches go into a new generation, on top of this one."""
 
     def idle(self) -> list[RecordBatch]:
-        """Return what says that this feed has nothing more for now; nothing where nobody needs to know."""
+        """Return markers that say that this feed has no more records for now; empty if no task needs them."""
 
     def discard(self) -> None:
         """Forget everything judged and not applied."""
@@ -110,37 +124,38 @@ class Task:
     def __init__(
         self,
         task_id: TaskId,
-        group: str,
+        committing: Committing,
         session: Session,
         wire: Wire,
-        make_work: Callable[[TaskNumbers], Work],
-        *,
-        pin_start: bool = False,
+        make_work: Callable[[TaskNumbers], TaskWork],
     ) -> None:
         self.task_id: Final = task_id
         self.numbers: Final = TaskNumbers()
         self.state = TaskState.CREATED
         self.dirty: Final = asyncio.Event()
         """Set while there is something to commit."""
-        self._group: Final = group
-        self._pin_start: Final = pin_start
-        """Commit where it starts at once: `latest` would mean another place after a crash."""
+        self._committing = committing
         self._session: Final = session
         self._wire: Final = wire
         self._work: Final = make_work(self.numbers)
-        self._refusals: Final = Refusals()
+        self._refusals = Refusals()
         self._next_offset = 0
+        self._leader_epoch = -1
+        """Of the record before the next offset; -1 if unknown."""
         self._committed: int | None = None
         """The group's offset as this task last read or wrote it."""
         self._expected = 0
         """Where the next batch from the transport must begin."""
         self._held: list[FeedBatch] = []
-        """Batches judged and not known to be committed: a refused record makes them be judged again."""
+        """Batches judged and not known to be committed; after a refused record they are judged again."""
         self._waiting: list[list[RecordBatch]] = []
-        """What follows from each batch, where a commit is in flight."""
+        """What is to be sent for each batch judged while a commit is in flight."""
         self._waiting_records = 0
         self._commit_lock: Final = asyncio.Lock()
         self._sendable: Final = asyncio.Event()
+        self._settled: Final = asyncio.Event()
+        """Cleared from a refusal until its commit: the held batches, to be judged again, must not grow meanwhile."""
+        self._settled.set()
 
     @property
     def epoch(self) -> int:
@@ -148,8 +163,8 @@ class Task:
         return self._session.epoch
 
     @property
-    def work(self) -> Work:
-        """What this kind of task does."""
+    def work(self) -> TaskWork:
+        """The kind-specific part of the task."""
         return self._work
 
     @property
@@ -158,13 +173,18 @@ class Task:
         return self._next_offset
 
     @property
+    def position(self) -> Position:
+        """`next_offset`, and the leader epoch of the record before it."""
+        return Position(self._next_offset, self._leader_epoch, self._committing.note)
+
+    @property
     def committing(self) -> bool:
-        """A commit is in flight."""
+        """Whether a commit is in flight."""
         return self._commit_lock.locked()
 
     def _move(self, state: TaskState) -> None:
         if state not in MOVES[self.state]:
-            raise InvariantBroken(f"{self.task_id}: a {self.state.value} task can not become {state.value}.")
+            raise InvariantBroken(f"{self.task_id}: a {self.state.value} task cannot become {state.value}.")
         self.state = state
 
     async def start(self) -> int:
@@ -174,23 +194,30 @@ class Task:
         """
         self._move(TaskState.RESTORING)
         await self._session.open()
-        # aiokafka read it before the rebalance callback, so before the previous owner was fenced: too early.
-        committed = await committed_offset(self._wire, self._group, self.task_id.feeding)
-        self._committed = committed
+        # After the previous owner was fenced and before any state is trusted: this process may have been frozen
+        # through a reset, and its disk may hold the state of another changelog.
+        await self._committing.confirm()
+        # aiokafka reads it before the rebalance callback, so before the previous owner was fenced: too early.
+        found = await committed_position(self._wire, self._committing.group, self.task_id.feeding)
+        if found is not None:
+            refuse_other_topics(found.note, self._committing.note, self.task_id.feeding)
+        committed = self._committed = None if found is None else found.offset
         crashpoints.reached("after_committed_offset")
         self._next_offset = self._expected = await self._work.restore(committed)
+        if found is not None and found.offset == self._next_offset:
+            self._leader_epoch = found.leader_epoch
         crashpoints.reached("after_restore")
         self.numbers.committed_offset = self._next_offset
         self._move(TaskState.RUNNING)
         self._sendable.set()
-        if committed is None and self._pin_start:
+        if committed is None and self._committing.pin_start:
             self.dirty.set()
         return self._next_offset
 
     async def process(self, batch: FeedBatch) -> None:
-        """Judge a batch and put what follows from it into the task's transaction."""
+        """Judge a batch and add the resulting records to the task's transaction."""
         if self.state is not TaskState.RUNNING:
-            return  # revoked meanwhile: whoever owns the partition next reads these records again
+            return  # revoked meanwhile: the next owner of the partition reads these records again
         if batch.follows != self._expected:
             raise InvariantBroken(
                 f"{self.task_id}: a batch that follows offset {batch.follows} came, but the last one ended at "
@@ -199,26 +226,27 @@ class Task:
             )
         self._expected = batch.next_offset
         fresh = self._not_yet_judged(batch)
-        if fresh is not None:
+        await self._settled.wait()
+        if fresh is not None and self.state is TaskState.RUNNING:
             self._take(fresh)
-            if self._waiting_records >= MOST_WAITING:
+            if self._waiting_records >= _MOST_WAITING:
                 await self._sendable.wait()
 
     def _take(self, batch: FeedBatch) -> None:
-        """Judge a batch, and send what follows from it unless a commit is in flight."""
+        """Judge a batch, and send the resulting records unless a commit is in flight."""
         try:
             self._judge(batch)
             if self._sendable.is_set():
                 self._send_waiting()
         except BaseException:
-            # Half of the batch may be in the overlay or on its way: the clock must not commit that before we stop.
+            # Half of the batch may be buffered or sent: the commit loop must not commit that before we stop.
             self._close_now()
             raise
 
     def _not_yet_judged(self, batch: FeedBatch) -> FeedBatch | None:
         if batch.offsets[0] >= self._next_offset:
             return batch
-        # Group offsets may be stale, expired or deleted; the task record says what was judged already.
+        # Group offsets may be stale, expired or deleted; the task record says what was already judged.
         if batch.offsets[-1] < self._next_offset:
             self.numbers.replayed += len(batch)
             return None
@@ -229,12 +257,12 @@ class Task:
     def _judge(self, batch: FeedBatch) -> None:
         self._held.append(batch)
         self._waiting.append(self._work.judge(batch, self._refusals))
-        self._waiting_records += len(batch)
-        self._next_offset = batch.next_offset
+        self._waiting_records += len(batch.offsets)
+        self._next_offset, self._leader_epoch = batch.next_offset, batch.leader_epoch
         self.dirty.set()
 
     def say_idle(self) -> bool:
-        """Put the idle markers of this feed into a transaction; False, with nothing done, while one is open."""
+        """Put the idle markers of this feed into a transaction; False, with nothing done, if one is open."""
         if self.state is not TaskState.RUNNING or self.dirty.is_set() or self.committing:
             return False
         self._session.add(self._work.idle())
@@ -248,42 +276,47 @@ class Task:
         self._waiting_records = 0
 
     async def commit(self) -> None:
-        """Make all that was judged so far visible, and then apply it; does nothing if there is nothing.
+        """Make all that was judged so far visible, then apply it; does nothing if there is nothing to commit.
 
-        Raises TaskMigrated or CommitUnknown: the task must be thrown away.
+        Raises TaskMigrated or CommitUnknown: the task must be discarded.
         """
         async with self._commit_lock:
-            while self.dirty.is_set() and self.state is TaskState.RUNNING:
-                try:
-                    await self._commit_once()
-                except RecordRefused as refusal:
-                    await self._judge_again(refusal)
-                else:
-                    break
+            try:
+                while self.dirty.is_set() and self.state is TaskState.RUNNING:
+                    try:
+                        await self._commit_once()
+                    except RecordRefused as refusal:
+                        await self._judge_again((refusal, *refusal.also))
+                    except ClockBehind:
+                        await self._judge_again(())
+                    else:
+                        break
+            finally:
+                self._settled.set()
 
     async def _commit_once(self) -> None:
-        # Captured together and before any await: what is sent, what is applied and the offset must never part.
-        offset = self._next_offset
+        # Captured together and before any await: what is sent, what is applied and the offset must always agree.
+        position = self.position
+        offset = position.offset
         captured = len(self._held)
         self.dirty.clear()
         self._sendable.clear()
         try:
             frozen = self._work.freeze(offset)
             self._session.add(frozen.batches)
-            ends = await self._session.commit({self.task_id.feeding: offset})
-            if self.state is not TaskState.RUNNING:
-                return  # closed meanwhile: whoever opens the store next finds this commit in the changelog
+            ends = await self._commit_confirmed(position, frozen)
+            if not self._may_apply():
+                return  # the next owner of the store finds this commit in the changelog
             frozen.apply(ends)
             crashpoints.reached("after_apply")
             for batch in self._held[:captured]:
-                self.numbers.settled(batch.timestamps_ms[0], batch.timestamps_ms[-1], len(batch))
+                self.numbers.settled(batch.timestamps_ms[0], batch.timestamps_ms[-1], len(batch.offsets))
             del self._held[:captured]
-            self._refusals.rows.clear()
-            self._refusals.most_rows.clear()
+            self._refusals = Refusals()
             self.numbers.committed(offset)
             self._committed = offset
             self._send_waiting()
-        except RecordRefused:
+        except (RecordRefused, ClockBehind):
             raise
         except BaseException:
             self._close_now()
@@ -291,44 +324,64 @@ class Task:
         finally:
             self._sendable.set()
 
+    async def _commit_confirmed(self, position: Position, frozen: Frozen) -> Mapping[TopicPartition, int]:
+        """Commit if the topics have not changed: asked after the last fetch, answered before EndTxn."""
+        asked = asyncio.ensure_future(self._committing.confirm())
+
+        async def before_end() -> None:
+            await asked
+            frozen.confirm(self._session.append_time_ms)
+
+        try:
+            return await self._session.commit({self.task_id.feeding: position}, before_end=before_end)
+        finally:
+            asked.cancel()
+            await asyncio.gather(asked, return_exceptions=True)
+
+    def _may_apply(self) -> bool:
+        """Whether the store is still this task's: the task may have been closed while its commit was in flight."""
+        return self.state is TaskState.RUNNING
+
     def _nowhere(self, refusal: RecordRefused, offset: int) -> RecordRefused:
-        """Return the error for a record that is refused as a dead letter, too."""
+        """Return the error for a record that is refused even as a dead letter."""
         return RecordRefused(
             f"{refusal}. It is offset {offset} of {self.task_id.feeding.topic}/{self.task_id.feeding.partition}, "
             f"refused before and sent as a dead letter now, so no topic takes it. Nothing was committed past it; give "
-            f"{refusal.topic!r} a larger max.message.bytes, or name another dead_letter topic, and start again.",
+            f"{refusal.topic!r} a larger max.message.bytes, or name another dead_letter topic, and restart.",
             topic=refusal.topic,
             partition=refusal.partition,
             rows=refusal.rows,
         )
 
-    async def _judge_again(self, refusal: RecordRefused) -> None:
-        """Start over from the last commit with the refused record as a dead letter, found by halving."""
+    async def _judge_again(self, refused: Sequence[RecordRefused]) -> None:
+        """Start over from the last commit, with a replacement for what was refused."""
         self.numbers.aborted += 1
-        rows = [row for row in refusal.rows if row >= 0]
-        target = TopicPartition(refusal.topic, refusal.partition)
-        if not rows or len(self._refusals.rows) >= MOST_REFUSALS:
-            self._close_now()
-            raise refusal
-        if len(rows) == 1 and rows[0] in self._refusals.rows:
-            self._close_now()
-            raise self._nowhere(refusal, rows[0])
-        if len(rows) == 1:
-            self._refusals.rows[rows[0]] = str(refusal)
-            self._refusals.most_rows.pop(target, None)
-        else:
-            self._refusals.most_rows[target] = len(rows) // 2
+        self._settled.clear()
         self._sendable.clear()
         try:
+            if refused:
+                self._learn(refused)
             await self._session.open()
             await self._refuse_if_overtaken()
+            for topic, partition in sorted({(each.topic, each.partition) for each in refused if each.too_large}):
+                await self._work.collector.limits.look_again(TopicPartition(topic, partition))
             self._judge_held_again()
         except BaseException:
-            # An offset must never outlive the state it was reached with: a drain may be waiting to commit.
+            # An offset must never be committed without the state that belongs to it: a drain may be waiting to commit.
             self._close_now()
             raise
         finally:
             self._sendable.set()
+
+    def _learn(self, refused: Sequence[RecordRefused]) -> None:
+        """Record what was refused; raises RecordRefused if there is nothing left to send in its place."""
+        more = f", and {len(refused) - 1} more batches" if len(refused) > 1 else ""
+        text = "%s: %s%s. Records from offset %s on are judged again, with a replacement for what was refused."
+        log.warning(text, self.task_id, refused[0], more, self._committed)
+        for each in refused:
+            offset = self._refusals.learn(each, self._work.collector.side_topics)
+            if offset is not None:
+                raise self._nowhere(each, offset)
 
     def _judge_held_again(self) -> None:
         self._work.discard()
@@ -342,8 +395,8 @@ class Task:
         self._send_waiting()
 
     async def _refuse_if_overtaken(self) -> None:
-        """Raise TaskMigrated if the epoch before the new one was not ours: a zombie's refusal may come late."""
-        committed = await committed_offset(self._wire, self._group, self.task_id.feeding)
+        """Raise TaskMigrated if the epoch before the new one was not ours: a refusal may reach a zombie late."""
+        committed = await committed_offset(self._wire, self._committing.group, self.task_id.feeding)
         if committed != self._committed or await self._work.overtaken():
             raise TaskMigrated(
                 f"{self.task_id}: another owner has committed since our last commit; this task is discarded and the "
@@ -358,7 +411,7 @@ class Task:
             self._work.close()
 
     async def close(self, *, drain: bool) -> None:
-        """End the task: with ``drain``, commit what was judged; then release session and store. Never revived."""
+        """End the task for good: with ``drain``, commit what was judged; then release session and store."""
         try:
             if drain and self.state is TaskState.RUNNING:
                 await self.commit()

@@ -1,20 +1,21 @@
 """Faust's transport, fed by batches: chosen by the broker URL scheme ``dedup://``.
 
-One Faust message is one `FeedBatch`, so Faust's cost per message is paid once a batch. The group membership is
-aiokafka's, in the loop of the app (Faust's stock driver runs it in a thread of its own). Offsets, transactions and
-sends are not Faust's: they belong to the tasks, and everything here that would send or commit refuses or does nothing.
+One Faust message is one `FeedBatch`, so Faust's cost per message is paid once per batch. aiokafka keeps the group
+membership, in the app's event loop (Faust's stock driver runs it in a separate thread). Offsets, transactions and sends
+belong to the tasks, not to Faust: everything here that would send or commit refuses or does nothing.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import AsyncIterator, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, Final, NoReturn, cast
+from typing import TYPE_CHECKING, Any, Final, NoReturn, Protocol, cast
 
 import aiokafka
 import aiokafka.abc
 from aiokafka.errors import KafkaError
-from aiokafka.protocol.group import LeaveGroupRequest
+from aiokafka.protocol.group import HeartbeatRequest, LeaveGroupRequest
 from faust.transport import base
 from faust.transport.consumer import Consumer as FaustConsumer
 from faust.transport.consumer import TransactionManager as FaustTransactionManager
@@ -22,33 +23,41 @@ from faust.transport.producer import Producer as FaustProducer
 from faust.types import TP, ConsumerMessage
 
 from dedup.errors import BrokerUnavailable, DedupError, InvariantBroken
-from dedup.session.fetch import Columns, FeedFetcher
-from dedup.session.wire import TopicPartition
-from dedup.worker.batch import FeedBatch
+from dedup.kafka.consumer import Answer, FeedFetcher
+from dedup.kafka.record_batch import Columns
+from dedup.kafka.wire import COORDINATOR_MOVED, NoAnswer, Position, TopicPartition
+from dedup.worker.feed_batch import FeedBatch
 
 if TYPE_CHECKING:
-    from dedup.worker.app import DedupApp
+    from dedup.kafka.client import KafkaWire
+    from dedup.kafka.connection import Connection
+    from dedup.kafka.consumer import TopicCheck
+    from dedup.settings import Settings
+    from dedup.worker.task_manager import TaskManager
 
 log: Final = logging.getLogger(__name__)
 BATCH_RECORDS: Final = 4000
-POLL_MS: Final = 200
-GATHER_SHARE: Final = 4
-"""While records flow, this part of the commit interval may be spent on gathering a larger batch."""
-MOST_GATHER_MS: Final = 25
-HEARTBEATS: Final = 5
-"""At least so many within a session time-out."""
-MOST_HEARTBEAT_MS: Final = 500
-"""A member learns from a heartbeat's answer that the group rebalances; until it has joined, partitions wait for it."""
+_POLL_MS: Final = 200
+_GATHER_SHARE: Final = 4
+"""While records flow, gathering a larger batch may take the commit interval divided by this."""
+_MOST_GATHER_MS: Final = 25
+_HEARTBEATS: Final = 5
+"""At least this many within a session time-out."""
+_MOST_HEARTBEAT_MS: Final = 500
+_REBALANCE_IN_PROGRESS: Final = 27
+"""Error code of a heartbeat: the member has to join again. Until then partitions wait for it."""
+_NOT_READ: Final = -1
+"""Life of a reading that did not begin."""
 
 
 class RebalanceListener(aiokafka.abc.ConsumerRebalanceListener):  # type: ignore[misc]  # untyped base
-    """Hands aiokafka's rebalance to Faust, which hands it to the tasks."""
+    """Passes aiokafka's rebalance to Faust, which passes it to the tasks."""
 
     def __init__(self, consumer: Consumer) -> None:
         self._consumer: Final = consumer
 
     async def on_partitions_revoked(self, revoked: Iterable[Any]) -> None:
-        """Close every task: assignments are whole, a task lives for one of them."""
+        """Close every task: a task lives for one assignment."""
         app = self._consumer.app
         app.on_rebalance_start()
         await self._consumer.on_partitions_revoked({TP(tp.topic, tp.partition) for tp in revoked})
@@ -64,12 +73,35 @@ class RebalanceListener(aiokafka.abc.ConsumerRebalanceListener):  # type: ignore
         consumer.app.on_rebalance_end()
 
 
+class HostApp(Protocol):
+    """What the transport needs of its app, besides Faust's part."""
+
+    conf: Any
+    assignor: Any
+    consumer_generation_id: int
+    settings: Settings
+    connection: Connection
+    wire: KafkaWire
+    topic_check: TopicCheck
+    tasks: TaskManager
+
+    @property
+    def feeding_topics(self) -> frozenset[str]:
+        """Every topic whose partitions are tasks."""
+
+    def on_rebalance_start(self) -> None:
+        """Faust: an assignment ends."""
+
+    def on_rebalance_end(self) -> None:
+        """Faust: an assignment begins."""
+
+
 class Consumer(FaustConsumer):
     """A group member whose messages are batches."""
 
-    app: DedupApp
+    app: HostApp  # type: ignore[assignment]  # more than Faust knows of its apps
     client: aiokafka.AIOKafkaConsumer
-    """The group membership; it fetches nothing."""
+    """The group membership; fetches nothing."""
     fetcher: FeedFetcher
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -80,7 +112,7 @@ class Consumer(FaustConsumer):
         """Partition -> the offset below which everything was delivered, markers and aborted records left out."""
 
     async def on_start(self) -> None:
-        """Join nothing yet; Faust subscribes when its agents are up."""
+        """Start without joining; Faust subscribes when its agents are up."""
         app = self.app
         self.client = aiokafka.AIOKafkaConsumer(
             **app.connection.client_options(),
@@ -88,17 +120,17 @@ class Consumer(FaustConsumer):
             group_instance_id=app.settings.worker_id,
             partition_assignment_strategy=[app.assignor],
             enable_auto_commit=False,
-            # It positions partitions that are paused for good; what is read is the fetcher's, which never resets.
+            # Only for aiokafka's positions, of partitions that stay paused; the fetcher reads, and never resets.
             auto_offset_reset="earliest",
             max_poll_interval_ms=3_600_000,
-            fetch_max_wait_ms=POLL_MS,
+            fetch_max_wait_ms=_POLL_MS,
             session_timeout_ms=app.settings.session_timeout_ms,
-            heartbeat_interval_ms=min(app.settings.session_timeout_ms // HEARTBEATS, MOST_HEARTBEAT_MS),
+            heartbeat_interval_ms=min(app.settings.session_timeout_ms // _HEARTBEATS, _MOST_HEARTBEAT_MS),
             rebalance_timeout_ms=60_000,
         )
         await self.client.start()
-        gather_ms = min(app.settings.commit_interval_ms // GATHER_SHARE, MOST_GATHER_MS)
-        self.fetcher = FeedFetcher(app.wire, wait_ms=POLL_MS, gather_ms=gather_ms)
+        gather_ms = min(app.settings.commit_interval_ms // _GATHER_SHARE, _MOST_GATHER_MS)
+        self.fetcher = FeedFetcher(app.wire, app.topic_check, wait_ms=_POLL_MS, gather_ms=gather_ms)
 
     async def on_stop(self) -> None:
         """Leave the group; the tasks are closed by then."""
@@ -107,30 +139,50 @@ class Consumer(FaustConsumer):
         await self.client.stop()
 
     async def _leave(self) -> None:
-        """Leave the group on a clean stop: aiokafka lets a static member's partitions wait for the session time-out."""
-        coordinator = self.client._coordinator  # noqa: SLF001  # aiokafka has no public way to say so
+        """Leave the group on a clean stop: else a static member's partitions wait for the session time-out."""
+        coordinator = self.client._coordinator  # noqa: SLF001  # aiokafka has no public way
         if coordinator.generation > 0 and coordinator.coordinator_id is not None:
             try:
                 await coordinator._send_req(LeaveGroupRequest(coordinator.group_id, coordinator.member_id))  # noqa: SLF001
             except KafkaError as error:
-                log.info("the group was not told that this worker stops: %r", error)
+                log.info("could not leave the group: %r", error)
 
     async def subscribe(self, topics: Iterable[str]) -> None:
         """Subscribe, which starts the first rebalance."""
         self.client.subscribe(topics=sorted(set(topics)), listener=RebalanceListener(self))
 
-    def begin(self, feeding: TopicPartition, offset: int) -> None:
-        """Let a partition be read from an offset; its task is running."""
+    def begin(self, feeding: TopicPartition, position: Position) -> int:
+        """Read a partition from a position, now that its task is running; return the life of this reading."""
         tp = TP(*feeding)
         if tp not in self.assignment():
-            return
-        self.fetcher.begin(feeding, offset)
+            return _NOT_READ
+        life = self.fetcher.begin(feeding, position.offset, leader_epoch=position.leader_epoch)
         self._read_offset[tp] = None
-        self._delivered[tp] = self._passed[tp] = offset
+        self._delivered[tp] = self._passed[tp] = position.offset
         self.resume_partitions({tp})
+        return life
+
+    def halt(self, feeding: TopicPartition) -> None:
+        """Stop reading a partition until `begin`; its task is being built again."""
+        self.fetcher.halt(feeding)
+
+    async def is_member(self) -> bool | None:
+        """Tell whether this worker is still a member of the group; None if its coordinator does not answer.
+
+        A worker that was frozen has no other way to know.
+        """
+        coordinator = self.client._coordinator  # noqa: SLF001  # aiokafka has no public way to say so
+        if coordinator.generation <= 0:
+            return False
+        request = HeartbeatRequest(coordinator.group_id, coordinator.generation, coordinator.member_id)
+        try:
+            answer = await self.app.wire.ask_group(coordinator.group_id, request)
+        except NoAnswer:
+            return None
+        return None if answer.error_code in COORDINATOR_MOVED else answer.error_code in {0, _REBALANCE_IN_PROGRESS}
 
     def passed(self, feeding: TopicPartition, end: int, judged: int) -> bool:
-        """Tell whether everything below ``end`` was delivered, and all of that judged; markers are not delivered."""
+        """Tell whether everything below ``end`` but transaction markers was delivered, and all of that judged."""
         tp = TP(*feeding)
         return self._passed.get(tp, -1) >= end and self._delivered.get(tp) == judged
 
@@ -143,7 +195,7 @@ class Consumer(FaustConsumer):
             return None
         return BrokerUnavailable(
             f"this worker is no longer a member of the group {self.app.conf.id!r}: {pending!r}. Restart it; if it "
-            f"comes again, look at the broker's log and at workers of other versions in the group."
+            f"happens again, look at the broker's log and at workers of other versions in the group."
         )
 
     def rejoin(self) -> None:
@@ -154,37 +206,47 @@ class Consumer(FaustConsumer):
         """Yield batches of the partitions whose tasks are running."""
         if not self.flow_active:
             await self.can_resume_flow.wait()
-        generation, life = self.app.consumer_generation_id, self.fetcher.life
-        # aiokafka counts a member as alive as long as it polls; every partition of its own is paused.
+        generation = self.app.consumer_generation_id
+        # aiokafka counts a member as alive as long as it polls; all of its partitions are paused.
         await self.client.getmany(timeout_ms=0)
         try:
             found = await self.fetcher.poll([TopicPartition(*tp) for tp in self._get_active_partitions()])
         except DedupError as error:
+            # Not raised: Faust would log a traceback; the worker ends with the error's message.
             self.app.tasks.fail(error)
-            raise
-        for feeding, columns, begun, next_offset in found:
-            if life == self.fetcher.life and begun != self._passed[TP(*feeding)]:
+            await asyncio.sleep(_POLL_MS / 1000)
+            return
+        for answer in found:
+            feeding = answer.source
+            if not self.fetcher.reads(feeding, answer.life):
+                continue  # its task was built again meanwhile and reads from elsewhere, or a rebalance ended it
+            if answer.begun != self._passed[TP(*feeding)]:
                 raise InvariantBroken(
-                    f"an answer from offset {begun} of {feeding.topic}/{feeding.partition} came, but the one before it "
-                    f"ended at {self._passed[TP(*feeding)]}. The worker stops; nothing was committed past that."
+                    f"an answer from offset {answer.begun} of {feeding.topic}/{feeding.partition} came, but the one "
+                    f"before it ended at {self._passed[TP(*feeding)]}. The worker stops; nothing was committed past "
+                    f"that offset."
                 )
-            count = len(columns.offsets)
+            count = len(answer.columns.offsets)
             parts = -(-count // BATCH_RECORDS)
             for part in range(parts):
-                # The same generation may follow a rejoin: the fetcher's own count tells assignments apart.
-                if not self.flow_active or life != self.fetcher.life:
+                if not self.flow_active:
                     return  # every task is rebuilt after a rebalance and says where to read
-                yield (
-                    TP(*feeding),
-                    self._message(feeding, columns.cut(part * count // parts, (part + 1) * count // parts), generation),
-                )
-            # Not before the last batch was taken: the fetcher's own position is ahead of what an agent has seen.
-            if life == self.fetcher.life:
-                self._passed[TP(*feeding)] = next_offset
+                if part and not self.fetcher.reads(feeding, answer.life):
+                    break
+                columns = answer.columns.cut(part * count // parts, (part + 1) * count // parts)
+                # Faust drops messages below the last offset it passed on, which may be an older reading's.
+                self._read_offset[TP(*feeding)] = None
+                yield TP(*feeding), self._message(answer, columns, generation)
+            # Only after the last batch was taken: the fetcher's own position is ahead of what an agent has seen.
+            if self.fetcher.reads(feeding, answer.life):
+                self._passed[TP(*feeding)] = answer.next_offset
 
-    def _message(self, feeding: TopicPartition, columns: Columns, generation: int) -> ConsumerMessage:
+    def _message(self, answer: Answer, columns: Columns, generation: int) -> ConsumerMessage:
+        feeding = answer.source
         tp = TP(*feeding)
-        batch = FeedBatch.of(feeding, columns, follows=self._delivered[tp])
+        batch = FeedBatch.of(
+            feeding, columns, follows=self._delivered[tp], leader_epoch=answer.leader_epoch, life=answer.life
+        )
         self._delivered[tp] = batch.next_offset
         return ConsumerMessage(
             tp.topic,
@@ -194,7 +256,7 @@ class Consumer(FaustConsumer):
             0,
             None,
             None,
-            batch,  # type: ignore[arg-type]  # the one message value Faust carries is ours
+            batch,  # type: ignore[arg-type]  # Faust passes our value through
             None,
             0,
             0,
@@ -215,14 +277,14 @@ class Consumer(FaustConsumer):
         """Do nothing: tasks say where to read."""
 
     async def verify_all_partitions_active(self) -> None:
-        """Do nothing: lag and age of the last commit are metrics of the tasks."""
+        """Do nothing: the tasks report lag and the age of the last commit."""
 
     async def seek_to_committed(self) -> Mapping[TP, int]:
         """Do nothing: tasks say where to read."""
         return {}
 
     def assignment(self) -> set[TP]:
-        """Return the partitions this member has."""
+        """Return the partitions assigned to this member."""
         return {TP(tp.topic, tp.partition) for tp in self.client.assignment()}
 
     async def position(self, tp: TP) -> int | None:
@@ -230,7 +292,7 @@ class Consumer(FaustConsumer):
         return self.fetcher.position(TopicPartition(*tp))
 
     def highwater(self, tp: TP) -> int:
-        """Return 0: lag is a metric of the tasks."""
+        """Return 0: the tasks report lag."""
         return 0
 
     async def earliest_offsets(self, *partitions: TP) -> Mapping[TP, int]:
@@ -250,10 +312,10 @@ class Consumer(FaustConsumer):
 
     async def seek_wait(self, partitions: Mapping[TP, int]) -> None:
         """Raise InvariantBroken: a task says where its partition is read from."""
-        raise _escapes("a seek of Faust's")
+        raise _escapes("a seek by Faust")
 
     async def _seek(self, partition: TP, offset: int) -> None:
-        raise _escapes("a seek of Faust's")
+        raise _escapes("a seek by Faust")
 
     async def _commit(self, offsets: Mapping[TP, int]) -> bool:
         raise _escapes("the consumer's own offset commit")
@@ -268,7 +330,7 @@ class Consumer(FaustConsumer):
         return TP(topic, partition)
 
     async def create_topic(self, *args: Any, **kwargs: Any) -> None:
-        """Do nothing: topics are made by `session.admin`, which reads the answer's codes."""
+        """Do nothing: topics are created by `topic_admin`, which reads the error codes."""
 
     def key_partition(self, topic: str, key: bytes | None, partition: int | None = None) -> int | None:
         """Return the given partition: our records are placed by the tasks."""
@@ -279,10 +341,10 @@ class Consumer(FaustConsumer):
 
 
 class Producer(FaustProducer):
-    """Refuses every send: what an agent sends outside its task's transaction would escape it."""
+    """Refuses every send: it would not be part of the task's transaction."""
 
     async def on_start(self) -> None:
-        """Start the buffer that Faust's conductor looks at; no connection is opened."""
+        """Start the buffer that Faust's conductor checks; no connection is opened."""
         await super().on_start()
 
     async def send(self, topic: str, *args: Any, **kwargs: Any) -> NoReturn:
@@ -299,7 +361,7 @@ class Producer(FaustProducer):
         """Do nothing: there is nothing to flush."""
 
     async def create_topic(self, *args: Any, **kwargs: Any) -> None:
-        """Do nothing: topics are made by `session.admin`."""
+        """Do nothing: topics are created by `topic_admin`."""
 
     def supports_headers(self) -> bool:
         """Return True."""
@@ -307,11 +369,11 @@ class Producer(FaustProducer):
 
 
 class TransactionManager(FaustTransactionManager):
-    """Faust's hook for a new assignment; the transactions themselves are the tasks' sessions."""
+    """Faust's hook for a new assignment; the transactions belong to the tasks' sessions."""
 
     async def on_rebalance(self, assigned: set[TP], revoked: set[TP], newly_assigned: set[TP]) -> None:
         """Open a task for each feeding partition; Faust has paused them all."""
-        app = cast("DedupApp", self.app)
+        app = cast("HostApp", self.app)
         app.tasks.open({TopicPartition(*tp) for tp in assigned if tp.topic in app.feeding_topics})
 
     async def on_partitions_revoked(self, revoked: set[TP]) -> None:
@@ -332,11 +394,11 @@ class TransactionManager(FaustTransactionManager):
 
     async def commit(self, offsets: Mapping[TP, int], start_new_transaction: bool = True) -> bool:  # Faust's signature
         """Raise InvariantBroken: a task commits its own offset."""
-        raise _escapes("a commit of Faust's")
+        raise _escapes("a commit by Faust")
 
 
 class Transport(base.Transport):
-    """What ``dedup://host:port`` as broker URL stands for."""
+    """The transport behind broker URLs ``dedup://host:port``."""
 
     Consumer = Consumer
     Producer = Producer

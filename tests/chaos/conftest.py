@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from dedup.local.kafka import EmbeddedKafka
-from dedup.local.proxy import FaultProxy
+from dedup.embedded.fault_proxy import FaultProxy
+from dedup.embedded.kafka_node import EmbeddedKafka
 from tests import brokers
 from tests.brokers import Admin, RunningKafka
 from tests.integration.conftest import job, make_job

@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 
 from dedup.crashpoints import POINTS, Point
-from dedup.local.proxy import Direction
+from dedup.embedded.fault_proxy import Direction
 from tests.chaos.conftest import Rough
 from tests.chaos.transactions import assert_none_open, open_transactions
 from tests.integration.conftest import MakeJob
@@ -76,12 +76,12 @@ def test_f22_frozen_broker(job: Job, rough: Rough) -> None:
     with Watch(job):
         with job.stream(workload(120, 40_000), per_s=1_000):
             worker = frozen_in_a_transaction(job)
-            rough.kafka.pause()
+            rough.kafka.process.pause()
             try:
                 worker.signal(signal.SIGCONT)
                 worker.until_logged("got no answer")
             finally:
-                rough.kafka.resume()
+                rough.kafka.process.resume()
             job.until_progress(1_000)
         job.until_done()
         assert worker.stop() == 0, worker.log

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import pytest
@@ -13,13 +13,13 @@ from confluent_kafka import KafkaException
 from confluent_kafka.admin import AdminClient, AlterConfigOpType, ConfigEntry, ConfigResource, ResourceType
 from confluent_kafka.cimpl import NewTopic
 
-from dedup.local.cluster import KafkaCluster
 from tests.brokers import Admin, RunningKafka
 from tests.chaos.transactions import assert_none_open
 from tests.integration.conftest import MakeJob
 from tests.integration.fleet import KEPT, Job, Worker, until
 from tests.integration.watch import Watch
 from tests.integration.workload import workload
+from tests.kafka_cluster import KafkaCluster
 
 pytestmark = [pytest.mark.broker, pytest.mark.timeout(400)]
 
@@ -138,11 +138,11 @@ def test_f23_a_leader_goes(job: Job, cluster: KafkaCluster, target: str, way: st
             worker = job.start()
             job.until_progress(300)
             node = cluster.nodes[node_of(job, target)]
-            (node.kill if way == "kill" else node.pause)()
+            (node.kill if way == "kill" else node.process.pause)()
             try:
                 job.until_progress(500)
             finally:
-                (node.restart if way == "kill" else node.resume)()
+                (node.restart if way == "kill" else node.process.resume)()
             job.until_progress(300)
         ends_well(job, worker)
 
@@ -165,6 +165,32 @@ def test_f23_below_min_isr(job: Job, cluster: KafkaCluster) -> None:
                 node.restart()
             job.until_progress(500)
         ends_well(job, worker)
+
+
+@pytest.mark.parametrize("hops", ["direct", pytest.param("repartitioned", marks=LONG)])
+def test_f79_each_node_restarted_in_good_order(
+    make_job: MakeJob, kafka: RunningKafka, cluster: KafkaCluster, topic_names: Callable[[str], str], hops: str
+) -> None:
+    """A rolling upgrade of the brokers, under load: no worker ends, nothing is lost or doubled."""
+    document = {} if hops == "direct" else {"source": {"topics": [topic_names("rolled-in")]}}
+    job = make_job(config={"brokers": kafka.bootstrap.split(",")}, document=document)
+    with Watch(job):
+        with job.stream(workload(143, 90_000), per_s=800):
+            workers = [job.start(name) for name in "ab"]
+            for worker in workers:
+                worker.until_logged("running from offset")
+            for node in cluster.nodes.values():
+                job.until_progress(300)
+                node.restart()
+                job.until_progress(300)
+                # As an operator does: the next one only when nothing is missing any more.
+                until(lambda: in_sync_again(job), "all replicas are in sync again")
+        job.until_done()
+        assert [worker.running for worker in workers] == [True, True], job.logs()
+        assert [worker.stop() for worker in workers] == [0, 0], job.logs()
+    report = job.judge()
+    assert sum(report.not_provable.values()) == 0
+    assert_none_open(job)
 
 
 def stands_still(job: Job) -> bool:
@@ -190,11 +216,11 @@ def test_f23_two_of_three_away(job: Job, cluster: KafkaCluster) -> None:
             worker = job.start()
             job.until_progress(300)
             for number in (2, 3):
-                cluster.nodes[number].pause()
+                cluster.nodes[number].process.pause()
             try:
                 worker.until_logged("got no answer")
             finally:
                 for number in (2, 3):
-                    cluster.nodes[number].resume()
+                    cluster.nodes[number].process.resume()
             job.until_progress(500)
         ends_well(job, worker)

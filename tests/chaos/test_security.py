@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from confluent_kafka.admin import AclBinding
 
-from dedup.proof.verify import verify
 from dedup.settings import load_settings
+from dedup.verify.verifier import verify
 from tests.chaos import secured as security
 from tests.chaos.secured import CERTIFIED, PASSWORD, USER, Secured, as_client, bindings, grant, token, withdraw
 from tests.integration.conftest import MakeJob
@@ -100,15 +100,7 @@ def assert_readable(job: Job, user: str, environ: dict[str, str]) -> None:
     assert report.passed, report.samples
 
 
-@pytest.mark.parametrize(
-    "which",
-    [
-        "Write",
-        "Read",
-        pytest.param("transactional-id", marks=pytest.mark.long),
-        pytest.param("group", marks=pytest.mark.long),
-    ],
-)
+@pytest.mark.parametrize("which", ["Write", "Read", "changelog", "transactional-id", "group"])
 def test_f28_a_permission_withdrawn_while_running(make_job: MakeJob, secured: Secured, which: str) -> None:
     """The worker ends loudly and commits nothing past it; with the permission back nothing is lost or doubled."""
     job = make_job(name=f"withdrawn-{which.lower()}")
@@ -117,6 +109,9 @@ def test_f28_a_permission_withdrawn_while_running(make_job: MakeJob, secured: Se
         "Write": [{"resource": "topic", "name": job.output, "pattern": "literal", "operations": ["Write"]}],
         "Read": [
             {"resource": "topic", "name": job.topology.source.topics[0], "pattern": "literal", "operations": ["Read"]}
+        ],
+        "changelog": [
+            {"resource": "topic", "name": job.topology.changelog_topic, "pattern": "literal", "operations": ["Write"]}
         ],
         "transactional-id": [
             {"resource": "transactional-id", "name": f"{job.name}.", "pattern": "prefixed", "operations": ["Write"]}

@@ -8,11 +8,21 @@ from typing import Any
 
 import pytest
 
-from dedup.session.client import KafkaWire
-from dedup.session.connection import Connection
-from dedup.session.record_batch import Line, fill
-from dedup.session.transaction import AGAIN_ANNOUNCING, FENCED, OK
-from dedup.session.wire import UNSTABLE_OFFSET, NoAnswer, Produced, ProducerIdentity, TopicPartition, Wire
+from dedup.errors import StateIncompatible
+from dedup.kafka.client import KafkaWire
+from dedup.kafka.connection import Connection
+from dedup.kafka.record_batch import Line, fill
+from dedup.kafka.transactional_producer import AGAIN_ANNOUNCING, FENCED, OK, OUT_OF_SEQUENCE
+from dedup.kafka.wire import (
+    UNSTABLE_OFFSET,
+    NoAnswer,
+    Position,
+    Produced,
+    ProducerIdentity,
+    TopicNow,
+    TopicPartition,
+    Wire,
+)
 from dedup.settings import Security
 from tests.brokers import unique
 from tests.simulation.cluster import INVALID_STATE, OUT_OF_ORDER, TOO_LARGE, Cluster
@@ -34,8 +44,11 @@ class AtOnce:
 class Place:
     """A wire with two topics and a group of its own."""
 
-    def __init__(self, wire: Wire, make_topic: Callable[[str], Any]) -> None:
+    def __init__(
+        self, wire: Wire, make_topic: Callable[[str], Any], make_again: Callable[[str], Any] = lambda _: None
+    ) -> None:
         self.wire = wire
+        self.make_again = make_again
         self.target = TopicPartition(unique("wire"), 0)
         self.other = TopicPartition(unique("wire"), 0)
         self.group = unique("group")
@@ -114,20 +127,30 @@ class Place:
 
     async def with_offset(self, identity: ProducerIdentity, offset: int) -> int:
         assert await self.asked(lambda: self.wire.add_offsets(self.id, identity, self.group)) == OK
-        return await self.asked(lambda: self.wire.commit_offsets(self.id, identity, self.group, {self.target: offset}))
+        places = {self.target: Position(offset, 0, "a note")}
+        return await self.asked(lambda: self.wire.commit_offsets(self.id, identity, self.group, places))
 
 
 @pytest.fixture(params=["simulated", pytest.param("broker", marks=pytest.mark.broker)])
 async def place(request: pytest.FixtureRequest) -> AsyncIterator[Place]:
     if request.param == "simulated":
         cluster = Cluster(refuses=lambda _topic, record: len(record.value or b"") > LARGEST)
-        yield Place(SimWire(AtOnce(), cluster), lambda _name: None)  # type: ignore[arg-type]  # all it needs
+        make = lambda name: cluster.partition(TopicPartition(name, 0))  # noqa: E731
+        yield Place(SimWire(AtOnce(), cluster), make, cluster.make_again)  # type: ignore[arg-type]  # all it needs
         return
     kafka, admin = request.getfixturevalue("kafka"), request.getfixturevalue("admin")
     wire = KafkaWire(Connection((kafka.bootstrap,), Security()))
     await wire.start()
+
+    def make(name: str) -> None:
+        admin.create_topic(name, config={"max.message.bytes": str(LARGEST)})
+
+    def make_again(name: str) -> None:
+        admin.delete_topic(name)
+        make(name)
+
     try:
-        yield Place(wire, lambda name: admin.create_topic(name, config={"max.message.bytes": str(LARGEST)}))
+        yield Place(wire, make, make_again)
     finally:
         await wire.stop()
 
@@ -233,6 +256,18 @@ async def test_a_record_too_large_is_refused_and_its_neighbours_are_not(place: P
     assert await place.values(3) == [b"small", b"next"]
 
 
+async def test_what_follows_a_refused_batch_is_out_of_sequence_and_refused_for_its_size_all_the_same(
+    place: Place,
+) -> None:
+    """So a session learns of every refused batch of a transaction at once."""
+    identity = await place.begin()
+    large = bytes(range(256)) * 40
+    assert (await place.wrote(identity, b"small")).error_code == OK
+    assert (await place.produced(identity, place.target, large, sequence=1)).error_code == TOO_LARGE
+    assert (await place.produced(identity, place.target, b"next", sequence=2)).error_code in OUT_OF_SEQUENCE
+    assert (await place.produced(identity, place.target, large, sequence=3)).error_code == TOO_LARGE
+
+
 async def test_a_batch_out_of_sequence_is_refused(place: Place) -> None:
     identity = await place.begin()
     await place.wrote(identity, b"one")
@@ -276,3 +311,32 @@ async def test_a_time_finds_the_first_record_at_or_after_it(place: Place) -> Non
     await place.values(4)
     assert await place.wire.offset_at(place.target, 1_001) == 1
     assert await place.wire.offset_at(place.target, 1 << 50) is None
+
+
+async def test_a_position_is_kept_with_its_leader_epoch_and_note(place: Place) -> None:
+    identity = await place.begin()
+    await place.wrote(identity, b"one")
+    assert await place.with_offset(identity, 1) == OK
+    assert await place.ended(identity, commit=True) == OK
+    await place.begin()
+    found = (await place.wire.committed_offset(place.group, place.target, stable=True)).position
+    assert found == Position(1, 0, "a note")
+
+
+async def test_a_topic_made_again_has_another_id_and_is_not_read_for_the_old_one(place: Place) -> None:
+    """KIP-516: by its name it would be read from an offset that is another record's."""
+    identity = await place.begin()
+    await place.wrote(identity, b"one")
+    assert await place.ended(identity, commit=True) == OK
+    topic = place.target.topic
+    before = (await place.wire.topics((topic, place.other.topic)))[topic]
+    assert isinstance(before, TopicNow)
+    assert before.partitions == 1
+    place.wire.pin({topic: before.topic_id})
+    assert await place.values(2) == [b"one"]
+    place.make_again(topic)
+    after = (await place.wire.topics((topic, place.other.topic)))[topic]
+    assert isinstance(after, TopicNow)
+    assert after.topic_id != before.topic_id
+    with pytest.raises(StateIncompatible):
+        await place.values(2)

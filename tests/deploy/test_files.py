@@ -24,7 +24,7 @@ from dedup.settings import load_settings
 from dedup.topology.lint import lint
 from dedup.topology.parse import parse
 from dedup.web.server import OPEN_PAGES
-from dedup.worker.fleet import FINAL
+from dedup.worker.supervisor import FINAL
 from tests.brokers import IMAGE
 from tests.deploy.conftest import tool
 

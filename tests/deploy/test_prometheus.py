@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from dedup.local.leashed import Leashed
+from dedup.embedded.child_process import ChildProcess
 from dedup.metrics import METRICS
 from tests.deploy.conftest import tool
 from tests.deploy.test_alerts import ALERTS, expressions, rules
@@ -50,7 +50,7 @@ class Prometheus:
         program = tool("prometheus", "Debian's package prometheus")
         command = [program, f"--config.file={config}", f"--storage.tsdb.path={directory / 'data'}"]
         self._log = directory / "prometheus.log"
-        self._process = Leashed([*command, f"--web.listen-address={self.address}"], self._log)
+        self._process = ChildProcess([*command, f"--web.listen-address={self.address}"], self._log)
 
     def get(self, path: str, **query: str) -> Any:
         """Return the data of an answer of its API."""

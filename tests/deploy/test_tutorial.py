@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from dedup.local.leashed import Leashed
+from dedup.embedded.child_process import ChildProcess
 from tests.brokers import RunningKafka, read_all
 from tests.integration.fleet import until
 
@@ -51,7 +51,7 @@ class Terminals:
     def __init__(self, directory: Path, kafka: RunningKafka) -> None:
         self.directory = directory
         self._changed = {"localhost:9092": kafka.bootstrap, "6066": str(free_port()), "6067": str(free_port())}
-        self.workers: dict[str, Leashed] = {}
+        self.workers: dict[str, ChildProcess] = {}
         unset = {name for name in os.environ if name.startswith("DEDUP_")}
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
         self._environ = {name: value for name, value in os.environ.items() if name not in unset} | {"PATH": path}
@@ -76,7 +76,7 @@ class Terminals:
         """The commands run in a terminal of their own."""
         variables = [f"{name}={value}" for name, value in self._environ.items() if name in {"PATH", "DEDUP_WEB__PORT"}]
         line = ["env", f"--chdir={self.directory}", *variables, "bash", "-ec", f"exec {self._here(commands).strip()}"]
-        self.workers[terminal] = Leashed(line, self.log_of(terminal))
+        self.workers[terminal] = ChildProcess(line, self.log_of(terminal))
 
     def log_of(self, terminal: str) -> Path:
         return self.directory.parent / f"terminal-{terminal}.log"

@@ -15,17 +15,16 @@ from aiokafka.record.memory_records import MemoryRecords
 from dedup.core.extract import Extractor, Recipe
 from dedup.core.extract_one import One, extract_one
 from dedup.core.fold import OnFuture, OnMissing, OnTombstone, Rules
-from dedup.core.model import Model, ModelRecord, ModelRules
+from dedup.core.reference_model import ModelRecord, ModelRules, ReferenceModel
 from dedup.core.window import Source, Window
+from dedup.kafka.record_batch import ProducerIdentity
 from dedup.metrics import TaskNumbers
-from dedup.session.record_batch import ProducerIdentity
-from dedup.store.memory import MemoryStore
-from dedup.store.shelf import Keeping
-from dedup.worker.batch import FeedBatch
-from dedup.worker.judge import Judge
-from dedup.worker.publish import Publisher, Route, Routes
-from dedup.worker.task import Refusals
+from dedup.store.directory import Keeping
+from dedup.worker.dedup_task import DedupTask
+from dedup.worker.feed_batch import FeedBatch
+from dedup.worker.record_collector import RecordCollector, Refusals, Route, Routes
 from tests.fuzz.records import NOW_MS, records
+from tests.memory_store import MemoryStore
 from tests.property.extract_cases import RECIPES
 from tests.simulation.cluster import Cluster
 from tests.simulation.direct import IN, DirectWire, plan_of
@@ -34,9 +33,7 @@ from tests.simulation.scenario import CHANGELOG
 RECORDS = int(os.environ.get("DEDUP_FUZZ", "100000"))
 SEEDS = 20
 SKEW_MS = 100_000
-ROUTES = Routes(
-    ("in",), Route("out", 1), Route("dead", 1, 1 << 20), Route("late", 1, 1 << 20), duplicates=Route("twice", 1)
-)
+ROUTES = Routes(("in",), Route("out", 1), Route("dead", 1), Route("late", 1), duplicates=Route("twice", 1))
 TOPICS = {"unique": "out", "exempt": "out", "duplicate": "twice", "late": "late", "dead_letter": "dead"}
 SHAPES = [
     (guard_ms, grace_ms, extend) for guard_ms in (1, 60_000) for grace_ms in (0, 60_000) for extend in (False, True)
@@ -46,15 +43,20 @@ SHAPES = [
 class FixedClock:
     """Stands still: a verdict must not depend on when the test runs."""
 
+    put_forward_ms = 0
+
     def now_ms(self) -> int:
         return NOW_MS
 
+    def heard(self, broker_ms: int) -> None:
+        """No broker puts it forward."""
 
-async def judge_of(recipe: Recipe, rules: Rules) -> Judge:
+
+async def judge_of(recipe: Recipe, rules: Rules) -> DedupTask:
     """Return a judge with an empty changelog, restored."""
     plan = plan_of(Extractor(recipe), rules, skew_ms=SKEW_MS, compression="snappy")
     wire = DirectWire(Cluster())
-    judge = Judge(plan, wire, Keeping(MemoryStore), Publisher(ROUTES, 0), FixedClock(), TaskNumbers())
+    judge = DedupTask(plan, wire, Keeping(MemoryStore), RecordCollector(ROUTES, 0), FixedClock(), TaskNumbers())
     await judge.restore(None)
     return judge
 
@@ -109,7 +111,7 @@ async def test_every_record_comes_out_once_as_the_reference_says(seed):
         fingerprints=recipe.fingerprint,
     )
     judge = await judge_of(recipe, rules)
-    model = Model(ModelRules(guard_ms, grace_ms, extend, most_ms, missing, tombstones, "duplicate", future))
+    model = ReferenceModel(ModelRules(guard_ms, grace_ms, extend, most_ms, missing, tombstones, "duplicate", future))
     stream, offset, left = records(dice, RECORDS // SEEDS), 0, RECORDS // SEEDS
     applied_ms = 0
     while left:

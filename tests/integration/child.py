@@ -23,15 +23,16 @@ from store_accidents import die_in_transfer, one_segment_flushed
 from dedup import crashpoints
 from dedup.cli.main import main as dedup
 from dedup.errors import TaskCorrupted
-from dedup.session.client import KafkaWire
-from dedup.session.connection import Connection
-from dedup.session.wire import NoAnswer
+from dedup.kafka.client import KafkaWire
+from dedup.kafka.connection import Connection
+from dedup.kafka.wire import NoAnswer
 from dedup.worker import transport
 from dedup.worker.app import DedupApp
-from dedup.worker.judge import Judge
+from dedup.worker.dedup_task import DedupTask
+from dedup.worker.reset import Reset
 from dedup.worker.task import Task
-from dedup.worker.tasks import Tasks
-from dedup.worker.workshop import Workshop
+from dedup.worker.task_factory import TaskFactory
+from dedup.worker.task_manager import TaskManager
 
 CAPABILITY_VERSION_3 = 0x20080522
 OVERRIDES = 1 << 1 | 1 << 2
@@ -59,10 +60,10 @@ def agent_fails_before(number: int) -> None:
 
 def agent_fails_inside(number: int) -> None:
     """The n-th batch raises in its middle: sightings are in the overlay, nothing of it was sent."""
-    judge = Judge.judge
+    judge = DedupTask.judge
     seen = 0
 
-    def failing(self: Judge, batch: Any, refusals: Any) -> Any:
+    def failing(self: DedupTask, batch: Any, refusals: Any) -> Any:
         nonlocal seen
         seen += 1
         judged = judge(self, batch, refusals)
@@ -70,7 +71,7 @@ def agent_fails_inside(number: int) -> None:
             raise AgentFailedOnPurpose(f"batch {number}")
         return judged
 
-    Judge.judge = failing  # type: ignore[method-assign]
+    DedupTask.judge = failing  # type: ignore[method-assign]
 
 
 def agent_fails_after(number: int) -> None:
@@ -97,10 +98,10 @@ def agent_sends(number: int) -> None:
         started.append(self)
         await on_start(self)
 
-    process = Tasks.process
+    process = TaskManager.process
     seen = 0
 
-    async def sending(self: Tasks, batch: Any) -> None:
+    async def sending(self: TaskManager, batch: Any) -> None:
         nonlocal seen
         seen += 1
         await process(self, batch)
@@ -108,7 +109,7 @@ def agent_sends(number: int) -> None:
             await started[0].topic(os.environ["DEDUP_TEST_ESCAPE"]).send(key=b"k", value=b"escaped")
 
     DedupApp.on_start = remember  # type: ignore[method-assign, assignment]
-    Tasks.process = sending  # type: ignore[method-assign]
+    TaskManager.process = sending  # type: ignore[method-assign]
 
 
 def slow_commit(delay_ms: int) -> None:
@@ -215,11 +216,11 @@ def metadata_every(interval_ms: int) -> None:
 
 def store_damaged(number: int) -> None:
     """The n-th batch finds a block of the store damaged; so does each one after it until the store is deleted."""
-    judge, wipe = Judge.judge, Workshop.wipe
+    judge, wipe = DedupTask.judge, TaskFactory.wipe
     seen = 0
     damaged = False
 
-    def failing(self: Judge, batch: Any, refusals: Any) -> Any:
+    def failing(self: DedupTask, batch: Any, refusals: Any) -> Any:
         nonlocal seen, damaged
         seen += 1
         damaged = damaged or seen == number
@@ -227,13 +228,13 @@ def store_damaged(number: int) -> None:
             raise TaskCorrupted("a block of the store has a wrong checksum")
         return judge(self, batch, refusals)
 
-    def wiped(self: Workshop, feeding: Any) -> None:
+    def wiped(self: TaskFactory, feeding: Any) -> None:
         nonlocal damaged
         damaged = False
         wipe(self, feeding)
 
-    Judge.judge = failing  # type: ignore[method-assign]
-    Workshop.wipe = wiped  # type: ignore[method-assign]
+    DedupTask.judge = failing  # type: ignore[method-assign]
+    TaskFactory.wipe = wiped  # type: ignore[method-assign]
 
 
 def membership_dies(number: int) -> None:
@@ -324,6 +325,30 @@ def clock_jumps(by_s: int) -> None:
     Task.process = jumping  # type: ignore[method-assign]
 
 
+def clock_behind_until(mark: int) -> None:
+    """The wall clock is two hours behind until the n-th batch was judged, and right from then on."""
+    right = time.time
+    process = Task.process
+    seen = 0
+
+    async def judging(self: Task, batch: Any) -> None:
+        nonlocal seen
+        await process(self, batch)
+        seen += 1
+
+    time.time = lambda: right() - (7_200 if seen < mark else 0)
+    Task.process = judging  # type: ignore[method-assign]
+
+
+def reset_dies(_number: int) -> None:
+    """A reset is killed when the topics are deleted, and nothing is made anew yet."""
+
+    async def deadly(self: Reset, *_: Any) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    Reset._leave_mark = deadly  # type: ignore[method-assign]
+
+
 def no_file_beyond(limit_bytes: int) -> None:
     """No file grows beyond so many bytes, as on a full disk."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, limit_bytes))
@@ -363,6 +388,8 @@ ACCIDENTS: dict[str, Callable[[int], None]] = {
         end_arrives_late,
         clock_ahead,
         clock_jumps,
+        clock_behind_until,
+        reset_dies,
         no_file_beyond,
         bound_by_permissions,
         one_segment_flushed,

@@ -21,12 +21,12 @@ from typing import Any
 
 from confluent_kafka import Consumer, KafkaException, Message, Producer, TopicPartition
 
-from dedup.local.leashed import Leashed
-from dedup.proof.report import Report
-from dedup.proof.verify import verify
+from dedup.embedded.child_process import ChildProcess
 from dedup.settings import Settings, load_settings
 from dedup.topology.model import Topology
 from dedup.topology.parse import parse
+from dedup.verify.report import Report
+from dedup.verify.verifier import verify
 from tests.brokers import Admin, RunningKafka, producer_of, read_all
 from tests.integration.workload import Event, Expected, assert_order_kept, id_of
 
@@ -59,7 +59,7 @@ class Worker:
         self.log_file = log_file
         self.state_dir = job.state_dir(worker_id)
         self._begins = log_file.stat().st_size if log_file.exists() else 0
-        self._process = Leashed(command, log_file)
+        self._process = ChildProcess(command, log_file)
 
     @property
     def log(self) -> str:
@@ -262,23 +262,27 @@ class Job:
         settings: Sequence[str] = (),
         state_of: str | None = None,
         supervised: int = 1,
+        command: tuple[str, ...] = ("run",),
+        options: Sequence[str] = (),
     ) -> Worker:
-        """Start a worker; ``state_of`` names another one whose state directory it shall use.
+        """Start a worker, or another command; ``state_of`` names a worker whose state directory it shall use.
 
         ``supervised`` > 1 starts a supervisor of so many: end it by SIGTERM, or its workers outlive it.
         """
         variables = dict(environ or {}) | ({"DEDUP_CRASH_AT": crash_at} if crash_at else {})
         unset = [part for name in os.environ if name.startswith("DEDUP_") for part in ("-u", name)]
-        command = ["env", *unset, *(f"{name}={value}" for name, value in variables.items())]
-        command += [sys.executable, str(CHILD), *accidents, "--", "run", str(self.topology_file), "--quiet"]
-        command += ["--config", str(self.config_file), "--set", f"state_dir={self.state_dir(state_of or worker_id)}"]
+        verb, *arguments = command
+        line = ["env", *unset, *(f"{name}={value}" for name, value in variables.items())]
+        line += [sys.executable, str(CHILD), *accidents, "--", verb, str(self.topology_file), *arguments, *options]
+        line += ["--quiet"] if verb == "run" else []
+        line += ["--config", str(self.config_file), "--set", f"state_dir={self.state_dir(state_of or worker_id)}"]
         for setting in (f"worker_id={worker_id}", *settings):
-            command += ["--set", setting]
+            line += ["--set", setting]
         if supervised > 1:
-            command += ["--workers", str(supervised)]
+            line += ["--workers", str(supervised)]
         if exit_when_done:
-            command.append("--exit-when-done")
-        worker = Worker(self, worker_id, command, self.directory / f"{worker_id}.log")
+            line.append("--exit-when-done")
+        worker = Worker(self, worker_id, line, self.directory / f"{worker_id}.log")
         self.workers.append(worker)
         return worker
 

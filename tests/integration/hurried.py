@@ -13,17 +13,17 @@ DONE = "upkeep is done"
 
 def main() -> None:
     """Delete old records at once, whatever their age, and then be `child.py`."""
-    from dedup.worker import upkeep  # noqa: PLC0415  # as child.py: nothing is imported before it is asked for
+    from dedup.worker import maintenance as upkeep  # noqa: PLC0415  # as child.py: nothing is imported before it is asked for
 
     upkeep.EVERY_S = EVERY_S  # type: ignore[misc]
     upkeep.KEEP_MS = KEEP_MS  # type: ignore[misc]
-    delete = upkeep.Upkeep.delete
+    delete = upkeep.Maintenance.delete
 
-    async def told(self: upkeep.Upkeep) -> None:
+    async def told(self: upkeep.Maintenance) -> None:
         await delete(self)
         upkeep.log.info(DONE)
 
-    upkeep.Upkeep.delete = told  # type: ignore[method-assign]
+    upkeep.Maintenance.delete = told  # type: ignore[method-assign]
     spec = importlib.util.spec_from_file_location("child", Path(__file__).with_name("child.py"))
     assert spec is not None
     assert spec.loader is not None

@@ -7,7 +7,7 @@ from functools import lru_cache
 
 from confluent_kafka import Consumer, Producer, TopicPartition
 
-from dedup.proof.report import Report
+from dedup.verify.report import Report
 from tests.brokers import RunningKafka, producer_of
 
 BASE_MS = 1_700_000_000_000

@@ -6,7 +6,7 @@ import os
 import signal
 from typing import Any
 
-from dedup.store import archive
+from dedup.store import checkpoint as archive
 from dedup.store.rocks import RocksStore
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-from dedup.session.admin import Admin
-from dedup.session.connection import Connection
+from dedup.kafka.connection import Connection
+from dedup.kafka.topic_admin import Admin
 from dedup.store.base import StoreIdentity
 from dedup.store.directory import store_directory
 from dedup.store.rocks import RocksStore

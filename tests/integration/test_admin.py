@@ -10,16 +10,19 @@ import subprocess
 import sys
 import urllib.request
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
-from confluent_kafka import TopicPartition
+from confluent_kafka import Consumer, TopicPartition
 from confluent_kafka.admin import AlterConfigOpType, ConfigEntry, ConfigResource, ResourceType
 
 from dedup.crashpoints import VARIABLE
+from dedup.embedded.kafka_node import EmbeddedKafka
 from dedup.metrics import METRICS
-from dedup.proof.cut import WHY_RESET
-from dedup.proof.verify import verify
+from dedup.verify.cut import WHY_RESET
+from dedup.verify.verifier import verify
+from tests.brokers import RunningKafka, admin_of
 from tests.integration.conftest import MakeJob
 from tests.integration.fleet import Job, Worker, until
 from tests.integration.workload import BASE_MS, Event, id_of
@@ -65,14 +68,14 @@ def test_apply_prints_a_plan_makes_it_and_says_what_differs(make_job: MakeJob) -
     late, dead = f"{job.output}.late", f"{job.output}.dead-letter"
     dry = dedup(job, "apply", "--dry-run")
     for name in (job.topology.changelog_topic, late, dead):
-        assert f"would make {name}: 2 partitions" in dry
+        assert f"would create {name}: 2 partitions" in dry
     assert "cleanup.policy=compact,delete" in dry
     job.admin.create_topic(late, 3, {"cleanup.policy": "compact"})
     made = dedup(job, "apply")
-    assert f"make {job.topology.changelog_topic}: 2 partitions" in made
-    assert f"differs {late}: partitions is 3, apply would make it with 2" in made
-    assert f"differs {late}: message.timestamp.type is CreateTime, apply would make it with LogAppendTime" in made
-    assert "2 topics made" in made
+    assert f"create {job.topology.changelog_topic}: 2 partitions" in made
+    assert f"differs {late}: partitions is 3; apply would create it with 2" in made
+    assert f"differs {late}: message.timestamp.type is CreateTime; apply would create it with LogAppendTime" in made
+    assert "2 topics created" in made
     again = json.loads(dedup(job, "apply", "--json"))
     assert again["make"] == []
     assert job.topology.changelog_topic in again["as_wanted"]
@@ -125,15 +128,15 @@ def test_reset_forgets_everything_and_starts_anew(make_job: MakeJob) -> None:
     job.send(distinct(0, 100))
     job.finish("b")
     job.finish()
-    assert "nothing was touched" in dedup(job, "reset", stdin="n\n", code=1)
+    assert "nothing was changed" in dedup(job, "reset", stdin="n\n", code=1)
     told = dedup(job, "reset", "--yes")
-    assert f"topic {job.topology.changelog_topic} is deleted and made anew" in told
+    assert f"topic {job.topology.changelog_topic} is deleted and created again" in told
     assert not (job.state_dir("a") / job.name).exists()
     assert "run `dedup reset --local` there" in told
     assert set(job.committed().values()) == {0}
     # The state of a worker elsewhere belongs to a changelog that is gone: it is refused, until it is deleted there.
     assert job.start("b").wait() == 3
-    assert "2 partitions' local state deleted" in dedup(job, "reset", "--local", state_of="b")
+    assert "local state of 2 partitions deleted" in dedup(job, "reset", "--local", state_of="b")
     job.finish("b")
     assert set(output_ids(job).values()) == {2}
     report = verify(job.topology, job.settings)
@@ -165,7 +168,9 @@ def test_reset_to_latest_reads_on_from_there(make_job: MakeJob, direct: bool) ->
     assert [sum(books.unique for books in judged), sum(books.read for books in judged)] == [20, 20]
 
 
-@pytest.mark.parametrize("crash_at", ["after_changelog:1", "after_end:1", "before_end:2"])
+@pytest.mark.parametrize(
+    "crash_at", ["after_end:1", "after_changelog:2", "before_end:2", "after_end:2", "before_end:4"]
+)
 def test_replay_sends_each_dead_letter_once_over_a_kill(make_job: MakeJob, crash_at: str) -> None:
     job = make_job()
     bad = [
@@ -178,7 +183,7 @@ def test_replay_sends_each_dead_letter_once_over_a_kill(make_job: MakeJob, crash
     assert before == 20
     dedup(job, "replay", code=-signal.SIGKILL, **{VARIABLE: crash_at})
     told = dedup(job, "replay")
-    assert re.search(r"\d+ records of \S+ sent through again", told)
+    assert re.search(r"\d+ records of \S+ sent to their source partitions", told)
     sent = [
         message
         for message in job.read(job.topology.source.topics[0])
@@ -232,7 +237,8 @@ def test_a_dead_letter_that_the_source_refuses_is_named_and_passed_over(make_job
     assert "2 records" in told
     # At which offset it lies depends on how many transactions it took, and whether one was aborted.
     (refused,) = [each for each in job.read(job.topology.dead_letter) if each.value() == b"no json 2"]
-    assert f"left {job.topology.dead_letter}/0/{refused.offset()}: the topic it goes to refuses it" in told
+    left = f"left {job.topology.dead_letter}/0/{refused.offset()}: the topic it goes to refuses it"
+    assert left in told
 
 
 def test_a_replay_goes_on_behind_what_retention_has_deleted(make_job: MakeJob) -> None:
@@ -253,6 +259,79 @@ def test_a_replay_goes_on_behind_what_retention_has_deleted(make_job: MakeJob) -
     assert "left" not in dedup(job, "replay")
 
 
+def forget_replay(job: Job) -> None:
+    """The broker knows no offset of the replay's group, as when they have expired."""
+    group = job.topology.replay_group
+    job.admin.client.delete_consumer_groups([group])[group].result(timeout=30)
+
+
+def replayed(job: Job, topic: str) -> int:
+    headers = [dict(message.headers() or []) for message in job.read(topic)]
+    return sum("dedup-replayed" in each for each in headers)
+
+
+@pytest.mark.parametrize("crash_at", [None, "after_end:2"], ids=["ended", "killed"])
+def test_a_replay_whose_position_is_forgotten_sends_nothing_until_it_is_told_where_to_begin(
+    make_job: MakeJob, crash_at: str | None
+) -> None:
+    job = make_job()
+    source, letters = job.topology.source.topics[0], job.topology.dead_letter
+    job.send([*(Event(number % 2, b"no json %d" % number, BASE_MS + number) for number in range(6)), *distinct(0, 4)])
+    job.finish()
+    assert '"end" is unknown' in dedup(job, "replay", "--from", "end", code=2)
+    assert "--from: no position in" in dedup(job, "replay", "--from", "start", code=2)
+    if crash_at is None:
+        assert "6 records" in dedup(job, "replay")
+    else:
+        dedup(job, "replay", code=-signal.SIGKILL, **{VARIABLE: crash_at})
+    sent = replayed(job, source)
+    assert sent == (3 if crash_at else 6)
+    forget_replay(job)
+    for arguments in ((), ("--limit", "1")):
+        told = dedup(job, "replay", *arguments, code=3)
+        assert f"records of {letters} were replayed before, but how far is forgotten" in told
+        assert "Nothing was sent" in told
+        assert "`--from last`" in told
+        assert "`--from start`" in told
+    assert replayed(job, source) == sent
+    # Of one that was killed only its beginning is known.
+    assert f"{6 if crash_at else 0} records" in dedup(job, "replay", "--from", "last")
+    assert "0 records" in dedup(job, "replay")
+    forget_replay(job)
+    assert "6 records" in dedup(job, "replay", "--from", "start")
+    assert "no position in" in dedup(job, "replay", "--from", "start", code=2)
+    assert "0 records" in dedup(job, "replay")
+
+
+def test_what_cannot_be_sent_is_named_again_after_its_position_is_forgotten(make_job: MakeJob) -> None:
+    job = make_job(partitions=1, source_config={"message.timestamp.after.max.ms": "9223372036854775807"})
+    job.send([Event(0, b"no json 1", BASE_MS)])
+    job.finish()
+    assert "1 records" in dedup(job, "replay")
+    job.send([Event(0, b"no json 2", 253_402_300_799_000)])
+    # The replayed one becomes a dead letter once more, before the one that is sent after it.
+    job.finish()
+    refuse_the_future(job)
+    assert "1 records" in dedup(job, "replay", "--limit", "1")
+    left = "the topic it goes to refuses it"
+    assert left in dedup(job, "replay")
+    forget_replay(job)
+    assert left in dedup(job, "replay", "--from", "last")
+
+
+def test_late_records_whose_replay_is_forgotten_are_not_forwarded_again(make_job: MakeJob) -> None:
+    job = make_job(partitions=1, document={"guard_period": "10s"})
+    job.send([Event(0, b'{"id":"new"}', BASE_MS + 100_000), Event(0, b'{"id":"late-id"}', BASE_MS)])
+    job.finish()
+    assert "1 records" in dedup(job, "replay", "--late", "--forward")
+    forget_replay(job)
+    assert "Nothing was sent" in dedup(job, "replay", "--late", "--forward", code=3)
+    assert "0 records" in dedup(job, "replay", "--late", "--forward", "--from", "last")
+    assert output_ids(job) == {"new": 1, "late-id": 1}
+    # Of dead letters nothing was replayed.
+    assert "0 records" in dedup(job, "replay")
+
+
 def test_late_records_go_to_the_output_marked(make_job: MakeJob) -> None:
     job = make_job(partitions=1, document={"guard_period": "10s"})
     job.send([Event(0, b'{"id":"new","n":1}', BASE_MS + 100_000), Event(0, b'{"id":"late-id","n":0}', BASE_MS, b"k")])
@@ -267,3 +346,37 @@ def test_late_records_go_to_the_output_marked(make_job: MakeJob) -> None:
     report = verify(job.topology, job.settings)
     assert report.passed, report.samples
     assert sum(report.not_provable.values()) == 1
+
+
+@pytest.mark.long
+def test_what_says_that_there_was_a_reset_or_a_replay_outlasts_the_retention_of_offsets(
+    make_job: MakeJob, tmp_path: Path
+) -> None:
+    # A minute is the least that a broker takes.
+    shortest = {"offsets.retention.minutes": "1", "offsets.retention.check.interval.ms": "500"}
+    with EmbeddedKafka(data_dir=tmp_path / "kafka", properties=shortest) as kafka:
+        running = RunningKafka(kafka.bootstrap)
+        job = make_job(kafka=running, admin=admin_of(kafka.bootstrap), partitions=1)
+        job.send([Event(0, b"no json", BASE_MS), Event(0, b'{"id":"a"}', BASE_MS)])
+        job.finish()
+        dedup(job, "reset", "--yes")
+        job.finish()
+        assert "2 records" in dedup(job, "replay")
+        letters = TopicPartition(job.topology.dead_letter, 0)
+
+        def kept(group: str, place: TopicPartition) -> int:
+            asker = Consumer({"bootstrap.servers": kafka.bootstrap, "group.id": group, "log_level": 0})
+            (found,) = asker.committed([place], timeout=30)
+            asker.close()
+            return found.offset
+
+        assert kept(job.topology.replay_group, letters) > 0
+        until(lambda: kept(job.topology.replay_group, letters) < 0, "the replay's offset expires", within_s=180)
+        assert kept(job.topology.replay_mark_group, letters) > 0
+        assert "Nothing was sent" in dedup(job, "replay", code=3)
+        assert kept(job.topology.reset_group, TopicPartition(job.output, 0)) > 0
+        # The group's own offsets have expired, too; a worker that is started writes them anew.
+        job.finish()
+        report = verify(job.topology, job.settings)
+        assert report.passed, report.samples
+        assert WHY_RESET in report.not_provable

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from dedup.chaos.load import AtLeastOnceProducer, Disturbance
+from dedup.embedded.fault_proxy import FaultProxy
+from dedup.embedded.flights import flights
+from dedup.embedded.kafka_node import EmbeddedKafka
 from dedup.errors import BrokerUnavailable
-from dedup.local.flights import flights
-from dedup.local.kafka import EmbeddedKafka
-from dedup.local.proxy import FaultProxy
-from dedup.proof.atleastonce import AtLeastOnceProducer, Disturbance
 from tests.brokers import admin_of, read_all
 
 

@@ -10,7 +10,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from dedup.cli.explain import register
+from dedup.cli.verify import register
 from dedup.errors import SettingsError, VerificationFailed
 from tests.integration.conftest import MakeJob
 from tests.integration.fleet import Job

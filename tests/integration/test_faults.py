@@ -9,9 +9,9 @@ import pytest
 from confluent_kafka import Message, Producer
 from confluent_kafka.admin import AlterConfigOpType, ConfigEntry, ConfigResource, ResourceType
 
-from dedup.proof.direct import WHY_COMPACTED
-from dedup.proof.verify import verify
-from dedup.session.record_batch import TopicPartition
+from dedup.kafka.record_batch import TopicPartition
+from dedup.verify.direct import WHY_COMPACTED
+from dedup.verify.verifier import verify
 from tests import odd_names
 from tests.integration.conftest import MakeJob
 from tests.integration.fleet import Job, until

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from dedup.crashpoints import POINTS
-from dedup.session.wire import TopicPartition
+from dedup.kafka.wire import TopicPartition
 from tests.brokers import read_all
 from tests.integration.conftest import MakeJob
 from tests.integration.fleet import Job, until

@@ -6,9 +6,9 @@ from collections import Counter
 
 import pytest
 
-from dedup.proof.verify import verify
 from dedup.store.changelog import TaskRecordKey, decode_task_record, parse_key
-from dedup.worker.publish import IDLE
+from dedup.verify.verifier import verify
+from dedup.worker.record_collector import IDLE
 from tests.integration.conftest import MakeJob
 from tests.integration.fleet import Job, until
 from tests.integration.workload import BASE_MS, Event

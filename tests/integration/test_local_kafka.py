@@ -13,11 +13,10 @@ from pathlib import Path
 import pytest
 from confluent_kafka import Producer
 
-from dedup.local.class_archive import ClassArchive
-from dedup.local.jars import cache_dir
-from dedup.local.java import find_java
-from dedup.local.kafka import EmbeddedKafka
-from dedup.local.proxy import FaultProxy
+from dedup.embedded.fault_proxy import FaultProxy
+from dedup.embedded.java import find_java
+from dedup.embedded.kafka_jars import cache_dir
+from dedup.embedded.kafka_node import ClassArchive, EmbeddedKafka
 from tests.brokers import admin_of
 
 GONE_WITHIN_S = 5.0
@@ -92,8 +91,8 @@ def test_a_proxied_listener_sends_clients_to_the_proxys_port(node: EmbeddedKafka
 
 
 def test_a_paused_node_goes_on(node: EmbeddedKafka) -> None:
-    node.pause()
-    node.resume()
+    node.process.pause()
+    node.process.resume()
     assert admin_of(node.bootstrap).client.list_topics(timeout=10).brokers
 
 
@@ -105,12 +104,12 @@ import signal
 import time
 signal.signal(signal.SIGINT, signal.default_int_handler)
 from pathlib import Path
-from dedup.local.class_archive import ClassArchive
-from dedup.local.jars import cache_dir
-from dedup.local.java import find_java
-from dedup.local.kafka import EmbeddedKafka
+from dedup.embedded.kafka_node import ClassArchive
+from dedup.embedded.kafka_jars import cache_dir
+from dedup.embedded.java import find_java
+from dedup.embedded.kafka_node import EmbeddedKafka
 node = EmbeddedKafka(data_dir=Path({str(tmp_path)!r})).start()
-print(node.process.pid, node.process.leash_pid, flush=True)
+print(node.process.pid, node.process.watchdog_pid, flush=True)
 time.sleep(600)
 """
     with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as parent:
@@ -126,7 +125,7 @@ def test_no_node_outlives_its_leash(tmp_path: Path) -> None:
     if sys.platform != "linux":
         pytest.skip("only Linux has parent-death signals")
     node = EmbeddedKafka(data_dir=tmp_path).start()
-    os.kill(node.process.leash_pid, signal.SIGKILL)
+    os.kill(node.process.watchdog_pid, signal.SIGKILL)
     assert_gone([node.process.pid])
     node.start()  # after an end it did not order itself
     node.stop()

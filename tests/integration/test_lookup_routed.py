@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from dedup.cli.main import create_app
-from dedup.cli.pages import ask_fleet
+from dedup.cli.status import ask_fleet
 from tests.integration.conftest import MakeJob
 from tests.integration.fleet import Job, Worker, until
 from tests.integration.workload import BASE_MS, Event

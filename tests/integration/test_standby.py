@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from dedup.proof.verify import verify
+from dedup.verify.verifier import verify
 from tests.integration.conftest import MakeJob
 from tests.integration.fleet import Job, Worker, until
 from tests.integration.workload import BASE_MS, Event

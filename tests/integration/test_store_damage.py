@@ -59,7 +59,7 @@ def whole(store):
     found = {(segment, state_key): value for segment, state_key, value in store.sightings()}
     for number in range(store.position):
         for segment, values in batch(number).items():
-            looked_up = store.get_many(segment, list(values))
+            looked_up = store.get_each((segment,), list(values)).get(segment, {})
             for state_key, value in values.items():
                 if found.get((segment, state_key)) != value or looked_up.get(state_key) != value:
                     return f"a hole at position {store.position}"

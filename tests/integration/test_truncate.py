@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from confluent_kafka import Consumer, TopicPartition
 
-from dedup.proof.verify import verify
+from dedup.verify.verifier import verify
 from tests.integration import fleet
 from tests.integration.conftest import MakeJob
 from tests.integration.fleet import Job, until

@@ -10,16 +10,15 @@ from pathlib import Path
 import pytest
 from confluent_kafka import TopicPartition
 
-from dedup.core.paths import parse_path
+from dedup.core.json_path import parse_path
 from dedup.core.tracking_id import FieldRule, TrackingId
 from dedup.core.window import Window
-from dedup.proof import spill
-from dedup.proof.render import to_html
-from dedup.proof.report import Report
-from dedup.proof.verify import verify
 from dedup.settings import Settings, load_settings
-from dedup.topology.extractor import extractor_of
-from dedup.topology.model import LateTo, Output, SourceSpec, Topology
+from dedup.topology.model import LateTo, Output, SourceSpec, Topology, extractor_of
+from dedup.verify import spill
+from dedup.verify.render import to_html
+from dedup.verify.report import Report
+from dedup.verify.verifier import verify
 from tests.brokers import Admin, RunningKafka
 from tests.integration.planting import BASE_MS, Sent, commit, found, send
 

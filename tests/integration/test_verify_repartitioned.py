@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 from confluent_kafka import TopicPartition
 
-from dedup.core.paths import parse_path
+from dedup.core.json_path import parse_path
 from dedup.core.tracking_id import FieldRule, TrackingId
 from dedup.core.window import Window
-from dedup.proof.report import Report
-from dedup.proof.verify import verify
 from dedup.settings import load_settings
 from dedup.topology.model import LateTo, Output, SourceSpec, Topology
+from dedup.verify.report import Report
+from dedup.verify.verifier import verify
 from tests.brokers import Admin, RunningKafka
 from tests.integration.fleet import KEPT
 from tests.integration.planting import BASE_MS, Sent, commit, found, send

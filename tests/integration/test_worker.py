@@ -7,7 +7,7 @@ import json
 import pytest
 from confluent_kafka import Message
 
-from dedup.proof.verify import verify
+from dedup.verify.verifier import verify
 from tests.integration.conftest import MakeJob
 from tests.integration.fleet import Job, until
 from tests.integration.workload import BASE_MS, SECONDS, Event, Expected, assert_order_kept, id_of, workload

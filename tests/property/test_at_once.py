@@ -6,11 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dedup.core.at_once import AtOnce, judged_at_once
 from dedup.core.extract import Extracted
-from dedup.core.fold import Outcome, Rows, Rules, judge
-from dedup.core.stream_time import Feed, StreamTime
-from dedup.core.window import Sighting, Source, Window
+from dedup.core.fold import AtOnce, Outcome, Rows, Rules, judge, judged_at_once
+from dedup.core.window import Feed, Sighting, Source, StreamTime, Window
 
 FEED = Feed(0, 0)
 WINDOW = Window(10, 20)

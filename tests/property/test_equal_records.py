@@ -9,8 +9,8 @@ from aiokafka.record.memory_records import MemoryRecords
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dedup.session.equal_records import equal_records
-from dedup.session.record_batch import (
+from dedup.kafka.equal_records import equal_records
+from dedup.kafka.record_batch import (
     BATCH_BYTES,
     COMPRESSION,
     OWN_ROW,
@@ -19,7 +19,7 @@ from dedup.session.record_batch import (
     TopicPartition,
     fill,
 )
-from dedup.worker.sighting_batches import sighting_batches
+from dedup.worker.dedup_task import sighting_batches
 
 CHANGELOG = TopicPartition("changelog", 3)
 IDENTITY = ProducerIdentity(7, 2)

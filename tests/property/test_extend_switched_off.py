@@ -4,10 +4,10 @@ import random
 from dataclasses import replace
 
 from dedup.core.fold import Rules
-from dedup.core.model import Model, ModelRecord, ModelRules
+from dedup.core.reference_model import ModelRecord, ModelRules, ReferenceModel
 from dedup.core.window import Source, Window
-from dedup.worker.batch import FeedBatch
-from dedup.worker.task import Refusals
+from dedup.worker.feed_batch import FeedBatch
+from dedup.worker.record_collector import Refusals
 from tests.fuzz.test_records import TOPICS, judge_of, sent
 from tests.property.extract_cases import RECIPES
 from tests.simulation.direct import IN
@@ -21,7 +21,7 @@ async def run(seed):
     """Return the kinds of verdicts after the switch; each is the model's."""
     dice = random.Random(seed)
     judge = await judge_of(RECIPES["id"], Rules(Window(GUARD_MS, GRACE_MS, extend=True, extend_at_most_ms=MOST_MS)))
-    model = Model(ModelRules(GUARD_MS, GRACE_MS, extend=True, extend_at_most_ms=MOST_MS))
+    model = ReferenceModel(ModelRules(GUARD_MS, GRACE_MS, extend=True, extend_at_most_ms=MOST_MS))
     kinds = set()
     for offset in range(ROWS):
         if offset == SWITCHED_AT:

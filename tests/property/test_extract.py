@@ -7,12 +7,11 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from dedup.core.columns import bytes_keys, scalar_keys, text_keys
-from dedup.core.content import content_of
 from dedup.core.event_time import RecordTime
 from dedup.core.exact_json import Unreadable, canonical_json, decode, excluded
-from dedup.core.extract import Extractor, FaultKind, Recipe
+from dedup.core.extract import Extractor, FaultKind, Recipe, content_of
 from dedup.core.extract_one import Fault, One, extract_one
+from dedup.core.state_keys import bytes_keys, scalar_keys, text_keys
 from dedup.core.tracking_id import (
     KeyRule,
     TrackingId,
@@ -282,7 +281,7 @@ def test_quick_content_is_exact_content(record, seed, exclude):
 
 
 def test_quick_content_is_taken_for_plain_values(monkeypatch):
-    monkeypatch.setattr("dedup.core.content.decode", lambda value: pytest.fail(f"{value} went the exact way"))
+    monkeypatch.setattr("dedup.core.extract.decode", lambda value: pytest.fail(f"{value} went the exact way"))
     value = b'{"b": [1.50, -0, {"d": null, "c": "x"}], "a": 1e5, "at": 7}'
     assert content_of(value, (("at",),)) == b'{"a":1e5,"b":[15e-1,0,{"c":"x","d":null}]}'
 

@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 
 from dedup.core.extract import Extracted, Fault, FaultKind
 from dedup.core.fold import OnConflict, OnFuture, OnMissing, OnTombstone, Outcome, RecordFailed, Rows, Rules, fold
-from dedup.core.model import ModelRecord, ModelRules, ModelVerdict, model
-from dedup.core.stream_time import Feed, StreamTime
-from dedup.core.window import Sighting, Source, Window
+from dedup.core.reference_model import ModelRecord, ModelRules, ModelVerdict, model
+from dedup.core.window import Feed, Sighting, Source, StreamTime, Window
 
 FAULTS = {
     "missing_id": FaultKind.MISSING_ID,

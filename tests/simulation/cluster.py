@@ -8,21 +8,24 @@ offset. Produce is checked as of KIP-890 part 1: epoch, sequence, and that the p
 from __future__ import annotations
 
 import enum
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from aiokafka.record.memory_records import MemoryRecords
 
-from dedup.session.wire import (
+from dedup.kafka.wire import (
     UNSTABLE_OFFSET,
     CommittedOffset,
     Fetched,
     FetchedRecord,
     Header,
     LogBounds,
+    Position,
     Produced,
     ProducerIdentity,
+    TopicNow,
     TopicPartition,
 )
 
@@ -131,7 +134,7 @@ class Coordinated:
     state: TxState = TxState.EMPTY
     partitions: list[TopicPartition] = field(default_factory=list)
     groups: set[str] = field(default_factory=set)
-    offsets: dict[tuple[str, TopicPartition], int] = field(default_factory=dict)
+    offsets: dict[tuple[str, TopicPartition], Position] = field(default_factory=dict)
     """Committed to the group by the open transaction."""
     unmarked: list[TopicPartition] = field(default_factory=list)
     """Partitions whose marker is still to be written; the group's is written last."""
@@ -145,7 +148,11 @@ class Cluster:
     ) -> None:
         self.version = 0
         """Counts what may have become visible to readers."""
-        self.offsets: dict[tuple[str, TopicPartition], int] = {}
+        self.offsets: dict[tuple[str, TopicPartition], Position] = {}
+        self.made_again: Counter[str] = Counter()
+        """Topic -> how often it was deleted and made again."""
+        self.added: Counter[str] = Counter()
+        """Topic -> partitions added to it; nothing is ever written to them."""
         self.late_markers = False
         """The next transaction to end writes its markers bit by bit."""
         self._fetch_entries = fetch_entries
@@ -222,13 +229,14 @@ class Cluster:
             return Produced(OLD_EPOCH if code == FENCED else code, -1)
         if known.state is not TxState.ONGOING or target not in known.partitions:
             return Produced(INVALID_STATE, -1)
+        records = [Record(0, row.timestamp, row.key, row.value, row.headers) for row in batch]
+        # As in a broker, before the sequence number is looked at.
+        if any(self._refuses(target.topic, record) for record in records):
+            return Produced(TOO_LARGE, -1)
         log = self.partition(target)
         epoch, expected = log.sequences.get(known.producer_id, (-1, 0))
         if batch.base_sequence != (expected if epoch == known.epoch else 0):
             return Produced(OUT_OF_ORDER, -1)
-        records = [Record(0, row.timestamp, row.key, row.value, row.headers) for row in batch]
-        if any(self._refuses(target.topic, record) for record in records):
-            return Produced(TOO_LARGE, -1)
         log.sequences[known.producer_id] = (known.epoch, batch.base_sequence + len(records))
         base_offset = log.end
         for record in records:
@@ -245,7 +253,7 @@ class Cluster:
         return code
 
     def commit_offsets(
-        self, transactional_id: str, identity: ProducerIdentity, group: str, offsets: Mapping[TopicPartition, int]
+        self, transactional_id: str, identity: ProducerIdentity, group: str, offsets: Mapping[TopicPartition, Position]
     ) -> int:
         code, known = self._checked(transactional_id, identity)
         if known is None:
@@ -309,6 +317,23 @@ class Cluster:
 
     def bounds(self, source: TopicPartition) -> LogBounds:
         return LogBounds(0, self.partition(source).end)
+
+    def topics(self, names: Sequence[str]) -> dict[str, TopicNow | int]:
+        """Return the topics as they are now; each has as many partitions as were asked for, one at the least."""
+        counts = Counter(partition.topic for partition in self._partitions)
+        return {
+            name: TopicNow(
+                f"{name.encode().hex():0>24.24}{self.made_again[name]:08x}", max(counts[name], 1) + self.added[name]
+            )
+            for name in names
+        }
+
+    def make_again(self, topic: str) -> None:
+        """Delete a topic, and the offsets that groups have committed of it, and make it anew, empty."""
+        self.made_again[topic] += 1
+        for target in [target for target in self._partitions if target.topic == topic]:
+            self._partitions[target] = Partition()
+        self.offsets = {place: at for place, at in self.offsets.items() if place[1].topic != topic}
 
     def offset_at(self, source: TopicPartition, time_ms: int) -> int | None:
         rows = enumerate(self.partition(source).entries)

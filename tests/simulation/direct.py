@@ -6,16 +6,15 @@ import asyncio
 
 from dedup.core.extract import Extractor
 from dedup.core.fold import Rules
-from dedup.core.stream_time import Feed
-from dedup.core.window import Window
-from dedup.session.transaction import Session
-from dedup.session.wire import TopicPartition
-from dedup.store.memory import MemoryStore
-from dedup.store.shelf import Keeping
-from dedup.worker.batch import FeedBatch
-from dedup.worker.judge import Judge, JudgePlan
-from dedup.worker.publish import Publisher, Route, Routes
-from dedup.worker.task import Task, TaskId
+from dedup.core.window import Feed, Window
+from dedup.kafka.transactional_producer import Session
+from dedup.kafka.wire import TopicPartition
+from dedup.store.directory import Keeping
+from dedup.worker.dedup_task import DedupPlan, DedupTask
+from dedup.worker.feed_batch import FeedBatch
+from dedup.worker.record_collector import RecordCollector, Route, Routes
+from dedup.worker.task import Committing, Task, TaskId
+from tests.memory_store import MemoryStore
 from tests.simulation.cluster import Cluster
 from tests.simulation.scenario import CHANGELOG, EXTRACTOR, GROUP, StoppedClock
 
@@ -65,9 +64,9 @@ class KeptStore(MemoryStore):
         pass
 
 
-def plan_of(extractor: Extractor, rules: Rules, *, skew_ms=10**9, start="earliest", compression="none") -> JudgePlan:
+def plan_of(extractor: Extractor, rules: Rules, *, skew_ms=10**9, start="earliest", compression="none") -> DedupPlan:
     """Return what a task judges the only partition of `in` by."""
-    return JudgePlan(
+    return DedupPlan(
         feeding=IN,
         changelog=CHANGELOG,
         feeds=(Feed(0, 0),),
@@ -82,7 +81,7 @@ def plan_of(extractor: Extractor, rules: Rules, *, skew_ms=10**9, start="earlies
     )
 
 
-def task(wire: DirectWire, *, start="earliest", judge=Judge) -> Task:
+def task(wire: DirectWire, *, start="earliest", judge=DedupTask, kind=Task) -> Task:
     """Return a task with a guard period of 10 ms on a store of its own."""
     plan = plan_of(EXTRACTOR, Rules(Window(10, 10)), start=start)
     routes = Routes(
@@ -95,9 +94,13 @@ def task(wire: DirectWire, *, start="earliest", judge=Judge) -> Task:
     session = Session(wire, "t.dedup.0", GROUP, timeout_ms=60_000, deadline_ms=20_000)
 
     def work(numbers):
-        return judge(plan, wire, Keeping(KeptStore), Publisher(routes, 0), StoppedClock(), numbers)
+        return judge(plan, wire, Keeping(KeptStore), RecordCollector(routes, 0), StoppedClock(), numbers)
 
-    return Task(TaskId("dedup", IN), GROUP, session, wire, work, pin_start=start != "earliest")
+    async def unchanged():
+        pass
+
+    committing = Committing(GROUP, unchanged, pin_start=start != "earliest")
+    return kind(TaskId("dedup", IN), committing, session, wire, work)
 
 
 def batch(rows, first: int) -> FeedBatch:

@@ -1,4 +1,4 @@
-"""A simulated worker process: production `Tasks`, `Task`, `Judge` and `Session` on a simulated wire and disk.
+"""A simulated worker process: production `TaskManager`, `Task`, `Judge` and `Session` on a simulated wire and disk.
 
 Everything the process wants from outside is *parked*: a request, a timer, the next records of its feeding partition.
 The scheduler decides which parked call goes on, how it ends, and whether the process is killed there.
@@ -12,14 +12,25 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Protocol
 
-from dedup.errors import TaskCorrupted
-from dedup.session.wire import CommittedOffset, Fetched, LogBounds, NoAnswer, Produced, ProducerIdentity, TopicPartition
+from dedup.errors import StateIncompatible, TaskCorrupted
+from dedup.kafka.record_batch import Limit
+from dedup.kafka.wire import (
+    CommittedOffset,
+    Fetched,
+    LogBounds,
+    NoAnswer,
+    Position,
+    Produced,
+    ProducerIdentity,
+    TopicNow,
+    TopicPartition,
+)
 from dedup.store.base import TaskRecord, Writes
-from dedup.store.memory import MemoryStore
-from dedup.store.shelf import Shelf
-from dedup.worker.batch import FeedBatch
+from dedup.store.directory import StorePool
+from dedup.worker.feed_batch import FeedBatch
 from dedup.worker.task import Task
-from dedup.worker.tasks import Tasks
+from dedup.worker.task_manager import TaskManager
+from tests.memory_store import MemoryStore
 from tests.simulation.cluster import CONCURRENT, Cluster, Record
 from tests.simulation.loop import SimLoop
 
@@ -50,7 +61,7 @@ class Parked:
     enabled: Callable[[], bool] = ALWAYS
 
 
-def batch_of(feeding: TopicPartition, records: Sequence[Record], follows: int) -> FeedBatch:
+def batch_of(feeding: TopicPartition, records: Sequence[Record], follows: int, life: int = 0) -> FeedBatch:
     """Return records as the transport hands them to a task."""
     return FeedBatch(
         feeding,
@@ -60,6 +71,7 @@ def batch_of(feeding: TopicPartition, records: Sequence[Record], follows: int) -
         [row.value for row in records],
         [row.headers for row in records],
         follows,
+        life=life,
     )
 
 
@@ -141,6 +153,10 @@ class SimWire:
     def __init__(self, process: Process, cluster: Cluster) -> None:
         self._process = process
         self._cluster = cluster
+        self._pinned: dict[str, str] = {}
+
+    def pin(self, topic_ids: Mapping[str, str]) -> None:
+        self._pinned = dict(topic_ids)
 
     async def pause(self, delay_ms: int) -> None:
         await self._process.park("pause", "pause", lambda: None)
@@ -187,7 +203,7 @@ class SimWire:
         return answer
 
     async def commit_offsets(
-        self, transactional_id: str, identity: ProducerIdentity, group: str, offsets: Mapping[TopicPartition, int]
+        self, transactional_id: str, identity: ProducerIdentity, group: str, offsets: Mapping[TopicPartition, Position]
     ) -> int:
         wanted = dict(offsets)
         answer: int = await self._process.park(
@@ -218,8 +234,17 @@ class SimWire:
         )
         return answer
 
+    async def limit(self, target: TopicPartition) -> Limit | None:
+        return None  # it refuses by content: only the broker knows
+
     async def bounds(self, source: TopicPartition) -> LogBounds:
         answer: LogBounds = await self._process.park("ListOffsets", "leader", lambda: self._cluster.bounds(source))
+        return answer
+
+    async def topics(self, names: tuple[str, ...]) -> Mapping[str, TopicNow | int]:
+        answer: dict[str, TopicNow | int] = await self._process.park(
+            "Metadata", "metadata", lambda: self._cluster.topics(names)
+        )
         return answer
 
     async def offset_at(self, source: TopicPartition, time_ms: int) -> int | None:
@@ -231,10 +256,19 @@ class SimWire:
         def more() -> bool:
             return log.stable_end > offset or log.end == offset or wait_ms == 0
 
-        answer: Fetched = await self._process.park(
-            "Fetch", "fetch", lambda: self._cluster.fetch(source, offset), enabled=more
+        answer: Fetched | None = await self._process.park(
+            "Fetch",
+            "fetch",
+            lambda: None if self._is_another(source.topic) else self._cluster.fetch(source, offset),
+            enabled=more,
         )
+        if answer is None:
+            raise StateIncompatible(f"{source}: the broker knows no topic of this id")
         return answer
+
+    def _is_another(self, topic: str) -> bool:
+        now = self._cluster.topics([topic])[topic]
+        return isinstance(now, TopicNow) and self._pinned.get(topic, now.topic_id) != now.topic_id
 
 
 class Process:
@@ -255,11 +289,12 @@ class Process:
         self.now_ms = 0
         """Wall time at the start; the worker's clock does not follow a clock that is set while it runs."""
         self.fingerprint = b""
-        self.tasks: Tasks
+        self.tasks: TaskManager
         self._feeding: tuple[TopicPartition, ...] = ()
         self._most_records = 1
-        self._feeders: list[asyncio.Task[None]] = []
-        self.shelf = Shelf()
+        self._feeders: dict[TopicPartition, asyncio.Task[None]] = {}
+        self._lives = 0
+        self.store_pool = StorePool()
         self.started_at: dict[TopicPartition, int] = {}
         """Feeding partition -> where its present task began to read."""
 
@@ -267,7 +302,7 @@ class Process:
     def dead(self) -> bool:
         return self.loop.dead
 
-    def begin(
+    def assign(
         self, feeding: Sequence[TopicPartition], build: Callable[[TopicPartition], Task], most_records: int
     ) -> None:
         """Start the tasks of an assignment."""
@@ -275,19 +310,37 @@ class Process:
         self.loop.within(lambda: self._begin(build))
 
     def _begin(self, build: Callable[[TopicPartition], Task]) -> None:
-        self.tasks = Tasks(build, self._wipe, commit_interval_ms=COMMIT_INTERVAL_MS)
-        self.tasks.connect(self._ready, lambda: self._spawn(self._rejoin()))
+        self.tasks = TaskManager(build, self._wipe, commit_interval_ms=COMMIT_INTERVAL_MS)
+        self.tasks.connect(self)
         self.tasks.open(self._feeding)
 
     def _spawn(self, coroutine: Any) -> None:
         self.loop.create_task(coroutine)
 
-    def _ready(self, partition: TopicPartition, offset: int) -> None:
-        self.started_at[partition] = offset
-        self._feeders.append(self.loop.create_task(self._feed(partition, offset)))
+    def begin(self, feeding: TopicPartition, position: Position) -> int:
+        self.halt(feeding)
+        self.started_at[feeding] = position.offset
+        self._lives += 1
+        self._feeders[feeding] = self.loop.create_task(self._feed(feeding, position.offset, self._lives))
+        return self._lives
+
+    def halt(self, feeding: TopicPartition) -> None:
+        feeder = self._feeders.pop(feeding, None)
+        if feeder is not None:
+            feeder.cancel()
+
+    def rejoin(self) -> None:
+        self._spawn(self._rejoin())
+
+    async def is_member(self) -> bool | None:
+        try:
+            counted_in: bool = await self.park("Heartbeat", "group", lambda: self.owner)
+        except NoAnswer:
+            return None
+        return counted_in
 
     def _wipe(self, feeding: TopicPartition) -> None:
-        waiting = self.shelf.take(feeding.partition)
+        waiting = self.store_pool.take(feeding.partition)
         if waiting is not None:
             waiting.close()
         self.disks[feeding].wipe()
@@ -299,7 +352,7 @@ class Process:
             self.tasks.open(self._feeding)
 
     async def _stop(self) -> None:
-        feeders, self._feeders = self._feeders, []
+        feeders, self._feeders = list(self._feeders.values()), {}
         for feeder in feeders:
             feeder.cancel()
         await asyncio.gather(*feeders, return_exceptions=True)
@@ -310,23 +363,28 @@ class Process:
         self.owner = False
         self.loop.within(lambda: self._spawn(self._stop()))
 
-    async def _feed(self, feeding: TopicPartition, offset: int) -> None:
-        """Read committed records of a feeding partition and give them to its task, batch by batch."""
+    async def _feed(self, feeding: TopicPartition, offset: int, life: int) -> None:
+        """Read committed records of a feeding partition and give them to its task, batch by batch.
+
+        By the topic's id, as the fetcher does: what stands under its name meanwhile is another log.
+        """
         log = self.cluster.partition(feeding)
         follows = offset
         while True:
 
             def more(at: int = offset) -> bool:
-                return at < log.stable_end
+                return at < log.stable_end or self.cluster.partition(feeding) is not log
 
             end: int = await self.park("Poll", f"feed {feeding}", lambda: log.stable_end, enabled=more)
+            if self.cluster.partition(feeding) is not log:
+                raise StateIncompatible(f"{feeding}: the broker knows no topic of this id")
             records: list[Record] = []
             while offset < end and len(records) < self._most_records:
                 records += log.committed(offset, offset + 1)
                 offset += 1
             if not records:
                 continue
-            batch = batch_of(feeding, records, follows)
+            batch = batch_of(feeding, records, follows, life)
             follows = batch.next_offset
             await self.tasks.process(batch)
 
@@ -388,5 +446,5 @@ class Process:
         failure = self.tasks.failure
         if failure.done():
             return failure.result()
-        ended = [feeder for feeder in self._feeders if feeder.done() and not feeder.cancelled()]
+        ended = [feeder for feeder in self._feeders.values() if feeder.done() and not feeder.cancelled()]
         return ended[0].exception() if ended else None

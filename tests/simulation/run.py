@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from dedup.core.window import Sighting, Source
 from dedup.errors import StateIncompatible
-from dedup.session.record_batch import fill
-from dedup.session.wire import TopicPartition
+from dedup.kafka.record_batch import fill
+from dedup.kafka.wire import Position, TopicPartition
+from dedup.store.changelog import encode_sighting, sighting_key
 from tests.simulation.choice import Chooser, Healthy
+from tests.simulation.cluster import Record
 from tests.simulation.loop import Running
 from tests.simulation.oracle import Violation
 from tests.simulation.process import Disk, MemoryDisk, Parked, Process
@@ -23,6 +26,8 @@ MOST_PAUSES = 8
 """A worker that only asks again and again lets the other one go on: no scheduler is unfair for ever."""
 DAY_MS = 86_400_000
 SEEDER = "t.seed"
+FOREIGN = b"foreign"
+"""An ID in the changelog of a fleet that began anew."""
 
 
 @dataclass(slots=True)
@@ -56,12 +61,14 @@ class Run:
         self._network: list[Callable[[], object]] = []
         """Requests whose sender no longer waits for them; they may still arrive."""
         self._watcher = Watcher(scenario, self.cluster)
-        self._old_offsets: dict[tuple[str, TopicPartition], int] = {}
+        self._old_offsets: dict[tuple[str, TopicPartition], Position] = {}
         self._pauses = 0
         self._wall_ms = NOW_MS
         self._grown = False
         """The source has more partitions now, to which IDs may have moved: every later start must be refused."""
         self._refused = False
+        self._changed = False
+        """The topics of the running workers are not what they began with: none of them may go on."""
 
     def _new_disks(self) -> dict[TopicPartition, Disk]:
         return {self.scenario.judged_log: self.variant.disk()}
@@ -98,7 +105,7 @@ class Run:
         process.fingerprint = GROWN if self._grown else FINGERPRINT
         self._old_offsets = dict(self.cluster.offsets)
         builder = Builder(self.scenario, self.variant, process)
-        process.begin(self.scenario.feeding, builder.build, self.scenario.most_records)
+        process.assign(self.scenario.feeding, builder.build, self.scenario.most_records)
         self._current = worker
 
     def _until_quiet(self) -> None:
@@ -156,7 +163,7 @@ class Run:
                 self._network.append(call.effect)
         failure = process.failure
         if failure is not None:
-            self._refused = self._grown and isinstance(failure, StateIncompatible)
+            self._refused = (self._grown or self._changed) and isinstance(failure, StateIncompatible)
             if self._refused:
                 self._end_all()
                 return
@@ -252,8 +259,47 @@ class Run:
                 self._answer(worker, call)
             case "rebalance, old owner goes on" | "rebalance, old owner drains":
                 self._rebalance(worker, drain=way.endswith("drains"))
+            case "source made again" | "source gets a partition" | "frozen through a reset":
+                self._change(worker, way)
             case _:
                 self._crash(worker, call, way)
+
+    def _change(self, worker: Worker, way: str) -> None:
+        """The topics change under a worker, and its source gets records that it must not judge."""
+        self._changed = True
+        self._faults = self._switches = 0
+        self._end(self._workers[1 - worker.number])
+        assert worker.process is not None
+        if worker is not self._owner:
+            # The group has nobody else: the zombie joins again and gets the partitions.
+            self._owner, worker.process.owner = worker, True
+            worker.process.loop.within(worker.process.rejoin)
+        source = self.scenario.sources[0]
+        match way:
+            case "source made again":
+                self.cluster.make_again(source.topic)
+            case "source gets a partition":
+                self.cluster.added[source.topic] += 1
+            case _:
+                self._reset()
+        # More of them than the worker has read, so that its position is inside the new log, too.
+        moved = [Record(0, time_ms, b"moved", b"moved%d" % time_ms, ()) for time_ms in range(20)]
+        self.cluster.append_plain(source, moved)
+
+    def _reset(self) -> None:
+        """What `dedup reset` does to the cluster while no worker is a member."""
+        for place in self.scenario.feeding:
+            name = "t.dedup.0" if place == self.scenario.judged_log else f"t.repartition.in.{place.partition}"
+            while self.cluster.init_producer_id(name)[0]:
+                pass
+        self.cluster.offsets.clear()
+        self.cluster.make_again(CHANGELOG.topic)
+        if self.scenario.two_hops:
+            self.cluster.make_again(self.scenario.judged_log.topic)
+        # What the fleet writes that starts anew: nothing of it may reach the old disk.
+        sighting = encode_sighting(Sighting(0, 0, Source(0, 0, 0), b""))
+        record = Record(0, NOW_MS, sighting_key(0, FOREIGN), sighting, ())
+        self.cluster.append_plain(CHANGELOG, [record])
 
     def _crash(self, worker: Worker, call: Parked, way: str) -> None:
         match way:
@@ -363,6 +409,9 @@ class Run:
 
     def _finish(self) -> None:
         """No more faults: a last incarnation reads everything, and then all must agree."""
+        if self._changed:
+            self._finish_changed()
+            return
         fresh = self.scenario.last_incarnation or self._owner.process is None
         if self._grown and not self._refused:
             self.violations.append(Violation("wrong", "the worker goes on after its source grew"))
@@ -388,6 +437,14 @@ class Run:
         self._until_quiet()
         if not self.violations:
             self.violations += self._watcher.compare_all(self._owner.process)
+
+    def _finish_changed(self) -> None:
+        """Whoever ran when the topics changed has stopped, and its disk is what it was."""
+        if not self._refused:
+            self.violations.append(Violation("wrong", "the worker goes on although its topics are others"))
+        kept = [disk.kept for disk in self._owner.disks.values() if isinstance(disk, MemoryDisk)]
+        if any(key == FOREIGN for store in kept for _, key, _ in store.sightings()):
+            self.violations.append(Violation("state", "state of another changelog was mixed into this disk's"))
 
     def _end_all(self) -> None:
         for worker in self._workers:

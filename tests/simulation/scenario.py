@@ -9,17 +9,18 @@ from typing import Literal
 from dedup.core.event_time import RecordTime
 from dedup.core.extract import Extractor, compile_extractor
 from dedup.core.fold import Rules
-from dedup.core.model import ModelRules
-from dedup.core.stream_time import Feed
+from dedup.core.reference_model import ModelRules
 from dedup.core.tracking_id import KeyRule, TrackingId
-from dedup.core.window import Source, Window
+from dedup.core.window import Feed, Source, Window
+from dedup.kafka.consumer import TopicCheck
+from dedup.kafka.wire import TopicPartition
 from dedup.metrics import TaskNumbers
-from dedup.session.wire import TopicPartition
-from dedup.store.shelf import Keeping
-from dedup.worker.judge import JudgePlan
-from dedup.worker.publish import Publisher, Route, Routes
-from dedup.worker.repartition import Repartition, RepartitionPlan
-from dedup.worker.task import Task, TaskId, Work
+from dedup.store.directory import Keeping
+from dedup.worker.dedup_task import DedupPlan
+from dedup.worker.offsets import offset_note
+from dedup.worker.record_collector import RecordCollector, Route, Routes
+from dedup.worker.repartition_task import RepartitionPlan, RepartitionTask
+from dedup.worker.task import Committing, Task, TaskId, TaskWork
 from tests.simulation.cluster import Cluster, Record
 from tests.simulation.oracle import Judged, new_model, too_large
 from tests.simulation.process import Process
@@ -39,6 +40,7 @@ Fault = Literal[
     "rebalance",
     "clock",
     "grow",
+    "change",
 ]
 GROUP = "t"
 CHANGELOG = TopicPartition("t.changelog", 0)
@@ -60,6 +62,11 @@ class StoppedClock:
     def now_ms(self) -> int:
         return self._time_ms
 
+    put_forward_ms = 0
+
+    def heard(self, broker_ms: int) -> None:
+        """No broker of the simulation has a clock."""
+
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
@@ -76,7 +83,8 @@ class Bounds:
 
 
 Input = tuple[tuple[str | None, int], ...]
-"""(ID, event time); an ID in capitals makes a record that the broker refuses on the output topic."""
+"""(ID, event time); an ID in capitals makes a record that the broker refuses on the output topic, one with an
+exclamation mark a record that it refuses on the repartition topic."""
 
 
 @dataclass(frozen=True)
@@ -129,7 +137,8 @@ class Scenario:
         found: dict[TopicPartition, list[Record]] = {source: [] for source in self.sources}
         for at, (name, time_ms) in enumerate(rows, number):
             key = None if name is None else name.lower().encode()
-            value = f"{'BIG' if name and name.isupper() else 'v'}{at}".encode()
+            kind = "VAST" if name and name.endswith("!") else "BIG" if name and name.isupper() else "v"
+            value = f"{kind}{at}".encode()
             found[self.sources[at % self.feeds]].append(Record(0, time_ms, key, value, ()))
         return found
 
@@ -166,6 +175,13 @@ class Builder:
         self._variant = variant
         self._process = process
         self._wire = variant.wire(process.wire)
+        names = {place.topic for place in (*scenario.feeding, CHANGELOG)}
+        expected = {
+            name: now for name, now in process.cluster.topics(sorted(names)).items() if not isinstance(now, int)
+        }
+        self._check = TopicCheck(self._wire, expected)
+        self._ids = {name: now.topic_id for name, now in expected.items()}
+        self._wire.pin(self._ids)
 
     def build(self, feeding: TopicPartition) -> Task:
         scenario = self._scenario
@@ -180,11 +196,12 @@ class Builder:
             if dedup
             else (lambda numbers: self._repartition(feeding, numbers))
         )
-        return self._variant.task(task_id, GROUP, session, self._wire, make)
+        note = offset_note(self._ids[feeding.topic], self._ids[CHANGELOG.topic] if dedup else None)
+        return self._variant.task(task_id, Committing(GROUP, self._check.confirm, note), session, self._wire, make)
 
-    def _judge(self, feeding: TopicPartition, numbers: TaskNumbers) -> Work:
+    def _judge(self, feeding: TopicPartition, numbers: TaskNumbers) -> TaskWork:
         scenario, process = self._scenario, self._process
-        plan = JudgePlan(
+        plan = DedupPlan(
             feeding=feeding,
             changelog=CHANGELOG,
             feeds=tuple(Feed(0, partition) for partition in range(scenario.feeds)),
@@ -196,17 +213,18 @@ class Builder:
             start="earliest",
             fingerprint=process.fingerprint,
             compression="none",
+            feeding_topic_id=self._ids[feeding.topic],
         )
         disk = process.disks[feeding]
         publisher = self._publisher()
         clock = StoppedClock(process.now_ms)
         keeping = Keeping(
-            lambda: process.shelf.take(feeding.partition) or disk.open(process),
-            release=lambda store: process.shelf.put(feeding.partition, store),
+            lambda: process.store_pool.take(feeding.partition) or disk.open(process),
+            release=lambda store: process.store_pool.put(feeding.partition, store),
         )
         return self._variant.judge(plan, self._wire, keeping, publisher, clock, numbers)
 
-    def _publisher(self) -> Publisher:
+    def _publisher(self) -> RecordCollector:
         routes = Routes(
             source_topics=("in",),
             output=Route("out", 1),
@@ -216,9 +234,9 @@ class Builder:
             keep_partition=True,
             compression="none",
         )
-        return Publisher(routes, 0)
+        return RecordCollector(routes, 0)
 
-    def _repartition(self, feeding: TopicPartition, numbers: TaskNumbers) -> Work:
+    def _repartition(self, feeding: TopicPartition, numbers: TaskNumbers) -> TaskWork:
         plan = RepartitionPlan(
             feeding=feeding,
             target=REPARTITION.topic,
@@ -226,6 +244,9 @@ class Builder:
             extractor=EXTRACTOR,
             topic=0,
             start="earliest",
-            compression="none",
         )
-        return Repartition(plan, self._wire, self._publisher(), StoppedClock(), numbers)
+        return RepartitionTask(plan, self._wire, self._publisher(), StoppedClock(), numbers, _offsets_stay)
+
+
+async def _offsets_stay() -> None:
+    """The simulated group keeps its offsets: nothing is lost that a task would have to refuse."""

@@ -14,7 +14,7 @@ from tests.simulation.scenario import Bounds, Fault, Scenario
 
 PLAIN = (("a", 0), ("b", 1), ("a", 2), ("c", 3), ("b", 4))
 PROBES = (("a", 3), ("b", 5), ("c", 6), ("d", 7))
-ALL_FAULTS: tuple[Fault, ...] = tuple(kind for kind in get_args(Fault) if kind != "rebalance")
+ALL_FAULTS: tuple[Fault, ...] = tuple(kind for kind in get_args(Fault) if kind not in {"rebalance", "change"})
 
 CRASHES = Scenario("killed", PLAIN, Bounds(1, ("crash",)), probes=PROBES)
 DAMAGED = Scenario("a damaged disk", PLAIN, Bounds(2, ("torn", "damage", "stale")), probes=PROBES)
@@ -65,6 +65,22 @@ SEEDER = replace(CRASHES, name="another transaction on the changelog", bounds=Bo
 DELAYED = Scenario(
     "delayed requests", PLAIN, Bounds(1, ("late", "expire"), deliveries=1), probes=PROBES, most_records=1
 )
+CHANGED = Scenario("the topics change", PLAIN, Bounds(1, ("change",)), most_records=1)
+CHANGED_TWO_HOPS = Scenario("the topics change, two hops", PLAIN[:3], Bounds(1, ("change",)), feeds=2)
+DAMAGED_IN_COMMIT = Scenario(
+    "damage is found while a commit is in flight",
+    PLAIN,
+    Bounds(1, ("damage",), reorders=1),
+    probes=PROBES,
+    most_records=1,
+)
+TWO_HOPS_REFUSED = Scenario(
+    "two hops and workers, a record refused on the first",
+    (("a", 0), ("b", 1), ("a!", 2), ("c", 3)),
+    Bounds(0, (), switches=1),
+    feeds=2,
+    last_incarnation=False,
+)
 TWO_HOPS = Scenario("two hops", PLAIN[:3], Bounds(1, ("crash", "late", "rebalance")), probes=PROBES[:2], feeds=2)
 
 ENUMERATED = (
@@ -88,6 +104,10 @@ ENUMERATED = (
     SEEDER,
     DELAYED,
     TWO_HOPS,
+    CHANGED,
+    CHANGED_TWO_HOPS,
+    DAMAGED_IN_COMMIT,
+    TWO_HOPS_REFUSED,
 )
 
 _WIDER: Mapping[Scenario, Bounds] = {

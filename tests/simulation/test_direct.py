@@ -1,17 +1,22 @@
 """Sequences of events that a review found, one by one."""
 
 import asyncio
+from contextlib import nullcontext
 
 import pytest
 
-from dedup.session.fetch import Answer, Columns, FeedFetcher
-from dedup.session.wire import NoAnswer, TopicPartition
-from dedup.worker.judge import Judge
+from dedup.errors import InvariantBroken
+from dedup.kafka.consumer import Answer, FeedFetcher, TopicCheck
+from dedup.kafka.record_batch import Columns
+from dedup.kafka.wire import NoAnswer, TopicNow, TopicPartition
+from dedup.worker.dedup_task import DedupTask
+from dedup.worker.task import Task
 from tests.simulation.cluster import Cluster, Record
 from tests.simulation.direct import IN, DirectWire, batch, task
+from tests.simulation.variants import AppliedAfterClose
 
 
-class FailsWhenJudgingAgain(Judge):
+class FailsWhenJudgingAgain(DedupTask):
     def judge(self, batch, refusals):
         if refusals.rows:
             raise RuntimeError("a look-up failed")
@@ -69,13 +74,14 @@ class OneAnswer(FeedFetcher):
     async def _fetch(self, node, sources):
         if node == 1:
             raise NoAnswer("broker 1 died")
-        begun = self._positions[sources[0]]
-        return [Answer(sources[0], Columns([begun], [0], [b"k"], [b"v"], [[]]), begun, begun + 1)]
+        reading = self._readings[sources[0]]
+        begun = reading.position
+        return [Answer(sources[0], Columns([begun], [0], [b"k"], [b"v"], [[]]), begun, begun + 1, reading.life, -1)]
 
 
 async def test_an_answer_of_an_older_assignment_is_not_handed_out():
     wire = TwoBrokers()
-    fetcher = OneAnswer(wire, wait_ms=10)
+    fetcher = OneAnswer(wire, TopicCheck(wire, {"in": TopicNow("0" * 32, 2)}), wait_ms=10)
     sources = [TopicPartition("in", 0), TopicPartition("in", 1)]
     for source in sources:
         fetcher.begin(source, 200)
@@ -85,3 +91,60 @@ async def test_an_answer_of_an_older_assignment_is_not_handed_out():
     fetcher.begin(sources[0], 100)
     wire.found.set()
     assert await poll == []
+
+
+class HeldEnd(DirectWire):
+    """EndTxn is done at once, and its answer waits."""
+
+    def __init__(self, cluster):
+        super().__init__(cluster)
+        self.asked, self.answer = asyncio.Event(), asyncio.Event()
+
+    async def end_transaction(self, transactional_id, identity, *, commit):
+        code = self.cluster.end_transaction(transactional_id, identity, commit=commit)
+        self.asked.set()
+        await self.answer.wait()
+        return code
+
+
+@pytest.mark.parametrize("kind", [Task, AppliedAfterClose])
+async def test_a_commit_that_comes_through_after_the_task_was_closed_is_not_applied(kind):
+    """The store may be another task's by then; the changelog has it all."""
+    cluster = Cluster()
+    wire = HeldEnd(cluster)
+    cluster.append_plain(IN, [Record(0, 1, b"a", b"v", ())])
+    closing = task(wire, kind=kind)
+    await closing.start()
+    store = closing.work.store
+    await closing.process(batch([(b"a", 1)], 0))
+    commit = asyncio.create_task(closing.commit())
+    await wire.asked.wait()
+    await closing.close(drain=False)
+    wire.answer.set()
+    with nullcontext() if kind is Task else pytest.raises(InvariantBroken):
+        await commit
+    assert store.task_record is None
+
+
+async def test_a_record_that_no_topic_takes_is_no_dead_letter_where_it_turns_out_to_be_a_duplicate():
+    """Was: the refusals of one attempt were all believed, though each verdict rests on the records before it.
+
+    The third record repeats the second, which is forwarded only because the first, too large, leaves no sighting.
+    """
+    rows = [(b"a", 48), (b"a", 57), (b"a", 58)]
+    cluster = Cluster(refuses=lambda target, record: target == "out" and record.timestamp in (48, 58))
+    wire = DirectWire(cluster)
+    cluster.append_plain(IN, [Record(0, time_ms, key, b"value", ()) for key, time_ms in rows])
+    owner = task(wire)
+    await owner.start()
+    for offset, row in enumerate(rows):
+        await owner.process(batch([row], offset))
+    await owner.commit()
+    found = {
+        topic: [record.timestamp for record in cluster.partition(TopicPartition(topic, 0)).committed(0, 99)]
+        for topic in ("out", "dead")
+    }
+    assert found == {"out": [57], "dead": [48]}
+    assert dict(owner.numbers.verdicts) == {"unique": 1, "duplicate": 1, "dead_letter": 1} | {
+        name: 0 for name in owner.numbers.verdicts if name not in {"unique", "duplicate", "dead_letter"}
+    }

@@ -3,22 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from dedup.core.fold import Outcome, Rows
-from dedup.core.stream_time import StreamTime
-from dedup.core.window import BEFORE_ALL_TIME
-from dedup.errors import CommitUnknown, RecordRefused, TaskCorrupted
-from dedup.session.transaction import Session
-from dedup.session.wire import LogBounds, NoAnswer, Produced, ProducerIdentity, RecordBatch, TopicPartition, Wire
+from dedup.core.window import BEFORE_ALL_TIME, StreamTime
+from dedup.errors import CommitUnknown, RecordRefused, TaskCorrupted, TaskMigrated
+from dedup.kafka.transactional_producer import Session
+from dedup.kafka.wire import (
+    LogBounds,
+    NoAnswer,
+    Position,
+    Produced,
+    ProducerIdentity,
+    RecordBatch,
+    TopicPartition,
+    Wire,
+)
 from dedup.store.base import Store, TaskRecord, Writes
 from dedup.store.changelog import decode_sightings
-from dedup.store.overlay import Overlay
-from dedup.worker.batch import FeedBatch
-from dedup.worker.judge import Judge
-from dedup.worker.starting import committed_offset
-from dedup.worker.task import Refusals, Task, TaskState
+from dedup.store.write_buffer import WriteBuffer
+from dedup.worker.dedup_task import DedupTask
+from dedup.worker.feed_batch import FeedBatch
+from dedup.worker.offsets import committed_offset
+from dedup.worker.record_collector import Refusals
+from dedup.worker.task import Task, TaskState
 from tests.simulation.cluster import OK, TOO_LARGE
 from tests.simulation.process import Disk, DiskStore, MemoryDisk, Process, SimWire
 
@@ -30,17 +39,17 @@ class Variant:
     name: str
     session: type[Session] = Session
     task: type[Task] = Task
-    judge: type[Judge] = Judge
+    judge: type[DedupTask] = DedupTask
     disk: Callable[[], Disk] = MemoryDisk
     wire: Callable[[SimWire], Wire] = lambda wire: wire
     id_per_process: bool = False
 
 
-class StoreBeforeCommit(Judge):
+class StoreBeforeCommit(DedupTask):
     """What Faust's table does: the store is written when a record is judged."""
 
-    def _remember(self, rows: Rows, outcome: Outcome) -> list[RecordBatch]:
-        batches = super()._remember(rows, outcome)
+    def _remember(self, rows: Rows, outcome: Outcome, now_ms: int) -> list[RecordBatch]:
+        batches = super()._remember(rows, outcome, now_ms)
         assert self._store is not None
         self._store.apply(self._writes(rows, outcome), None, self._store.position)
         return batches
@@ -96,10 +105,10 @@ class RestoreBeforeInit(Task):
 
     async def start(self) -> int:
         self._move(TaskState.RESTORING)
-        early = await committed_offset(self._wire, self._group, self.task_id.feeding, stable=False)
+        early = await committed_offset(self._wire, self._committing.group, self.task_id.feeding, stable=False)
         restored = await self._work.restore(early)
         await self._session.open()
-        committed = self._committed = await committed_offset(self._wire, self._group, self.task_id.feeding)
+        committed = self._committed = await committed_offset(self._wire, self._committing.group, self.task_id.feeding)
         self._next_offset = self._expected = max(restored, committed or 0)
         self._move(TaskState.RUNNING)
         self._sendable.set()
@@ -112,7 +121,7 @@ class OffsetBeforeInit(Task):
     async def start(self) -> int:
         self._move(TaskState.RESTORING)
         feeding = self.task_id.feeding
-        committed = self._committed = await committed_offset(self._wire, self._group, feeding, stable=False)
+        committed = self._committed = await committed_offset(self._wire, self._committing.group, feeding, stable=False)
         await self._session.open()
         await self._work.restore(committed)
         self._next_offset = self._expected = committed or 0
@@ -121,7 +130,7 @@ class OffsetBeforeInit(Task):
         return self._next_offset
 
 
-class CommittedOffsetAlone(Judge):
+class CommittedOffsetAlone(DedupTask):
     """The position in the task record is ignored."""
 
     async def restore(self, committed: int | None) -> int:
@@ -147,22 +156,84 @@ class BlindZombie(Task):
         pass
 
 
-class ForgetfulOverlay(Overlay):
+class OwnOffsetAlone(Task):
+    """After a refusal only one who has both another offset and other state is taken for overtaken."""
+
+    async def _refuse_if_overtaken(self) -> None:
+        committed = await committed_offset(self._wire, self._committing.group, self.task_id.feeding)
+        if committed != self._committed and await self._work.overtaken():
+            raise TaskMigrated("overtaken")
+
+
+class AppliedAfterClose(Task):
+    """A commit that comes through after the task was closed is applied to a store that may be another task's."""
+
+    def _may_apply(self) -> bool:
+        return True
+
+
+class NeverConfirmed(Task):
+    """Topics are looked at when the process begins, and never again."""
+
+    async def start(self) -> int:
+        self._committing = replace(self._committing, confirm=_nothing)
+        return await super().start()
+
+
+class ConfirmedAtStart(Task):
+    """Topics are looked at when a task begins, and not before its commits."""
+
+    async def start(self) -> int:
+        started = await super().start()
+        self._committing = replace(self._committing, confirm=_nothing)
+        return started
+
+
+class Delegating:
+    """A wire that changes one request of another."""
+
+    def __init__(self, wire: SimWire) -> None:
+        self._wire = wire
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._wire, name)
+
+
+class FetchedByName(Delegating):
+    """What aiokafka does: a changelog is whatever topic has its name."""
+
+    def pin(self, topic_ids: Mapping[str, str]) -> None:
+        pass
+
+
+async def _nothing() -> None:
+    pass
+
+
+class RefusalForgotten(Session):
+    """The other batches are waited for, as they must be, and then nobody remembers the one that was refused."""
+
+    def _note_refused(self, refused: RecordRefused, target: TopicPartition) -> None:
+        self._refused_by.add(target)
+        self._ends.setdefault(target, 0)
+
+
+class ForgetfulWriteBuffer(WriteBuffer):
     def _tiers(self) -> tuple[Mapping[int, Mapping[bytes, bytes]], ...]:
         return self._old, self._young, {}, self._open
 
 
-class RemovedAtCapture(Judge):
-    """Sightings leave the overlay when they are captured for the commit, and reach the store after it."""
+class RemovedAtCapture(DedupTask):
+    """Sightings leave the write buffer when they are captured for the commit, and reach the store after it."""
 
     async def restore(self, committed: int | None) -> int:
         start = await super().restore(committed)
         assert self._store is not None
-        self._overlay = ForgetfulOverlay(self._store)
+        self._buffer = ForgetfulWriteBuffer(self._store)
         return start
 
 
-class StreamTimeApart(Judge):
+class StreamTimeApart(DedupTask):
     """Stream time is not in the changelog: after a restart it is the greatest time of a sighting."""
 
     async def restore(self, committed: int | None) -> int:
@@ -173,7 +244,7 @@ class StreamTimeApart(Judge):
         return start
 
 
-class WallClockAlone(Judge):
+class WallClockAlone(DedupTask):
     """A time is in the future by the wall clock alone, whatever stream time has come to."""
 
     def judge(self, batch: FeedBatch, refusals: Refusals) -> list[RecordBatch]:
@@ -184,7 +255,7 @@ class WallClockAlone(Judge):
             self._applied = applied
 
 
-class AnyFingerprint(Judge):
+class AnyFingerprint(DedupTask):
     """State made with other partition counts is taken as it is."""
 
     def _accept(self, record: TaskRecord) -> None:
@@ -206,24 +277,26 @@ class BlindDisk(MemoryDisk):
         return BlindStore(self.kept, process)
 
 
-class UnappliedExpiry(Judge):
+class UnappliedExpiry(DedupTask):
     """Segments are dropped by the stream time of a transaction that may yet abort."""
 
     def judge(self, batch: FeedBatch, refusals: Refusals) -> list[RecordBatch]:
         judged = super().judge(batch, refusals)
-        assert self._overlay is not None
+        assert self._store is not None
         window = self._plan.rules.window
-        self._overlay.drop_below(window.oldest_live_ms(self._stream_time.value_ms), window.segment_ms)
+        self._store.drop_below(window.oldest_live_ms(self._stream_time.value_ms), window.segment_ms)
         return judged
 
 
 class HopefulCommit(Session):
     """No answer to EndTxn is taken for a success."""
 
-    async def commit(self, offsets: Mapping[TopicPartition, int]) -> Mapping[TopicPartition, int]:
+    async def commit(
+        self, offsets: Mapping[TopicPartition, Position], *, before_end: Callable[[], Awaitable[None]] | None = None
+    ) -> Mapping[TopicPartition, int]:
         ends = await self.settle()
         try:
-            return await super().commit(offsets)
+            return await super().commit(offsets, before_end=before_end)
         except CommitUnknown:
             self._forget_transaction()
             return ends
@@ -236,16 +309,6 @@ class StaleSequences(Session):
         kept = dict(self._sequences)
         await super().open()
         self._sequences = kept
-
-
-class Delegating:
-    """A wire that changes one request of another."""
-
-    def __init__(self, wire: SimWire) -> None:
-        self._wire = wire
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._wire, name)
 
 
 class RefusedIgnored(Delegating):
@@ -299,8 +362,13 @@ MUTANTS = (
     Variant("committed offset read before init", task=OffsetBeforeInit),
     Variant("start at the committed offset alone", judge=CommittedOffsetAlone),
     Variant("refused sends ignored", wire=_delegating(RefusedIgnored)),
+    Variant("a refusal forgotten while others are waited for", session=RefusalForgotten),
     Variant("offsets committed past a refused record", task=PastRefused),
     Variant("a zombie's refused batch judged again on old state", task=BlindZombie),
+    Variant("a refused record of a stateless zombie judged again", task=OwnOffsetAlone),
+    Variant("topics never looked at again", task=NeverConfirmed),
+    Variant("topics looked at when a task starts alone", task=ConfirmedAtStart),
+    Variant("the changelog read by its name", wire=_delegating(FetchedByName)),
     Variant("overlay removed at capture", judge=RemovedAtCapture),
     Variant("restore to the last stable offset", wire=_delegating(StableEnd)),
     Variant("stream time kept outside the changelog", judge=StreamTimeApart),

@@ -7,12 +7,14 @@ from functools import lru_cache
 
 from tests.simulation.scenario import Fault
 
-READS = frozenset({"OffsetFetch", "ListOffsets", "Fetch"})
+READS = frozenset({"OffsetFetch", "ListOffsets", "Fetch", "Metadata", "Heartbeat"})
 LOCAL = frozenset({"Poll", "Timer"})
 ENDS = frozenset({"EndTxn", "InitProducerId"})
 REBALANCES = ("rebalance, old owner goes on", "rebalance, old owner drains")
 CLOCKS = ("crash, clock a day ahead", "crash, clock a day back")
 GROWS = "source grows"
+CHANGES = ("source made again", "source gets a partition", "frozen through a reset")
+"""What may happen to the topics of a running worker, at any moment: it must commit nothing of what comes after."""
 
 
 WRITES_WAYS: Mapping[Fault, tuple[str, ...]] = {
@@ -39,4 +41,6 @@ def ways(kinds: tuple[Fault, ...], name: str, *, writes: bool, again: bool) -> t
         found.append("put off")
     if name in ENDS and "markers" in kinds:
         found.append("markers late")
+    if "change" in kinds:
+        found += CHANGES
     return tuple(f"{name} {way}" for way in found)

@@ -14,7 +14,7 @@ from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
 from dedup.core.extract_one import Fault, One, Recipe, extract_one
-from dedup.core.model import Model, ModelFault, ModelRecord, ModelRules, ModelVerdict
+from dedup.core.reference_model import ModelFault, ModelRecord, ModelRules, ModelVerdict, ReferenceModel
 from dedup.core.window import Source
 from dedup.topology.model import Topology
 from tests.integration.workload import BASE_MS, Event
@@ -219,12 +219,12 @@ def by_model(
     """Return, by partition and offset, the model's verdict and its stream time; each partition is a task of its own."""
     rules, recipe = rules_of(topology), recipe_of(topology)
     ceiling_ms = now_ms + topology.max_clock_skew_ms
-    tasks: dict[int, Model] = {}
+    tasks: dict[int, ReferenceModel] = {}
     ends: dict[int, int] = {}
     found: dict[tuple[int, int], tuple[Row, int]] = {}
     for event in events:
         offset = ends[event.partition] = ends.get(event.partition, -1) + 1
-        task = tasks.setdefault(event.partition, Model(rules, [(0, event.partition)]))
+        task = tasks.setdefault(event.partition, ReferenceModel(rules, [(0, event.partition)]))
         record, code = model_record(recipe, event, Source(0, event.partition, offset), ceiling_ms)
         verdict = task.judge(record)
         found[event.partition, offset] = row_of(verdict, code), verdict.stream_time_ms

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from dedup.local.leashed import Leashed
+from dedup.embedded.child_process import ChildProcess
 
 USER = "dedup"
 READY_WITHIN_S = 60
@@ -70,7 +70,7 @@ def running_postgres() -> Iterator[RunningPostgres]:
         taken.close()
         settings = [f"port={port}", "listen_addresses=127.0.0.1", "unix_socket_directories=", "fsync=off"]
         command = [*prefix, str(binaries / "postgres"), "-D", str(directory / "data")]
-        server = Leashed([*command, *(part for each in settings for part in ("-c", each))], directory / "log")
+        server = ChildProcess([*command, *(part for each in settings for part in ("-c", each))], directory / "log")
         try:
             _until_ready(binaries, port, directory / "log", server)
             yield RunningPostgres(f"jdbc:postgresql://127.0.0.1:{port}/postgres", password)
@@ -78,7 +78,7 @@ def running_postgres() -> Iterator[RunningPostgres]:
             server.stop()
 
 
-def _until_ready(binaries: Path, port: int, log: Path, server: Leashed) -> None:
+def _until_ready(binaries: Path, port: int, log: Path, server: ChildProcess) -> None:
     deadline = time.monotonic() + READY_WITHIN_S
     asking: list[str | Path] = [binaries / "pg_isready", "-h", "127.0.0.1", "-p", str(port), "-q"]
     while subprocess.run(asking, check=False).returncode != 0:

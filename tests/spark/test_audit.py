@@ -15,9 +15,10 @@ from typer.testing import CliRunner
 
 from dedup.cli.main import create_app, main
 from dedup.errors import SettingsError, VerificationFailed
-from dedup.proof.report import Report
 from dedup.spark.audit import audit
 from dedup.spark.rows import RECORDS
+from dedup.verify.report import Report
+from dedup.verify.verifier import verify
 from tests.integration.fleet import Job
 from tests.integration.planting import found
 from tests.integration.test_verify_plants import (
@@ -31,7 +32,7 @@ from tests.integration.test_verify_plants import (
     swapped,
     wrong_reason,
 )
-from tests.integration.workload import workload
+from tests.integration.workload import BASE_MS, Event, workload
 
 pytestmark = [pytest.mark.broker, pytest.mark.timeout(400)]
 
@@ -67,7 +68,9 @@ def test_a_correct_run_passes_with_the_verifiers_own_books(spark, bench):
     assert report.not_provable == {}
     # Where records are pending, what is in the output may be theirs: nothing is counted as ended.
     assert report.books == [replace(books, ended=None if books.pending else books.ended) for books in verified.books]
-    assert sum(map(sum, report.timeline.counts.values())) == report.read
+    timeline = report.timeline
+    assert sum(map(sum, timeline.counts.values())) + sum(timeline.undated.values()) == report.read
+    assert timeline.undated == verified.timeline.undated
 
 
 @pytest.fixture
@@ -189,12 +192,32 @@ def test_what_is_deleted_proves_nothing_and_is_counted(spark, bench):
     assert sum(report.not_provable.values()) > 1
 
 
+@pytest.mark.parametrize("late", ["drop", "forward"])
+def test_where_no_topic_has_the_late_records_a_source_without_its_beginning_is_not_told_lost(spark, make_job, late):
+    job = make_job(partitions=1, document={"guard_period": "10s", "late": late})
+    seconds = {"h": 100, "a": 0, "b": 30, "e": 80, "c": 95, "d": 101}
+    job.send([Event(0, b'{"id":"%s"}' % name.encode(), BASE_MS + at * 1000) for name, at in seconds.items()])
+    job.finish()
+    place = TopicPartition(job.topology.source.topics[0], 0, 1)
+    job.admin.client.delete_records([place])[place].result(timeout=30)
+    report = audit(spark, job.topology, job.settings)
+    assert found(report) == {}, report.samples
+    assert sum(report.not_provable.values()) > 0
+
+
 def test_a_fleets_run_that_repartitions_passes(spark, make_job, topic_names):
     topic = topic_names("hops")
-    job = make_job(document={"source": {"topics": [topic]}, "guard_period": "20s", "grace": "60s"})
+    twice = f"{topic}.duplicates"
+    document = {"source": {"topics": [topic]}, "guard_period": "20s", "grace": "60s", "duplicates": twice}
+    job = make_job(document=document)
     job.send(workload(3, 1_500, scattered=True))
     job.finish()
     report = audit(spark, job.topology, job.settings)
     assert found(report) == {}, report.samples
     assert report.not_provable == {}
     assert report.read == 1_500
+    copy = next(message for message in job.read(twice) if message.partition() == 1)
+    job.producer.produce(twice, copy.value(), copy.key(), partition=1, headers=copy.headers(), timestamp=BASE_MS)
+    job.producer.flush(30)
+    for each in (audit(spark, job.topology, job.settings), verify(job.topology, job.settings)):
+        assert (found(each), each.not_provable) == ({"wrong_duplicate": 1}, {}), each.samples

@@ -10,15 +10,12 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from pyspark.sql import functions as F  # noqa: N812 - the name every Spark page uses
 
 from dedup.core.fold import RecordFailed
 from dedup.errors import SettingsError, StateIncompatible, TopologyError
-from dedup.spark.backfill import backfill
-from dedup.spark.batch import judged
+from dedup.spark.backfill import RunDirectory, backfill
+from dedup.spark.batch_verdicts import judged
 from dedup.spark.files import History, read_files
-from dedup.spark.outputs import outputs
-from dedup.spark.published import RunDirectory
 from dedup.spark.rows import RECORDS
 from dedup.topology.parse import parse
 
@@ -239,7 +236,7 @@ def test_files_are_read_and_written_by_arrow_or_by_spark_with_the_same_verdicts(
     by_spark = backfill(replace(history, pieces=None), topology(), str(tmp_path / "spark"), now_ms=NOW_MS)
     assert verdicts_at(spark, by_arrow.path) == verdicts_at(spark, by_spark.path) == VERDICTS
     # With a codec that Arrow lacks Spark writes, and what it writes is the same table.
-    monkeypatch.setattr("dedup.spark.published.codec_of", lambda _spark: None)
+    monkeypatch.setattr("dedup.spark.backfill.codec_of", lambda _spark: None)
     written = backfill(history, topology(), str(tmp_path / "written"), now_ms=NOW_MS)
     both = [spark.read.parquet(each.path) for each in (by_arrow, written)]
     assert both[0].dtypes == both[1].dtypes
@@ -251,7 +248,7 @@ def test_a_damaged_file_is_refused_by_name_before_anything_runs(spark, tmp_path)
     write(tmp_path / "in" / "good.parquet", LOG)
     whole = (tmp_path / "in" / "good.parquet").read_bytes()
     (tmp_path / "in" / "torn.parquet").write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(SettingsError, match=r"torn.parquet: .*(damaged|can not be read)"):
+    with pytest.raises(SettingsError, match=r"torn.parquet: .*(damaged|cannot be read)"):
         read_files(spark, [str(tmp_path / "in")], "parquet")
 
 
@@ -264,7 +261,7 @@ def test_damage_inside_a_file_is_told_and_nothing_is_published(spark, tmp_path):
     history = History(
         read_columns(spark, tmp_path / "in"), placed=True, contiguous=True, identity="damaged", place="damaged"
     )
-    with pytest.raises(SettingsError, match=r"a\.parquet: is damaged or not of the format named"):
+    with pytest.raises(SettingsError, match=r"a\.parquet: is damaged or not in the format named"):
         backfill(history, topology(), str(tmp_path / "out"), now_ms=NOW_MS)
     assert list((tmp_path / "out").glob("run=*")) == []
 
@@ -283,7 +280,7 @@ def test_files_of_another_schema_are_refused_with_both(spark, tmp_path, drift):
     else:
         write(tmp_path / "in" / "b.parquet", [("text", 0, 0, 9)], value=pa.string())
     with pytest.raises(
-        SettingsError, match=r"b.parquet: column `(offset|value)` is .*, in the first file .*read them apart"
+        SettingsError, match=r"b.parquet: column `(offset|value)` is .*, in the first file .*read them separately"
     ):
         read_files(spark, [str(tmp_path / "in")], "parquet")
 
@@ -356,34 +353,10 @@ def test_a_run_name_that_is_no_directory_is_refused(spark, tmp_path):
         backfill(spark.createDataFrame([], RECORDS), topology(), str(tmp_path), run="../up")
 
 
-def test_outputs_are_the_records_that_a_worker_writes(spark, tmp_path):
-    write(tmp_path / "in" / "a.parquet", LOG)
-    shop = topology(output={"topic": "orders.unique", "headers": True}, duplicates="orders.again")
-    history = read_files(spark, [str(tmp_path / "in")], "parquet")
-    found = outputs(judged(history.records, shop, now_ms=NOW_MS, order="offsets"), shop)
-    assert set(found) == {"orders.unique", "orders.again", "orders.unique.late", "orders.unique.dead-letter"}
-    lines = {
-        topic: [headers(row) for row in df.orderBy(F.col("timestamp_ms")).collect()] for topic, df in found.items()
-    }
-    assert lines["orders.unique"][0] == [("dedup-source", "orders/0/0")]
-    assert lines["orders.again"] == [[("dedup-first-time", str(BASE_MS)), ("dedup-first-source", "orders/0/0")]]
-    assert lines["orders.unique.late"] == [
-        [("dedup-source", "orders/0/5"), ("dedup-timestamp", str(BASE_MS + 24_000))],
-    ]
-    names = [name for name, _ in lines["orders.unique.dead-letter"][0]]
-    assert names == ["dedup-reason", "dedup-detail", "dedup-source", "dedup-timestamp"]
-
-
-def test_conflicts_without_a_topic_are_with_the_duplicates(spark, tmp_path):
+def test_another_payload_under_the_same_id_is_a_conflict(spark, tmp_path):
     values = [b'{"id":1,"n":1,"at":1}', b'{"id":1,"n":1,"at":2}', b'{"id":1,"n":2,"at":3}']
     write(tmp_path / "in" / "a.parquet", [(value, at, 0, at) for at, value in enumerate(values)])
     shop = topology(duplicates="orders.again", conflicts={"exclude": ["at"]})
     history = read_files(spark, [str(tmp_path / "in")], "parquet")
     verdicts = judged(history.records, shop, now_ms=NOW_MS, order="offsets")
     assert [row.verdict for row in verdicts.orderBy("offset").collect()] == ["unique", "duplicate", "conflict"]
-    again = outputs(verdicts, shop)["orders.again"].orderBy("timestamp_ms").collect()
-    assert [bytes(row.value) for row in again] == values[1:]
-
-
-def headers(row) -> list[tuple[str, str]]:
-    return [(each["key"], bytes(each["value"]).decode()) for each in row["headers"]]

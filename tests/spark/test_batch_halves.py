@@ -1,4 +1,4 @@
-"""Both halves of the batch job without Spark between them: cut and mixed in every way, they judge as the model does."""
+"""Map side and reduce side without Spark between them: cut and mixed in every way, they judge as the model does."""
 
 from __future__ import annotations
 
@@ -16,10 +16,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dedup.errors import StateIncompatible
-from dedup.spark.folded import Folding, folding
-from dedup.spark.parcels import BATCH_BYTES, TARGET
+from dedup.spark.map_side import BATCH_BYTES, TARGET, MapPlan, Mode, map_function
+from dedup.spark.reduce_side import ReducePlan, reduce_function
 from dedup.spark.rows import RECORDS
-from dedup.spark.screened import Mode, Screening, screening
 from dedup.topology.model import Topology
 from dedup.topology.parse import parse
 from tests.integration.workload import Event
@@ -45,24 +44,24 @@ def batches(events: list[Event], topic: str = TOPIC) -> pa.Table:
 def by_halves(
     table: pa.Table, topology: Topology, cuts: list[int], *, rows: int, seed: int = 0, mode: Mode = "direct"
 ) -> pa.Table:
-    """Screen the table in the pieces between cuts; deliver the parcels of each reader in any order; fold them."""
+    """Map the table in the splits between cuts; shuffle the packed rows in any order; reduce them."""
     ceiling_ms = NOW_MS + topology.max_clock_skew_ms
-    plan = Screening(topology, mode, ceiling_ms, READERS)
+    plan = MapPlan(topology, mode, ceiling_ms, READERS)
     borders = [0, *sorted(cuts), table.num_rows]
-    parcels: list[pa.RecordBatch] = []
+    packed: list[pa.RecordBatch] = []
     for task, (begin, end) in enumerate(pairwise(borders)):
-        piece = table.slice(begin, end - begin).combine_chunks().to_batches(max_chunksize=rows)
+        split = table.slice(begin, end - begin).combine_chunks().to_batches(max_chunksize=rows)
         with (
-            patch("dedup.spark.screened.TaskContext") as context,
-            patch("dedup.spark.parcels._MOST_ROWS", 3 * rows),
+            patch("dedup.spark.map_side.TaskContext") as context,
+            patch("dedup.spark.map_side._MOST_ROWS", 3 * rows),
         ):
             context.get.return_value.partitionId.return_value = task
-            parcels += screening(plan)(piece)
-    random.Random(seed).shuffle(parcels)
+            packed += map_function(plan)(split)
+    random.Random(seed).shuffle(packed)
     found = []
     for target in READERS:
-        mine = [each.filter(pc.equal(each.column(TARGET), target)) for each in parcels]
-        found += list(folding(Folding(topology, mode, RECORDS.names))(iter(mine)))
+        mine = [each.filter(pc.equal(each.column(TARGET), target)) for each in packed]
+        found += list(reduce_function(ReducePlan(topology, mode, RECORDS.names))(iter(mine)))
     return pa.Table.from_batches(found)
 
 
@@ -133,7 +132,7 @@ def test_parcels_beyond_what_memory_may_hold_are_read_again_from_a_file(tmp_path
     topology = topology_of({})
     events = [each for each in stream(4, 2_000) if each.partition == 0]
     in_memory = by_halves(batches(events), topology, [700], rows=50)
-    with patch("dedup.spark.parcels._IN_MEMORY_BYTES", 2_000), patch("mmap.mmap", wraps=mmap.mmap) as mapped:
+    with patch("dedup.spark.map_side._IN_MEMORY_BYTES", 2_000), patch("mmap.mmap", wraps=mmap.mmap) as mapped:
         in_file = by_halves(batches(events), topology, [700], rows=50)
     assert mapped.call_count == len(READERS)
     assert list(tmp_path.iterdir()) == []
@@ -148,11 +147,11 @@ def test_a_batch_of_parcels_as_spark_makes_it_stays_small(batch_rows):
             for number in range(30_000)
         ]
     )
-    plan = Screening(topology_of({}), "direct", NOW_MS, READERS, batch_rows)
-    with patch("dedup.spark.screened.TaskContext") as context:
+    plan = MapPlan(topology_of({}), "direct", NOW_MS, READERS, batch_rows)
+    with patch("dedup.spark.map_side.TaskContext") as context:
         context.get.return_value.partitionId.return_value = 0
-        parcels = [each.column("parcel") for each in screening(plan)(rows.to_batches())]
-    flat = [size for each in parcels for size in pc.binary_length(each).fill_null(0).to_pylist()]
+        packed = [each.column("packed") for each in map_function(plan)(rows.to_batches())]
+    flat = [size for each in packed for size in pc.binary_length(each).fill_null(0).to_pylist()]
     assert sum(flat) > 30_000 * 450
     handed_over = [sum(flat[begin : begin + batch_rows]) for begin in range(0, len(flat), batch_rows)]
     assert max(handed_over) < 2 * BATCH_BYTES
@@ -205,8 +204,8 @@ def test_rows_in_no_order_are_refused_instead_of_guessed():
 
 def test_a_topic_that_the_topology_does_not_read_is_refused():
     def screened() -> Iterator[pa.RecordBatch]:
-        plan = Screening(topology_of({}), "direct", NOW_MS, READERS)
-        return screening(plan)(batches([Event(0, b'{"id":1}', 1)], "elsewhere").to_batches())
+        plan = MapPlan(topology_of({}), "direct", NOW_MS, READERS)
+        return map_function(plan)(batches([Event(0, b'{"id":1}', 1)], "elsewhere").to_batches())
 
     with pytest.raises(StateIncompatible, match=r"topic elsewhere; the topology reads parity-in"):
         list(screened())

@@ -9,12 +9,12 @@ from confluent_kafka import Producer, TopicPartition
 from pyspark.sql import functions as F  # noqa: N812 - the name every Spark page uses
 from typer.testing import CliRunner
 
-from dedup.core.stream_time import Feed
+from dedup.core.window import Feed
 from dedup.errors import BrokerUnavailable, StateIncompatible
 from dedup.settings import Settings
 from dedup.spark.backfill import backfill
-from dedup.spark.batch import judged
-from dedup.spark.kafka_range import read_kafka
+from dedup.spark.batch_verdicts import judged
+from dedup.spark.kafka_source import read_kafka
 from dedup.topology.parse import parse
 from tests.integration.fleet import KEPT
 
@@ -84,7 +84,7 @@ def test_a_start_that_retention_eats_while_it_is_read_is_refused_with_the_offset
     history = read_kafka(spark, topology, settings)
     place = TopicPartition(topic, 0, 30)
     admin.client.delete_records([place])[place].result(timeout=30)
-    with pytest.raises(StateIncompatible, match=rf"deleted records .*not all of {topic}/0 offsets \d+ to \d+ is left"):
+    with pytest.raises(StateIncompatible, match=rf"deleted records .*not all of {topic}/0 offsets \d+ to \d+ are left"):
         backfill(history, topology, str(tmp_path / "out"))
     assert list((tmp_path / "out").glob("run=*")) == []
 

@@ -6,7 +6,7 @@ import pytest
 from pyspark.sql import functions as F  # noqa: N812 - the name every Spark page uses
 
 from dedup.spark.backfill import backfill
-from dedup.spark.kafka_range import read_kafka
+from dedup.spark.kafka_source import read_kafka
 from tests.integration.fleet import Job, until
 from tests.integration.workload import workload
 from tests.spark.streaming import start_spark

@@ -10,8 +10,8 @@ from pathlib import Path
 import pyspark
 import pytest
 
-from dedup.local.java import use_java_of_spark
-from dedup.local.leashed import Leashed
+from dedup.embedded.child_process import ChildProcess
+from dedup.embedded.java import use_java_of_spark
 from tests.integration.fleet import Job, until
 from tests.integration.workload import workload
 from tests.spark.streaming import FAST_JAVA, checkpoint_of, start_spark
@@ -42,7 +42,7 @@ def started(directory, name, *arguments):
     environ |= {"SPARK_HOME": str(SPARK_CLASS.parents[1]), "PATH": os.environ["PATH"]}
     environ["SPARK_DAEMON_JAVA_OPTS"] = FAST_JAVA
     command = ["env", *(f"{key}={value}" for key, value in environ.items()), str(SPARK_CLASS), *arguments]
-    return Leashed(command, directory / f"{name}.log")
+    return ChildProcess(command, directory / f"{name}.log")
 
 
 @pytest.fixture(scope="module")

@@ -7,9 +7,8 @@ from pyspark.sql import functions as F  # noqa: N812 - the name every Spark page
 
 from dedup.errors import SettingsError
 from dedup.spark.backfill import backfill
-from dedup.spark.failures import told
-from dedup.spark.files import read_files
-from dedup.spark.json_rows import as_events
+from dedup.spark.files import as_events, read_files
+from dedup.spark.session import translated_errors
 from tests.spark.test_batch_files import NOW_MS, topology
 
 
@@ -51,7 +50,7 @@ def test_times_of_milliseconds_are_written_as_spark_writes_them(spark):
 )
 def test_lines_that_are_no_records_are_refused(spark, tmp_path, line):
     (tmp_path / "in.jsonl").write_text('{"value": "{\\"id\\":1}"}\n' + line + "\n", encoding="utf-8")
-    with pytest.raises(SettingsError, match="Nothing was published"), told():
+    with pytest.raises(SettingsError, match="Nothing was published"), translated_errors():
         read_files(spark, [str(tmp_path / "in.jsonl")], "json-records")
 
 

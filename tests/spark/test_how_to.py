@@ -21,7 +21,7 @@ from pyspark.sql import SparkSession
 from typer.testing import CliRunner
 
 from dedup.cli.main import create_app
-from dedup.core.murmur2 import partitions
+from dedup.core.partitioner import partitions
 from tests.brokers import producer_of, read_all
 from tests.integration.workload import BASE_MS
 

@@ -10,10 +10,10 @@ from unittest.mock import patch
 import pyspark
 import pytest
 
+from dedup.embedded.kafka_jars import read_lock
 from dedup.errors import BrokerUnavailable
-from dedup.local.jars import read_lock
-from dedup.spark import jars
-from dedup.spark.jars import coordinates, jars_for
+from dedup.spark import spark_jars as jars
+from dedup.spark.spark_jars import coordinates, jars_for
 
 
 def lock():

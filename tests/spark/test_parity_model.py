@@ -11,7 +11,7 @@ import pytest
 from pyspark.sql import DataFrame, SparkSession
 
 from dedup.core.window import BEFORE_ALL_TIME
-from dedup.spark.batch import judged
+from dedup.spark.batch_verdicts import judged
 from dedup.spark.rows import RECORDS
 from dedup.topology.parse import parse
 from tests.integration.workload import Event

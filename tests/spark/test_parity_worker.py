@@ -13,12 +13,12 @@ from dataclasses import replace
 
 import pytest
 
-from dedup.core.model import Model, ModelRecord
+from dedup.core.reference_model import ModelRecord, ReferenceModel
 from dedup.core.window import Source
-from dedup.local.leashed import Leashed
+from dedup.embedded.child_process import ChildProcess
 from dedup.settings import Settings
-from dedup.spark.batch import judged
-from dedup.spark.kafka_range import read_kafka
+from dedup.spark.batch_verdicts import judged
+from dedup.spark.kafka_source import read_kafka
 from dedup.topology.parse import parse
 from tests.brokers import read_all
 from tests.integration.workload import BASE_MS, Event
@@ -37,15 +37,15 @@ ALL = {**RULES, **POLICIES}
 SEEN_IN_TOPICS = [name for name, options in ALL.items() if options.get("late") != "drop"]
 
 
-def start_worker(directory, topology_file, kafka, name) -> Leashed:
+def start_worker(directory, topology_file, kafka, name) -> ChildProcess:
     config = {"brokers": [kafka.bootstrap], "state_dir": str(directory / f"{name}-state"), "web": {"enabled": False}}
     (directory / f"{name}-config.yaml").write_text(json.dumps(config), encoding="utf-8")
     command = [sys.executable, "-m", "dedup.cli.main", "run", str(topology_file), "--quiet", "--exit-when-done"]
     command += ["--config", str(directory / f"{name}-config.yaml")]
-    return Leashed(command, log_file=directory / f"{name}.log")
+    return ChildProcess(command, log_file=directory / f"{name}.log")
 
 
-def until_ended(worker: Leashed, log, within_s: float) -> None:
+def until_ended(worker: ChildProcess, log, within_s: float) -> None:
     deadline = time.monotonic() + within_s
     while worker.running:
         assert time.monotonic() < deadline, log.read_text(encoding="utf-8")
@@ -62,12 +62,12 @@ def by_model_of_log(kafka, topology, partitions, now_ms):
     """Return the model's verdicts in the order of the repartition topic, by source partition and offset."""
     rules, recipe = rules_of(topology), recipe_of(topology)
     feeds = [(0, partition) for partition in range(partitions)]
-    tasks: dict[int, Model] = {}
+    tasks: dict[int, ReferenceModel] = {}
     found = {}
     for message in sorted(
         read_all(kafka.bootstrap, topology.repartition_topic), key=lambda m: (m.partition(), m.offset())
     ):
-        task = tasks.setdefault(message.partition(), Model(rules, feeds))
+        task = tasks.setdefault(message.partition(), ReferenceModel(rules, feeds))
         *own, last, stamp = message.headers()
         if last[0] == "dedup-idle" or stamp[0] == "dedup-idle":
             marker = dict([last, stamp])["dedup-idle"].decode().rsplit("/", 1)

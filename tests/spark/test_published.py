@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from dedup.errors import StateIncompatible
-from dedup.spark.backfill import backfill
+from dedup.spark.backfill import RunDirectory, backfill
 from dedup.spark.files import read_files
-from dedup.spark.published import RunDirectory
 from tests.spark.test_batch_files import LOG, NOW_MS, topology, write
 
 

@@ -13,17 +13,17 @@ from pathlib import Path
 import pytest
 from pyspark.sql import DataFrame, SparkSession
 
-from dedup.core.model import Model, ModelRecord, ModelRules
-from dedup.core.murmur2 import partitions
+from dedup.core.partitioner import partitions
+from dedup.core.reference_model import ModelRecord, ModelRules, ReferenceModel
 from dedup.core.window import Source
+from dedup.embedded.child_process import ChildProcess
 from dedup.errors import SettingsError, StateIncompatible
-from dedup.local.leashed import Leashed
-from dedup.proof.verify import verify
-from dedup.session.wire import TopicPartition
+from dedup.kafka.wire import TopicPartition
 from dedup.spark.audit import audit
-from dedup.spark.changelog import read_changelog
+from dedup.spark.changelog_frames import read_changelog
 from dedup.spark.rows import RECORDS
 from dedup.spark.seed import SeedOptions, seed
+from dedup.verify.verifier import verify
 from tests.integration.fleet import Job, until
 from tests.integration.workload import BASE_MS, Event
 from tests.spark.streaming import INTERPRETED, QUIET
@@ -65,7 +65,7 @@ def expected(
     parts: Sequence[Sequence[Event]], live_from: int, *, guard_ms: int = GUARD_MS, grace_ms: int = GRACE_MS
 ) -> list[bytes]:
     """Return the values that the events of one partition from ``live_from`` on forward, by the exact model."""
-    model = Model(ModelRules(guard_ms, grace_ms), [(0, 0)])
+    model = ReferenceModel(ModelRules(guard_ms, grace_ms), [(0, 0)])
     found = []
     for number, event in enumerate(event for part in parts for event in part):
         known = None if event.value == b"bad" else json.loads(event.value)["id"].encode()
@@ -110,7 +110,7 @@ def test_history_and_live_of_one_topic_meet_without_gap_or_double(spark, make_jo
         assert forwarded(job, partition) == expected(parts, len(parts[0]))
     again = read_changelog(spark, job.topology, job.settings)
     assert {row.source_topic for row in again.collect()} == {0}
-    with pytest.raises(StateIncompatible, match=r"can not be seeded|this history makes"):
+    with pytest.raises(StateIncompatible, match=r"cannot be seeded|this history makes"):
         seed(spark, job.topology, job.settings, SeedOptions("latest"), history=as_files(spark, history[:100]))
 
 
@@ -198,7 +198,7 @@ def test_what_can_not_be_seeded_is_refused_with_nothing_written(spark, make_job)
     with pytest.raises(StateIncompatible, match=f"{source}/7"):
         seed(spark, job.topology, job.settings, SeedOptions("latest"), history=elsewhere)
     job.finish()
-    with pytest.raises(StateIncompatible, match="can not be seeded"):
+    with pytest.raises(StateIncompatible, match="cannot be seeded"):
         seed(spark, job.topology, job.settings, SeedOptions("latest"))
     report = verify(job.topology, job.settings)
     assert report.passed, report.closing_line()
@@ -214,14 +214,14 @@ def test_a_seed_that_is_killed_half_way_is_refused_by_the_fleet_and_healed_by_a_
     command = [sys.executable, "-m", "dedup.cli.main", "spark", "seed", str(job.topology_file), "--until", until_]
     command += ["--config", str(job.config_file), "--master", "local[1]", "--commit-rows", "5"]
     command += [*QUIET, *INTERPRETED]
-    killed = Leashed(command, job.directory / "seed.log")
+    killed = ChildProcess(command, job.directory / "seed.log")
     changelog = job.topology.changelog_topic
     job.admin.create_topic(changelog, 2, {"cleanup.policy": "compact,delete", "retention.ms": "-1"})
     until(
         lambda: max(job.admin.end_offsets(changelog).values()) > 100 or not killed.running, "half a seed", within_s=300
     )
     assert killed.running, (job.directory / "seed.log").read_text(encoding="utf-8")[-3_000:]
-    os.killpg(killed.leash_pid, signal.SIGKILL)
+    os.killpg(killed.watchdog_pid, signal.SIGKILL)
     killed.kill()
     for _ in range(2):
         # The second time the worker has what there is on its disk already. Taking over ends what the seed left open, so

@@ -11,10 +11,9 @@ from confluent_kafka import TopicPartition
 
 from dedup.core.fold import RecordFailed
 from dedup.errors import StateIncompatible, TaskMigrated
-from dedup.spark.attempt import AttemptPlan, judge_partition
-from dedup.spark.prepared import prepared
-from dedup.spark.shipped import ShippedSettings
-from dedup.spark.stream import StreamOptions, start_stream
+from dedup.spark.session import PicklableSettings
+from dedup.spark.stream import StreamOptions, prepared, start_stream
+from dedup.spark.task_attempt import AttemptPlan, judge_partition
 from tests.integration.fleet import Job, until
 from tests.integration.workload import BASE_MS, Event, workload
 from tests.spark.streaming import arrow_of
@@ -72,7 +71,7 @@ def test_verdicts_are_the_models_and_a_restart_goes_on(make_job, run):
 
 def judge(job):
     """Every verdict is the model's; `Job.judge` also counts distinct IDs, for guards that cover the whole stream."""
-    from dedup.proof.verify import verify  # noqa: PLC0415
+    from dedup.verify.verifier import verify  # noqa: PLC0415
 
     report = verify(job.topology, job.settings)
     assert report.passed, report.samples[:10]
@@ -168,6 +167,21 @@ def test_a_checkpoint_of_another_topology(make_job, run):
     assert set(other.written()[other.output].values()) == {0}
 
 
+def test_a_renamed_topology_on_its_old_output_unless_it_is_meant(make_job, run):
+    job = make_job()
+    job.send(workload(8, 300))
+    run(job)
+    before = job.written()
+    renamed = dataclasses.replace(job.topology, name=f"{job.name}-new")
+    with pytest.raises(StateIncompatible, match="has judged nothing yet, but its output"):
+        run(job, checkpoint="other", topology=renamed)
+    assert job.written() == before
+    assert not (job.directory / "other").exists()
+    assert total(run(job, checkpoint="other", topology=renamed, onto_existing_output=True), "judged") == 300
+    # From its first commit on it is a group like any other.
+    assert total(run(job, checkpoint="other", topology=renamed), "judged") == 0
+
+
 def test_a_directory_that_is_no_checkpoint(make_job, run):
     job = make_job()
     (job.directory / "checkpoint").mkdir()
@@ -194,7 +208,7 @@ def test_retention_ate_what_was_not_judged_yet(make_job, run, admin):
     job.send([Event(0, b'{"id":"%d"}' % n, BASE_MS + n) for n in range(100, 200)])
     (source,) = job.topology.source.topics
     admin.client.delete_records([TopicPartition(source, 0, 150)])[TopicPartition(source, 0, 150)].result(timeout=30)
-    with pytest.raises(StateIncompatible, match=r"no longer holds offset 100, .* begins at 150 now, .* 50 offsets"):
+    with pytest.raises(StateIncompatible, match=r"no longer holds offset 100, .* begins at 150 now; .* 50 offsets"):
         run(job)
     with pytest.raises(StateIncompatible, match="no longer holds offset 100"):
         run(job, checkpoint="another")
@@ -208,7 +222,7 @@ def plan_of():
     def plan(job, state="state-a", **options):
         ready = prepared(job.topology, job.settings)
         settings = dataclasses.replace(job.settings, state_dir=job.directory / state)
-        return AttemptPlan(job.topology, ShippedSettings.of(settings), ready.cluster, options.get("commit_rows", 200))
+        return AttemptPlan(job.topology, PicklableSettings.of(settings), ready.cluster, options.get("commit_rows", 200))
 
     return plan
 
@@ -272,7 +286,7 @@ def test_rows_that_begin_behind_the_state_are_refused(make_job, plan_of):
     before = job.written()[job.output]
     (report,) = next(judge_partition(plan_of(job), arrow_of(job, 100)[5:])).to_pylist()
     assert report["failure"] == "StateIncompatible"
-    assert "goes on at offset 500" in report["failure_text"]
+    assert "continues at offset 500" in report["failure_text"]
     assert "0 is the first that would be lost" in report["failure_text"]
     assert job.written()[job.output] == before
 

@@ -8,8 +8,8 @@ import pytest
 
 from dedup.errors import SettingsError
 from dedup.settings import Secret, Security, Settings
-from dedup.spark.kafka_options import kafka_options
-from dedup.spark.shipped import ShippedSettings
+from dedup.spark.kafka_source import kafka_options
+from dedup.spark.session import PicklableSettings
 
 
 def settings(**security):
@@ -45,8 +45,8 @@ def test_certificates_travel_as_text(tmp_path):
 @pytest.mark.parametrize(
     ("security", "says"),
     [
-        ({"protocol": "SASL_SSL", "mechanism": "OAUTHBEARER", "password": Secret("t")}, "OAUTHBEARER can not be used"),
-        ({"protocol": "SSL", "ca_file": "/nowhere/ca.pem"}, "can not be read as PEM text"),
+        ({"protocol": "SASL_SSL", "mechanism": "OAUTHBEARER", "password": Secret("t")}, "OAUTHBEARER cannot be used"),
+        ({"protocol": "SSL", "ca_file": "/nowhere/ca.pem"}, "cannot be read as PEM text"),
     ],
 )
 def test_what_the_connector_can_not_be_told_is_refused(security, says):
@@ -56,6 +56,6 @@ def test_what_the_connector_can_not_be_told_is_refused(security, says):
 
 def test_secrets_reach_the_executors_and_no_log():
     given = settings(protocol="SASL_SSL", mechanism="PLAIN", username="u", password=Secret("hush"))
-    shipped = pickle.loads(pickle.dumps(ShippedSettings.of(given)))
-    assert shipped.reveal().security == given.security
-    assert "hush" not in repr(shipped)
+    pickled = pickle.loads(pickle.dumps(PicklableSettings.of(given)))
+    assert pickled.reveal().security == given.security
+    assert "hush" not in repr(pickled)

@@ -13,9 +13,8 @@ from pyspark.sql import functions as fn
 
 from dedup.core.tracking_id import KeyRule, TrackingId
 from dedup.errors import SettingsError, StateIncompatible
-from dedup.spark.jdbc import Jdbc
 from dedup.spark.rows import RECORDS
-from dedup.spark.tables import ORDER, _connected, newest, table_rows, upsert_delta, upsert_jdbc
+from dedup.spark.tables import ORDER, Jdbc, _connected, _newest, table_rows, upsert_delta, upsert_jdbc
 from dedup.topology.parse import parse
 from tests.spark.postgres import USER, RunningPostgres, running_postgres
 
@@ -175,7 +174,7 @@ def test_a_decimal_that_sqlite_would_round_is_refused(spark, tmp_path):
 def test_the_stated_order_decides(spark):
     pair = (event(1, 30, 1, note="later", seats=1), event(1, 10, 2, note="behind it", seats=9))
     for order, wanted in [("event_time", "later"), ("offset", "behind it"), ("seats", "behind it")]:
-        (row,) = newest(rows_of(spark, *pair, order=order)).collect()
+        (row,) = _newest(rows_of(spark, *pair, order=order)).collect()
         assert row.note == wanted
 
 

@@ -55,7 +55,7 @@ def test_archives_stay_where_nothing_else_is_installed(archive, tmp_path):
 def looked_around(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
     import pyspark as here  # noqa: PLC0415  the worker's
 
-    loaded = "dedup.spark.folded" in sys.modules and "dedup.spark.attempt" in sys.modules
+    loaded = "dedup.spark.reduce_side" in sys.modules and "dedup.spark.task_attempt" in sys.modules
     list(batches)
     found = {"place": [here.__file__], "frozen": [gc.get_freeze_count()], "loaded": [loaded]}
     yield pa.RecordBatch.from_pydict(found)

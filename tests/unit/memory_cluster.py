@@ -8,15 +8,15 @@ from dataclasses import dataclass, field
 from tempfile import TemporaryDirectory
 from typing import Self
 
-from dedup.core.paths import parse_path
+from dedup.core.json_path import parse_path
 from dedup.core.tracking_id import FieldRule, TrackingId
 from dedup.core.window import Window
-from dedup.proof.cut import take_cut
-from dedup.proof.direct import verify_direct
-from dedup.proof.kafka_reader import Bounds, Columns, OpenTransaction
-from dedup.proof.repartitioned import verify_repartitioned
-from dedup.proof.report import Report
 from dedup.topology.model import LateTo, Output, SourceSpec, Topology
+from dedup.verify.cut import take_cut
+from dedup.verify.direct import verify_direct
+from dedup.verify.kafka_reader import Bounds, OpenTransaction, RecordColumns
+from dedup.verify.repartitioned import verify_repartitioned
+from dedup.verify.report import Report
 
 BASE_MS = 1_700_000_000_000
 Place = tuple[str, int]
@@ -34,6 +34,8 @@ class MemoryCluster:
     """Where retention has deleted the beginning."""
     offsets: dict[Place, int] = field(default_factory=dict)
     """Of the group."""
+    markers: dict[Place, int] = field(default_factory=dict)
+    """Offsets behind the last record that hold none."""
     compact: set[str] = field(default_factory=set)
     broker_time: set[str] = field(default_factory=set)
     open_from: dict[Place, int] = field(default_factory=dict)
@@ -55,7 +57,7 @@ class MemoryCluster:
 
     def end(self, place: Place) -> int:
         log = self.logs.get(place)
-        return log[-1][0] + 1 if log else self.low.get(place, 0)
+        return (log[-1][0] + 1 if log else self.low.get(place, 0)) + self.markers.get(place, 0)
 
     def commit(self, *topics: str) -> None:
         """The group's offsets are at the ends."""
@@ -89,14 +91,19 @@ class MemoryCluster:
         known = {} if group.endswith(".reset") else self.offsets
         return {partition: known[topic, partition] for partition in partitions if (topic, partition) in known}
 
-    def read(self, topic: str, partition: int, start: int, end: int) -> Iterator[Columns]:
+    def holds_records(self, topic: str, partition: int, start: int, end: int) -> bool:
+        place = (topic, partition)
+        records = any(start <= row[0] < end for row in self.logs.get(place, []))
+        return records or self.open_from.get(place, end) < end
+
+    def read(self, topic: str, partition: int, start: int, end: int) -> Iterator[RecordColumns]:
         place = (topic, partition)
         start, stop = max(start, self.low.get(place, 0)), self.open_from.get(place, end)
         # One batch a record: whatever is found must not depend on what a fetch returns.
         for offset, key, value, headers, time_ms in list(self.logs.get(place, [])):
             if start <= offset < min(end, stop):
                 columns = ([offset], [key], [value], [list(headers)], [time_ms])
-                yield Columns(*columns, broker_time=topic in self.broker_time)
+                yield RecordColumns(*columns, broker_time=topic in self.broker_time)
         if stop < end:
             raise OpenTransaction(f"{topic}/{partition}")
 

@@ -9,18 +9,19 @@ from dataclasses import replace
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from dedup.core.murmur2 import partitions
+from dedup.core.partitioner import partitions
+from dedup.core.window import BEFORE_ALL_TIME
+from dedup.kafka.wire import TopicPartition
 from dedup.metrics import COMMIT_BUCKETS_S, METRICS, Durations, TaskNumbers, TaskSeen, WorkerSeen
-from dedup.session.wire import TopicPartition
-from dedup.worker.exposition import READERS, STATES, exposition
-from dedup.worker.misplaced import Placement, id_text
+from dedup.worker.dedup_task import Placement, record_key_of
+from dedup.worker.introspection import READERS, STATES, exposition
 from dedup.worker.task import TaskState
 
 
 @pytest.fixture(autouse=True)
 def _audible() -> None:
     """Another test's logging set-up may have turned off what it did not know."""
-    logging.getLogger("dedup.worker.misplaced").disabled = False
+    logging.getLogger("dedup.worker.dedup_task").disabled = False
 
 
 def seen(numbers: TaskNumbers | None = None, *, lag: int | None = 3) -> WorkerSeen:
@@ -40,6 +41,8 @@ def test_every_metric_of_the_list_is_exported_and_no_other():
     numbers = TaskNumbers()
     numbers.verdicts["unique"] = 1
     numbers.dead_reasons["not_json"] = 1
+    numbers.reached(1)
+    numbers.formats["gzip"] = 1
     found = exported(seen(numbers))
     assert set(found) == {metric.name for metric in METRICS}
     for metric in METRICS:
@@ -92,6 +95,7 @@ def test_counters_do_not_fall_when_a_task_leaves_or_comes_again():
         numbers.verdicts["unique"] = numbers.conflicts = numbers.replayed = numbers.misplaced = count
         numbers.transactions = numbers.aborted = count
         numbers.took(0.01 * count)
+        numbers.reached(1)
     elsewhere = ("dedup", 'or"ders', 3)
     worker = replace(seen(now), ended={("dedup", 'or"ders', 2): before, elsewhere: before})
     found = exported(worker)
@@ -113,6 +117,16 @@ def test_states_are_those_a_task_has():
 
 def test_what_is_not_known_is_left_out():
     assert exported(seen(lag=None))["dedup_lag_records"] == []
+
+
+def test_there_is_no_stream_time_before_the_first_judged_record():
+    numbers = TaskNumbers()
+    # A chart of it would begin in 1970, or before all time.
+    assert exported(seen(numbers))["dedup_stream_time_seconds"] == []
+    numbers.reached(BEFORE_ALL_TIME)
+    assert exported(seen(numbers))["dedup_stream_time_seconds"] == []
+    numbers.reached(0)
+    assert [sample.value for sample in exported(seen(numbers))["dedup_stream_time_seconds"]] == [0.0]
 
 
 def test_a_histogram_is_cumulated():
@@ -160,7 +174,7 @@ def test_lag_in_seconds_is_zero_without_lag():
     ],
 )
 def test_the_text_of_an_id_is_what_a_producer_would_use_as_key(state_key, text):
-    assert id_text(state_key) == text
+    assert record_key_of(state_key) == text
 
 
 class TestPlacement:
@@ -171,7 +185,7 @@ class TestPlacement:
         return Placement(TopicPartition("t", partition), count, numbers), numbers
 
     def home(self, key: bytes) -> int:
-        return partitions([id_text(key) or b""], 4)[0]
+        return partitions([record_key_of(key) or b""], 4)[0]
 
     def test_ids_in_their_place_are_sampled_without_a_word(self, caplog):
         placement, numbers = self.place(self.home(self.HERE[0]))

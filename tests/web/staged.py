@@ -11,10 +11,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from dedup.errors import Problem, SettingsError, StateIncompatible
-from dedup.glance import LookedUp, Noted, Peer, SeenId, ShownRecord, TaskPulse
 from dedup.metrics import TaskNumbers, TaskSeen, WorkerSeen
 from dedup.settings import Web
-from dedup.web.server import Pages
+from dedup.web.server import WebServer
+from dedup.worker_view import LookedUp, Noted, Peer, SeenId, ShownRecord, TaskPulse
 
 NOW_MS = 1_700_000_000_000
 
@@ -32,7 +32,7 @@ def restoring(partition: int = 1, *, total: int = 1_000, remaining: int = 250) -
 
 @dataclass
 class Staged:
-    """What `Pages` asks; a test sets the fields."""
+    """What `WebServer` asks; a test sets the fields."""
 
     tasks: tuple[TaskSeen, ...] = (running(unique=90, duplicate=10), restoring())
     noted: tuple[Noted, ...] = ()
@@ -88,7 +88,7 @@ def serving(worker: Staged, **settings: Any) -> Iterator[str]:
     url: list[str] = []
 
     async def serve() -> None:
-        async with Pages(Web(**({"port": 0} | settings)), worker) as pages:
+        async with WebServer(Web(**({"port": 0} | settings)), worker) as pages:
             assert pages.url is not None
             url.append(pages.url)
             ready.set()

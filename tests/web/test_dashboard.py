@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 from playwright.sync_api import Page, expect
 
-from dedup.glance import Noted, Peer, SeenId
 from dedup.settings import Secret
+from dedup.worker_view import Noted, Peer, SeenId
 from tests.web.conftest import Open, Serve
 from tests.web.staged import NOW_MS, Staged, restoring, running, serving
 
@@ -44,9 +44,9 @@ def test_tasks_are_told_with_owner_state_progress_and_bound(open_page: Open, ser
     expect(row(page, "orders/1")).to_contain_text("restoring")
     expect(row(page, "orders/1")).to_contain_text("75 %, 250 records left")
     expect(row(page, "orders/1").get_by_role("progressbar")).to_have_attribute("value", "750")
-    expect(row(page, "orders/2")).to_contain_text("at another worker")
+    expect(row(page, "orders/2")).to_contain_text("on another worker")
     expect(row(page, "orders/2").get_by_role("link", name="b")).to_have_attribute("href", "http://127.0.0.1:2")
-    expect(row(page, "changelog/2")).to_contain_text("kept warm")
+    expect(row(page, "changelog/2")).to_contain_text("warm copy")
 
 
 def test_what_changes_is_shown_without_a_reload(open_page: Open, serve: Serve) -> None:
@@ -122,7 +122,7 @@ def test_any_worker_answers_by_asking_the_owner(open_page: Open, serve: Serve) -
     asked = Staged(tasks=(running(0),), others=(there,))
     url = serve(asked, token=token)
     page = open_page(url, expected=("401",))
-    page.get_by_label("This worker asks for its token").fill(TOKEN)
+    page.get_by_label("This worker requires its token").fill(TOKEN)
     page.keyboard.press("Enter")
     page.get_by_label("Tracking ID").fill("x")
     page.keyboard.press("Enter")
@@ -138,16 +138,18 @@ def test_an_owner_that_does_not_answer_is_told(open_page: Open, serve: Serve) ->
     page.get_by_label("Tracking ID").fill("x")
     page.keyboard.press("Enter")
     answer = page.locator("#lookup-answer")
-    expect(answer).to_contain_text("not known to those that answered")
-    expect(answer).to_contain_text("Partition 1 not asked: worker b: it is not reached")
-    expect(answer).to_contain_text("Partition 2 not asked: worker c: it has no pages")
-    expect(page.locator("#notices")).to_contain_text("Without pages, so not to be asked for an ID: c")
+    expect(answer).to_contain_text("not known to the workers that answered")
+    expect(answer).to_contain_text("Partition 1 not asked: worker b: unreachable")
+    expect(answer).to_contain_text("Partition 2 not asked: worker c: it serves no pages")
+    expect(page.locator("#notices")).to_contain_text(
+        "These workers serve no pages, so they cannot be asked for an ID: c"
+    )
 
 
 def test_a_token_is_asked_for_and_no_data_is_shown_before(open_page: Open, serve: Serve) -> None:
     url = serve(Staged(), token=Secret(TOKEN))
     page = open_page(url, expected=("401",))
-    box = page.get_by_label("This worker asks for its token")
+    box = page.get_by_label("This worker requires its token")
     box.fill("wrong")
     page.keyboard.press("Enter")
     expect(page.get_by_role("alert")).to_have_text("This is not the worker's token.")
@@ -195,10 +197,10 @@ def test_what_wants_attention_stands_first(open_page: Open, serve: Serve) -> Non
     worker = Staged(tasks=(full,), why="1 of 2 tasks are not running yet")
     url = serve(worker)
     page = open_page(url)
-    expect(page.locator("#verdict")).to_have_text("2 things want attention")
+    expect(page.locator("#verdict")).to_have_text("2 issues")
     expect(page.locator("#notices")).to_contain_text("95% of state.max_bytes_per_partition")
     worker.why, worker.tasks = None, (running(0),)
-    expect(page.locator("#verdict")).to_have_text("All is well: nothing late, nothing stuck")
+    expect(page.locator("#verdict")).to_have_text("No issues")
 
 
 def test_a_worker_that_is_gone_is_said(open_page: Open) -> None:

@@ -1,4 +1,4 @@
-// The page's life: ask for a snapshot, show it, wait a second. A worker that does not answer is said, not hidden.
+// Fetches a snapshot every second and shows it; reports a worker that does not answer.
 
 import { Lookup, showRecord } from "./lookup.js";
 import { Plots } from "./plots.js";
@@ -14,7 +14,7 @@ let paused = false;
 let lastMs = null;
 let plots = null;
 
-// Returns whether it was answered, and the answer's JSON; never throws.
+// Returns whether the request succeeded, and the answer's JSON; never throws.
 async function ask(path) {
   const token = sessionStorage.getItem(TOKEN);
   const headers = token === null ? {} : { Authorization: `Bearer ${token}` };
@@ -34,7 +34,7 @@ function showAttention(board) {
   const errors = board.attention.filter((notice) => notice.level === "error").length;
   const number = board.attention.length;
   by("attention").className = errors ? "error" : number ? "warning" : "good";
-  write(by("verdict"), number ? `${number === 1 ? "One thing wants" : `${number} things want`} attention` : "All is well: nothing late, nothing stuck");
+  write(by("verdict"), number ? `${number} ${number === 1 ? "issue" : "issues"}` : "No issues");
   const lines = board.attention.map((notice) => `${notice.level}: ${notice.text}`);
   const shown = [...by("notices").children].map((item) => item.textContent);
   if (lines.join("\n") === shown.join("\n")) return;
@@ -83,7 +83,7 @@ function showNow(samples) {
 
 function show(board) {
   if (board.format !== FORMAT) {
-    connection("This page is of another release than the worker. Reload it.", true);
+    connection("This page and the worker are of different releases. Reload the page.", true);
     return;
   }
   document.title = `${board.topology} · ${board.worker}`;
@@ -104,7 +104,7 @@ function show(board) {
 function connection(text, lost) {
   write(by("connection"), text);
   by("connection").className = lost ? "lost" : "";
-  // What is on the page is old then: say it where it is read out, too.
+  // The page shows old data then, so screen readers announce it, too.
   if (lost) {
     by("attention").className = "error";
     write(by("verdict"), text);
@@ -122,7 +122,7 @@ async function look() {
     sessionStorage.removeItem(TOKEN);
     if (given) write(by("token-wrong"), "This is not the worker's token.");
   } else {
-    connection(`No answer from this worker${lastMs === null ? "" : ` since ${clock(lastMs)} UTC`}; asking again`, true);
+    connection(`No answer from this worker${lastMs === null ? "" : ` since ${clock(lastMs)} UTC`}; retrying`, true);
   }
 }
 

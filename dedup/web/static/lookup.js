@@ -1,4 +1,4 @@
-// Look-ups: one ID at all its owners, and one record's payload, for who asks.
+// Looks up an ID, and shows a record's payload on request.
 
 import { count, element, instant } from "./words.js";
 
@@ -22,25 +22,25 @@ export class Lookup {
     this.#input.value = id;
     this.#asked += 1;
     const number = this.#asked;
-    this.#answer.replaceChildren(element("p", {}, "Asking …"));
+    this.#answer.replaceChildren(element("p", {}, "Looking up …"));
     const { ok, data } = await this.#ask(`/api/ids/${place(id)}`);
-    if (number !== this.#asked) return; // a later question was asked meanwhile
-    this.#answer.replaceChildren(...(ok ? told(data) : [element("p", { class: "wrong" }, data.error ?? "No answer.")]));
+    if (number !== this.#asked) return; // another look-up was started since
+    this.#answer.replaceChildren(...(ok ? answerOf(data) : [element("p", { class: "wrong" }, data.error ?? "No answer.")]));
     this.#answer.scrollIntoView({ block: "nearest" });
   }
 }
 
-function told(found) {
+function answerOf(found) {
   const parts = found.sightings.map((seen) => facts([
     ["Seen", `${instant(seen.first_ms)}${seen.last_ms === seen.first_ms ? "" : `, last at ${instant(seen.last_ms)}`}`],
     ["In", seen.source],
-    ["Guarded until", `${instant(seen.guarded_until_ms)} of event time${seen.live ? "" : ": expired, and not dropped yet"}`],
-    ["Forwarded to", seen.went ?? "nowhere: the topology observes only"],
+    ["Guarded until", `${instant(seen.guarded_until_ms)} of event time${seen.live ? "" : ": expired, but not dropped yet"}`],
+    ["Forwarded to", seen.went ?? "nowhere: the topology only observes"],
     ["Known to", `worker ${seen.worker}, partition ${seen.partition}`],
   ]));
   const head = found.sightings.length
     ? `${found.id}: ${found.sightings.length === 1 ? "one sighting" : `${found.sightings.length} sightings`}`
-    : `${found.id}: ${found.unreached.length ? "not known to those that answered" : "not known: never seen, or its sighting has expired"}`;
+    : `${found.id}: ${found.unreached.length ? "not known to the workers that answered" : "not known: never seen, or its sighting has expired"}`;
   const silent = found.unreached.map((row) => element(
     "p", { class: "wrong" }, `${which(row.partitions)} not asked: ${row.worker === null ? "" : `worker ${row.worker}: `}${row.why}.`,
   ));

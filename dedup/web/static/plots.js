@@ -1,4 +1,4 @@
-// The plots: uPlot with this page's colours, drawn anew when the colour scheme changes.
+// The plots: uPlot with this page's colors, redrawn when the color scheme changes.
 
 import uPlot from "./uPlot.esm.js";
 import { count, rate, seconds } from "./words.js";
@@ -22,16 +22,16 @@ const PLOTS = {
     columns: [["median", "median_s", "--unique", []], ["p99", "p99_s", "--duplicate", [8, 3]]],
     say: seconds,
     least: 1,
-    // From milliseconds to hours in one picture: a late record is as old as it is.
+    // A logarithmic scale from milliseconds to hours, because late records can be very old.
     from: 0.01,
     lines: [0.01, 0.1, 1, 10, 60, 600, 3600, 36_000, 360_000, 3_600_000],
   },
 };
 
-const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+const color = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
 function options(plot, width) {
-  const axis = { stroke: colour("--quiet"), grid: { stroke: colour("--grid"), width: 1 }, ticks: { stroke: colour("--line"), width: 1 } };
+  const axis = { stroke: color("--quiet"), grid: { stroke: color("--grid"), width: 1 }, ticks: { stroke: color("--line"), width: 1 } };
   const lines = plot.lines && { splits: (_, __, least, most) => plot.lines.filter((line) => line >= least && line <= most), filter: (_, all) => all };
   return {
     width,
@@ -42,7 +42,7 @@ function options(plot, width) {
       x: { range: (_, __, last) => [last - SPAN_S, last] },
       y: {
         distr: plot.from ? 3 : 1,
-        // Never closer than this: noise about nothing is no mountain.
+        // The axis reaches at least this value, so that noise near zero does not look large.
         range: (_, __, most) => [plot.from ?? 0, Math.max((most ?? 0) * 1.08, plot.least)],
       },
     },
@@ -53,7 +53,7 @@ function options(plot, width) {
     series: [
       { value: "{HH}:{mm}:{ss}" },
       ...plot.columns.map(([label, , stroke, dash]) => ({
-        label, stroke: colour(stroke), dash, width: 2, spanGaps: true, points: { show: false }, value: (_, value) => plot.say(value),
+        label, stroke: color(stroke), dash, width: 2, spanGaps: true, points: { show: false }, value: (_, value) => plot.say(value),
       })),
     ],
   };
@@ -76,7 +76,7 @@ export class Plots {
       if (!this.#drawn.has(id)) this.#drawn.set(id, new uPlot(options(plot, place.clientWidth), data, place));
       else this.#drawn.get(id).setData(data);
       const drawn = this.#drawn.get(id);
-      // Under the pointer the legend tells that moment, else the last one; uPlot itself empties it when it has drawn.
+      // The legend shows the moment under the pointer, else the last one; uPlot clears it after drawing.
       setTimeout(() => {
         if (drawn.cursor.idx === null || drawn.cursor.idx === undefined) drawn.setLegend({ idx: data[0].length - 1 }, false);
       });

@@ -1,4 +1,4 @@
-// The tables. Rows are kept by key, so that a button somebody is on stays where it is.
+// The tables. Rows are updated in place by key, so that a focused button keeps the focus.
 
 import { clock, count, element, instant, seconds, size, write } from "./words.js";
 
@@ -22,10 +22,9 @@ function keyed(body, rows, keyOf, make, update) {
 }
 
 function owner(row) {
-  if (row.url === null || row.state !== "elsewhere") return element("span", {}, row.worker);
-  // Only an address of pages becomes a link: the group's members say it, and "javascript:" is an address, too.
-  if (!/^https?:\/\//.test(row.url)) return element("span", {}, row.worker);
-  return element("a", { href: row.url, rel: "noreferrer" }, row.worker);
+  // Group members report these URLs, so only http(s) becomes a link: "javascript:" must not.
+  const linked = row.state === "elsewhere" && /^https?:\/\//.test(row.url ?? "");
+  return linked ? element("a", { href: row.url, rel: "noreferrer" }, row.worker) : element("span", {}, row.worker);
 }
 
 function newTask(row) {
@@ -39,7 +38,7 @@ function newTask(row) {
   );
 }
 
-const STATES = { elsewhere: "at another worker", standby: "kept warm", running: "running", restoring: "restoring", created: "starting", closed: "closed" };
+const STATES = { elsewhere: "on another worker", standby: "warm copy", running: "running", restoring: "restoring", created: "starting", closed: "closed" };
 
 function updateTask(line, row) {
   const [, , , state, lag, ids, bytes] = line.children;
@@ -68,7 +67,7 @@ function filled(node, row) {
   if (!row.state_max_bytes) return node.replaceChildren();
   if (!node.firstChild) {
     const most = row.state_max_bytes;
-    const meter = element("meter", { min: 0, max: most, high: 0.8 * most, "aria-label": `State of ${row.topic}/${row.partition} against its bound` });
+    const meter = element("meter", { min: 0, max: most, high: 0.8 * most, "aria-label": `State of ${row.topic}/${row.partition} against its limit` });
     node.replaceChildren(meter, element("span"));
   }
   node.firstChild.value = row.state_bytes;

@@ -1,4 +1,4 @@
-// Numbers, sizes and times in words. Everything on this page becomes text by textContent, never markup.
+// Formats numbers, sizes and times. Everything on this page is inserted as text, never as markup.
 
 const NUMBER = new Intl.NumberFormat("en", { maximumFractionDigits: 0 });
 const SMALL = new Intl.NumberFormat("en", { maximumSignificantDigits: 3 });
@@ -24,7 +24,7 @@ export function seconds(value) {
   return value < 7200 ? `${NUMBER.format(value / 60)} min` : `${SMALL.format(value / 3600)} h`;
 }
 
-// Event times may be any number: what is no date is shown as it is.
+// Event times may be any number; one that is not a date is shown as a number.
 export function instant(ms) {
   const date = new Date(ms);
   return Number.isNaN(date.getTime()) ? `${ms} ms` : date.toISOString().replace(".000Z", "Z");
@@ -32,7 +32,7 @@ export function instant(ms) {
 
 export const clock = (ms) => instant(ms).slice(11, 19);
 
-// An element with attributes and children; a child that is no element is text.
+// Returns an element with attributes and children; a string child becomes text.
 export function element(name, attributes = {}, ...children) {
   const made = document.createElement(name);
   for (const [key, value] of Object.entries(attributes)) {
@@ -42,7 +42,7 @@ export function element(name, attributes = {}, ...children) {
   return made;
 }
 
-// Text that did not change is not written: a screen reader says what changed.
+// Writes only text that changed, because screen readers announce every write.
 export function write(node, text) {
   if (node.textContent !== text) node.textContent = text;
 }

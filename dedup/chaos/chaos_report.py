@@ -1,0 +1,181 @@
+"""The report of `dedup chaos`: a JSON document, and an HTML page with throughput, lag and faults on one time axis."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from html import escape
+from typing import Final
+
+from dedup.verify.render import page
+from dedup.verify.report import Report
+
+_WIDTH, _HEIGHT, _LEFT, _BOTTOM = 960, 200, 64, 24
+_COLOURS: Final[dict[str, str]] = {
+    "SIGKILL": "#e34948",
+    "frozen beyond the session": "#8a5bd6",
+    "frozen for a second": "#b99be8",
+    "SIGTERM": "#eda100",
+    "another worker joins and leaves": "#1baf7a",
+    "connections cut": "#2a78d6",
+    "broker SIGKILL": "#6b6a66",
+    "broker SIGTERM": "#a8a69e",
+    "output topic config changed": "#0f8f8a",
+    "source retention shortened": "#9a6a1f",
+    "group deletion attempted": "#c2458f",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Figures at one moment, in seconds since the start of fault injection."""
+
+    at_s: float
+    sent: int
+    in_topic: int
+    judged: int
+    forwarded: int
+    """Records seen by the live checker."""
+
+
+@dataclass(frozen=True, slots=True)
+class InjectedFault:
+    """A fault that was due; ``hit`` is false if its target was already down or frozen."""
+
+    at_s: float
+    kind: str
+    worker: int
+    hit: bool
+
+
+@dataclass(slots=True)
+class Oracle:
+    """One thing that must hold, and whether it did."""
+
+    name: str
+    meaning: str
+    held: bool
+    figure: str
+
+
+@dataclass(slots=True)
+class ChaosReport:
+    """A whole run."""
+
+    topology: str
+    seed: int
+    seconds: float
+    workers: int
+    injected: list[InjectedFault]
+    ticks: list[Tick]
+    restarts: dict[int, int]
+    verified: Report | None
+    """None if nothing could be verified; the oracles say why."""
+    oracles: list[Oracle] = field(default_factory=list)
+
+    @property
+    def passed(self) -> bool:
+        """Whether everything was verified and every oracle held."""
+        return self.verified is not None and bool(self.oracles) and not self.broken
+
+    @property
+    def broken(self) -> list[Oracle]:
+        """Oracles that did not hold."""
+        return [oracle for oracle in self.oracles if not oracle.held]
+
+    @property
+    def closing_line(self) -> str:
+        """Lost and duplicated records, and the names of the oracles that did not hold."""
+        line = "nothing was verified" if self.verified is None else self.verified.closing_line()
+        return line + (f"  BROKEN: {', '.join(oracle.name for oracle in self.broken)}" if self.broken else "")
+
+    @property
+    def counts(self) -> Counter[str]:
+        """Kind of fault -> how many hit."""
+        return Counter(fault.kind for fault in self.injected if fault.hit)
+
+    def to_json(self) -> str:
+        """Return the report as a JSON document; "blows" and "struck" are its names for faults."""
+        document = {
+            "dedup_chaos": 1,
+            "passed": self.passed,
+            "topology": self.topology,
+            "seed": self.seed,
+            "seconds": round(self.seconds, 1),
+            "workers": self.workers,
+            "blows": dict(self.counts),
+            "restarts": self.restarts,
+            "oracles": [asdict(oracle) for oracle in self.oracles],
+            "struck": [asdict(fault) for fault in self.injected],
+            "ticks": [asdict(tick) for tick in self.ticks],
+            "verified": None if self.verified is None else json.loads(self.verified.to_json()),
+        }
+        return json.dumps(document, indent=2) + "\n"
+
+    def to_html(self) -> str:
+        """Return one HTML page that loads nothing else."""
+        faults = ", ".join(f"{number} x {kind}" for kind, number in self.counts.most_common())
+        parts = (
+            f"<h1>{escape(self.topology)}: {self.seconds / 60:.1f} minutes of chaos</h1>",
+            f"<p class='line{'' if self.passed else ' bad'}'>{escape(self.closing_line)}</p>",
+            f"<p class=soft>{self.workers} workers · {escape(faults)} · seed {self.seed}</p>",
+            _oracles(self.oracles),
+            "<h2>Records per second</h2>",
+            self._plot("records per second", lambda now, before: (now.judged - before.judged, now.at_s - before.at_s)),
+            "<h2>Lag: records sent and not judged yet</h2>",
+            self._plot("lag", lambda now, _: (now.in_topic - now.judged, 1.0)),
+            _legend(sorted(self.counts)),
+        )
+        return page(f"dedup chaos {self.topology}", parts)
+
+    def _plot(self, label: str, figure: Callable[[Tick, Tick], tuple[float, float]]) -> str:
+        """Return an SVG line over time, with a mark for each fault that hit."""
+        steps = [
+            (now.at_s, max(0.0, number / per))
+            for before, now in zip(self.ticks, self.ticks[1:], strict=False)
+            for number, per in [figure(now, before)]
+            if per > 0
+        ]
+        if not steps:
+            return "<p class=soft>No figures were recorded.</p>"
+        last_s = max(steps[-1][0], *(fault.at_s for fault in self.injected), 1.0)
+        most = max(value for _, value in steps) or 1.0
+        return _svg(label, steps, [fault for fault in self.injected if fault.hit], last_s, most)
+
+
+def _svg(
+    label: str, steps: Sequence[tuple[float, float]], injected: Sequence[InjectedFault], last_s: float, most: float
+) -> str:
+    floor = _HEIGHT - _BOTTOM
+    across, up = (_WIDTH - _LEFT) / last_s, (floor - 12) / most
+    line = " ".join(f"{_LEFT + at_s * across:.1f},{floor - value * up:.1f}" for at_s, value in steps)
+    marks = "".join(
+        f"<line x1='{_LEFT + fault.at_s * across:.1f}' x2='{_LEFT + fault.at_s * across:.1f}' y1='12' y2='{floor}' "
+        f"stroke='{_COLOURS[fault.kind]}' opacity='.55'><title>{fault.at_s:.1f} s: {escape(fault.kind)}</title></line>"
+        for fault in injected
+    )
+    return (
+        f"<svg viewBox='0 0 {_WIDTH} {_HEIGHT}' role=img aria-label='{label} over time'>{marks}"
+        f"<polyline points='{line}' fill='none' stroke='currentColor' stroke-width='1.5'/>"
+        f"<line x1='{_LEFT}' x2='{_WIDTH}' y1='{floor}' y2='{floor}' stroke='currentColor' opacity='.3'/>"
+        f"<text x='{_LEFT - 6}' y='20' text-anchor='end'>{most:,.0f}</text>"
+        f"<text x='{_LEFT - 6}' y='{floor}' text-anchor='end'>0</text>"
+        f"<text x='{_LEFT}' y='{_HEIGHT - 6}'>0 s</text>"
+        f"<text x='{_WIDTH}' y='{_HEIGHT - 6}' text-anchor='end'>{last_s:,.0f} s</text></svg>"
+    )
+
+
+def _oracles(oracles: Sequence[Oracle]) -> str:
+    rows = "".join(
+        f"<tr><td>{each.name}</td><td class=text>{escape(each.meaning)}</td><td class=text>{escape(each.figure)}</td>"
+        + ("<td>held</td></tr>" if each.held else "<td class=bad>BROKEN</td></tr>")
+        for each in oracles
+    )
+    return f"<div class=scroll><table>{rows}</table></div>"
+
+
+def _legend(kinds: Sequence[str]) -> str:
+    keys = (f"<span class=key style='background:{_COLOURS[kind]}'></span>{escape(kind)}" for kind in kinds)
+    return f"<p class=soft>{''.join(keys)}</p>"

@@ -1,0 +1,242 @@
+"""The nine oracles of `dedup chaos`, computed after a run from what Kafka, the stores and the fleet show.
+
+Evidence that cannot be gathered breaks the oracles that need it, not the report.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, TypeVar
+
+from dedup.chaos.chaos_report import Oracle
+from dedup.chaos.fault_run import FaultType
+from dedup.chaos.live_checker import Sightings
+from dedup.errors import DedupError
+from dedup.kafka.client import KafkaWire
+from dedup.kafka.connection import Connection
+from dedup.kafka.producer_epochs import Epochs, epochs_of
+from dedup.kafka.topic_admin import Admin
+from dedup.kafka.wire import TopicPartition
+from dedup.store.base import StoreIdentity
+from dedup.store.changelog import collect
+from dedup.store.directory import store_directory
+from dedup.store.rocks import RocksStore
+from dedup.verify.kafka_reader import KafkaReader
+from dedup.verify.report import Report
+from dedup.verify.verifier import verify
+
+if TYPE_CHECKING:
+    from dedup.chaos.fault_run import ChaosEvents, ChaosStage
+    from dedup.settings import Settings
+    from dedup.topology.model import Topology
+
+T = TypeVar("T")
+FENCED: Final = "Another owner has the partition"
+"""What a worker logs when the broker fences one of its tasks."""
+_RECORD_ORACLES: Final = ("O1", "O2", "O3", "O4")
+_MEANINGS: Final = {
+    "O1": "nothing is lost",
+    "O2": "nothing is duplicated, also in the view of the live checker",
+    "O3": "order and content match the source",
+    "O4": "the books balance",
+    "O5": "stores are the fold of their changelog",
+    "O6": "no lag and no open transaction is left",
+    "O7": "nothing written by a zombie is visible",
+    "O8": "no worker ended without a fault",
+    "O9": "every SIGTERM led to a clean shutdown",
+}
+
+
+@dataclass(slots=True)
+class Evidence:
+    """What was found after a run; what could not be determined is None, with the reason in `unknown`."""
+
+    verified: Report | None = None
+    seen: Sightings | None = None
+    """What the live checker saw."""
+    reached: bool = False
+    """The live checker reached the output's end, so no transaction is open there."""
+    judged: bool = False
+    """The group has no lag."""
+    stores: int = 0
+    wrong_stores: list[str] | None = None
+    zombies: int = 0
+    """Workers frozen beyond their session."""
+    fenced: int = 0
+    """Tasks that the broker fenced."""
+    batches: int = 0
+    owners: int = 0
+    behind: int | None = None
+    """Committed batches of an older epoch after those of a newer one, so written by a zombie."""
+    unprovoked: list[str] = field(default_factory=list)
+    away: int = 0
+    """How often a worker ended while the broker was down."""
+    unclean: list[str] = field(default_factory=list)
+    starts: int = 0
+    unknown: dict[str, str] = field(default_factory=dict)
+    """Oracle -> why it could not be computed."""
+
+
+def oracles(found: Evidence) -> list[Oracle]:
+    """Return O1 to O9; an oracle that could not be computed does not hold."""
+    rows = zip(_MEANINGS.items(), [*_of_records(found), *_of_workers(found)], strict=True)
+    return [
+        Oracle(name, meaning, held=False, figure=f"not known: {found.unknown[name]}")
+        if name in found.unknown
+        else Oracle(name, meaning, held, figure)
+        for (name, meaning), (held, figure) in rows
+    ]
+
+
+def _of_records(found: Evidence) -> list[tuple[bool, str]]:
+    """Return O1 to O6: whether each holds, and its figure."""
+    report, seen = found.verified, found.seen
+    counts = report.counts if report is not None else {}
+    lost, doubled = counts.get("lost", 0), counts.get("duplicated", 0)
+    others = sum(counts.values()) - lost - doubled
+    books = report.books if report is not None else []
+    there = report is not None
+    watched = "no live checker" if seen is None else f"live checker {seen.duplicated} in {seen.records:,} records"
+    if seen is not None and seen.samples:
+        watched += f", the first at {seen.samples[0]}"
+    if not found.judged:
+        left = "some records are not judged"
+    else:
+        left = "everything judged and read" if found.reached else "the live checker did not reach the output's end"
+    return [
+        (there and not lost, f"lost {lost} of {report.read if report else 0:,}"),
+        (there and not doubled and seen is not None and not seen.duplicated, f"verify {doubled}, {watched}"),
+        (there and not others, f"{others} violations"),
+        (there and all(each.balanced for each in books), f"{len(books)} partitions"),
+        (found.wrong_stores == [], found.wrong_stores[0] if found.wrong_stores else f"{found.stores} stores"),
+        (found.judged and found.reached, left),
+    ]
+
+
+def _of_workers(found: Evidence) -> list[tuple[bool, str]]:
+    """Return O7 to O9: whether each holds, and its figure."""
+    doubled = found.seen.duplicated if found.seen is not None else None
+    zombies = (
+        f"{found.zombies} frozen beyond the session, {found.fenced} tasks fenced; {found.behind} of "
+        f"{found.batches:,} batches by {found.owners} owners come after a newer owner's"
+    )
+    ends = found.unprovoked[0] if found.unprovoked else f"{found.away} ended while the broker was down"
+    return [
+        (found.behind == 0 and doubled == 0, zombies),
+        (not found.unprovoked, ends),
+        (not found.unclean, found.unclean[0] if found.unclean else f"{found.starts} starts"),
+    ]
+
+
+def gather(topology: Topology, settings: Settings, stage: ChaosStage, events: ChaosEvents, *, judged: bool) -> Evidence:
+    """Return the evidence that a run left; no worker may be running."""
+    fleet = stage.fleet
+    found = Evidence(judged=judged, unprovoked=fleet.unprovoked, unclean=fleet.unclean, starts=fleet.starts)
+    found.away = sum(events.restarts.values())
+    found.zombies = sum(fault.hit and fault.kind == FaultType.FREEZE.value for fault in events.injected)
+    found.fenced = sum(fleet.count_logged(number, FENCED) for number in range(fleet.most))
+    if events.early is not None:
+        found.unknown["O6"] = events.early
+    found.verified = _or_why(found, _RECORD_ORACLES, lambda: verify(topology, settings))
+    ends = _or_why(found, ("O2", "O6"), lambda: _output_ends(topology, settings))
+    if ends is not None:
+        found.reached = stage.live_checker.finish(ends)
+    found.seen = _or_why(found, ("O2", "O7"), lambda: stage.live_checker.sightings)
+    states = [fleet.state_dir(number) for number in range(fleet.most)]
+    stores = _or_why(found, ("O5",), lambda: _compare_stores(topology, settings, states))
+    if stores is not None:
+        found.stores, found.wrong_stores = stores
+    epochs = _or_why(found, ("O7",), lambda: asyncio.run(_epochs(topology, settings)))
+    if epochs is not None:
+        found.batches, found.owners = sum(each.batches for each in epochs), sum(each.owners for each in epochs)
+        found.behind = sum(len(each.behind) for each in epochs)
+    return found
+
+
+def _or_why(found: Evidence, names: tuple[str, ...], look: Callable[[], T]) -> T | None:
+    """Return what ``look`` finds; if it fails, note the reason for the oracles that need it."""
+    try:
+        return look()
+    except DedupError as error:
+        for name in names:
+            found.unknown.setdefault(name, str(error))
+        return None
+
+
+def _output_ends(topology: Topology, settings: Settings) -> dict[int, int]:
+    if topology.output is None:
+        return {}
+    with KafkaReader(settings) as reader:
+        partitions = reader.partitions([topology.output.topic])[topology.output.topic]
+        bounds = reader.bounds(topology.output.topic, range(partitions))
+        return {partition: each.high for partition, each in bounds.items()}
+
+
+async def _epochs(topology: Topology, settings: Settings) -> list[Epochs]:
+    wire = KafkaWire(Connection.of(settings, client_id="dedup-chaos"))
+    await wire.start()
+    try:
+        with KafkaReader(settings) as reader:
+            partitions = reader.partitions([topology.changelog_topic])[topology.changelog_topic]
+        places = [TopicPartition(topology.changelog_topic, partition) for partition in range(partitions)]
+        return [await epochs_of(wire, place) for place in places]
+    finally:
+        await wire.stop()
+
+
+def _compare_stores(topology: Topology, settings: Settings, state_dirs: list[Path]) -> tuple[int, list[str]]:
+    """Return how many stores were compared, and a sentence for each that is not the fold of its changelog.
+
+    A store left behind by an earlier owner must be the fold of the changelog up to its own position.
+    """
+    changelog = topology.changelog_topic
+    compared, wrong = 0, []
+    with KafkaReader(settings) as reader:
+        partitions = reader.partitions([changelog])[changelog]
+        topic_id = asyncio.run(_topic_id(settings, changelog))
+        bounds = reader.bounds(changelog, range(partitions))
+        for partition in range(partitions):
+            identity = StoreIdentity(topology.name, partition, topic_id)
+            for state_dir in state_dirs:
+                directory = store_directory(state_dir, identity)
+                if not directory.exists():
+                    continue
+                compared += 1
+                store = RocksStore.open(directory, identity=identity)
+                try:
+                    log: defaultdict[int, dict[bytes, bytes]] = defaultdict(dict)
+                    for columns in reader.read(changelog, partition, bounds[partition].low, store.position):
+                        for segment, values in collect(columns.keys, columns.values).writes.items():
+                            log[segment].update(values)
+                    why = _difference(topology, store, log)
+                finally:
+                    store.close()
+                if why is not None:
+                    wrong.append(f"{directory}: {why}")
+    return compared, wrong
+
+
+async def _topic_id(settings: Settings, topic: str) -> str:
+    async with Admin(Connection.of(settings, client_id="dedup-chaos")) as admin:
+        return (await admin.topics([topic]))[topic].topic_id
+
+
+def _difference(topology: Topology, store: RocksStore, log: Mapping[int, dict[bytes, bytes]]) -> str | None:
+    held: defaultdict[int, dict[bytes, bytes]] = defaultdict(dict)
+    for segment, state_key, value in store.sightings():
+        held[segment][state_key] = value
+    for segment, values in held.items():
+        if log.get(segment) != values:
+            return (
+                f"segment {segment} holds {len(values)} IDs, its changelog {len(log.get(segment, {}))}, or other values"
+            )
+    record = store.task_record
+    oldest_ms = topology.window.oldest_live_ms(record.stream_time_ms) if record is not None else 0
+    for segment in log.keys() - held.keys():
+        if segment + topology.window.segment_ms > oldest_ms:
+            return f"segment {segment} with {len(log[segment])} IDs is in the changelog, but not in the store"
+    return None

@@ -1,0 +1,502 @@
+"""The run of `dedup chaos`: a fleet, the faults injected into it and its cluster, and figures for every second."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import enum
+import heapq
+import itertools
+import random
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, Self, assert_never
+
+from dedup.chaos.chaos_report import InjectedFault, Tick
+from dedup.chaos.load import Age, alter
+from dedup.embedded.child_process import ChildProcess
+from dedup.errors import BrokerUnavailable, DedupError
+from dedup.kafka.client import KafkaWire
+from dedup.kafka.connection import Connection
+from dedup.kafka.topic_admin import Group
+
+if TYPE_CHECKING:
+    from dedup.chaos.live_checker import LiveChecker, Watch
+    from dedup.chaos.load import Sender
+    from dedup.embedded.fault_proxy import FaultProxy
+    from dedup.embedded.kafka_node import EmbeddedKafka
+    from dedup.settings import Settings
+    from dedup.topology.model import Topology
+
+# The faults of `dedup chaos` and their schedule, drawn in advance from a seed so that a run can be repeated.
+
+
+class FaultType(enum.Enum):
+    """One kind of fault; the value is its name in reports."""
+
+    KILL = "SIGKILL"
+    FREEZE = "frozen beyond the session"
+    SHORT_FREEZE = "frozen for a second"
+    STOP = "SIGTERM"
+    JOIN = "another worker joins and leaves"
+    CUT = "connections cut"
+    BROKER_KILL = "broker SIGKILL"
+    BROKER_ROLL = "broker SIGTERM"
+    OUTPUT_CONFIG = "output topic config changed"
+    RETENTION = "source retention shortened"
+    GROUP_DELETION = "group deletion attempted"
+
+
+WORKER_FAULTS: Final = frozenset(
+    {FaultType.KILL, FaultType.FREEZE, FaultType.SHORT_FREEZE, FaultType.STOP, FaultType.JOIN}
+)
+BROKER_FAULTS: Final = frozenset({FaultType.CUT, FaultType.BROKER_KILL})
+CLUSTER_FAULTS: Final = frozenset(
+    {FaultType.BROKER_ROLL, FaultType.OUTPUT_CONFIG, FaultType.RETENTION, FaultType.GROUP_DELETION}
+)
+"""What people do to a cluster while workers run; only injected with `--harder` above 1."""
+PER_MINUTE: Final[Mapping[FaultType, float]] = {
+    FaultType.KILL: 12.0,
+    FaultType.FREEZE: 0.5,
+    FaultType.SHORT_FREEZE: 1.0,
+    FaultType.STOP: 1.0,
+    FaultType.JOIN: 0.5,
+    FaultType.CUT: 1.0,
+    FaultType.BROKER_KILL: 0.2,
+    FaultType.BROKER_ROLL: 0.5,
+    FaultType.OUTPUT_CONFIG: 1.0,
+    FaultType.RETENTION: 0.5,
+    FaultType.GROUP_DELETION: 0.5,
+}
+QUIET_S: Final = 5.0
+"""No faults at the start: a fleet that does not work at all should fail by itself."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class ScheduledFault:
+    """One fault: its time, its kind, and the worker it hits if it hits one."""
+
+    at_s: float
+    kind_name: str
+    worker: int
+
+    @property
+    def kind(self) -> FaultType:
+        """The kind of fault."""
+        return FaultType[self.kind_name]
+
+
+def rates(*, harder: float, embedded: bool) -> dict[FaultType, float]:
+    """Return the faults per minute of each kind; ``embedded``: the run has its own broker."""
+    kinds = WORKER_FAULTS | (BROKER_FAULTS if embedded else frozenset())
+    if embedded and harder > 1:
+        kinds |= CLUSTER_FAULTS
+    return {kind: rate * harder for kind, rate in PER_MINUTE.items() if kind in kinds}
+
+
+def draw(*, seed: int, seconds: float, workers: int, per_minute: Mapping[FaultType, float]) -> list[ScheduledFault]:
+    """Return the faults of a run in order of time: each kind at random times, as many as its rate says."""
+    dice = random.Random(seed)  # noqa: S311  # no secret; a run must be repeatable
+    span_s = max(0.0, seconds - QUIET_S)
+    return sorted(
+        ScheduledFault(QUIET_S + dice.random() * span_s, kind.name, dice.randrange(workers))
+        for kind, rate in per_minute.items()
+        for _ in range(round(rate * span_s / 60))
+    )
+
+
+RETENTION_PROPERTIES: Final[Mapping[str, str]] = {
+    "log.retention.check.interval.ms": "500",
+    # Also after each restart of the broker: 30 s by default.
+    "log.initial.task.delay.ms": "500",
+}
+"""With these properties a broker deletes expired records within a second."""
+_SHORT_FREEZE_S: Final = 1.0
+_JOINED_S: Final = 8.0
+_BROKER_DOWN_S: Final = 2.0
+_TICK_S: Final = 1.0
+_POLL_S: Final = 0.1
+_DONE_WITHIN_S: Final = 180.0
+_DRAINS_WITHIN_S: Final = 60.0
+"""A commit that meets a broker that is down first waits for its own timeout."""
+_DELETED_WITHIN_S: Final = 10.0
+_PATIENCE_MS: Final = 5_000
+_DEDUP: Final = (sys.executable, "-c", "from dedup.cli.main import main; main()")
+_KILLED: Final = 137
+_NOT_UP_YET: Final = 143
+"""Exit code after SIGTERM before the worker handles it: it has not done anything yet."""
+_CLEAN_EXITS: Final = frozenset({0, BrokerUnavailable.exit_code, _NOT_UP_YET})
+_TAIL_LINES: Final = 15
+_CONFIG_CHANGES: Final[tuple[Mapping[str, str], ...]] = (
+    {"compression.type": "gzip"},
+    {"max.message.bytes": "2097164"},
+    {"compression.type": "lz4"},
+    {"max.message.bytes": "4194316"},
+    {"compression.type": "zstd", "max.message.bytes": "8388620"},
+    {"compression.type": "producer"},
+)
+"""None of them changes what a reader finds in a record, as LogAppendTime would."""
+
+
+@dataclass(slots=True)
+class _Member:
+    process: ChildProcess
+    frozen: bool = False
+
+
+class ChaosFleet:
+    """Worker processes 0 to `count` - 1, and at times an extra one, each with its own id and state directory.
+
+    Use as a context manager, which kills what still runs.
+    """
+
+    def __init__(self, directory: Path, topology_file: Path, config: Path, overrides: list[str], count: int) -> None:
+        self._directory: Final = directory
+        where = ["--config", str(config.resolve())]
+        self._command: Final = [*_DEDUP, "run", str(topology_file.resolve()), *where, "--quiet"]
+        self._overrides: Final = overrides
+        self._count: Final = count
+        self._members: Final[dict[int, _Member]] = {}
+        self.starts = 0
+        self.unprovoked: Final[list[str]] = []
+        """A sentence for each worker that ended without a fault."""
+        self.unclean: Final[list[str]] = []
+        """A sentence for each worker that did not shut down cleanly after SIGTERM."""
+
+    def __enter__(self) -> Self:
+        for number in range(self._count):
+            self._start(number)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for member in self._members.values():
+            member.process.kill()
+
+    def kill(self, number: int) -> bool:
+        """Kill a worker by SIGKILL and restart it at once on the state it left; return False if it is frozen."""
+        member = self._members.get(number)
+        if member is None or member.frozen:
+            return False
+        member.process.kill()
+        self._start(number)
+        return True
+
+    def stop(self, number: int) -> bool:
+        """Stop a worker by SIGTERM, note how it ended, and restart it; return False if it is frozen."""
+        member = self._members.get(number)
+        if member is None or member.frozen:
+            return False
+        self._end(number, member)
+        self._start(number)
+        return True
+
+    def pause(self, number: int) -> bool:
+        """Freeze a worker; return False if it is frozen already."""
+        member = self._members.get(number)
+        if member is None or member.frozen or not member.process.running:
+            return False
+        member.process.pause()
+        member.frozen = True
+        return True
+
+    def resume(self, number: int) -> None:
+        """Let a frozen worker continue."""
+        member = self._members[number]
+        member.process.resume()
+        member.frozen = False
+
+    def add_worker(self) -> bool:
+        """Start an extra worker; return False if there is one already."""
+        if self._count in self._members:
+            return False
+        self._start(self._count)
+        return True
+
+    def remove_worker(self) -> None:
+        """Stop the extra worker by SIGTERM."""
+        self._end(self._count, self._members.pop(self._count))
+
+    def bring_back(self) -> Counter[int]:
+        """Restart workers that ended by themselves, as a supervisor does; return exit code -> number of workers.
+
+        The only valid reason to end is that the broker is down; any other is noted as unprovoked.
+        """
+        codes: Counter[int] = Counter()
+        for number, member in list(self._members.items()):
+            code = member.process.exit_code
+            if code is None:
+                continue
+            if code != BrokerUnavailable.exit_code:
+                self.unprovoked.append(
+                    f"worker {number} ended by itself with exit code {code}. The end of its log:\n{self._tail(number)}"
+                )
+            codes[code] += 1
+            self._start(number)
+        return codes
+
+    def stop_all(self) -> None:
+        """Stop all workers by SIGTERM, and note how they ended. The broker is up by now, so code 5 is not clean."""
+        for number, member in list(self._members.items()):
+            self._end(number, member, clean=frozenset({0, _NOT_UP_YET}))
+        self._members.clear()
+
+    @property
+    def most(self) -> int:
+        """The number of workers including the extra one; they are numbered from 0."""
+        return self._count + 1
+
+    def count_logged(self, number: int, text: str) -> int:
+        """Return how often a worker logged a text, over all its starts."""
+        path = self._log(number)
+        return path.read_text(encoding="utf-8", errors="replace").count(text) if path.exists() else 0
+
+    def state_dir(self, number: int) -> Path:
+        """Return a worker's state directory."""
+        return self._directory / f"state-{number}"
+
+    def _log(self, number: int) -> Path:
+        return self._directory / f"worker-{number}.log"
+
+    def _tail(self, number: int) -> str:
+        text = self._log(number).read_text(encoding="utf-8", errors="replace")
+        return "\n".join(text.splitlines()[-_TAIL_LINES:])
+
+    def _start(self, number: int) -> None:
+        own = (f"state_dir={self.state_dir(number)}", f"worker_id=chaos-{number}", "web.enabled=false")
+        settings = [part for each in (*self._overrides, *own) for part in ("--set", each)]
+        self._members[number] = _Member(ChildProcess([*self._command, *settings], self._log(number)))
+        self.starts += 1
+
+    def _end(self, number: int, member: _Member, *, clean: frozenset[int] = _CLEAN_EXITS) -> None:
+        if member.frozen:
+            self.resume(number)
+        code = member.process.stop(_DRAINS_WITHIN_S)
+        if code not in clean:
+            why = "was killed: it did not drain in time" if code == _KILLED else f"ended with exit code {code}"
+            self.unclean.append(f"worker {number} {why} after SIGTERM. The end of its log:\n{self._tail(number)}")
+
+
+class ClusterFaults:
+    """Changes that people make to a cluster while workers run; a fleet must survive each of them.
+
+    Every method returns whether it had its effect; False if the broker is down.
+    """
+
+    def __init__(self, topology: Topology, settings: Settings, watches: Sequence[Watch], ages: Sequence[Age]) -> None:
+        self._topology: Final = topology
+        self._settings: Final = settings
+        self._watches: Final = watches
+        self._ages: Final = list(ages)
+        self._changes: Final = itertools.cycle(_CONFIG_CHANGES)
+
+    def change_output(self) -> bool:
+        """Change the compression or the largest record size of the output topic."""
+        if self._topology.output is None:
+            return False
+        try:
+            alter(self._settings, [self._topology.output.topic], next(self._changes))
+        except DedupError:
+            return False
+        return True
+
+    def shorten_retention(self) -> bool:
+        """Have the broker delete the oldest age of past records; False if they are not all judged, or none is left."""
+        if not self._ages:
+            return False
+        age = self._ages[0]
+        kept_ms = str(int(time.time() * 1000) - age.until_ms)
+        try:
+            if not all(watch.beyond(age.ends[watch.topic]) for watch in self._watches):
+                return False
+            alter(self._settings, list(age.ends), {"retention.ms": kept_ms})
+            gone = self._until_gone(age)
+        except DedupError:
+            return False
+        if gone:
+            self._ages.pop(0)
+        return gone
+
+    def _until_gone(self, age: Age) -> bool:
+        deadline_s = time.monotonic() + _DELETED_WITHIN_S
+        while time.monotonic() < deadline_s:
+            if all(watch.begins() == age.ends[watch.topic] for watch in self._watches):
+                return True
+            time.sleep(_POLL_S)
+        return False
+
+    def attempt_group_deletion(self) -> bool:
+        """Try to delete the group, which the broker refuses since it has members; not attempted if it has none."""
+        try:
+            return asyncio.run(self._attempt_group_deletion())
+        except DedupError:
+            return False
+
+    async def _attempt_group_deletion(self) -> bool:
+        connection = replace(Connection.of(self._settings, client_id="dedup-chaos"), patience_ms=_PATIENCE_MS)
+        wire = KafkaWire(connection)
+        group = Group(wire, self._topology.name)
+        try:
+            await wire.start()
+            # Without members the broker would delete it, and workers rightly refuse to continue after that.
+            return bool(await group.members()) and not await group.delete_unless_joined()
+        finally:
+            await wire.stop()
+
+
+@dataclass(frozen=True, slots=True)
+class ChaosStage:
+    """What runs before the first fault; `kafka`, `proxy` and `cluster` are None without an embedded broker."""
+
+    fleet: ChaosFleet
+    sender: Sender
+    watches: tuple[Watch, ...]
+    live_checker: LiveChecker
+    session_s: float
+    kafka: EmbeddedKafka | None = None
+    proxy: FaultProxy | None = None
+    cluster: ClusterFaults | None = None
+
+
+@dataclass(slots=True)
+class ChaosEvents:
+    """What happened during a run, for its report."""
+
+    injected: list[InjectedFault] = field(default_factory=list)
+    ticks: list[Tick] = field(default_factory=list)
+    restarts: Counter[int] = field(default_factory=Counter)
+    """Exit code -> how often a worker ended by itself with it and was restarted."""
+    early: str | None = None
+    """Why the run ended early; None if it did not."""
+
+
+class ChaosRun:
+    """One run of `dedup chaos`; an instance runs once."""
+
+    def __init__(self, stage: ChaosStage, faults: list[ScheduledFault], on_tick: Callable[[Tick], None]) -> None:
+        self._stage: Final = stage
+        self._on_tick: Final = on_tick
+        self._began_s = time.monotonic()
+        self._due: Final[list[tuple[float, int, Callable[[], None]]]] = []
+        self._order = 0
+        self.events: Final = ChaosEvents()
+        for fault in faults:
+            self._at(fault.at_s, partial(self._inject, fault))
+
+    def run(self, seconds: float) -> bool:
+        """Inject all faults, undo them, and wait for the sent records; return whether all of them were judged in time.
+
+        An error that ends the run early is noted in its events.
+        """
+        try:
+            self._inject_all(seconds)
+            self._stage.sender.stop()
+            return self._all_judged()
+        except DedupError as error:
+            self.events.early = str(error)
+            return False
+
+    def _inject_all(self, seconds: float) -> None:
+        self._began_s = time.monotonic()
+        next_tick_s = 0.0
+        while self._due or self._now() < seconds:
+            if self._due and self._due[0][0] <= self._now():
+                heapq.heappop(self._due)[2]()
+            elif self._now() >= next_tick_s:
+                next_tick_s = self._now() + _TICK_S
+                self._tick()
+            else:
+                time.sleep(_POLL_S)
+
+    def _all_judged(self) -> bool:
+        deadline_s = self._now() + _DONE_WITHIN_S
+        while self._now() < deadline_s:
+            tick = self._tick()
+            if tick is not None and tick.in_topic == tick.judged:
+                return True
+            time.sleep(_TICK_S)
+        return False
+
+    def _now(self) -> float:
+        return time.monotonic() - self._began_s
+
+    def _at(self, at_s: float, act: Callable[[], None]) -> None:
+        self._order += 1  # breaks ties: first come, first served
+        heapq.heappush(self._due, (at_s, self._order, act))
+
+    def _after(self, delay_s: float, act: Callable[[], None]) -> None:
+        self._at(self._now() + delay_s, act)
+
+    def _tick(self) -> Tick | None:
+        self.events.restarts.update(self._stage.fleet.bring_back())
+        # Coordinators move and brokers go down; then the next tick succeeds.
+        with contextlib.suppress(BrokerUnavailable):
+            looks = [watch.look() for watch in self._stage.watches]
+            tick = Tick(
+                self._now(),
+                self._stage.sender.sent,
+                sum(look.in_topic for look in looks),
+                sum(look.judged for look in looks),
+                self._stage.live_checker.sightings.records,
+            )
+            self.events.ticks.append(tick)
+            self._on_tick(tick)
+            return tick
+        return None
+
+    def _inject(self, fault: ScheduledFault) -> None:
+        fleet = self._stage.fleet
+        worker = fault.worker
+        match fault.kind:
+            case FaultType.KILL:
+                hit = fleet.kill(worker)
+            case FaultType.FREEZE:
+                hit = self._freeze(worker, self._stage.session_s * 1.3)
+            case FaultType.SHORT_FREEZE:
+                hit = self._freeze(worker, _SHORT_FREEZE_S)
+            case FaultType.STOP:
+                hit = fleet.stop(worker)
+            case FaultType.JOIN:
+                hit = fleet.add_worker()
+                if hit:
+                    self._after(_JOINED_S, fleet.remove_worker)
+            case FaultType.CUT:
+                hit = self._stage.proxy is not None and self._stage.proxy.cut() > 0
+            case FaultType.BROKER_KILL | FaultType.BROKER_ROLL:
+                hit = self._end_broker(killed=fault.kind is FaultType.BROKER_KILL)
+            case FaultType.OUTPUT_CONFIG | FaultType.RETENTION | FaultType.GROUP_DELETION:
+                hit = self._change_cluster(fault.kind)
+            case never:
+                assert_never(never)
+        self.events.injected.append(InjectedFault(self._now(), fault.kind.value, worker, hit=hit))
+
+    def _freeze(self, worker: int, for_s: float) -> bool:
+        fleet = self._stage.fleet
+        if not fleet.pause(worker):
+            return False
+        self._after(for_s, partial(fleet.resume, worker))
+        return True
+
+    def _end_broker(self, *, killed: bool) -> bool:
+        """Kill the broker and bring it back later; or restart it cleanly, as in an upgrade."""
+        kafka = self._stage.kafka
+        if kafka is None or not kafka.running:
+            return False
+        if killed:
+            kafka.kill()
+            self._after(_BROKER_DOWN_S, kafka.restart)
+        else:
+            kafka.restart()
+        return True
+
+    def _change_cluster(self, kind: FaultType) -> bool:
+        kafka, cluster = self._stage.kafka, self._stage.cluster
+        if kafka is None or cluster is None or not kafka.running:
+            return False
+        if kind is FaultType.OUTPUT_CONFIG:
+            return cluster.change_output()
+        return cluster.shorten_retention() if kind is FaultType.RETENTION else cluster.attempt_group_deletion()

@@ -1,0 +1,248 @@
+"""What `dedup chaos` and the demo observe while workers run: the group's progress, and the output's records.
+
+The live checker is a `read_committed` consumer of the output, which must never see an ID twice.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, Self
+
+from confluent_kafka import Consumer, KafkaError, KafkaException, Message, TopicPartition
+from confluent_kafka.admin import AdminClient
+
+from dedup.core.extract import compile_extractor
+from dedup.errors import BrokerUnavailable
+from dedup.verify.evidence import VERDICT_HEADER, header
+from dedup.verify.kafka_reader import RecordColumns, client_config
+
+if TYPE_CHECKING:
+    from dedup.settings import Settings
+    from dedup.topology.model import Topology
+
+_ANSWER_WITHIN_S: Final = 10.0
+_POLL_RECORDS: Final = 5_000
+_POLL_S: Final = 0.2
+_QUIET_S: Final = 5.0
+"""After so long without a message, a new consumer continues: librdkafka's may stop for good after several restarts of
+a broker, reassigned or not (confluentinc/librdkafka#5153; seen with 2.16.1)."""
+_ENDS_WITHIN_S: Final = 60.0
+_MOST_SAMPLES: Final = 20
+
+
+@dataclass(frozen=True, slots=True)
+class GroupProgress:
+    """Records of one topic at one moment."""
+
+    in_topic: int
+    judged: int
+    """Of them, those below the group's committed offsets."""
+
+
+class Watch:
+    """Follows one group on one topic whose first offset is 0, without joining the group. Use as a context manager.
+
+    A consumer asks for the group's offsets, since the admin client crashes the process with SIGSEGV when the
+    coordinator answers that it is loading or has moved (librdkafka issue 5040; seen with 2.16.0).
+    """
+
+    def __init__(
+        self, bootstrap: str, group: str, topic: str, partitions: int, *, client: Mapping[str, Any] | None = None
+    ) -> None:
+        """``client``: librdkafka's options for the cluster, such as security, if an address is not enough."""
+        how = dict(client or {"bootstrap.servers": bootstrap}) | {"log_level": 0}
+        self._group: Final = group
+        self._topic: Final = topic
+        self._admin: Final = AdminClient(dict(how))
+        self._places: Final = [TopicPartition(topic, number) for number in range(partitions)]
+        self._bootstrap: Final = bootstrap
+        self._consumer: Final = Consumer(
+            {
+                **how,
+                "group.id": group,
+                "enable.auto.commit": False,
+                "isolation.level": "read_committed",  # also: no offsets of transactions still open
+            }
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with contextlib.suppress(KafkaException):
+            self._consumer.close()
+
+    def look(self) -> GroupProgress:
+        """Return the group's progress. Raises BrokerUnavailable if the broker does not answer; a retry may succeed."""
+        with self._asking(f"how far {self._group} is with {self._topic}"):
+            ends = [self._consumer.get_watermark_offsets(place, _ANSWER_WITHIN_S)[1] for place in self._places]
+            committed = self._consumer.committed(self._places, _ANSWER_WITHIN_S)
+        # Negative: nothing committed yet.
+        return GroupProgress(sum(ends), sum(max(place.offset, 0) for place in committed))
+
+    def beyond(self, offsets: Mapping[int, int]) -> bool:
+        """Tell whether the group has committed each partition up to its offset. Raises as look() does."""
+        with self._asking(f"how far {self._group} is with {self._topic}"):
+            known = self._consumer.committed(self._places, _ANSWER_WITHIN_S)
+        committed = {place.partition: place.offset for place in known}
+        return all(committed.get(partition, -1) >= offset for partition, offset in offsets.items())
+
+    def begins(self) -> dict[int, int]:
+        """Return partition -> its first offset. Raises as look() does."""
+        with self._asking(f"where {self._topic} begins"):
+            return {
+                place.partition: self._consumer.get_watermark_offsets(place, _ANSWER_WITHIN_S)[0]
+                for place in self._places
+            }
+
+    @property
+    def topic(self) -> str:
+        """The topic it follows."""
+        return self._topic
+
+    def members(self) -> frozenset[str]:
+        """Return the ids of the group's members; a restarted process gets a new one. Raises as look() does."""
+        with self._asking(f"who is in {self._group}"):
+            group = self._admin.describe_consumer_groups([self._group], request_timeout=_ANSWER_WITHIN_S)[self._group]
+            return frozenset(member.member_id for member in group.result().members)
+
+    @contextlib.contextmanager
+    def _asking(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except KafkaException as error:
+            raise BrokerUnavailable(
+                f"The broker at {self._bootstrap} did not say {what}: {error}. Try again."
+            ) from error
+
+
+@dataclass(frozen=True, slots=True)
+class Sightings:
+    """What the live checker has seen so far."""
+
+    records: int
+    duplicated: int
+    """IDs seen a second time within the guard period; records marked by `dedup-verdict` do not count."""
+    samples: tuple[str, ...]
+
+
+class LiveChecker:
+    """Reads the output topic in a thread. Use as a context manager, and call `finish` before leaving it."""
+
+    def __init__(self, topology: Topology, settings: Settings, ends: dict[int, int]) -> None:
+        """``ends``: partition -> the offset to start from."""
+        if topology.output is None:
+            raise ValueError(f"{topology.name} forwards nothing: it has no output topic")
+        self._topic: Final = topology.output.topic
+        self._guard_ms: Final = topology.window.guard_ms
+        self._extract: Final = compile_extractor(
+            topology.tracking_id, topology.event_time, fmt=topology.source.format, fingerprint=False
+        )
+        # With forwarded conflicts an ID may come a second time, with another payload.
+        self._by_payload: Final = topology.fingerprints_wanted
+        self._next: Final = dict(ends)
+        self._seen: Final[dict[bytes, int]] = {}
+        self._records = self._duplicated = 0
+        self._samples: Final[list[str]] = []
+        self._targets: dict[int, int] | None = None
+        self._ended: Final = threading.Event()
+        self._failure: BaseException | None = None
+        self._config: Final = {
+            **client_config(settings),
+            "group.id": f"{topology.name}-witness",
+            "enable.auto.commit": False,
+            "isolation.level": "read_committed",
+            "enable.partition.eof": True,
+            "fetch.wait.max.ms": 100,
+            "log_level": 0,
+        }
+        self._thread: Final = threading.Thread(target=self._read, name="live-checker", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join(_ENDS_WITHIN_S)
+
+    @property
+    def position(self) -> dict[int, int]:
+        """Partition -> next offset to read."""
+        return dict(self._next)
+
+    @property
+    def sightings(self) -> Sightings:
+        """What was seen, for any thread to read. Raises the error that ended the reading, if there was one."""
+        if self._failure is not None:
+            raise self._failure
+        return Sightings(self._records, self._duplicated, tuple(self._samples))
+
+    def finish(self, ends: dict[int, int]) -> bool:
+        """Read up to these ends; return False if that takes over a minute, as it does if a transaction stays open."""
+        self._targets = ends
+        self._thread.join(_ENDS_WITHIN_S)
+        return not self._thread.is_alive()
+
+    def _read(self) -> None:
+        try:
+            while not self._over():
+                consumer = Consumer(self._config)
+                try:
+                    consumer.assign([TopicPartition(self._topic, *each) for each in self.position.items()])
+                    self._read_until_quiet(consumer)
+                finally:
+                    consumer.close()
+        except BaseException as failure:  # noqa: BLE001  # raised by `sightings`
+            self._failure = failure
+
+    def _read_until_quiet(self, consumer: Consumer) -> None:
+        heard_s = time.monotonic()
+        while not self._over() and time.monotonic() - heard_s < _QUIET_S:
+            messages = consumer.consume(_POLL_RECORDS, _POLL_S)
+            if messages:
+                heard_s = time.monotonic()
+            self.take(messages)
+
+    def take(self, messages: list[Message]) -> None:
+        """Take the result of one poll: records, and ends of partitions, which include markers after the records."""
+        records, ends = [], []
+        for message in messages:
+            error = message.error()
+            if error is None:
+                records.append(message)
+            elif error.code() == KafkaError._PARTITION_EOF:  # noqa: SLF001  # the client's name for it
+                ends.append(message)
+        if records:
+            self._note(records)
+        for message in ends:
+            partition, offset = message.partition(), message.offset()
+            if partition is not None and offset is not None:
+                # The same poll may hold records from beyond this end: never go back.
+                self._next[partition] = max(self._next.get(partition, 0), offset)
+
+    def _over(self) -> bool:
+        targets = self._targets
+        reached = targets is not None and all(self._next.get(at, 0) >= end for at, end in targets.items())
+        return self._ended.is_set() or reached
+
+    def _note(self, messages: list[Message]) -> None:
+        columns = RecordColumns.of(messages)
+        extracted = self._extract(columns.keys, columns.values, columns.headers, columns.timestamps_ms)
+        for row, (own, time_ms) in enumerate(zip(extracted.ids, extracted.times_ms, strict=True)):
+            partition = messages[row].partition() or 0
+            self._next[partition] = columns.offsets[row] + 1
+            if own is None or header(columns.headers[row], VERDICT_HEADER) is not None:
+                continue
+            name = own + (columns.values[row] or b"") if self._by_payload else own
+            before_ms = self._seen.get(name)
+            if before_ms is not None and abs(time_ms - before_ms) < self._guard_ms:
+                self._duplicated += 1
+                if len(self._samples) < _MOST_SAMPLES:
+                    self._samples.append(f"{self._topic}/{partition} offset {columns.offsets[row]}")
+            self._seen[name] = time_ms
+        self._records += len(messages)

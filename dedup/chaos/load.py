@@ -1,0 +1,475 @@
+"""The load on a fleet under test: made-up records for any topology, and the producers that send them.
+
+`AtLeastOnceProducer` makes duplicates the way most arise in practice: without idempotence it retries when a fault proxy
+drops the response to a request that the broker carried out. `Sender` sends made-up records at a steady rate, and
+`write_past` writes old ones before a run, so that retention has something to delete.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import random
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from functools import partial
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, Final, Self, assert_never
+
+from confluent_kafka import Consumer, KafkaError, KafkaException, Message, Producer, TopicPartition
+from confluent_kafka.admin import (  # type: ignore[attr-defined]  # exported, undeclared
+    AdminClient,
+    AlterConfigOpType,
+    ConfigEntry,
+    ConfigResource,
+    ResourceType,
+)
+from confluent_kafka.cimpl import NewTopic
+
+from dedup.core.event_time import FieldTime, TimeUnit
+from dedup.core.fold import OnConflict
+from dedup.core.partitioner import partitions as partitions_of
+from dedup.core.tracking_id import ContentRule, FieldRule, FieldsRule, HeaderRule, KeyRule, RawContentRule
+from dedup.errors import BrokerUnavailable
+from dedup.verify.kafka_reader import client_config
+
+if TYPE_CHECKING:
+    from dedup.core.json_path import Path
+    from dedup.settings import Settings
+    from dedup.topology.model import Topology
+
+_REPEATS: Final = 0.3
+"""Share of records that repeat an earlier one."""
+_BAD: Final = 0.003
+"""Share of records that are not JSON."""
+_REMEMBERED: Final = 20_000
+_PADDING: Final = "x" * 60
+_ANSWER_WITHIN_S: Final = 60.0
+_LOOK_EVERY: Final = 200
+_TICK_S: Final = 0.02
+_STOPS_WITHIN_S: Final = 120.0
+_STANDS_STILL_S: Final = 15.0
+"""Longer than a broker is down. After a restart of its only broker, a producer of librdkafka 2.16.1 was seen to send
+nothing until its records timed out, over further restarts; then a new producer continues with them."""
+_AGES: Final = 20
+_RECORDS_PER_AGE: Final = 50
+"""Records of an age per partition on average, so that no partition is left without."""
+_SEGMENT_MS: Final = 3_600_000
+_DAY_MS: Final = 86_400_000
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """One record to send."""
+
+    topic: str
+    partition: int
+    key: bytes
+    value: bytes
+    headers: tuple[tuple[str, bytes], ...]
+    time_ms: int
+
+
+class MadeRecords:
+    """Makes records with new IDs, and repeats some unchanged later, as a producer does that got no acknowledgment.
+
+    The ID is the key, and Kafka's default partitioner sends equal IDs to the same partition.
+    """
+
+    def __init__(self, topology: Topology, partitions: Mapping[str, int], *, run: str, seed: int) -> None:
+        self._topology: Final = topology
+        self._partitions: Final = partitions
+        self._run: Final = run
+        self._dice: Final = random.Random(seed)  # noqa: S311  # no secret; a run must be repeatable
+        self._count = 0
+        self._sent: Final[list[Made]] = []
+
+    def at(self, now_ms: int) -> Made:
+        """Return the next record; a new one has this event time, in the unit of the topology."""
+        dice = self._dice
+        if self._sent and dice.random() < _REPEATS:
+            made = self._sent[-1 - int(dice.random() ** 3 * len(self._sent))]
+            return self._changed(made) if self._topology.fingerprints_wanted and dice.random() < _REPEATS else made
+        made = self.new(now_ms)
+        if self._topology.source.format == "json" and dice.random() < _BAD:
+            return replace(made, value=b'{"broken":')
+        if len(self._sent) < _REMEMBERED:
+            self._sent.append(made)
+        else:
+            self._sent[self._count % _REMEMBERED] = made
+        return made
+
+    def new(self, now_ms: int) -> Made:
+        """Return a valid record with a new ID and this event time."""
+        self._count += 1
+        text = f"{self._run}-{self._count}"
+        document: dict[str, Any] = {"number": self._count, "padding": _PADDING}
+        headers: tuple[tuple[str, bytes], ...] = ()
+        match self._topology.tracking_id.rule:
+            case KeyRule() | ContentRule() | RawContentRule():
+                document["made"] = text
+            case HeaderRule(name):
+                headers = ((name, text.encode()),)
+            case FieldRule(path):
+                _put(document, path, text)
+            case FieldsRule(paths):
+                for at, path in enumerate(paths):
+                    _put(document, path, text if at == 0 else f"part-{at}")
+            case never:
+                assert_never(never)
+        event_time = self._topology.event_time
+        if isinstance(event_time, FieldTime):
+            _put(document, event_time.path, _time_text(now_ms, event_time.unit))
+        topic = self._dice.choice(self._topology.source.topics)
+        (partition,) = partitions_of([text.encode()], self._partitions[topic])
+        return Made(topic, partition, text.encode(), json.dumps(document).encode(), headers, now_ms)
+
+    def _changed(self, made: Made) -> Made:
+        """Return the same event with another payload; unchanged if the topology would stop at that."""
+        if self._topology.on_conflict is OnConflict.FAIL or self._topology.source.format != "json":
+            return made
+        return replace(made, value=made.value.replace(_PADDING.encode(), b"y" * len(_PADDING)))
+
+
+def _put(document: dict[str, Any], path: Path, value: object) -> None:
+    """Set a member of a JSON value, and create the objects and arrays on its path."""
+    here: Any = document
+    for step, following in pairwise(path):
+        here = _child(here, step, [] if isinstance(following, int) else {})
+    _set(here, path[-1], value)
+
+
+def _child(here: Any, step: str | int, empty: object) -> Any:  # noqa: ANN401  # a JSON value
+    held = here[step] if isinstance(here, list) and isinstance(step, int) and step < len(here) else None
+    if isinstance(here, dict):
+        held = here.get(step)
+    if held is None:
+        _set(here, step, empty)
+        return empty
+    return held
+
+
+def _set(here: Any, step: str | int, value: object) -> None:  # noqa: ANN401  # a JSON value
+    if isinstance(here, list) and isinstance(step, int):
+        here.extend([None] * (step + 1 - len(here)))
+    here[step] = value
+
+
+def _time_text(time_ms: int, unit: TimeUnit) -> int | str:
+    match unit:
+        case "ms":
+            return time_ms
+        case "us":
+            return time_ms * 1000
+        case "s":
+            return time_ms // 1000
+        case "rfc3339":
+            return datetime.fromtimestamp(time_ms / 1000, UTC).isoformat(timespec="milliseconds")
+        case never:
+            assert_never(never)
+
+
+@dataclass(frozen=True, slots=True)
+class Disturbance:
+    """Calls `disturb` after every `every_events` events, from the producing thread."""
+
+    disturb: Callable[[], object]
+    every_events: int
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """What the producer knows about its work; only the topic shows how many duplicates it made."""
+
+    events: int
+    disturbances: int
+    seconds: float
+
+
+@dataclass(slots=True)
+class AtLeastOnceProducer:
+    """Sends key/value events to one topic, and retries until each is acknowledged."""
+
+    bootstrap: str
+    topic: str
+    events_per_second: int | None = None
+    """None: as fast as the broker accepts them."""
+    disturbance: Disturbance | None = None
+    on_progress: Callable[[int], None] = lambda _sent: None
+    """Called several times a second with the number of events passed to the producer so far."""
+    _failed: list[str] = field(default_factory=list, init=False)
+
+    def send_all(self, events: Iterable[tuple[bytes, bytes]]) -> Sent:
+        """Send all events; each is then in the topic at least once. Raises BrokerUnavailable otherwise."""
+        producer = self._producer()
+        began = time.monotonic()
+        count = disturbances = 0
+        for key, value in events:
+            self._hand_over(producer, key, value)
+            count += 1
+            if self.disturbance is not None and count % self.disturbance.every_events == 0:
+                self.disturbance.disturb()
+                disturbances += 1
+            if count % _LOOK_EVERY == 0:
+                self._keep_pace(producer, count, began)
+        unsent = producer.flush(_ANSWER_WITHIN_S)
+        self.on_progress(count)
+        if unsent or self._failed:
+            raise BrokerUnavailable(
+                f"{unsent + len(self._failed)} of {count} events could not be sent to {self.topic} "
+                f"({', '.join(self._failed[:3]) or f'no answer within {_ANSWER_WITHIN_S:g} s'}). "
+                f"Check that the broker at {self.bootstrap} is running, and try again."
+            )
+        return Sent(count, disturbances, time.monotonic() - began)
+
+    def _hand_over(self, producer: Producer, key: bytes, value: bytes) -> None:
+        while True:
+            try:
+                producer.produce(self.topic, value, key)
+            except BufferError:
+                # The queue is full: the broker is slow or down.
+                producer.poll(0.05)
+            except KafkaException as error:
+                raise BrokerUnavailable(
+                    f"{self.topic} does not accept records: {error}. Check that the topic exists, and try again."
+                ) from error
+            else:
+                return
+
+    def _keep_pace(self, producer: Producer, count: int, began: float) -> None:
+        producer.poll(0)
+        self.on_progress(count)
+        if self.events_per_second is not None:
+            ahead_s = count / self.events_per_second - (time.monotonic() - began)
+            if ahead_s > 0:
+                producer.poll(ahead_s)
+
+    def _producer(self) -> Producer:
+        return Producer(
+            {
+                "bootstrap.servers": self.bootstrap,
+                "enable.idempotence": False,
+                "acks": "all",
+                "message.send.max.retries": 1_000_000,
+                "delivery.timeout.ms": 120_000,
+                "topic.metadata.propagation.max.ms": 5_000,
+                "max.in.flight.requests.per.connection": 5,
+                "linger.ms": 5,
+                "compression.type": "snappy",
+                # Java's partitioner, so that an ID is in the partition that every other client expects.
+                "partitioner": "murmur2_random",
+                "retry.backoff.ms": 10,
+                "retry.backoff.max.ms": 100,
+                "reconnect.backoff.ms": 10,
+                "reconnect.backoff.max.ms": 100,
+                "delivery.report.only.error": True,
+                "on_delivery": self._note_failure,
+                "error_cb": lambda _error: None,  # lost connections are intended
+                "log_level": 0,
+            }
+        )
+
+    def _note_failure(self, error: KafkaError | None, _message: Message) -> None:
+        if error is not None:
+            self._failed.append(str(error))
+
+
+def make_topic(bootstrap: str, name: str, partitions: int) -> None:
+    """Create a topic with one replica and unlimited retention time. Raises BrokerUnavailable if that fails."""
+    topic = NewTopic(name, num_partitions=partitions, replication_factor=1, config={"retention.ms": "-1"})
+    admin = AdminClient({"bootstrap.servers": bootstrap, "log_level": 0})
+    try:
+        admin.create_topics([topic])[name].result(_ANSWER_WITHIN_S)
+    except KafkaException as error:
+        raise BrokerUnavailable(f"The broker at {bootstrap} did not create {name}: {error}.") from error
+
+
+class Sender:
+    """Sends made-up records at a steady rate in a thread; each is in its topic at least once.
+
+    Use as a context manager; `stop` returns when everything has arrived.
+    """
+
+    def __init__(self, records: MadeRecords, settings: Settings, *, per_s: int) -> None:
+        self._records: Final = records
+        self._per_s: Final = per_s
+        self._ended: Final = threading.Event()
+        self._failure: BaseException | None = None
+        self.sent = 0
+        self._config: Final = {
+            **client_config(settings),
+            "enable.idempotence": True,
+            "linger.ms": 5,
+            "compression.type": "lz4",
+            "delivery.timeout.ms": 120_000,
+        }
+        self._producer = Producer(self._config)
+        self._unconfirmed: Final[dict[int, Made]] = {}
+        """Number of the record -> the record, in the order sent."""
+        self._refused: Final[list[int]] = []
+        """Numbers of records that timed out, to be sent again."""
+        self._confirmed_s = time.monotonic()
+        """When a record was last confirmed, or no record was unconfirmed."""
+        self._thread: Final = threading.Thread(target=self._run, name="sender", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join(_STOPS_WITHIN_S)
+
+    def stop(self) -> int:
+        """Stop sending, wait until everything has arrived, and return how many records. Raises BrokerUnavailable."""
+        self._ended.set()
+        self._thread.join(_STOPS_WITHIN_S)
+        if self._failure is not None:
+            raise self._failure
+        deadline_s = time.monotonic() + _STOPS_WITHIN_S
+        while self._unconfirmed and time.monotonic() < deadline_s:
+            self._poll(_TICK_S)
+        if self._unconfirmed:
+            raise BrokerUnavailable(
+                f"{len(self._unconfirmed)} of {self.sent} made-up records did not arrive within {_STOPS_WITHIN_S:g} s. "
+                f"Check the broker, and run this again."
+            )
+        return self.sent
+
+    def _run(self) -> None:
+        try:
+            began_s = time.monotonic()
+            while not self._ended.is_set():
+                due = int((time.monotonic() - began_s) * self._per_s)
+                while self.sent < due and not self._ended.is_set():
+                    self._unconfirmed[self.sent] = made = self._records.at(time.time_ns() // 1_000_000)
+                    self._send(self.sent, made)
+                    self.sent += 1
+                self._poll(0)
+                self._ended.wait(_TICK_S)
+        except BaseException as failure:  # noqa: BLE001  # raised by `stop`
+            self._failure = failure
+
+    def _poll(self, wait_s: float) -> None:
+        """Take confirmations; if none has come for too long, continue with a new producer."""
+        self._producer.poll(wait_s)
+        now_s = time.monotonic()
+        if not self._unconfirmed:
+            self._confirmed_s = now_s
+        elif now_s - self._confirmed_s > _STANDS_STILL_S:
+            self._confirmed_s = now_s
+            self._producer.purge()
+            self._producer = Producer(self._config)
+            self._refused[:] = self._unconfirmed
+        again, self._refused[:] = list(self._refused), []
+        for number in again:
+            if number in self._unconfirmed:
+                self._send(number, self._unconfirmed[number])
+
+    def _send(self, number: int, made: Made) -> None:
+        while True:
+            # A full queue: the broker is down, and will come back.
+            with contextlib.suppress(BufferError):
+                self._producer.produce(
+                    made.topic,
+                    made.value,
+                    made.key,
+                    made.partition,
+                    headers=list(made.headers),
+                    timestamp=made.time_ms,
+                    on_delivery=partial(self._note, self._producer, number),
+                )
+                return
+            self._producer.poll(_TICK_S)
+            if self._ended.is_set() or time.monotonic() - self._confirmed_s > _STANDS_STILL_S:
+                return  # it is among the unconfirmed, and is sent with them
+
+    def _note(self, producer: Producer, number: int, error: KafkaError | None, _message: Message) -> None:
+        if error is None:
+            self._unconfirmed.pop(number, None)
+            self._confirmed_s = time.monotonic()
+        elif producer is self._producer:
+            self._refused.append(number)
+
+
+@dataclass(frozen=True, slots=True)
+class Age:
+    """Past records of one age."""
+
+    until_ms: int
+    """Retention that keeps only records after this time deletes them."""
+    ends: Mapping[str, Mapping[int, int]]
+    """Source topic -> partition -> the offset after them."""
+
+
+def write_past(
+    topology: Topology, settings: Settings, partitions: Mapping[str, int], *, run: str, seed: int, now_ms: int
+) -> list[Age]:
+    """Write records of several ages to the source topics; return the ages, oldest first.
+
+    Each age has its own log segments, and is further from the next than an ID is remembered. So when the retention of
+    the source is shortened to one of the ages, the verifier can still prove every verdict on the records that are left.
+    Raises BrokerUnavailable if they cannot be written.
+    """
+    window = topology.window
+    step_ms = window.guard_ms + window.grace_ms + (window.extend_at_most_ms if window.extend else 0) + _DAY_MS
+    alter(settings, list(partitions), {"segment.ms": str(_SEGMENT_MS)})
+    try:
+        return [
+            _write(topology, settings, partitions, f"{run}-past-{age}", seed, now_ms - age * step_ms, step_ms)
+            for age in range(_AGES, 0, -1)
+        ]
+    except KafkaException as error:
+        raise BrokerUnavailable(f"the past records were not written: {error}. Check the broker.") from error
+
+
+def _write(
+    topology: Topology,
+    settings: Settings,
+    partitions: Mapping[str, int],
+    run: str,
+    seed: int,
+    time_ms: int,
+    step_ms: int,
+) -> Age:
+    producer = Producer({**client_config(settings), "enable.idempotence": True, "log_level": 0})
+    records = MadeRecords(topology, partitions, run=run, seed=seed)
+    # No ID twice: if a log has lost its beginning, the verifier takes a copy for the record that was forwarded.
+    for made in (records.new(time_ms) for _ in range(_RECORDS_PER_AGE * sum(partitions.values()))):
+        headers: list[tuple[str, str | bytes | None]] = list(made.headers)
+        producer.produce(made.topic, made.value, made.key, made.partition, headers=headers, timestamp=made.time_ms)
+    # All of one age before the next: a batch with both would be in one segment.
+    unsent = producer.flush(_ANSWER_WITHIN_S)
+    if unsent:
+        raise BrokerUnavailable(f"{unsent} past records were not sent within {_ANSWER_WITHIN_S:g} s. Check the broker.")
+    return Age(time_ms + step_ms // 2, _ends(settings, partitions))
+
+
+def _ends(settings: Settings, partitions: Mapping[str, int]) -> dict[str, dict[int, int]]:
+    consumer = Consumer({**client_config(settings), "group.id": "dedup-chaos-past", "log_level": 0})
+    try:
+        return {
+            topic: {
+                partition: consumer.get_watermark_offsets(TopicPartition(topic, partition), _ANSWER_WITHIN_S)[1]
+                for partition in range(count)
+            }
+            for topic, count in partitions.items()
+        }
+    finally:
+        consumer.close()
+
+
+def alter(settings: Settings, topics: list[str], configs: Mapping[str, str]) -> None:
+    """Set these configs of the topics. Raises BrokerUnavailable if the broker refuses or is down."""
+    entries = [ConfigEntry(name, value, incremental_operation=AlterConfigOpType.SET) for name, value in configs.items()]
+    resources = [ConfigResource(ResourceType.TOPIC, topic, incremental_configs=entries) for topic in topics]
+    try:
+        admin = AdminClient({**client_config(settings), "log_level": 0})
+        for future in admin.incremental_alter_configs(resources).values():
+            future.result(_ANSWER_WITHIN_S)
+    except KafkaException as error:
+        names = " and ".join(topics)
+        raise BrokerUnavailable(f"the configs of {names} were not changed: {error}. Check the broker.") from error

@@ -1,0 +1,313 @@
+"""Commands that need no broker: `check`, `describe`, `schema`, `try`."""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import json
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Final, NoReturn
+
+import typer
+
+from dedup.cli.inputs import (
+    ConfigOption,
+    JsonOption,
+    SetOption,
+    TopologyArgument,
+    read_settings,
+    read_topology,
+    text_of,
+)
+from dedup.errors import AuthorMistake, DedupError, Problem, SettingsError, TopologyError
+
+if TYPE_CHECKING:
+    from dedup.settings import Settings
+    from dedup.topology.chain import Named, Stage
+    from dedup.topology.lint import Finding
+
+LOOK_S: Final = 0.3
+"""Interval at which `dedup check --watch` polls the files: shorter than a person notices."""
+
+_CHECK: Final = """Check topology and ingest files: each error with its position, and warnings about likely mistakes.
+
+Exit code 2 if a file has an error; 0 if there are only warnings. Several files are also checked as a chain from source
+to table: a stage that is not exactly-once is named. Two topologies that write to the same topic are an error, unless it
+only receives their dead letters. --broker also compares the topics of the cluster with what each topology needs.
+
+Examples: dedup check topologies/*.yaml
+
+dedup check topologies/chain-ingest.yaml topologies/chain.yaml
+
+dedup check topologies/orders.yaml --broker --config config/production.yaml
+
+dedup check topologies/orders.yaml --watch
+"""
+_DESCRIBE: Final = """Show a topology: agents, topics, the table, and what happens to each record.
+
+Examples: dedup describe topologies/orders.yaml
+
+dedup describe topologies/orders.yaml --svg > orders.svg
+"""
+_SCHEMA: Final = """Print the JSON Schema of topology, config or ingest files, for use in editors.
+
+Example: dedup schema topology > topologies/topology.schema.json
+"""
+_TRY: Final = """Judge records from a file without a broker, and give the reason for each verdict.
+
+FILE holds one JSON value per line ("-" or no FILE: standard input). The lines are judged in order, as one partition of
+one topic. With --envelope a line is a whole record: {"key": ..., "value": ..., "headers": {...}, "timestamp": ms}.
+
+Example: dedup try topologies/simplest.yaml tests/data/sample.jsonl
+"""
+_START: Final = "2024-01-01T00:00:00Z"
+
+
+class SchemaOf(enum.Enum):
+    """The kinds of file that have a schema."""
+
+    TOPOLOGY = "topology"
+    CONFIG = "config"
+    INGEST = "ingest"
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands to the application."""
+    app.command("check", help=_CHECK)(check)
+    app.command("describe", help=_DESCRIBE)(describe)
+    app.command("schema", help=_SCHEMA)(schema)
+    app.command("try", help=_TRY)(try_records)
+
+
+def check(
+    topologies: Annotated[list[Path], typer.Argument(metavar="TOPOLOGY...", help="Topology and ingest files.")],
+    broker: Annotated[bool, typer.Option("--broker", help="Also compare with the topics of the cluster.")] = False,
+    config: ConfigOption = None,
+    overrides: SetOption = None,
+    watch: Annotated[bool, typer.Option("--watch", help="Check after each save until Ctrl-C.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Print the findings for every file. Raises TopologyError if one has an error."""
+    settings = None
+    if watch and as_json:
+        raise typer.BadParameter("--watch and --json exclude each other")
+    if broker:
+        settings = read_settings(config, overrides)
+    if watch:
+        _check_at_each_save(topologies, settings)
+    _check_once(topologies, settings, as_json=as_json)
+
+
+def again_at_each_save(paths: Sequence[Path], act: Callable[[], None], wait: Callable[[], None]) -> None:
+    """Act now, and again whenever a file is written, replaced, created or removed; ends only by an exception.
+
+    Polls time and size instead of using file-system events: editors replace files, and network shares send none.
+    """
+    seen: list[tuple[int, int, int] | None] | None = None
+    while True:
+        found = [_stamp(path) for path in paths]
+        if found != seen:
+            seen = found
+            act()
+        wait()
+
+
+def _stamp(path: Path) -> tuple[int, int, int] | None:
+    """Return what a save changes; None if the file does not exist."""
+    try:
+        known = path.stat()
+    except OSError:
+        return None
+    return known.st_mtime_ns, known.st_size, known.st_ino
+
+
+def _check_at_each_save(topologies: list[Path], settings: Settings | None) -> NoReturn:
+    """Check until Ctrl-C; errors are printed, since the next save may correct them."""
+
+    def look() -> None:
+        typer.echo(f"--- {time.strftime('%H:%M:%S')}")
+        try:
+            _check_once(topologies, settings, as_json=False)
+        except DedupError as error:
+            typer.echo(str(error), err=True)
+
+    with contextlib.suppress(KeyboardInterrupt):
+        again_at_each_save(topologies, look, lambda: time.sleep(LOOK_S))
+    raise typer.Exit(130)
+
+
+def _check_once(topologies: list[Path], settings: Settings | None, *, as_json: bool) -> None:
+    from dedup.topology.chain import describe_chain, is_weak, lint_chain
+
+    problems: list[Problem] = []
+    reports: list[dict[str, Any]] = []
+    read = [_read_stage(path) for path in topologies]
+    stages = [stage for stage in read if not isinstance(stage, TopologyError)]
+    joints = lint_chain(stages)
+    weak: set[str] = set()
+    for path, stage in zip(topologies, read, strict=True):
+        if isinstance(stage, TopologyError):
+            problems.extend(stage.problems)
+            errors = [{"place": problem.place, "text": problem.text} for problem in stage.problems]
+            reports.append({"file": str(path), "ok": False, "problems": errors, "findings": []})
+            continue
+        found = _findings(stage.stage, settings) + [finding for file, finding in joints if file == stage.file]
+        weak |= {stage.file} if any(map(is_weak, found)) else set()
+        bad = [finding for finding in found if finding.level == "error"]
+        problems.extend(Problem(str(path), f"{finding.text} [{finding.code}]") for finding in bad)
+        findings = [{"level": each.level, "code": each.code, "text": each.text} for each in found]
+        reports.append({"file": str(path), "ok": not bad, "problems": [], "findings": findings})
+    if as_json:
+        typer.echo(json.dumps(reports, indent=2))
+    else:
+        _print_reports(reports)
+        for line in describe_chain(stages, frozenset(weak)) if len(stages) > 1 else ():
+            typer.echo(line)
+    if problems and as_json:
+        raise typer.Exit(TopologyError.exit_code)
+    if problems:
+        raise TopologyError(problems)
+
+
+def _read_stage(path: Path) -> Named | TopologyError:
+    """Return the stage that a file describes, or what is wrong with it."""
+    from dedup.topology.chain import Named
+    from dedup.topology.ingest_file import is_ingest, parse_ingest
+    from dedup.topology.parse import parse
+
+    try:
+        text = text_of(path)
+        return Named(str(path), (parse_ingest if is_ingest(text) else parse)(text, name=str(path)))
+    except TopologyError as error:
+        return error
+
+
+def _findings(topology: Stage, settings: Settings | None) -> list[Finding]:
+    from dedup.topology.chain import lint_ingest
+    from dedup.topology.ingest_file import Ingest
+    from dedup.topology.lint import Finding, lint
+
+    if isinstance(topology, Ingest):
+        text = "--broker skips ingest files: `dedup ingest` creates the topics it needs, or says what differs."
+        return lint_ingest(topology) + ([] if settings is None else [Finding("warning", "not_compared", text)])
+    if settings is None:
+        return lint(topology)
+    import asyncio
+
+    from dedup.worker.topics import broker_findings
+
+    return lint(topology) + asyncio.run(broker_findings(topology, settings))
+
+
+def _print_reports(reports: list[dict[str, Any]]) -> None:
+    for report in reports:
+        warnings = [finding for finding in report["findings"] if finding["level"] == "warning"]
+        for finding in warnings:
+            typer.echo(f"{report['file']}: warning: {finding['text']} [{finding['code']}]")
+        if report["ok"]:
+            count = f", {len(warnings)} warning{'s' if len(warnings) > 1 else ''}" if warnings else ""
+            typer.echo(f"{report['file']}: ok{count}")
+
+
+def describe(
+    topology: TopologyArgument,
+    dot: Annotated[bool, typer.Option("--dot", help="Print a graph for Graphviz.")] = False,
+    svg: Annotated[bool, typer.Option("--svg", help="Print a graph as SVG.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Print a topology in one of four forms."""
+    from dedup.topology import describe as drawing
+
+    if dot + svg + as_json > 1:
+        raise typer.BadParameter("--dot, --svg and --json exclude each other")
+    parsed = read_topology(topology)
+    if dot:
+        text = drawing.to_dot(parsed)
+    elif svg:
+        text = drawing.to_svg(parsed)
+    elif as_json:
+        text = json.dumps(drawing.as_data(parsed), indent=2) + "\n"
+    else:
+        text = drawing.describe(parsed)
+    typer.echo(text, nl=False)
+
+
+def schema(
+    of: Annotated[SchemaOf, typer.Argument(metavar="topology|config|ingest", help="Kind of file.")] = SchemaOf.TOPOLOGY,
+) -> None:
+    """Print a JSON Schema."""
+    match of:
+        case SchemaOf.TOPOLOGY:
+            from dedup.topology.parse import json_schema
+
+            found = json_schema()
+        case SchemaOf.CONFIG:
+            from dedup.settings import settings_schema
+
+            found = settings_schema()
+        case SchemaOf.INGEST:
+            from dedup.topology.ingest_file import ingest_schema
+
+            found = ingest_schema()
+    typer.echo(json.dumps(found, indent=2))
+
+
+def try_records(
+    topology: TopologyArgument,
+    file: Annotated[
+        Path | None, typer.Argument(metavar="FILE", help="JSON lines; standard input if - or omitted.")
+    ] = None,
+    envelope: Annotated[
+        bool, typer.Option("--envelope", help="Each line is a whole record, not just a value.")
+    ] = False,
+    start: Annotated[
+        str, typer.Option("--time", help="Timestamp of the first line (RFC 3339); each following line is 1 s later.")
+    ] = _START,
+    now: Annotated[
+        str | None, typer.Option("--now", help="Current time (RFC 3339); this machine's clock by default.")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Print the verdict on each record, and the number of each verdict."""
+    from dedup.cli.try_records import RecordJudge, entries
+
+    parsed = read_topology(topology)
+    now_ms = time.time_ns() // 1_000_000 if now is None else _instant_ms(now, "--now")
+    judge = RecordJudge(parsed, now_ms=now_ms)
+    start_ms = _instant_ms(start, "--time")
+    counts: Counter[str] = Counter()
+    with _lines(file) as (lines, name):
+        for entry in entries(lines, name=name, envelope=envelope, start_ms=start_ms):
+            judgment = judge.judge(entry)
+            counts[judgment.verdict] += 1
+            typer.echo(judgment.as_json() if as_json else judgment.as_text())
+    if not as_json:
+        books = ", ".join(f"{count} {verdict}" for verdict, count in sorted(counts.items()))
+        typer.echo(f"{counts.total()} records: {books}" if counts else "no records")
+
+
+def _instant_ms(text: str, option: str) -> int:
+    from dedup.core.event_time import rfc3339_ms
+
+    found = rfc3339_ms(text)
+    if found is None:
+        raise SettingsError([Problem(option, f'"{text}" is not a time; write for example {_START}')])
+    return found
+
+
+@contextlib.contextmanager
+def _lines(file: Path | None) -> Iterator[tuple[Iterator[bytes], str]]:
+    """Open the file, or standard input."""
+    if file is None or str(file) == "-":
+        yield sys.stdin.buffer, "standard input"
+        return
+    try:
+        opened = file.open("rb")
+    except OSError as error:
+        raise AuthorMistake([Problem(str(file), f"cannot be read: {error.strerror}; name a file")]) from error
+    with opened:
+        yield opened, str(file)

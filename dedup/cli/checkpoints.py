@@ -1,0 +1,182 @@
+"""`dedup checkpoint`: stores the state of a topology's tasks where a worker with an empty disk can start from it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Final
+
+import typer
+
+from dedup.cli.inputs import ConfigOption, JsonOption, SetOption, TopologyArgument, read_settings, read_topology
+from dedup.errors import Problem, SettingsError, StateIncompatible
+
+if TYPE_CHECKING:
+    from rich.progress import Progress as Bars
+
+    from dedup.kafka.client import KafkaWire
+    from dedup.kafka.topic_admin import Admin
+    from dedup.settings import Settings
+    from dedup.store.checkpoint_storage import CheckpointStorage
+    from dedup.topology.model import Topology
+    from dedup.worker.checkpointing import MadeCheckpoint
+    from dedup.worker.topics import Cluster
+
+_HELP: Final = """Write the state of a topology's tasks to a directory or an object store, one checkpoint per partition.
+
+The state is read from the changelog, so no worker is needed or disturbed. A worker that has `state.checkpoint` set but
+no local state starts from the checkpoint and reads only the rest of the changelog. --state-dir keeps what was read, so
+the next run reads only new records; run it from a timer, one process at a time.
+
+Example: dedup checkpoint topologies/orders.yaml --to s3://backups/dedup
+"""
+KEPT: Final = ".checkpoint"
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to the application."""
+    app.command("checkpoint", help=_HELP)(checkpoint)
+
+
+def checkpoint(
+    topology: TopologyArgument,
+    *,
+    to: Annotated[
+        str | None,
+        typer.Option("--to", metavar="URL", help="Directory, s3://... or gs://...; state.checkpoint by default."),
+    ] = None,
+    state_dir: Annotated[
+        Path | None,
+        typer.Option(help="Where to keep what is read, not a worker's state_dir; state_dir/.checkpoint by default."),
+    ] = None,
+    partitions: Annotated[
+        list[int] | None, typer.Option("--partition", min=0, help="Only this partition. Repeatable.")
+    ] = None,
+    as_json: JsonOption = False,
+    config: ConfigOption = None,
+    overrides: SetOption = None,
+) -> None:
+    """Make a checkpoint of each partition, and print what it holds."""
+    from dedup.kafka.topic_admin import on_cluster
+    from dedup.store.checkpoint_storage import CheckpointStorage
+    from dedup.store.directory import own_state
+
+    parsed, settings = read_topology(topology), read_settings(config, overrides)
+    url = to or settings.checkpoint
+    if url is None:
+        raise SettingsError([Problem("--to", "is missing; name a directory or URL, or set state.checkpoint")])
+    storage = CheckpointStorage(url)
+    # From the changelog only: a checkpoint made from a checkpoint would inherit its faults.
+    here = replace(settings, state_dir=state_dir or settings.state_dir / KEPT, checkpoint=None)
+
+    async def work(wire: KafkaWire, admin: Admin) -> list[MadeCheckpoint]:
+        return await _all(parsed, here, storage, partitions or [], wire, admin)
+
+    with own_state(here.state_dir, parsed.name):
+        try:
+            made = on_cluster(here, f"dedup-checkpoint-{parsed.name}", work)
+        except KeyboardInterrupt:
+            raise typer.Exit(130) from None
+    if as_json:
+        typer.echo(json.dumps([_as_json(each) for each in made], indent=2))
+        return
+    for each in made:
+        typer.echo(_in_words(each))
+
+
+async def _all(
+    topology: Topology, settings: Settings, storage: CheckpointStorage, chosen: list[int], wire: KafkaWire, admin: Admin
+) -> list[MadeCheckpoint]:
+    from dedup.store.rocks import RocksMemory
+    from dedup.worker.checkpointing import make_checkpoint
+    from dedup.worker.clock import SteadyClock
+    from dedup.worker.task_factory import TaskFactory
+    from dedup.worker.topics import Cluster, refuse_misfits, topic_names
+
+    have = await admin.topics(topic_names(topology))
+    needed = (*topology.source.topics, *topology.feeding_topics, topology.changelog_topic)
+    missing = [name for name in needed if name not in have]
+    if missing:
+        raise StateIncompatible(
+            f"topic {missing[0]!r} does not exist, so there is no state to write. Nothing was done."
+        )
+    if topology.output is None or topology.output.topic in have:
+        refuse_misfits(topology, have)
+    cluster = Cluster(have)
+    factory = TaskFactory(topology, settings, cluster, wire, SteadyClock(), RocksMemory())
+    made: list[MadeCheckpoint] = []
+    with _bars() as bars:
+        for partition in _chosen(topology, cluster, chosen):
+            bar = _Bar(bars, partition)
+            made.append(
+                await make_checkpoint(factory, storage, partition, restoring=bar.restoring, packing=bar.packing)
+            )
+    return made
+
+
+def _chosen(topology: Topology, cluster: Cluster, chosen: list[int]) -> list[int]:
+    count = cluster.topics[topology.changelog_topic].partitions
+    unknown = [partition for partition in chosen if partition >= count]
+    if unknown:
+        text = f"{unknown[0]} does not exist; {topology.changelog_topic} has partitions 0 to {count - 1}"
+        raise SettingsError([Problem("--partition", text)])
+    return sorted(set(chosen)) or list(range(count))
+
+
+def _bars() -> Bars:
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+    console = Console(stderr=True)
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TaskProgressColumn(),
+        TimeRemainingColumn(),
+        console=console,
+        disable=not console.is_terminal,
+    )
+
+
+class _Bar:
+    """The progress bar of one partition: first offsets of the changelog, then bytes of the archive."""
+
+    def __init__(self, bars: Bars, partition: int) -> None:
+        self._bars: Final = bars
+        self._partition: Final = partition
+        self._line: Final = bars.add_task(f"partition {partition}", total=None)
+
+    def restoring(self, done: int, total: int) -> None:
+        """Show offsets read."""
+        self._bars.update(self._line, description=f"partition {self._partition}: read", completed=done, total=total)
+
+    def packing(self, done: int, total: int) -> None:
+        """Show bytes written."""
+        self._bars.update(self._line, description=f"partition {self._partition}: write", completed=done, total=total)
+
+
+def _as_json(made: MadeCheckpoint) -> dict[str, Any]:
+    found = made.checkpoint
+    known = {"partition": made.partition, "written": made.written, "records_read": made.records}
+    if found is None:
+        return known
+    return {
+        **known,
+        "position": found.position,
+        "ids": found.ids,
+        "archive": found.archive,
+        "archive_bytes": found.archive_bytes,
+        "sha256": found.sha256,
+    }
+
+
+def _in_words(made: MadeCheckpoint) -> str:
+    found = made.checkpoint
+    if found is None:
+        return f"partition {made.partition}: no state yet, nothing to write"
+    what = "written" if made.written else "nothing new"
+    return (
+        f"partition {made.partition}: {what}; {found.ids:,} IDs up to changelog position {found.position:,}, "
+        f"{found.archive_bytes / (1 << 20):,.1f} MiB, {made.records:,} changelog records read"
+    )

@@ -1,0 +1,168 @@
+"""`dedup ingest`, `dedup sink`, and the tables that `dedup apply --table` creates."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Coroutine
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Final, TypeVar
+
+import typer
+
+from dedup.cli.inputs import ConfigOption, SetOption, read_ingest, read_settings, read_topology
+
+if TYPE_CHECKING:
+    from dedup.connect.source_connector import OpenSource
+    from dedup.topology.ingest_file import Ingest
+    from dedup.topology.model import SinkSpec, Topology
+
+_INGEST: Final = """Send the lines of files or the rows of a table to a topic, each exactly once, even across crashes.
+
+Records and the position in the source are written in one Kafka transaction. A second process with the same file takes
+over, and the first one stops with TaskMigrated.
+
+Examples: dedup ingest topologies/files-to-topic.yaml
+
+dedup ingest topologies/table-to-topic.yaml --exit-when-done
+"""
+_SINK: Final = """Keep a table with one row per tracking ID; reading the topic a second time changes nothing.
+
+Rows and the topic's offsets are written in one database transaction. A second process with the same partitions takes
+over, and the first one stops with TaskMigrated.
+
+Examples: dedup sink topologies/topic-to-database.yaml
+
+dedup sink topologies/topic-to-database.yaml --exit-when-done
+"""
+
+T = TypeVar("T")
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands to the application."""
+    app.command("ingest", help=_INGEST)(ingest)
+    app.command("sink", help=_SINK)(sink)
+
+
+def ingest(
+    source: Annotated[Path, typer.Argument(metavar="SOURCE", help="Ingest file.")],
+    config: ConfigOption = None,
+    overrides: SetOption = None,
+    exit_when_done: Annotated[
+        bool, typer.Option("--exit-when-done", help="Stop when everything present has been sent.")
+    ] = False,
+) -> None:
+    """Run until a signal comes."""
+    from dedup.connect.source_connector import run_ingest
+    from dedup.worker.logs import set_up_logging
+
+    settings = read_settings(config, overrides)
+    parsed = read_ingest(source)
+    set_up_logging(settings)
+    opener = _opener(parsed, str(source))
+    done = _run(run_ingest(parsed, settings, opener, exit_when_done=exit_when_done))
+    for text in done.waiting:
+        typer.echo(text, err=True)
+    typer.echo(
+        f"{parsed.name}: {done.records:,} records to {parsed.topic}, {done.dead_letters:,} dead letters, "
+        f"{done.transactions:,} transactions"
+    )
+
+
+def _opener(parsed: Ingest, name: str) -> OpenSource:
+    """Return the function that opens the source, with references in its database URL resolved."""
+    from functools import partial
+
+    from dedup.connect.source_connector import open_source
+    from dedup.settings import with_references
+    from dedup.topology.ingest_file import TableSource
+
+    if isinstance(parsed.source, TableSource):
+        return partial(open_source, url=with_references(parsed.source.url, f"{name}: source.table.url", os.environ))
+    return open_source
+
+
+def sink(
+    topology: Annotated[Path, typer.Argument(metavar="TOPOLOGY", help="Topology file with a `sink`.")],
+    config: ConfigOption = None,
+    overrides: SetOption = None,
+    partitions: Annotated[
+        str | None,
+        typer.Option(metavar="0,2-5", help="Partitions of the topic to read; leave the others to other processes."),
+    ] = None,
+    exit_when_done: Annotated[
+        bool, typer.Option("--exit-when-done", help="Stop when everything present at the start is in the table.")
+    ] = False,
+) -> None:
+    """Run until a signal comes."""
+    from dedup.connect.sink_connector import run_sink
+    from dedup.worker.logs import set_up_logging
+
+    settings = read_settings(config, overrides)
+    parsed = read_topology(topology)
+    spec = resolved_sink(parsed, topology)
+    set_up_logging(settings)
+    numbers = None if partitions is None else _numbers(partitions)
+    done = _run(run_sink(parsed, spec, settings, partitions=numbers, exit_when_done=exit_when_done))
+    typer.echo(
+        f"{spec.table}: {done.inserted:,} rows inserted, {done.updated:,} updated, {done.unchanged:,} unchanged, "
+        f"{done.dead_letters:,} dead letters, {done.transactions:,} transactions"
+    )
+
+
+def _run(work: Coroutine[Any, Any, T]) -> T:
+    """Return the result of a connector's run; exits if another process took over."""
+    from dedup.errors import TaskMigrated
+
+    try:
+        return asyncio.run(work)
+    except TaskMigrated as error:
+        typer.echo(f"TaskMigrated: {error}", err=True)
+        raise typer.Exit(error.exit_code) from error
+
+
+def _numbers(text: str) -> set[int]:
+    """Return the numbers in a list such as ``0,2-5``. Raises SettingsError for anything else."""
+    from dedup.errors import Problem, SettingsError
+
+    found: set[int] = set()
+    for part in text.split(","):
+        first, dash, last = part.strip().partition("-")
+        if not first.isdigit() or (dash and not last.isdigit()) or int(last or first) < int(first):
+            raise SettingsError([Problem("--partitions", f'"{text}" is not a list of partitions such as 0,2-5')])
+        found |= set(range(int(first), int(last or first) + 1))
+    return found
+
+
+def resolved_sink(topology: Topology, path: Path) -> SinkSpec:
+    """Return a topology's sink with references in its URL resolved. Raises TopologyError if it has no sink."""
+    from dedup.connect.sink_connector import spec_of
+    from dedup.settings import with_references
+
+    spec = spec_of(topology, str(path))
+    return replace(spec, url=with_references(spec.url, f"{path}: sink.url", os.environ))
+
+
+def apply_tables(spec: SinkSpec, *, dry_run: bool, quiet: bool) -> dict[str, str]:
+    """Create the sink's missing tables, unless it is a dry run; return table name -> CREATE statement of each.
+
+    Raises StateIncompatible if an existing table does not fit, DatabaseUnavailable if the database does not answer.
+    """
+    from dedup.connect.database import OFFSETS
+    from dedup.connect.open_database import connect
+    from dedup.connect.retry import RetryingDatabase
+    from dedup.connect.upsert import make_tables, plan_tables
+
+    database = RetryingDatabase(lambda: connect(spec.url))
+    try:
+        missing = database.first(lambda connection: plan_tables(connection, spec))
+        if not dry_run:
+            database.first(lambda connection: make_tables(connection, spec))
+    finally:
+        database.close()
+    for name in (OFFSETS, spec.table) if not quiet else ():
+        word = "would create" if dry_run else "created"
+        typer.echo(f"{word} table {name}: {missing[name]}" if name in missing else f"ok table {name}")
+    return missing

@@ -1,0 +1,222 @@
+"""`dedup try`: judges records with the real core but without a broker, and explains each verdict."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from itertools import chain
+from typing import Final, Literal, assert_never
+
+import msgspec
+
+from dedup.core.extract import Extractor, compile_extractor
+from dedup.core.fold import Exempt, Outcome, Rows, Sightings, fold
+from dedup.core.window import Feed, Late, Sighting, StreamTime
+from dedup.errors import AuthorMistake, Problem
+from dedup.quantities import format_duration
+from dedup.topology.model import LateDrop, LateForward, LateTo, Topology
+
+_FEED: Final = Feed(0, 0)
+_YEAR_9999_MS: Final = 253_402_300_799_999
+
+VerdictName = Literal["unique", "duplicate", "conflict", "late", "dead letter", "forwarded"]
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A record to judge, and the number of its line."""
+
+    line: int
+    key: bytes | None
+    value: bytes | None
+    headers: tuple[tuple[str, bytes], ...]
+    timestamp_ms: int
+
+
+@dataclass(frozen=True, slots=True)
+class Judgment:
+    """What happens to one record, and why."""
+
+    line: int
+    verdict: VerdictName
+    reason: str
+    topic: str | None
+    """Where the record goes; None if nowhere."""
+    time: str | None
+    """Event time as judged; None if the record has none."""
+
+    def as_json(self) -> str:
+        """Return one line of JSON."""
+        return msgspec.json.encode(asdict(self)).decode()
+
+    def as_text(self) -> str:
+        """Return one line of text."""
+        return f"line {self.line:<5} {self.verdict:<11} {self.reason}"
+
+
+class _Envelope(msgspec.Struct):
+    """A whole record as one line of JSON; the value stays as the bytes that were read."""
+
+    value: msgspec.Raw = msgspec.Raw(b"null")
+    key: str | None = None
+    headers: dict[str, str] = {}
+    timestamp: int | None = None
+
+
+def entries(lines: Iterable[bytes], *, name: str, envelope: bool, start_ms: int) -> Iterator[Entry]:
+    """Yield the records of a file, and skip blank lines.
+
+    Line n has the timestamp ``start_ms`` plus n-1 seconds, unless its envelope has another. Raises AuthorMistake if a
+    line is not an envelope; a value that is not JSON is judged like any other.
+    """
+    for number, line in enumerate(lines, 1):
+        text = line.rstrip(b"\r\n")
+        if not text.strip():
+            continue
+        timestamp_ms = start_ms + (number - 1) * 1_000
+        if envelope:
+            yield _opened(text, number, name, timestamp_ms)
+        else:
+            yield Entry(number, None, text, (), timestamp_ms)
+
+
+class RecordJudge:
+    """The state of one partition; judges records one by one, in the order given."""
+
+    def __init__(self, topology: Topology, *, now_ms: int) -> None:
+        self._topology: Final = topology
+        self._now_ms: Final = now_ms
+        self._extractor: Final[Extractor] = compile_extractor(
+            topology.tracking_id,
+            topology.event_time,
+            fmt=topology.source.format,
+            fingerprint=topology.fingerprints_wanted,
+            fingerprint_exclude=topology.fingerprint_exclude,
+        )
+        self._stream_time = StreamTime.before([_FEED])
+        self._known: Final[dict[bytes, dict[int, Sightings]]] = {}
+
+    def judge(self, entry: Entry) -> Judgment:
+        """Return what happens to a record. Raises RecordFailed if the topology says `fail`."""
+        extracted = self._extractor([entry.key], [entry.value], [entry.headers], [entry.timestamp_ms])
+        rows = Rows(extracted, [entry.line], [_FEED])
+        ceiling_ms = max(self._now_ms, self._stream_time.value_ms) + self._topology.max_clock_skew_ms
+        outcome = fold(rows, self._topology.rules, self._stream_time, self._look_up, ceiling_ms=ceiling_ms)
+        self._stream_time = outcome.stream_time
+        self._remember(rows, outcome)
+        return self._judgment(entry.line, outcome)
+
+    def _look_up(self, keys: Sequence[bytes], least_ms: int) -> Mapping[bytes, Sightings]:  # noqa: ARG002 - the signature `fold` calls
+        return {key: tuple(chain.from_iterable(self._known[key].values())) for key in keys if key in self._known}
+
+    def _remember(self, rows: Rows, outcome: Outcome) -> None:
+        fingerprints = rows.extracted.fingerprints
+        for row in outcome.singles:
+            key, time_ms = rows.extracted.ids[row], outcome.judged_times_ms[row]
+            if key is not None:
+                fingerprint = b"" if fingerprints is None else fingerprints[row]
+                seen = Sighting(time_ms, time_ms, rows.source(row), fingerprint)
+                self._known.setdefault(key, {})[self._topology.window.segment_of(time_ms)] = (seen,)
+        for (segment, key), sightings in outcome.rewritten.items():
+            self._known.setdefault(key, {})[segment] = sightings
+
+    def _judgment(self, line: int, outcome: Outcome) -> Judgment:
+        time_ms = outcome.judged_times_ms[0]
+        time = instant(time_ms)
+        output = self._topology.output.topic if self._topology.output else None
+        if outcome.dead:
+            _row, dead = outcome.dead[0]
+            return Judgment(line, "dead letter", f"{dead.code}: {dead.detail}", self._topology.dead_letter, None)
+        if outcome.exempt:
+            return Judgment(line, "forwarded", _exempt(outcome.exempt[0]), output, time if outcome.unique else None)
+        clamped = f"time set to {time}; " if outcome.clamped else ""
+        for _row, seen in outcome.conflicts:
+            reason = f"{clamped}another payload; {self._since(seen, time_ms)}"
+            return Judgment(line, "conflict", reason, self._topology.conflicts_go_to, time)
+        for _row, seen in outcome.duplicates:
+            reason = f"{clamped}{self._since(seen, time_ms)}"
+            return Judgment(line, "duplicate", reason, self._topology.duplicates, time)
+        if outcome.late:
+            _row, late = outcome.late[0]
+            return self._late(line, late, time)
+        guarded = instant(time_ms + self._topology.window.guard_ms)
+        return Judgment(line, "unique", f"{clamped}first of its ID at {time}; guarded until {guarded}", output, time)
+
+    def _since(self, seen: Sighting, time_ms: int) -> str:
+        """Return when an ID was seen, and until when it is now guarded, as words."""
+        window = self._topology.window
+        now = window.extended(seen, time_ms) if window.extend else seen
+        return (
+            f"seen {instant(seen.first_ms)} in line {seen.source.offset}, {_distance(time_ms, seen)}; "
+            f"guarded until {instant(now.last_ms + window.guard_ms)}"
+        )
+
+    def _late(self, line: int, late: Late, time: str) -> Judgment:
+        match self._topology.late:
+            case LateTo(topic):
+                where: str | None = topic
+            case LateForward():
+                where = self._topology.output.topic if self._topology.output else None
+            case LateDrop():
+                where = None
+            case never:
+                assert_never(never)
+        reason = (
+            f"{time} is {_span(late.behind_ms)} behind stream time, more than the grace of "
+            f"{format_duration(self._topology.window.grace_ms)}, and its ID is not known"
+        )
+        return Judgment(line, "late", reason, where, time)
+
+
+def instant(time_ms: int) -> str:
+    """Return a time in UTC as RFC 3339, with milliseconds only if they are not 0."""
+    if not 0 <= time_ms <= _YEAR_9999_MS:
+        return f"{time_ms} ms"
+    moment = datetime.fromtimestamp(time_ms // 1000, UTC)
+    fraction = f".{time_ms % 1000:03}" if time_ms % 1000 else ""
+    return f"{moment:%Y-%m-%dT%H:%M:%S}{fraction}Z"
+
+
+def _opened(text: bytes, number: int, name: str, timestamp_ms: int) -> Entry:
+    try:
+        envelope = msgspec.json.decode(text, type=_Envelope)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        remedy = 'write {"key": ..., "value": ..., "headers": {...}, "timestamp": ms}, or leave --envelope out'
+        raise AuthorMistake([Problem(f"{name}:{number}:1", f"is not an envelope ({error}); {remedy}")]) from error
+    value = bytes(envelope.value)
+    return Entry(
+        number,
+        None if envelope.key is None else envelope.key.encode(),
+        None if value == b"null" else value,
+        tuple((header, content.encode()) for header, content in envelope.headers.items()),
+        timestamp_ms if envelope.timestamp is None else envelope.timestamp,
+    )
+
+
+def _exempt(exempt: Exempt) -> str:
+    words = {
+        "missing_id": "it has no ID, and the topology says missing: forward",
+        "tombstone": "its value is null, and the topology says tombstones: forward",
+        "conflict": "its ID is known with another payload, and the topology says on_conflict: forward",
+    }
+    return f"{words.get(exempt.why, exempt.why)}; outside the guarantee, marked by dedup-verdict"
+
+
+def _distance(time_ms: int, seen: Sighting) -> str:
+    if time_ms < seen.first_ms:
+        return f"{_span(seen.first_ms - time_ms)} after this one"
+    if time_ms == seen.first_ms:
+        return "the same time"
+    return f"{_span(time_ms - seen.first_ms)} before"
+
+
+def _span(span_ms: int) -> str:
+    """Return a duration in its two largest units, such as ``1 h 5 min``."""
+    parts: list[str] = []
+    rest_ms = span_ms
+    for unit, unit_ms in (("d", 86_400_000), ("h", 3_600_000), ("min", 60_000), ("s", 1_000), ("ms", 1)):
+        count, rest_ms = divmod(rest_ms, unit_ms)
+        if count:
+            parts.append(f"{count} {unit}")
+    return " ".join(parts[:2]) or "0 ms"

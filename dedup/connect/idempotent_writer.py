@@ -1,0 +1,128 @@
+"""`IdempotentWriter`: sends an application's own records exactly once, across retries and restarts."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import AsyncIterator, Iterable, Sequence
+from contextlib import asynccontextmanager
+from types import TracebackType
+from typing import Final, Self
+
+from dedup.connect.transactional_outbox import TOPIC_CONFIGS, TransactionalOutbox, provide, wanted
+from dedup.core.partitioner import partitions
+from dedup.errors import InvariantBroken, StateIncompatible
+from dedup.kafka.client import KafkaWire
+from dedup.kafka.connection import Connection
+from dedup.kafka.record_batch import Header, Line
+from dedup.kafka.topic_admin import Admin
+from dedup.kafka.wire import TopicPartition
+from dedup.settings import Settings
+from dedup.worker.record_collector import ID
+
+
+class Transaction:
+    """Records and positions that become visible together, at the end of ``async with writer.transaction()``."""
+
+    def __init__(self, partition_counts: dict[str, int]) -> None:
+        self.lines: Final[defaultdict[TopicPartition, list[Line]]] = defaultdict(list)
+        self.positions: Final[dict[str, bytes | None]] = {}
+        self._partition_counts: Final = partition_counts
+
+    def send(
+        self,
+        topic: str,
+        value: bytes | None,
+        *,
+        key: bytes | None = None,
+        tracking_id: str | None = None,
+        headers: Iterable[Header] = (),
+        timestamp_ms: int | None = None,
+    ) -> None:
+        """Add a record to the transaction; ``tracking_id`` becomes its header `dedup-id`.
+
+        Kafka's default partitioner chooses the partition by the key, else by the tracking ID. A record without either
+        goes to a fixed partition. Raises InvariantBroken for a topic that was not passed to the writer.
+        """
+        if topic not in self._partition_counts:
+            raise InvariantBroken(f"topic {topic!r} was not passed to the writer: add it to `topics`.")
+        all_headers = [*headers, *([(ID, tracking_id.encode())] if tracking_id is not None else [])]
+        partition_key = key if key is not None else (tracking_id or "").encode()
+        target = TopicPartition(topic, partitions([partition_key], self._partition_counts[topic])[0])
+        now_ms = time.time_ns() // 1_000_000
+        self.lines[target].append((-1, now_ms if timestamp_ms is None else timestamp_ms, key, value, all_headers))
+
+    def keep(self, name: str, position: str) -> None:
+        """Store a position in the application's own input with the transaction; `IdempotentWriter.kept` returns it."""
+        self.positions[name] = position.encode()
+
+
+class IdempotentWriter:
+    """A transactional producer whose name stays the same across restarts. Use it with ``async with``.
+
+    If another process opens a writer of the same name, this one's next transaction raises TaskMigrated. When an answer
+    is lost, the writer finds out whether the transaction happened, and repeats it if it did not.
+    """
+
+    def __init__(self, name: str, *, topics: Sequence[str], settings: Settings) -> None:
+        self._name: Final = name
+        self._topics: Final = tuple(topics)
+        self._settings: Final = settings
+        self._wire: Final = KafkaWire(Connection.of(settings, client_id=f"dedup-writer-{name}"))
+        self._outbox: TransactionalOutbox | None = None
+        self._partition_counts: dict[str, int] = {}
+
+    async def __aenter__(self) -> Self:
+        """Fence older processes of this name and abort their open transactions.
+
+        Raises StateIncompatible for a missing topic, BrokerUnavailable if no broker answers in time.
+        """
+        await self._wire.start()
+        try:
+            await self._open()
+        except BaseException:
+            await self._wire.stop()
+            raise
+        return self
+
+    async def _open(self) -> None:
+        offsets = f"{self._name}-source-offsets"
+        async with Admin(self._wire.connection) as admin:
+            await provide(admin, [wanted(offsets, 1, self._settings, TOPIC_CONFIGS)], self._settings)
+            have = await admin.topics(self._topics)
+        missing = [topic for topic in self._topics if topic not in have]
+        if missing:
+            raise StateIncompatible(f"topic {missing[0]!r} does not exist; create it first.")
+        self._partition_counts = {name: topic.partitions for name, topic in have.items()}
+        outbox = TransactionalOutbox(self._wire, f"{self._name}.writer.0", offsets, self._settings)
+        await outbox.open()
+        self._outbox = outbox
+
+    async def __aexit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Abort what was not committed."""
+        if self._outbox is not None:
+            await self._outbox.close()
+        await self._wire.stop()
+
+    @asynccontextmanager
+    async def transaction(self) -> AsyncIterator[Transaction]:
+        """Commit at the end of the block what was sent in it, exactly once; after an exception nothing is visible.
+
+        Raises TaskMigrated when another process of this name has taken over.
+        """
+        made = Transaction(self._partition_counts)
+        yield made
+        if made.lines or made.positions:
+            await self._opened().commit(made.lines, made.positions)
+
+    def kept(self, name: str) -> str | None:
+        """Return a position as of the last committed transaction of any process; None if it was never kept."""
+        found = self._opened().positions.values.get(name)
+        return None if found is None else found.decode()
+
+    def _opened(self) -> TransactionalOutbox:
+        if self._outbox is None:
+            raise InvariantBroken("this writer was not started; use it in an `async with` statement")
+        return self._outbox

@@ -1,0 +1,132 @@
+"""A connection to PostgreSQL through psycopg 3; rows are written by COPY into a temporary table."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Final
+
+import psycopg
+from psycopg import errors as pg
+
+from dedup.connect.database import STAGED, DatabaseAway, Row, RowsRefused, Table, shown
+from dedup.errors import StateIncompatible
+
+AWAY: Final = (
+    psycopg.InterfaceError,
+    pg.DeadlockDetected,
+    pg.SerializationFailure,
+    pg.LockNotAvailable,
+    pg.QueryCanceled,
+    pg.AdminShutdown,
+    pg.CrashShutdown,
+    pg.CannotConnectNow,
+    pg.TooManyConnections,
+    pg.DiskFull,
+    pg.OutOfMemory,
+    pg.ReadOnlySqlTransaction,
+)
+"""Temporary errors with a cause outside the transaction, which is then repeated as a whole."""
+
+
+class PostgresConnection:
+    """See `DatabaseConnection`."""
+
+    types: Mapping[str, str] = {
+        "bytes": "BYTEA",
+        "text": "TEXT",
+        "integer": "BIGINT",
+        "number": "DOUBLE PRECISION",
+        "boolean": "BOOLEAN",
+        "time": "TIMESTAMPTZ",
+        "json": "JSONB",
+    }
+    mark = "%s"
+    temporary = "pg_temp"
+
+    def __init__(self, url: str) -> None:
+        self._shown: Final = shown(url)
+        with self._explained():
+            self._connection = psycopg.connect(url, autocommit=True, connect_timeout=10, application_name="dedup")
+        self._cursor = self._connection.cursor()
+
+    def execute(self, sql: str, parameters: Sequence[Any] = ()) -> int:
+        """See `DatabaseConnection`."""
+        with self._explained():
+            return self._cursor.execute(sql.encode(), parameters or None).rowcount
+
+    def query(self, sql: str, parameters: Sequence[Any] = ()) -> list[Row]:
+        """See `DatabaseConnection`."""
+        with self._explained():
+            return self._cursor.execute(sql.encode(), parameters or None).fetchall()
+
+    def has(self, table: str) -> bool:
+        """See `DatabaseConnection`."""
+        return self.query("SELECT to_regclass(%s) IS NOT NULL", (table,)) == [(True,)]
+
+    def columns(self, sql: str) -> list[str]:
+        """See `DatabaseConnection`."""
+        with self._explained():
+            found = self._cursor.execute(f"SELECT * FROM ({sql}) t LIMIT 0".encode())  # noqa: S608  # the author's
+            return [column.name for column in found.description or ()]
+
+    def stage(self, table: Table, rows: Sequence[Row]) -> None:
+        """See `DatabaseConnection`."""
+        with self._explained():
+            self._cursor.execute(f"TRUNCATE {STAGED}".encode())
+            with self._cursor.copy(f"COPY {STAGED} ({table.listed}) FROM STDIN".encode()) as copy:
+                write = copy.write_row
+                for row in rows:
+                    write(row)
+
+    def begin(self) -> None:
+        """See `DatabaseConnection`."""
+        self.execute("BEGIN")
+
+    def commit(self) -> None:
+        """See `DatabaseConnection`."""
+        self.execute("COMMIT")
+
+    def rollback(self) -> None:
+        """See `DatabaseConnection`."""
+        if not self._connection.closed:
+            self.execute("ROLLBACK")
+
+    def close(self) -> None:
+        """See `DatabaseConnection`."""
+        self._connection.close()
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
+        except AWAY as error:
+            raise DatabaseAway(f"{self._shown}: {_message(error)}") from error
+        except psycopg.OperationalError as error:
+            # Classes 28 and 3D: the password or database is wrong, and waiting does not help.
+            if (error.sqlstate or "")[:2] in {"28", "3D"}:
+                raise StateIncompatible(f"{self._shown}: PostgreSQL refuses us: {_message(error)}.") from error
+            raise DatabaseAway(f"{self._shown}: {_message(error)}") from error
+        except psycopg.IntegrityError as error:
+            raise RowsRefused(_code(error), f"PostgreSQL: {_message(error)}") from error
+        except psycopg.DataError as error:
+            raise RowsRefused("wrong_type", f"PostgreSQL rejects this value: {type(error).__name__}") from error
+        except psycopg.Error as error:
+            text = f"{self._shown}: PostgreSQL says: {_message(error)}. Nothing was changed."
+            raise StateIncompatible(text) from error
+
+
+def _message(error: psycopg.Error) -> str:
+    """Return the first line of the server's message, without its detail, which may contain values."""
+    lines = (error.diag.message_primary or str(error) or type(error).__name__).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
+def _code(error: psycopg.IntegrityError) -> str:
+    match error:
+        case pg.UniqueViolation() | pg.ExclusionViolation():
+            return "unique_violation"
+        case pg.NotNullViolation():
+            return "null_refused"
+        case _:
+            return "constraint"

@@ -1,0 +1,447 @@
+"""`dedup ingest`, a source connector: sends a source's records and its position in Kafka transactions.
+
+`run_ingest` runs one source, and reads on while a transaction is committed. `TransactionBoundary` lets markers in the
+source decide where a transaction ends; `_RecordMaker` turns what was read into records and dead letters. If two
+processes run one source, the one that started later fences the other, which stops with TaskMigrated.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final, assert_never
+
+import orjson
+
+from dedup.connect.file_source import Files
+from dedup.connect.source import DeadRecord, RecordSource, SourceRecords
+from dedup.connect.table_source import NumberedRows
+from dedup.connect.transactional_outbox import TOPIC_CONFIGS, TransactionalOutbox, provide, wanted
+from dedup.connect.upsert import look_up
+from dedup.core.event_time import FieldTime
+from dedup.core.extract import compile_extractor
+from dedup.core.json_path import Path
+from dedup.core.partitioner import partitions
+from dedup.core.tracking_id import FieldRule, FieldsRule, RawContentRule, TrackingId
+from dedup.errors import RecordRefused, StateIncompatible
+from dedup.kafka.client import KafkaWire
+from dedup.kafka.connection import Connection
+from dedup.kafka.record_batch import Header, Line
+from dedup.kafka.topic_admin import Admin, Topic, WantedTopic
+from dedup.kafka.wire import TopicPartition
+from dedup.topology.ingest_file import FilesSource, Ingest, Marker, TableSource
+from dedup.worker.record_collector import DETAIL, ID, REASON, SOURCE
+
+if TYPE_CHECKING:
+    from dedup.settings import Settings
+
+Lines = dict[TopicPartition, list[Line]]
+HEADERS_BYTES: Final = 512
+"""Space for the key, the headers and the record's own fields, beside its value."""
+RECORDS_AT_ONCE: Final = 40_000
+"""In one transaction."""
+MOST_RECORDS: Final = 500_000
+MOST_BYTES: Final = 256 << 20
+"""Between two markers: these records are held in memory."""
+LOOK_AGAIN_S: Final = 0.2
+NO_RETENTION_LIMIT: Final = "-1"
+log: Final = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Ingested:
+    """The result of one run."""
+
+    records: int = 0
+    dead_letters: int = 0
+    transactions: int = 0
+    waiting: list[str] = field(default_factory=list)
+    """What was in the source at the end but could not be read yet, one sentence each."""
+
+
+@dataclass(slots=True)
+class _Transaction:
+    """What the next transaction commits."""
+
+    lines: Lines = field(default_factory=dict)
+    positions: dict[str, bytes | None] = field(default_factory=dict)
+    last: SourceRecords | None = None
+    """The last that was polled; after a refusal, all that is in the transaction."""
+    records: int = 0
+    dead_letters: int = 0
+
+
+OpenSource = Callable[[Ingest, int, Callable[[], bool]], RecordSource]
+"""Opens the source, given the maximum bytes of a record's value, and a function that says when to stop."""
+
+
+def open_source(ingest: Ingest, most_bytes: int, stopped: Callable[[], bool], *, url: str = "") -> RecordSource:
+    """Return the source of an ingest file; ``url`` is a table's, with its references resolved. Blocks for a table."""
+    source: RecordSource
+    match ingest.source:
+        case FilesSource() as files:
+            source = Files(ingest.name, files, most_bytes)
+        case TableSource() as table:
+            source = NumberedRows(ingest.name, table, url, stopped)
+        case never:
+            assert_never(never)
+    return TransactionBoundary(source, ingest.boundary) if isinstance(ingest.boundary, Marker) else source
+
+
+async def run_ingest(
+    ingest: Ingest, settings: Settings, make_source: OpenSource, *, exit_when_done: bool = False
+) -> Ingested:
+    """Run until SIGTERM or SIGINT or, with ``exit_when_done``, until the whole source is sent; return what was done.
+
+    Raises TaskMigrated when another process takes over the source, AuthorMistake or StateIncompatible when the source
+    cannot be read without loss, BrokerUnavailable when no broker answers at the start.
+    """
+    wire = KafkaWire(Connection.of(settings, client_id=f"dedup-ingest-{ingest.name}"))
+    await wire.start()
+    try:
+        async with Admin(wire.connection) as admin:
+            topics = await provide(admin, _topics(ingest, settings), settings)
+        stop = asyncio.Event()
+        with set_by_signals(stop):
+            name = f"{ingest.name}.ingest.0"
+            outbox = TransactionalOutbox(wire, name, ingest.offsets_topic, settings, stop.is_set)
+            await outbox.open()
+            log.info("%s: source taken; earlier owners are fenced", ingest.name)
+            most_bytes = topics[ingest.topic].max_record_bytes
+            try:
+                source = await asyncio.to_thread(make_source, ingest, most_bytes - HEADERS_BYTES, stop.is_set)
+                try:
+                    interval_ms = settings.commit_interval_ms if ingest.boundary == "interval" else None
+                    run = _Run(outbox, source, _RecordMaker(ingest, topics, most_bytes), interval_ms, stop)
+                    return await run.until_over(exit_when_done=exit_when_done)
+                finally:
+                    source.close()
+            finally:
+                await outbox.close()
+    finally:
+        await wire.stop()
+
+
+@contextmanager
+def set_by_signals(stop: asyncio.Event) -> Iterator[None]:
+    """Within the block, SIGTERM and SIGINT set the event."""
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    try:
+        yield
+    finally:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.remove_signal_handler(number)
+
+
+def _topics(ingest: Ingest, settings: Settings) -> list[WantedTopic]:
+    retention = settings.topics.retention_ms
+    configs = {} if retention is None else {"retention.ms": str(retention)}
+    if retention is None and isinstance(ingest.event_time, FieldTime):
+        # Records may be old: with the default of 7 days, Kafka would delete them as soon as they are written.
+        configs = {"retention.ms": NO_RETENTION_LIMIT}
+    return [
+        wanted(ingest.topic, ingest.partitions, settings, configs),
+        wanted(ingest.dead_letter, ingest.partitions, settings, {"message.timestamp.type": "LogAppendTime"}),
+        wanted(ingest.offsets_topic, 1, settings, TOPIC_CONFIGS),
+    ]
+
+
+class _Run:
+    def __init__(
+        self,
+        outbox: TransactionalOutbox,
+        source: RecordSource,
+        maker: _RecordMaker,
+        interval_ms: int | None,
+        stop: asyncio.Event,
+    ) -> None:
+        """``interval_ms``: how long a transaction's records are collected; None: each poll is a transaction."""
+        self._outbox: Final = outbox
+        self._source: Final = source
+        self._maker: Final = maker
+        self._interval_ms: Final = interval_ms
+        self._done: Final = Ingested()
+        self._stop: Final = stop
+        self._single = False
+        """After a refusal: one poll per transaction, one record per batch, so that the broker's answer names it."""
+
+    async def until_over(self, *, exit_when_done: bool) -> Ingested:
+        self._source.restore(self._outbox.positions.values)
+        current = await self._next()
+        while not self._stop.is_set():
+            if current is not None:
+                current = await self._commit(current)
+                continue
+            if exit_when_done:
+                break
+            with suppress(TimeoutError):
+                async with asyncio.timeout(LOOK_AGAIN_S):
+                    await self._stop.wait()
+            current = await self._next()
+        self._done.waiting = self._source.waiting()
+        return self._done
+
+    async def _next(self) -> _Transaction | None:
+        return await asyncio.to_thread(self._collect)
+
+    def _collect(self) -> _Transaction | None:
+        """Return the next transaction: the records of one poll, or of all polls within the interval."""
+        made = _Transaction()
+        until_s = time.monotonic() + (self._interval_ms or 0) / 1000
+        while not made.positions or (made.records < RECORDS_AT_ONCE and time.monotonic() < until_s):
+            found = self._source.poll()
+            if found is None:
+                break
+            lines = self._maker.lines(found)
+            total = sum(map(len, lines.values()))
+            dead = total - sum(len(part) for target, part in lines.items() if target.topic == self._maker.topic)
+            for target, part in lines.items():
+                made.lines.setdefault(target, []).extend(part)
+            made.positions.update(found.positions)
+            made.records += total - dead
+            made.dead_letters += dead
+            made.last = found
+            if self._single or self._interval_ms is None:
+                break
+        return made if made.positions else None
+
+    async def _commit(self, current: _Transaction) -> _Transaction | None:
+        """Commit a transaction; return the next one, read in the meantime."""
+        most_rows = 1 if self._single else None
+        sending = asyncio.create_task(self._outbox.commit(current.lines, current.positions, most_rows=most_rows))
+        try:
+            following = await self._next()
+        except BaseException:
+            # What was read before the source failed is committed before the error is reported.
+            await sending
+            raise
+        try:
+            await sending
+        except RecordRefused as refused:
+            self._refuse(current, refused)
+            self._source.restore(self._outbox.positions.values)
+            return await self._next()
+        self._single = False
+        self._done.records += current.records
+        self._done.dead_letters += current.dead_letters
+        self._done.transactions += 1
+        return following
+
+    def _refuse(self, current: _Transaction, refused: RecordRefused) -> None:
+        if not self._single:
+            self._single = True
+            return
+        rows = [row for row in refused.rows if row >= 0]
+        if not rows or current.last is None:
+            raise refused
+        log.warning("%s: it becomes a dead letter", refused)
+        self._maker.refused[current.last.place(rows[0])] = str(refused)
+
+
+@dataclass(slots=True)
+class _Pending:
+    """Records of one part of the source whose marker has not come yet."""
+
+    values: list[bytes] = field(default_factory=list)
+    places: list[int | str] = field(default_factory=list)
+    dead: list[DeadRecord] = field(default_factory=list)
+    size_bytes: int = 0
+
+    def __bool__(self) -> bool:
+        return bool(self.values or self.dead)
+
+    def add(self, found: SourceRecords, first: int, end: int | None = None) -> None:
+        """Add the records from row ``first`` up to ``end``, and the dead ones between them."""
+        # A dead record before the row after a marker comes after that marker.
+        last = len(found.values) if end is None else end - 1
+        self.dead += [each for each in found.dead if first <= each.row <= last]
+        values = found.values[first:end]
+        self.size_bytes += sum(map(len, values))
+        self.values += values
+        self.places += found.places[first:end]
+
+
+class TransactionBoundary:
+    """A source whose own records mark where a transaction ends: each poll returns what one transaction sends.
+
+    As `transaction.boundary=connector` of KIP-618, but the marker is a field of a record, which is sent as any other.
+    """
+
+    def __init__(self, source: RecordSource, marker: Marker) -> None:
+        self._source: Final = source
+        self._marker: Final = marker
+        self._pending: Final[dict[str, _Pending]] = {}
+        self._ready: Final[deque[SourceRecords]] = deque()
+
+    def restore(self, positions: Mapping[str, bytes]) -> None:
+        """See `RecordSource`."""
+        self._pending.clear()
+        self._ready.clear()
+        self._source.restore(positions)
+
+    def poll(self) -> SourceRecords | None:
+        """See `RecordSource`. Raises StateIncompatible when no marker comes."""
+        while not self._ready:
+            found = self._source.poll()
+            if found is None:
+                return None
+            self._take(found)
+        return self._ready.popleft()
+
+    def waiting(self) -> list[str]:
+        """See `RecordSource`."""
+        return self._source.waiting() + [
+            f"{len(pending.values)} records after {pending.places[0]} of {part} wait for their marker"
+            for part, pending in self._pending.items()
+            if pending.values
+        ]
+
+    def close(self) -> None:
+        """See `RecordSource`."""
+        self._source.close()
+
+    def _take(self, found: SourceRecords) -> None:
+        pending = self._pending.setdefault(found.part, _Pending())
+        if not pending and not found.values and not found.dead:
+            self._ready.append(found)  # only a position
+            return
+        if not found.values and not found.dead:
+            text = "%s: %d records without their marker precede blank lines or the end; they wait for a marker"
+            log.warning(text, found.part, len(pending.values))
+        first = 0
+        for row in [row for row, value in enumerate(found.values) if self._ends(value)]:
+            pending.add(found, first, row + 1)
+            places, positions, dead = pending.places, found.after(row), pending.dead
+            whole = SourceRecords(found.part, found.prefix, pending.values, places, positions, found.after, dead)
+            self._ready.append(whole)
+            pending = self._pending[found.part] = _Pending()
+            first = row + 1
+        pending.add(found, first)
+        if len(pending.values) > MOST_RECORDS or pending.size_bytes > MOST_BYTES:
+            raise StateIncompatible(
+                f"{found.prefix}{pending.places[0]}: no marker among the {len(pending.values):,} records after this "
+                f"one. None of them was sent; correct `boundary`, or write markers more often."
+            )
+
+    def _ends(self, value: bytes) -> bool:
+        try:
+            found = look_up(orjson.loads(value), self._marker.path)
+        except orjson.JSONDecodeError:
+            return False  # a dead letter
+        return type(found) is type(self._marker.equals) and found == self._marker.equals
+
+
+class _RecordMaker:
+    """Turns what was read from a source into Kafka records per partition: keys, timestamps, dead letters."""
+
+    def __init__(self, ingest: Ingest, topics: Mapping[str, Topic], most_bytes: int) -> None:
+        self.topic: Final = ingest.topic
+        self._ingest: Final = ingest
+        self._count: Final = topics[ingest.topic].partitions
+        self._dead_count: Final = topics[ingest.dead_letter].partitions
+        self._most_bytes: Final = most_bytes
+        rule = ingest.tracking_id or RawContentRule()
+        self._extract: Final = compile_extractor(TrackingId(rule), ingest.event_time, fmt="json", fingerprint=False)
+        self.refused: Final[dict[str, str]] = {}
+        """By place: why the broker refused a record."""
+
+    def lines(self, found: SourceRecords) -> Lines:
+        """Return the records and dead letters of one poll, in the order of the source."""
+        count = len(found.values)
+        now_ms = time.time_ns() // 1_000_000
+        no_keys: list[Any] = [None] * count
+        extracted = self._extract(no_keys, found.values, [[]] * count, [now_ms] * count)
+        bad = {
+            row: DeadRecord(found.place(row), fault.code, fault.detail, found.values[row])
+            for row, fault in extracted.faults.items()
+        }
+        bad |= {
+            row: DeadRecord(found.place(row), "refused", self.refused[found.place(row)], None)
+            for row in (range(count) if self.refused else ())
+            if found.place(row) in self.refused
+        }
+        keys = self._keys(found.values, bad)
+        bad |= self._too_large(found, keys, bad)
+        lines: defaultdict[TopicPartition, list[Line]] = defaultdict(list)
+        rows = zip(range(count), extracted.times_ms, keys, found.values, self._headers(found), strict=True)
+        if keys and self._ingest.tracking_id is not None:
+            parts: list[list[Line]] = [[] for _ in range(self._count)]
+            for partition, line in zip(partitions([key or b"" for key in keys], self._count), rows, strict=True):
+                parts[partition].append(line)
+        else:
+            # Each part of the source goes to one partition, which keeps the order of a file or table.
+            parts = [[] for _ in range(self._count)]
+            parts[partitions([found.part.encode()], self._count)[0]] = list(rows)
+        for partition, part in enumerate(parts):
+            kept = [line for line in part if line[0] not in bad] if bad else part
+            if kept:
+                lines[TopicPartition(self.topic, partition)] = kept
+        dead = [*found.dead, *(bad[row] for row in sorted(bad))]
+        if dead:
+            number = partitions([found.part.encode()], self._dead_count)[0]
+            lines[TopicPartition(self._ingest.dead_letter, number)] += [_dead_letter(each, now_ms) for each in dead]
+        return lines
+
+    def _too_large(
+        self, found: SourceRecords, keys: Sequence[bytes | None], bad: dict[int, DeadRecord]
+    ) -> dict[int, DeadRecord]:
+        longest = max(map(len, found.values), default=0) + max((len(key or b"") for key in keys), default=0)
+        if longest + HEADERS_BYTES <= self._most_bytes:
+            return {}
+        text = f"bytes are more than a record of topic {self.topic} can hold"
+        return {
+            row: DeadRecord(found.place(row), "too_large", f"{len(value)} {text}", None)
+            for row, value in enumerate(found.values)
+            if row not in bad and len(value) + len(keys[row] or b"") + HEADERS_BYTES > self._most_bytes
+        }
+
+    def _keys(self, values: Sequence[bytes], bad: dict[int, DeadRecord]) -> Sequence[bytes | None]:
+        rule = self._ingest.tracking_id
+        if rule is None:
+            return [None] * len(values)
+        if bad:
+            values = [b"null" if row in bad else value for row, value in enumerate(values)]
+        records = map(orjson.loads, values)
+        match rule:
+            case FieldRule((str() as name,)) if not bad:
+                return [_text(record[name]) for record in records]
+            case FieldRule(path):
+                return [b"" if record is None else _text(_at(record, path)) for record in records]
+            case FieldsRule(paths):
+                return [
+                    b"" if record is None else orjson.dumps([_at(record, path) for path in paths]) for record in records
+                ]
+            case never:
+                assert_never(never)
+
+    def _headers(self, found: SourceRecords) -> Sequence[list[Header]]:
+        if not self._ingest.has_header:
+            return [[]] * len(found.values)
+        return [[(ID, f"{found.prefix}{place}".encode())] for place in found.places]
+
+
+def _dead_letter(dead: DeadRecord, now_ms: int) -> Line:
+    headers: list[Header] = [
+        (REASON, dead.code.encode()),
+        (DETAIL, dead.detail.encode()),
+        (SOURCE, dead.place.encode()),
+    ]
+    return -1, now_ms, None, dead.value, headers
+
+
+def _at(found: Any, path: Path) -> Any:  # noqa: ANN401 - any JSON value
+    for step in path:
+        found = found[step]
+    return found
+
+
+def _text(found: Any) -> bytes:  # noqa: ANN401 - any JSON value
+    return found.encode() if isinstance(found, str) else orjson.dumps(found)

@@ -1,0 +1,113 @@
+"""A connection to SQLite, the embedded default. It has one writer at a time; others wait for the lock."""
+
+from __future__ import annotations
+
+import re
+import sqlite3
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Final
+
+from dedup.connect.database import STAGED, DatabaseAway, Row, RowsRefused, Table
+from dedup.errors import StateIncompatible
+
+PREFIX: Final = "sqlite:///"
+BUSY_S: Final = 5.0
+AWAY: Final = ("SQLITE_BUSY", "SQLITE_LOCKED", "SQLITE_FULL", "SQLITE_IOERR", "SQLITE_CANTOPEN")
+"""Prefixes of the names of temporary errors."""
+_NUMBERED: Final = re.compile(r":\d+\Z")
+
+
+class SqliteConnection:
+    """See `DatabaseConnection`."""
+
+    types: Mapping[str, str] = {
+        "bytes": "BLOB",
+        "text": "TEXT",
+        "integer": "INTEGER",
+        "number": "REAL",
+        "boolean": "INTEGER",
+        "time": "TEXT",
+        "json": "TEXT",
+    }
+    mark = "?"
+    temporary = "temp"
+
+    def __init__(self, url: str, *, read_only: bool = False) -> None:
+        self._path: Final = url.removeprefix(PREFIX)
+        mode = "?mode=ro" if read_only else ""
+        with self._explained():
+            self._connection = sqlite3.connect(
+                f"file:{self._path}{mode}", uri=True, timeout=BUSY_S, isolation_level=None, check_same_thread=False
+            )
+
+    def execute(self, sql: str, parameters: Sequence[Any] = ()) -> int:
+        """See `DatabaseConnection`."""
+        with self._explained():
+            return self._connection.execute(sql, parameters).rowcount
+
+    def query(self, sql: str, parameters: Sequence[Any] = ()) -> list[Row]:
+        """See `DatabaseConnection`."""
+        with self._explained():
+            return self._connection.execute(sql, parameters).fetchall()
+
+    def has(self, table: str) -> bool:
+        """See `DatabaseConnection`."""
+        return bool(self.query("SELECT 1 FROM pragma_table_info(?) LIMIT 1", (table.rpartition(".")[2],)))
+
+    def columns(self, sql: str) -> list[str]:
+        """See `DatabaseConnection`."""
+        with self._explained():
+            cursor = self._connection.execute(f"SELECT * FROM ({sql}) LIMIT 0")  # noqa: S608  # the author's query
+            # SQLite calls the second of two columns with one name "name:1".
+            return [_NUMBERED.sub("", name) for name, *_ in cursor.description]
+
+    def stage(self, table: Table, rows: Sequence[Row]) -> None:
+        """See `DatabaseConnection`."""
+        marks = ", ".join("?" for _ in table.columns)
+        with self._explained():
+            self._connection.execute(f"DELETE FROM {STAGED}")  # noqa: S608  # our own name
+            self._connection.executemany(f"INSERT INTO {STAGED} VALUES ({marks})", rows)  # noqa: S608  # our own name
+
+    def begin(self) -> None:
+        """See `DatabaseConnection`."""
+        self.execute("BEGIN IMMEDIATE")
+
+    def commit(self) -> None:
+        """See `DatabaseConnection`."""
+        self.execute("COMMIT")
+
+    def rollback(self) -> None:
+        """See `DatabaseConnection`."""
+        if self._connection.in_transaction:
+            self.execute("ROLLBACK")
+
+    def close(self) -> None:
+        """See `DatabaseConnection`."""
+        self._connection.close()
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
+        except sqlite3.IntegrityError as error:
+            raise RowsRefused(_code(error), f"SQLite: {error}") from error
+        except (sqlite3.DataError, OverflowError, UnicodeEncodeError) as error:
+            raise RowsRefused("wrong_type", f"SQLite rejects this value: {error}") from error
+        except sqlite3.DatabaseError as error:
+            name = getattr(error, "sqlite_errorname", None) or ""
+            if isinstance(error, sqlite3.OperationalError) and name.startswith(AWAY):
+                raise DatabaseAway(f"{self._path}: {error}") from error
+            raise StateIncompatible(f"{self._path}: SQLite says: {error}. Nothing was changed.") from error
+
+
+def _code(error: sqlite3.IntegrityError) -> str:
+    match getattr(error, "sqlite_errorname", ""):
+        case "SQLITE_CONSTRAINT_UNIQUE" | "SQLITE_CONSTRAINT_PRIMARYKEY":
+            return "unique_violation"
+        case "SQLITE_CONSTRAINT_NOTNULL":
+            return "null_refused"
+        case "SQLITE_CONSTRAINT_DATATYPE":
+            return "wrong_type"
+        case _:
+            return "constraint"

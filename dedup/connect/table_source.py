@@ -1,0 +1,378 @@
+"""A source that reads the rows of a growing table, or of a query, in the order of their numbers, without a gap.
+
+A row can be committed after one with a higher number was read, because its transaction took the lower number first. So
+a bound is set before rows are read. In PostgreSQL the bound is the greatest number, and then every transaction that
+holds a lock for writing rows of the table is waited for, as CREATE INDEX CONCURRENTLY does. A transaction takes that
+lock before it takes a number, so later transactions get greater numbers, and everything below the bound is decided.
+(The snapshot's xmin would not do: a transaction that has its number may not have its transaction id yet, and then no
+snapshot contains it; see docs/decisions/0012-edges.md.) SQLite has one writer at a time, so everything is decided at
+once. If the INSERT itself does not take the number, `settle` waits for as long as the author says, which is not exact.
+
+`_readable_columns` refuses, before the first row is sent, what cannot be read this way.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Final
+
+import msgspec
+import orjson
+
+from dedup.connect.database import DatabaseConnection
+from dedup.connect.open_database import POSTGRES, connect
+from dedup.connect.retry import RetryingDatabase
+from dedup.connect.source import DeadRecord, SourceRecords
+from dedup.errors import StateIncompatible
+from dedup.topology.ingest_file import TableSource, settle_sentence
+
+MOST_ROWS: Final = 5_000
+LOOK_AGAIN_S: Final = 0.02
+PART: Final = "table"
+FIRST_USER_OID: Final = 16_384
+"""Lower oids are PostgreSQL's own relations."""
+WRITE_LOCKS: Final = "'RowExclusiveLock', 'ShareRowExclusiveLock', 'ExclusiveLock', 'AccessExclusiveLock'"
+log: Final = logging.getLogger(__name__)
+
+
+class NumberedRows:
+    """See `RecordSource`: the rows of one table or query, read in the order of one or two integer columns."""
+
+    def __init__(self, name: str, spec: TableSource, url: str, stopped: Callable[[], bool]) -> None:
+        self._name: Final = name
+        self._spec: Final = spec
+        self._stopped: Final = stopped
+        self._postgres: Final = url.startswith(POSTGRES)
+        self._database: Final = RetryingDatabase(lambda: connect(url, read_only=True), stopped)
+        self._at: tuple[int, ...] | None = None
+        self._bound: int | None = None
+        self._names: list[str] = []
+        self._order: Final = _order_of(spec)
+        self._listed: Final = ", ".join(f't."{name}"' for name in self._order)
+        self._from: Final = spec.table or f"({spec.query.replace('%', '%%') if self._postgres else spec.query})"
+        self._knows_writers = False
+        """Whether the server is PostgreSQL's primary."""
+        if spec.settle_ms:
+            log.warning("%s: %s", name, settle_sentence(spec))
+        try:
+            self._database.first(self._check)
+        except BaseException:
+            self._database.close()
+            raise
+
+    def restore(self, positions: Mapping[str, bytes]) -> None:
+        """See `RecordSource`. Raises StateIncompatible if `unique` was added or removed."""
+        committed = positions.get(PART)
+        self._at = None if committed is None else tuple(msgspec.json.decode(committed, type=list[int]))
+        if self._at is not None and len(self._at) != len(self._order):
+            raise StateIncompatible(
+                f"{self._name}: the source offsets have {len(self._at)} numbers per row, and `source.table` has "
+                f"{len(self._order)} columns: `unique` was added or removed. Nothing was sent; put it back as it was, "
+                f"or give the source another name, which sends the table again."
+            )
+        self._bound = None
+
+    def poll(self) -> SourceRecords | None:
+        """See `RecordSource`. Waits while the database is away."""
+        return self._database.insist(self._next)
+
+    def waiting(self) -> list[str]:
+        """See `RecordSource`."""
+        return []
+
+    def close(self) -> None:
+        """See `RecordSource`."""
+        self._database.close()
+
+    def _next(self, connection: DatabaseConnection) -> SourceRecords | None:
+        if self._bound is None and not self._set_bound(connection):
+            return None
+        where, parameters = self._after(connection)
+        values = "row_to_json(t)::text" if self._postgres else ", ".join(f't."{name}"' for name in self._names)
+        rows = connection.query(
+            f"SELECT {self._listed}, {values} FROM {self._from} t WHERE {where} "  # noqa: S608  # checked names, or a query
+            f'AND t."{self._spec.column}" <= {connection.mark} ORDER BY {self._listed} LIMIT {MOST_ROWS + 1}',
+            (*parameters, self._bound),
+        )
+        if len(rows) <= MOST_ROWS:
+            self._bound = None
+        for one, other in pairwise(rows if self._spec.query else ()):
+            if one[: len(self._order)] == other[: len(self._order)]:
+                remedy = "" if self._spec.unique else "; name a second column with `unique`"
+                raise self._unfit(f"two rows have {' and '.join(self._order)} {self._place(one)}{remedy}")
+        return self._records(rows[:MOST_ROWS]) if rows else None
+
+    def _after(self, connection: DatabaseConnection) -> tuple[str, tuple[int, ...]]:
+        if self._at is None:
+            # psycopg needs a "%" in a query doubled if there are parameters, so there is always one.
+            return f"{connection.mark} = 1", (1,)
+        marks = ", ".join(connection.mark for _ in self._order)
+        return f"({self._listed}) > ({marks})", self._at
+
+    def _set_bound(self, connection: DatabaseConnection) -> bool:
+        where, parameters = self._after(connection)
+        null = " OR ".join(f't."{name}" IS NULL' for name in self._order)
+        ((most, nulls),) = connection.query(
+            f'SELECT max(t."{self._spec.column}"), count(CASE WHEN {null} THEN 1 END) '  # noqa: S608  # as above
+            f"FROM {self._from} t WHERE {where} OR {null}"
+            if self._spec.query
+            else f'SELECT max(t."{self._spec.column}"), 0 FROM {self._from} t WHERE {where}',  # noqa: S608  # as above
+            parameters,
+        )
+        if nulls:
+            raise self._unfit(f"{' or '.join(self._order)} of {nulls} rows is null; exclude these rows with WHERE")
+        if most is None:
+            return False
+        if not isinstance(most, int):
+            raise StateIncompatible(
+                f"{self._spec.named}.{self._spec.column} contains a value that is not an integer. Nothing was sent "
+                f"after it; correct that row."
+            )
+        if not self._decided(connection):
+            return False
+        self._bound = most
+        return True
+
+    def _decided(self, connection: DatabaseConnection) -> bool:
+        """Wait until no transaction can commit a lower number any more; return False if stopped."""
+        until_s = time.monotonic() + self._spec.settle_ms / 1000
+        while time.monotonic() < until_s and not self._stopped():
+            time.sleep(LOOK_AGAIN_S)
+        if self._stopped() or not self._knows_writers:
+            return not self._stopped()
+        relations = _relations_of(connection, self._spec)
+        writing = _writers(connection, relations)
+        while writing and not self._stopped():
+            time.sleep(LOOK_AGAIN_S)
+            writing &= _writers(connection, relations)
+        return not writing
+
+    def _unfit(self, why: str) -> StateIncompatible:
+        return StateIncompatible(f"{self._name}: {self._spec.named}: {why}. Nothing was sent after it.")
+
+    def _place(self, row: Sequence[Any]) -> str:
+        return "/".join(map(str, row[: len(self._order)]))
+
+    def _records(self, rows: Sequence[tuple[Any, ...]]) -> SourceRecords:
+        width = len(self._order)
+        values: list[bytes] = []
+        places: list[str] = []
+        dead: list[DeadRecord] = []
+        prefix = f"{self._name}/{self._spec.named}/"
+        for row in rows:
+            if not all(type(number) is int for number in row[:width]):
+                raise StateIncompatible(
+                    f"{self._spec.named}: {' and '.join(self._order)} of a row after {self._at} is not an integer. "
+                    f"Nothing was sent after it; correct that row."
+                )
+            place = self._place(row)
+            try:
+                value = row[width].encode() if self._postgres else _as_json(self._names, row[width:])
+            except (TypeError, ValueError) as error:
+                text = f"the row cannot be written as JSON: {error}"
+                dead.append(DeadRecord(prefix + place, "not_json", text, None, row=len(values)))
+                continue
+            values.append(value)
+            places.append(place)
+        self._at = tuple(rows[-1][:width])
+
+        def after(row: int) -> dict[str, bytes | None]:
+            return {PART: msgspec.json.encode([int(number) for number in places[row].split("/")])}
+
+        return SourceRecords(PART, prefix, values, places, {PART: msgspec.json.encode(self._at)}, after, dead)
+
+    def _check(self, connection: DatabaseConnection) -> None:
+        self._names = _readable_columns(connection, self._name, self._spec, postgres=self._postgres)
+        if self._postgres:
+            ((standby,),) = connection.query("SELECT pg_is_in_recovery()")
+            self._knows_writers = not standby
+
+
+def _order_of(spec: TableSource) -> list[str]:
+    """Return the columns whose values are a row's numbers."""
+    return [spec.column] if spec.unique is None else [spec.column, spec.unique]
+
+
+def _writers(connection: DatabaseConnection, relations: Sequence[int]) -> set[str]:
+    """Return the transactions that hold a lock for writing rows of the relations."""
+    rows = connection.query(
+        "SELECT virtualtransaction FROM pg_locks WHERE locktype = 'relation' AND granted AND "  # noqa: S608
+        "database = (SELECT oid FROM pg_database WHERE datname = current_database()) AND "
+        f"mode IN ({WRITE_LOCKS}) AND relation::bigint = ANY(%s::bigint[])",
+        (list(relations),),
+    )
+    return {name for (name,) in rows}
+
+
+def _as_json(names: Sequence[str], row: Sequence[Any]) -> bytes:
+    found = dict(zip(names, row, strict=True))
+    for name, value in found.items():
+        match value:
+            case bytes():
+                found[name] = value.hex()
+            case float() if value - value != 0:
+                raise ValueError(f"column {name} contains an infinite number")
+    return orjson.dumps(found)
+
+
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    """What a table's definition says of its columns."""
+
+    columns: list[str]
+    whole: set[str]
+    """Columns of integer types."""
+    never_null: set[str]
+    keys: list[list[str]]
+    """The columns of each unique index."""
+
+
+def _refusal(name: str, spec: TableSource, why: str) -> StateIncompatible:
+    """Return the error that says why a table or query cannot be read."""
+    what = f"table {spec.table}" if spec.table else "the query"
+    return StateIncompatible(f"{name}: {what}: {why}. Nothing was sent.")
+
+
+def _readable_columns(connection: DatabaseConnection, name: str, spec: TableSource, *, postgres: bool) -> list[str]:
+    """Return the columns of a table or query. Raises StateIncompatible if it cannot be read by its numbers."""
+    if postgres and not spec.settle_ms:
+        _refuse_unknown_writers(connection, name, spec)
+    if spec.query:
+        return _columns_of_query(connection, name, spec)
+    shape = _postgres_shape(connection, spec) if postgres else _sqlite_shape(connection, name, spec)
+    order = _order_of(spec)
+    for each in order:
+        if each not in shape.columns:
+            raise _refusal(name, spec, f"it has no column {each!r}; it has {', '.join(shape.columns)}")
+        if each not in shape.whole:
+            raise _refusal(name, spec, f"column {each!r} is not of an integer type such as BIGINT")
+        if each not in shape.never_null:
+            text = f"column {each!r} may be null, and such rows would never be read; make it NOT NULL"
+            raise _refusal(name, spec, text)
+    if not any(set(key) <= set(order) for key in shape.keys):
+        remedy = "add one" if spec.unique else "add one, or name a second column with `unique`"
+        raise _refusal(
+            name, spec, f"no unique index on {' and '.join(order)}, so two rows may be equal there: {remedy}"
+        )
+    return shape.columns
+
+
+def _relations_of(connection: DatabaseConnection, spec: TableSource) -> list[int]:
+    """Return the oids of the relations in PostgreSQL whose writers may still add rows with lower numbers.
+
+    For a query these are the relations that planning it locks: those behind views, and partitions, but not those that a
+    function reads.
+    """
+    if spec.table:
+        rows = connection.query(
+            "SELECT %s::regclass::oid::bigint UNION SELECT relid::oid::bigint FROM pg_partition_tree(%s::regclass)",
+            (spec.table, spec.table),
+        )
+        return [oid for (oid,) in rows]
+    connection.begin()
+    try:
+        connection.query(f"EXPLAIN SELECT * FROM ({spec.query}) t")  # noqa: S608  # the author's query
+        rows = connection.query(
+            "SELECT DISTINCT relation::bigint FROM pg_locks WHERE locktype = 'relation' AND pid = pg_backend_pid() "
+            "AND relation::bigint >= %s",
+            (FIRST_USER_OID,),
+        )
+    finally:
+        connection.rollback()
+    return [oid for (oid,) in rows]
+
+
+def _refuse_unknown_writers(connection: DatabaseConnection, name: str, spec: TableSource) -> None:
+    """Raise StateIncompatible if PostgreSQL does not know who may still add a lower number."""
+    ((standby,),) = connection.query("SELECT pg_is_in_recovery()")
+    if standby:
+        text = "this server is a standby, which does not know who writes; use the primary, or set `settle`"
+        raise _refusal(name, spec, text)
+    relations = _relations_of(connection, spec)
+    if not relations:
+        raise _refusal(name, spec, "it reads no table, so PostgreSQL cannot say who writes its rows; set `settle`")
+    foreign = connection.query(
+        "SELECT relname FROM pg_class WHERE relkind = 'f' AND oid::bigint = ANY(%s::bigint[])", (relations,)
+    )
+    if foreign:
+        text = f"{foreign[0][0]} is a foreign table, whose writers this server does not know; set `settle`"
+        raise _refusal(name, spec, text)
+    if not spec.table:
+        return
+    caching = connection.query(
+        "SELECT s.seqcache FROM pg_sequence s JOIN pg_attribute a ON a.attrelid = %s::regclass AND a.attname = %s "
+        "WHERE s.seqcache > 1 AND s.seqrelid = pg_get_serial_sequence(%s, a.attname)::regclass",
+        (spec.table, spec.column, spec.table),
+    )
+    if caching:
+        text = (
+            f"the sequence of {spec.column!r} has CACHE {caching[0][0]}: a session uses numbers that it took long "
+            f"before, and a row may get a lower number than one that was read; make it CACHE 1, or write `settle`"
+        )
+        raise _refusal(name, spec, text)
+
+
+def _columns_of_query(connection: DatabaseConnection, name: str, spec: TableSource) -> list[str]:
+    columns = connection.columns(spec.query)
+    for each in columns:
+        if columns.count(each) > 1:
+            raise _refusal(name, spec, f"it has two columns {each!r}; rename one with AS")
+    for each in _order_of(spec):
+        if each not in columns:
+            raise _refusal(name, spec, f"it has no column {each!r}; it has {', '.join(columns)}")
+    return columns
+
+
+def _postgres_shape(connection: DatabaseConnection, spec: TableSource) -> _Shape:
+    columns = connection.query(
+        "SELECT attname, atttypid::regtype::text, attnotnull FROM pg_attribute "
+        "WHERE attrelid = %s::regclass AND attnum > 0 AND NOT attisdropped ORDER BY attnum",
+        (spec.table,),
+    )
+    keys = connection.query(
+        "SELECT array(SELECT attname::text FROM pg_attribute WHERE attrelid = indrelid AND attnum = ANY(indkey)) "
+        "FROM pg_index WHERE indrelid = %s::regclass AND indisunique AND indisvalid "
+        "AND indpred IS NULL AND indexprs IS NULL",
+        (spec.table,),
+    )
+    return _Shape(
+        [name for name, *_ in columns],
+        {name for name, kind, _ in columns if kind in {"smallint", "integer", "bigint"}},
+        {name for name, _, never in columns if never},
+        [key for (key,) in keys],
+    )
+
+
+def _sqlite_shape(connection: DatabaseConnection, name: str, spec: TableSource) -> _Shape:
+    table = spec.table.rpartition(".")[2]
+    columns = connection.query('SELECT name, upper(type), "notnull", pk FROM pragma_table_info(?)', (table,))
+    if not columns:
+        raise _refusal(name, spec, "there is no such table")
+    primary = [name for name, _, _, position in columns if position]
+    keys = [primary] if primary else []
+    for (index,) in connection.query('SELECT name FROM pragma_index_list(?) WHERE "unique" AND NOT partial', (table,)):
+        keys.append([name for (name,) in connection.query("SELECT name FROM pragma_index_info(?)", (index,))])
+    # An INTEGER PRIMARY KEY is the row's own number: it is never null.
+    row_number = [name for name, kind, _, position in columns if position and kind == "INTEGER" and len(primary) == 1]
+    if spec.column in row_number:
+        _warn_of_reused_numbers(connection, name, table, spec.column)
+    return _Shape(
+        [name for name, *_ in columns],
+        {name for name, kind, *_ in columns if "INT" in kind},
+        {name for name, _, never, _ in columns if never} | set(row_number),
+        keys,
+    )
+
+
+def _warn_of_reused_numbers(connection: DatabaseConnection, name: str, table: str, column: str) -> None:
+    ((sql,),) = connection.query("SELECT sql FROM sqlite_master WHERE type = 'table' AND name = ?", (table,))
+    if "AUTOINCREMENT" not in sql.upper():
+        text = (
+            "%s: %s.%s is not AUTOINCREMENT: SQLite gives the number of a deleted last row to another one, which "
+            "is then not read. This is exact only if such rows are never deleted."
+        )
+        log.warning(text, name, table, column)

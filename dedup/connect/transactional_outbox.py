@@ -1,0 +1,267 @@
+"""The transactional outbox: commits records and source positions together, exactly once, even if answers are lost.
+
+How far a source was read is kept in a compacted topic and written in the transaction of the records themselves, as in
+Kafka Connect's exactly-once sources (KIP-618). But each source has its own topic, and each transaction also writes who
+wrote it and its number. `Session` sends nothing twice: if an answer is missing it raises CommitUnknown, and the epoch
+is over. The outbox then begins a new epoch and reads the last transaction's number in the positions topic, which tells
+whether the commit happened. If it did not, the outbox sends the same records again. So the caller sees one of two
+results: the transaction is committed, or TaskMigrated because another process has taken over the source.
+
+`wanted` and `provide` create the connectors' topics.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import uuid
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+
+from dedup.errors import BrokerUnavailable, CommitUnknown, RecordRefused, StateIncompatible, TaskMigrated
+from dedup.kafka.record_batch import Line, fill
+from dedup.kafka.topic_admin import Admin, Topic, WantedTopic
+from dedup.kafka.transactional_producer import Session
+from dedup.kafka.wire import NoAnswer, TopicPartition, Wire
+from dedup.worker.offsets import bounds_of
+
+if TYPE_CHECKING:
+    from dedup.settings import Settings
+
+BROKER_DEFAULT: Final = -1
+OWNER_KEY: Final = b"owner"
+POSITION: Final = b"at:"
+FETCH_BYTES: Final = 4 << 20
+WAIT_MS: Final = 100
+PAUSE_MS: Final = 50
+DEADLINE_MS: Final = 20_000
+PAUSE_S: Final = 0.5
+TOPIC_CONFIGS: Final[Mapping[str, str]] = {
+    "cleanup.policy": "compact",
+    # Only closed segments are compacted, and the whole topic is read at every start.
+    "segment.bytes": "10485760",
+    "retention.ms": "-1",
+}
+log: Final = logging.getLogger(__name__)
+
+
+def wanted(name: str, partitions: int | None, settings: Settings, configs: Mapping[str, str]) -> WantedTopic:
+    """Return a topic with the replication that the config asks for; partitions None is the brokers' default."""
+    least = settings.topics.min_insync_replicas
+    base = {} if least is None else {"min.insync.replicas": str(least)}
+    return WantedTopic(name, partitions or BROKER_DEFAULT, settings.topics.replication_factor, {**base, **configs})
+
+
+async def provide(admin: Admin, topics: Sequence[WantedTopic], settings: Settings) -> dict[str, Topic]:
+    """Create missing topics, and return all. Raises StateIncompatible if one is missing and creation is not allowed."""
+    names = [topic.name for topic in topics]
+    have = await admin.topics(names)
+    missing = [topic for topic in topics if topic.name not in have]
+    if missing and not settings.topics.create:
+        listed = ", ".join(repr(topic.name) for topic in missing)
+        raise StateIncompatible(f"missing topics {listed}, and `topics.create` is false. Create them, or allow it.")
+    if missing:
+        await admin.create(missing)
+    return await admin.settled(names)
+
+
+class _Owner(msgspec.Struct, frozen=True):
+    """Who wrote a transaction, and its number among that process's transactions."""
+
+    run: str
+    """Unique to one process."""
+    transaction: int
+
+
+@dataclass(slots=True)
+class Positions:
+    """The content of the positions topic up to an offset."""
+
+    owner: _Owner | None = None
+    values: dict[str, bytes] = field(default_factory=dict)
+    """By the names that the source gives its parts."""
+    read_to: int = 0
+
+
+async def _read_positions(wire: Wire, topic: str, known: Positions, *, stable: bool = False) -> Positions:
+    """Return all committed positions, reading on from what is known.
+
+    Call it after beginning a new epoch: then no older write can still arrive. It reads to the high watermark, because
+    another writer's open transaction could hide our committed records behind the last stable offset. With ``stable`` it
+    does not wait for what an open transaction hides, which may be our own.
+    """
+    place = TopicPartition(topic, 0)
+    found = Positions(known.owner, dict(known.values), known.read_to)
+    bounds = await bounds_of(wire, place)
+    if found.read_to > bounds.end:
+        raise StateIncompatible(
+            f"topic {topic!r} ends at offset {bounds.end}, but it was read up to {found.read_to} before: it was "
+            f"deleted and created again. Nothing was sent. Restore it; without it the source would be sent again."
+        )
+    found.read_to = max(found.read_to, bounds.start)
+    while found.read_to < bounds.end:
+        try:
+            fetched = await wire.fetch(place, found.read_to, max_bytes=FETCH_BYTES, wait_ms=WAIT_MS)
+        except NoAnswer:
+            await wire.pause(PAUSE_MS)
+            continue
+        for key, value in zip(fetched.keys, fetched.values, strict=True):
+            _take(found, topic, key or b"", value)
+        found.read_to = fetched.next_offset
+        if stable and found.read_to >= fetched.last_stable_offset:
+            break
+    return found
+
+
+def _take(found: Positions, topic: str, key: bytes, value: bytes | None) -> None:
+    if key == OWNER_KEY and value is not None:
+        found.owner = msgspec.json.decode(value, type=_Owner)
+    elif key.startswith(POSITION):
+        name = key.removeprefix(POSITION).decode()
+        if value is None:
+            found.values.pop(name, None)
+        else:
+            found.values[name] = value
+    else:
+        raise StateIncompatible(
+            f"topic {topic!r} holds a record with the key {key[:40]!r}, which this program did not write. "
+            f"Nothing was sent. Give the source another name, or delete that topic if nobody needs it."
+        )
+
+
+class TransactionalOutbox:
+    """The transactions of one source. Call `open` first."""
+
+    def __init__(
+        self,
+        wire: Wire,
+        transactional_id: str,
+        offsets_topic: str,
+        settings: Settings,
+        stopped: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self.positions = Positions()
+        """As of the last commit."""
+        self._stopped: Final = stopped
+        self._wire: Final = wire
+        self._topic: Final = offsets_topic
+        self._compression: Final = settings.topics.compression
+        self._run: Final = uuid.uuid4().hex
+        self._number = 0
+        self._unsure = False
+        """A commit failed or was canceled: only a new epoch can tell whether it happened."""
+        self._one_at_a_time: Final = asyncio.Lock()
+        self._session: Final = Session(
+            wire, transactional_id, None, timeout_ms=settings.transaction_timeout_ms, deadline_ms=DEADLINE_MS
+        )
+
+    async def open(self) -> None:
+        """Fence earlier owners, abort their open transactions, and read the positions.
+
+        Raises BrokerUnavailable if no broker answers in time.
+        """
+        try:
+            await self._session.open()
+            self.positions = await _read_positions(self._wire, self._topic, self.positions)
+            # Write our run's name now, so that others see the new owner even if we never send a record.
+            await self.commit({}, {})
+        except CommitUnknown as error:
+            raise BrokerUnavailable(f"the cluster did not begin a transaction in time: {error}") from error
+
+    async def commit(
+        self,
+        lines: Mapping[TopicPartition, Sequence[Line]],
+        positions: Mapping[str, bytes | None],
+        *,
+        most_rows: int | None = None,
+    ) -> None:
+        """Make the records and positions visible, exactly once; a position of None is deleted.
+
+        ``most_rows`` limits the records per batch: with 1, a refusal names the record. Raises TaskMigrated when another
+        process has taken over the source, RecordRefused with nothing committed. A canceled commit happens completely or
+        not at all. Concurrent callers wait for each other.
+        """
+        async with self._one_at_a_time:
+            if self._unsure:
+                name = self._session.transactional_id
+                await self._happened(CommitUnknown(f"{name}: the last transaction was interrupted"))
+            self._unsure = True
+            await self._once(lambda: self._send(lines, positions, most_rows))
+            self._unsure = False
+            for name, value in positions.items():
+                if value is None:
+                    self.positions.values.pop(name, None)
+                else:
+                    self.positions.values[name] = value
+
+    async def _once(self, send: Callable[[], Awaitable[None]]) -> None:
+        """Repeat the transaction until it has happened."""
+        self._number += 1
+        while True:
+            try:
+                return await send()
+            except CommitUnknown as unknown:
+                if await self._happened(unknown):
+                    return None
+            except RecordRefused:
+                self._number -= 1
+                await self._begin_epoch()
+                self._unsure = False
+                raise
+
+    async def _send(
+        self,
+        lines: Mapping[TopicPartition, Sequence[Line]],
+        positions: Mapping[str, bytes | None],
+        most_rows: int | None,
+    ) -> None:
+        own: list[Line] = [(-1, 0, POSITION + name.encode(), value, []) for name, value in sorted(positions.items())]
+        own.append((-1, 0, OWNER_KEY, msgspec.json.encode(_Owner(self._run, self._number)), []))
+        for target, part in lines.items():
+            self._session.add(fill(target, part, compression=self._compression, most_rows=most_rows))
+        self._session.add(fill(TopicPartition(self._topic, 0), own, compression=self._compression))
+        await self._session.commit({})
+
+    async def _happened(self, unknown: CommitUnknown) -> bool:
+        """Return whether the commit without an answer happened; retries until a broker answers."""
+        log.warning("%s", unknown)
+        # A fenced writer must stop, not fence its successor in turn, so it also checks before the new epoch.
+        return (await self._begin_epoch(check_before=True)).transaction == self._number
+
+    async def _begin_epoch(self, *, check_before: bool = False) -> _Owner:
+        while True:
+            try:
+                if check_before:
+                    await self._refuse_if_overtaken(stable=True)
+                await self._session.open()
+                return await self._refuse_if_overtaken()
+            except CommitUnknown as again:
+                await self._wait(again)
+
+    async def _wait(self, unknown: CommitUnknown) -> None:
+        log.warning("waiting for the broker: %s", unknown)
+        if self._stopped():
+            raise BrokerUnavailable(
+                f"stopped while no broker answered: {unknown} The next start finds out whether the last transaction "
+                f"happened, and continues after it."
+            ) from unknown
+        await asyncio.sleep(PAUSE_S)
+
+    async def _refuse_if_overtaken(self, *, stable: bool = False) -> _Owner:
+        self.positions = await _read_positions(self._wire, self._topic, self.positions, stable=stable)
+        owner = self.positions.owner
+        if owner is not None and owner.run == self._run:
+            return owner
+        if self._number <= 1:
+            return _Owner(self._run, 0)  # our first transaction: our name need not be there yet
+        raise TaskMigrated(
+            f"{self._session.transactional_id}: another process has taken over this source; this one stops. "
+            f"Nothing was sent twice. Run one process per source."
+        )
+
+    async def close(self) -> None:
+        """Abort what was not committed."""
+        await self._session.drop()

@@ -1,0 +1,198 @@
+"""The exact model: the rule of deduplication written the slow, obvious way.
+
+Everything else is compared with it: by the tests, by ``dedup verify``, and for other engines. It shares only the value
+types ``Source`` and ``Sighting`` with the fast code; the rule itself is written here a second time, with plain loops,
+from the semantics page. Records come one at a time, in the order of one task's log. Nothing here reads a clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Final, Literal, NamedTuple
+
+from dedup.core.window import BEFORE_ALL_TIME, Sighting, Source
+
+Feed = tuple[int, int]
+"""Position of the topic in ``source.topics``, and the partition."""
+
+ModelFault = Literal["missing_id", "unreadable", "tombstone", "bad_time"]
+
+Kind = Literal["unique", "duplicate", "late", "dead_letter", "exempt", "marker", "fail"]
+"""``exempt``: forwarded unjudged by policy (no ID, or a null value); ``marker``: an idle marker instead of a record;
+``fail``: the worker stops here, so it is always the last verdict."""
+
+_ONE_FEED: Final[tuple[Feed, ...]] = ((0, 0),)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelRules:
+    """Everything in a topology that a verdict depends on."""
+
+    guard_ms: int
+    grace_ms: int
+    extend: bool = False
+    extend_at_most_ms: int = 0
+    missing: Literal["dead_letter", "forward", "fail"] = "dead_letter"
+    tombstones: Literal["forward", "dead_letter"] = "forward"
+    on_conflict: Literal["duplicate", "forward", "fail"] = "duplicate"
+    future: Literal["dead_letter", "clamp"] = "dead_letter"
+
+
+class ModelRecord(NamedTuple):
+    """One record of a task's log, reduced to what the rule needs."""
+
+    id: bytes | None
+    time_ms: int
+    source: Source = Source(0, 0, 0)
+    fingerprint: bytes = b""
+    fault: ModelFault | None = None
+    ceiling_ms: int | None = None
+    """The greatest event time accepted when this record was judged; None if there is no limit."""
+    idle: bool = False
+    """An idle marker instead of a record: the feed has nothing more to send for now."""
+
+
+class ModelVerdict(NamedTuple):
+    """What must happen to one record."""
+
+    kind: Kind
+    time_ms: int
+    """Event time as judged: the ceiling if a future time was clamped."""
+    stream_time_ms: int
+    """Stream time after this record."""
+    of: Sighting | None = None
+    """The sighting that a duplicate repeats, or a forwarded conflict contradicts, as it was before this record."""
+    conflict: bool = False
+    reason: str = ""
+    """Code of a dead letter, an exemption or a failure."""
+
+
+class ReferenceModel:
+    """The state of one task after the records judged so far."""
+
+    def __init__(self, rules: ModelRules, feeds: Iterable[Feed] = _ONE_FEED) -> None:
+        self.rules: Final = rules
+        self.stream_time_ms = BEFORE_ALL_TIME
+        self.greatest: Final[dict[Feed, int]] = dict.fromkeys(feeds, BEFORE_ALL_TIME)
+        self.idle: Final[dict[Feed, bool]] = dict.fromkeys(self.greatest, False)
+        self.sightings: Final[dict[bytes, list[Sighting]]] = {}
+
+    def judge(self, record: ModelRecord) -> ModelVerdict:
+        """Return the verdict for the next record; the state then includes it. ValueError for an undeclared feed."""
+        feed = (record.source.topic, record.source.partition)
+        if feed not in self.greatest:
+            raise ValueError(f"feed {feed} is not one of {sorted(self.greatest)}; declare every source partition")
+        self.idle[feed] = record.idle
+        if record.idle:
+            self._advance()
+            return ModelVerdict("marker", record.time_ms, self.stream_time_ms)
+        if record.fault is not None or record.id is None:
+            return self._unjudged(record, record.fault or "missing_id")
+        time_ms = record.time_ms
+        if time_ms < 0:
+            return ModelVerdict("dead_letter", time_ms, self.stream_time_ms, reason="negative_time")
+        if record.ceiling_ms is not None and time_ms > record.ceiling_ms:
+            if self.rules.future == "dead_letter":
+                return ModelVerdict("dead_letter", time_ms, self.stream_time_ms, reason="future_time")
+            time_ms = record.ceiling_ms
+        self.greatest[feed] = max(self.greatest[feed], time_ms)
+        self._advance()
+        return self._decide(record.id, time_ms, record)
+
+    def forget(self) -> None:
+        """Drop every sighting that can no longer count; no later verdict changes."""
+        oldest_ms = self.stream_time_ms - self.rules.guard_ms - self.rules.grace_ms
+        for tracking_id in list(self.sightings):
+            kept = [seen for seen in self.sightings[tracking_id] if seen.last_ms >= oldest_ms]
+            if kept:
+                self.sightings[tracking_id] = kept
+            else:
+                del self.sightings[tracking_id]
+
+    def _advance(self) -> None:
+        """Stream time is the minimum, over the feeds not idle, of each feed's greatest time; it never decreases."""
+        awake = [greatest_ms for feed, greatest_ms in self.greatest.items() if not self.idle[feed]]
+        candidate_ms = min(awake) if awake else max(self.greatest.values())
+        self.stream_time_ms = max(self.stream_time_ms, candidate_ms)
+
+    def _unjudged(self, record: ModelRecord, fault: ModelFault) -> ModelVerdict:
+        """Only judged records move stream time, so a fault changes nothing but its feed's idleness."""
+        policy = "dead_letter"
+        if fault == "missing_id":
+            policy = self.rules.missing
+        if fault == "tombstone":
+            policy = self.rules.tombstones
+        kind: Kind = "dead_letter"
+        if policy == "forward":
+            kind = "exempt"
+        if policy == "fail":
+            kind = "fail"
+        return ModelVerdict(kind, record.time_ms, self.stream_time_ms, reason=fault)
+
+    def _decide(self, tracking_id: bytes, time_ms: int, record: ModelRecord) -> ModelVerdict:
+        known = self.sightings.setdefault(tracking_id, [])
+        in_range = self._in_range(known, time_ms) if known else []
+        same = [seen for seen in in_range if seen.fingerprint == record.fingerprint]
+        conflict = bool(in_range) and not same
+        if conflict and self.rules.on_conflict == "fail":
+            of = self._nearest(in_range, time_ms)
+            return ModelVerdict("fail", time_ms, self.stream_time_ms, of, conflict=True, reason="conflict")
+        # With `forward` the identity is ID and fingerprint: only the same payload can be a duplicate.
+        repeats = same if self.rules.on_conflict == "forward" else in_range
+        if repeats:
+            of = self._nearest(repeats, time_ms)
+            if self.rules.extend:
+                known[known.index(of)] = of._replace(last_ms=self._extended_ms(of, time_ms))
+            return ModelVerdict("duplicate", time_ms, self.stream_time_ms, of, conflict=conflict)
+        if time_ms < self.stream_time_ms - self.rules.grace_ms:
+            return ModelVerdict("late", time_ms, self.stream_time_ms)
+        known.append(Sighting(time_ms, time_ms, record.source, record.fingerprint))
+        contradicted = self._nearest(in_range, time_ms) if in_range else None
+        return ModelVerdict("unique", time_ms, self.stream_time_ms, contradicted, conflict=conflict)
+
+    def _in_range(self, known: list[Sighting], time_ms: int) -> list[Sighting]:
+        """Half-open on both sides: at a distance of exactly the guard period it is a new event."""
+        guard_ms = self.rules.guard_ms
+        oldest_ms = self.stream_time_ms - guard_ms - self.rules.grace_ms
+        found = []
+        for seen in known:
+            still_counts = seen.last_ms >= oldest_ms
+            if still_counts and seen.first_ms - guard_ms < time_ms < seen.last_ms + guard_ms:
+                found.append(seen)
+        return found
+
+    @staticmethod
+    def _nearest(sightings: list[Sighting], time_ms: int) -> Sighting:
+        """Of two at the same distance take the lesser (first, last, source), so that every engine names the same."""
+        best = sightings[0]
+        best_distance_ms = -1
+        for seen in sightings:
+            distance_ms = 0
+            if time_ms < seen.first_ms:
+                distance_ms = seen.first_ms - time_ms
+            if time_ms > seen.last_ms:
+                distance_ms = time_ms - seen.last_ms
+            nearer = best_distance_ms < 0 or distance_ms < best_distance_ms
+            if nearer or (distance_ms == best_distance_ms and seen < best):
+                best, best_distance_ms = seen, distance_ms
+        return best
+
+    def _extended_ms(self, seen: Sighting, time_ms: int) -> int:
+        """A duplicate extends its sighting, but never beyond the cap after its start."""
+        cap_ms = seen.first_ms + self.rules.extend_at_most_ms
+        if time_ms <= seen.last_ms or seen.last_ms >= cap_ms:
+            return seen.last_ms
+        return min(time_ms, cap_ms)
+
+
+def model(records: Iterable[ModelRecord], rules: ModelRules, feeds: Iterable[Feed] = _ONE_FEED) -> list[ModelVerdict]:
+    """Return a verdict for every record, in order; the list ends early at a ``fail``."""
+    state = ReferenceModel(rules, feeds)
+    verdicts = []
+    for record in records:
+        verdict = state.judge(record)
+        verdicts.append(verdict)
+        if verdict.kind == "fail":
+            break
+    return verdicts

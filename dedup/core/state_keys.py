@@ -1,0 +1,163 @@
+"""State keys of whole columns: the encoding of tracking_id.py, in C for many IDs.
+
+Every function returns None if a row needs the slow path, and never a wrong key.
+"""
+
+from __future__ import annotations
+
+from binascii import Error as NotHexadecimal
+from binascii import hexlify, unhexlify
+from collections.abc import Callable, Iterable, Sequence
+from itertools import repeat
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from dedup.core import tracking_id as encoding
+from dedup.core.tracking_id import KEPT_BYTES, Normalizing, normalizer, state_key
+
+_UUID_CHARS: Final = 36
+_ROW: Final = _UUID_CHARS + 1
+"""A UUID and the line feed after it."""
+_HYPHENS: Final = (8, 13, 18, 23)
+_REMEMBERED: Final = 1 << 16
+"""Parts of composite IDs remembered per column."""
+
+
+def scalar_keys(column: list[str] | list[int] | list[str | int]) -> list[bytes] | None:
+    """Return the state keys of texts and of 64-bit integers; None when a text is empty."""
+    kinds = set(map(type, column))
+    if kinds == {str}:
+        return text_keys(column)  # type: ignore[arg-type]
+    if kinds == {int}:
+        return _integer_keys(column)  # type: ignore[arg-type]
+    if "" in column:
+        return None
+    return [state_key(_scalar(value)) for value in column]
+
+
+def text_keys(texts: list[str]) -> list[bytes] | None:
+    """Return the state keys of texts that UTF-8 can hold; None when one is empty."""
+    joined = "\n".join(texts)
+    count = len(texts)
+    if len(joined) + 1 == _ROW * count and joined.isascii():
+        keys = _uuid_keys(joined.encode(), count)
+        if keys is not None:
+            return keys
+    lengths = set(map(len, texts))
+    if 0 in lengths:
+        return None
+    if _UUID_CHARS in lengths or joined.count("\n") != count - 1:
+        return _kept(map(encoding.encode_text, texts))
+    return _kept(("\x01" + joined.replace("\n", "\n\x01")).encode().split(b"\n"))
+
+
+def bytes_keys(values: Sequence[bytes]) -> list[bytes] | None:
+    """Return the state keys of keys, headers or raw values; None when one is empty."""
+    count = len(values)
+    lengths = set(map(len, values))
+    if lengths == {_UUID_CHARS}:
+        keys = _uuid_keys(b"\n".join(values), count)
+        if keys is not None:
+            return keys
+    if 0 in lengths:
+        return None
+    if _UUID_CHARS in lengths:
+        return _kept(map(encoding.encode_bytes, values))
+    return _kept([encoding.BYTES + value for value in values])
+
+
+class PartMemo(dict[str | int, bytes]):
+    """A cache of length-prefixed canonical parts for one column of a composite ID, where values often repeat.
+
+    Holds only texts and integers; true and 1.0 would be found under 1. Raises _EmptyPart for an empty text.
+    """
+
+    __slots__ = ("_normalize",)
+
+    def __init__(self, normalize: tuple[Normalizing, ...]) -> None:
+        super().__init__()
+        self._normalize: Callable[[str], str] | None = normalizer(normalize)
+
+    def __missing__(self, value: str | int) -> bytes:
+        if isinstance(value, str):
+            normalized = value if self._normalize is None else self._normalize(value)
+            if not normalized:
+                raise _EmptyPart
+            part = encoding.prefixed(encoding.encode_text(normalized))
+        else:
+            part = encoding.prefixed(encoding.encode_integer(value))
+        if len(self) >= _REMEMBERED:
+            self.clear()
+        self[value] = part
+        return part
+
+
+class _EmptyPart(Exception):
+    """A part of a composite ID is empty."""
+
+
+def composite_keys(columns: Sequence[list[str | int]], memos: Sequence[PartMemo]) -> list[bytes] | None:
+    """Return the state keys of composite IDs, a column per part; None when a part is empty."""
+    parts = [map(memo.__getitem__, column) for memo, column in zip(memos, columns, strict=True)]
+    try:
+        return _kept(map(b"".join, zip(repeat(encoding.COMPOSITE), *parts, strict=False)))
+    except _EmptyPart:
+        return None
+
+
+def _integer_keys(column: list[int]) -> list[bytes]:
+    """Return the state keys of 64-bit integers: nine bytes at most, so each is its canonical bytes."""
+    numbers = np.array(column, np.int64)
+    sizes = numbers ^ (numbers >> 63)
+    width = int(sizes.max()).bit_length() // 8 + 1
+    if int(sizes.min()).bit_length() // 8 + 1 != width:
+        return list(map(encoding.encode_integer, column))
+    keys = np.empty((len(column), width + 1), np.uint8)
+    keys[:, 0] = encoding.INTEGER[0]
+    keys[:, 1:] = numbers.astype(">i8").view(np.uint8).reshape(len(column), 8)[:, 8 - width :]
+    return _rows(keys)
+
+
+def _scalar(value: str | int) -> bytes:
+    return encoding.encode_text(value) if isinstance(value, str) else encoding.encode_integer(value)
+
+
+def _kept(canonical: Iterable[bytes]) -> list[bytes]:
+    keys = canonical if isinstance(canonical, list) else list(canonical)
+    if max(map(len, keys)) <= KEPT_BYTES:
+        return keys
+    return list(map(state_key, keys))
+
+
+def _uuid_keys(lines: bytes, count: int) -> list[bytes] | None:
+    """Return the state keys of lines that are all canonical UUID text; None when one is not.
+
+    Line feeds and hyphens are checked at their places, then removed everywhere: if there were others, too few digits
+    would be left. Converting back must give the same text, which excludes capitals and white space.
+    """
+    if lines[_UUID_CHARS::_ROW] != b"\n" * (count - 1):
+        return None
+    hyphens = b"-" * count
+    if any(lines[at::_ROW] != hyphens for at in _HYPHENS):
+        return None
+    digits = lines.translate(None, b"-\n")
+    if len(digits) != 32 * count:
+        return None
+    try:
+        packed = unhexlify(digits)
+    except NotHexadecimal:
+        return None
+    if hexlify(packed) != digits:
+        return None
+    keys = np.empty((count, 17), np.uint8)
+    keys[:, 0] = encoding.UUID[0]
+    keys[:, 1:] = np.frombuffer(packed, np.uint8).reshape(count, 16)
+    return _rows(keys)
+
+
+def _rows(keys: npt.NDArray[np.uint8]) -> list[bytes]:
+    # Unlike numpy's own bytes type, a void keeps trailing zero bytes.
+    rows: list[bytes] = keys.view(f"V{keys.shape[1]}").ravel().tolist()
+    return rows

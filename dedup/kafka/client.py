@@ -1,0 +1,534 @@
+"""A Kafka cluster behind aiokafka's client: each method of `Wire` as one request, and the fetch that readers share.
+
+aiokafka's own producer is not used: it silently repeats EndTxn, commits past a refused record and has no deadlines
+(docs/decisions/0002-own-transactions.md). Its client, protocol structures and record batches are used.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections import defaultdict
+from collections.abc import Awaitable, Mapping, Sequence
+from io import BytesIO
+from typing import TYPE_CHECKING, Any, Final, Self
+
+from aiokafka import errors as kafka_errors
+from aiokafka.client import AIOKafkaClient, ConnectionGroup, CoordinationType
+from aiokafka.conn import CloseReason
+from aiokafka.consumer.fetcher import READ_COMMITTED, READ_UNCOMMITTED
+from aiokafka.protocol.admin import DescribeConfigsRequest
+from aiokafka.protocol.api import RequestStruct, Response
+from aiokafka.protocol.fetch import FetchRequest
+from aiokafka.protocol.offset import OffsetRequest
+from aiokafka.protocol.produce import ProduceRequest_v8
+from aiokafka.protocol.transaction import (
+    AddOffsetsToTxnRequest,
+    AddPartitionsToTxnRequest,
+    EndTxnRequest,
+    InitProducerIdRequest,
+)
+from aiokafka.protocol.types import Int32, Int64
+
+from dedup.errors import BrokerUnavailable, StateIncompatible
+from dedup.kafka.diagnose import diagnose, most_telling
+from dedup.kafka.record_batch import NO_EPOCH, Limit, TopicPartition, columns_of, data_of
+from dedup.kafka.requests import (
+    CONSUMER,
+    NO_SESSION,
+    OTHER_TOPIC,
+    READ_CONFIGS,
+    FetchedPartition,
+    FetchFrom,
+    FetchRequest_v13,
+    MetadataRequest_v10,
+    MetadataResponse_v10,
+    OffsetFetchRequest_v7,
+    TxnOffsetCommitRequest_v2,
+)
+from dedup.kafka.wire import (
+    COORDINATOR_MOVED,
+    CommittedOffset,
+    Fetched,
+    LogBounds,
+    NoAnswer,
+    Position,
+    Produced,
+    ProducerIdentity,
+    TopicNow,
+)
+
+if TYPE_CHECKING:
+    from dedup.kafka.connection import Connection
+
+_ACKS_ALL: Final = -1
+_EARLIEST: Final = -2
+_LATEST: Final = -1
+_TOPIC_RESOURCE: Final = 2
+_LEADER_MOVED: Final = frozenset({3, 5, 6, 9, 13, 56, 74, 75})
+_LOOK_AGAIN_S: Final = 0.05
+_RESTORE_LANE: Final = "restore"
+"""A connection of its own: a broker answers the requests of one connection one after the other."""
+_METADATA_LANE: Final = "metadata"
+_METADATA_WITHIN_S: Final = 2.0
+"""Every broker can answer, so a frozen one must not hold up every commit."""
+_THROTTLE_BYTES: Final = 4
+_DIVERGING_EPOCH: Final = 0
+"""Tag of a fetch answer: the epoch and the offset at which the broker's log differs from the one that was read."""
+
+
+class _UnparsedMetadata(Response):  # type: ignore[misc]  # untyped base
+    """`MetadataResponse_v10` as bytes: asked for at each commit, and nearly always equal to the one before."""
+
+    API_KEY = MetadataResponse_v10.API_KEY
+    API_VERSION = MetadataResponse_v10.API_VERSION
+    SCHEMA = MetadataResponse_v10.SCHEMA
+
+    def __init__(self, body: bytes) -> None:
+        self.body: Final = body
+        """All but the throttle time."""
+
+    def __repr__(self) -> str:
+        return f"_UnparsedMetadata({len(self.body)} bytes)"
+
+    @classmethod
+    def decode(cls, data: BytesIO | bytes) -> Self:
+        """Keep the answer as it is."""
+        body = data if isinstance(data, bytes) else data.read()
+        return cls(body[_THROTTLE_BYTES:])
+
+    def topics(self) -> dict[str, TopicNow | int]:
+        """Return each topic asked for, or the error code in its place."""
+        answer: Any = MetadataResponse_v10.decode(BytesIO(bytes(_THROTTLE_BYTES) + self.body))
+        return {
+            name: code or TopicNow(hex_id(high, low), len(partitions))
+            for code, name, high, low, _, partitions, *_rest in answer.topics
+        }
+
+
+class _UnparsedMetadataRequest(MetadataRequest_v10):
+    RESPONSE_TYPE = _UnparsedMetadata
+
+
+class _OneVersion:
+    """Stands in for aiokafka's `Request`, which would choose among several versions of a structure."""
+
+    def __init__(self, structure: Any) -> None:  # noqa: ANN401  # untyped protocol structures
+        self._structure: Final = structure
+
+    def prepare(self, versions: Mapping[int, tuple[int, int]]) -> Any:  # noqa: ANN401  # untyped protocol structures
+        """Return the structure; raises IncompatibleBrokerVersion where the broker does not know its version."""
+        structure = self._structure
+        least, most = versions.get(structure.API_KEY, (0, -1))
+        if not least <= structure.API_VERSION <= most:
+            raise kafka_errors.IncompatibleBrokerVersion(f"the broker does not know {type(structure).__name__}")
+        return structure
+
+
+def sendable(request: Any) -> Any:  # noqa: ANN401  # untyped protocol structures
+    """Return what aiokafka's clients accept: a structure is sent in its own version or not at all."""
+    return _OneVersion(request) if isinstance(request, RequestStruct) else request
+
+
+def hex_id(high: int, low: int) -> str:
+    """Return a topic id as 32 hex digits."""
+    return f"{high & (1 << 64) - 1:016x}{low & (1 << 64) - 1:016x}"
+
+
+class KafkaWire:
+    """A cluster behind one aiokafka client, which all sessions and readers of a process share."""
+
+    leader_moved: Final = _LEADER_MOVED
+
+    def __init__(self, connection: Connection) -> None:
+        self.connection: Final = connection
+        self._client: AIOKafkaClient
+        self._coordinators: dict[tuple[int, str], int] = {}
+        self._topics: dict[tuple[str, ...], tuple[bytes, Mapping[str, TopicNow | int]]] = {}
+        """Topic names -> the last answer about them, as bytes and parsed."""
+        self._topic_ids: dict[str, str] = {}
+        """The ids of pinned topics."""
+
+    async def start(self) -> None:
+        """Connect; raises BrokerUnavailable when no broker answers within the connection's patience.
+
+        What waiting cannot cure, such as a wrong password or an untrusted certificate, is raised at once.
+        """
+        client = AIOKafkaClient(**self.connection.client_options())
+        deadline = asyncio.get_running_loop().time() + self.connection.patience_ms / 1000
+        while True:
+            try:
+                await client.bootstrap()
+            except kafka_errors.KafkaConnectionError as error:
+                found = most_telling(await diagnose(self.connection))
+                if found is not None and not found.passing:
+                    await client.close()
+                    raise BrokerUnavailable(f"{found.sentence}.") from error
+                if asyncio.get_running_loop().time() >= deadline:
+                    await client.close()
+                    text = (
+                        f"no broker answers at {', '.join(self.connection.brokers)} "
+                        f"({error if found is None else found.sentence}). "
+                        f"Start one (`dedup broker`), or correct `brokers` in the config."
+                    )
+                    raise BrokerUnavailable(text) from error
+                await asyncio.sleep(0.2)
+            else:
+                self._client = client
+                return
+
+    async def stop(self) -> None:
+        """Close every connection."""
+        await self._client.close()
+
+    def pin(self, topic_ids: Mapping[str, str]) -> None:
+        """See `Wire`."""
+        self._topic_ids |= topic_ids
+
+    async def pause(self, delay_ms: int) -> None:
+        """Wait ``delay_ms``."""
+        await asyncio.sleep(delay_ms / 1000)
+
+    async def init_producer_id(self, transactional_id: str, timeout_ms: int) -> tuple[int, ProducerIdentity]:
+        """See `Wire`."""
+        request = InitProducerIdRequest(transactional_id=transactional_id, transaction_timeout_ms=timeout_ms)
+        answer = await self._ask_coordinator(CoordinationType.TRANSACTION, transactional_id, request)
+        code = self._noted(CoordinationType.TRANSACTION, transactional_id, answer.error_code)
+        return code, ProducerIdentity(answer.producer_id, answer.producer_epoch)
+
+    async def add_partitions(
+        self, transactional_id: str, identity: ProducerIdentity, partitions: Sequence[TopicPartition]
+    ) -> dict[TopicPartition, int]:
+        """See `Wire`."""
+        by_topic: defaultdict[str, list[int]] = defaultdict(list)
+        for topic, partition in partitions:
+            by_topic[topic].append(partition)
+        request = AddPartitionsToTxnRequest(
+            transactional_id=transactional_id,
+            producer_id=identity.producer_id,
+            producer_epoch=identity.epoch,
+            topics=list(by_topic.items()),
+        )
+        answer = await self._ask_coordinator(CoordinationType.TRANSACTION, transactional_id, request)
+        return {
+            TopicPartition(topic, partition): self._noted(CoordinationType.TRANSACTION, transactional_id, code)
+            for topic, parts in answer.errors
+            for partition, code in parts
+        }
+
+    async def produce(
+        self, transactional_id: str, batches: Sequence[tuple[TopicPartition, bytes]]
+    ) -> Awaitable[dict[TopicPartition, Produced]]:
+        """See `Wire`; the batches for one leader share a request, and leaders work in parallel."""
+        by_leader: defaultdict[int, list[tuple[TopicPartition, bytes]]] = defaultdict(list)
+        for target, payload in batches:
+            by_leader[await self.leader(target)].append((target, payload))
+        answers = [
+            await self._write_produce(node, self._produce_request(transactional_id, part))
+            for node, part in by_leader.items()
+        ]
+        return self._produced(answers)
+
+    def _produce_request(
+        self, transactional_id: str, batches: Sequence[tuple[TopicPartition, bytes]]
+    ) -> ProduceRequest_v8:
+        by_topic: defaultdict[str, list[tuple[int, bytes]]] = defaultdict(list)
+        for (topic, partition), payload in batches:
+            by_topic[topic].append((partition, payload))
+        timeout_ms = self.connection.request_timeout_ms
+        return ProduceRequest_v8(transactional_id, _ACKS_ALL, timeout_ms, list(by_topic.items()))
+
+    async def _write_produce(self, node: int, request: ProduceRequest_v8) -> asyncio.Future[Any]:
+        """Return once the request is in the connection's buffer, so that one caller's requests keep their order."""
+        if not await self._client.ready(node, group=ConnectionGroup.DEFAULT):
+            raise NoAnswer(f"broker {node} is not reachable")
+        # The client's `send` would wait for the answer before the next request could follow.
+        connection = self._client._conns[node, ConnectionGroup.DEFAULT]  # noqa: SLF001
+        try:
+            answer: asyncio.Future[Any] = asyncio.ensure_future(connection.send(sendable(request)))
+        except kafka_errors.KafkaError as error:
+            raise NoAnswer(f"ProduceRequest to broker {node}: {error!r}") from error
+        answer.add_done_callback(functools.partial(_close_if_silent, connection))
+        return answer
+
+    async def _produced(self, answers: Sequence[asyncio.Future[Any]]) -> dict[TopicPartition, Produced]:
+        result: dict[TopicPartition, Produced] = {}
+        for future in answers:
+            try:
+                answer = await future
+            except (kafka_errors.KafkaError, OSError, TimeoutError) as error:
+                raise NoAnswer(f"ProduceRequest: {error!r}") from error
+            for topic, parts in answer.topics:
+                for partition, code, base_offset, append_time_ms, _, errors, why in parts:
+                    if code in _LEADER_MOVED:
+                        self._client.force_metadata_update()
+                    refused = tuple((index, text or why or "") for index, text in errors or ())
+                    result[TopicPartition(topic, partition)] = Produced(code, base_offset, refused, append_time_ms)
+        return result
+
+    async def add_offsets(self, transactional_id: str, identity: ProducerIdentity, group: str) -> int:
+        """See `Wire`."""
+        request = AddOffsetsToTxnRequest(
+            transactional_id=transactional_id,
+            producer_id=identity.producer_id,
+            producer_epoch=identity.epoch,
+            group_id=group,
+        )
+        answer = await self._ask_coordinator(CoordinationType.TRANSACTION, transactional_id, request)
+        return self._noted(CoordinationType.TRANSACTION, transactional_id, answer.error_code)
+
+    async def commit_offsets(
+        self, transactional_id: str, identity: ProducerIdentity, group: str, offsets: Mapping[TopicPartition, Position]
+    ) -> int:
+        """See `Wire`; returns the first error of several partitions."""
+        by_topic: defaultdict[str, list[tuple[int, int, int, str]]] = defaultdict(list)
+        for (topic, partition), (offset, leader_epoch, note) in offsets.items():
+            by_topic[topic].append((partition, offset, leader_epoch, note))
+        request = TxnOffsetCommitRequest_v2(
+            transactional_id, group, identity.producer_id, identity.epoch, list(by_topic.items())
+        )
+        answer = await self._ask_coordinator(CoordinationType.GROUP, group, request)
+        codes = [code for _, parts in answer.errors for _, code in parts if code]
+        return self._noted(CoordinationType.GROUP, group, codes[0] if codes else 0)
+
+    async def end_transaction(self, transactional_id: str, identity: ProducerIdentity, *, commit: bool) -> int:
+        """See `Wire`."""
+        request = EndTxnRequest(
+            transactional_id=transactional_id,
+            producer_id=identity.producer_id,
+            producer_epoch=identity.epoch,
+            transaction_result=commit,
+        )
+        answer = await self._ask_coordinator(CoordinationType.TRANSACTION, transactional_id, request)
+        return self._noted(CoordinationType.TRANSACTION, transactional_id, answer.error_code)
+
+    async def committed_offset(self, group: str, source: TopicPartition, *, stable: bool) -> CommittedOffset:
+        """See `Wire`."""
+        request = OffsetFetchRequest_v7(group, [(source.topic, [source.partition], {})], stable, {})
+        answer = await self._ask_coordinator(CoordinationType.GROUP, group, request)
+        code, position = answer.error_code, None
+        for _, ((_, offset, leader_epoch, note, part_code, _),), _ in answer.topics:
+            position = Position(offset, leader_epoch, note or "") if offset >= 0 else None
+            code = code or part_code
+        return CommittedOffset(self._noted(CoordinationType.GROUP, group, code), position)
+
+    async def limit(self, target: TopicPartition) -> Limit | None:
+        """See `Wire`."""
+        request = DescribeConfigsRequest([(_TOPIC_RESOURCE, target.topic, list(READ_CONFIGS))], False)  # noqa: FBT003  # as aiokafka has it
+        answer = await self.send(await self.leader(target), request, ConnectionGroup.DEFAULT)
+        for code, _, _, _, entries in answer.resources:
+            if code == 0:
+                return Limit.of({entry[0]: entry[1] for entry in entries if entry[1] is not None})
+        return None
+
+    async def ask_group(self, group: str, request: Any) -> Any:  # noqa: ANN401  # untyped protocol structures
+        """Send a request to a group's coordinator; raises NoAnswer."""
+        return await self._ask_coordinator(CoordinationType.GROUP, group, request)
+
+    async def bounds(self, source: TopicPartition) -> LogBounds:
+        """See `Wire`."""
+        start = await self._list_offset(source, _EARLIEST)
+        return LogBounds(start, await self._list_offset(source, _LATEST))
+
+    async def offset_at(self, source: TopicPartition, time_ms: int) -> int | None:
+        """See `Wire`."""
+        offset = await self._list_offset(source, time_ms)
+        return offset if offset >= 0 else None
+
+    async def topics(self, names: tuple[str, ...]) -> Mapping[str, TopicNow | int]:
+        """See `Wire`; asks any broker."""
+        node = self._client.get_random_node()
+        if node is None:
+            raise NoAnswer("no broker is known")
+        try:
+            async with asyncio.timeout(_METADATA_WITHIN_S):
+                request = _UnparsedMetadataRequest([(0, 0, name, {}) for name in names], False, False, False, {})  # noqa: FBT003  # positional protocol fields
+                answer = await self.send(node, request, _METADATA_LANE)
+        except TimeoutError as error:
+            raise NoAnswer(f"broker {node} did not describe its topics within {_METADATA_WITHIN_S:g} s") from error
+        known = self._topics.get(names)
+        if known is None or known[0] != answer.body:
+            known = self._topics[names] = (answer.body, answer.topics())
+        return known[1]
+
+    async def stable_end(self, source: TopicPartition) -> int:
+        """Return the last stable offset: below it every transaction has ended. Raises NoAnswer."""
+        return await self._list_offset(source, _LATEST, READ_COMMITTED)
+
+    async def _list_offset(self, source: TopicPartition, timestamp: int, isolation: int = READ_UNCOMMITTED) -> int:
+        node = await self.leader(source)
+        request = OffsetRequest(-1, isolation, [(source.topic, [(source.partition, timestamp)])])
+        answer = await self.send(node, request, ConnectionGroup.DEFAULT)
+        _, code, _, offset = answer.topics[0][1][0]
+        if code:
+            raise self._read_failed(source, code)
+        return int(offset)
+
+    async def fetch(self, source: TopicPartition, offset: int, *, max_bytes: int, wait_ms: int) -> Fetched:
+        """See `Wire`; raises StateIncompatible where the offset is no longer in the log, or the topic was replaced."""
+        topic_id = self._topic_ids.get(source.topic)
+        if topic_id is not None:
+            return await self._fetch_by_id(source, offset, topic_id, max_bytes, wait_ms)
+        node = await self.leader(source)
+        request = FetchRequest(
+            wait_ms, 1, max_bytes, READ_COMMITTED, [(source.topic, [(source.partition, offset, max_bytes)])]
+        )
+        answer = await self.send(node, request, _RESTORE_LANE)
+        if not answer.topics:
+            raise NoAnswer(f"broker {node} answered a fetch with nothing (perhaps because of a quota)")
+        _, code, high_watermark, stable, *rest = answer.topics[0][1][0]
+        if code:
+            raise self._read_failed(source, code, offset)
+        aborted, raw = data_of(rest)
+        found, next_offset = columns_of(source, raw, aborted, offset)
+        return Fetched(
+            found.offsets, found.timestamps_ms, found.keys, found.values, next_offset, high_watermark, stable
+        )
+
+    async def _fetch_by_id(
+        self, source: TopicPartition, offset: int, topic_id: str, max_bytes: int, wait_ms: int
+    ) -> Fetched:
+        node = await self.leader(source)
+        wanted = [FetchFrom(topic_id, source.partition, offset, NO_EPOCH, max_bytes)]
+        code, parts = await self.fetch_partitions(
+            node, wanted, wait_ms=wait_ms, least_bytes=1, most_bytes=max_bytes, lane=_RESTORE_LANE
+        )
+        if code or len(parts) != 1:
+            raise NoAnswer(f"broker {node} answered a fetch with nothing (code {code}; perhaps because of a quota)")
+        (part,) = parts
+        if part.error_code in OTHER_TOPIC:
+            now = (await self.topics((source.topic,)))[source.topic]
+            if isinstance(now, TopicNow) and now.topic_id != topic_id:
+                raise StateIncompatible(
+                    f"topic {source.topic!r} was deleted and made again while it was read: it had id {topic_id} and "
+                    f"has id {now.topic_id} now. Nothing of the new topic was read; start over with `dedup reset`."
+                )
+            raise NoAnswer(f"broker {node} does not know {source.topic} (code {part.error_code})")
+        if part.error_code:
+            raise self._read_failed(source, part.error_code, offset)
+        found, next_offset = columns_of(source, part.records, part.aborted, offset)
+        columns = (found.offsets, found.timestamps_ms, found.keys, found.values)
+        return Fetched(*columns, next_offset, part.high_watermark, part.last_stable_offset)
+
+    async def fetch_partitions(
+        self, node: int, wanted: Sequence[FetchFrom], *, wait_ms: int, least_bytes: int, most_bytes: int, lane: str
+    ) -> tuple[int, list[FetchedPartition]]:
+        """Fetch committed records from a broker, which fills its answer in the order of ``wanted``.
+
+        Returns the error code of the whole answer, and the partitions in it. Raises NoAnswer.
+        """
+        by_topic: defaultdict[str, list[tuple[Any, ...]]] = defaultdict(list)
+        for topic_id, partition, position, leader_epoch, most in wanted:
+            by_topic[topic_id].append((partition, NO_EPOCH, position, leader_epoch, -1, most, {}))
+        topics: list[tuple[Any, ...]] = [(*_halves(topic_id), rows, {}) for topic_id, rows in by_topic.items()]
+        sizes = (CONSUMER, wait_ms, least_bytes, most_bytes)
+        request = FetchRequest_v13(*sizes, READ_COMMITTED, NO_SESSION, NO_EPOCH, topics, [], "", {})
+        answer = await self.send(node, request, lane)
+        return answer.error_code, [
+            FetchedPartition(
+                hex_id(high, low),
+                partition,
+                code,
+                high_watermark,
+                stable,
+                [(producer_id, first) for producer_id, first, _ in aborted or ()],
+                records or b"",
+                _parts_at(tags),
+            )
+            for high, low, partitions, _ in answer.topics or ()
+            for partition, code, high_watermark, stable, _, aborted, _, records, tags in partitions
+        ]
+
+    def _read_failed(self, source: TopicPartition, code: int, offset: int | None = None) -> Exception:
+        if code in _LEADER_MOVED:
+            self._client.force_metadata_update()
+            return NoAnswer(f"the leader of {source.topic}/{source.partition} moved (code {code})")
+        name = kafka_errors.for_code(code).__name__
+        at = "" if offset is None else f" at offset {offset}"
+        return StateIncompatible(
+            f"{source.topic}/{source.partition}{at} cannot be read: {name}. "
+            f"Nothing was changed; compare the topic with what `dedup check --broker` expects."
+        )
+
+    async def leader(self, target: TopicPartition) -> int:
+        """Return the broker that leads a partition; raises NoAnswer while none does."""
+        leader = self._client.cluster.leader_for_partition(target)
+        if leader is None or leader == -1:
+            await self._client.add_topic(target.topic)
+            await self._client.force_metadata_update()
+            leader = self._client.cluster.leader_for_partition(target)
+        if leader is None or leader == -1:
+            raise NoAnswer(f"no leader is known for {target.topic}/{target.partition}")
+        return int(leader)
+
+    def _noted(self, kind: int, key: str, code: int) -> int:
+        if code in COORDINATOR_MOVED:
+            self._coordinators.pop((kind, key), None)
+        return code
+
+    async def _ask_coordinator(self, kind: int, key: str, request: Any) -> Any:  # noqa: ANN401  # untyped protocol structures
+        node = await self._coordinator(kind, key)
+        try:
+            return await self.send(node, request, ConnectionGroup.COORDINATION)
+        except NoAnswer:
+            self._coordinators.pop((kind, key), None)
+            raise
+
+    async def _coordinator(self, kind: int, key: str) -> int:
+        """Find a coordinator, asking again while the cluster has none, which is safe: nothing was sent to it yet."""
+        known = self._coordinators.get((kind, key))
+        if known is not None:
+            return known
+        deadline = asyncio.get_running_loop().time() + self.connection.request_timeout_ms / 1000
+        while True:
+            try:
+                node = int(await self._client.coordinator_lookup(kind, key))
+                if self._client.cluster.broker_metadata(node) is None:
+                    await self._client.force_metadata_update()
+            except kafka_errors.KafkaError as error:
+                if asyncio.get_running_loop().time() >= deadline:
+                    raise NoAnswer(f"no coordinator for {key}: {error!r}") from error
+                await asyncio.sleep(_LOOK_AGAIN_S)
+            else:
+                self._coordinators[kind, key] = node
+                return node
+
+    @property
+    def one_broker(self) -> bool:
+        """Whether the cluster has a single broker, so that no other broker can become a leader."""
+        return len(self._client.cluster.brokers()) <= 1
+
+    async def refresh(self) -> None:
+        """Look up brokers and leaders again."""
+        await self._client.force_metadata_update()
+
+    async def send(self, node: int, request: Any, group: Any) -> Any:  # noqa: ANN401  # untyped protocol structures
+        """Send one request on the connection of a lane; raises NoAnswer, or BrokerUnavailable for an old broker."""
+        try:
+            return await self._client.send(node, sendable(request), group=group)
+        except (kafka_errors.IncompatibleBrokerVersion, NotImplementedError) as error:
+            raise BrokerUnavailable(
+                f"broker {node} does not support {type(request).__name__}. Kafka 3.1 or newer is needed."
+            ) from error
+        except (kafka_errors.KafkaError, OSError) as error:
+            raise NoAnswer(f"{type(request).__name__} to broker {node}: {error!r}") from error
+
+
+def _close_if_silent(connection: Any, answer: asyncio.Future[Any]) -> None:  # noqa: ANN401  # untyped client
+    """Close a connection that gives no answer in time; otherwise every new epoch would use it again."""
+    if not answer.cancelled() and isinstance(answer.exception(), TimeoutError):
+        connection.close(reason=CloseReason.CONNECTION_TIMEOUT)
+
+
+def _halves(topic_id: str) -> tuple[int, int]:
+    raw = bytes.fromhex(topic_id)
+    return int.from_bytes(raw[:8], "big", signed=True), int.from_bytes(raw[8:], "big", signed=True)
+
+
+def _parts_at(tags: Mapping[int, bytes]) -> int | None:
+    raw = tags.get(_DIVERGING_EPOCH)
+    if raw is None:
+        return None
+    data = BytesIO(raw)
+    Int32.decode(data)
+    return int(Int64.decode(data))

@@ -1,0 +1,421 @@
+"""Reads feeding partitions as columns, and checks that their topics have not changed meanwhile.
+
+One fetch per broker is in flight while the records of the last one are judged. aiokafka's consumer keeps the group
+membership, but its fetcher makes an object of twelve fields from every record, which took a quarter of the whole loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, NamedTuple, Self
+
+from aiokafka.errors import for_code
+
+from dedup.errors import BrokerUnavailable, CommitUnknown, StateIncompatible
+from dedup.kafka.record_batch import NO_EPOCH, Columns, columns_of, leader_epochs
+from dedup.kafka.requests import OTHER_TOPIC, UNKNOWN_TOPIC, FetchedPartition, FetchFrom
+from dedup.kafka.wire import NoAnswer, TopicNow, TopicPartition
+
+if TYPE_CHECKING:
+    from dedup.kafka.client import KafkaWire
+    from dedup.kafka.wire import Wire
+
+UNAUTHORIZED: Final = 29
+_LEAST_GAP_S: Final = 0.01
+"""Between an answer and the next question; tasks that commit meanwhile share that question."""
+PAUSE_MS: Final = 100
+MOST_PAUSES: Final = 200
+"""About 20 s without an answer; then the transaction is given up."""
+_MOST_ABSENT: Final = 20
+"""A broker that has just started may know no topic for a moment; nothing is committed meanwhile."""
+_PARTITION_BYTES: Final = 1 << 20
+_REQUEST_BYTES: Final = 16 << 20
+_OUT_OF_RANGE: Final = 1
+_AGAIN_PAUSE_MS: Final = 100
+MOST_DOUBTS: Final = 3
+"""Consecutive answers that the log does not hold a position, before they are believed."""
+_FEED_LANE: Final = "feed"
+_FLOW_BYTES: Final = 512 << 10
+"""While records flow, a broker waits a moment for this much: a batch of a few rows costs nearly what hundreds do."""
+
+
+class TopicCheck:
+    """Checks that topics are the ones a process started with: not deleted, recreated or given more partitions.
+
+    A worker reads by topic id, so it never reads records of a recreated topic. But it must not commit what it judged
+    under an assignment of IDs to partitions that no longer holds: a producer that knows of new partitions may send an
+    ID elsewhere, among the old partitions too. So every transaction asks, after its last fetch and before its end,
+    whether the topics are unchanged. Tasks that commit at the same time share one question.
+
+    It goes to one broker, which learns of a change from the controller's log. A record that a producer has placed by
+    a partition count that this broker does not know yet goes unnoticed; Kafka has no request that would tell.
+    """
+
+    def __init__(self, wire: Wire, expected: Mapping[str, TopicNow]) -> None:
+        self._wire: Final = wire
+        self._expected: Final = dict(expected)
+        self._names: Final = tuple(sorted(expected))
+        """Always asked for in the same order, so that equal answers are equal bytes."""
+        self._asking: asyncio.Task[None] | None = None
+        self._next: asyncio.Task[None] | None = None
+        """Not sent yet, so its answer will be newer than any call made now."""
+
+    @classmethod
+    async def of(cls, wire: Wire, *names: str) -> Self:
+        """Return a check that topics stay as they are now; raises BrokerUnavailable where one cannot be described."""
+        expected: dict[str, TopicNow] = {}
+        for name in names:
+            for _ in range(MOST_PAUSES):
+                try:
+                    found = (await wire.topics((name,)))[name]
+                except NoAnswer:
+                    found = -1
+                if isinstance(found, TopicNow):
+                    expected[name] = found
+                    break
+                await wire.pause(PAUSE_MS)
+            else:
+                raise BrokerUnavailable(f"no broker describes topic {name!r}. Does it exist?")
+        return cls(wire, expected)
+
+    @property
+    def topic_ids(self) -> dict[str, str]:
+        """Topic name -> the id it must have."""
+        return {name: topic.topic_id for name, topic in self._expected.items()}
+
+    async def look(self) -> None:
+        """Raise StateIncompatible if a topic has changed; return if none has, or if no broker answers."""
+        await self._ask(most_silent=1)
+
+    async def confirm(self) -> None:
+        """Confirm, as of a moment after the call, that every topic has the id and the number of partitions it had.
+
+        Raises StateIncompatible if one has changed, BrokerUnavailable if we are not allowed to ask, CommitUnknown if
+        no broker answers for about 20 s.
+        """
+        if self._next is None:
+            self._next = asyncio.create_task(self._ask_after(self._asking), name="topic check")
+            self._next.add_done_callback(_looked_at)
+        # Shielded: a caller that gives up waiting must not cancel the question for the others.
+        await asyncio.shield(self._next)
+
+    async def _ask_after(self, before: asyncio.Task[None] | None) -> None:
+        if before is not None and not before.done():
+            await asyncio.wait({before})
+            await asyncio.sleep(_LEAST_GAP_S)
+        self._asking, self._next = self._next, None
+        if not await self._ask(most_silent=MOST_PAUSES):
+            raise CommitUnknown(f"no broker has described the topics for {MOST_PAUSES * PAUSE_MS // 1000} s.")
+
+    async def _ask(self, *, most_silent: int) -> bool:
+        """Return True once a broker says that nothing has changed, False after ``most_silent`` attempts without it."""
+        silent = absent = 0
+        loop = asyncio.get_running_loop()
+        until_s = loop.time() + MOST_PAUSES * PAUSE_MS / 1000
+        while silent < most_silent and loop.time() < until_s:
+            try:
+                answer = await self._wire.topics(self._names)
+            except NoAnswer:
+                silent += 1
+            else:
+                again = [name for name in self._names if not self._settled(name, answer.get(name, UNKNOWN_TOPIC))]
+                if not again:
+                    return True
+                gone = [name for name in again if answer.get(name, UNKNOWN_TOPIC) == UNKNOWN_TOPIC]
+                absent += bool(gone)
+                silent += not gone
+                if absent >= _MOST_ABSENT:
+                    raise _deleted(gone[0])
+            await self._wire.pause(PAUSE_MS)
+        return False
+
+    def _settled(self, name: str, found: TopicNow | int) -> bool:
+        """Return True if the topic is unchanged, False if the broker has to be asked again."""
+        expected = self._expected[name]
+        match found:
+            case TopicNow(topic_id, _) if topic_id != expected.topic_id:
+                raise _another(name, expected.topic_id, topic_id)
+            case TopicNow(_, partitions) if partitions > expected.partitions:
+                raise _grown(name, expected.partitions, partitions)
+            case TopicNow():
+                return True
+            case code if code == UNAUTHORIZED:
+                raise BrokerUnavailable(
+                    f"the worker may no longer describe topic {name!r} (code {code}). Nothing more was committed. "
+                    f"Grant its principal what `dedup check --broker` lists, and restart it."
+                )
+            case _:
+                return False
+
+
+def _looked_at(asked: asyncio.Task[None]) -> None:
+    """Mark a failure as seen: if all who waited are gone, the next question will show it."""
+    if not asked.cancelled():
+        asked.exception()
+
+
+def _deleted(name: str) -> StateIncompatible:
+    return StateIncompatible(
+        f"topic {name!r} was deleted while this worker used it. What was committed before stays; nothing more was "
+        f"committed. If it is created again, it is another topic: start over with `dedup reset`."
+    )
+
+
+def _another(name: str, had: str, has: str) -> StateIncompatible:
+    return StateIncompatible(
+        f"topic {name!r} was deleted and made again while this worker used it: it had id {had} and has id {has} now. "
+        f"What was committed before stays; nothing of the new topic was judged. Start over with `dedup reset`."
+    )
+
+
+def _grown(name: str, had: int, has: int) -> StateIncompatible:
+    return StateIncompatible(
+        f"topic {name!r} has {has} partitions now, and had {had} when the worker started: from now on an ID may go to "
+        f"another partition than the one that saw it. Nothing read since the change was committed. `dedup reset` "
+        f"starts over with {has}."
+    )
+
+
+class FeedEnd(NamedTuple):
+    """Where a partition ends, for all readers and for readers of committed records."""
+
+    high_watermark: int
+    last_stable_offset: int
+    seen_s: float
+    """When the leader answered, by the event loop's clock."""
+
+
+@dataclass(slots=True, eq=False)
+class _Reading:
+    """One reading of a partition, from a `begin` to the next."""
+
+    topic_id: str
+    position: int
+    """The next offset to fetch."""
+    leader_epoch: int
+    """Of the record before the position; -1 if unknown."""
+    life: int
+    """Unique to this reading."""
+    doubts: int = 0
+    """Consecutive answers that the log does not hold the position."""
+
+
+class Answer(NamedTuple):
+    """The records of one partition in a fetch answer."""
+
+    source: TopicPartition
+    columns: Columns
+    """Empty where the answer held only markers and aborted records."""
+    begun: int
+    """The offset asked for, which is where the previous answer ended."""
+    next_offset: int
+    """The offset after the records, and after markers and aborted records behind them."""
+    life: int
+    """The life of the reading it belongs to."""
+    leader_epoch: int
+    """Of all records of the answer; -1 where they differ."""
+
+
+class FeedFetcher:
+    """Reads the feeding partitions of one worker, by topic id."""
+
+    def __init__(self, wire: KafkaWire, check: TopicCheck, *, wait_ms: int, gather_ms: int = 0) -> None:
+        self._wire: Final = wire
+        self._check: Final = check
+        """Tells what became of a topic that a broker does not know."""
+        self._topic_ids: Final = check.topic_ids
+        self._wait_ms: Final = wait_ms
+        """How long a broker may wait for a first record."""
+        self._gather_ms: Final = gather_ms
+        """How long a broker may wait for more while records flow."""
+        self._flowing: Final[set[int]] = set()
+        """Brokers whose last answer held records."""
+        self._readings: dict[TopicPartition, _Reading] = {}
+        self._ends: dict[TopicPartition, FeedEnd] = {}
+        self._flights: dict[int, asyncio.Task[list[Answer]]] = {}
+        self._looking: asyncio.Task[None] | None = None
+        self.life = 0
+        """Changes with every `forget`, so that answers requested before it are thrown away."""
+        self._lives = 0
+        self._turn = 0
+
+    def begin(self, source: TopicPartition, offset: int, *, leader_epoch: int = NO_EPOCH) -> int:
+        """Read a partition from an offset on; return the life of this reading.
+
+        ``leader_epoch`` is that of the record before the offset, as committed with it. Answers that belong to an
+        older reading of the partition are thrown away.
+        """
+        self._lives += 1
+        self._readings[source] = _Reading(self._topic_ids[source.topic], offset, leader_epoch, self._lives)
+        return self._lives
+
+    def halt(self, source: TopicPartition) -> None:
+        """Stop reading a partition; answers still in flight are thrown away."""
+        self._readings.pop(source, None)
+
+    def forget(self) -> None:
+        """Stop reading everything; answers still in flight are thrown away."""
+        for flight in self._flights.values():
+            flight.cancel()
+        if self._looking is not None:
+            self._looking.cancel()
+            self._looking = None
+        self._flights, self._readings, self._ends = {}, {}, {}
+        self.life += 1
+
+    def reads(self, source: TopicPartition, life: int) -> bool:
+        """Tell whether this is the partition's current reading."""
+        reading = self._readings.get(source)
+        return reading is not None and reading.life == life
+
+    def end(self, source: TopicPartition) -> FeedEnd | None:
+        """Return where a partition ended at its leader's last answer; None before the first."""
+        return self._ends.get(source)
+
+    def position(self, source: TopicPartition) -> int | None:
+        """Return the next offset to fetch; records below it may not have been returned by `poll` yet."""
+        reading = self._readings.get(source)
+        return None if reading is None else reading.position
+
+    async def poll(self, wanted: Collection[TopicPartition]) -> list[Answer]:
+        """Return the records of the wanted partitions in the first answer that comes; empty if none comes in time.
+
+        Raises StateIncompatible if the log no longer holds a position or holds other records there, and if the topic
+        was deleted or recreated.
+        """
+        life = self.life
+        await self._launch(wanted)
+        if not self._flights:
+            await asyncio.sleep(self._wait_ms / 1000)
+            return []
+        done, _ = await asyncio.wait(self._flights.values(), return_when=asyncio.FIRST_COMPLETED)
+        # All at once: during the refresh below the assignment may end, and the flights with it.
+        landed = [self._flights.pop(node) for node, flight in list(self._flights.items()) if flight in done]
+        found: list[Answer] = []
+        for flight in landed:
+            try:
+                found += flight.result()
+            except NoAnswer:
+                await self._wire.refresh()
+        await self._launch(wanted)
+        return [answer for answer in found if self.reads(answer.source, answer.life)] if life == self.life else []
+
+    async def _launch(self, wanted: Collection[TopicPartition]) -> None:
+        life = self.life
+        by_leader: defaultdict[int, list[TopicPartition]] = defaultdict(list)
+        leaderless = False
+        for source in wanted:
+            if source in self._readings:
+                try:
+                    by_leader[await self._wire.leader(source)].append(source)
+                except NoAnswer:
+                    leaderless = True  # perhaps only for a moment, and the next poll asks again; or the topic is gone
+        if leaderless:
+            self._look_beside()
+        if life != self.life:
+            return  # the assignment ended while leaders were looked up
+        self._turn += 1
+        for node, led in by_leader.items():
+            # A broker fills an answer in the order of the request: the partitions take turns at being first.
+            first = self._turn % len(led)
+            sources = [source for source in led[first:] + led[:first] if source in self._readings]
+            if node not in self._flights and sources:
+                self._flights[node] = asyncio.create_task(self._fetch(node, sources))
+
+    def _look_beside(self) -> None:
+        """Check the topics in the background while reading goes on from the partitions that have a leader.
+
+        Raises StateIncompatible if an earlier check found a change.
+        """
+        looking = self._looking
+        if looking is None:
+            self._looking = asyncio.create_task(self._check.look(), name="look for changed topics")
+        elif looking.done():
+            self._looking = None
+            looking.result()
+
+    async def _fetch(self, node: int, sources: list[TopicPartition]) -> list[Answer]:
+        asked = {
+            (reading.topic_id, source.partition): (source, reading, reading.position)
+            for source in sources
+            if (reading := self._readings.get(source)) is not None
+        }
+        wait_ms, least_bytes = (self._gather_ms, _FLOW_BYTES) if node in self._flowing else (self._wait_ms, 1)
+        wanted = [
+            FetchFrom(reading.topic_id, source.partition, position, reading.leader_epoch, _PARTITION_BYTES)
+            for source, reading, position in asked.values()
+        ]
+        code, parts = await self._wire.fetch_partitions(
+            node, wanted, wait_ms=wait_ms, least_bytes=least_bytes, most_bytes=_REQUEST_BYTES, lane=_FEED_LANE
+        )
+        self._flowing.discard(node)
+        if code:
+            await self._wire.pause(_AGAIN_PAUSE_MS)
+            raise NoAnswer(f"broker {node} answered a fetch with code {code}")
+        found: list[Answer] = []
+        failed: list[tuple[TopicPartition, _Reading, FetchedPartition]] = []
+        for part in parts:
+            source, reading, begun = asked[part.topic_id, part.partition]
+            if self._readings.get(source) is not reading or reading.position != begun:
+                continue  # a new reading began meanwhile, or a new leader has answered
+            if part.error_code or (part.parts_at is not None and part.parts_at < begun):
+                failed.append((source, reading, part))
+                continue
+            if part.parts_at is not None:
+                # Our epoch is gone from the log, as after compaction, but the log goes on past our position.
+                reading.leader_epoch = NO_EPOCH
+            reading.doubts = 0
+            self._ends[source] = FeedEnd(
+                part.high_watermark, part.last_stable_offset, asyncio.get_running_loop().time()
+            )
+            if part.records:
+                self._flowing.add(node)
+                found.append(_taken(source, reading, begun, part))
+        for source, reading, part in failed:
+            await self._failed(source, reading, part)
+        return found
+
+    async def _failed(self, source: TopicPartition, reading: _Reading, part: FetchedPartition) -> None:
+        place, code = f"{source.topic}/{source.partition}", part.error_code
+        if part.parts_at is not None or code == _OUT_OF_RANGE:
+            reading.doubts += 1
+            if reading.doubts < MOST_DOUBTS and not self._wire.one_broker:
+                # A broker that was frozen may still take itself for the leader: ask its successor, too.
+                await self._wire.refresh()
+                await self._wire.pause(_AGAIN_PAUSE_MS)
+                return
+        if part.parts_at is not None:
+            raise StateIncompatible(
+                f"{place} was read up to offset {reading.position}, but its leader holds other records from offset "
+                f"{part.parts_at} on: the log was truncated there and filled again, as an unclean leader election or a "
+                f"broker that lost its disk does. Nothing was skipped, and nothing after the truncation was judged. "
+                f"`dedup reset --to` a time before it starts over."
+            )
+        if code == _OUT_OF_RANGE:
+            raise StateIncompatible(
+                f"{place} no longer holds offset {reading.position}, which is to be read next: retention "
+                f"deleted records before they were judged. Nothing was skipped. Lengthen `retention.ms` of the topic; "
+                f"`dedup reset --to earliest` accepts the loss."
+            )
+        if code in OTHER_TOPIC:
+            await self._check.look()
+            await self._wire.pause(_AGAIN_PAUSE_MS)
+            return  # the topic is unchanged: this broker has only just become its leader
+        if for_code(code).retriable or code in self._wire.leader_moved:
+            await self._wire.refresh()
+            return
+        raise BrokerUnavailable(
+            f"{place} cannot be read: {for_code(code).__name__}. Check the principal's permissions."
+        )
+
+
+def _taken(source: TopicPartition, reading: _Reading, begun: int, part: FetchedPartition) -> Answer:
+    """Return the records of an answer, and move the reading past them."""
+    columns, position = columns_of(source, part.records, part.aborted, begun)
+    first, last = leader_epochs(part.records)
+    if position > begun:
+        reading.position, reading.leader_epoch = position, last
+    return Answer(source, columns, begun, position, reading.life, last if first == last else NO_EPOCH)

@@ -1,0 +1,116 @@
+"""Which producer epochs wrote the committed batches of a partition: proof that no fenced owner added to it.
+
+A task's transactional id is the only writer of its changelog partition, and each take-over begins a newer epoch
+(KIP-98). So epochs only grow along the partition; a batch of an older epoch behind a newer one is a zombie's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from aiokafka.consumer.fetcher import READ_COMMITTED
+from aiokafka.protocol.fetch import FetchRequest
+from aiokafka.record.memory_records import MemoryRecords
+
+from dedup.errors import BrokerUnavailable
+from dedup.kafka.record_batch import CommittedBatches, data_of
+from dedup.kafka.wire import NoAnswer, TopicPartition
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from dedup.kafka.client import KafkaWire
+
+FETCH_BYTES: Final = 8 << 20
+WAIT_MS: Final = 500
+_MOST_TRIES: Final = 40
+PAUSE_MS: Final = 250
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenBatch:
+    """One committed batch and who wrote it."""
+
+    base_offset: int
+    producer_id: int
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Epochs:
+    """The writers of one partition."""
+
+    batches: int
+    owners: int
+    """How many distinct epochs wrote them."""
+    behind: tuple[int, ...]
+    """Base offsets of batches behind a batch of a newer epoch."""
+
+
+def in_order(batches: Iterable[WrittenBatch]) -> Epochs:
+    """Return the writers of a partition, given its batches in log order."""
+    newest: dict[int, int] = {}
+    current = -1
+    owners: set[tuple[int, int]] = set()
+    left: set[int] = set()
+    behind: list[int] = []
+    number = 0
+    for batch in batches:
+        number += 1
+        owners.add((batch.producer_id, batch.epoch))
+        if batch.producer_id != current:
+            # A producer id has used up its epochs or expired; the broker never returns to it.
+            left.add(current)
+            current = batch.producer_id
+        if batch.producer_id in left or batch.epoch < newest.get(batch.producer_id, -1):
+            behind.append(batch.base_offset)
+        newest[batch.producer_id] = max(batch.epoch, newest.get(batch.producer_id, -1))
+    return Epochs(number, len(owners), tuple(behind))
+
+
+async def epochs_of(wire: KafkaWire, source: TopicPartition) -> Epochs:
+    """Return the writers of a partition, from its start to its present end. Raises BrokerUnavailable."""
+    found: list[WrittenBatch] = []
+    try:
+        bounds = await wire.bounds(source)
+    except NoAnswer as error:
+        raise BrokerUnavailable(f"{source.topic}/{source.partition}: {error}. Look at the brokers' logs.") from error
+    position, tries = bounds.start, 0
+    while position < bounds.end:
+        if tries > _MOST_TRIES:
+            raise BrokerUnavailable(
+                f"{source.topic}/{source.partition} can only be read up to offset {position} of {bounds.end}: a "
+                f"transaction stays open there, or its leader does not answer. Look at the brokers' logs."
+            )
+        try:
+            batches, after = await _fetched(wire, source, position)
+        except NoAnswer:
+            batches, after = [], position
+        tries = tries + 1 if after == position else 0
+        if after == position:
+            await wire.pause(PAUSE_MS)
+        found += batches
+        position = after
+    return in_order(found)
+
+
+async def _fetched(wire: KafkaWire, source: TopicPartition, offset: int) -> tuple[list[WrittenBatch], int]:
+    node = await wire.leader(source)
+    wanted = [(source.topic, [(source.partition, offset, FETCH_BYTES)])]
+    answer = await wire.send(node, FetchRequest(WAIT_MS, 1, FETCH_BYTES, READ_COMMITTED, wanted), "epochs")
+    _, code, _, _, *rest = answer.topics[0][1][0]
+    if code:
+        raise NoAnswer(f"{source.topic}/{source.partition} cannot be read (code {code})")
+    aborted, raw = data_of(rest)
+    if not raw:
+        return [], offset
+    batches = CommittedBatches(
+        source, MemoryRecords(raw), aborted, offset, None, None, check_crcs=True, isolation_level=READ_COMMITTED
+    )
+    found = [
+        WrittenBatch(batch.base_offset, batch.producer_id, batch.producer_epoch)
+        for batch in batches.batches()
+        if batch.producer_id is not None and batch.base_offset >= offset
+    ]
+    return found, max(offset, batches.next_fetch_offset)

@@ -1,0 +1,354 @@
+"""Record batches in the broker's own format (message format v2, KIP-98): built to be sent, and read as columns.
+
+aiokafka's compiled builder makes them; a batch is complete but for the producer's identity until it is sent. A fetch
+answer is read as columns of its committed records. Brokers accept header names that are not UTF-8, but aiokafka's
+decoder then gives up the whole batch: only then is a batch decoded by the code below, from Kafka's protocol guide.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from operator import attrgetter
+from struct import Struct
+from typing import Any, Final, NamedTuple, Protocol
+
+from aiokafka.consumer.fetcher import READ_COMMITTED, PartitionRecords
+from aiokafka.errors import CorruptRecordException
+from aiokafka.record.default_records import DefaultRecordBatchBuilder, _DefaultRecordBatchPy
+from aiokafka.record.memory_records import MemoryRecords
+from aiokafka.record.util import decode_varint
+
+BATCH_BYTES: Final = 500_000
+"""Uncompressed; stays below the broker's default `message.max.bytes` of 1 MB, however it compresses."""
+COMPRESSION: Final[Mapping[str, int]] = {"none": 0, "gzip": 1, "snappy": 2, "lz4": 3, "zstd": 4}
+MAGIC: Final = 2
+NO_EPOCH: Final = -1
+"""In place of a leader epoch that is not known (KIP-320)."""
+_NO_LIMIT: Final = 1 << 62
+OWN_ROW: Final = -1
+"""In place of a feeding offset: the record is our own, made from no input record."""
+
+Header = tuple[str, bytes | None]
+Line = tuple[int, int, bytes | None, bytes | None, list[Header]]
+"""Feeding offset or `OWN_ROW`, timestamp in ms, key, value, headers."""
+
+
+class TopicPartition(NamedTuple):
+    """A topic and one of its partitions."""
+
+    topic: str
+    partition: int
+
+    def __str__(self) -> str:
+        return f"{self.topic}/{self.partition}"
+
+
+@dataclass(frozen=True)
+class Limit:
+    """What a topic accepts, by its configs."""
+
+    batch_bytes: int
+    """The largest batch, as it is sent and as it is stored (`max.message.bytes`)."""
+    stored: str = "producer"
+    """How the broker stores a batch (`compression.type`); `producer` means as it was sent."""
+
+    @classmethod
+    def of(cls, configs: Mapping[str, str]) -> Limit | None:
+        """Return what a topic with these configs accepts; None where they do not say."""
+        most = configs.get("max.message.bytes")
+        return None if most is None else cls(int(most), configs.get("compression.type", "producer"))
+
+    @cached_property
+    def surely_fits_bytes(self) -> int:
+        """The size before compression up to which any batch fits: incompressible data grows a little."""
+        return max(0, self.batch_bytes - self.batch_bytes // 128 - 128)
+
+
+@dataclass(frozen=True, slots=True)
+class ProducerIdentity:
+    """What `InitProducerId` returned; a newer epoch of the same id fences this one (KIP-98)."""
+
+    producer_id: int
+    epoch: int
+
+
+class Builder(Protocol):
+    """What is used of aiokafka's builder once it holds all records."""
+
+    def set_producer_state(self, producer_id: int, producer_epoch: int, base_sequence: int) -> None:
+        """Write the producer into the batch header."""
+
+    def build(self) -> bytearray:
+        """Return the compressed bytes to send."""
+
+    def size(self) -> int:
+        """Return the number of bytes before compression."""
+
+
+@dataclass(slots=True)
+class RecordBatch:
+    """Records for one partition, complete except for the producer's identity."""
+
+    target: TopicPartition
+    builder: Builder
+    rows: list[int] = field(default_factory=list)
+    """The feeding offset each record was made from, or `OWN_ROW`."""
+    first: Line | None = None
+    """What the first record was made from; only set by `fill`."""
+
+    @property
+    def count(self) -> int:
+        """How many records it holds."""
+        return len(self.rows)
+
+    def sealed(self, identity: ProducerIdentity, base_sequence: int) -> bytes:
+        """Return the compressed bytes to send; afterwards the batch must not be used."""
+        self.builder.set_producer_state(identity.producer_id, identity.epoch, base_sequence)
+        return bytes(self.builder.build())
+
+
+def builder_options(compression: str, most_bytes: int = BATCH_BYTES) -> dict[str, int]:
+    """Return the options of aiokafka's builders for a transactional batch."""
+    return {
+        "magic": MAGIC,
+        "compression_type": COMPRESSION[compression],
+        "is_transactional": 1,
+        "producer_id": -1,
+        "producer_epoch": -1,
+        "base_sequence": -1,
+        "batch_size": min(BATCH_BYTES, most_bytes),
+    }
+
+
+def fill(
+    target: TopicPartition,
+    lines: Iterable[Line],
+    *,
+    compression: str,
+    most_rows: int | None = None,
+    most_bytes: int = BATCH_BYTES,
+) -> list[RecordBatch]:
+    """Return the lines as batches, in order, each of at most ``most_rows`` records.
+
+    A batch of several records has at most ``most_bytes`` before compression, and never more than `BATCH_BYTES`.
+    """
+    options = builder_options(compression, most_bytes)
+    most = most_rows or _NO_LIMIT
+    left = iter(lines)
+    batches: list[RecordBatch] = []
+    first = next(left, None)
+    while first is not None:
+        builder = DefaultRecordBatchBuilder(**options)
+        append, rows = builder.append, [first[0]]
+        # The first record of a batch is always taken, however large.
+        append(0, *first[1:])
+        batches.append(RecordBatch(target, builder, rows, first))
+        for row, timestamp_ms, key, value, headers in left:
+            count = len(rows)
+            if count >= most or append(count, timestamp_ms, key, value, headers) is None:
+                first = (row, timestamp_ms, key, value, headers)
+                break
+            rows.append(row)
+        else:
+            first = None
+    return batches
+
+
+def oversize(batch: RecordBatch, limit: Limit, compression: str) -> int | None:
+    """Return the size of a one-record batch that the topic refuses; None if the topic accepts it.
+
+    Counted as the broker does: the whole batch as sent and, if the topic stores another compression, as stored. A
+    batch of several records fits if `fill` was given the limit.
+    """
+    first = batch.first
+    if first is None or batch.count > 1 or batch.builder.size() <= limit.surely_fits_bytes:
+        return None
+    sizes = [_built_bytes(first, compression)]
+    stored = "none" if limit.stored == "uncompressed" else limit.stored
+    if stored in COMPRESSION and stored != compression:
+        sizes.append(_built_bytes(first, stored))
+    return max(sizes) if max(sizes) > limit.batch_bytes else None
+
+
+def _built_bytes(line: Line, compression: str) -> int:
+    """Return the size of a batch of this record alone, in bytes."""
+    builder = DefaultRecordBatchBuilder(**builder_options(compression))
+    builder.append(0, *line[1:])
+    return len(builder.build())
+
+
+_BATCH_START: Final = Struct(">qi")
+"""A batch's base offset, and how many bytes follow these two fields."""
+_BATCH_HEAD: Final = Struct(">8xiib")
+"""A batch's length, leader epoch and format, behind its base offset."""
+_TOO_SHORT: Final = "a batch ends inside a record"
+_OFFSET, _TIMESTAMP, _KEY, _VALUE, _HEADERS = map(attrgetter, ("offset", "timestamp", "key", "value", "headers"))
+
+
+class LenientRecord(NamedTuple):
+    """A record whose header names may not be UTF-8."""
+
+    offset: int
+    timestamp: int
+    key: bytes | None
+    value: bytes | None
+    headers: list[Header]
+    """A byte of a name that is not UTF-8 becomes four characters such as ``\\xff``, so it can be sent on."""
+    odd: bool
+    """True if one of its names contains such a byte."""
+
+
+def records_of(raw: bytes, base_offset: int) -> list[LenientRecord]:
+    """Return the records of the batch that begins at an offset; ``raw`` is a partition's whole answer.
+
+    Raises CorruptRecordException if the batch is not there or is cut short.
+    """
+    at = 0
+    while at + _BATCH_START.size <= len(raw):
+        found, length = _BATCH_START.unpack_from(raw, at)
+        end = at + _BATCH_START.size + length
+        if found == base_offset:
+            batch = _DefaultRecordBatchPy(raw[at:end])
+            iter(batch)  # decompresses
+            return _records(batch)
+        at = end
+    raise CorruptRecordException(f"no batch begins at offset {base_offset}")
+
+
+def _records(batch: Any) -> list[LenientRecord]:  # noqa: ANN401  # a private class of aiokafka
+    reader = _Reader(bytes(batch._buffer), batch._pos)  # noqa: SLF001  # its own reader decodes names strictly
+    by_broker = batch.timestamp_type == batch.LOG_APPEND_TIME
+    records: list[LenientRecord] = []
+    for _ in range(batch._num_records):  # noqa: SLF001
+        reader.number()  # length
+        reader.number()  # attributes: none are in use
+        delta_ms, offset = reader.number(), batch.base_offset + reader.number()
+        key, value = reader.content(), reader.content()
+        names = [(reader.content() or b"", reader.content()) for _ in range(reader.number())]
+        headers = [(name.decode("utf-8", "backslashreplace"), content) for name, content in names]
+        odd = any(_odd(name) for name, _ in names)
+        time_ms = batch.max_timestamp if by_broker else batch.first_timestamp + delta_ms
+        records.append(LenientRecord(offset, time_ms, key, value, headers, odd))
+    return records
+
+
+def _odd(name: bytes) -> bool:
+    try:
+        name.decode()
+    except UnicodeDecodeError:
+        return True
+    return False
+
+
+class _Reader:
+    """Reads the fields of records in order."""
+
+    def __init__(self, buffer: bytes, at: int) -> None:
+        self._buffer = buffer
+        self._at = at
+
+    def number(self) -> int:
+        # The compiled `decode_varint` does not check for the end of the buffer.
+        if self._at >= len(self._buffer):
+            raise CorruptRecordException(_TOO_SHORT)
+        found, self._at = decode_varint(self._buffer, self._at)
+        return int(found)
+
+    def content(self) -> bytes | None:
+        length = self.number()
+        if length < 0:
+            return None
+        begin, self._at = self._at, self._at + length
+        if self._at > len(self._buffer):
+            raise CorruptRecordException(_TOO_SHORT)
+        return self._buffer[begin : self._at]
+
+
+@dataclass(slots=True)
+class Columns:
+    """Committed records of one partition in log order, column by column."""
+
+    offsets: list[int] = field(default_factory=list)
+    timestamps_ms: list[int] = field(default_factory=list)
+    keys: list[bytes | None] = field(default_factory=list)
+    values: list[bytes | None] = field(default_factory=list)
+    headers: list[list[Header]] = field(default_factory=list)
+    odd_names: frozenset[int] = frozenset()
+    """Offsets of records with a header name that is not UTF-8."""
+
+    def cut(self, begin: int, end: int) -> Columns:
+        """Return the rows from ``begin`` up to, not including, ``end``."""
+        if begin == 0 and end >= len(self.offsets):
+            return self
+        return Columns(
+            self.offsets[begin:end],
+            self.timestamps_ms[begin:end],
+            self.keys[begin:end],
+            self.values[begin:end],
+            self.headers[begin:end],
+            self.odd_names,
+        )
+
+
+class CommittedBatches(PartitionRecords):  # type: ignore[misc]  # untyped base
+    """The batches of an answer that a committed reader sees, by aiokafka's rules for aborted transactions."""
+
+    def batches(self) -> Iterator[Any]:
+        """Yield batches with committed data; `next_fetch_offset` moves past all others too."""
+        while self._records.has_next():
+            batch = self._records.next_batch()
+            if not batch.validate_crc():
+                raise CorruptRecordException(f"a batch of {self._tp} at {batch.base_offset} has a wrong checksum")
+            if batch.producer_id is not None:
+                self._consume_aborted_up_to(batch.base_offset)
+                if batch.is_control_batch and self._contains_abort_marker(batch):
+                    self._aborted_producers.discard(batch.producer_id)
+            aborted = batch.is_transactional and batch.producer_id in self._aborted_producers
+            if not batch.is_control_batch and not aborted:
+                yield batch
+            self.next_fetch_offset = batch.next_offset
+
+
+def data_of(rest: Sequence[Any]) -> tuple[Any, Any]:
+    """Return aborted transactions and records from the last fields of a partition's answer, which depend on version."""
+    with_replica = 4  # v11: log start, aborted, preferred replica, records
+    return rest[-3] if len(rest) == with_replica else rest[-2], rest[-1]
+
+
+def columns_of(source: TopicPartition, raw: bytes, aborted: Any, position: int) -> tuple[Columns, int]:  # noqa: ANN401  # untyped protocol structures
+    """Return the committed records at or after a position, and the position after them."""
+    found = Columns()
+    batches = CommittedBatches(
+        source, MemoryRecords(raw), aborted, position, None, None, check_crcs=True, isolation_level=READ_COMMITTED
+    )
+    for batch in batches.batches():
+        try:
+            records = list(batch)
+        except UnicodeDecodeError:
+            records = records_of(raw, batch.base_offset)
+            found.odd_names |= {record.offset for record in records if record.odd}
+        if records and records[0].offset < position:
+            records = [record for record in records if record.offset >= position]
+        found.offsets.extend(map(_OFFSET, records))
+        found.timestamps_ms.extend(map(_TIMESTAMP, records))
+        found.keys.extend(map(_KEY, records))
+        found.values.extend(map(_VALUE, records))
+        found.headers.extend(map(_HEADERS, records))
+    return found, max(position, batches.next_fetch_offset)
+
+
+def leader_epochs(raw: bytes) -> tuple[int, int]:
+    """Return the leader epochs of the first and the last whole batch; -1 for the old formats, which have none."""
+    first = last = NO_EPOCH
+    at = 0
+    while at + _BATCH_HEAD.size <= len(raw):
+        length, epoch, magic = _BATCH_HEAD.unpack_from(raw, at)
+        if at + _BATCH_START.size + length > len(raw):
+            break
+        last = epoch if magic >= MAGIC else NO_EPOCH
+        if at == 0:
+            first = last
+        at += _BATCH_START.size + length
+    return first, last

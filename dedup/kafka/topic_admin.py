@@ -1,0 +1,317 @@
+"""Describes, creates and deletes topics, and manages consumer groups from outside.
+
+Every error code in an answer is checked: aiokafka's admin client returns normally when a creation was refused.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final, Self, TypeVar
+
+from aiokafka.admin import AIOKafkaAdminClient, RecordsToDelete
+from aiokafka.admin.config_resource import ConfigResource, ConfigResourceType
+from aiokafka.client import AIOKafkaClient
+from aiokafka.coordinator.protocol import ConsumerProtocolMemberAssignment
+from aiokafka.errors import KafkaError, for_code
+from aiokafka.protocol.admin import DeleteGroupsRequest, DescribeGroupsRequest
+from aiokafka.protocol.commit import OffsetCommitRequest
+from aiokafka.structs import TopicPartition as AiokafkaTopicPartition
+
+from dedup.errors import BrokerUnavailable
+from dedup.kafka.client import KafkaWire, hex_id, sendable
+from dedup.kafka.connection import Connection
+from dedup.kafka.record_batch import Limit
+from dedup.kafka.requests import READ_CONFIGS, UNKNOWN_TOPIC, CreateTopicsRequest_v4, MetadataRequest_v10
+from dedup.kafka.wire import COORDINATOR_MOVED, NoAnswer, TopicPartition
+
+if TYPE_CHECKING:
+    from dedup.settings import Settings
+
+T = TypeVar("T")
+
+LOOK_AGAIN_S: Final = 0.1
+_ALREADY_EXISTS: Final = 36
+_NON_EMPTY: Final = 68
+_NOT_FOUND: Final = 69
+PAUSE_MS: Final = 100
+DEADLINE_MS: Final = 30_000
+_BROKERS_RETENTION: Final = -1
+FOR_EVER_MS: Final = 100 * 365 * 86_400_000
+"""The broker adds it to the current time: the greatest number possible would overflow."""
+_MADE_BY_THE_BROKER: Final = re.compile(r"-[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}$")
+
+
+@dataclass(frozen=True, slots=True)
+class Topic:
+    """A topic of the cluster."""
+
+    name: str
+    topic_id: str
+    partitions: int
+    configs: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def max_record_bytes(self) -> int:
+        """The largest batch the topic accepts, which bounds a record."""
+        return int(self.configs.get("max.message.bytes", 1_048_588))
+
+    @property
+    def limit(self) -> Limit | None:
+        """What the topic accepts; None if its configs may not be read."""
+        return Limit.of(self.configs)
+
+
+@dataclass(frozen=True, slots=True)
+class WantedTopic:
+    """A topic to create; a replication factor of -1 means the brokers' default."""
+
+    name: str
+    partitions: int
+    replication_factor: int
+    configs: Mapping[str, str]
+
+
+class Admin:
+    """Administers topics; use with ``async with``, which raises BrokerUnavailable."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection: Final = connection
+        self._client = AIOKafkaAdminClient(**connection.client_options())
+        self._ids = AIOKafkaClient(**connection.client_options())
+
+    async def __aenter__(self) -> Self:
+        try:
+            await self._client.start()
+            await self._ids.bootstrap()
+        except KafkaError as error:
+            await self.__aexit__()
+            brokers = ", ".join(self._connection.brokers)
+            raise BrokerUnavailable(
+                f"no broker answers at {brokers} ({error}). Start one (`dedup broker`), or correct `brokers`."
+            ) from error
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._ids.close()
+        await self._client.close()
+
+    async def topics(self, names: Iterable[str]) -> dict[str, Topic]:
+        """Return those of the named topics that exist, with their ids and `READ_CONFIGS`."""
+        wanted = sorted(set(names))
+        request = MetadataRequest_v10([(0, 0, name, {}) for name in wanted], False, False, False, {})  # noqa: FBT003  # positional protocol fields
+        answer = await self._ask(request)
+        found: dict[str, Topic] = {}
+        for code, name, high, low, _, partitions, *_rest in answer.topics:
+            if code == UNKNOWN_TOPIC:
+                continue
+            if code:
+                raise _refused(f"describing topic {name!r}", code)
+            found[name] = Topic(name, hex_id(high, low), len(partitions))
+        configs = await self._configs(sorted(found))
+        return {
+            name: Topic(name, topic.topic_id, topic.partitions, configs.get(name, {})) for name, topic in found.items()
+        }
+
+    async def settled(self, names: Iterable[str]) -> dict[str, Topic]:
+        """Return the named topics once all are known: a topic just created shows up a little later.
+
+        Raises BrokerUnavailable if one does not within the connection's patience.
+        """
+        wanted = set(names)
+        deadline = asyncio.get_running_loop().time() + self._connection.patience_ms / 1000
+        while True:
+            have = await self.topics(wanted)
+            missing = sorted(wanted - set(have))
+            if not missing:
+                return have
+            if asyncio.get_running_loop().time() >= deadline:
+                raise BrokerUnavailable(
+                    f"topics {', '.join(map(repr, missing))} were created, but the broker does not know them after "
+                    f"{self._connection.patience_ms / 1000:.0f} s. Look at the controller's log."
+                )
+            await asyncio.sleep(LOOK_AGAIN_S)
+
+    async def _ask(self, request: Any) -> Any:  # noqa: ANN401  # untyped protocol structures
+        try:
+            return await self._ids.send(self._ids.get_random_node(), sendable(request))
+        except KafkaError as error:
+            raise BrokerUnavailable(f"the broker did not answer {type(request).__name__}: {error!r}") from error
+
+    async def _configs(self, names: Sequence[str]) -> dict[str, dict[str, str]]:
+        if not names:
+            return {}
+        resources = [ConfigResource(ConfigResourceType.TOPIC, name, dict.fromkeys(READ_CONFIGS, "")) for name in names]
+        found: dict[str, dict[str, str]] = {}
+        try:
+            answers = await self._client.describe_configs(resources)
+        except KafkaError as error:
+            raise BrokerUnavailable(f"the broker did not describe the configs of topics: {error!r}") from error
+        for answer in answers:
+            for code, _, _, name, entries in answer.resources:
+                # Without the permission to describe, defaults are assumed; the broker refuses what does not fit.
+                if code == 0:
+                    found[name] = {entry[0]: entry[1] for entry in entries if entry[1] is not None}
+        return found
+
+    async def create(self, topics: Sequence[WantedTopic]) -> list[str]:
+        """Create topics; return the names created, without those that exist. Raises BrokerUnavailable if refused."""
+        if not topics:
+            return []
+        wanted: list[Any] = [
+            (topic.name, topic.partitions, topic.replication_factor, [], list(topic.configs.items()))
+            for topic in topics
+        ]
+        request = CreateTopicsRequest_v4(wanted, self._connection.request_timeout_ms, False)  # noqa: FBT003  # positional protocol fields
+        # The client's own `create_topics` refuses -1, which means the brokers' default.
+        answer = await self._client._send_to_controller(sendable(request))  # noqa: SLF001
+        made: list[str] = []
+        for name, code, *rest in answer.topic_errors:
+            if code == 0:
+                made.append(name)
+            elif code != _ALREADY_EXISTS:
+                raise _refused(f"creating topic {name!r}", code, str(rest[0]) if rest else "")
+        return made
+
+    async def delete(self, names: Sequence[str]) -> None:
+        """Delete topics; those that do not exist are ignored. Raises BrokerUnavailable if refused."""
+        if not names:
+            return
+        answer = await self._client.delete_topics(list(names))
+        for name, code in answer.topic_error_codes:
+            if code not in {0, UNKNOWN_TOPIC}:
+                raise _refused(f"deleting topic {name!r}", code)
+
+    async def delete_records(self, before: Mapping[TopicPartition, int]) -> None:
+        """Delete records below an offset of each partition (KIP-107)."""
+        wanted = {AiokafkaTopicPartition(*tp): RecordsToDelete(before_offset=offset) for tp, offset in before.items()}
+        if not wanted:
+            return
+        try:
+            await self._client.delete_records(wanted)
+        except KafkaError as error:
+            raise BrokerUnavailable(
+                f"deleting records of {', '.join(sorted({tp.topic for tp in before}))} failed: {error!r}. "
+                f"Check that the principal may delete there."
+            ) from error
+
+
+def _refused(what: str, code: int, why: str = "") -> BrokerUnavailable:
+    return BrokerUnavailable(
+        f"{what} was refused: {for_code(code).__name__} {why}".rstrip()
+        + ". Check the principal's permissions and the cluster's limits, or create the topic by hand."
+    )
+
+
+def on_cluster(settings: Settings, client_id: str, work: Callable[[KafkaWire, Admin], Awaitable[T]]) -> T:
+    """Connect, and return the result of ``work``; raises BrokerUnavailable when no broker answers."""
+
+    async def run() -> T:
+        wire = KafkaWire(Connection.of(settings, client_id=client_id))
+        await wire.start()
+        try:
+            async with Admin(wire.connection) as admin:
+                return await work(wire, admin)
+        finally:
+            await wire.stop()
+
+    return asyncio.run(run())
+
+
+@dataclass(frozen=True, slots=True)
+class GroupMember:
+    """A member of a consumer group."""
+
+    worker_id: str
+    """Its static id, or its client id if it has none."""
+    host: str
+    partitions: tuple[TopicPartition, ...]
+
+
+class Group:
+    """A consumer group, seen from outside; every method raises BrokerUnavailable if refused or not answered."""
+
+    def __init__(self, wire: KafkaWire, name: str) -> None:
+        self._wire: Final = wire
+        self._name: Final = name
+
+    async def members(self) -> list[GroupMember]:
+        """Return the members with their assignments; empty for a group that does not exist."""
+
+        async def ask() -> tuple[int, list[Any]]:
+            answer = await self._wire.ask_group(self._name, DescribeGroupsRequest([self._name]))
+            code, _, _, _, _, members, *_ = answer.groups[0]
+            return code, members
+
+        members = await self._insist("describing", ask)
+        return sorted((_member(*fields[:5]) for fields in members), key=lambda member: member.worker_id)
+
+    async def delete(self) -> None:
+        """Delete the group and its offsets, if it exists. It must have no members."""
+        if not await self.delete_unless_joined():
+            raise self._refused("deleting", _NON_EMPTY)
+
+    async def delete_unless_joined(self) -> bool:
+        """Delete the group and its offsets unless it has members; tell whether it is gone."""
+
+        async def ask() -> tuple[int, bool]:
+            answer = await self._wire.ask_group(self._name, DeleteGroupsRequest([self._name]))
+            ((_, code),) = answer.results
+            return (0 if code in {_NON_EMPTY, _NOT_FOUND} else code), code != _NON_EMPTY
+
+        return await self._insist("deleting", ask)
+
+    async def set_offsets(
+        self, offsets: Mapping[TopicPartition, int], *, note: str = "", for_ever: bool = False
+    ) -> None:
+        """Set offsets of a group that has no members, each with ``note`` as its metadata.
+
+        ``for_ever``: `offsets.retention.minutes` does not apply to them. An OffsetCommit of version 2 to 4 states its
+        own retention, which brokers still respect (KIP-211).
+        """
+        by_topic: defaultdict[str, list[tuple[int, int, str]]] = defaultdict(list)
+        for (topic, partition), offset in offsets.items():
+            by_topic[topic].append((partition, offset, note))
+
+        async def ask() -> tuple[int, None]:
+            kept_ms = FOR_EVER_MS if for_ever else _BROKERS_RETENTION
+            request = OffsetCommitRequest(self._name, -1, "", kept_ms, list(by_topic.items()))
+            answer = await self._wire.ask_group(self._name, request)
+            codes = [code for _, parts in answer.topics for _, code in parts if code]
+            return (codes[0] if codes else 0), None
+
+        await self._insist("setting offsets of", ask)
+
+    async def _insist(self, what: str, ask: Callable[[], Awaitable[tuple[int, T]]]) -> T:
+        """Ask until the coordinator is available; each of these requests may safely be repeated."""
+        deadline_s = asyncio.get_running_loop().time() + DEADLINE_MS / 1000
+        while True:
+            try:
+                code, found = await ask()
+            except NoAnswer as error:
+                why = str(error)
+            else:
+                if code == 0:
+                    return found
+                why = for_code(code).__name__
+                if code not in COORDINATOR_MOVED:
+                    raise self._refused(what, code)
+            if asyncio.get_running_loop().time() > deadline_s:
+                raise BrokerUnavailable(f"{what} the group {self._name!r}: no answer in {DEADLINE_MS} ms ({why}).")
+            await self._wire.pause(PAUSE_MS)
+
+    def _refused(self, what: str, code: int) -> BrokerUnavailable:
+        return BrokerUnavailable(
+            f"{what} the group {self._name!r} was refused: {for_code(code).__name__}. Check the principal's "
+            f"permissions on the group, and that no worker has joined it meanwhile."
+        )
+
+
+def _member(member_id: str, client_id: str, host: str, _metadata: bytes, assignment: bytes) -> GroupMember:
+    # The broker appends a UUID: to a static member's own name, to any other's client id.
+    name = _MADE_BY_THE_BROKER.sub("", member_id) or client_id
+    partitions = ConsumerProtocolMemberAssignment.decode(assignment).partitions() if assignment else []
+    return GroupMember(name, host.lstrip("/"), tuple(sorted(TopicPartition(*tp) for tp in partitions)))

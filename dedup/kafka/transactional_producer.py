@@ -1,0 +1,375 @@
+"""A transactional session: all that a task writes (output, changelog, offsets) becomes visible at once or never.
+
+Theory of operation. A session has one transactional id for as long as its task's partition exists. `open` sends
+InitProducerId: older epochs of the id are fenced, the transaction they left open is ended and its markers are written
+(KIP-98). In an epoch:
+
+    add(batches)       AddPartitions for partitions not announced yet, Produce, then AddOffsets once a transaction;
+                       in order, in the background
+    commit(offsets)    TxnOffsetCommit, and every produce answered without error -> EndTxn
+
+AddPartitions, AddOffsets, TxnOffsetCommit and EndTxn are never sent while an earlier copy may still be on its way. They
+are repeated in the same epoch only after an *answer*: 14, 15 and 16 (coordinator loading, not available, moved) and 51
+(still ending the previous transaction). Such an answer does not always mean that nothing was done: a coordinator that
+answers 15 may have appended its record all the same. Repeating is sound because the answered request is finished, it
+asks for the same outcome, and the next transaction does not begin before the answer is OK. *No answer* is different: a
+late EndTxn could commit half of the next transaction. Then the epoch is over, `CommitUnknown` is raised, and only a new
+InitProducerId finds out what happened. A produce is never repeated either, although sequence numbers would allow it:
+one rule is easier to trust than two.
+
+To abort is to start a new epoch: InitProducerId ends the open transaction, so there is no second way out of one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from aiokafka.errors import for_code
+
+from dedup import crashpoints
+from dedup.errors import BrokerUnavailable, CommitUnknown, InvariantBroken, RecordRefused, TaskMigrated
+from dedup.kafka.wire import (
+    COORDINATOR_MOVED,
+    NoAnswer,
+    Position,
+    Produced,
+    ProducerIdentity,
+    RecordBatch,
+    TopicPartition,
+    Wire,
+)
+
+OK: Final = 0
+# Ask again: the coordinator is loading, not available, moved, or still ending the previous transaction.
+AGAIN: Final = COORDINATOR_MOVED | {51}
+# The partition is not known yet at the coordinator's broker; only AddPartitions answers it.
+AGAIN_ANNOUNCING: Final = AGAIN | {3}
+# Invalid epoch, fenced, id mapping gone, wrong transaction state, sequence out of order, unknown producer.
+FENCED: Final = frozenset({45, 47, 48, 49, 59, 90})
+# Message too large, batch too large, timestamp, invalid record.
+REFUSED: Final = frozenset({10, 18, 32, 87})
+TOO_LARGE: Final = frozenset({10, 18})
+# Sequence out of order, unknown producer: also the answer to batches behind a refused one.
+OUT_OF_SEQUENCE: Final = frozenset({45, 59})
+UNAUTHORIZED: Final = frozenset({29, 30, 31, 53, 58})
+# Leader moved or unavailable, too few replicas, request timed out at the broker: the epoch is over, a new one may do.
+EPOCH_OVER: Final = frozenset({2, 3, 5, 6, 7, 8, 9, 13, 19, 20, 56, 74, 75})
+COMPRESSION: Final = 76
+NOT_ATTEMPTED: Final = 55
+SEQUENCES: Final = 1 << 31
+MOST_UNANSWERED: Final = 4
+PAUSE_MS: Final = 2
+LONGEST_PAUSE_MS: Final = 100
+
+
+@dataclass(frozen=True, slots=True)
+class Unanswered:
+    """A produce request in flight."""
+
+    batches: tuple[RecordBatch, ...]
+    answer: asyncio.Future[dict[TopicPartition, Produced]]
+
+
+def _weight(code: int) -> int:
+    if code == OK:
+        return 0
+    return 1 if code in AGAIN_ANNOUNCING else 2
+
+
+class Session:
+    """The transactions of one transactional id, one epoch at a time."""
+
+    def __init__(
+        self, wire: Wire, transactional_id: str, group: str | None, *, timeout_ms: int, deadline_ms: int
+    ) -> None:
+        self.transactional_id: Final = transactional_id
+        self._wire: Final = wire
+        self._group: Final = group
+        """Whose offsets are part of the transactions; None for a writer that reads no topic."""
+        self._timeout_ms: Final = timeout_ms
+        self._deadline_ms: Final = deadline_ms
+        self._identity = ProducerIdentity(-1, -1)
+        self._sequences: dict[TopicPartition, int] = {}
+        self._forget_transaction()
+
+    def _forget_transaction(self) -> None:
+        self._announced: set[TopicPartition] = set()
+        self._group_announced = False
+        self._queue: list[RecordBatch] = []
+        self._unanswered: list[Unanswered] = []
+        self._sender: asyncio.Task[None] | None = None
+        self._ends: dict[TopicPartition, int] = {}
+        self._refused: RecordRefused | None = None
+        self._refused_by: set[TopicPartition] = set()
+        self.append_time_ms = -1
+        """The latest time at which a broker says it appended a batch of the open transaction; -1 if none says so."""
+
+    @property
+    def epoch(self) -> int:
+        """The producer epoch in force; -1 before `open`."""
+        return self._identity.epoch
+
+    async def open(self) -> None:
+        """Start a new epoch: older owners are fenced, and any transaction they or we left open is aborted."""
+        await self.drop()
+        self._identity = await self._init_producer_id()
+        self._sequences = {}
+        crashpoints.reached("after_init")
+
+    async def _init_producer_id(self) -> ProducerIdentity:
+        # Repeating it is safe whatever happened to the last one: each only starts a newer epoch.
+        waited_ms, pause_ms = 0, PAUSE_MS
+        while True:
+            try:
+                code, identity = await self._wire.init_producer_id(self.transactional_id, self._timeout_ms)
+            except NoAnswer as error:
+                code, identity, why = -1, self._identity, str(error)
+            else:
+                why = "" if code == OK else for_code(code).__name__
+            if code == OK:
+                return identity
+            if code != -1 and code not in AGAIN:
+                raise self._failed("InitProducerId", code)
+            if waited_ms >= self._deadline_ms:
+                text = f"{self.transactional_id}: InitProducerId got no usable answer in {waited_ms} ms ({why})."
+                raise CommitUnknown(text)
+            await self._wire.pause(pause_ms)
+            waited_ms, pause_ms = waited_ms + pause_ms, min(2 * pause_ms, LONGEST_PAUSE_MS)
+
+    def add(self, batches: Sequence[RecordBatch]) -> None:
+        """Add batches to the open transaction, which the first one opens; `settle` and `commit` raise the errors."""
+        if self._identity.epoch < 0:
+            raise InvariantBroken(f"{self.transactional_id}: batches were added before the session was opened.")
+        self._queue.extend(batches)
+        if self._sender is None or self._sender.done():
+            if self._sender is not None and not self._sender.cancelled() and self._sender.exception() is not None:
+                return  # the failure is kept for `settle`
+            self._sender = asyncio.create_task(self._send_queue())
+
+    async def _send_queue(self) -> None:
+        while self._queue:
+            wave = self._next_wave()
+            new = [batch.target for batch in wave if batch.target not in self._announced]
+            if new:
+                await self._announce(new)
+            if len(self._unanswered) >= MOST_UNANSWERED:
+                await self._take_answer()
+            sealed = [(batch.target, self._seal(batch)) for batch in wave]
+            try:
+                answer = await self._wire.produce(self.transactional_id, sealed)
+            except NoAnswer as error:
+                raise self._unanswered_by("Produce", error) from error
+            self._unanswered.append(Unanswered(tuple(wave), asyncio.ensure_future(answer)))
+            crashpoints.reached("after_output")
+            if not self._group_announced:
+                await self._announce_group()
+
+    def _next_wave(self) -> list[RecordBatch]:
+        """Take, in order, at most one batch per partition: a produce request can hold no more."""
+        wave: dict[TopicPartition, RecordBatch] = {}
+        rest: list[RecordBatch] = []
+        for batch in self._queue:
+            if batch.target in wave:
+                rest.append(batch)
+            else:
+                wave[batch.target] = batch
+        self._queue = rest
+        return list(wave.values())
+
+    def _seal(self, batch: RecordBatch) -> bytes:
+        sequence = self._sequences.get(batch.target, 0)
+        self._sequences[batch.target] = (sequence + len(batch.rows)) % SEQUENCES
+        return batch.sealed(self._identity, sequence)
+
+    async def _announce(self, targets: list[TopicPartition]) -> None:
+        async def ask() -> int:
+            codes = await self._wire.add_partitions(self.transactional_id, self._identity, targets)
+            # An error outweighs "try again", which outweighs success: only all together are announced.
+            # OperationNotAttempted says only that another partition of the request failed.
+            return max((code for code in codes.values() if code != NOT_ATTEMPTED), key=_weight)
+
+        await self._once("AddPartitionsToTxn", ask, again=AGAIN_ANNOUNCING)
+        self._announced.update(targets)
+        crashpoints.reached("after_begin")
+
+    async def _announce_group(self) -> None:
+        group = self._group
+        if group is None:
+            self._group_announced = True
+            return
+        await self._once(
+            "AddOffsetsToTxn", lambda: self._wire.add_offsets(self.transactional_id, self._identity, group)
+        )
+        self._group_announced = True
+        crashpoints.reached("after_group")
+
+    async def _take_answer(self) -> None:
+        flight = self._unanswered.pop(0)
+        try:
+            answers = await flight.answer
+        except NoAnswer as error:
+            raise self._unanswered_by("Produce", error) from error
+        for batch in flight.batches:
+            produced = answers.get(batch.target, Produced(-1, -1))
+            if produced.error_code == OK:
+                self._ends[batch.target] = produced.base_offset + len(batch.rows)
+                self.append_time_ms = max(self.append_time_ms, produced.append_time_ms)
+            elif produced.error_code in REFUSED:
+                self._note_refused(_refused(self.transactional_id, batch, produced), batch.target)
+            elif produced.error_code in OUT_OF_SEQUENCE and batch.target in self._refused_by:
+                pass  # a batch before it is missing: the transaction is void already
+            else:
+                raise self._failed(f"Produce to {batch.target.topic}/{batch.target.partition}", produced.error_code)
+
+    def _note_refused(self, refused: RecordRefused, target: TopicPartition) -> None:
+        """Keep it for `settle`: by then the broker has seen every batch, and all that it refuses is known."""
+        self._refused_by.add(target)
+        if self._refused is None:
+            self._refused = refused
+        else:
+            self._refused.also.append(refused)
+
+    async def settle(self) -> Mapping[TopicPartition, int]:
+        """Wait until every batch is acknowledged; return the offset after the last record for each partition.
+
+        Raises RecordRefused, TaskMigrated, CommitUnknown or BrokerUnavailable; then the transaction is void.
+        """
+        if self._sender is not None:
+            await self._sender
+        while self._unanswered:
+            await self._take_answer()
+        if self._refused is not None:
+            raise self._refused
+        return self._ends
+
+    async def commit(
+        self, offsets: Mapping[TopicPartition, Position], *, before_end: Callable[[], Awaitable[None]] | None = None
+    ) -> Mapping[TopicPartition, int]:
+        """Make everything added since the last commit visible, with the offsets; return what `settle` does.
+
+        ``before_end`` is awaited when everything is written and nothing is visible yet; if it raises, the transaction
+        is not committed and the error is passed on. Raises what `settle` does: TaskMigrated if another owner has
+        fenced us, CommitUnknown if an answer is missing.
+        """
+        if self._sender is not None:
+            await self._sender
+        if not self._group_announced:
+            await self._announce_group()  # nothing but the offset is to be committed
+        await self._appended_everywhere()
+        if self._refused is not None:
+            await self.settle()  # it raises: no offset is sent
+        # The offsets need not wait for the other answers to what was produced: EndTxn waits for both.
+        sent = asyncio.ensure_future(self._commit_offsets(offsets))
+        try:
+            ends = await self.settle()
+            crashpoints.reached("after_changelog")
+            await sent
+        except BaseException:
+            sent.cancel()
+            await asyncio.gather(sent, return_exceptions=True)
+            raise
+        crashpoints.reached("after_offsets")
+        if before_end is not None:
+            await before_end()
+        crashpoints.reached("before_end")
+        await self._once(
+            "EndTxn", lambda: self._wire.end_transaction(self.transactional_id, self._identity, commit=True)
+        )
+        crashpoints.reached("after_end")
+        self._forget_transaction()
+        return ends
+
+    async def _appended_everywhere(self) -> None:
+        """Wait until every partition of the transaction has accepted a batch.
+
+        At the first one a broker asks the coordinator whether the partition was announced. If the offsets reach the
+        same broker meanwhile, it asks for them as well and drops the earlier question: it answers the produce with
+        NotEnoughReplicas, as if replicas were missing (KIP-890, `AddPartitionsToTxnManager` of Kafka 4.1).
+        """
+        while any(batch.target not in self._ends for flight in self._unanswered for batch in flight.batches):
+            await self._take_answer()
+
+    async def _commit_offsets(self, offsets: Mapping[TopicPartition, Position]) -> None:
+        group = self._group
+        if group is None:
+            if offsets:
+                raise InvariantBroken(f"{self.transactional_id}: offsets were to be committed, but to no group.")
+            return
+        await self._once(
+            "TxnOffsetCommit",
+            lambda: self._wire.commit_offsets(self.transactional_id, self._identity, group, offsets),
+        )
+
+    async def drop(self) -> None:
+        """Forget the transaction on our side; the broker aborts it at any owner's next `open`, or on time-out."""
+        work: list[asyncio.Future[Any]] = [flight.answer for flight in self._unanswered]
+        if self._sender is not None:
+            work.append(self._sender)
+        for task in work:
+            task.cancel()
+        await asyncio.gather(*work, return_exceptions=True)
+        self._forget_transaction()
+
+    async def _once(self, name: str, ask: Callable[[], Awaitable[int]], *, again: frozenset[int] = AGAIN) -> None:
+        """Send a transactional request; repeat it only after an answer that says so, never without one."""
+        waited_ms, pause_ms = 0, PAUSE_MS
+        while True:
+            try:
+                code = await ask()
+            except NoAnswer as error:
+                raise self._unanswered_by(name, error) from error
+            if code == OK:
+                return
+            if code not in again:
+                raise self._failed(name, code)
+            if waited_ms >= self._deadline_ms:
+                text = f"{self.transactional_id}: {name} was put off for {waited_ms} ms ({for_code(code).__name__})."
+                raise CommitUnknown(text)
+            await self._wire.pause(pause_ms)
+            waited_ms, pause_ms = waited_ms + pause_ms, min(2 * pause_ms, LONGEST_PAUSE_MS)
+
+    def _unanswered_by(self, name: str, error: NoAnswer) -> CommitUnknown:
+        return CommitUnknown(
+            f"{self.transactional_id}: {name} got no answer ({error}); a new epoch will tell what happened."
+        )
+
+    def _failed(self, name: str, code: int) -> Exception:
+        answer = for_code(code).__name__
+        if code in FENCED:
+            return TaskMigrated(
+                f"{self.transactional_id}: {name} answered {answer}. Another owner has the partition; "
+                f"this task is discarded and the worker rejoins the group."
+            )
+        if code in UNAUTHORIZED:
+            return BrokerUnavailable(
+                f"{self.transactional_id}: {name} answered {answer}. "
+                f"Grant the worker's principal what `dedup check --broker` lists."
+            )
+        if code in EPOCH_OVER or code == -1:
+            return CommitUnknown(f"{self.transactional_id}: {name} answered {answer}; the epoch is over.")
+        if code == COMPRESSION:
+            return BrokerUnavailable(
+                f"{self.transactional_id}: {name} answered {answer}: the broker does not accept this compression. "
+                f"Nothing was committed. Set `topics.compression` to another one (lz4, snappy, gzip or none)."
+            )
+        return BrokerUnavailable(
+            f"{self.transactional_id}: {name} answered {answer} (code {code}), which no retry can cure. "
+            f"The transaction was not committed; see the broker's log."
+        )
+
+
+def _refused(transactional_id: str, batch: RecordBatch, produced: Produced) -> RecordRefused:
+    """Return the error for a batch that the broker will never accept."""
+    target, rows, why = batch.target, batch.rows, for_code(produced.error_code).__name__
+    reasons = {rows[place]: f"{target}: {why}: {text}" for place, text in produced.refused if place < len(rows)}
+    return RecordRefused(
+        f"{transactional_id}: {target} refused {len(reasons) or len(rows)} records: {why}",
+        topic=target.topic,
+        partition=target.partition,
+        rows=tuple(reasons or rows),
+        reasons=reasons,
+        too_large=produced.error_code in TOO_LARGE,
+    )

@@ -1,0 +1,187 @@
+"""What the exactly-once protocol needs of a Kafka cluster, one method per request.
+
+`client.KafkaWire` talks to brokers; the simulator's log implements the same methods. A method sends its request once
+and returns the error code of the answer as it is; `transactional_producer.py` decides what a code means. A request
+without an answer raises `NoAnswer`, and then nothing is known about its effect.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final, NamedTuple, Protocol
+
+from dedup.kafka.record_batch import Header, Limit, ProducerIdentity, RecordBatch, TopicPartition
+
+__all__ = [
+    "COORDINATOR_MOVED",
+    "UNSTABLE_OFFSET",
+    "CommittedOffset",
+    "Fetched",
+    "FetchedRecord",
+    "Header",
+    "Limit",
+    "LogBounds",
+    "NoAnswer",
+    "Position",
+    "Produced",
+    "ProducerIdentity",
+    "RecordBatch",
+    "TopicNow",
+    "TopicPartition",
+    "Wire",
+]
+
+COORDINATOR_MOVED: Final = frozenset({14, 15, 16})
+"""The coordinator is loading, not available or has moved: ask again."""
+
+UNSTABLE_OFFSET: Final = 88
+"""An open transaction is about to change the requested offset."""
+
+
+class NoAnswer(Exception):
+    """A request was sent, or may have been, and got no answer."""
+
+
+class FetchedRecord(NamedTuple):
+    """A committed record as restore reads it."""
+
+    offset: int
+    timestamp_ms: int
+    key: bytes | None
+    value: bytes | None
+
+
+@dataclass(frozen=True, slots=True)
+class Fetched:
+    """One fetch answer: committed records column by column, and where to go on."""
+
+    offsets: list[int]
+    timestamps_ms: list[int]
+    keys: list[bytes | None]
+    values: list[bytes | None]
+    next_offset: int
+    """The offset after everything read, including control batches and aborted records."""
+    high_watermark: int
+    last_stable_offset: int
+
+    @classmethod
+    def of(cls, records: Sequence[FetchedRecord], next_offset: int, high_watermark: int, stable: int) -> Fetched:
+        """Return an answer with these records."""
+        columns = [list(column) for column in zip(*records, strict=True)] or [[], [], [], []]
+        return cls(*columns, next_offset, high_watermark, stable)  # type: ignore[arg-type, call-arg]
+
+    @property
+    def records(self) -> list[FetchedRecord]:
+        """The records one by one; built at each call."""
+        return list(map(FetchedRecord, self.offsets, self.timestamps_ms, self.keys, self.values))
+
+
+@dataclass(frozen=True, slots=True)
+class LogBounds:
+    """The first offset of a partition's log, and its high watermark (the next offset to be written)."""
+
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class Produced:
+    """The broker's answer for one batch of a produce request."""
+
+    error_code: int
+    base_offset: int
+    refused: tuple[tuple[int, str], ...] = ()
+    """Index in the batch and reason of each record for which the broker refused it, if it says so (KIP-467)."""
+    append_time_ms: int = -1
+    """When the broker appended it, by its clock; -1 if the topic keeps the producer's timestamps."""
+
+
+class TopicNow(NamedTuple):
+    """A topic as one broker currently knows it."""
+
+    topic_id: str
+    """Kafka's id, 32 hex digits; a recreated topic of the same name has a different one (KIP-516)."""
+    partitions: int
+
+
+class Position(NamedTuple):
+    """A group's committed offset in a partition."""
+
+    offset: int
+    leader_epoch: int = -1
+    """Of the record before the offset (KIP-320); -1 if unknown."""
+    note: str = ""
+    """The metadata that Kafka stores with an offset."""
+
+
+@dataclass(frozen=True, slots=True)
+class CommittedOffset:
+    """The answer for a group's committed offset; the position is None if the group has none."""
+
+    error_code: int
+    position: Position | None
+
+    @property
+    def offset(self) -> int | None:
+        """The offset alone."""
+        return None if self.position is None else self.position.offset
+
+
+class Wire(Protocol):
+    """A Kafka cluster; every method may raise NoAnswer."""
+
+    async def init_producer_id(self, transactional_id: str, timeout_ms: int) -> tuple[int, ProducerIdentity]:
+        """Start a new epoch of the id, which fences older ones and ends the transaction they left open."""
+
+    async def add_partitions(
+        self, transactional_id: str, identity: ProducerIdentity, partitions: Sequence[TopicPartition]
+    ) -> dict[TopicPartition, int]:
+        """Announce partitions to the open transaction; return an error code for each."""
+
+    async def produce(
+        self, transactional_id: str, batches: Sequence[tuple[TopicPartition, bytes]]
+    ) -> Awaitable[dict[TopicPartition, Produced]]:
+        """Write one batch to each of several partitions, to be acknowledged by all in-sync replicas.
+
+        Returns once the request is sent, with its answer to await: successive calls keep their order on the wire
+        without waiting for each other's answers.
+        """
+
+    async def add_offsets(self, transactional_id: str, identity: ProducerIdentity, group: str) -> int:
+        """Announce a consumer group's offsets to the open transaction; return an error code."""
+
+    async def commit_offsets(
+        self, transactional_id: str, identity: ProducerIdentity, group: str, offsets: Mapping[TopicPartition, Position]
+    ) -> int:
+        """Write the group's offsets as part of the transaction; return an error code."""
+
+    async def end_transaction(self, transactional_id: str, identity: ProducerIdentity, *, commit: bool) -> int:
+        """Commit or abort the transaction; return an error code."""
+
+    async def committed_offset(self, group: str, source: TopicPartition, *, stable: bool) -> CommittedOffset:
+        """Read the group's committed offset from its coordinator.
+
+        ``stable``: the answer is `UNSTABLE_OFFSET` while an open transaction is about to change it (KIP-447).
+        """
+
+    async def limit(self, target: TopicPartition) -> Limit | None:
+        """Return what a partition's topic currently accepts; None if its configs may not be read."""
+
+    async def bounds(self, source: TopicPartition) -> LogBounds:
+        """Read start and high watermark of a partition from its leader."""
+
+    async def offset_at(self, source: TopicPartition, time_ms: int) -> int | None:
+        """Return the first offset whose timestamp is at or after ``time_ms``; None if there is none."""
+
+    async def topics(self, names: tuple[str, ...]) -> Mapping[str, TopicNow | int]:
+        """Return each topic as one broker currently knows it, or its error code; asking creates none."""
+
+    async def fetch(self, source: TopicPartition, offset: int, *, max_bytes: int, wait_ms: int) -> Fetched:
+        """Read committed records from an offset on; waits up to ``wait_ms`` for some to arrive."""
+
+    def pin(self, topic_ids: Mapping[str, str]) -> None:
+        """Make `fetch` read these topics by id from now on, so never a later topic of the same name."""
+
+    async def pause(self, delay_ms: int) -> None:
+        """Wait before a request is repeated."""

@@ -1,0 +1,193 @@
+"""Exact verdicts over a finished table of records: the same as a worker's and the model's, row by row.
+
+Theory of operation. A verdict depends on the sightings of the record's own ID and on stream time. Stream time is a
+property of the log, so the map side finds it first (`map_side`). One shuffle then brings the rows of an ID together,
+and the reduce side sorts them in the order in which they are judged and folds them (`reduce_side`, `columnar_fold`).
+The order is:
+
+* for a direct topology: each source partition in the order of its offsets, as its task does;
+* for the repartition topic: each of its partitions in the order of its offsets, with stream time by the skew rule over
+  the feeds, as its task does;
+* for the source topics of a topology that repartitions, which no log orders as a fleet did: *in step*, that is by the
+  running maximum of event time within the source partition, then by topic, partition, offset. Stream time is that
+  running maximum: no feed is ahead of another, which is what the skew rule waits for;
+* for rows without coordinates: by event time, equal times by the bytes of key, value, headers, then by timestamp;
+  nothing is late. Rows equal in all of these are the same event twice, so their order does not matter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final, Literal
+
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import functions as F  # noqa: N812 - the name every Spark page uses
+from pyspark.sql.types import StructType
+
+from dedup.core.window import Feed
+from dedup.errors import InvariantBroken, Problem, SettingsError, TopologyError
+from dedup.spark.columns import BatchFunction
+from dedup.spark.files import InputSplits, opened
+from dedup.spark.map_side import MOST_REDUCERS, PACKED_ROWS, TARGET, MapPlan, Mode, map_function
+from dedup.spark.reduce_side import JUDGED, ReducePlan, reduce_function
+from dedup.spark.rows import COORDINATES, RECORDS, headers_of
+from dedup.topology.model import Topology
+
+Order = Literal["offsets", "event_time"]
+"""``offsets``: rows with Kafka coordinates, in the log's order. ``event_time``: without; nothing is late."""
+
+_known_targets: Final[dict[int, tuple[int, ...]]] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class Judging:
+    """Records after the shuffle, for the reduce side to judge."""
+
+    packed: DataFrame
+    """`map_side.PACKED_ROWS`, each in the Spark partition of its reduce task."""
+    plan: ReducePlan
+    schema: StructType
+
+    def frame(self) -> DataFrame:
+        """Return the records with their verdicts."""
+        return self.packed.mapInArrow(reduce_function(self.plan), self.schema)
+
+
+def judged(
+    df: DataFrame,
+    topology: Topology,
+    *,
+    now_ms: int,
+    order: Order,
+    contiguous: bool = False,
+    feeds: Sequence[Feed] = (),
+) -> DataFrame:
+    """Return the records (`rows.RECORDS`, more columns are kept) with `JUDGED` after them; one row each, in no order.
+
+    `verdict` is unique, duplicate, conflict, late, dead_letter, or exempt: forwarded unjudged by policy, with the
+    reason missing_id or tombstone. A forwarded conflict is ``unique`` with the reason conflict.
+
+    ``now_ms`` is the wall clock that future times are compared with. ``contiguous``: each Spark partition of ``df``
+    holds ascending offsets of its Kafka partitions, and no two overlap, as with Spark's Kafka source; this saves a
+    sort, and the job checks it while it runs. ``feeds``: for the repartition topic, every source partition. Raises
+    TopologyError for a table of another shape, SettingsError for unusable settings of Spark; the running job raises
+    what `backfill` lists.
+    """
+    return judging(df, topology, now_ms=now_ms, order=order, contiguous=contiguous, feeds=feeds).frame()
+
+
+def judging(
+    df: DataFrame,
+    topology: Topology,
+    *,
+    now_ms: int,
+    order: Order,
+    contiguous: bool = False,
+    feeds: Sequence[Feed] = (),
+    pieces: InputSplits | None = None,
+) -> Judging:
+    """Return what `judged` does before the reduce side; ``pieces``: the same records as files that tasks can read."""
+    refuse_other_shape(df)
+    mode = mode_of(topology, order, feeds)
+    reducers, batch_rows = _shuffle_settings(df.sparkSession)
+    targets = _targets(df.sparkSession, reducers)
+    map_batches = map_function(
+        MapPlan(topology, mode, now_ms + topology.max_clock_skew_ms, targets, batch_rows, tuple(feeds))
+    )
+    if pieces is not None and (contiguous or mode == "event_time"):
+        packed = pieces.frame.mapInArrow(_chained(opened(pieces.columns), map_batches), PACKED_ROWS)
+    else:
+        ready = _in_log_order(df.withColumn("headers", headers_of(df)), mode, reducers, contiguous=contiguous)
+        packed = ready.mapInArrow(map_batches, PACKED_ROWS)
+    schema = StructType([*df.schema.fields, *JUDGED])
+    return Judging(packed.repartition(reducers, TARGET), ReducePlan(topology, mode, df.schema.names), schema)
+
+
+def _chained(first: BatchFunction, then: BatchFunction) -> BatchFunction:
+    return lambda batches: then(first(batches))
+
+
+def mode_of(topology: Topology, order: Order, feeds: Sequence[Feed]) -> Mode:
+    """Return how rows of this topology are judged."""
+    if order == "event_time":
+        return "event_time"
+    if topology.direct:
+        return "direct"
+    return "log" if feeds else "merged"
+
+
+def order_text(mode: Mode) -> str:
+    """Return a sentence that says in which order rows are judged."""
+    match mode:
+        case "direct":
+            return "judged in the order of offsets, each source partition by itself, as a worker does"
+        case "log":
+            return "judged in the order of the repartition topic, stream time by the skew rule, as a worker does"
+        case "merged":
+            return (
+                "judged in step: by the running maximum of event time within the source partition, then by topic, "
+                "partition, offset; no log says how a fleet interleaved the source partitions"
+            )
+        case "event_time":
+            return (
+                "no coordinates: judged in the order of event times, equal times by the bytes of key, value and "
+                "headers; nothing is late"
+            )
+
+
+def refuse_other_shape(df: DataFrame) -> None:
+    """Raise TopologyError for a frame that lacks columns of `rows.RECORDS`, or has a column that judging adds."""
+    found = {field.name: field.dataType for field in df.schema.fields}
+    problems = [
+        Problem(f"column {field.name}", f"is {found.get(field.name, 'missing')}; it must be {field.dataType}")
+        for field in RECORDS.fields
+        if found.get(field.name) != field.dataType
+    ]
+    ours = {field.name for field in JUDGED}
+    taken = [name for name in found if name in ours or name.startswith("_dedup_")]
+    problems += [Problem(f"column {name}", "is a column that dedup adds; rename or drop it") for name in taken]
+    if problems:
+        raise TopologyError(problems)
+
+
+def _in_log_order(df: DataFrame, mode: Mode, reducers: int, *, contiguous: bool) -> DataFrame:
+    match mode:
+        case "event_time":
+            return df
+        case "log":
+            return df.repartition(reducers, "partition").sortWithinPartitions("partition", "offset")
+        case "direct" | "merged" if contiguous:
+            return df
+        case "direct" | "merged":
+            return df.repartitionByRange(reducers, *COORDINATES).sortWithinPartitions(*COORDINATES)
+
+
+def _shuffle_settings(spark: SparkSession) -> tuple[int, int]:
+    """Return the number of reduce tasks, and the number of rows that Spark hands to Python at once."""
+    reducers = int(spark.conf.get("spark.sql.shuffle.partitions") or "200")
+    batch_rows = int(spark.conf.get("spark.sql.execution.arrow.maxRecordsPerBatch") or "10000")
+    problems = []
+    if reducers > MOST_REDUCERS:
+        problems.append(Problem("spark.sql.shuffle.partitions", f"is {reducers:,}; at most {MOST_REDUCERS:,}"))
+    if batch_rows <= 0:
+        text = "must be positive here: a batch without a limit grows beyond what Arrow can hold. Leave it unset"
+        problems.append(Problem("spark.sql.execution.arrow.maxRecordsPerBatch", text))
+    if problems:
+        raise SettingsError(problems)
+    return reducers, batch_rows
+
+
+def _targets(spark: SparkSession, reducers: int) -> tuple[int, ...]:
+    """Return, for every partition of a shuffle into ``reducers``, a number that Spark's own hash sends there."""
+    if reducers not in _known_targets:
+        for tries in (64, 1024):
+            numbers = spark.range(reducers * tries).select(F.col("id").cast("int").alias("number"))
+            place = F.pmod(F.hash("number"), F.lit(reducers)).alias("place")
+            rows = numbers.select("number", place).groupBy("place").agg(F.min("number").alias("number")).collect()
+            if len(rows) == reducers:
+                break
+        else:
+            raise InvariantBroken(f"Spark's hash reaches only {len(rows)} of {reducers} shuffle partitions.")
+        _known_targets[reducers] = tuple(row["number"] for row in rows)
+    return _known_targets[reducers]

@@ -1,0 +1,188 @@
+"""Verdicts over rows sorted by ID, and within an ID in the order in which they are judged.
+
+numpy decides, in columns, IDs that occur once and IDs of which every row repeats the first. The others go through the
+worker's fold, with the stream time of each row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from dedup.core.extract import Extracted
+from dedup.core.fold import Outcome, Rows, Rules, Sightings, judge, sighting_of
+from dedup.core.window import Feed, Sighting
+
+Integers = npt.NDArray[np.int64]
+Booleans = npt.NDArray[np.bool_]
+
+UNIQUE: Final = 0
+DUPLICATE: Final = 1
+CONFLICT: Final = 2
+LATE: Final = 3
+FORWARDED_CONFLICT: Final = 4
+_CHUNK_ROWS: Final = 4096
+_LONG_GROUP: Final = 256
+"""Rows of one ID that are judged at a time: the cost grows with the square of their number."""
+
+
+@dataclass(frozen=True, slots=True)
+class SortedRows:
+    """All rows of some IDs as columns, an entry per record."""
+
+    groups: Integers
+    """Equal for rows of the same ID and, if tasks judge separately, of the same task."""
+    times_ms: Integers
+    stream_ms: Integers
+    topics: Integers
+    """Position in ``source.topics``."""
+    partitions: Integers
+    """Of the source; -1 if a row has no coordinates."""
+    offsets: Integers
+    fingerprints: pa.Array | pa.ChunkedArray | None
+
+
+@dataclass(frozen=True, slots=True)
+class Decided:
+    """Verdicts as columns, an entry per record."""
+
+    verdicts: npt.NDArray[np.int8]
+    has_first: npt.NDArray[np.bool_]
+    """Whether the record repeats a sighting, which the next four columns describe."""
+    first_ms: Integers
+    first_topics: Integers
+    first_partitions: Integers
+    first_offsets: Integers
+
+    @classmethod
+    def of(cls, verdicts: npt.NDArray[np.int8]) -> Decided:
+        """Return these verdicts, with no record repeating a sighting."""
+        count = len(verdicts)
+        return cls(verdicts, np.zeros(count, np.bool_), *(np.zeros(count, np.int64) for _ in range(4)))
+
+    def put(self, row: int, verdict: int, seen: Sighting) -> None:
+        """Set the verdict of a record that repeats this sighting."""
+        self.verdicts[row] = verdict
+        self.has_first[row] = True
+        self.first_ms[row] = seen.first_ms
+        self.first_topics[row], self.first_partitions[row], self.first_offsets[row] = seen.source
+
+
+def judge_sorted(rows: SortedRows, rules: Rules) -> Decided:
+    """Return the verdicts. Raises RecordFailed for a policy `fail`."""
+    late = rows.times_ms < rows.stream_ms - rules.window.grace_ms
+    decided = Decided.of(np.where(late, LATE, UNIQUE).astype(np.int8))
+    count = len(rows.times_ms)
+    if count == 0:
+        return decided
+    starts = np.append(0, np.flatnonzero(rows.groups[1:] != rows.groups[:-1]) + 1)
+    lengths = np.diff(np.append(starts, count))
+    several = _decide_plain_groups(rows, rules, starts, lengths, decided)
+    known: Sightings = ()
+    of_group = -1
+    for chunk, groups in _chunks(starts, lengths, np.flatnonzero(several).tolist()):
+        if int(groups[0]) != of_group:
+            known = ()
+        known = _judge_chunk(rows, rules, chunk, groups, known, decided)
+        of_group = int(groups[-1])
+    return decided
+
+
+def _decide_plain_groups(
+    rows: SortedRows, rules: Rules, starts: Integers, lengths: Integers, decided: Decided
+) -> Booleans:
+    """Decide, in columns, the groups in which every row repeats the first by the plain rule.
+
+    Return which of the other groups have several rows.
+    """
+    several: Booleans = lengths > 1
+    window = rules.window
+    if window.extend or rules.fingerprints:
+        return several
+    first = np.repeat(starts, lengths)
+    first_ms = rows.times_ms[first]
+    near = np.abs(rows.times_ms - first_ms) < window.guard_ms
+    # The first row itself is near, and must be unique.
+    plain = near & (first_ms >= rows.stream_ms - window.retention_ms) & (decided.verdicts[first] == UNIQUE)
+    easy = several & np.logical_and.reduceat(plain, starts)
+    repeats = np.flatnonzero(np.repeat(easy, lengths) & (np.arange(len(first)) != first))
+    of = first[repeats]
+    decided.verdicts[repeats] = DUPLICATE
+    decided.has_first[repeats] = True
+    decided.first_ms[repeats] = rows.times_ms[of]
+    decided.first_topics[repeats] = rows.topics[of]
+    decided.first_partitions[repeats] = rows.partitions[of]
+    decided.first_offsets[repeats] = rows.offsets[of]
+    return several & ~easy
+
+
+def _judge_chunk(
+    rows: SortedRows, rules: Rules, chunk: Integers, groups: Integers, known_before: Sightings, decided: Decided
+) -> Sightings:
+    """Judge rows of a few IDs, given the sightings of the first ID; return the sightings of the last."""
+    names = [b"%d" % group for group in groups.tolist()]
+    outcome = Outcome(judged_times_ms=rows.times_ms[chunk].tolist())
+    columns = _columns(rows, chunk, names, outcome.judged_times_ms)
+    stream_times = rows.stream_ms[chunk].tolist()
+    oldest_ms = rules.window.oldest_live_ms(stream_times[0])
+    before = tuple(seen for seen in known_before if seen.last_ms >= oldest_ms)
+    known = {names[0]: before} if before else {}
+    judge(columns, rules, outcome, known, stream_times, set())
+    _note(decided, chunk.tolist(), columns, outcome)
+    fresh = {names[row]: row for row in outcome.singles}
+    if names[-1] in fresh:
+        return (sighting_of(columns, outcome.judged_times_ms, fresh[names[-1]]),)
+    return known.get(names[-1], ())
+
+
+def _note(decided: Decided, chunk: list[int], columns: Rows, outcome: Outcome) -> None:
+    for row, _ in outcome.late:
+        decided.verdicts[chunk[row]] = LATE
+    for row in outcome.unique:
+        decided.verdicts[chunk[row]] = FORWARDED_CONFLICT if row in outcome.exempt else UNIQUE
+    for row, seen in outcome.duplicates:
+        decided.put(chunk[row], DUPLICATE, seen)
+    for row, first in outcome.repeats:
+        decided.put(chunk[row], DUPLICATE, sighting_of(columns, outcome.judged_times_ms, first))
+    for row, seen in outcome.conflicts:
+        decided.put(chunk[row], CONFLICT, seen)
+
+
+def _chunks(starts: Integers, lengths: Integers, marked: list[int]) -> Iterator[tuple[Integers, Integers]]:
+    """Yield (rows, the group of each row) of the marked groups: short groups together, a long one in parts."""
+    taken: list[int] = []
+    rows = 0
+    for group, size in zip(marked, lengths[marked].tolist(), strict=True):
+        if size <= _LONG_GROUP:
+            taken.append(group)
+            rows += size
+            if rows < _CHUNK_ROWS:
+                continue
+        if taken:
+            yield _whole(starts, lengths, taken)
+            taken, rows = [], 0
+        if size > _LONG_GROUP:
+            start = int(starts[group])
+            for begin in range(start, start + size, _LONG_GROUP):
+                part = np.arange(begin, min(begin + _LONG_GROUP, start + size))
+                yield part, np.full(len(part), group)
+    if taken:
+        yield _whole(starts, lengths, taken)
+
+
+def _whole(starts: Integers, lengths: Integers, taken: list[int]) -> tuple[Integers, Integers]:
+    sizes = lengths[taken]
+    groups = np.repeat(np.array(taken), sizes)
+    within = np.arange(len(groups)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+    return starts[groups] + within, groups
+
+
+def _columns(rows: SortedRows, chunk: Integers, names: list[bytes], times_ms: list[int]) -> Rows:
+    fingerprints = None if rows.fingerprints is None else rows.fingerprints.take(pa.array(chunk)).to_pylist()
+    feeds = list(map(Feed, rows.topics[chunk].tolist(), rows.partitions[chunk].tolist()))
+    return Rows(Extracted(list(names), times_ms, fingerprints, {}), rows.offsets[chunk].tolist(), feeds)

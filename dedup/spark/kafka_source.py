@@ -1,0 +1,196 @@
+"""Kafka as a source of Spark: options that reach the cluster, and ranges of offsets as records to judge.
+
+A range is read completely, or refused with the offsets that retention has deleted.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, Literal
+
+from dedup.core.window import Feed
+from dedup.errors import BrokerUnavailable, Problem, SettingsError, StateIncompatible
+from dedup.settings import Security, Settings
+from dedup.spark.files import History
+from dedup.spark.rows import records_of_kafka
+from dedup.verify.kafka_reader import Bounds, KafkaReader
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+    from dedup.topology.model import Topology
+
+Start = Literal["whole", "earliest"] | int
+"""``whole``: from offset 0, refused if retention deleted it. ``earliest``: what is left. A number: a time in ms."""
+Until = Literal["now"] | int
+Offsets = Mapping[str, Mapping[int, int]]
+"""By topic and partition."""
+
+_SHOWN: Final = 5
+_LOGIN: Final[Mapping[str, str]] = {
+    "PLAIN": "org.apache.kafka.common.security.plain.PlainLoginModule",
+    "SCRAM-SHA-256": "org.apache.kafka.common.security.scram.ScramLoginModule",
+    "SCRAM-SHA-512": "org.apache.kafka.common.security.scram.ScramLoginModule",
+}
+
+
+def kafka_options(settings: Settings) -> dict[str, str]:
+    """Return the options of Spark's Kafka source for these settings; certificates are in them as PEM text.
+
+    Raises SettingsError for what Spark's connector does not support, and for certificates that cannot be read.
+    """
+    security = settings.security
+    options = {
+        "kafka.bootstrap.servers": ",".join(settings.brokers),
+        "kafka.security.protocol": security.protocol,
+        # Records of an aborted transaction must never be judged.
+        "kafka.isolation.level": "read_committed",
+        "includeHeaders": "true",
+        "failOnDataLoss": "true",
+    }
+    if security.protocol.endswith("SSL"):
+        options |= _tls(security)
+    if security.protocol.startswith("SASL"):
+        options |= _sasl(security)
+    return options
+
+
+def _tls(security: Security) -> dict[str, str]:
+    options: dict[str, str] = {}
+    if security.ca_file:
+        options |= {"kafka.ssl.truststore.type": "PEM", "kafka.ssl.truststore.certificates": _text(security.ca_file)}
+    if security.cert_file and security.key_file:
+        options |= {
+            "kafka.ssl.keystore.type": "PEM",
+            "kafka.ssl.keystore.certificate.chain": _text(security.cert_file),
+            "kafka.ssl.keystore.key": _text(security.key_file),
+        }
+    if security.key_password:
+        options["kafka.ssl.key.password"] = security.key_password.reveal()
+    return options
+
+
+def _sasl(security: Security) -> dict[str, str]:
+    module = _LOGIN.get(security.mechanism or "")
+    if module is None or security.password is None or security.username is None:
+        raise SettingsError(
+            [
+                Problem(
+                    "security.mechanism",
+                    f"{security.mechanism} cannot be used with Spark's Kafka source; use one of {', '.join(_LOGIN)}",
+                )
+            ]
+        )
+    user, password = (_quoted(text) for text in (security.username, security.password.reveal()))
+    return {
+        "kafka.sasl.mechanism": security.mechanism or "",
+        "kafka.sasl.jaas.config": f"{module} required username={user} password={password};",
+    }
+
+
+def _quoted(text: str) -> str:
+    escaped = text.replace("\\", "\\\\").replace('"', '\\"')
+    return f'"{escaped}"'
+
+
+def _text(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="ascii")
+    except (OSError, UnicodeDecodeError) as error:
+        raise SettingsError([Problem(path, f"cannot be read as PEM text: {error}; name a PEM file")]) from error
+
+
+def read_kafka(
+    spark: SparkSession,
+    topology: Topology,
+    settings: Settings,
+    *,
+    start: Start = "whole",
+    until: Until = "now",
+    repartitioned: bool = False,
+) -> History:
+    """Return the committed records of the source topics, or of the repartition topic if ``repartitioned``.
+
+    Raises StateIncompatible if ``start`` is ``whole`` and retention deleted records, BrokerUnavailable if a topic does
+    not exist.
+    """
+    topics = (topology.repartition_topic,) if repartitioned else topology.source.topics
+    with KafkaReader(settings) as reader:
+        counts = reader.partitions([*topics, *topology.source.topics])
+        missing = [topic for topic in topics if not counts[topic]]
+        if missing:
+            raise BrokerUnavailable(f"{', '.join(missing)} does not exist on {', '.join(settings.brokers)}.")
+        bounds = {topic: reader.bounds(topic, range(counts[topic])) for topic in topics}
+        begins = {topic: _begins(reader, topic, bounds[topic], start) for topic in topics}
+        ends = {topic: _ends(reader, topic, bounds[topic], until) for topic in topics}
+    if start == "whole":
+        _refuse_deleted(bounds)
+    for topic, found in begins.items():
+        ends[topic] = {partition: max(end, found[partition]) for partition, end in ends[topic].items()}
+    feeds = feeds_of(topology, counts) if repartitioned else ()
+    return replace(history_of_range(spark, settings, begins, ends), feeds=feeds)
+
+
+def feeds_of(topology: Topology, counts: Mapping[str, int]) -> tuple[Feed, ...]:
+    """Return every source partition, given the partition counts by topic."""
+    return tuple(
+        Feed(position, partition)
+        for position, topic in enumerate(topology.source.topics)
+        for partition in range(counts[topic])
+    )
+
+
+def history_of_range(spark: SparkSession, settings: Settings, begins: Offsets, ends: Offsets) -> History:
+    """Return the committed records of these offsets, ends not included."""
+    ranges = {
+        f"{topic}/{partition}": [begin, ends[topic][partition]]
+        for topic, part in begins.items()
+        for partition, begin in part.items()
+    }
+    options = {
+        **kafka_options(settings),
+        "assign": json.dumps({topic: sorted(part) for topic, part in begins.items()}),
+        "startingOffsets": json.dumps(begins),
+        "endingOffsets": json.dumps(ends),
+        # Several tasks read one partition; `map_side.OffsetRuns` restores the order.
+        "minPartitions": str(spark.sparkContext.defaultParallelism * 2),
+    }
+    table = spark.read.format("kafka").options(**options).load()
+    place = ", ".join(f"{name} {begin}..{end}" for name, (begin, end) in sorted(ranges.items()))
+    return History(records_of_kafka(table), placed=True, contiguous=True, identity=json.dumps(ranges), place=place)
+
+
+def _begins(reader: KafkaReader, topic: str, bounds: Mapping[int, Bounds], start: Start) -> dict[int, int]:
+    if isinstance(start, int):
+        return offsets_at(reader, topic, bounds, start)
+    return {partition: each.low for partition, each in bounds.items()}
+
+
+def _ends(reader: KafkaReader, topic: str, bounds: Mapping[int, Bounds], until: Until) -> dict[int, int]:
+    if until == "now":
+        return {partition: each.high for partition, each in bounds.items()}
+    return offsets_at(reader, topic, bounds, until)
+
+
+def offsets_at(reader: KafkaReader, topic: str, bounds: Mapping[int, Bounds], time_ms: int) -> dict[int, int]:
+    """Return, by partition, the offset of the first record at or after a time; the end if there is none."""
+    found = {partition: reader.offset_for_time(topic, partition, time_ms) for partition in bounds}
+    return {partition: bounds[partition].high if at is None else at for partition, at in found.items()}
+
+
+def _refuse_deleted(bounds: Mapping[str, Mapping[int, Bounds]]) -> None:
+    deleted = [
+        f"{topic}/{partition} begins at offset {each.low} (0 to {each.low - 1} are deleted)"
+        for topic, part in bounds.items()
+        for partition, each in sorted(part.items())
+        if each.low > 0
+    ]
+    if deleted:
+        more = f" and {len(deleted) - _SHOWN} more" if len(deleted) > _SHOWN else ""
+        raise StateIncompatible(
+            f"retention deleted the start: {'; '.join(deleted[:_SHOWN])}{more}. Nothing was written. The first records "
+            f"would be judged without those before them. Judge what is left with --start earliest, or read an archive."
+        )

@@ -1,0 +1,549 @@
+"""The map side of a batch job: IDs, event times and stream time of records in input order, packed for the shuffle.
+
+A map task extracts what each record carries, decides the records that cannot be judged, finds stream time as far as it
+can know it (`OffsetRuns`), and packs the rows for the reduce task that judges their IDs.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import IO, Final, Literal, Self
+from zlib import crc32
+
+import numpy as np
+import numpy.typing as npt
+import orjson
+import pyarrow as pa
+import pyarrow.compute as pc
+from pyspark import TaskContext
+from pyspark.sql.types import BinaryType, IntegerType, LongType, StringType, StructField, StructType
+
+from dedup.core.fold import Outcome, Rows, screen
+from dedup.core.window import BEFORE_ALL_TIME, Feed, StreamTime
+from dedup.errors import InvariantBroken, StateIncompatible
+from dedup.spark.columnar_fold import Integers
+from dedup.spark.columns import Batches, BatchFunction, binary_column, extract_batch
+from dedup.topology.model import Topology, extractor_of
+from dedup.worker.record_collector import IDLE, SOURCE, TIMESTAMP
+
+Mode = Literal["direct", "merged", "log", "event_time"]
+"""``direct``: each source partition is a log of its own. ``merged``: several, judged in step. ``log``: the repartition
+topic, with its feeds. ``event_time``: rows without coordinates."""
+
+ID: Final = StructField("dedup_id", BinaryType())
+TIME: Final = StructField("dedup_time_ms", LongType())
+FINGERPRINT: Final = StructField("dedup_fingerprint", BinaryType())
+STREAM: Final = StructField("_dedup_stream_ms", LongType())
+"""Stream time; where rows have `RUN`, the running maximum within the offset run."""
+UNJUDGED: Final = StructField("_dedup_unjudged", StringType())
+"""Verdict, reason and detail of a row that is not to be judged, separated by `SEPARATOR`; null for nearly all rows."""
+TASK: Final = StructField("_dedup_task", IntegerType())
+PLACE: Final = StructField("_dedup_place", LongType())
+"""Partition and offset in the repartition topic, where that is read."""
+RUN: Final = StructField("_dedup_run", LongType())
+"""Number of the offset run."""
+SEPARATOR: Final = "\n"
+
+TARGET: Final = "_dedup_target"
+PACKED_ROWS: Final = StructType(
+    [StructField(TARGET, IntegerType()), StructField("packed", BinaryType()), StructField("notice", BinaryType())]
+)
+_PACKED_SCHEMA: Final = pa.schema([(TARGET, pa.int32()), ("packed", pa.binary()), ("notice", pa.binary())])
+MOST_REDUCERS: Final = 1 << 16
+BATCH_BYTES: Final = 64 << 20
+"""Of packed rows that Spark hands over at once."""
+_WRITE_OPTIONS: Final = pa.ipc.IpcWriteOptions(compression="lz4", use_threads=False)
+"""Compression halves the bytes, each of which is copied eight times on its way."""
+_READ_OPTIONS: Final = pa.ipc.IpcReadOptions(use_threads=False)
+_BATCH_ROWS: Final = 8_192
+"""Screened at once: few enough to stay in the processor's caches."""
+_ROWS_PER_REDUCER: Final = 4_096
+_MOST_ROWS: Final = 131_072
+_MOST_BYTES: Final = 64 << 20
+"""A map task sends its packed rows when it holds this many rows or bytes."""
+_IN_MEMORY_BYTES: Final = 256 << 20
+"""A reduce task keeps this much of its packed rows in memory, and all of them in a file if there are more."""
+_MOST_RUNS: Final = 10_000
+"""In one Spark task; a log read in order has one for each Kafka partition."""
+
+_ReducerIndexes = npt.NDArray[np.uint16]
+
+
+# Stream time in one pass. Stream time is a running maximum over a source partition, in offset order, but Spark reads
+# that partition as several input splits, on many machines. An *offset run* is a sequence of ascending offsets that one
+# Spark task read. The task knows the running maximum within it; what it lacks is the greatest time of the runs before
+# it. So each task, after its rows, sends a notice of its runs to every reduce task. A reduce task has all notices
+# before it judges its first record, and adds what was missing. The log is neither read twice nor sorted as a whole.
+
+
+@dataclass(slots=True)
+class OffsetRun:
+    """A run of ascending offsets of one Kafka partition, and the greatest event time accepted in it."""
+
+    number: int
+    topic: int
+    """Position in ``source.topics``."""
+    partition: int
+    first_offset: int
+    last_offset: int
+    greatest_ms: int
+
+
+class OffsetRuns:
+    """The offset runs that one Spark task has read so far."""
+
+    def __init__(self, task: int) -> None:
+        self._next: int = task << 32
+        self._open: Final[dict[int, OffsetRun]] = {}
+        self.all: Final[list[OffsetRun]] = []
+
+    def take(self, topics: Integers, partitions: Integers, offsets: Integers, times_ms: Integers) -> list[Integers]:
+        """Return, for each record, the number of its offset run and the running maximum within the run.
+
+        ``times_ms`` is `BEFORE_ALL_TIME` where a record does not move stream time. Raises StateIncompatible if the
+        offsets are out of order too often for the rows to be in the log's order.
+        """
+        numbers = np.empty(len(offsets), np.int64)
+        running = np.empty(len(offsets), np.int64)
+        places = (topics << 32) | partitions
+        order = np.argsort(places, kind="stable") if (places != places[:1]).any() else np.arange(len(places))
+        sorted_places, sorted_offsets = places[order], offsets[order]
+        breaks = (sorted_places[1:] != sorted_places[:-1]) | (sorted_offsets[1:] <= sorted_offsets[:-1])
+        borders = [0, *(np.flatnonzero(breaks) + 1).tolist(), len(places)]
+        for begin, end in pairwise(borders):
+            rows = order[begin:end]
+            if len(rows):
+                self._take_run(int(sorted_places[begin]), rows, offsets, times_ms, numbers, running)
+        return [numbers, running]
+
+    def _take_run(
+        self,
+        place: int,
+        rows: Integers,
+        offsets: Integers,
+        times_ms: Integers,
+        numbers: Integers,
+        running: Integers,
+    ) -> None:
+        first, last = int(offsets[rows[0]]), int(offsets[rows[-1]])
+        run = self._open.get(place)
+        if run is None or first <= run.last_offset:
+            run = self._begin(place, first)
+        greatest = np.maximum(np.maximum.accumulate(times_ms[rows]), run.greatest_ms)
+        numbers[rows] = run.number
+        running[rows] = greatest
+        run.last_offset = last
+        run.greatest_ms = int(greatest[-1])
+
+    def _begin(self, place: int, first_offset: int) -> OffsetRun:
+        if len(self.all) >= _MOST_RUNS:
+            raise StateIncompatible(
+                f"one Spark task met more than {_MOST_RUNS:,} breaks in the order of offsets: the rows are not in the "
+                f"log's order. Call the job with `contiguous=False`, so that it sorts them first."
+            )
+        topic, partition = place >> 32, place & 0xFFFFFFFF
+        run = OffsetRun(self._next, topic, partition, first_offset, first_offset - 1, BEFORE_ALL_TIME)
+        self._next += 1
+        self._open[place] = run
+        self.all.append(run)
+        return run
+
+
+def _in_order(runs: Iterable[OffsetRun]) -> list[OffsetRun]:
+    return sorted(runs, key=lambda run: (run.topic, run.partition, run.first_offset))
+
+
+def overlap(runs: Iterable[OffsetRun]) -> tuple[OffsetRun, OffsetRun] | None:
+    """Return two offset runs of one Kafka partition that overlap; None if no two do."""
+    for before, after in pairwise(_in_order(runs)):
+        same = (before.topic, before.partition) == (after.topic, after.partition)
+        if same and after.first_offset <= before.last_offset:
+            return before, after
+    return None
+
+
+def before_each(runs: Sequence[OffsetRun], topics: Sequence[str]) -> Mapping[int, int]:
+    """Return, by the number of each offset run, the greatest time in ms of those before it in its Kafka partition.
+
+    Raises StateIncompatible if two overlap: a record is there twice, or the rows were not in the log's order.
+    """
+    both = overlap(runs)
+    if both is not None:
+        before, after = both
+        raise StateIncompatible(
+            f"{topics[before.topic]}/{before.partition}: the offsets {after.first_offset} to {before.last_offset} were "
+            f"met twice, or the rows are not in the log's order. Remove the repeated records from the input, or call "
+            f"the job with `contiguous=False`, so that it sorts the rows first."
+        )
+    greatest: dict[tuple[int, int], int] = {}
+    result: dict[int, int] = {}
+    for run in _in_order(runs):
+        place = run.topic, run.partition
+        result[run.number] = greatest.get(place, BEFORE_ALL_TIME)
+        greatest[place] = max(result[run.number], run.greatest_ms)
+    return result
+
+
+def resolved(before: Mapping[int, int], numbers: Integers, running: Integers) -> Integers:
+    """Return the running maximum over the whole log, given that within each offset run (`before_each` has the rest)."""
+    met, where = np.unique(numbers, return_inverse=True)
+    known = np.array([before[number] for number in met.tolist()], np.int64)
+    result: Integers = np.maximum(known[where], running)
+    return result
+
+
+def _unwrapped(batch: pa.RecordBatch) -> tuple[pa.RecordBatch, frozenset[int]]:
+    """Return records of the repartition topic as in the source topics, and which rows are idle markers.
+
+    Original coordinates and timestamp are in the last two headers. Raises InvariantBroken for a record that no
+    repartition task wrote.
+    """
+    places: list[tuple[str, int, int]] = []
+    timestamps_ms: list[int] = []
+    headers: list[list[dict[str, object]]] = []
+    idle_rows: set[int] = set()
+    for row, own in enumerate(batch.column("headers").to_pylist()):
+        ours = {each["key"]: each["value"] for each in (own or [])[-2:]}
+        timestamp, place = ours.get(TIMESTAMP), ours.get(IDLE)
+        if timestamp is not None and place is not None:
+            idle_rows.add(row)
+            place += b"/-1"
+        else:
+            place = ours.get(SOURCE)
+        if timestamp is None or place is None:
+            raise InvariantBroken(
+                f"{batch.column('topic')[row]}/{batch.column('partition')[row]} offset {batch.column('offset')[row]} "
+                f"was not written by a repartition task: it lacks the headers {SOURCE} and {TIMESTAMP}. Read the "
+                f"source topics instead."
+            )
+        topic, partition, offset = place.decode().rsplit("/", 2)
+        places.append((topic, int(partition), int(offset)))
+        timestamps_ms.append(int(timestamp))
+        headers.append(own[:-2])
+    columns = {
+        "headers": pa.array(headers, batch.schema.field("headers").type),
+        "timestamp_ms": pa.array(timestamps_ms, pa.int64()),
+        "topic": pa.array([topic for topic, _, _ in places], pa.string()),
+        "partition": pa.array([partition for _, partition, _ in places], pa.int32()),
+        "offset": pa.array([offset for _, _, offset in places], pa.int64()),
+    }
+    arrays = [columns.get(name, batch.column(name)) for name in batch.schema.names]
+    return pa.RecordBatch.from_arrays(arrays, batch.schema.names), frozenset(idle_rows)
+
+
+# Packed rows. A shuffle moves rows, and each row costs microseconds on its way out of Python, through the JVM and back.
+# So a map task packs the rows for one reduce task into one binary value, an Arrow stream, and Spark shuffles these: the
+# cost is by the byte, no longer by the row. Spark's own hash of `TARGET` decides where a value goes.
+#
+# Spark hands Python a batch of `maxRecordsPerBatch` rows, whatever their size, and a batch must stay below 2 GiB. So
+# packed rows are followed by empty rows, as many as keep a full batch at `BATCH_BYTES`.
+
+
+class _Packer:
+    """Packs the rows of one Spark task by reduce task."""
+
+    def __init__(self, targets: Sequence[int], batch_rows: int) -> None:
+        """``batch_rows``: as many rows as Spark hands to Python at once."""
+        self._targets: Final = targets
+        self._batch_rows: Final = batch_rows
+        self._full: Final = min(_MOST_ROWS, _ROWS_PER_REDUCER * len(targets))
+        self._held: Final[list[tuple[pa.RecordBatch, _ReducerIndexes]]] = []
+        self._rows = 0
+        self._bytes = 0
+
+    def add(self, batch: pa.RecordBatch, reducers: _ReducerIndexes) -> Batches:
+        """Take rows, and yield packed rows once there are enough; ``reducers`` are positions in the targets."""
+        self._held.append((batch, reducers))
+        self._rows += batch.num_rows
+        self._bytes += batch.nbytes
+        if self._rows >= self._full or self._bytes >= _MOST_BYTES:
+            yield from self.rest()
+
+    def rest(self) -> Batches:
+        """Yield all that is held, packed."""
+        if not self._held:
+            return
+        reducers = np.concatenate([reducers for _, reducers in self._held])
+        # A stable sort of 16-bit numbers is a radix sort: it is fast, and the rows stay in the log's order.
+        order = np.argsort(reducers, kind="stable")
+        rows = pa.concat_batches([batch for batch, _ in self._held]).take(pa.array(order))
+        self._held.clear()
+        self._rows = self._bytes = 0
+        met, firsts = np.unique(reducers[order], return_index=True)
+        for reducer, begin, end in zip(met.tolist(), firsts.tolist(), [*firsts[1:].tolist(), len(order)], strict=True):
+            yield self._pack(self._targets[reducer], rows.slice(begin, end - begin))
+
+    def notices(self, text: bytes) -> pa.RecordBatch:
+        """Return the same notice for every reduce task."""
+        count = len(self._targets)
+        columns = [pa.array(self._targets, pa.int32()), pa.nulls(count, pa.binary()), pa.array([text] * count)]
+        return pa.RecordBatch.from_arrays(columns, schema=_PACKED_SCHEMA)
+
+    def _pack(self, target: int, rows: pa.RecordBatch) -> pa.RecordBatch:
+        sink = pa.BufferOutputStream()
+        with pa.ipc.new_stream(sink, rows.schema, options=_WRITE_OPTIONS) as writer:
+            writer.write_batch(rows)
+        packed = sink.getvalue()
+        count = 1 + self._batch_rows * packed.size // BATCH_BYTES
+        offsets = np.full(count + 1, packed.size, np.int32)
+        offsets[0] = 0
+        # Rows after the first are empty, which tells them from packed rows.
+        column = pa.BinaryArray.from_buffers(pa.binary(), count, [None, pa.py_buffer(offsets), packed])
+        columns = [pa.array(np.full(count, target, np.int32)), column, pa.nulls(count, pa.binary())]
+        return pa.RecordBatch.from_arrays(columns, schema=_PACKED_SCHEMA)
+
+
+class ReceivedRows:
+    """All packed rows sent to one reduce task: in memory, or in a file of Spark's local directory if they are many."""
+
+    def __init__(self) -> None:
+        self._packed: list[pa.Buffer] = []
+        self._held_bytes = 0
+        self._file: IO[bytes] | None = None
+        self._sizes: Final[list[int]] = []
+        self._open: Final = ExitStack()
+        self.notices: Final[list[bytes]] = []
+        """As `read_notice` takes them."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._packed.clear()
+        self._open.close()
+
+    def take(self, batches: Iterable[pa.RecordBatch]) -> None:
+        """Hold what is in these rows of `PACKED_ROWS`, notices included."""
+        for batch in batches:
+            notices = batch.column("notice")
+            if notices.null_count < len(notices):
+                self.notices.extend(notices.drop_null().to_pylist())
+            packed = batch.column("packed")
+            sizes = pc.binary_length(packed).fill_null(0).to_numpy(zero_copy_only=False)
+            for row in np.flatnonzero(sizes).tolist():
+                self._hold(packed[row].as_buffer())
+
+    def rows(self) -> Batches:
+        """Yield the rows, a batch as it was packed at a time; in the same order each time."""
+        for packed in self._all():
+            yield pa.ipc.open_stream(packed, options=_READ_OPTIONS).read_next_batch()
+
+    def _hold(self, packed: pa.Buffer) -> None:
+        if self._file is None:
+            self._packed.append(packed)
+            self._held_bytes += packed.size
+            if self._held_bytes < _IN_MEMORY_BYTES:
+                return
+            spilled = tempfile.TemporaryFile(prefix="dedup-", dir=_local_directory())  # noqa: SIM115 - closed on exit
+            self._file = self._open.enter_context(spilled)
+            held, self._packed = self._packed, []
+        else:
+            held = [packed]
+        for each in held:
+            self._sizes.append(each.size)
+            self._file.write(each)
+
+    def _all(self) -> list[pa.Buffer]:
+        if self._file is not None and not self._packed:
+            self._file.flush()
+            whole = pa.py_buffer(mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_READ))
+            ends = np.cumsum(self._sizes).tolist()
+            self._packed = [whole.slice(end - size, size) for end, size in zip(ends, self._sizes, strict=True)]
+        return self._packed
+
+
+def _local_directory() -> Path | None:
+    """Return the directory that Spark spills to; None, for the system's temporary directory, outside an executor."""
+    first = os.environ.get("SPARK_LOCAL_DIRS", "").split(",")[0]
+    return Path(first) if first and Path(first).is_dir() else None
+
+
+@dataclass(frozen=True, slots=True)
+class MapPlan:
+    """What a map task must know."""
+
+    topology: Topology
+    mode: Mode
+    ceiling_ms: int
+    targets: tuple[int, ...] = (0,)
+    """A value of `TARGET` for every reduce task."""
+    batch_rows: int = 10_000
+    """As many rows as Spark hands to Python at once."""
+    feeds: tuple[Feed, ...] = ()
+    """For the repartition topic: every source partition."""
+
+
+def _added_fields(plan: MapPlan) -> list[StructField]:
+    """Return the columns that the map side adds; as few as the mode needs, since each costs time in every row."""
+    fields = [ID, TIME, *([FINGERPRINT] if plan.topology.fingerprints_wanted else []), STREAM, UNJUDGED]
+    if plan.mode == "log":
+        fields += [TASK, PLACE]
+    if plan.mode in {"direct", "merged"}:
+        fields.append(RUN)
+    return fields
+
+
+def map_function(plan: MapPlan) -> BatchFunction:
+    """Return the function for `mapInArrow`: records (`rows.RECORDS`) in, `PACKED_ROWS` out."""
+
+    def run(batches: Iterable[pa.RecordBatch]) -> Batches:
+        context = TaskContext.get()
+        screener = _Screener(plan, 0 if context is None else context.partitionId())
+        packer = _Packer(plan.targets, plan.batch_rows)
+        for batch in batches:
+            for begin in range(0, batch.num_rows, _BATCH_ROWS):
+                screened = screener.screened(batch.slice(begin, _BATCH_ROWS))
+                yield from packer.add(screened, _reducers(screened, len(plan.targets)))
+        yield from packer.rest()
+        if screener.runs.all:
+            yield packer.notices(write_notice(screener.runs.all))
+
+    return run
+
+
+def _reducers(screened: pa.RecordBatch, reducers: int) -> _ReducerIndexes:
+    """Return the reduce task of each row: by its ID, or any for a row without one."""
+    ids = binary_column(screened.column(ID.name))
+    if None in ids:
+        ids = [b"%d" % row if each is None else each for row, each in enumerate(ids)]
+    hashed = np.fromiter(map(crc32, ids), np.uint32, len(ids))  # type: ignore[arg-type]  # no None is left
+    return (hashed % reducers).astype(np.uint16)
+
+
+def write_notice(runs: Sequence[OffsetRun]) -> bytes:
+    """Return offset runs as `read_notice` reads them."""
+    return orjson.dumps([asdict(each) for each in runs])
+
+
+def read_notice(values: Iterable[bytes]) -> list[OffsetRun]:
+    """Return the offset runs that several tasks have written by `write_notice`."""
+    return [OffsetRun(**each) for value in values for each in orjson.loads(value)]
+
+
+class _Screener:
+    """Screens the batches of one Spark task, in order."""
+
+    def __init__(self, plan: MapPlan, task: int) -> None:
+        self._plan: Final = plan
+        self._rules: Final = plan.topology.rules
+        self._extractor: Final = extractor_of(plan.topology)
+        self.runs: Final = OffsetRuns(task)
+        self._partition = -1
+        self._stream_time = StreamTime.before(plan.feeds)
+
+    def screened(self, batch: pa.RecordBatch) -> pa.RecordBatch:
+        """Return the records with the columns `_added_fields` after them."""
+        plan = self._plan
+        partitions, offsets = _integers(batch, "partition"), _integers(batch, "offset")
+        idle: frozenset[int] = frozenset()
+        if plan.mode == "log":
+            batch, idle = _unwrapped(batch)
+        topics = _topics(batch, plan.topology.source.topics, needed=plan.mode != "event_time")
+        feeds = [Feed(0, -1)] if plan.mode == "event_time" else _feeds(topics, _integers(batch, "partition"))
+        rows = Rows(extract_batch(self._extractor, batch), _integers(batch, "offset").tolist(), feeds, idle)
+        outcome, skipped = screen(rows, self._rules, ceiling_ms=plan.ceiling_ms)
+        times_ms = np.array(outcome.judged_times_ms, np.int64)
+        moving = times_ms.copy()
+        if skipped:
+            moving[list(skipped)] = BEFORE_ALL_TIME
+        runs = None
+        match plan.mode:
+            case "event_time":
+                stream_ms = moving
+            case "log":
+                stream_ms = self._along_log(partitions, rows, moving, skipped)
+            case "direct" | "merged":
+                runs, stream_ms = self.runs.take(topics, partitions, offsets, moving)
+        known = stream_ms > BEFORE_ALL_TIME
+        fingerprints = rows.extracted.fingerprints
+        added = {
+            ID.name: pa.array(rows.extracted.ids, pa.binary()),
+            TIME.name: pa.array(times_ms),
+            FINGERPRINT.name: None if fingerprints is None else pa.array(fingerprints, pa.binary()),
+            STREAM.name: pa.array(stream_ms, mask=None if known.all() else ~known),
+            UNJUDGED.name: _unjudged(outcome, batch.num_rows),
+            TASK.name: pa.array(partitions.astype(np.int32)),
+            PLACE.name: pa.array(offsets),
+            RUN.name: None if runs is None else pa.array(runs),
+        }
+        names = [field.name for field in _added_fields(plan)]
+        columns = [*batch.columns, *(added[name] for name in names)]
+        result = pa.RecordBatch.from_arrays(columns, [*batch.schema.names, *names])
+        return result.filter(_without(idle, batch.num_rows)) if idle else result
+
+    def _along_log(self, partitions: Integers, rows: Rows, times_ms: Integers, skipped: set[int]) -> Integers:
+        """Return stream time at every row of the repartition topic, whose partitions come one after the other."""
+        result = np.empty(len(partitions), np.int64)
+        borders = [0, *(np.flatnonzero(partitions[1:] != partitions[:-1]) + 1).tolist(), len(partitions)]
+        for begin, end in pairwise(borders):
+            if begin == end:
+                continue
+            if int(partitions[begin]) != self._partition:
+                self._partition = int(partitions[begin])
+                self._stream_time = StreamTime.before(self._plan.feeds)
+            column, self._stream_time = self._stream_time.after(
+                (
+                    rows.feeds[row] if len(rows.feeds) > 1 else rows.feeds[0],
+                    None if row in skipped else int(times_ms[row]),
+                    row in rows.idle_rows,
+                )
+                for row in range(begin, end)
+            )
+            result[begin:end] = column
+        return result
+
+
+def _unjudged(outcome: Outcome, count: int) -> pa.Array:
+    if not (outcome.exempt or outcome.dead):
+        return pa.nulls(count, pa.string())
+    texts: list[str | None] = [None] * count
+    for row, exempt in outcome.exempt.items():
+        texts[row] = SEPARATOR.join(("exempt", exempt.why, ""))
+    for row, dead in outcome.dead:
+        texts[row] = SEPARATOR.join(("dead_letter", dead.code, dead.detail))
+    return pa.array(texts, pa.string())
+
+
+def _integers(batch: pa.RecordBatch, name: str) -> Integers:
+    column = batch.column(name)
+    if column.null_count:
+        column = column.fill_null(-1)
+    result: Integers = column.to_numpy(zero_copy_only=False).astype(np.int64)
+    return result
+
+
+def _topics(batch: pa.RecordBatch, topics: tuple[str, ...], *, needed: bool) -> Integers:
+    """Return the positions in ``source.topics``; 0 for all where there are no coordinates."""
+    if not needed:
+        return np.zeros(batch.num_rows, np.int64)
+    column = batch.column("topic")
+    found = pc.index_in(column, value_set=pa.array(topics, pa.string()))
+    if found.null_count or batch.column("partition").null_count or batch.column("offset").null_count:
+        others = sorted({str(each) for each in column.filter(pc.is_null(found)).to_pylist()})
+        what = f"topic {', '.join(others)}" if others else "no partition or offset"
+        raise StateIncompatible(
+            f"the input holds records of {what}; the topology reads {', '.join(topics)}, and its records are judged in "
+            f"the order of their offsets. Filter the input, or drop its columns topic, partition and offset to judge "
+            f"it in the order of event times."
+        )
+    result: Integers = found.to_numpy(zero_copy_only=False).astype(np.int64)
+    return result
+
+
+def _feeds(topics: Integers, partitions: Integers) -> list[Feed]:
+    if len(topics) and (topics == topics[0]).all() and (partitions == partitions[0]).all():
+        return [Feed(int(topics[0]), int(partitions[0]))]
+    return list(map(Feed, topics.tolist(), partitions.tolist()))
+
+
+def _without(rows: frozenset[int], count: int) -> pa.Array:
+    kept = np.ones(count, np.bool_)
+    kept[list(rows)] = False
+    return pa.array(kept)

@@ -1,0 +1,287 @@
+"""The reduce side of a batch job: verdicts, once all rows of an ID are in one Spark task."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+from typing import Any, Final
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from pyspark.sql.types import IntegerType, LongType, StringType, StructField
+
+from dedup.core.window import BEFORE_ALL_TIME
+from dedup.spark.columnar_fold import Decided, Integers, SortedRows, judge_sorted
+from dedup.spark.columns import Batches, BatchFunction
+from dedup.spark.map_side import (
+    FINGERPRINT,
+    ID,
+    PLACE,
+    RUN,
+    SEPARATOR,
+    STREAM,
+    TASK,
+    TIME,
+    UNJUDGED,
+    Mode,
+    ReceivedRows,
+    before_each,
+    read_notice,
+    resolved,
+)
+from dedup.topology.model import Topology
+
+JUDGED: Final = (
+    ID,
+    TIME,
+    FINGERPRINT,
+    StructField("verdict", StringType()),
+    StructField("reason", StringType()),
+    StructField("detail", StringType()),
+    StructField("dedup_partition", IntegerType()),
+    StructField("dedup_offset", LongType()),
+    StructField("stream_time_ms", LongType()),
+    StructField("first_time_ms", LongType()),
+    StructField("first_topic", StringType()),
+    StructField("first_partition", IntegerType()),
+    StructField("first_offset", LongType()),
+)
+"""`dedup_time_ms` is the time as judged (the ceiling if a future time was clamped; 0 without a time), `reason` the code
+of a dead letter, an exemption or a forwarded conflict, `detail` a dead letter's sentence. `dedup_partition` and
+`dedup_offset` are the position in the task's log, null where rows are not judged in the order of one task;
+`stream_time_ms` is the task's stream time after this record. The `first_*` columns describe
+the sighting that a duplicate repeats."""
+_NAMES: Final = pa.array(["unique", "duplicate", "conflict", "late", "unique"])
+_REASONS: Final = pa.array([None, None, None, None, "conflict"], pa.string())
+_NO_TEXT: Final = pa.scalar(None, pa.string())
+
+
+@dataclass(frozen=True, slots=True)
+class ReducePlan:
+    """What a reduce task must know."""
+
+    topology: Topology
+    mode: Mode
+    names: list[str]
+    """The columns of the input."""
+
+
+def reduce_function(plan: ReducePlan) -> BatchFunction:
+    """Return the function for `mapInArrow`: `map_side.PACKED_ROWS` in, records with `JUDGED` after them out."""
+
+    def run(batches: Iterable[pa.RecordBatch]) -> Batches:
+        with ReceivedRows() as received:
+            received.take(batches)
+            yield from _Reducer(plan, received).judged()
+
+    return run
+
+
+class _Reducer:
+    """Judges all rows of one Spark task; a table in memory has only the columns that judging needs."""
+
+    def __init__(self, plan: ReducePlan, received: ReceivedRows) -> None:
+        self._plan: Final = plan
+        self._received: Final = received
+        self._topics: Final = plan.topology.source.topics
+        needed = _columns_to_judge(plan)
+        parts = [rows.select(needed) for rows in received.rows()]
+        self._rows: Final = pa.Table.from_batches(parts) if parts else None
+
+    def judged(self) -> Batches:
+        """Yield the records with their verdicts, in the batches in which they were packed."""
+        if self._rows is None:
+            return
+        stream_ms = self._stream_times(self._rows)
+        open_rows = np.flatnonzero(self._rows.column(UNJUDGED.name).is_null().to_numpy())
+        order, sorted_rows = self._sorted(self._rows, open_rows, stream_ms)
+        decided = _scattered(judge_sorted(sorted_rows, self._plan.topology.rules), order, len(stream_ms))
+        begin = 0
+        for records in self._received.rows():
+            end = begin + records.num_rows
+            yield self._assembled(records, stream_ms[begin:end], _slice(decided, begin, end))
+            begin = end
+
+    def _stream_times(self, rows: pa.Table) -> Integers:
+        within = _numbers(rows, STREAM.name)
+        if self._plan.mode not in {"direct", "merged"}:
+            return within
+        before = before_each(read_notice(self._received.notices), self._topics)
+        return resolved(before, _numbers(rows, RUN.name), within)
+
+    def _sorted(self, rows: pa.Table, open_rows: Integers, stream_ms: Integers) -> tuple[Integers, SortedRows]:
+        """Return the rows to judge, grouped by ID and within an ID in the order in which they are judged."""
+        if len(open_rows) < rows.num_rows:
+            rows, stream_ms = rows.take(pa.array(open_rows)), stream_ms[open_rows]
+        groups, lengths = _groups(rows.column(ID.name))
+        several = np.flatnonzero(lengths[groups] > 1)
+        order = several[np.lexsort([*self._judging_order(rows, several, stream_ms), groups[several]])]
+        if self._plan.mode == "event_time":
+            order = self._ties_ordered(rows, order, groups, open_rows)
+        order = np.append(order, np.flatnonzero(lengths[groups] == 1))
+        taken = self._sorted_rows(rows, groups, stream_ms, order)
+        return open_rows[order], taken
+
+    def _judging_order(self, rows: pa.Table, several: Integers, stream_ms: Integers) -> list[Integers]:
+        """Return the columns to sort an ID's rows by, the last one first."""
+        match self._plan.mode:
+            case "direct":
+                return [_numbers(rows, "offset")[several], _numbers(rows, "partition")[several]]
+            case "log":
+                return [_numbers(rows, PLACE.name)[several], _numbers(rows, TASK.name)[several]]
+            case "merged":
+                by_name = sorted(self._topics, key=str.encode)
+                ranks = pc.index_in(rows.column("topic"), value_set=pa.array(by_name, pa.string())).to_numpy()
+                columns = [_numbers(rows, "offset"), _numbers(rows, "partition"), ranks, stream_ms]
+                return [column[several] for column in columns]
+            case "event_time":
+                return [_numbers(rows, TIME.name)[several]]
+
+    def _ties_ordered(self, rows: pa.Table, order: Integers, groups: Integers, open_rows: Integers) -> Integers:
+        """Return the order with rows of one ID and one event time sorted by key, value, headers and timestamp."""
+        times_ms = _numbers(rows, TIME.name)[order]
+        same = (groups[order][1:] == groups[order][:-1]) & (times_ms[1:] == times_ms[:-1])
+        if not same.any():
+            return order
+        runs = np.cumsum(np.append(True, ~same))
+        tied = np.append(False, same) | np.append(same, False)
+        places = np.flatnonzero(tied)
+        names = ["key", "value", "headers", "timestamp_ms"]
+        records = pa.Table.from_batches([each.select(names) for each in self._received.rows()])
+        content = records.take(pa.array(open_rows[order[places]])).to_pylist()
+        keys = [(run, *_bytes_order(row)) for run, row in zip(runs[places].tolist(), content, strict=True)]
+        by_bytes = sorted(range(len(keys)), key=keys.__getitem__)
+        result = order.copy()
+        result[places] = order[places[by_bytes]]
+        return result
+
+    def _sorted_rows(self, rows: pa.Table, groups: Integers, stream_ms: Integers, order: Integers) -> SortedRows:
+        placed = self._plan.mode != "event_time"
+        groups = groups[order]
+        tasks = {"direct": "partition", "log": TASK.name}.get(self._plan.mode)
+        if tasks is not None:
+            # Each task judges the rows of an ID apart, so ID and task together make a group.
+            task = _numbers(rows, tasks)[order]
+            groups = groups * (int(task.max(initial=0)) + 1) + task
+        unplaced = np.full(len(order), -1, np.int64)
+        topics = np.zeros(len(order), np.int64)
+        if placed and len(self._topics) > 1:
+            found = pc.index_in(rows.column("topic"), value_set=pa.array(self._topics, pa.string()))
+            topics = found.to_numpy()[order].astype(np.int64)
+        wanted = self._plan.topology.fingerprints_wanted
+        return SortedRows(
+            groups=groups,
+            times_ms=_numbers(rows, TIME.name)[order],
+            stream_ms=stream_ms[order],
+            topics=topics,
+            partitions=_numbers(rows, "partition")[order] if placed else unplaced,
+            offsets=_numbers(rows, "offset")[order] if placed else unplaced,
+            fingerprints=rows.column(FINGERPRINT.name).take(pa.array(order)) if wanted else None,
+        )
+
+    def _assembled(self, records: pa.RecordBatch, stream_ms: Integers, decided: Decided) -> pa.RecordBatch:
+        count = records.num_rows
+        match self._plan.mode:
+            case "direct":
+                task = records.column("partition"), records.column("offset")
+            case "log":
+                task = records.column(TASK.name), records.column(PLACE.name)
+            case "merged" | "event_time":
+                task = pa.nulls(count, pa.int32()), pa.nulls(count, pa.int64())
+        unknown = stream_ms <= BEFORE_ALL_TIME
+        known = {
+            FINGERPRINT.name: pa.nulls(count, pa.binary()),
+            **{name: records.column(name) for name in records.schema.names},
+            **_found(decided, self._topics),
+            "dedup_partition": task[0],
+            "dedup_offset": task[1],
+            "stream_time_ms": pa.array(stream_ms, mask=unknown if unknown.any() else None),
+        }
+        unjudged = records.column(UNJUDGED.name)
+        if unjudged.null_count < count:
+            known |= _with_unjudged(unjudged, known)
+        names = [*self._plan.names, *(field.name for field in JUDGED)]
+        return pa.RecordBatch.from_arrays([known[name] for name in names], names)
+
+
+def _columns_to_judge(plan: ReducePlan) -> list[str]:
+    names = [ID.name, TIME.name, STREAM.name, UNJUDGED.name]
+    if plan.topology.fingerprints_wanted:
+        names.append(FINGERPRINT.name)
+    match plan.mode:
+        case "direct" | "merged":
+            return [*names, RUN.name, "topic", "partition", "offset"]
+        case "log":
+            return [*names, TASK.name, PLACE.name, "topic", "partition", "offset"]
+        case "event_time":
+            return names
+
+
+def _groups(ids: pa.ChunkedArray) -> tuple[Integers, Integers]:
+    """Return for each row a number of its ID, and for each number how many rows have it."""
+    chunks = ids.dictionary_encode().chunks
+    groups = [chunk.indices.to_numpy().astype(np.int64) for chunk in chunks]
+    together: Integers = np.concatenate(groups) if groups else np.empty(0, np.int64)
+    return together, np.bincount(together)
+
+
+def _bytes_order(row: dict[str, Any]) -> tuple[object, ...]:
+    """Return a key that sorts rows as Spark does: null first, then by bytes."""
+    headers = [(_null_first(each["key"]), _null_first(each["value"])) for each in row["headers"] or ()]
+    return _null_first(row["key"]), _null_first(row["value"]), headers, _null_first(row["timestamp_ms"])
+
+
+def _null_first(value: object) -> tuple[object, ...]:
+    return () if value is None else (value.encode() if isinstance(value, str) else value,)
+
+
+def _scattered(decided: Decided, order: Integers, count: int) -> Decided:
+    """Return the verdicts in the order before sorting; rows that were not judged have a meaningless one."""
+    result = Decided.of(np.zeros(count, np.int8))
+    for before, after in zip(_columns(decided), _columns(result), strict=True):
+        after[order] = before
+    return result
+
+
+def _slice(decided: Decided, begin: int, end: int) -> Decided:
+    return Decided(*(column[begin:end] for column in _columns(decided)))
+
+
+def _columns(decided: Decided) -> tuple[Any, ...]:
+    return tuple(getattr(decided, field.name) for field in fields(decided))
+
+
+def _found(decided: Decided, topics: tuple[str, ...]) -> dict[str, pa.Array]:
+    codes = pa.array(decided.verdicts)
+    no_sighting = ~decided.has_first
+    no_place = no_sighting | (decided.first_partitions < 0)
+    return {
+        "verdict": _NAMES.take(codes),
+        "reason": _REASONS.take(codes),
+        "detail": pa.nulls(len(codes), pa.string()),
+        "first_time_ms": pa.array(decided.first_ms, mask=no_sighting),
+        "first_topic": pa.array(topics, pa.string()).take(pa.array(decided.first_topics, mask=no_place)),
+        "first_partition": pa.array(decided.first_partitions.astype(np.int32), mask=no_place),
+        "first_offset": pa.array(decided.first_offsets, mask=no_place),
+    }
+
+
+def _with_unjudged(unjudged: pa.Array, found: dict[str, pa.Array]) -> dict[str, pa.Array]:
+    """Return verdict, reason and detail, for rows that were not to be judged as `UNJUDGED` says."""
+    parts = [(None, None, None) if text is None else text.split(SEPARATOR, 2) for text in unjudged.to_pylist()]
+    verdicts, reasons, details = (pa.array([part[at] or None for part in parts], pa.string()) for at in range(3))
+    judged = unjudged.is_null()
+    return {
+        "verdict": pc.if_else(judged, found["verdict"], verdicts),
+        "reason": pc.if_else(judged, found["reason"], reasons),
+        "detail": pc.if_else(judged, _NO_TEXT, details),
+    }
+
+
+def _numbers(rows: pa.Table, name: str) -> Integers:
+    column = rows.column(name)
+    if column.null_count:
+        column = column.fill_null(BEFORE_ALL_TIME if name == STREAM.name else -1)
+    result: Integers = column.to_numpy().astype(np.int64)
+    return result

@@ -1,0 +1,302 @@
+"""One attempt of a Spark task: a partition of a micro-batch, judged by the task that a worker of a fleet would run.
+
+Theory of operation. Every transaction holds the records it sends, their sightings, the task record that names the next
+offset, and the group's offset, so the position of a partition is part of its state. Whatever Spark does with attempts,
+each begins where the last committed transaction ended:
+
+* A micro-batch is run again after a crash: rows below the position are skipped, the rest is judged.
+* A task that fails upstream looks to Python like a normal end of its input (measured: a writer that marked epochs lost
+  10,000 of 40,000 rows this way). Here a shorter input is a shorter prefix of the log and may be committed: the next
+  attempt continues after it.
+* The broker's answer to a commit is lost: a new epoch finds out what was committed, and the rest is judged again, as in
+  a worker.
+* A speculative copy runs, or an executor has lost its driver: InitProducerId fences the older attempt, which can no
+  longer commit.
+* Rows begin *after* the position: the attempt reads from the log what is between. If that is more than transaction
+  markers, it refuses, as these records would be lost.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, cast
+
+import pyarrow as pa
+
+from dedup.errors import CommitUnknown, DedupError, StateIncompatible, TaskCorrupted, TaskMigrated
+from dedup.kafka.client import KafkaWire
+from dedup.kafka.wire import NoAnswer, TopicPartition
+from dedup.spark.columns import feed_batches
+from dedup.spark.session import PicklableSettings, connected
+from dedup.store.directory import own_state
+from dedup.store.rocks import RocksMemory
+from dedup.worker.clock import SteadyClock
+from dedup.worker.offsets import bounds_of
+from dedup.worker.task import Task, TaskId
+from dedup.worker.task_factory import TaskFactory
+
+if TYPE_CHECKING:
+    from dedup.topology.model import Topology
+    from dedup.worker.feed_batch import FeedBatch
+    from dedup.worker.topics import Cluster
+
+_GC_THRESHOLD: Final = 100_000
+"""As in a worker: a batch makes tens of thousands of objects, none of them in a cycle."""
+_MOST_RENEWALS: Final = 3
+"""New epochs in which one commit is tried again; after that the attempt fails and Spark starts another."""
+_MARGIN: Final = 4
+"""The broker aborts a transaction at its time-out; the attempt commits when a quarter of that has passed."""
+_GAP_BYTES: Final = 1 << 16
+_GAP_WAIT_MS: Final = 100
+_BROKER_TROUBLE: Final = 5
+"""Exit code of BrokerUnavailable, the only error of ours that another attempt may cure."""
+
+REPORT_DDL: Final = (
+    "topic string, partition int, first_offset long, next_offset long, judged long, replayed long, unique long, "
+    "duplicate long, late long, dead_letter long, exempt long, conflicts long, repartitioned long, restored long, "
+    "stream_time_ms long, took_ms long, failure string, failure_text string"
+)
+"""What an attempt reports to the driver, in one row."""
+_ARROW_TYPES: Final = {"string": pa.string(), "int": pa.int32(), "long": pa.int64()}
+REPORT: Final = pa.schema(
+    [(name, _ARROW_TYPES[kind]) for name, kind in (column.split() for column in REPORT_DDL.split(", "))]
+)
+
+
+@dataclass(frozen=True, slots=True)
+class AttemptPlan:
+    """What every attempt must know; sent to the executors with the task."""
+
+    topology: Topology
+    settings: PicklableSettings
+    cluster: Cluster
+    commit_rows: int
+    """A transaction is committed after this many rows, since it may not be open longer than its time-out."""
+
+
+@cache
+def _clock() -> SteadyClock:
+    return SteadyClock()
+
+
+@cache
+def _memory() -> RocksMemory:
+    return RocksMemory()
+
+
+def judge_partition(plan: AttemptPlan, arrow: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    """Judge and send the rows of one Spark partition; yield one row of `REPORT`, or none if there were no rows.
+
+    An error that another attempt may cure is raised, so that Spark tries again. Any other becomes part of the report,
+    and the driver raises it.
+    """
+    gc.set_threshold(_GC_THRESHOLD)
+    batches = feed_batches(arrow)
+    first = next(batches, None)
+    if first is None:
+        return
+    began = time.monotonic()
+    report = _empty_report(first)
+    try:
+        with asyncio.Runner() as runner:
+            report |= runner.run(_judge(plan, first, batches))
+    except TaskMigrated:
+        raise
+    except DedupError as error:
+        if error.exit_code == _BROKER_TROUBLE:
+            raise
+        report |= {"failure": type(error).__name__, "failure_text": str(error)}
+    report["took_ms"] = int((time.monotonic() - began) * 1000)
+    yield pa.RecordBatch.from_pylist([report], schema=REPORT)
+
+
+def _empty_report(first: FeedBatch) -> dict[str, Any]:
+    report: dict[str, Any] = dict.fromkeys(REPORT.names, 0)
+    place = {"topic": first.feeding.topic, "partition": first.feeding.partition, "first_offset": first.offsets[0]}
+    return report | place | {"next_offset": None, "failure": None, "failure_text": None}
+
+
+async def _judge(plan: AttemptPlan, first: FeedBatch, batches: Iterator[FeedBatch]) -> dict[str, Any]:
+    _refuse_growth(plan, first.feeding)
+    settings = plan.settings.reveal()
+    name = plan.topology.name
+    async with connected(settings, f"dedup-{name}-spark") as wire:
+        with _own_directory(settings.state_dir, name, first.feeding) as state_dir:
+            here = replace(settings, state_dir=state_dir)
+            factory = TaskFactory(plan.topology, here, plan.cluster, wire, _clock(), _memory())
+            return await _Attempt(factory, wire, first.feeding, plan).run(first, batches)
+
+
+def _refuse_growth(plan: AttemptPlan, feeding: TopicPartition) -> None:
+    """Raise StateIncompatible for a partition that did not exist when the stream started: IDs may have moved to it."""
+    had = plan.cluster.topics[feeding.topic].partitions
+    if feeding.partition >= had:
+        raise StateIncompatible(
+            f"topic {feeding.topic!r} had {had} partitions when the stream started, and has partition "
+            f"{feeding.partition} now: IDs may have moved to another partition than the one that saw them. None of its "
+            f"records was judged. `dedup reset` and an empty checkpoint directory start from scratch."
+        )
+
+
+class _Attempt:
+    """The partition's task, and the batches since its last commit."""
+
+    def __init__(self, factory: TaskFactory, wire: KafkaWire, feeding: TopicPartition, plan: AttemptPlan) -> None:
+        self._factory: Final = factory
+        self._wire: Final = wire
+        self._feeding: Final = feeding
+        self._commit_rows: Final = plan.commit_rows
+        self._longest_s: Final = plan.settings.plain.transaction_timeout_ms / 1000 / _MARGIN
+        self._committed_s = asyncio.get_running_loop().time()
+        self._done: Final[Counter[str]] = Counter()
+        """Counts of earlier tasks of this attempt, of what is known to be committed."""
+        self._uncommitted: list[FeedBatch] = []
+        self._task = factory.build(feeding)
+
+    async def run(self, first: FeedBatch, batches: Iterator[FeedBatch]) -> dict[str, Any]:
+        """Judge and commit everything; return the report."""
+        try:
+            await self._start()
+            await _refuse_gap(self._wire, self._task, first)
+            follows, batch = self._task.next_offset, cast("FeedBatch | None", first)
+            while batch is not None:
+                linked = replace(batch, follows=follows)
+                follows = batch.next_offset
+                self._uncommitted.append(linked)
+                await self._task.process(linked)
+                if sum(map(len, self._uncommitted)) >= self._commit_rows:
+                    await self._commit()
+                batch = await self._next(batches)
+            await self._commit()
+        finally:
+            await self._task.close(drain=False)
+        return self._report()
+
+    async def _next(self, batches: Iterator[FeedBatch]) -> FeedBatch | None:
+        """Return the next batch; None at the end. Commit meanwhile if the transaction has been open for long.
+
+        A thread reads from Spark, so that judged records are sent at the same time.
+        """
+        coming = asyncio.ensure_future(asyncio.to_thread(next, batches, None))
+        if self._uncommitted:
+            open_s = asyncio.get_running_loop().time() - self._committed_s
+            await asyncio.wait({coming}, timeout=max(0.0, self._longest_s - open_s))
+            if not coming.done() or open_s > self._longest_s:
+                await self._commit()
+        return await coming
+
+    async def _start(self) -> None:
+        """Start the task; damaged local state is deleted once and restored."""
+        try:
+            await self._task.start()
+        except TaskCorrupted:
+            await self._task.close(drain=False)
+            self._factory.wipe(self._feeding)
+            self._task = self._factory.build(self._feeding)
+            await self._task.start()
+
+    async def _commit(self) -> None:
+        for renewals in range(_MOST_RENEWALS + 1):
+            try:
+                await self._task.commit()
+            except CommitUnknown:
+                if renewals == _MOST_RENEWALS:
+                    raise
+                await self._renew()
+            else:
+                self._uncommitted.clear()
+                self._committed_s = asyncio.get_running_loop().time()
+                return
+
+    async def _renew(self) -> None:
+        """Open a new epoch, which finds out what the last commit did, and judge again what was not committed."""
+        self._done.update(_counts(self._task))
+        await self._task.close(drain=False)
+        self._task = self._factory.build(self._feeding)
+        await self._start()
+        follows = self._task.next_offset
+        for batch in self._uncommitted:
+            await self._task.process(replace(batch, follows=follows))
+            follows = batch.next_offset
+
+    def _report(self) -> dict[str, Any]:
+        self._done.update(_counts(self._task))
+        stream_time_ms = self._task.numbers.stream_time_ms
+        return {**self._done, "next_offset": self._task.next_offset, "stream_time_ms": stream_time_ms}
+
+
+def _counts(task: Task) -> dict[str, int]:
+    verdicts = task.numbers.verdicts
+    return {
+        **{name: verdicts[name] for name in ("unique", "duplicate", "late", "dead_letter", "exempt", "repartitioned")},
+        "judged": sum(verdicts.values()),
+        "conflicts": task.numbers.conflicts,
+        "replayed": task.numbers.replayed,
+        "restored": task.numbers.restored,
+    }
+
+
+async def _refuse_gap(wire: KafkaWire, task: Task, first: FeedBatch) -> None:
+    """Raise StateIncompatible if there are records between the state's position and the first row."""
+    feeding, position, begins = first.feeding, task.next_offset, first.offsets[0]
+    kept = (await bounds_of(wire, feeding)).start if position < begins else 0
+    if position < kept:
+        raise deleted_unjudged(task.task_id, position, kept)
+    while position < begins:
+        try:
+            fetched = await wire.fetch(feeding, position, max_bytes=_GAP_BYTES, wait_ms=_GAP_WAIT_MS)
+        except NoAnswer:
+            await wire.pause(_GAP_WAIT_MS)
+            continue
+        missed = [record.offset for record in fetched.records if record.offset < begins]
+        if missed:
+            raise StateIncompatible(
+                f"{task.task_id}: the checkpoint continues at offset {begins}, but the state has judged records only "
+                f"below {task.next_offset}; {missed[0]} is the first that would be lost. State and checkpoint do not "
+                f"belong together. Nothing was touched. Start with an empty checkpoint directory: the stream then "
+                f"begins where the state ends."
+            )
+        position = fetched.next_offset
+
+
+def deleted_unjudged(task_id: TaskId, position: int, kept: int) -> StateIncompatible:
+    """Return the error for a log whose retention deleted records before they were judged."""
+    feeding = task_id.feeding
+    return StateIncompatible(
+        f"{feeding.topic}/{feeding.partition} no longer holds offset {position}, which is to be judged next: it begins "
+        f"at {kept} now; retention deleted {kept - position} offsets unjudged. Nothing was skipped. Lengthen "
+        f"`retention.ms` of the topic; `dedup reset --to earliest` with an empty checkpoint directory accepts the loss."
+    )
+
+
+@contextmanager
+def _own_directory(state_dir: Path, topology: str, feeding: TopicPartition) -> Iterator[Path]:
+    """Yield a directory in which, inside ``with``, nobody else keeps the partition's state.
+
+    Micro-batches on one machine use the same directory. While a fenced attempt is still ending there, a temporary one
+    is used, and the state is restored from the changelog.
+    """
+    shared = state_dir / ".spark"
+    shared.mkdir(mode=0o700, parents=True, exist_ok=True)
+    owner = own_state(shared, f"{topology}-{feeding.topic.replace('.', '-')}-{feeding.partition}")
+    try:
+        owner.__enter__()
+    except StateIncompatible as in_use:
+        if "in use" not in str(in_use):
+            raise
+        with tempfile.TemporaryDirectory(prefix="dedup-spark-") as private:
+            yield Path(private)
+        return
+    try:
+        yield shared
+    finally:
+        owner.__exit__(None, None, None)

@@ -1,0 +1,214 @@
+"""Where checkpoints are stored: a directory or an object store, through fsspec.
+
+``URL/TOPOLOGY/PARTITION/`` holds archives, each with a unique name, and `manifest.json`, which names the current one.
+An archive is never overwritten, so a reader can finish while a newer one is written. The description is written last
+and atomically; in a file system by renaming.
+
+The libraries of object stores raise all kinds of errors; each becomes CheckpointUnusable, since the caller can only
+continue without a checkpoint. Calls block, possibly for minutes: do not call them from an event loop.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any, Final
+
+import fsspec
+
+from dedup.errors import CheckpointUnusable, DedupError, Problem, SettingsError
+from dedup.store.base import StoreIdentity, TaskRecord
+from dedup.store.checkpoint import MOST_BYTES, Checkpoint, Moved, pack
+
+_MANIFEST: Final = "manifest.json"
+_ARCHIVE: Final = re.compile(r"([0-9]{1,20})-[0-9a-f]{8}\.tar", re.ASCII)
+_DIRECTORIES: Final = frozenset({"file", "ftp", "hdfs", "memory", "sftp", "smb", "webhdfs"})
+"""Protocols that need a directory for a file. Elsewhere none is created: s3fs would create a misspelled bucket."""
+
+
+class CheckpointStorage:
+    """The checkpoints under one URL."""
+
+    def __init__(self, url: str) -> None:
+        """Does not connect. Raises SettingsError if no installed package can read such a URL."""
+        self._url: Final = url.rstrip("/") or "/"
+        self._fs: Any = None
+        refuse_unreadable(url)
+
+    def __str__(self) -> str:
+        return self._url
+
+    def place(self, topology: str, partition: int) -> str:
+        """Return the URL of a partition's checkpoints."""
+        return f"{self._url}/{topology}/{partition}"
+
+    def find(self, topology: str, partition: int) -> Checkpoint | None:
+        """Return the current checkpoint, None if there is none.
+
+        Raises CheckpointUnusable if it is damaged or the storage does not answer.
+        """
+        place = f"{self.place(topology, partition)}/{_MANIFEST}"
+        with _answers(place):
+            try:
+                with self._files().open(self._path(place), "rb") as file:
+                    data = file.read(MOST_BYTES + 1)
+            except FileNotFoundError:
+                return None
+        if len(data) > MOST_BYTES:
+            raise CheckpointUnusable(f"{place}: is damaged: it has more than {MOST_BYTES:,} bytes.")
+        return Checkpoint.decode(data, place)
+
+    @contextmanager
+    def reading(self, checkpoint: Checkpoint) -> Iterator[IO[bytes]]:
+        """Open the archive for reading, from its beginning; raises CheckpointUnusable."""
+        identity = checkpoint.identity
+        place = f"{self.place(identity.topology, identity.partition)}/{checkpoint.archive}"
+        with _answers(place), self._files().open(self._path(place), "rb") as file:
+            yield file
+
+    def write(
+        self,
+        directory: Path,
+        identity: StoreIdentity,
+        record: TaskRecord,
+        *,
+        position: int,
+        ids: int,
+        moved: Moved = lambda _: None,
+    ) -> Checkpoint:
+        """Make the closed store in the directory the partition's current checkpoint, and return it.
+
+        The previous one stays readable, older ones are deleted. If the process is killed, the previous one stays
+        current. Raises CheckpointUnusable.
+        """
+        place = self.place(identity.topology, identity.partition)
+        before = self._in_force(identity)
+        name = f"{position}-{secrets.token_hex(4)}.tar"
+        with _answers(f"{place}/{name}"):
+            files, path = self._files(), self._path(f"{place}/{name}")
+            if _DIRECTORIES & set(_protocols(files)):
+                files.makedirs(self._path(place), exist_ok=True)
+            with files.open(path, "wb") as target:
+                size_bytes, sha256 = pack(directory, target, moved)
+            there = files.info(path)["size"]
+        if there != size_bytes:
+            raise CheckpointUnusable(f"{place}/{name}: has {there:,} bytes, and {size_bytes:,} were written.")
+        made = Checkpoint(identity, record.fingerprint, record.segment_ms, position, ids, name, size_bytes, sha256)
+        with _answers(f"{place}/{_MANIFEST}"):
+            self._put(self._path(f"{place}/{_MANIFEST}"), made.encode())
+            self._delete_old(self._path(place), made, before)
+        return made
+
+    def holds(self, checkpoint: Checkpoint) -> bool:
+        """Tell whether the archive that a description names exists with the right length."""
+        identity = checkpoint.identity
+        place = f"{self.place(identity.topology, identity.partition)}/{checkpoint.archive}"
+        with _answers(place):
+            files = self._files()
+            files.invalidate_cache()
+            try:
+                return bool(files.info(self._path(place))["size"] == checkpoint.archive_bytes)
+            except FileNotFoundError:
+                return False
+
+    def partitions(self, topology: str) -> list[int]:
+        """Return the partitions of a topology that have a checkpoint, or files left of one, ascending."""
+        place = f"{self._url}/{topology}"
+        with _answers(place):
+            path = self._path(place)
+            named = sorted(int(name) for name in self._names(path) if name.isdecimal())
+            return [partition for partition in named if self._ours(f"{path}/{partition}")]
+
+    def delete(self, topology: str, partition: int) -> None:
+        """Delete all checkpoints of the partition; raises CheckpointUnusable."""
+        place = self.place(topology, partition)
+        with _answers(place):
+            path = self._path(place)
+            # The description first: without it, no archive is a checkpoint.
+            for name in sorted(self._ours(path), reverse=True):
+                self._files().rm_file(f"{path}/{name}")
+
+    def _in_force(self, identity: StoreIdentity) -> Checkpoint | None:
+        """Return the checkpoint that a new one replaces; None if its description is damaged."""
+        try:
+            return self.find(identity.topology, identity.partition)
+        except CheckpointUnusable:
+            return None
+
+    def _delete_old(self, path: str, made: Checkpoint, before: Checkpoint | None) -> None:
+        """Delete archives older than the previous checkpoint, and what killed runs left behind."""
+        oldest = made.position if before is None else min(before.position, made.position)
+        kept = {made.archive, *(() if before is None else (before.archive,))}
+        for name in self._names(path):
+            found = _ARCHIVE.fullmatch(name)
+            # An archive at the same or a later position may belong to a concurrent run, not yet described.
+            if found is not None and name not in kept and int(found[1]) < oldest:
+                self._files().rm_file(f"{path}/{name}")
+
+    def _ours(self, path: str) -> list[str]:
+        return [name for name in self._names(path) if name == _MANIFEST or _ARCHIVE.fullmatch(name)]
+
+    def _names(self, path: str) -> list[str]:
+        files = self._files()
+        files.invalidate_cache()
+        try:
+            found = files.ls(path, detail=False)
+        except FileNotFoundError:
+            return []
+        return [each.rstrip("/").rpartition("/")[2] for each in found]
+
+    def _put(self, path: str, data: bytes) -> None:
+        """Write a small file atomically; writing an object is atomic in any case."""
+        if "file" in _protocols(self._files()):
+            self._files().pipe_file(f"{path}.new", data)
+            self._files().mv(f"{path}.new", path)
+        else:
+            self._files().pipe_file(path, data)
+
+    def _files(self) -> Any:  # noqa: ANN401  # untyped
+        if self._fs is None:
+            self._fs = fsspec.filesystem(fsspec.utils.get_protocol(self._url), **_options(self._url))
+        return self._fs
+
+    def _path(self, place: str) -> str:
+        return str(self._files()._strip_protocol(place))  # noqa: SLF001  # its only way from a URL to a path
+
+
+def refuse_unreadable(url: str) -> None:
+    """Raise SettingsError if no installed package can read such a URL."""
+    protocol = fsspec.utils.get_protocol(url)
+    try:
+        fsspec.get_filesystem_class(protocol)
+    except ValueError:
+        text = f'no storage is known for "{protocol}://"; write a directory, or for example s3://bucket/path'
+    except ImportError as error:
+        text = f'"{protocol}://" needs a package that is not installed: {error}. Install it with pip'
+    else:
+        return
+    raise SettingsError([Problem(url, text)])
+
+
+def _options(url: str) -> dict[str, Any]:
+    """Return the connection options that the URL itself contains, such as a host."""
+    found = fsspec.get_filesystem_class(fsspec.utils.get_protocol(url))._get_kwargs_from_urls(url)  # noqa: SLF001
+    return dict(found)
+
+
+def _protocols(files: Any) -> tuple[str, ...]:  # noqa: ANN401  # untyped
+    named = files.protocol
+    return (named,) if isinstance(named, str) else tuple(named)
+
+
+@contextmanager
+def _answers(place: str) -> Iterator[None]:
+    """Turn whatever a storage library raises into CheckpointUnusable; these errors have no common base class."""
+    try:
+        yield
+    except DedupError:
+        raise
+    except Exception as error:
+        reason = str(error) or "no reason given"
+        raise CheckpointUnusable(f"{place}: {type(error).__name__}: {reason}.") from error

@@ -1,0 +1,112 @@
+"""Sightings that a task has judged but not yet applied, in generations in front of the store.
+
+    open  --freeze-->  committing  --applied-->  store
+
+``open`` collects the sightings of the running transaction. ``freeze`` captures them for the commit; the next fold still
+sees them while the commit is in flight. ``applied`` writes them to the store and only then drops them. A newer
+generation hides an older one for the same (segment, ID), because a value lists all sightings of the ID there.
+
+There is no cache of applied sightings: the store's filters answer for unknown IDs, and its memtables for recent ones,
+in less time than maintaining a cache took (measured: 7 % of the hot path).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from dedup.errors import InvariantBroken
+from dedup.store.base import Store, TaskRecord, Writes
+
+_Tier = dict[int, dict[bytes, bytes]]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Generation:
+    """The sightings of one transaction, frozen for its commit."""
+
+    writes: Writes
+
+
+class WriteBuffer:
+    """Answers look-ups as if everything judged were already stored. Not thread-safe: one task owns it."""
+
+    def __init__(self, store: Store) -> None:
+        self._store: Final = store
+        self._open: _Tier = {}
+        self._committing: Generation | None = None
+
+    def segments(self) -> tuple[int, ...]:
+        """Return the starts of all segments with a sighting, ascending, applied or not."""
+        held = set(self._store.segments())
+        return tuple(sorted(held.union(*self._tiers())))
+
+    def warm(self, ids: int) -> bool:
+        """Let the store load filters for up to ``ids`` more IDs; True when all are loaded."""
+        return self._store.warm(ids)
+
+    def get_many(self, segments: Sequence[int], ids: Sequence[bytes]) -> dict[bytes, list[bytes]]:
+        """Return the encoded values of each known ID, one per segment that has it, in the order of ``segments``."""
+        hits = self._store.get_each(segments, ids)
+        for segment in segments:
+            # What is not applied yet hides the stored value of the same ID in the same segment.
+            if found := self._in_tiers(segment, ids):
+                hits.setdefault(segment, {}).update(found)
+        if len(hits) == 1:
+            (found,) = hits.values()
+            return {state_key: [value] for state_key, value in found.items()}
+        known: dict[bytes, list[bytes]] = {}
+        for segment in segments:
+            for state_key, value in hits.get(segment, {}).items():
+                known.setdefault(state_key, []).append(value)
+        return known
+
+    def add(self, writes: Writes) -> None:
+        """Add the sightings of a fold to the running transaction."""
+        for segment, values in writes.items():
+            self._open.setdefault(segment, {}).update(values)
+
+    def freeze(self) -> Generation:
+        """Capture the running transaction for its commit, and open a new one.
+
+        Raises InvariantBroken while an earlier generation is in flight.
+        """
+        if self._committing is not None:
+            raise InvariantBroken("a second commit of one task was started while the first is in flight.")
+        self._committing = Generation(self._open)
+        self._open = {}
+        return self._committing
+
+    def applied(self, generation: Generation, record: TaskRecord | None, position: int) -> None:
+        """Apply a committed generation to the store, atomically, and drop it.
+
+        Raises InvariantBroken for a generation that is not the one in flight, and whatever the store raises: the
+        generation then stays visible.
+        """
+        if generation is not self._committing:
+            raise InvariantBroken("a generation was applied that is not the one in flight.")
+        self._store.apply(generation.writes, record, position)
+        self._committing = None
+
+    def discard(self) -> None:
+        """Drop everything that is not in the store: the transaction was aborted, or the task has lost its partition."""
+        self._open = {}
+        self._committing = None
+
+    def drop_below(self, oldest_live_ms: int, segment_ms: int) -> tuple[int, ...]:
+        """Drop the expired segments of the store; return their starts."""
+        return self._store.drop_below(oldest_live_ms, segment_ms)
+
+    def _tiers(self) -> tuple[Mapping[int, Mapping[bytes, bytes]], ...]:
+        """Return what look-ups read before the store, older first."""
+        return ({} if self._committing is None else self._committing.writes), self._open
+
+    def _in_tiers(self, segment: int, ids: Sequence[bytes]) -> dict[bytes, bytes]:
+        found: dict[bytes, bytes] = {}
+        for tier in self._tiers():
+            values = tier.get(segment)
+            if values:
+                # The intersection runs in C: nothing per ID in Python when all are unknown, the usual case.
+                found.update((state_key, values[state_key]) for state_key in values.keys() & ids)
+        return found

@@ -1,0 +1,524 @@
+"""The shapes of topology files and ingest files: their keys, what each key takes, its default and its description.
+
+These pydantic models are also published as JSON Schemas; editors show the descriptions while someone writes a file.
+`model` and `ingest_file` hold the values that the program works with.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, ClassVar, Final, Literal, Self
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    WithJsonSchema,
+    model_validator,
+)
+
+from dedup.core.event_time import TimeUnit, rfc3339_ms
+from dedup.core.json_path import parse_path
+from dedup.core.tracking_id import Normalizing
+from dedup.quantities import DURATION_PATTERN, SIZE_PATTERN, parse_duration, parse_size
+from dedup.yaml_document import matching, within
+
+_VERSION: Final = 1
+_HEADER_CHARS: Final = 1_000
+_MOST_STANDBYS: Final = 10
+RULES: Final = ("key", "header", "field", "fields", "content")
+_NAME: Final = re.compile(r"[a-z0-9][a-z0-9-]{0,99}")
+_TOPIC: Final = re.compile(r"[a-zA-Z0-9._-]{1,249}")
+_COLUMN: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,62}")
+_TABLE: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,62}(\.[A-Za-z_][A-Za-z0-9_]{0,62})?")
+_URL: Final = re.compile(r"(sqlite:///.+|postgres(ql)?://.+|\$\{(env|file):[^}]+\})")
+_QUERY: Final = re.compile(r"\s*(select|with)\b", re.IGNORECASE)
+_PASSWORD: Final = re.compile(r"://[^/@:]*:(?!\$\{)[^@/]+@")
+_ALWAYS: Final = {"acks", "idempotence", "enable_idempotence", "transactional_id", "transactions", "retries"}
+_RESERVED: Final = frozenset({"tracking_id", "event_time_ms"})
+"""Columns that every sink table has."""
+
+CsvType = Literal["text", "integer", "number", "boolean"]
+ColumnType = Literal["text", "integer", "number", "boolean", "time", "json"]
+
+
+# The validators raise ValueError with a sentence that says what to write instead.
+
+
+def _topic(text: str) -> str:
+    if _TOPIC.fullmatch(text) is None or text in {".", ".."}:
+        raise ValueError(f'"{text}" is not a valid topic name; Kafka allows 1 to 249 of a-z A-Z 0-9 "." "_" "-"')
+    return text
+
+
+def _topics(topics: list[str]) -> list[str]:
+    if not topics:
+        raise ValueError("is an empty list; name at least one topic")
+    return topics
+
+
+def _late(text: str) -> str:
+    return text if text in {"forward", "drop"} else _topic(text)
+
+
+def _version(number: Any) -> Any:  # noqa: ANN401 - any value in the file
+    if number != _VERSION or isinstance(number, bool):
+        raise ValueError(f'"{number}" is not a version this program reads; write {_VERSION}')
+    return number
+
+
+def _number_as_text(value: Any) -> Any:  # noqa: ANN401 - any value in the file
+    """Pass a bare number on as text, so that its missing unit is reported."""
+    return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
+
+
+def _duration(text: str) -> str:
+    parse_duration(text)
+    return text
+
+
+def _positive_duration(text: str) -> str:
+    if parse_duration(text) == 0:
+        raise ValueError(f'"{text}" must be longer than zero')
+    return text
+
+
+def _size(text: str) -> str:
+    if parse_size(text) == 0:
+        raise ValueError(f'"{text}" must be more than zero')
+    return text
+
+
+def _path(text: str) -> str:
+    parse_path(text)
+    return text
+
+
+def _distinct_paths(paths: list[str]) -> list[str]:
+    if not paths:
+        raise ValueError("is an empty list; name at least one path")
+    parsed = [parse_path(path) for path in paths]
+    for at, path in enumerate(parsed):
+        if path in parsed[:at]:
+            raise ValueError(f'"{paths[at]}" is listed twice')
+    return paths
+
+
+def _header(text: str) -> str:
+    if not 0 < len(text) <= _HEADER_CHARS:
+        raise ValueError(f"a header's name has 1 to {_HEADER_CHARS} characters")
+    return text
+
+
+def _start(text: str) -> str:
+    if text not in {"earliest", "latest"} and rfc3339_ms(text) is None:
+        raise ValueError(f'"{text}" is not a start; write earliest, latest, or a time such as 2024-01-31T00:00:00Z')
+    return text
+
+
+def _partitions(count: int) -> int:
+    if count < 1:
+        raise ValueError(f'"{count}" is not a number of partitions; write 1 or more')
+    return count
+
+
+def _format(text: Any) -> Any:  # noqa: ANN401 - any value in the file
+    if isinstance(text, str) and text.lower() in {"avro", "protobuf", "json_schema", "json-schema"}:
+        raise ValueError(f'"{text}" is not supported; use json, or bytes with the ID in the key or a header')
+    return text
+
+
+def _rule_true(value: Any) -> Any:  # noqa: ANN401 - any value in the file
+    if value is not True:
+        raise ValueError("takes true only; leave it out to use another rule")
+    return value
+
+
+def _not_reserved(column: str) -> str:
+    if column in _RESERVED:
+        raise ValueError(f'"{column}" is a column of every sink table; choose another name')
+    return column
+
+
+def _query(text: str) -> str:
+    if _QUERY.match(text) is None or ";" in text:
+        raise ValueError(f'"{text[:40]}" is not a query; write one SELECT, without ";"')
+    return text
+
+
+def _url(text: str) -> str:
+    if _PASSWORD.search(text):
+        raise ValueError('a password must not be written here; write "${env:NAME}" for the whole address')
+    if _URL.fullmatch(text) is None:
+        raise ValueError(
+            f'"{text}" is not a database URL; write sqlite:///FILE, postgresql://USER@HOST/DATABASE or "${{env:NAME}}"'
+        )
+    return text
+
+
+def _file_pattern(text: str) -> str:
+    if not text or "/" in text:
+        raise ValueError(f'"{text}" is not a pattern of file names, such as "*.jsonl"; directories go into `directory`')
+    return text
+
+
+def _shape(value: Any) -> str:  # noqa: ANN401 - any value in the file
+    return "mapping" if isinstance(value, dict | BaseModel) else "plain"
+
+
+_PLAIN: Final = Tag("plain")
+_MAPPING: Final = Tag("mapping")
+_BY_SHAPE: Final = Discriminator(_shape)
+
+
+def _text_like(pattern: str) -> WithJsonSchema:
+    return WithJsonSchema({"type": "string", "pattern": pattern})
+
+
+_NAME_RULE: Final = matching(
+    _NAME, 'is not a valid name; use a-z, 0-9 and "-", at most 100 characters, a letter or digit first'
+)
+_Path = Annotated[str, AfterValidator(_path)]
+_DURATION_TEXT: Final = _text_like(DURATION_PATTERN)
+_Duration = Annotated[str, BeforeValidator(_number_as_text), AfterValidator(_duration), _DURATION_TEXT]
+_PositiveDuration = Annotated[str, BeforeValidator(_number_as_text), AfterValidator(_positive_duration), _DURATION_TEXT]
+_Size = Annotated[str, BeforeValidator(_number_as_text), AfterValidator(_size), _text_like(SIZE_PATTERN)]
+_Topic = Annotated[str, AfterValidator(_topic), _text_like(f"^{_TOPIC.pattern}$")]
+_Column = Annotated[str, matching(_COLUMN, 'is not a valid column name; use letters, digits and "_"')]
+_SinkColumn = Annotated[_Column, AfterValidator(_not_reserved)]
+_Table = Annotated[
+    str, matching(_TABLE, 'is not a valid table name; use letters, digits and "_", as name or schema.name')
+]
+_Url = Annotated[str, AfterValidator(_url)]
+_Query = Annotated[str, AfterValidator(_query)]
+
+
+class _Keys(BaseModel):
+    """A mapping that refuses unknown keys and converts no values."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+class _ExactlyOne(_Keys):
+    """A mapping of which exactly one of two keys must be given."""
+
+    one_of: ClassVar[tuple[str, str]]
+
+    @model_validator(mode="after")
+    def _one(self) -> Self:
+        first, second = self.one_of
+        if (getattr(self, first) is None) == (getattr(self, second) is None):
+            raise ValueError(f"takes exactly one of {first} and {second}")
+        return self
+
+
+class FieldTimeFile(_Keys):
+    """The event time is a member of the JSON value."""
+
+    field: _Path = Field(description="Path of the member, such as order.placed_at.")
+    unit: TimeUnit = Field(description="rfc3339: text; s, ms, us: a number of seconds, milliseconds, microseconds.")
+
+
+class ColumnFile(_Keys):
+    """One column of a sink's table."""
+
+    field: _Path = Field(description="A member of the JSON value; NULL if it is missing.")
+    type: ColumnType = Field(
+        default="text", description="The required kind of value; a record with another kind becomes a dead letter."
+    )
+
+
+class SinkFile(_Keys):
+    """A table with one row per tracking ID: what `dedup sink` writes."""
+
+    url: _Url = Field(description='sqlite:///FILE, postgresql://USER@HOST/DATABASE, or "${env:NAME}".')
+    table: _Table = Field(description="The table or schema.table; created if it does not exist.")
+    columns: (
+        dict[_SinkColumn, Annotated[Annotated[_Path, _PLAIN] | Annotated[ColumnFile, _MAPPING], _BY_SHAPE]] | None
+    ) = Field(default=None, description="Column: a path, or {field, type}. Without it: key and value, as bytes.")
+    topic: _Topic | None = Field(default=None, description="Topic to read. Default: the output topic.")
+    on_reuse: Literal["update", "append"] = Field(
+        default="update",
+        description="When an ID is forwarded again after its guard period: update its row, or append another.",
+    )
+    dead_letter: _Topic | None = Field(
+        default=None, description="Topic for records the table cannot hold. Default: <name>.sink.dead-letter."
+    )
+
+
+class SourceFile(_Keys):
+    """Where records come from."""
+
+    topics: Annotated[list[_Topic], AfterValidator(_topics)] = Field(
+        description="Topics to read. Several are always repartitioned.", json_schema_extra={"minItems": 1}
+    )
+    format: Annotated[Literal["json", "bytes"], BeforeValidator(_format)] = Field(
+        default="json",
+        description="How values are parsed; bytes: not at all, the ID is the key, a header or the whole value.",
+    )
+    partitioned_by: Literal["tracking_id"] | None = Field(
+        default=None,
+        description="Declares that producers put equal IDs into the same partition. Without it, records go through a "
+        "repartition topic.",
+    )
+    start: Annotated[str, AfterValidator(_start)] = Field(
+        default="earliest", description="Where a new topology starts: earliest, latest, or a time (RFC 3339)."
+    )
+
+
+class ContentFile(_Keys):
+    """The canonical content of the JSON value is the ID."""
+
+    exclude: list[_Path] = Field(
+        description="Members left out of the ID because they differ each time the event is sent."
+    )
+
+
+class TrackingIdFile(_Keys):
+    """What identifies the logical event: exactly one of key, header, field, fields, content."""
+
+    model_config = ConfigDict(json_schema_extra={"oneOf": [{"required": [rule]} for rule in RULES]})
+
+    key: Annotated[Literal[True], BeforeValidator(_rule_true)] | None = Field(
+        default=None, description="The record's key."
+    )
+    header: Annotated[str, AfterValidator(_header)] | None = Field(
+        default=None, description="The value of this header."
+    )
+    field: _Path | None = Field(
+        default=None, description='A member of the JSON value: order.id, items[0].id, a["b.c"].'
+    )
+    fields: Annotated[list[_Path], AfterValidator(_distinct_paths)] | None = Field(
+        default=None, description="Several members together, in this order, such as tenant and order number."
+    )
+    content: (
+        Annotated[
+            Annotated[Literal[True], BeforeValidator(_rule_true), _PLAIN] | Annotated[ContentFile, _MAPPING], _BY_SHAPE
+        ]
+        | None
+    ) = Field(
+        default=None,
+        description="true: the raw bytes of the value; {exclude: [...]}: its JSON content without these members.",
+    )
+    normalize: list[Normalizing] = Field(
+        default_factory=list, description="Applied to IDs, in this order, before they are compared."
+    )
+    missing: Literal["dead_letter", "forward", "fail"] = Field(
+        default="dead_letter", description="What happens to a record without a usable ID."
+    )
+    tombstones: Literal["forward", "dead_letter"] = Field(
+        default="forward", description="What happens to a null value if the ID is read from the value."
+    )
+
+
+class OutputFile(_Keys):
+    """Where unique records go."""
+
+    topic: _Topic = Field(description="Topic for unique records; key, value, headers and timestamp stay unchanged.")
+    headers: bool = Field(default=False, description="Adds the header dedup-source to every record.")
+
+
+class ConflictsFile(_Keys):
+    """Duplicates whose payload differs."""
+
+    topic: _Topic | None = Field(
+        default=None, description="Topic for them. Default: the topic for duplicates. They are counted in any case."
+    )
+    exclude: list[_Path] = Field(
+        default_factory=list, description="Members ignored when payloads are compared, such as the send time."
+    )
+
+
+class StateFile(_Keys):
+    """How state is kept."""
+
+    standby_replicas: Annotated[int, within(0, _MOST_STANDBYS)] = Field(
+        default=1, description="Number of other workers that keep a warm copy."
+    )
+    max_bytes_per_partition: _Size | None = Field(
+        default=None, description="The worker stops before a partition's state exceeds this."
+    )
+
+
+class TopologyFile(_Keys):
+    """One deduplication job."""
+
+    dedup: Annotated[Literal[1], BeforeValidator(_version)] = Field(description="Version of this format.")
+    name: Annotated[str, _NAME_RULE, _text_like(f"^{_NAME.pattern}$")] = Field(
+        description="Consumer group, and prefix of transactional ids and topics."
+    )
+    source: SourceFile = Field(description="Where records come from.")
+    tracking_id: TrackingIdFile = Field(description="What identifies the logical event.")
+    guard_period: _PositiveDuration = Field(description="For how long a second sighting is a duplicate: 15m, 24h, 7d.")
+    grace: _Duration | None = Field(
+        default=None,
+        description="How far behind stream time a record may be and still be judged. Default: the guard period.",
+    )
+    extend: bool = Field(default=False, description="Whether a duplicate extends the guard period of its ID.")
+    extend_at_most: _PositiveDuration | None = Field(
+        default=None, description="Limit of extend, counted from the first sighting. Default: 7 guard periods."
+    )
+    event_time: Annotated[Annotated[Literal["record"], _PLAIN] | Annotated[FieldTimeFile, _MAPPING], _BY_SHAPE] = Field(
+        default="record", description="The record's timestamp, or a member of the value."
+    )
+    future: Literal["dead_letter", "clamp"] = Field(
+        default="dead_letter", description="What happens to a record whose event time is too far ahead of the clock."
+    )
+    max_clock_skew: _Duration = Field(default="1h", description="How far ahead of the clock an event time may be.")
+    idle_after: _PositiveDuration = Field(
+        default="1m",
+        description="When a source partition without lag no longer holds stream time back (repartitioned only).",
+    )
+    output: OutputFile | None = Field(
+        default=None, description="Where unique records go. Without it, the topology only observes."
+    )
+    duplicates: _Topic | None = Field(
+        default=None, description="Topic for duplicates. Without it, they are only counted."
+    )
+    conflicts: Annotated[Annotated[_Topic, _PLAIN] | Annotated[ConflictsFile, _MAPPING], _BY_SHAPE] | None = Field(
+        default=None, description="Topic for duplicates whose payload differs, or {topic: ..., exclude: [...]}."
+    )
+    on_conflict: Literal["duplicate", "forward", "fail"] = Field(
+        default="duplicate", description="What happens to a duplicate whose payload differs."
+    )
+    late: Annotated[str, AfterValidator(_late)] | None = Field(
+        default=None,
+        description="What happens to late records: a topic, forward or drop. Default: <output topic>.late.",
+    )
+    dead_letter: _Topic | None = Field(
+        default=None, description="Topic for dead letters. Default: <output topic>.dead-letter."
+    )
+    state: StateFile = Field(default=StateFile(), description="How state is kept.")
+    sink: SinkFile | None = Field(default=None, description="The table that `dedup sink` fills from the output.")
+
+
+class FilesFile(_Keys):
+    """Files of one directory that are only appended to, and renamed when they are full."""
+
+    directory: str = Field(description="Directory of the files; relative to where the command runs.")
+    pattern: Annotated[str, AfterValidator(_file_pattern)] = Field(
+        default="*.jsonl",
+        description='Which file names are read: "*.jsonl". A file that is renamed away is still read to its end.',
+    )
+    format: Literal["jsonl", "csv"] = Field(
+        default="jsonl",
+        description="jsonl: one JSON value per line; csv: one row per line, below a line of column names.",
+    )
+    columns: dict[_Column, CsvType] | None = Field(
+        default=None, description="All columns of a CSV file, each with its type in JSON."
+    )
+    changed: Literal["stop", "start_over"] = Field(
+        default="stop", description="What happens when a file is truncated or replaced after part of it was read."
+    )
+    last_line: Literal["wait", "take"] = Field(
+        default="wait",
+        description="A last line without a line feed: wait until it has one, or take it because files arrive complete.",
+    )
+
+    @model_validator(mode="after")
+    def _columns_of_csv(self) -> FilesFile:
+        if self.format == "csv" and not self.columns:
+            raise ValueError("format csv needs columns: {name: text | integer | number | boolean}")
+        if self.format == "jsonl" and self.columns is not None:
+            raise ValueError("columns need format csv; a line of jsonl is sent as it is")
+        return self
+
+
+class TableFile(_ExactlyOne):
+    """A table to which rows are only added, each with a greater number."""
+
+    one_of = ("table", "query")
+
+    url: _Url = Field(description='sqlite:///FILE, postgresql://USER@HOST/DATABASE, or "${env:NAME}".')
+    table: _Table | None = Field(default=None, description="The table or schema.table.")
+    query: _Query | None = Field(
+        default=None,
+        description="A SELECT instead of a table; each row must become visible by the INSERT that takes its number.",
+    )
+    column: _Column = Field(
+        description="Column of increasing whole numbers: an identity, a sequence, an AUTOINCREMENT key."
+    )
+    unique: _Column | None = Field(
+        default=None, description="Second whole-number column that distinguishes rows with the same number."
+    )
+    settle: _PositiveDuration | None = Field(
+        default=None,
+        description="If the INSERT itself does not take the number: rows are read this long after they became visible. "
+        "Not exact: a row that becomes visible even later is never read.",
+    )
+
+
+class IngestSourceFile(_ExactlyOne):
+    """Where records come from: files or a table."""
+
+    one_of = ("files", "table")
+
+    files: FilesFile | None = Field(default=None, description="Files of one directory.")
+    table: TableFile | None = Field(default=None, description="A table of SQLite or PostgreSQL.")
+
+
+class IngestIdFile(_ExactlyOne):
+    """Which members of a record are its tracking ID."""
+
+    one_of = ("field", "fields")
+
+    field: _Path | None = Field(default=None, description="A member of the JSON value.")
+    fields: Annotated[list[_Path], AfterValidator(_distinct_paths)] | None = Field(
+        default=None, description="Several members together."
+    )
+
+
+class IngestOutputFile(_Keys):
+    """Where records go."""
+
+    topic: _Topic = Field(description="Topic to write; created if it does not exist.")
+    partitions: Annotated[int, AfterValidator(_partitions)] | None = Field(
+        default=None, description="Partitions of a created topic. Default: the brokers' default."
+    )
+
+
+class MarkerFile(_Keys):
+    """How to recognize the last record of a transaction; it is sent like any other."""
+
+    field: _Path = Field(description="A member of the JSON value.")
+    equals: str | int | bool = Field(description="The value of that member in such a record.")
+
+
+class IngestFile(_Keys):
+    """One exactly-once source."""
+
+    ingest: Annotated[Literal[1], BeforeValidator(_version)] = Field(description="Version of this format.")
+    name: Annotated[str, _NAME_RULE] = Field(
+        description="Prefix of the transactional id and of the topic of source offsets."
+    )
+    source: IngestSourceFile = Field(description="Where records come from.")
+    output: IngestOutputFile = Field(description="Where records go.")
+    tracking_id: IngestIdFile | None = Field(
+        default=None,
+        description="Becomes the record's key. Without it, records get the header dedup-id: the place in the source.",
+    )
+    event_time: Annotated[Annotated[Literal["now"], _PLAIN] | Annotated[FieldTimeFile, _MAPPING], _BY_SHAPE] = Field(
+        default="now", description="The record's timestamp: now, when it is sent, or a member of the value."
+    )
+    dead_letter: _Topic | None = Field(default=None, description="Topic for dead letters. Default: <name>.dead-letter.")
+    boundary: Annotated[Annotated[Literal["interval", "poll"], _PLAIN] | Annotated[MarkerFile, _MAPPING], _BY_SHAPE] = (
+        Field(
+            default="interval",
+            description="Where a transaction ends: after the commit interval, after each read (poll: 1 MiB of a file, "
+            "5,000 rows), or after each record that the source itself marks as the last.",
+        )
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _no_way_out(cls, value: Any) -> Any:  # noqa: ANN401 - any value in the file
+        asked = sorted(_ALWAYS & set(value)) if isinstance(value, dict) else []
+        if asked:
+            raise ValueError(
+                f"{', '.join(asked)}: producers are always idempotent, transactional and acks=all; leave it out"
+            )
+        return value

@@ -1,0 +1,501 @@
+"""One cut through a topology's topics: offsets and bounds taken once, and the written records read within them.
+
+Records go to buckets by tracking ID (`spill`). Their order is checked from positions alone: for each record written,
+where in which task's log it comes from, in columns on disk.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from array import array
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from dedup.core.reference_model import ModelRules
+from dedup.errors import StateIncompatible
+from dedup.topology.model import LateForward, LateTo, Topology, extractor_of
+from dedup.verify.compare import digest, out_of_order
+from dedup.verify.evidence import (
+    DEAD_TAIL,
+    LATE_TAIL,
+    VERDICT_HEADER,
+    SideTopic,
+    extracted_of,
+    forwarded_by_replay,
+    read_side_topic,
+)
+from dedup.verify.kafka_reader import Bounds, KafkaReader, OpenTransaction, RecordColumns
+from dedup.verify.log_scan import Plan
+from dedup.verify.report import Report
+from dedup.verify.spill import Spill, condensed, place_of
+
+Positions = npt.NDArray[np.int64]
+
+UNMATCHED: Final = -1
+WHY_REPLAYED: Final = "late records that `dedup replay` forwarded, outside the guarantee"
+WHY_RESET: Final = "offsets of output and side topics that are older than the last `dedup reset`"
+WHY_OPEN: Final = "a transaction stays open in a topic they were written to"
+_STEP: Final = 1 << 16
+_INT_BYTES: Final = 8
+_MOST_LATE: Final = 100_000
+
+
+@dataclass(frozen=True, slots=True)
+class ReadProgress:
+    """Progress of a verification: records read of those to read."""
+
+    doing: str
+    done: int
+    total: int
+
+
+OnProgress = Callable[[ReadProgress], None]
+
+
+class Column:
+    """A column of 64-bit integers in a temporary file."""
+
+    def __init__(self, directory: str) -> None:
+        self._file: Final = tempfile.TemporaryFile(dir=directory)  # noqa: SIM115  # closed by `close`
+        self._rows = 0
+
+    def __len__(self) -> int:
+        return self._rows
+
+    def extend(self, values: list[int]) -> None:
+        """Append integers."""
+        self._file.seek(self._rows * _INT_BYTES)
+        self._file.write(np.array(values, dtype=np.int64).tobytes())
+        self._rows += len(values)
+
+    def put(self, rows: Positions, values: Positions) -> None:
+        """Set some rows, given in ascending order."""
+        at = 0
+        while at < len(rows):
+            first = int(rows[at])
+            end = int(np.searchsorted(rows, first + _STEP))
+            held = self.read(first, min(first + _STEP, self._rows))
+            held[rows[at:end] - first] = values[at:end]
+            self._file.seek(first * _INT_BYTES)
+            self._file.write(held.tobytes())
+            at = end
+
+    def read(self, start: int, end: int) -> Positions:
+        """Return the rows [start, end)."""
+        self._file.seek(start * _INT_BYTES)
+        return np.frombuffer(self._file.read((end - start) * _INT_BYTES), dtype=np.int64).copy()
+
+    def __getitem__(self, row: int) -> int:
+        return int(self.read(row, row + 1)[0])
+
+    def close(self) -> None:
+        """Free the disk space."""
+        self._file.close()
+
+
+class Order:
+    """For each row of one written partition: which task's log it comes from, and its position there."""
+
+    def __init__(self, directory: str) -> None:
+        self._tasks: Final = Column(directory)
+        self._positions: Final = Column(directory)
+
+    def expect(self, rows: int) -> None:
+        """Add rows, none of them matched yet."""
+        for start in range(0, rows, _STEP):
+            blank = [UNMATCHED] * min(_STEP, rows - start)
+            self._tasks.extend(blank)
+            self._positions.extend(blank)
+
+    def forget(self) -> None:
+        """Unmatch all rows."""
+        for start in range(0, len(self._positions), _STEP):
+            rows = np.arange(start, min(start + _STEP, len(self._positions)), dtype=np.int64)
+            for column in (self._tasks, self._positions):
+                column.put(rows, np.full(len(rows), UNMATCHED, dtype=np.int64))
+
+    def match(self, found: list[tuple[int, int, int]]) -> None:
+        """Note (row, task, position) of expected records."""
+        if not found:
+            return
+        matched = np.array(sorted(found), dtype=np.int64)
+        self._tasks.put(matched[:, 0], matched[:, 1])
+        self._positions.put(matched[:, 0], matched[:, 2])
+
+    def first_matched(self) -> int:
+        """Return the first matched row; the number of rows if there is none."""
+        for start in range(0, len(self._positions), _STEP):
+            there = np.flatnonzero(self._read(self._positions, start) != UNMATCHED)
+            if len(there):
+                return start + int(there[0])
+        return len(self._positions)
+
+    def first_position(self, task: int) -> int | None:
+        """Return the position of a task's first matched record; None if there is none."""
+        for start in range(0, len(self._positions), _STEP):
+            own = self._read(self._tasks, start) == task
+            if own.any():
+                return int(self._read(self._positions, start)[own][0])
+        return None
+
+    def displaced(self) -> list[int]:
+        """Return the fewest rows whose removal leaves the records of each task in order."""
+        last: dict[int, int] = {}
+        unsorted: set[int] = set()
+        for start in range(0, len(self._positions), _STEP):
+            tasks, positions = self._read(self._tasks, start), self._read(self._positions, start)
+            for task in np.unique(tasks[positions != UNMATCHED]).tolist():
+                own = positions[tasks == task]
+                if last.get(task, UNMATCHED) > own[0] or bool(np.any(np.diff(own) < 0)):
+                    unsorted.add(task)
+                last[task] = max(last.get(task, UNMATCHED), int(own.max()))
+        return sorted(row for task in unsorted for row in self._displaced_of(task))
+
+    def _displaced_of(self, task: int) -> list[int]:
+        rows, positions = [], []
+        for start in range(0, len(self._positions), _STEP):
+            tasks, found = self._read(self._tasks, start), self._read(self._positions, start)
+            own = np.flatnonzero((tasks == task) & (found != UNMATCHED))
+            rows.append(own + start)
+            positions.append(found[own])
+        return disorder(np.concatenate(rows), np.concatenate(positions))
+
+    @staticmethod
+    def _read(column: Column, start: int) -> Positions:
+        return column.read(start, min(start + _STEP, len(column)))
+
+    def close(self) -> None:
+        """Free the disk space."""
+        self._tasks.close()
+        self._positions.close()
+
+
+def disorder(rows: Positions, positions: Positions) -> list[int]:
+    """Return the fewest rows out of order; only the runs in which a record passed another are searched one by one."""
+    greatest = np.maximum.accumulate(positions)
+    least = np.minimum.accumulate(positions[::-1])[::-1]
+    # Everything before a border is less than everything after it.
+    borders = np.flatnonzero(greatest[:-1] < least[1:]) + 1
+    starts, ends = np.append([0], borders), np.append(borders, len(rows))
+    found: list[int] = []
+    for run in np.flatnonzero(ends - starts > 1).tolist():
+        first = int(starts[run])
+        inside = array("q", positions[first : int(ends[run])].tobytes())
+        found += (int(rows[first + at]) for at in out_of_order(inside))
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """One record that the worker wrote."""
+
+    row: int
+    """Its index among the sampled records of its partition."""
+    digest: bytes
+    id: bytes | None
+    time_ms: int
+    exempt: bool
+    """Its header says that it was forwarded outside the guarantee."""
+
+
+@dataclass(slots=True)
+class WrittenPartition:
+    """The records in one partition of a topic that the worker writes, within the cut: in buckets, and in order."""
+
+    topic: str
+    partition: int
+    bounds: Bounds
+    spill: Spill
+    offsets: Column
+    order: Order
+    broker_time: bool = False
+    first_digests: frozenset[bytes] = frozenset()
+    """Of the first record, sampled or not: as it is, and without the verdict that a worker may have added."""
+    first_kept: tuple[int, bytes] | None = None
+    """Place and digest of the first sampled record."""
+    truncated: bool = False
+    """A transaction stays open, so the records after it are unknown."""
+    late: set[bytes] | None = field(default_factory=set)
+    """Digests of records marked as forwarded late, sampled or not; None if there are too many."""
+
+    @property
+    def late_digests(self) -> frozenset[bytes] | None:
+        """Digests of all records marked as forwarded late; None if some may be deleted, or not readable yet."""
+        return None if self.late is None or self.bounds.start_deleted or self.truncated else frozenset(self.late)
+
+    def note_late(self, digest: bytes) -> None:
+        """Note a record that is marked as forwarded late."""
+        if self.late is not None:
+            self.late.add(digest)
+            if len(self.late) > _MOST_LATE:
+                self.late = None
+
+    def __len__(self) -> int:
+        return len(self.offsets)
+
+    def place(self, row: int) -> str:
+        """Return the position of a record, as reports show it."""
+        return f"{self.topic}/{self.partition} offset {self.offsets[row]}"
+
+    def bucket(self, number: int) -> list[Seen]:
+        """Return the records of a bucket, in order."""
+        return [Seen(*values) for values in self.spill.bucket(number)]
+
+    def close(self) -> None:
+        """Free the disk space."""
+        self.spill.close()
+        self.offsets.close()
+        self.order.close()
+
+
+@dataclass(slots=True)
+class Cut:
+    """What one verification reads."""
+
+    topology: Topology
+    reader: KafkaReader
+    report: Report
+    progress: OnProgress
+    partitions: dict[str, int]
+    """Topic -> number of partitions; 0 for a topic that does not exist."""
+    committed: dict[str, dict[int, int]]
+    """Feeding topic -> partition -> the group's committed offset when the cut was taken."""
+    bounds: dict[str, dict[int, Bounds]]
+    """Topic -> partition -> bounds, taken after the committed offsets."""
+    begins: dict[str, dict[int, int]]
+    """Source topic -> partition -> the start offset set by `dedup reset --to`."""
+    compacted: frozenset[str]
+    """Topics in which compaction may have removed records between others."""
+    plan: Plan
+    scratch: str
+    """Directory for what does not fit into memory."""
+    sample: int = 1
+    """One ID in so many is judged."""
+    total: int = 0
+    done: int = 0
+    starts: dict[int, int] = field(default_factory=dict)
+    """Source partition -> the first offset with a trace, if the traces of earlier records may be deleted."""
+    unread: set[tuple[str, int]] = field(default_factory=set)
+    """Partitions that could not be read to their end."""
+    held: list[Spill | WrittenPartition] = field(default_factory=list)
+    """Everything that holds a file, to be closed if the verification fails midway."""
+
+    def read(self, topic: str, partition: int, start: int, end: int) -> Iterable[RecordColumns]:
+        """Yield the committed records of [start, end), and report progress."""
+        try:
+            for columns in self.reader.read(topic, partition, start, end):
+                self.done += len(columns.offsets)
+                self.progress(ReadProgress(f"{topic}/{partition}", self.done, max(self.total, self.done)))
+                yield columns
+        except OpenTransaction as fact:
+            self.unread.add((topic, partition))
+            self.report.unprovable(f"{WHY_OPEN}: {fact}")
+
+    def sampled(self, place: int) -> bool:
+        """Tell whether a record with this place (`spill.place_of`) is in the sample."""
+        return self.sample == 1 or (place >> 32) % self.sample == 0
+
+    def spill(self, buckets: int) -> Spill:
+        """Return an empty spill."""
+        made = Spill(self.scratch, buckets)
+        self.held.append(made)
+        return made
+
+    def written(self, topic: str, partition: int, buckets: int, *, stamped: bool) -> WrittenPartition:
+        """Read a written partition; ``stamped``: digests include timestamps, if the topic keeps them (CreateTime)."""
+        bounds, scratch = self.bounds[topic][partition], self.scratch
+        found = WrittenPartition(topic, partition, bounds, self.spill(buckets), Column(scratch), Order(scratch))
+        self.held.append(found)
+        for read in self.read(topic, partition, bounds.low, bounds.high):
+            columns = self._of_workers(read)
+            self.report.unprovable(WHY_REPLAYED, len(read.offsets) - len(columns.offsets))
+            found.broker_time = columns.broker_time
+            if not found.first_digests and columns.offsets:
+                found.first_digests = self._of_first(columns, stamped=stamped and not columns.broker_time)
+            offsets: list[int] = []
+            read_as = self._seen(columns, len(found), stamped=stamped and not columns.broker_time)
+            for headers, (place, offset, seen) in zip(columns.headers, read_as, strict=True):
+                if seen[4] and (VERDICT_HEADER, b"late") in headers:
+                    found.note_late(seen[1])
+                if not self.sampled(place):
+                    continue
+                if found.first_kept is None:
+                    found.first_kept = (place, seen[1])
+                found.spill.add(place, (len(found) + len(offsets), *seen[1:]))
+                offsets.append(offset)
+            found.offsets.extend(offsets)
+        found.order.expect(len(found))
+        found.truncated = (topic, partition) in self.unread
+        return found
+
+    @staticmethod
+    def _of_first(columns: RecordColumns, *, stamped: bool) -> frozenset[bytes]:
+        headers, time_ms = columns.headers[0], columns.timestamps_ms[0] if stamped else 0
+        added = max((at for at, (name, _) in enumerate(headers) if name == VERDICT_HEADER), default=len(headers))
+        key, value = columns.keys[0], condensed(columns.values[0])
+        both = (headers, [*headers[:added], *headers[added + 1 :]])
+        return frozenset(digest(key, value, each, time_ms) for each in both)
+
+    def _seen(
+        self, columns: RecordColumns, row: int, *, stamped: bool
+    ) -> Iterator[tuple[int, int, tuple[int, bytes, bytes | None, int, bool]]]:
+        """Yield the place, the offset and the values of `Seen` for each record."""
+        extracted = extracted_of(self.plan.extract, columns)
+        for at, offset in enumerate(columns.offsets):
+            tracking_id = None if at in extracted.faults else extracted.ids[at]
+            value, headers = condensed(columns.values[at]), columns.headers[at]
+            time_ms = columns.timestamps_ms[at] if stamped else 0
+            exempt = any(name == VERDICT_HEADER for name, _ in headers)
+            content = digest(columns.keys[at], value, headers, time_ms)
+            place = place_of(tracking_id, columns.keys[at], value)
+            yield place, offset, (row + at, content, tracking_id, extracted.times_ms[at], exempt)
+
+    def _of_workers(self, columns: RecordColumns) -> RecordColumns:
+        """Return the records without those that `dedup replay` forwarded, which no verdict accounts for."""
+        topics = self.topology.source.topics
+        replayed = {row for row, own in enumerate(columns.headers) if own and forwarded_by_replay(own, topics)}
+        return (
+            columns.rows([row for row in range(len(columns.offsets)) if row not in replayed]) if replayed else columns
+        )
+
+    def close(self) -> None:
+        """Free all files."""
+        for each in self.held:
+            each.close()
+        for side in (self.plan.late, self.plan.dead_letters):
+            if side is not None:
+                side.close()
+
+    def pending(self, topic: str, partition: int) -> int:
+        """Return the lag of a feeding partition, counted as by `dedup status`."""
+        bounds, committed = self.bounds[topic][partition], self.committed[topic].get(partition)
+        begin = max(bounds.low, committed or 0)
+        if committed is None or begin >= bounds.high:
+            return max(0, bounds.high - begin)
+        return bounds.high - begin if self.reader.holds_records(topic, partition, begin, bounds.high) else 0
+
+    def configured_start(self, topic: str, partition: int) -> int | None:
+        """Return the first source offset judged, by reset or `source.start`; None for `latest`: it is not recorded."""
+        bounds, begin = self.bounds[topic][partition], self.begins[topic].get(partition)
+        if begin is not None:
+            return max(begin, bounds.low)
+        match self.topology.source.start:
+            case "earliest":
+                return bounds.low
+            case int() as time_ms:
+                found = self.reader.offset_for_time(topic, partition, time_ms)
+                return bounds.high if found is None else found
+            case _:
+                return None
+
+    def still_committed(self, topic: str, partition: int) -> int:
+        """Return the group's committed offset now; records between the cut's and this one are pending."""
+        now = self.reader.committed(self.topology.name, topic, [partition])
+        return now.get(partition, self.committed[topic].get(partition, 0))
+
+
+def take_cut(
+    topology: Topology, reader: KafkaReader, report: Report, progress: OnProgress, scratch: str, sample: int
+) -> Cut:
+    """Take the cut: committed offsets first, then the bounds of all topics, then the records of the side topics.
+
+    Raises StateIncompatible if topology and cluster do not fit.
+    """
+    feeding = topology.feeding_topics
+    output = [topology.output.topic] if topology.output is not None else []
+    late_topic = topology.late.topic if isinstance(topology.late, LateTo) else None
+    named = (*output, late_topic, topology.dead_letter, topology.duplicates, topology.conflicts)
+    written = [topic for topic in named if topic is not None]
+    partitions = reader.partitions([*topology.source.topics, *feeding, *written])
+    _refuse_missing(topology, partitions)
+    committed = {
+        topic: reader.committed(topology.name, topic, range(partitions[topic]))
+        for topic in dict.fromkeys([*topology.source.topics, *feeding])
+    }
+    marks = {
+        topic: reader.committed(topology.reset_group, topic, range(number)) for topic, number in partitions.items()
+    }
+    begins = {topic: marks.pop(topic) for topic in topology.source.topics}
+    bounds = {topic: reader.bounds(topic, range(number), marks.get(topic)) for topic, number in partitions.items()}
+    report.unprovable(WHY_RESET, sum(each.before for of_topic in bounds.values() for each in of_topic.values()))
+    compacted = reader.compacted(topic for topic in (*topology.source.topics, *output) if partitions[topic])
+    plan = _plan(topology, reader, bounds, scratch)
+    cut = Cut(
+        topology, reader, report, progress, partitions, committed, bounds, begins, compacted, plan, scratch, sample
+    )
+    cut.total = sum(each.high - each.low for of_topic in bounds.values() for each in of_topic.values())
+    sides = [side.name for side in (plan.late, plan.dead_letters) if side is not None]
+    cut.done = sum(each.high - each.low for name in sides for each in bounds[name].values())
+    return cut
+
+
+def _refuse_missing(topology: Topology, partitions: dict[str, int]) -> None:
+    absent = [topic for topic in (*topology.source.topics, *topology.feeding_topics) if not partitions[topic]]
+    if absent:
+        raise StateIncompatible(
+            f"topology {topology.name}: the topic {' and '.join(dict.fromkeys(absent))} does not exist in this "
+            f"cluster. Nothing can be verified. Check `brokers`, or run the topology first."
+        )
+    output = topology.output
+    source = topology.source.topics[0]
+    if topology.direct and output is not None and partitions[output.topic] not in {0, partitions[source]}:
+        raise StateIncompatible(
+            f"topology {topology.name}: {output.topic} has {partitions[output.topic]} partitions and {source} has "
+            f"{partitions[source]}, but records keep their partition number. Nothing can be verified until both have "
+            f"the same number, or the topology repartitions."
+        )
+
+
+def _plan(topology: Topology, reader: KafkaReader, bounds: dict[str, dict[int, Bounds]], scratch: str) -> Plan:
+    topics = topology.source.topics
+    late: SideTopic | None = None
+    side = partial(_side, reader, bounds, topics, scratch)
+    if isinstance(topology.late, LateTo):
+        late = side(topology.late.topic, LATE_TAIL)
+    dead_letters = side(topology.dead_letter, DEAD_TAIL)
+    return Plan(
+        _model_rules(topology),
+        extractor_of(topology),
+        topics,
+        topology.max_clock_skew_ms,
+        source_header=topology.output is not None and topology.output.headers,
+        late=late,
+        late_forwarded=isinstance(topology.late, LateForward),
+        dead_letters=dead_letters,
+        duplicates=topology.duplicates is not None,
+        conflicts=topology.conflicts is not None,
+    )
+
+
+def _side(
+    reader: KafkaReader,
+    bounds: dict[str, dict[int, Bounds]],
+    topics: tuple[str, ...],
+    scratch: str,
+    name: str,
+    tail: tuple[str, ...],
+) -> SideTopic:
+    own = bounds[name]
+    side = SideTopic(name, str(Path(scratch) / name), complete=not any(each.start_deleted for each in own.values()))
+    read_side_topic(reader, side, own, topics, tail)
+    return side
+
+
+def _model_rules(topology: Topology) -> ModelRules:
+    window = topology.window
+    return ModelRules(
+        window.guard_ms,
+        window.grace_ms,
+        window.extend,
+        window.extend_at_most_ms,
+        missing=topology.missing.value,
+        tombstones=topology.tombstones.value,
+        on_conflict=topology.on_conflict.value,
+        future=topology.future.value,
+    )

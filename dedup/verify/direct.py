@@ -1,0 +1,387 @@
+"""Verifies a topology that reads its one source topic directly: each partition is replayed in the order of its log.
+
+A partition's records, and what the worker wrote of them, are read once and sorted into buckets by tracking ID
+(`spill`), each with the stream time at which it was judged (`log_scan`). Then the buckets are judged and compared one
+by one. A compacted source gets the checks that need no order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Final
+
+from dedup.core.window import Source
+from dedup.verify.compare import Expected, Place, digest, matched
+from dedup.verify.cut import WHY_OPEN, Cut, Seen, WrittenPartition
+from dedup.verify.evidence import SOURCE_HEADER, SideTopic, extracted_of
+from dedup.verify.findings import NOT_EXPECTED, OrderFree, explain, match_copies, report_displaced
+from dedup.verify.findings import WHY_OUTPUT_GONE as _OUTPUT_GONE
+from dedup.verify.kafka_reader import Bounds, RecordColumns
+from dedup.verify.log_scan import Log, LogScan, Plan, Row
+from dedup.verify.replay import WHY_FRONT, TaskReplay
+from dedup.verify.report import Books, Report
+from dedup.verify.spill import Spill, buckets_for, condensed, place_of
+
+WHY_NO_OFFSET: Final = "the group has no committed offset for their partition, so what was judged is not known"
+WHY_SHORTER: Final = "the source ends before the committed offset: it was deleted and recreated, or truncated"
+WHY_SOURCE_GONE: Final = "the source has lost its beginning, which held the originals of records in"
+WHY_COMPACTED: Final = "compaction removed records between them; checked without order: no ID twice, none missing"
+WHY_BEFORE: Final = "source offsets before the first record that left a trace; the offset of `latest` is not known"
+WHY_OUTPUT_GONE: Final = _OUTPUT_GONE
+
+
+def verify_direct(cut: Cut) -> None:
+    """Replay every partition of the source, then report what the side topics hold beyond that."""
+    source = cut.topology.source.topics[0]
+    if cut.compacted:
+        _verify_compacted(cut, source)
+        return
+    for partition in range(cut.partitions[source]):
+        _verify_partition(cut, source, partition)
+    for side in (cut.plan.late, cut.plan.dead_letters):
+        if side is not None:
+            report_leftovers(cut, side)
+
+
+@dataclass(slots=True)
+class _Partition:
+    """One source partition, and everything that was written of it."""
+
+    cut: Cut
+    plan: Plan
+    books: Books
+    log: Spill
+    output: WrittenPartition | None
+    duplicates: WrittenPartition | None
+    conflicts: WrittenPartition | None
+    known: bool
+    """Nothing before the first record read was judged."""
+    excused_rows: int | None = None
+    """Rows at the output's start that came from deleted source records; None until that is known."""
+    gone_position: int = -1
+    """Records from below this position may have been forwarded to the deleted start of the output."""
+    uncertain: bool = False
+    pending_found: int = 0
+    copies_wanted: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def copies(self) -> list[WrittenPartition]:
+        return [each for each in (self.duplicates, self.conflicts) if each is not None]
+
+    def close(self) -> None:
+        self.log.close()
+        for each in (self.output, *self.copies):
+            if each is not None:
+                each.close()
+
+
+def _verify_partition(cut: Cut, source: str, partition: int) -> None:
+    books = Books(source, partition)
+    cut.report.books.append(books)
+    bounds = cut.bounds[source][partition]
+    committed = cut.committed[source].get(partition)
+    buckets = buckets_for(bounds.high - bounds.low)
+    output = output_of(cut, partition, buckets)
+    books.pending = cut.pending(source, partition)
+    if committed is None:
+        cut.report.unprovable(WHY_NO_OFFSET, len(output) if output is not None else books.pending)
+        return
+    if committed > bounds.high:
+        cut.report.unprovable(WHY_SHORTER, committed - bounds.high)
+        committed = bounds.high
+    plan = _plan_for(cut.plan, output)
+    start, known = start_of(cut, bounds, partition, output)
+    books.skipped = start - bounds.low
+    log, filed = _read_log(cut, plan, (partition, buckets), (start, committed), known=known)
+    copies = _copies(cut, partition, buckets)
+    held = _Partition(cut, plan, books, log, output, copies.get("duplicates"), copies.get("conflicts"), known)
+    try:
+        _judge(held)
+        _balance(held, filed)
+    finally:
+        held.close()
+
+
+def _read_log(
+    cut: Cut, plan: Plan, number: tuple[int, int], span: tuple[int, int], *, known: bool
+) -> tuple[Spill, int]:
+    """Return the log in buckets, and how many of its records are in the late and dead-letter topics."""
+    (partition, buckets), (start, committed) = number, span
+    source = cut.topology.source.topics[0]
+    scan = LogScan(plan, ((0, partition),), from_start=known)
+    log = cut.spill(buckets)
+    filed = 0
+    # The worker may have continued since the cut was taken: then its output and its offset are there, too.
+    spans = ((start, committed, False), (committed, cut.still_committed(source, partition), True))
+    for begin, end, pending in spans:
+        for columns in cut.read(source, partition, begin, end):
+            sources = [Source(0, partition, offset) for offset in columns.offsets]
+            for row in scan.rows(Log(columns, sources), pending=pending):
+                if keep(cut, log, row) and not pending:
+                    filed += (row.late is not None) + (row.letter is not None)
+    if cut.sample == 1:
+        sides = [side for side in (plan.late, plan.dead_letters) if side is not None]
+        filed += sum(side.count_below((0, partition), committed) for side in sides)
+    return log, filed
+
+
+def keep(cut: Cut, log: Spill, row: Row) -> bool:
+    """Put a record into its bucket; False if it is not in the sample."""
+    place = place_of(row.id, row.key, row.value)
+    if not cut.sampled(place):
+        cut.report.unsampled += 1
+        return False
+    size_bytes = len(row.key or b"") + sum(len(content or b"") for _, content in row.headers)
+    log.add(place, row, size_bytes)
+    return True
+
+
+def _judge(held: _Partition) -> None:
+    if held.output is not None and held.output.bounds.start_deleted:
+        held.gone_position = _gone_position(held, held.output)
+    if held.output is not None and not held.known:
+        # Two passes: which rows precede the first explained one is known only after all buckets are compared.
+        for number in range(held.log.buckets):
+            _judge_bucket(held, number, Report("", "", "", 0), Books("", 0))
+        held.excused_rows = held.output.order.first_matched()
+        held.output.order.forget()
+        held.pending_found, held.uncertain = 0, False
+        held.copies_wanted.clear()
+        held.cut.report.unprovable(f"{WHY_SOURCE_GONE} {held.output.topic}", held.excused_rows)
+    for number in range(held.log.buckets):
+        _judge_bucket(held, number, held.cut.report, held.books)
+    if held.output is not None:
+        report_displaced([held.output], held.cut.report)
+    for written in held.copies:
+        if written.bounds.start_deleted:
+            text = f"{written.topic} has lost its beginning"
+            held.cut.report.unprovable(text, held.copies_wanted.get(written.topic, 0))
+            continue
+        for row in written.order.displaced():
+            held.cut.report.violation("wrong_duplicate", written.place(row), NOT_EXPECTED)
+
+
+def _judge_bucket(held: _Partition, number: int, report: Report, books: Books) -> None:
+    task = TaskReplay(held.plan, books, report, ((0, held.books.partition),))
+    task.take(map(Row.of, held.log.bucket(number)))
+    if held.output is not None:
+        _excuse_deleted(held, task, report)
+        _compare_output(held, task, held.output, held.output.bucket(number), report)
+    for written, expected in ((held.duplicates, task.duplicates), (held.conflicts, task.conflicts)):
+        if written is not None:
+            _compare_copies(held, task, (written, written.bucket(number)), expected, report)
+    held.uncertain = held.uncertain or task.uncertain
+
+
+def _compare_output(
+    held: _Partition, task: TaskReplay, output: WrittenPartition, seen: list[Seen], report: Report
+) -> None:
+    forwarded = task.forwarded
+    found = matched([forwarded.expected], [[each.digest for each in seen]], from_end=not held.known)
+    # An optional record may stand for an equal one that is deleted, so it says nothing about order.
+    unsure: set[int] = set() if held.excused_rows is None else forwarded.expected.optional
+    sure = ((at, wanted.row) for at, wanted in found.matched if wanted.row not in unsure)
+    output.order.match([(seen[at.row].row, 0, forwarded.positions[row]) for at, row in sure])
+    held.pending_found += sum(wanted.row in forwarded.pending for _, wanted in found.matched)
+    found.extra = [place for place in found.extra if seen[place.row].row >= (held.excused_rows or 0)]
+    unseen: list[Place] | None = [] if output.truncated else None
+    explain(found, [task], [output], [seen], report, absent_are=unseen)
+    if unseen:
+        task.books.not_provable += len(unseen)
+        report.unprovable(WHY_OPEN, len(unseen))
+
+
+def _balance(held: _Partition, filed: int) -> None:
+    cut, books, output = held.cut, held.books, held.output
+    if output is None or held.uncertain or output.bounds.start_deleted or output.truncated or not held.known:
+        return
+    if cut.plan.late is None and not cut.plan.late_forwarded:
+        filed += books.late  # dropped, as the topology says
+    books.ended = len(output) - held.pending_found + books.duplicates + filed
+    if not books.balanced:
+        text = f"read {books.read}, but {books.ended} ended as unique, duplicate, late or dead letter"
+        cut.report.violation("unbalanced", f"{books.topic}/{books.partition}", text)
+
+
+def _gone_position(held: _Partition, output: WrittenPartition) -> int:
+    """Return the position of the first record that the output still holds."""
+    if output.first_kept is None:
+        return 1 << 62
+    place, first = output.first_kept
+    task = TaskReplay(held.plan, Books("", 0), Report("", "", "", 0), ((0, held.books.partition),))
+    task.take(map(Row.of, held.log.bucket(place % held.log.buckets)))
+    wanted, kept = task.forwarded.expected.digests, output.bucket(place % held.log.buckets)
+    equal = [row for row, each in enumerate(wanted) if each == first]
+    # Records may be equal; of the expected ones the last are present.
+    there = sum(seen.digest == first for seen in kept)
+    return task.forwarded.positions[equal[-there:][0]] if equal else -1
+
+
+def _excuse_deleted(held: _Partition, task: TaskReplay, report: Report) -> None:
+    """Make records optional that precede the first one the output still holds: they may have been deleted there."""
+    optional = task.forwarded.expected.optional
+    early = (row for row, position in enumerate(task.forwarded.positions) if position < held.gone_position)
+    fresh = set(early) - optional
+    optional |= fresh
+    task.books.not_provable += len(fresh)
+    report.unprovable(WHY_OUTPUT_GONE, len(fresh))
+
+
+def _copies(cut: Cut, partition: int, buckets: int) -> dict[str, WrittenPartition]:
+    """Return the duplicates and conflicts of a partition: they are written in order, to the same partition number."""
+    found: dict[str, WrittenPartition] = {}
+    for name, topic in (("duplicates", cut.topology.duplicates), ("conflicts", cut.topology.conflicts)):
+        if topic is None or not cut.partitions[topic]:
+            continue
+        if cut.partitions[topic] < cut.partitions[cut.topology.source.topics[0]]:
+            bounds = cut.bounds[topic]
+            text = f"{topic} has fewer partitions than the source"
+            cut.report.unprovable(text, sum(each.high - each.low for each in bounds.values()) if not partition else 0)
+            continue
+        found[name] = cut.written(topic, partition, buckets, stamped=False)
+    return found
+
+
+def _compare_copies(
+    held: _Partition, task: TaskReplay, there: tuple[WrittenPartition, list[Seen]], expected: Expected, report: Report
+) -> None:
+    written, seen = there
+    held.copies_wanted[written.topic] = held.copies_wanted.get(written.topic, 0) + len(expected.digests)
+    if written.bounds.start_deleted:
+        return
+    extra = match_copies(written, [task], [expected], seen, report)
+    excused = 0 if held.known else written.order.first_matched()
+    for copy in extra:
+        if task.doubtful(copy.id, copy.time_ms, timed=not written.broker_time):
+            report.unprovable(WHY_FRONT)
+        elif copy.row >= excused:
+            report.violation("wrong_duplicate", written.place(copy.row), NOT_EXPECTED)
+        else:
+            report.unprovable(f"{WHY_SOURCE_GONE} {written.topic}")
+
+
+def _verify_compacted(cut: Cut, source: str) -> None:
+    """Make the checks that need neither order nor neighbors: removed records influenced the verdicts on the others."""
+    cut.report.method = f"order-free checks: {' and '.join(sorted(cut.compacted))} is compacted"
+    buckets = buckets_for(sum(each.high - each.low for each in cut.bounds[source].values()))
+    numbers = range(cut.partitions[source])
+    written = [each for partition in numbers if (each := output_of(cut, partition, buckets)) is not None]
+    judged = cut.spill(buckets)
+    for partition in numbers:
+        bounds, committed = cut.bounds[source][partition], cut.committed[source].get(partition)
+        if committed is None:
+            cut.report.unprovable(WHY_NO_OFFSET, bounds.high - bounds.low)
+            continue
+        output = written[partition] if written else None
+        start, _ = start_of(cut, bounds, partition, output)
+        if cut.configured_start(source, partition) is None:
+            cut.report.unprovable(WHY_BEFORE, max(0, min(start, committed) - bounds.low))
+        for columns in cut.read(source, partition, start, committed):
+            for place, row in _judgeable(cut, columns, partition):
+                judged.add(place, row)
+            cut.report.unprovable(WHY_COMPACTED, len(columns.offsets))
+    for number in range(buckets):
+        free = OrderFree(cut, written, (each.bucket(number) for each in written))
+        for partition, offset, own, time_ms in judged.bucket(number):
+            free.must_be_somewhere(f"{source}/{partition} offset {offset}", own, time_ms, Source(0, partition, offset))
+    judged.close()
+    for each in written:
+        each.close()
+
+
+def _judgeable(cut: Cut, columns: RecordColumns, partition: int) -> Iterator[tuple[int, tuple[int, int, bytes, int]]]:
+    extracted = extracted_of(cut.plan.extract, columns)
+    for row, offset in enumerate(columns.offsets):
+        own = extracted.ids[row]
+        if row in extracted.faults or own is None or cut.plan.dead_letters.holds(Source(0, partition, offset)):
+            continue
+        place = place_of(own, None, None)
+        if cut.sampled(place):
+            yield place, (partition, offset, own, extracted.times_ms[row])
+
+
+def output_of(cut: Cut, partition: int, buckets: int) -> WrittenPartition | None:
+    """Return the output's partition of the same number; None if nothing is forwarded."""
+    output = cut.topology.output
+    if output is None:
+        return None
+    # A topic that does not exist holds nothing.
+    cut.bounds[output.topic].setdefault(partition, Bounds(0, 0, start_deleted=False))
+    # If future times are clamped, the output's timestamps come from the worker's clock.
+    return cut.written(output.topic, partition, buckets, stamped=cut.plan.rules.future != "clamp")
+
+
+def _plan_for(plan: Plan, output: WrittenPartition | None) -> Plan:
+    stamped = plan.rules.future != "clamp" and not (output is not None and output.broker_time)
+    late = output.late_digests if plan.late_forwarded and output is not None else None
+    return replace(plan, output_stamped=stamped, late_digests=late)
+
+
+def start_of(cut: Cut, bounds: Bounds, partition: int, output: WrittenPartition | None) -> tuple[int, bool]:
+    """Return the first offset that was judged, and whether it is certain that nothing before it was."""
+    topic = cut.topology.source.topics[0]
+    start = cut.configured_start(topic, partition)
+    begin = cut.begins[topic].get(partition)
+    if start is not None and begin is not None:
+        return start, begin >= bounds.low
+    if start is None:
+        start = _first_judged(cut, _plan_for(cut.plan, output), bounds, partition, output)
+        if output is not None and output.bounds.start_deleted and start > bounds.low:
+            # Earlier traces may be deleted.
+            cut.starts[partition] = start
+            return start, False
+    return start, start > bounds.low or not bounds.start_deleted
+
+
+def _first_judged(cut: Cut, plan: Plan, bounds: Bounds, partition: int, output: WrittenPartition | None) -> int:
+    """Return where ``start: latest`` began, which is not recorded: the first record that left a trace."""
+    first_letter = plan.dead_letters.first_offset(partition)
+    if first_letter is None:
+        first_letter = bounds.high
+    if output is None or not output.first_digests:
+        return first_letter
+    topic = cut.topology.source.topics[0]
+    for columns in cut.reader.read(topic, partition, bounds.low, min(first_letter, bounds.high)):
+        for row, offset in enumerate(columns.offsets):
+            headers = columns.headers[row]
+            if plan.source_header:
+                headers = [*headers, (SOURCE_HEADER, f"{topic}/{partition}/{offset}".encode())]
+            time_ms = columns.timestamps_ms[row] if plan.output_stamped else 0
+            if digest(columns.keys[row], condensed(columns.values[row]), headers, time_ms) in output.first_digests:
+                return offset
+    return first_letter
+
+
+def report_leftovers(cut: Cut, side: SideTopic) -> None:
+    """Report records of a side topic that no replayed record accounts for."""
+    for source, filed, again in side.left():
+        place = side.place(filed)
+        if again:
+            topic = cut.topology.source.topics[source.topic]
+            text = f"source record {topic}/{source.partition} offset {source.offset} is in it twice"
+            cut.report.violation("duplicated", place, text)
+        else:
+            _report_leftover(cut, side, source, place)
+    for partition, offset in side.strangers():
+        text = "names no record of the source topics in its headers"
+        cut.report.violation("phantom", f"{side.name}/{partition} offset {offset}", text)
+
+
+def _report_leftover(cut: Cut, side: SideTopic, source: Source, place: str) -> None:
+    topic = cut.topology.source.topics[source.topic]
+    committed = cut.committed[topic].get(source.partition)
+    if committed is None or source.offset >= committed:
+        return
+    low = cut.bounds[topic][source.partition].low if source.partition in cut.bounds[topic] else 0
+    if topic in cut.compacted:
+        cut.report.unprovable(WHY_COMPACTED)
+        return
+    if source.offset < low:
+        cut.report.unprovable(f"the source records that {side.name} names were deleted")
+        return
+    if source.offset < cut.starts.get(source.partition, 0):
+        cut.report.unprovable(WHY_BEFORE)
+        return
+    text = f"names {topic}/{source.partition} offset {source.offset}, which is not a record of the source"
+    cut.report.violation("phantom", place, text)

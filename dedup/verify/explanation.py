@@ -1,0 +1,333 @@
+"""Everything that Kafka knows about one tracking ID: its records, the verdict on each and why, and where each went.
+
+Reads the topics from the beginning and keeps only records with the ID, so memory is bounded by the ID's own records.
+Verdicts come from the exact model, and what happened to the records from the topics, so contradictions show.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field, replace
+from tempfile import TemporaryDirectory
+from typing import Final
+
+from dedup.core.reference_model import ModelRecord, ModelVerdict, ReferenceModel
+from dedup.core.window import Source
+from dedup.settings import Settings
+from dedup.store.changelog import SightingKey, decode_sightings, decode_task_record, parse_key, task_record_key
+from dedup.topology.model import Topology
+from dedup.verify.compare import digest
+from dedup.verify.cut import Cut, OnProgress, take_cut
+from dedup.verify.direct import WHY_COMPACTED, output_of, start_of
+from dedup.verify.evidence import FIRST_SOURCE_HEADER, extracted_of, forwarded_by_replay, header
+from dedup.verify.kafka_reader import KafkaReader
+from dedup.verify.log_scan import Log, LogScan, Row, forwarded_digest
+from dedup.verify.repartitioned import log_rows
+from dedup.verify.replay import WHY_CLAMPED, WHY_FRONT, Doubt
+from dedup.verify.report import Report
+from dedup.verify.spill import condensed
+
+_MOST_LISTED: Final = 1_000
+"""Records of one ID that are listed; the rest are counted."""
+
+
+@dataclass(slots=True)
+class ExplainedRecord:
+    """One record with the ID."""
+
+    place: str
+    """``topic/partition offset n`` in the source."""
+    timestamp_ms: int
+    event_time_ms: int
+    stream_time_ms: int
+    """After this record, in the log in which it was judged."""
+    verdict: str
+    """The model's: unique, duplicate, late, dead_letter, exempt or fail; `pending` if it is not judged yet."""
+    of: str | None = None
+    """The record that a duplicate repeats, or that a forwarded conflict contradicts."""
+    of_ms: int | None = None
+    conflict: bool = False
+    reason: str = ""
+    """Code of a dead letter."""
+    log_place: str | None = None
+    """Its position in the repartition topic."""
+    went: list[str] = field(default_factory=list)
+    """Its positions in the topics that the worker writes."""
+    doubt: str = ""
+    """Why the verdict may have been a different one."""
+    wrong: str = ""
+    """How the topics contradict the verdict."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """One sighting in the changelog."""
+
+    place: str
+    first_ms: int
+    last_ms: int
+    source: str
+    guarded_until_ms: int
+    live: bool
+    """Stream time has not passed the end of its retention."""
+
+
+@dataclass(slots=True)
+class Explanation:
+    """What is known about an ID."""
+
+    topology: str
+    id: str
+    records: list[ExplainedRecord] = field(default_factory=list)
+    more: int = 0
+    """Number of records that are not listed."""
+    strays: list[str] = field(default_factory=list)
+    """Written records with this ID that no listed record accounts for."""
+    sightings: list[Kept] = field(default_factory=list)
+    whole: bool = True
+    """The logs hold all records that were ever judged."""
+
+    @property
+    def contradictions(self) -> int:
+        """How often topics and model disagree; strays count only if every record that was judged is listed."""
+        complete = self.whole and not self.more
+        return sum(bool(explained.wrong) for explained in self.records) + (len(self.strays) if complete else 0)
+
+
+@dataclass(slots=True)
+class _Search:
+    """The search for one ID."""
+
+    cut: Cut
+    keys: Collection[bytes]
+    found: Explanation
+    rows: list[tuple[Row, ExplainedRecord]] = field(default_factory=list)
+
+
+def explain_id(
+    topology: Topology, settings: Settings, text: str, keys: Collection[bytes], *, progress: OnProgress = lambda _: None
+) -> Explanation:
+    """Return what the topics say about an ID; ``keys`` are the state keys that its text may stand for.
+
+    Raises StateIncompatible if topology and cluster do not fit, BrokerUnavailable if the cluster cannot be read.
+    """
+    found = Explanation(topology.name, text)
+    report = Report(topology.name, "", "", 0)
+    with KafkaReader(settings) as reader, TemporaryDirectory(prefix="dedup-explain-") as directory:
+        cut = take_cut(topology, reader, report, progress, directory, 1)
+        try:
+            search = _Search(cut, keys, found)
+            logs = (*topology.source.topics, *topology.feeding_topics)
+            found.whole = not cut.compacted.intersection(logs) and all(_whole(cut, topic) for topic in logs)
+            for rows in _logs(cut):
+                _judge(search, rows)
+            found.whole = found.whole and not cut.starts
+            if not topology.direct:
+                _find_uncarried(search)
+            _find_written(search)
+            _find_sightings(search)
+        finally:
+            cut.close()
+    found.records.sort(key=lambda explained: (explained.event_time_ms, explained.place))
+    return found
+
+
+def _whole(cut: Cut, topic: str) -> bool:
+    return not any(bounds.start_deleted for bounds in cut.bounds[topic].values())
+
+
+def _logs(cut: Cut) -> Iterator[tuple[str, Iterator[Row]]]:
+    """Yield each log that is judged: its name ("" for a source partition), and its records up to now."""
+    if not cut.topology.direct:
+        for partition in range(cut.partitions[cut.topology.repartition_topic]):
+            yield f"{cut.topology.repartition_topic}/{partition}", log_rows(cut, partition)
+        return
+    source = cut.topology.source.topics[0]
+    for partition in range(cut.partitions[source]):
+        yield "", _direct_rows(cut, source, partition)
+
+
+def _direct_rows(cut: Cut, source: str, partition: int) -> Iterator[Row]:
+    bounds = cut.bounds[source][partition]
+    committed = cut.committed[source].get(partition, bounds.low)
+    # Only the output shows where judging began.
+    output = output_of(cut, partition, 1) if cut.topology.source.start == "latest" else None
+    begin, known = start_of(cut, bounds, partition, output)
+    scan = LogScan(cut.plan, ((0, partition),), from_start=known)
+    begin = min(begin, committed) if partition in cut.committed[source] else begin
+    for start, end, pending in ((begin, committed, False), (max(begin, committed), bounds.high, True)):
+        for columns in cut.read(source, partition, start, end):
+            sources = [Source(0, partition, offset) for offset in columns.offsets]
+            yield from scan.rows(Log(columns, sources), pending=pending)
+
+
+def _judge(search: _Search, log: tuple[str, Iterator[Row]]) -> None:
+    name, rows = log
+    cut, found = search.cut, search.found
+    topics = cut.topology.source.topics
+    feeds = [(at, partition) for at, topic in enumerate(topics) for partition in range(cut.partitions[topic])]
+    model, doubt = ReferenceModel(cut.plan.rules, feeds), Doubt(cut.plan.rules)
+    for row in rows:
+        if row.id not in search.keys:
+            continue
+        explained = ExplainedRecord(
+            _place(cut, Source(*row.source)), row.timestamp_ms, row.time_ms, row.after_ms, "pending"
+        )
+        explained.log_place = f"{name} offset {row.position}" if name else None
+        if not row.pending:
+            _explain_verdict(cut, (model, doubt), row, explained)
+        if len(found.records) < _MOST_LISTED:
+            found.records.append(explained)
+            search.rows.append((row, explained))
+        else:
+            found.more += 1
+
+
+def _explain_verdict(cut: Cut, judges: tuple[ReferenceModel, Doubt], row: Row, explained: ExplainedRecord) -> None:
+    model, doubt = judges
+    if row.letter is not None:
+        explained.verdict, explained.reason = "dead_letter", row.letter.reason
+        explained.went.append(cut.plan.dead_letters.place(row.letter))
+        return
+    model.stream_time_ms = row.after_ms
+    record = ModelRecord(row.id, row.time_ms, Source(*row.source), row.fingerprint, row.fault)
+    verdict: ModelVerdict = model.judge(record)
+    explained.verdict, explained.reason, explained.conflict = verdict.kind, verdict.reason, verdict.conflict
+    if verdict.of is not None:
+        explained.of, explained.of_ms = _place(cut, verdict.of.source), verdict.of.last_ms
+    unseen_ms, own = row.doubt_ms, row.id
+    if unseen_ms is not None and own is not None and doubt.about(own, verdict.time_ms, row.after_ms, unseen_ms):
+        explained.doubt = WHY_CLAMPED if row.doubt_by_clock else WHY_FRONT
+    elif cut.compacted.intersection(cut.topology.source.topics):
+        explained.doubt = WHY_COMPACTED
+    late = cut.plan.late
+    if late is None:
+        return
+    if row.late is not None:
+        explained.went.append(late.place(row.late))
+        if verdict.kind != "late" and not explained.doubt:
+            explained.wrong = f"by the rule it is {verdict.kind}, but it is in {late.name}"
+    elif verdict.kind == "late" and late.complete and not explained.doubt:
+        explained.wrong = f"it is late, but not in {late.name}"
+
+
+def _find_uncarried(search: _Search) -> None:
+    """List source records that are not yet, or no longer, in the repartition topic."""
+    cut, found = search.cut, search.found
+    known = {explained.place for explained in found.records}
+    for position, topic in enumerate(cut.topology.source.topics):
+        for partition in range(cut.partitions[topic]):
+            bounds = cut.bounds[topic][partition]
+            committed = cut.committed[topic].get(partition, bounds.low)
+            for columns in cut.read(topic, partition, bounds.low, bounds.high):
+                extracted = extracted_of(cut.plan.extract, columns)
+                for row, offset in enumerate(columns.offsets):
+                    place = _place(cut, Source(position, partition, offset))
+                    if extracted.ids[row] not in search.keys or row in extracted.faults or place in known:
+                        continue
+                    if len(found.records) >= _MOST_LISTED:
+                        found.more += 1
+                        continue
+                    explained = ExplainedRecord(
+                        place, columns.timestamps_ms[row], extracted.times_ms[row], 0, "pending"
+                    )
+                    if offset < committed:
+                        explained.verdict = "purged"
+                        explained.doubt = "the repartition topic no longer holds it, so its verdict is not known"
+                    found.records.append(explained)
+
+
+def _find_written(search: _Search) -> None:
+    """Find the ID in the output, duplicates and conflicts topics, and match it with the listed records."""
+    cut, topology = search.cut, search.cut.topology
+    # The output's timestamps may come from another clock, so records are compared without them.
+    plan = replace(cut.plan, output_stamped=False)
+    wanted: dict[bytes, list[ExplainedRecord]] = {}
+    by_source: dict[bytes, list[ExplainedRecord]] = {}
+    for row, explained in search.rows:
+        why = "conflict" if explained.conflict else "late" if explained.verdict == "late" else explained.reason
+        wanted.setdefault(forwarded_digest(plan, row, why), []).append(explained)
+        if explained.verdict == "duplicate":
+            content = digest(row.key, row.value, row.headers, 0)
+            by_source.setdefault(content, []).append(explained)
+    if topology.output is not None:
+        _match(search, topology.output.topic, wanted)
+        _report_absent(search, topology.output.topic)
+    for topic in (topology.duplicates, topology.conflicts):
+        if topic is not None and cut.partitions[topic]:
+            _match(search, topic, by_source, copies=True)
+
+
+def _report_absent(search: _Search, output: str) -> None:
+    """Mark records that the rule forwards but that are absent from the output, if the output is complete."""
+    cut = search.cut
+    unread = any(topic == output for topic, _ in cut.unread)
+    if unread or output in cut.compacted or not _whole(cut, output):
+        return
+    for _, explained in search.rows:
+        if explained.verdict in {"unique", "exempt"} and not explained.went and not explained.doubt:
+            explained.wrong = f"by the rule it is forwarded, but it is not in {output}"
+
+
+def _match(search: _Search, topic: str, wanted: dict[bytes, list[ExplainedRecord]], *, copies: bool = False) -> None:
+    cut = search.cut
+    for partition in range(cut.partitions[topic]):
+        bounds = cut.bounds[topic][partition]
+        for columns in cut.read(topic, partition, bounds.low, bounds.high):
+            extracted = extracted_of(cut.plan.extract, columns)
+            for row, offset in enumerate(columns.offsets):
+                if extracted.ids[row] not in search.keys:
+                    continue
+                headers = columns.headers[row]
+                if not copies and forwarded_by_replay(headers, cut.topology.source.topics):
+                    continue
+                if copies and header(headers, FIRST_SOURCE_HEADER) is not None:
+                    headers = headers[:-2]
+                content = digest(columns.keys[row], condensed(columns.values[row]), headers, 0)
+                _went(search, f"{topic}/{partition} offset {offset}", wanted.get(content, []))
+
+
+def _went(search: _Search, place: str, candidates: list[ExplainedRecord]) -> None:
+    free = [explained for explained in candidates if not explained.went]
+    # Equal records cannot be distinguished: those that the rule forwards come first.
+    free.sort(key=lambda explained: explained.verdict not in {"unique", "exempt"})
+    if not free:
+        search.found.strays.append(place)
+        return
+    free[0].went.append(place)
+    if free[0].verdict == "pending":
+        free[0].verdict = "pending, but written already"
+
+
+def _find_sightings(search: _Search) -> None:
+    """Find the ID's sightings in the changelog; the last record of a key counts."""
+    cut, topic = search.cut, search.cut.topology.changelog_topic
+    count = cut.reader.partitions([topic])[topic]
+    window = cut.topology.window
+    for partition, bounds in cut.reader.bounds(topic, range(count)).items():
+        last: dict[bytes, tuple[int, bytes]] = {}
+        stream_ms = 0
+        for columns in cut.read(topic, partition, bounds.low, bounds.high):
+            for key, value, offset in zip(columns.keys, columns.values, columns.offsets, strict=True):
+                if key is None or value is None:
+                    continue
+                if key == task_record_key():
+                    stream_ms = decode_task_record(value).stream_time_ms
+                elif _state_key(key) in search.keys:
+                    last[key] = (offset, value)
+        for offset, value in last.values():
+            for seen in decode_sightings(value):
+                live = seen.last_ms >= window.oldest_live_ms(stream_ms)
+                place, source = f"{topic}/{partition} offset {offset}", _place(cut, seen.source)
+                until_ms = seen.last_ms + window.guard_ms
+                search.found.sightings.append(Kept(place, seen.first_ms, seen.last_ms, source, until_ms, live))
+    search.found.sightings.sort(key=lambda kept: (kept.first_ms, kept.place))
+
+
+def _state_key(key: bytes) -> bytes:
+    parsed = parse_key(key)
+    return parsed.state_key if isinstance(parsed, SightingKey) else b""
+
+
+def _place(cut: Cut, source: Source) -> str:
+    return f"{cut.topology.source.topics[source.topic]}/{source.partition} offset {source.offset}"

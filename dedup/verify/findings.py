@@ -1,0 +1,242 @@
+"""Turns differences into findings: of replayed tasks, of records without order, and of the copies of duplicates.
+
+`explain` reports what a comparison found in the output. `OrderFree` makes the checks that need no order: no ID twice
+within a guard period, and for each judged record its ID is somewhere. `Copies` checks the duplicates and conflicts
+topics behind a repartition topic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Final, Literal
+
+from dedup.core.window import Source
+from dedup.verify.compare import Comparison, Expected, Place, matched
+from dedup.verify.cut import WHY_OPEN, Cut, Seen, WrittenPartition
+from dedup.verify.replay import WHY_CLAMPED, TaskReplay
+from dedup.verify.report import Report
+
+Kind = Literal["duplicates", "conflicts"]
+
+NOT_EXPECTED: Final = "not the record that the model expects here"
+WHY_NO_TIMES: Final = "the output keeps no event times, so the distance between two records of one ID is not known"
+WHY_OUTPUT_GONE: Final = "the output has lost its beginning"
+WHY_PURGED_COPIES: Final = "copies, in the duplicates or conflicts topic, of records purged from the repartition topic"
+
+
+def explain(
+    comparison: Comparison,
+    tasks: Sequence[TaskReplay],
+    written: Sequence[WrittenPartition],
+    seen: Sequence[Sequence[Seen]],
+    report: Report,
+    *,
+    absent_are: list[Place] | None = None,
+) -> None:
+    """Report every difference between what tasks had to forward and what is in the output, for one bucket.
+
+    ``absent_are`` receives what is not in the output, instead of reporting it as lost.
+    """
+    absent = _absent_by_id(comparison, tasks)
+    known = {each for task in tasks for each in task.forwarded.ids if each is not None} if comparison.extra else set()
+    for place in comparison.extra:
+        record = seen[place.sequence][place.row]
+        where = written[place.sequence].place(record.row)
+        twins = absent.get(record.id) if record.id is not None else None
+        if twins:
+            original = twins.pop(0)
+            source = tasks[original.sequence].forwarded.sources[original.row]
+            text = f"is in {where} with another key, value, header or timestamp"
+            report.violation("changed", tasks[original.sequence].place(source), text)
+        elif record.id in known:
+            report.violation("duplicated", where, "its tracking ID was forwarded before; the model drops it")
+        else:
+            report.violation("phantom", where, "it matches no record that the model forwards")
+    left = [place for places in absent.values() for place in places]
+    if absent_are is not None:
+        absent_are += left
+        return
+    for place in left:
+        task = tasks[place.sequence]
+        report_lost(written, task.place(task.forwarded.sources[place.row]), report)
+
+
+def report_lost(written: Sequence[WrittenPartition], place: str, report: Report) -> None:
+    """Report a record that had to be forwarded but was not."""
+    text = f"the model forwards it; it is not in {written[0].topic}" if written else "the model forwards it"
+    report.violation("lost", place, text)
+
+
+def report_displaced(written: Sequence[WrittenPartition], report: Report) -> None:
+    """Report the records that passed others of their task; call it when all buckets are matched."""
+    for each in written:
+        for row in each.order.displaced():
+            report.violation("reordered", each.place(row), "passed a record that came before it")
+
+
+def _absent_by_id(comparison: Comparison, tasks: Sequence[TaskReplay]) -> dict[bytes | None, list[Place]]:
+    absent: dict[bytes | None, list[Place]] = {}
+    for place in comparison.missing:
+        absent.setdefault(tasks[place.sequence].forwarded.ids[place.row], []).append(place)
+    return absent
+
+
+def match_copies(
+    written: WrittenPartition,
+    tasks: Sequence[TaskReplay],
+    expected: Sequence[Expected],
+    seen: Sequence[Seen],
+    report: Report,
+) -> list[Seen]:
+    """Report the copies of duplicates that a bucket lacks, and note the order of the others; return those in excess.
+
+    ``expected``: for each of the tasks that write to this partition, the copies it had to write there.
+    """
+    found = matched(expected, [[each.digest for each in seen]])
+    written.order.match(
+        [
+            (seen[at.row].row, tasks[task].books.partition, expected[task].positions[row])
+            for at, (task, row) in found.matched
+        ]
+    )
+    if written.truncated:
+        report.unprovable(WHY_OPEN, len(found.missing))
+        found.missing.clear()
+    for task, row in found.missing:
+        books = tasks[task].books
+        place = f"{books.topic}/{books.partition} offset {expected[task].positions[row]}"
+        report.violation("wrong_duplicate", place, f"a duplicate: it is not in {written.topic}, or changed there")
+    return [seen[extra.row] for extra in found.extra]
+
+
+class OrderFree:
+    """The output of one bucket by tracking ID; reports at once the IDs that were forwarded twice."""
+
+    def __init__(self, cut: Cut, written: Sequence[WrittenPartition], seen: Iterable[Sequence[Seen]]) -> None:
+        self._cut: Final = cut
+        self._forwards: Final = bool(written)
+        self._times_ms: Final[dict[bytes, list[int]]] = {}
+        self._complete: Final = not any(
+            each.bounds.start_deleted or each.truncated or each.topic in cut.compacted for each in written
+        )
+        late = cut.plan.late
+        self._sides_complete: Final = late is not None and late.complete and cut.plan.dead_letters.complete
+        self._timeless: Final = any(each.broker_time for each in written) or cut.plan.rules.future == "clamp"
+        """The output's times may come from a clock."""
+        self._exempt: Final[set[bytes]] = set()
+        for records in seen:
+            self._collect(records)
+        if any(each.broker_time for each in written):
+            cut.report.unprovable(WHY_NO_TIMES, sum(len(times) for times in self._times_ms.values()))
+        else:
+            self._report_too_near()
+
+    def must_be_somewhere(self, place: str, tracking_id: bytes, time_ms: int, source: Source) -> None:
+        """Report a judged record as lost unless it was forwarded, is late, or repeats one that was forwarded."""
+        late = self._cut.plan.late
+        if late is not None and late.take([source]):
+            return
+        if not self._forwards:
+            return  # observe only: a unique record leaves no trace
+        times_ms = self._times_ms.get(tracking_id)
+        if times_ms is None:
+            if not self._complete:
+                self._cut.report.unprovable(WHY_OUTPUT_GONE)
+            elif self._sides_complete:
+                self._cut.report.violation(
+                    "lost", place, "its tracking ID is neither in the output nor in a side topic"
+                )
+            return
+        rules = self._cut.plan.rules
+        near = rules.extend or self._timeless or any(abs(time_ms - each) < rules.guard_ms for each in times_ms)
+        if not near and self._complete and self._sides_complete:
+            text = "no record of its tracking ID within a guard period is in the output"
+            self._cut.report.violation("lost", place, text)
+
+    def _collect(self, records: Sequence[Seen]) -> None:
+        for seen in records:
+            if seen.id is None:
+                continue
+            self._times_ms.setdefault(seen.id, []).append(seen.time_ms)
+            if seen.exempt:
+                # Forwarded outside the guarantee: the distance rule does not apply to its ID.
+                self._exempt.add(seen.id)
+
+    def _report_too_near(self) -> None:
+        guard_ms = self._cut.plan.rules.guard_ms
+        for tracking_id, times_ms in self._times_ms.items():
+            if len(times_ms) == 1 or tracking_id in self._exempt:
+                continue
+            times_ms.sort()
+            for earlier_ms, later_ms in pairwise(times_ms):
+                if later_ms - earlier_ms < guard_ms:
+                    text = f"forwarded at event times {earlier_ms} and {later_ms} ms, less than a guard period apart"
+                    self._cut.report.violation("duplicated", f"tracking ID {tracking_id.hex()}", text)
+
+
+@dataclass(slots=True)
+class Copies:
+    """The duplicates and conflicts topics behind a repartition topic, by partition.
+
+    A task writes its copies in the order of its log, to the partition of its own number modulo the topic's number of
+    partitions. So a partition is compared with the tasks that write to it, whatever the tracking ID is taken from.
+    """
+
+    cut: Cut
+    written: dict[Kind, list[WrittenPartition]]
+    purged: Collection[int]
+    """Partitions of the repartition topic that are not replayed."""
+    gone: dict[str, int] = field(default_factory=dict)
+    """Topic that has lost its beginning -> copies that it should have received."""
+
+    @classmethod
+    def of(cls, cut: Cut, buckets: int, purged: Collection[int]) -> Copies:
+        """Read the topics; one that does not exist is left out, since nothing can have been written to it."""
+        found: dict[Kind, list[WrittenPartition]] = {}
+        named: tuple[tuple[Kind, str | None], ...] = (
+            ("duplicates", cut.topology.duplicates),
+            ("conflicts", cut.topology.conflicts),
+        )
+        for kind, topic in named:
+            if topic is not None and cut.partitions[topic]:
+                numbers = range(cut.partitions[topic])
+                found[kind] = [cut.written(topic, number, buckets, stamped=False) for number in numbers]
+        return cls(cut, found, purged)
+
+    def judge(self, number: int, tasks: Sequence[TaskReplay]) -> None:
+        """Compare the copies of one bucket with what the tasks of the repartition topic had to write."""
+        for kind, parts in self.written.items():
+            for written in parts:
+                own = [task for task in tasks if task.books.partition % len(parts) == written.partition]
+                self._compare(kind, written, own, written.bucket(number))
+
+    def _compare(self, kind: Kind, written: WrittenPartition, tasks: Sequence[TaskReplay], seen: list[Seen]) -> None:
+        expected = [task.duplicates if kind == "duplicates" else task.conflicts for task in tasks]
+        report = self.cut.report
+        if written.bounds.start_deleted:
+            wanted = sum(len(each.digests) - len(each.optional) for each in expected)
+            self.gone[written.topic] = self.gone.get(written.topic, 0) + wanted
+            return
+        extra = match_copies(written, tasks, expected, seen, report)
+        from_purged = any(number % len(self.written[kind]) == written.partition for number in self.purged)
+        for copy in extra:
+            if from_purged:
+                report.unprovable(WHY_PURGED_COPIES)
+            elif any(task.doubtful(copy.id, copy.time_ms, timed=not written.broker_time) for task in tasks):
+                report.unprovable(WHY_CLAMPED)
+            else:
+                report.violation("wrong_duplicate", written.place(copy.row), NOT_EXPECTED)
+
+    def conclude(self) -> None:
+        """Report copies that passed others of their task or may have been deleted, and free the files."""
+        for topic, number in self.gone.items():
+            self.cut.report.unprovable(f"{topic} has lost its beginning", number)
+        for parts in self.written.values():
+            for written in parts:
+                if not written.bounds.start_deleted:
+                    for row in written.order.displaced():
+                        text = "passed a copy that came before it"
+                        self.cut.report.violation("wrong_duplicate", written.place(row), text)
+                written.close()

@@ -1,0 +1,362 @@
+"""Reads Kafka with librdkafka: a different client than the worker's, so that neither can hide a bug in the other."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from operator import methodcaller
+from typing import Any, Final, Self, TypeVar
+
+from confluent_kafka import Consumer, IsolationLevel, KafkaError, KafkaException, Message, TopicPartition
+from confluent_kafka.admin import (  # type: ignore[attr-defined]  # exported, undeclared
+    AdminClient,
+    ConfigResource,
+    OffsetSpec,
+    ResourceType,
+)
+
+from dedup.errors import BrokerUnavailable
+from dedup.settings import Settings
+from dedup.verify.compare import Headers
+
+_TOKEN_FOR_S: Final = 3600.0
+_ANSWER_WITHIN_S: Final = 30.0
+_NO_PROGRESS_S: Final = 60.0
+"""Longer than dedup's settings let any transaction stay open."""
+_BATCH: Final = 10_000
+_POLL_S: Final = 0.1
+_AGAIN: Final = frozenset(
+    {
+        KafkaError.COORDINATOR_LOAD_IN_PROGRESS,
+        KafkaError.COORDINATOR_NOT_AVAILABLE,
+        KafkaError.NOT_COORDINATOR,
+        KafkaError.UNSTABLE_OFFSET_COMMIT,
+        KafkaError._TIMED_OUT,  # noqa: SLF001  # the client's name for it
+        KafkaError._WAIT_COORD,  # noqa: SLF001
+    }
+)
+_NO_HEADERS: Final[Headers] = ()
+_ask_headers: Final = methodcaller("headers")
+
+_CREATE_TIME: Final = 1
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """The offsets [``low``, ``high``) of a partition."""
+
+    low: int
+    high: int
+    """The high watermark: open transactions included."""
+    start_deleted: bool
+    """Records before ``low`` were deleted, by retention or by hand."""
+    before: int = 0
+    """Offsets below ``low`` that still exist: written before a reset."""
+
+
+@dataclass(slots=True)
+class RecordColumns:
+    """Records of one partition in log order, as columns of equal length."""
+
+    offsets: list[int] = field(default_factory=list)
+    keys: list[bytes | None] = field(default_factory=list)
+    values: list[bytes | None] = field(default_factory=list)
+    headers: list[Headers] = field(default_factory=list)
+    timestamps_ms: list[int] = field(default_factory=list)
+    broker_time: bool = False
+    """The broker sets the timestamps (LogAppendTime)."""
+    odd_names: frozenset[int] = frozenset()
+    """Offsets of records with a header name that is not UTF-8; the client returns none of their headers."""
+
+    @classmethod
+    def of(cls, messages: list[Message]) -> Self:
+        """Return messages as columns."""
+        stamps = [message.timestamp() for message in messages]
+        headers, odd_names = _headers(messages)
+        return cls(
+            [message.offset() or 0 for message in messages],
+            [message.key() for message in messages],
+            [message.value() for message in messages],
+            headers,
+            [stamp for _, stamp in stamps],
+            broker_time=bool(stamps) and stamps[0][0] != _CREATE_TIME,
+            odd_names=odd_names,
+        )
+
+    def rows(self, wanted: list[int]) -> RecordColumns:
+        """Return the records of these rows."""
+        return RecordColumns(
+            [self.offsets[row] for row in wanted],
+            [self.keys[row] for row in wanted],
+            [self.values[row] for row in wanted],
+            [self.headers[row] for row in wanted],
+            [self.timestamps_ms[row] for row in wanted],
+            self.broker_time,
+            self.odd_names,
+        )
+
+
+def _headers(messages: list[Message]) -> tuple[list[Headers], frozenset[int]]:
+    """Return headers by row, and the offsets of records whose header names cannot be read."""
+    found: list[Headers] = []
+    odd: set[int] = set()
+    for message in messages:
+        # For a name that is not UTF-8 the client (2.16.0) returns a list with null pointers *and* sets an error; asked
+        # a second time, it only returns the list. So ask once, and by `methodcaller`, which checks for the error; a
+        # call that the interpreter has specialized does not.
+        try:
+            found.append(_ask_headers(message) or _NO_HEADERS)
+        except (SystemError, UnicodeDecodeError) as error:
+            if not isinstance(error.__cause__ or error, UnicodeDecodeError):
+                raise
+            found.append(_NO_HEADERS)
+            odd.add(message.offset() or 0)
+    return found, frozenset(odd)
+
+
+class OpenTransaction(Exception):  # a fact about a partition, to be reported, and not an error
+    """A partition could not be read to its end, since a transaction there stays open."""
+
+
+class KafkaReader:
+    """A read-only view of a cluster: blocking, for one thread. Use as a context manager.
+
+    Every method raises BrokerUnavailable if no answer comes in time or the broker refuses.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self._config: Final = client_config(settings)
+        self._brokers: Final = ", ".join(settings.brokers)
+        self._admin: Final = AdminClient(dict(self._config))
+        self._askers: Final[dict[str, Consumer]] = {}
+        """Group -> a consumer that asks for its offsets and never joins."""
+        self._consumer: Final = Consumer(
+            {
+                **self._config,
+                "group.id": "dedup-verify-reads-without-a-group",
+                "enable.auto.commit": False,
+                "enable.auto.offset.store": False,
+                "enable.partition.eof": True,
+                "auto.offset.reset": "error",
+                "isolation.level": "read_committed",
+                # The pause after the local queue was full; its default of 1 s halves the throughput.
+                "fetch.queue.backoff.ms": 5,
+                "queued.max.messages.kbytes": 32_768,
+                # How long an empty fetch takes to report the end of a partition.
+                "fetch.wait.max.ms": 10,
+            }
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._consumer.close()
+        for asker in self._askers.values():
+            asker.close()
+
+    def partitions(self, topics: Iterable[str]) -> dict[str, int]:
+        """Return the partition count of each topic; 0 for one that does not exist."""
+        try:
+            # By the consumer and not the admin client: it then has the metadata of each topic when it reads it.
+            known = self._consumer.list_topics(timeout=_ANSWER_WITHIN_S).topics
+        except KafkaException as error:
+            raise self._unavailable("listing the topics", error) from error
+        return {topic: len(known[topic].partitions) if topic in known else 0 for topic in topics}
+
+    def bounds(
+        self, topic: str, partitions: Iterable[int], since: Mapping[int, int] | None = None
+    ) -> dict[int, Bounds]:
+        """Return the current bounds of each partition; those in ``since`` begin at that offset at the earliest."""
+        places = [TopicPartition(topic, partition) for partition in partitions]
+        if not places:
+            return {}
+        low = self._list_offsets(dict.fromkeys(places, OffsetSpec.earliest()))  # type: ignore[no-untyped-call, arg-type]
+        high = self._list_offsets(dict.fromkeys(places, OffsetSpec.latest()))  # type: ignore[no-untyped-call, arg-type]
+        found: dict[int, Bounds] = {}
+        for partition, start in low.items():
+            begin = (since or {}).get(partition, 0)
+            found[partition] = Bounds(max(start, begin), high[partition], start > begin, max(0, begin - start))
+        return found
+
+    def compacted(self, topics: Iterable[str]) -> frozenset[str]:
+        """Return those of the topics that are compacted, so that records between others may be missing."""
+        asked = self._admin.describe_configs(
+            [ConfigResource(ResourceType.TOPIC, topic) for topic in topics], request_timeout=_ANSWER_WITHIN_S
+        )
+        found: set[str] = set()
+        for resource, answer in asked.items():
+            try:
+                policy = answer.result()["cleanup.policy"].value
+            except KafkaException as error:
+                raise self._unavailable(f"reading the configuration of {resource.name}", error) from error
+            if "compact" in policy.split(","):
+                found.add(resource.name)
+        return frozenset(found)
+
+    def offset_for_time(self, topic: str, partition: int, time_ms: int) -> int | None:
+        """Return the offset of the first record at or after a time; None if there is none."""
+        place = TopicPartition(topic, partition)
+        found = self._list_offsets({place: OffsetSpec.for_timestamp(time_ms)})[partition]
+        return found if found >= 0 else None
+
+    def committed(self, group: str, topic: str, partitions: Iterable[int]) -> dict[int, int]:
+        """Return partition -> committed offset of the group; partitions without one are absent."""
+        places = [TopicPartition(topic, partition) for partition in partitions]
+        if not places:
+            return {}
+        found = self._patiently(f"reading the offsets of group {group}", partial(self._committed, group, places))
+        return {place.partition: place.offset for place in found if place.offset >= 0}
+
+    def _committed(self, group: str, places: list[TopicPartition]) -> list[TopicPartition]:
+        """Ask by a consumer that never joins. Raises KafkaException.
+
+        The admin client would crash the process with SIGSEGV when the coordinator answers that it is loading or has
+        moved (librdkafka issue 5040; seen with 2.16.0).
+        """
+        if group not in self._askers:
+            # read_committed: no offset while a transaction that changes it is open.
+            options = {"group.id": group, "enable.auto.commit": False, "isolation.level": "read_committed"}
+            self._askers[group] = Consumer({**self._config, **options})
+        found = self._askers[group].committed(places, _ANSWER_WITHIN_S)
+        for place in found:
+            if place.error is not None:
+                raise KafkaException(place.error)
+        return found
+
+    def _patiently(self, doing: str, ask: Callable[[], T]) -> T:
+        """Return the answer, and retry as long as the error is a passing one."""
+        deadline = time.monotonic() + _NO_PROGRESS_S
+        while True:
+            try:
+                return ask()
+            except KafkaException as error:
+                kafka_error = error.args[0]
+                again = kafka_error.retriable() or kafka_error.code() in _AGAIN
+                if not again or time.monotonic() > deadline:
+                    raise self._unavailable(doing, error) from error
+                time.sleep(_POLL_S)
+
+    def holds_records(self, topic: str, partition: int, start: int, end: int) -> bool:
+        """Tell whether [start, end) holds a committed record, or an open transaction that may yet commit one.
+
+        Markers and aborted records do not count: no worker sees them, so no offset after them is ever committed.
+        """
+        latest = OffsetSpec.latest()  # type: ignore[no-untyped-call]
+        stable = self._list_offsets({TopicPartition(topic, partition): latest}, IsolationLevel.READ_COMMITTED)
+        return stable[partition] < end or next(self.read(topic, partition, start, end), None) is not None
+
+    def read(self, topic: str, partition: int, start: int, end: int) -> Iterator[RecordColumns]:
+        """Yield the committed records with offsets in [start, end).
+
+        Raises OpenTransaction if the end is not reached, since a transaction stays open for longer than allowed.
+        """
+        if start >= end:
+            return
+        self._consumer.assign([TopicPartition(topic, partition, start)])
+        silent_since = time.monotonic()
+        reached = start
+        try:
+            while reached < end:
+                messages = self._fetched(min(_BATCH, end - reached))
+                kept, now_at = self._sorted_out(messages, end)
+                if now_at > reached:
+                    reached, silent_since = now_at, time.monotonic()
+                elif time.monotonic() - silent_since > _NO_PROGRESS_S:
+                    self._refuse_silence(topic, partition, reached)
+                    raise OpenTransaction(
+                        f"{topic}/{partition} can be read only up to offset {reached} of {end}: a transaction there "
+                        f"was open for {_NO_PROGRESS_S:.0f} s. Find it with kafka-transactions.sh, then verify again."
+                    )
+                if kept:
+                    yield RecordColumns.of(kept)
+        finally:
+            self._consumer.unassign()
+
+    def _refuse_silence(self, topic: str, partition: int, reached: int) -> None:
+        """Raise BrokerUnavailable if no open transaction holds the records back: then the broker does not send them."""
+        place = TopicPartition(topic, partition)
+        latest = OffsetSpec.latest()  # type: ignore[no-untyped-call]
+        stable = self._list_offsets({place: latest}, IsolationLevel.READ_COMMITTED)[partition]
+        if stable > reached:
+            raise BrokerUnavailable(
+                f"{topic}/{partition} can be read only up to offset {reached}, though {self._brokers} has committed "
+                f"records up to {stable}: nothing came for {_NO_PROGRESS_S:.0f} s. Check its leader, then try again."
+            )
+
+    def _fetched(self, most: int) -> list[Message]:
+        """Return what has arrived, and wait only if that is nothing.
+
+        Waiting for a whole batch would be in vain if the partition ends with markers instead of records.
+        """
+        first = self._consumer.consume(1, _POLL_S)
+        return [*first, *self._consumer.consume(most - 1, 0)] if first and most > 1 else first
+
+    def _sorted_out(self, messages: list[Message], end: int) -> tuple[list[Message], int]:
+        """Return the records below ``end``, and the offset up to which the partition was read."""
+        kept = []
+        reached = -1
+        for message in messages:
+            error = message.error()
+            offset = message.offset() or 0
+            if error is None:
+                if offset < end:
+                    kept.append(message)
+                reached = max(reached, offset + 1)
+            elif error.code() == KafkaError._PARTITION_EOF:  # noqa: SLF001  # the client's name for it
+                # The offset of this event is the next one, after markers and aborted records at the end.
+                reached = max(reached, offset)
+            elif error.code() == KafkaError._AUTO_OFFSET_RESET:  # noqa: SLF001
+                raise BrokerUnavailable(
+                    f"{message.topic()}/{message.partition()}: retention deleted records while they were verified. "
+                    f"Verify again, or give the topic a longer retention."
+                )
+            elif error.code() == KafkaError.GROUP_AUTHORIZATION_FAILED:
+                # librdkafka looks for a coordinator although these reads use no group.
+                continue
+            elif not error.retriable():
+                raise self._unavailable(f"reading {message.topic()}/{message.partition()}", KafkaException(error))
+        return kept, reached
+
+    def _list_offsets(
+        self, wanted: dict[TopicPartition, OffsetSpec], isolation: IsolationLevel = IsolationLevel.READ_UNCOMMITTED
+    ) -> dict[int, int]:
+        asked = self._admin.list_offsets(wanted, isolation_level=isolation, request_timeout=_ANSWER_WITHIN_S)
+        try:
+            return {place.partition: answer.result().offset for place, answer in asked.items()}
+        except KafkaException as error:
+            raise self._unavailable("asking for offsets", error) from error
+
+    def _unavailable(self, doing: str, error: KafkaException) -> BrokerUnavailable:
+        return BrokerUnavailable(
+            f"{doing} at {self._brokers}: {error.args[0].str()}. Check `brokers` and `security`, and that the "
+            f"principal may Describe and Read these topics and the group."
+        )
+
+
+def client_config(settings: Settings) -> dict[str, Any]:
+    """Return librdkafka's configuration for the cluster of the settings."""
+    security = settings.security
+    by_token = security.mechanism == "OAUTHBEARER"
+    wanted = {
+        "bootstrap.servers": ",".join(settings.brokers),
+        "security.protocol": security.protocol,
+        "sasl.mechanism": security.mechanism,
+        "sasl.username": None if by_token else security.username,
+        "sasl.password": None if by_token or security.password is None else security.password.reveal(),
+        "ssl.ca.location": security.ca_file,
+        "ssl.certificate.location": security.cert_file,
+        "ssl.key.location": security.key_file,
+        "ssl.key.password": security.key_password and security.key_password.reveal(),
+    }
+    # Without `log_level` librdkafka logs to stderr; what matters arrives as errors.
+    config: dict[str, Any] = {"log_level": 0, "client.id": "dedup-verify"}
+    config.update({name: str(value) for name, value in wanted.items() if value is not None})
+    if by_token and security.password is not None:
+        token = security.password
+        # The true expiry does not matter here: the broker refuses an expired token.
+        config["oauth_cb"] = lambda _: (token.reveal(), time.time() + _TOKEN_FOR_S)
+    return config

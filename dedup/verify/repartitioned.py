@@ -1,0 +1,352 @@
+"""Verifies a topology that repartitions: the repartition topic is the log that was judged, if it still holds records.
+
+Two steps are checked separately. From the source to the repartition topic: every record once and unchanged, in buckets
+by source position. From there to the output: the model's verdicts, in buckets by tracking ID. Records purged from the
+repartition topic are checked without order (`findings.OrderFree`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+from dedup.core.reference_model import Feed
+from dedup.core.window import Source
+from dedup.verify.compare import Headers, Place, digest, matched
+from dedup.verify.cut import WHY_OPEN, Cut, WrittenPartition
+from dedup.verify.direct import WHY_BEFORE, WHY_COMPACTED, WHY_NO_OFFSET, keep, report_leftovers
+from dedup.verify.evidence import (
+    IDLE_HEADER,
+    SOURCE_HEADER,
+    TIMESTAMP_HEADER,
+    extracted_of,
+    header,
+    parse_source,
+    parse_time_ms,
+)
+from dedup.verify.findings import WHY_OUTPUT_GONE, Copies, OrderFree, explain, report_displaced, report_lost
+from dedup.verify.kafka_reader import RecordColumns
+from dedup.verify.log_scan import Log, LogScan, Row
+from dedup.verify.replay import TaskReplay
+from dedup.verify.report import Books
+from dedup.verify.spill import Spill, buckets_for, condensed, place_of
+
+_APPENDED: Final = 2
+"""Number of headers that a repartition task appends: source position or idle feed, and timestamp."""
+WHY_PURGED: Final = "purged from the repartition topic; checked without order: nothing lost, no ID twice"
+_AFTER_ALL: Final = 1 << 62
+_REPORTED: Final = -1
+_SPREAD: Final = 0x9E3779B97F4A7C15
+"""Knuth's multiplicative hash, to spread source positions over buckets."""
+
+
+@dataclass(slots=True)
+class _Step:
+    """The records of both steps, in buckets."""
+
+    feeds: list[Feed]
+    logs: list[tuple[Books, Spill]]
+    """For each complete partition of the repartition topic: the records judged there."""
+    without_id: tuple[Books, Spill]
+    """Source records without an ID, which bypass the repartition topic."""
+    carried: Spill
+    """Records of the repartition topic: source position and digest."""
+    judged: Spill
+    """Records of the sources: the same, plus ID and event time."""
+    purged: bool
+    firsts: dict[Feed, int]
+    """Source partition -> lowest offset found in the repartition topic."""
+    spans: dict[Feed, tuple[int, int]]
+    """Source partition -> [first, end) of the offsets read."""
+    unseen: Spill
+    """Records that are absent from an output of which a part is missing: task, position, source position."""
+
+
+def verify_repartitioned(cut: Cut) -> None:
+    """Replay what the repartition topic holds, compare the output, and account for every source record."""
+    log = cut.topology.repartition_topic
+    sources = cut.topology.source.topics
+    feeds = [(at, partition) for at, topic in enumerate(sources) for partition in range(cut.partitions[topic])]
+    total = sum(bounds.high - bounds.low for topic in (log, *sources) for bounds in cut.bounds[topic].values())
+    buckets = buckets_for(total)
+    written = _outputs(cut, buckets)
+    stamped = cut.plan.rules.future != "clamp" and not any(each.broker_time for each in written)
+    cut.plan = replace(cut.plan, output_stamped=stamped)
+    gone = {partition for partition, bounds in cut.bounds[log].items() if bounds.start_deleted}
+    purged = bool(gone)
+    copies = Copies.of(cut, buckets, gone)
+    without_id = (Books("past the repartition topic", 0), cut.spill(buckets))
+    step = _Step(feeds, [], without_id, cut.spill(buckets), cut.spill(buckets), purged, {}, {}, cut.spill(1))
+    for partition in range(cut.partitions[log]):
+        # One of several feeds may be far ahead of stream time, so purged records may have had any event time.
+        if not cut.bounds[log][partition].start_deleted:
+            _read_log(cut, step, log, partition, buckets)
+    _read_sources(cut, step)
+    absent = cut.spill(buckets)
+    for number in range(buckets):
+        _account(cut, step, number, absent)
+    for number in range(buckets):
+        _judge(cut, step, (written, copies), number, absent)
+    report_displaced(written, cut.report)
+    _report_unseen(cut, step, written)
+    if without_id[0].read:
+        cut.report.books.append(without_id[0])
+    _count_pending(cut, log)
+    copies.conclude()
+    _conclude(cut, purged=purged)
+    for spill in (absent, step.unseen, step.carried, step.judged, without_id[1], *(each for _, each in step.logs)):
+        spill.close()
+    for each in written:
+        each.close()
+
+
+def _count_pending(cut: Cut, log: str) -> None:
+    """Count the pending offsets of both steps; a partition without books gets some if it has any."""
+    known = {(books.topic, books.partition): books for books in cut.report.books}
+    for topic in (*cut.topology.source.topics, log):
+        for partition in range(cut.partitions[topic]):
+            books = known.get((topic, partition)) or Books(topic, partition)
+            books.pending = cut.pending(topic, partition)
+            if books.pending and (topic, partition) not in known:
+                cut.report.books.append(books)
+
+
+def _conclude(cut: Cut, *, purged: bool) -> None:
+    cut.report.method = "replay of the repartition topic" + (", order-free checks of purged records" if purged else "")
+    if not purged:
+        for side in (cut.plan.late, cut.plan.dead_letters):
+            if side is not None:
+                report_leftovers(cut, side)
+
+
+def _outputs(cut: Cut, buckets: int) -> list[WrittenPartition]:
+    output = cut.topology.output
+    if output is None:
+        return []
+    stamped = cut.plan.rules.future != "clamp"
+    numbers = range(cut.partitions[output.topic])
+    return [cut.written(output.topic, partition, buckets, stamped=stamped) for partition in numbers]
+
+
+def _read_log(cut: Cut, step: _Step, log: str, partition: int, buckets: int) -> None:
+    books = Books(log, partition)
+    cut.report.books.append(books)
+    spill = cut.spill(buckets)
+    step.logs.append((books, spill))
+    if partition not in cut.committed[log]:
+        bounds = cut.bounds[log][partition]
+        cut.report.unprovable(WHY_NO_OFFSET, bounds.high - bounds.low)
+    for row in log_rows(cut, partition):
+        if keep(cut, spill, row):
+            _carry(step, row)
+
+
+def log_rows(cut: Cut, partition: int) -> Iterator[Row]:
+    """Yield the records of a partition of the repartition topic up to its current end, as they were in the source."""
+    log, topics = cut.topology.repartition_topic, cut.topology.source.topics
+    feeds = [(at, number) for at, topic in enumerate(topics) for number in range(cut.partitions[topic])]
+    bounds = cut.bounds[log][partition]
+    committed = cut.committed[log].get(partition, bounds.low)
+    scan = LogScan(cut.plan, feeds, from_start=not bounds.start_deleted)
+    high = cut.reader.bounds(log, [partition])[partition].high
+    for begin, end, pending in ((bounds.low, committed, False), (committed, high, True)):
+        for columns in cut.read(log, partition, begin, end):
+            yield from scan.rows(_unwrap(cut, columns, partition), pending=pending)
+
+
+def _carry(step: _Step, row: Row) -> None:
+    topic, partition, offset = row.source
+    feed = (topic, partition)
+    step.firsts[feed] = min(offset, step.firsts.get(feed, offset))
+    content = digest(row.key, row.value, row.headers, row.timestamp_ms)
+    step.carried.add(_position_place(row.source), (*row.source, content))
+
+
+def _position_place(source: Sequence[int]) -> int:
+    topic, partition, offset = source
+    return ((offset * _SPREAD + partition * 31 + topic) >> 16) & ((1 << 48) - 1)
+
+
+def _unwrap(cut: Cut, columns: RecordColumns, partition: int) -> Log:
+    """Return the records as they were in the source."""
+    sources: list[Source] = []
+    idle_rows: set[int] = set()
+    for row, headers in enumerate(columns.headers):
+        # Only the last two: the source's own headers may have the same names, from another topology before this one.
+        appended = headers[-_APPENDED:]
+        source, idle = _origin(cut, appended)
+        if source is None:
+            where = f"{cut.topology.repartition_topic}/{partition} offset {columns.offsets[row]}"
+            cut.report.violation("phantom", where, "names no source record, so no repartition task wrote it")
+            source, idle = Source(0, 0, -1), True
+        columns.headers[row] = headers[:-_APPENDED]
+        columns.timestamps_ms[row] = parse_time_ms(header(appended, TIMESTAMP_HEADER)) or 0
+        sources.append(source)
+        if idle:
+            idle_rows.add(row)
+    return Log(columns, sources, frozenset(idle_rows))
+
+
+def _origin(cut: Cut, headers: Headers) -> tuple[Source | None, bool]:
+    topics = cut.topology.source.topics
+    marker = header(headers, IDLE_HEADER)
+    if marker is not None:
+        feed = parse_source(marker + b"/0", topics)
+        # Offset -1 is no source record, so the marker takes nothing from the side topics.
+        return None if feed is None else feed._replace(offset=-1), True
+    return parse_source(header(headers, SOURCE_HEADER), topics), False
+
+
+def _read_sources(cut: Cut, step: _Step) -> None:
+    """Put every judged source record into buckets; those without an ID bypass the repartition topic."""
+    for feed in step.feeds:
+        topic, partition = cut.topology.source.topics[feed[0]], feed[1]
+        committed = cut.committed[topic].get(partition)
+        bounds = cut.bounds[topic][partition]
+        if committed is None:
+            cut.report.unprovable(WHY_NO_OFFSET, bounds.high - bounds.low)
+            continue
+        # Order does not matter for records without an ID: stream time has no influence on their verdict.
+        scan = LogScan(cut.plan, step.feeds, from_start=True)
+        start = cut.configured_start(topic, partition)
+        unknown = start is None
+        if start is None:
+            # `latest`, whose offset is not recorded: it is that of the first record in the repartition topic.
+            start = step.firsts.get(feed, bounds.high)
+        if step.purged and unknown:
+            cut.report.unprovable(WHY_BEFORE, max(0, min(start, committed) - bounds.low))
+        step.spans[feed] = (start, committed)
+        for columns in cut.read(topic, partition, start, committed):
+            _read_source(cut, step, feed, columns, scan)
+
+
+def _read_source(cut: Cut, step: _Step, feed: Feed, columns: RecordColumns, scan: LogScan) -> None:
+    extracted = extracted_of(cut.plan.extract, columns)
+    some = columns.rows(sorted(extracted.faults))
+    rows = scan.rows(Log(some, [Source(*feed, offset) for offset in some.offsets]))
+    faulty = {found.position: found for found in rows}
+    for at, offset in enumerate(columns.offsets):
+        own = None if at in extracted.faults else extracted.ids[at]
+        value = condensed(columns.values[at])
+        if not cut.sampled(place_of(own, columns.keys[at], value)):
+            continue
+        content = digest(columns.keys[at], value, columns.headers[at], columns.timestamps_ms[at])
+        source = (*feed, offset)
+        line = (*source, content, own, extracted.times_ms[at], faulty.get(offset))
+        step.judged.add(_position_place(source), line)
+
+
+def _account(cut: Cut, step: _Step, number: int, absent: Spill) -> None:
+    """Check that each source record of a bucket is in the repartition topic once and unchanged, or has no ID."""
+    held: dict[Source, bytes] = {}
+    names = cut.topology.source.topics
+    for topic, partition, offset, content in step.carried.bucket(number):
+        source = Source(topic, partition, offset)
+        if source in held:
+            place = f"{names[topic]}/{partition} offset {offset}"
+            cut.report.violation("duplicated", place, "it is in the repartition topic twice")
+        held[source] = content
+    for topic, partition, offset, content, own, time_ms, faulty in step.judged.bucket(number):
+        source = Source(topic, partition, offset)
+        place = f"{names[topic]}/{partition} offset {offset}"
+        there = held.pop(source, None)
+        if there is None:
+            if faulty is not None:
+                keep(cut, step.without_id[1], Row.of(faulty))
+            elif cut.plan.dead_letters.take([source]):
+                cut.report.unprovable("dead letters of the repartition step")
+            elif not step.purged:
+                cut.report.violation("lost", place, f"not in {cut.topology.repartition_topic}")
+            else:
+                absent.add(place_of(own, None, None), (*source, own, time_ms))
+        elif there != content:
+            cut.report.violation("changed", place, "its content in the repartition topic is different")
+    for source in held:
+        _report_unsent(cut, step, source)
+
+
+def _report_unsent(cut: Cut, step: _Step, source: Source) -> None:
+    """Report a record in the repartition topic that is not in the source."""
+    topic = cut.topology.source.topics[source.topic]
+    start, end = step.spans.get((source.topic, source.partition), (0, 0))
+    if not start <= source.offset < end:
+        return
+    if topic in cut.compacted:
+        cut.report.unprovable(WHY_COMPACTED)
+        return
+    text = f"it is in {cut.topology.repartition_topic}, but not in the source"
+    cut.report.violation("phantom", f"{topic}/{source.partition} offset {source.offset}", text)
+
+
+def _judge(cut: Cut, step: _Step, there: tuple[list[WrittenPartition], Copies], number: int, absent: Spill) -> None:
+    """Judge the records of a bucket, and compare what was forwarded of them, and their copies."""
+    written, copies = there
+    tasks: list[TaskReplay] = []
+    owners: dict[bytes, int] = {}
+    for books, spill in (*step.logs, step.without_id):
+        task = TaskReplay(cut.plan, books, cut.report, step.feeds)
+        task.take(_checked_owner(cut, books, map(Row.of, spill.bucket(number)), owners))
+        tasks.append(task)
+    copies.judge(number, tasks[: len(step.logs)])
+    seen = [each.bucket(number) for each in written]
+    if step.purged:
+        free = OrderFree(cut, written, seen)
+        for topic, partition, offset, own, time_ms in absent.bucket(number):
+            source = Source(topic, partition, offset)
+            free.must_be_somewhere(tasks[0].place(source), own, time_ms, source)
+            cut.report.unprovable(WHY_PURGED)
+    if cut.topology.output is None:
+        return
+    found = matched([task.forwarded.expected for task in tasks], [[each.digest for each in own] for own in seen])
+    for at, each in enumerate(written):
+        pairs = [(there.row, wanted) for there, wanted in found.matched if there.sequence == at]
+        each.order.match([(seen[at][row].row, *_track(step, tasks, wanted)) for row, wanted in pairs])
+    if step.purged:
+        # Purged records were forwarded, too: an unknown record in the output proves nothing.
+        found.extra.clear()
+    unseen: list[Place] | None = [] if any(each.bounds.start_deleted or each.truncated for each in written) else None
+    explain(found, tasks, written, seen, cut.report, absent_are=unseen)
+    for place in unseen or ():
+        forwarded = tasks[place.sequence].forwarded
+        step.unseen.add(0, (place.sequence, forwarded.positions[place.row], *forwarded.sources[place.row]))
+
+
+def _track(step: _Step, tasks: list[TaskReplay], wanted: Place) -> tuple[int, int]:
+    """Return the task or source partition within which a record must keep its order, and its position there."""
+    forwarded = tasks[wanted.sequence].forwarded
+    source = forwarded.sources[wanted.row]
+    past = wanted.sequence == len(step.logs)
+    track = wanted.sequence + (step.feeds.index((source.topic, source.partition)) if past else 0)
+    return track, forwarded.positions[wanted.row]
+
+
+def _report_unseen(cut: Cut, step: _Step, written: list[WrittenPartition]) -> None:
+    """Report absent records as lost, unless they precede what partitions with a deleted start still hold of a task."""
+    truncated = any(each.truncated for each in written)
+    gone: dict[int, int] = {}
+    for task in range(len(step.logs)):
+        firsts = [each.order.first_position(task) for each in written if each.bounds.start_deleted]
+        gone[task] = max((_AFTER_ALL if first is None else first for first in firsts), default=0)
+    names = cut.topology.source.topics
+    for task, position, topic, partition, offset in step.unseen.bucket(0):
+        if truncated or position < gone.get(task, _AFTER_ALL):
+            books, _ = step.logs[task] if task in gone else step.without_id
+            books.not_provable += 1
+            cut.report.unprovable(WHY_OPEN if truncated else WHY_OUTPUT_GONE)
+        else:
+            report_lost(written, f"{names[topic]}/{partition} offset {offset}", cut.report)
+
+
+def _checked_owner(cut: Cut, books: Books, rows: Iterator[Row], owners: dict[bytes, int]) -> Iterator[Row]:
+    """Yield the rows, and report an ID that is in two partitions: tasks are judged alone, so both would forward it.
+
+    ``owners``: ID -> partition in which it was found first; `_REPORTED` once it was found in another.
+    """
+    for row in rows:
+        owner = _REPORTED if row.id is None else owners.setdefault(row.id, books.partition)
+        if row.id is not None and owner not in {books.partition, _REPORTED}:
+            owners[row.id] = _REPORTED
+            text = f"its tracking ID is in partition {owner} too, so two tasks judged it"
+            cut.report.violation("duplicated", f"{books.topic}/{books.partition} offset {row.position}", text)
+        yield row

@@ -1,0 +1,310 @@
+"""Replays a task's records with the exact model, bucket by bucket, and derives what the other topics must hold."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from dedup.core.reference_model import Feed, ModelRecord, ModelRules, ModelVerdict, ReferenceModel
+from dedup.core.window import BEFORE_ALL_TIME, Source
+from dedup.verify.compare import Expected, digest
+from dedup.verify.evidence import FIRST_SOURCE_HEADER, FIRST_TIME_HEADER, Filed, SideTopic
+from dedup.verify.log_scan import Plan, Row, forwarded_digest, position
+from dedup.verify.report import Books, Report, ViolationKind
+from dedup.verify.spill import stand_in_of
+
+_UNIQUE, _DUPLICATES, _LATE, _DEAD_LETTERS = range(4)
+REFUSED_BY_THE_BROKER: Final = "refused_by_broker"
+"""Reason of dead letters that the record does not explain; the replay accepts them as they are."""
+FUTURE: Final = "future_time"
+"""Reason of dead letters whose event time is too far in the future."""
+_FORGET_EVERY: Final = 200_000
+_MANY_SIGHTINGS: Final = 64
+
+WHY_FRONT: Final = "the log has lost its beginning, and too little event time precedes them in the rest"
+WHY_REFUSED: Final = "the broker refused them, according to the dead-letter topic"
+WHY_CLOCK: Final = "dead letters for an event time that only the worker's wall clock can have refused"
+WHY_CLAMPED: Final = "a time may have been clamped to the worker's wall clock, and stream time with it"
+WHY_SIDE_GONE: Final = "the late or dead-letter topic has lost its beginning, or a transaction there stays open"
+
+
+@dataclass(slots=True)
+class Forwarded:
+    """What must be in the output, row by row."""
+
+    expected: Expected = field(default_factory=Expected)
+    ids: list[bytes | None] = field(default_factory=list)
+    sources: list[Source] = field(default_factory=list)
+    positions: list[int] = field(default_factory=list)
+    """Their positions in the task's log."""
+    pending: set[int] = field(default_factory=set)
+    """Rows beyond the committed offset."""
+
+
+class Doubt:
+    """Tracks IDs that may have sightings which the log no longer shows.
+
+    An ID stays in doubt as long as a sighting that may or may not exist can affect it.
+    """
+
+    def __init__(self, rules: ModelRules) -> None:
+        self._retention_ms: Final = rules.guard_ms + rules.grace_ms
+        self._ids: Final[dict[bytes, int]] = {}
+        self._longest_ms: Final = rules.extend_at_most_ms if rules.extend else 0
+
+    def about(self, tracking_id: bytes, time_ms: int, stream_time_ms: int, unseen_ms: int) -> bool:
+        """Tell whether the verdict on a record may differ from the model's, and remember it if so.
+
+        ``unseen_ms``: sightings up to this event time may be unknown.
+        """
+        oldest_ms = stream_time_ms - self._retention_ms
+        doubtful = oldest_ms <= unseen_ms or self._ids.get(tracking_id, BEFORE_ALL_TIME) >= oldest_ms
+        if doubtful:
+            self._ids[tracking_id] = max(self._ids.get(tracking_id, BEFORE_ALL_TIME), time_ms + self._longest_ms)
+        return doubtful
+
+    def until_ms(self, tracking_id: bytes) -> int:
+        """Return the event time up to which sightings of an ID were in doubt."""
+        return self._ids.get(tracking_id, BEFORE_ALL_TIME)
+
+
+class TaskReplay:
+    """Judges the records of a task's log that share a bucket, and collects what each topic must hold of them."""
+
+    def __init__(self, plan: Plan, books: Books, report: Report, feeds: Sequence[Feed]) -> None:
+        self.books: Final = books
+        self.forwarded: Final = Forwarded()
+        self.duplicates: Final = Expected()
+        self.conflicts: Final = Expected()
+        self.uncertain = False
+        """Some verdict is not the only possible one, so counts need not agree."""
+        self._plan: Final = plan
+        self._report: Final = report
+        self._model: Final = ReferenceModel(plan.rules, feeds)
+        self._doubt: Final = Doubt(plan.rules)
+        self._pending = False
+        self._taken = 0
+        self._forget_at: Final[dict[bytes, int]] = {}
+        """ID with many sightings -> at how many its expired ones are dropped."""
+
+    def take(self, rows: Iterable[Row]) -> None:
+        """Judge records in log order."""
+        for row in rows:
+            self._pending = row.pending
+            self.books.replayed += row.replayed and not row.pending
+            self._row(row)
+            self._forget(row.id)
+            self._taken += 1
+            if self._taken % _FORGET_EVERY == 0:
+                self._model.forget()
+
+    def _forget(self, tracking_id: bytes | None) -> None:
+        """Drop expired sightings of a frequent ID: each verdict on it goes through all its sightings."""
+        known = [] if tracking_id is None else self._model.sightings.get(tracking_id, [])
+        if tracking_id is None or len(known) < self._forget_at.get(tracking_id, _MANY_SIGHTINGS):
+            return
+        oldest_ms = self._model.stream_time_ms - self._plan.rules.guard_ms - self._plan.rules.grace_ms
+        known[:] = [seen for seen in known if seen.last_ms >= oldest_ms]
+        self._forget_at[tracking_id] = max(_MANY_SIGHTINGS, 2 * len(known))
+
+    def place(self, source: Source) -> str:
+        """Return a source position, as reports show it."""
+        return f"{self._plan.topics[source.topic]}/{source.partition} offset {source.offset}"
+
+    def doubtful(self, tracking_id: bytes | None, time_ms: int, *, timed: bool) -> bool:
+        """Tell whether the verdict on a record of an ID was in doubt; if not ``timed``, on any record of the ID."""
+        until_ms = BEFORE_ALL_TIME if tracking_id is None else self._doubt.until_ms(tracking_id)
+        return time_ms <= until_ms if timed else until_ms > BEFORE_ALL_TIME
+
+    def _row(self, row: Row) -> None:
+        if not self._pending:
+            self.books.read += 1
+        if row.fault is None and row.letter is not None and row.time_ms >= 0:
+            self._dead_by_evidence(row, row.letter)
+            return
+        source = Source(*row.source)
+        # Stream time comes from the whole log, not from the records of this bucket.
+        self._model.stream_time_ms = row.after_ms
+        verdict = self._model.judge(ModelRecord(row.id, row.time_ms, source, row.fingerprint, row.fault))
+        certain = self._certain(row, verdict)
+        if row.late is not None and verdict.kind != "late":
+            if self._plan.late is not None and certain:
+                where = self._plan.late.place(row.late)
+                self._violation("wrong_late", row, f"it is in {where}; the model says {verdict.kind}")
+            certain = False
+        match verdict.kind:
+            case "unique" | "exempt":
+                self._forward(row, verdict, certain=certain)
+            case "duplicate":
+                self._duplicate(row, verdict, certain=certain)
+            case "late":
+                self._late(row, verdict, certain=certain)
+            case "dead_letter":
+                self._dead(row, row.letter, row.code or verdict.reason)
+            case _:
+                self._failed(row, verdict)
+
+    def _certain(self, row: Row, verdict: ModelVerdict) -> bool:
+        """Tell whether the verdict is the only possible one; count it as not provable otherwise."""
+        if self._pending:
+            return False
+        if row.doubt_ms is None or row.id is None or verdict.kind == "dead_letter":
+            return True
+        why = WHY_CLAMPED if row.doubt_by_clock else WHY_FRONT
+        beyond_ms = verdict.stream_time_ms - self._plan.rules.guard_ms - self._plan.rules.grace_ms
+        if row.late is not None and verdict.kind == "unique" and beyond_ms <= row.doubt_ms:
+            # It is late because of records that are gone.
+            self._unprovable(why)
+            return False
+        if self._doubt.about(row.id, verdict.time_ms, verdict.stream_time_ms, row.doubt_ms):
+            self._unprovable(why)
+            return False
+        return True
+
+    def _dead_by_evidence(self, row: Row, letter: Filed) -> None:
+        """Handle a dead letter that the record does not explain: caused by the clock or the broker, or wrong."""
+        far_ahead = row.time_ms > row.before_ms + self._plan.max_clock_skew_ms
+        by_clock = letter.reason == FUTURE and self._plan.rules.future == "dead_letter"
+        if letter.reason == REFUSED_BY_THE_BROKER:
+            self._unprovable(WHY_REFUSED)
+            self._same(row, letter, self._plan.dead_letters)
+        elif by_clock and row.time_ms > row.before_ms:
+            # It was judged before it was appended. If it was appended late enough, the clock may have allowed its time.
+            skew_ms = self._plan.max_clock_skew_ms
+            by_append = letter.at_ms is not None and row.time_ms > letter.at_ms + skew_ms
+            if not (far_ahead and by_append):
+                self._unprovable(WHY_CLOCK)
+            self._same(row, letter, self._plan.dead_letters)
+        elif not self._pending:
+            where = self._plan.dead_letters.place(letter)
+            self._violation("wrong_dead_letter", row, f'{where} says "{letter.reason}"; the model judges it')
+        self._count_dead(row)
+
+    def _forward(self, row: Row, verdict: ModelVerdict, *, certain: bool) -> None:
+        why = "conflict" if verdict.conflict else verdict.reason
+        self._expect(row, why, certain=certain)
+        if not certain and row.id is not None:
+            self._expect_otherwise(row, why)
+        if self._pending:
+            return
+        if verdict.kind == "exempt":
+            # A record without an ID or a value has no usable event time.
+            self.books.exempt += 1
+            self._report.timeline.add_undated("exempt")
+        else:
+            self.books.unique += 1
+            self._report.timeline.add(verdict.time_ms, _UNIQUE)
+
+    def _expect(self, row: Row, why: str = "", *, certain: bool) -> None:
+        """Note a record that must be in the output; ``why``: the verdict that its header must name."""
+        forwarded = self.forwarded
+        if not certain:
+            forwarded.expected.optional.add(len(forwarded.ids))
+            self.uncertain = self.uncertain or not self._pending
+        if self._pending:
+            forwarded.pending.add(len(forwarded.ids))
+        forwarded.expected.digests.append(forwarded_digest(self._plan, row, why))
+        forwarded.ids.append(row.id)
+        forwarded.sources.append(Source(*row.source))
+        forwarded.positions.append(row.position)
+
+    def _expect_otherwise(self, row: Row, *besides: str) -> None:
+        """Note that a record may have been forwarded for any reason other than ``besides``."""
+        possible = {"", "late" if self._plan.late_forwarded else ""}
+        possible.add("conflict" if self._plan.rules.on_conflict == "forward" else "")
+        for why in sorted(possible.difference(besides)):
+            self._expect(row, why, certain=False)
+
+    def _duplicate(self, row: Row, verdict: ModelVerdict, *, certain: bool) -> None:
+        if not certain:
+            # It may be the first of its ID after all.
+            self._expect_otherwise(row)
+        topic = self.duplicates if self._plan.duplicates else None
+        if verdict.conflict and self._plan.conflicts:
+            topic = self.conflicts
+        first = verdict.of
+        if topic is not None and first is not None:
+            if not certain:
+                topic.optional.add(len(topic.digests))
+            added = [
+                (FIRST_TIME_HEADER, str(first.first_ms).encode()),
+                (FIRST_SOURCE_HEADER, position(self._plan, first.source)),
+            ]
+            topic.digests.append(digest(row.key, row.value, [*row.headers, *added], 0))
+            topic.positions.append(row.position)
+        if self._pending:
+            return
+        self.books.duplicates += 1
+        self.books.conflicts += verdict.conflict
+        self._report.timeline.add(verdict.time_ms, _DUPLICATES)
+
+    def _late(self, row: Row, verdict: ModelVerdict, *, certain: bool) -> None:
+        if not self._pending:
+            self.books.late += 1
+            self._report.timeline.add(verdict.time_ms, _LATE)
+        if self._plan.late_forwarded:
+            self._expect(row, "late", certain=certain)
+            if not certain:
+                self._expect_otherwise(row, "late")
+        late = self._plan.late
+        if late is None:
+            if not certain and not self._plan.late_forwarded:
+                self._expect_otherwise(row)
+        elif row.late is not None:
+            self._same(row, row.late, late)
+        elif not certain:
+            self._expect_otherwise(row)
+        elif not late.complete:
+            self._unprovable(WHY_SIDE_GONE)
+        else:
+            behind_ms = verdict.stream_time_ms - verdict.time_ms
+            self._violation("lost", row, f"late by {behind_ms} ms, but not in {late.name}")
+
+    def _dead(self, row: Row, letter: Filed | None, code: str) -> None:
+        self._count_dead(row)
+        dead_letters = self._plan.dead_letters
+        if letter is None:
+            if self._pending:
+                return
+            if dead_letters.complete:
+                self._violation("lost", row, f'dead letter for "{code}", but not in {dead_letters.name}')
+            else:
+                self._unprovable(WHY_SIDE_GONE)
+            return
+        self._same(row, letter, dead_letters)
+        if letter.reason not in {code, REFUSED_BY_THE_BROKER}:
+            text = f'{dead_letters.place(letter)} says "{letter.reason}"; the record says "{code}"'
+            self._violation("wrong_dead_letter", row, text)
+
+    def _same(self, row: Row, filed: Filed, side: SideTopic) -> None:
+        """Check that a side topic holds the record unchanged, with its timestamp in a header."""
+        if filed.stands_for:
+            same = filed.stands_for == stand_in_of(row.value)
+        else:
+            same = filed.digest == digest(row.key, row.value, row.headers, row.timestamp_ms)
+        if not same:
+            self._violation("changed", row, f"{side.place(filed)} has another key, value, header or original timestamp")
+
+    def _failed(self, row: Row, verdict: ModelVerdict) -> None:
+        if not self._pending:
+            text = f"the topology says the worker stops here ({verdict.reason}), but the offset after it is committed"
+            self._violation("unbalanced", row, text)
+
+    def _count_dead(self, row: Row) -> None:
+        if not self._pending:
+            self.books.dead_letters += 1
+            far_ahead = row.letter is not None and row.letter.reason == FUTURE
+            if row.fault is None and row.time_ms >= 0 and not far_ahead:
+                self._report.timeline.add(row.time_ms, _DEAD_LETTERS)
+            else:
+                self._report.timeline.add_undated("dead_letters")
+
+    def _unprovable(self, why: str) -> None:
+        if not self._pending:
+            self.uncertain = True
+            self.books.not_provable += 1
+            self._report.unprovable(why)
+
+    def _violation(self, kind: ViolationKind, row: Row, text: str) -> None:
+        self._report.violation(kind, self.place(Source(*row.source)), text)

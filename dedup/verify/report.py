@@ -1,0 +1,209 @@
+"""The outcome of a verification: books, violations, and what is not provable."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from typing import Final, Literal
+
+ViolationKind = Literal[
+    "lost",
+    "duplicated",
+    "phantom",
+    "changed",
+    "reordered",
+    "wrong_late",
+    "wrong_dead_letter",
+    "wrong_duplicate",
+    "unbalanced",
+]
+
+MEANINGS: Final[dict[ViolationKind, str]] = {
+    "lost": "judged, but absent from the topic it belongs to",
+    "duplicated": "its tracking ID is present more often than the guard period allows",
+    "phantom": "present, but no judged record belongs there",
+    "changed": "key, value, headers or timestamp are not those of the source record",
+    "reordered": "passed another record of its partition",
+    "wrong_late": "in the late topic, but the model does not call it late",
+    "wrong_dead_letter": "a dead letter for a reason that does not apply by the model",
+    "wrong_duplicate": "in the duplicates or conflicts topic, but the model does not put it there",
+    "unbalanced": "read is not unique + exempt + duplicates + late + dead letters",
+}
+
+SAMPLES_PER_KIND: Final = 100
+_MOST_BUCKETS: Final = 240
+_FIRST_BUCKET_MS: Final = 1_000
+VERDICTS: Final = ("unique", "duplicates", "late", "dead_letters")
+
+
+@dataclass(frozen=True, slots=True)
+class Violation:
+    """One record that contradicts the model."""
+
+    kind: ViolationKind
+    place: str
+    """``topic/partition offset n`` of the record."""
+    text: str
+
+
+@dataclass(slots=True)
+class Books:
+    """Where the records of one judged partition ended, by the model."""
+
+    topic: str
+    partition: int
+    read: int = 0
+    unique: int = 0
+    """Forwarded as the first of their IDs, including conflicts that the topology forwards."""
+    exempt: int = 0
+    """Forwarded without judging and marked so, since the topology says so for records without an ID or a value."""
+    duplicates: int = 0
+    conflicts: int = 0
+    """Of ``duplicates``: with a different payload."""
+    late: int = 0
+    dead_letters: int = 0
+    replayed: int = 0
+    """Of ``read``: sent again by ``dedup replay``."""
+    pending: int = 0
+    """Offsets beyond the committed one, counted like the lag of `dedup status`: 0 if they hold no record."""
+    skipped: int = 0
+    """Offsets before the one at which the topology started: never judged."""
+    not_provable: int = 0
+    """Of ``read``: judged, but the log no longer shows what the verdict had to be."""
+    ended: int | None = None
+    """Records found where they ended, including dropped duplicates; None if that cannot be determined."""
+
+    @property
+    def balanced(self) -> bool:
+        """Whether every record read ended in exactly one place, by the model and, if it can be determined, in Kafka."""
+        by_model = self.unique + self.exempt + self.duplicates + self.late + self.dead_letters
+        return self.read == by_model and self.ended in {None, self.read}
+
+
+@dataclass(slots=True)
+class Timeline:
+    """Verdicts over event time, in at most a few hundred steps whatever its span."""
+
+    step_ms: int = _FIRST_BUCKET_MS
+    counts: dict[int, list[int]] = field(default_factory=dict)
+    """Start of the step in ms -> records by verdict, in the order of ``VERDICTS``."""
+    undated: dict[str, int] = field(default_factory=dict)
+    """Outcome -> number of records without a usable event time, which no time axis can show."""
+
+    def add_undated(self, outcome: str, number: int = 1) -> None:
+        """Count records without a usable event time."""
+        self.undated[outcome] = self.undated.get(outcome, 0) + number
+
+    def add(self, time_ms: int, verdict: int, number: int = 1) -> None:
+        """Count records; when there are too many steps, they are made twice as wide."""
+        start = time_ms - time_ms % self.step_ms
+        counts = self.counts.get(start)
+        if counts is None:
+            counts = self.counts[start] = [0] * len(VERDICTS)
+        counts[verdict] += number
+        while len(self.counts) > _MOST_BUCKETS:
+            self._widen()
+
+    def _widen(self) -> None:
+        self.step_ms *= 2
+        finer = self.counts
+        self.counts = {}
+        for start, counts in finer.items():
+            wider = self.counts.setdefault(start - start % self.step_ms, [0] * len(VERDICTS))
+            for verdict, number in enumerate(counts):
+                wider[verdict] += number
+
+
+@dataclass(slots=True)
+class Report:
+    """The outcome of a verification. All violations are counted; samples are kept up to a limit per kind."""
+
+    topology: str
+    cluster: str
+    method: str
+    """What was replayed, and where only order-free checks were possible."""
+    started_at_ms: int
+    seconds: float = 0.0
+    books: list[Books] = field(default_factory=list)
+    counts: dict[ViolationKind, int] = field(default_factory=lambda: dict.fromkeys(MEANINGS, 0))
+    samples: list[Violation] = field(default_factory=list)
+    sample: int = 1
+    """One tracking ID in so many was judged."""
+    unsampled: int = 0
+    """Records that were not judged, since their IDs are not in the sample."""
+    not_provable: dict[str, int] = field(default_factory=dict)
+    """Reason -> number of records."""
+    timeline: Timeline = field(default_factory=Timeline)
+
+    @property
+    def passed(self) -> bool:
+        """Whether nothing violates the guarantee; records that are not provable neither pass nor fail."""
+        return not any(self.counts.values())
+
+    @property
+    def read(self) -> int:
+        """Records judged in all partitions."""
+        return sum(books.read for books in self.books)
+
+    def violation(self, kind: ViolationKind, place: str, text: str) -> None:
+        """Count a violation, and keep it as a sample if there are not many of its kind yet."""
+        self.counts[kind] += 1
+        if self.counts[kind] <= SAMPLES_PER_KIND:
+            self.samples.append(Violation(kind, place, text))
+
+    def unprovable(self, reason: str, number: int = 1) -> None:
+        """Count records that are not provable, by reason."""
+        if number:
+            self.not_provable[reason] = self.not_provable.get(reason, 0) + number
+
+    def closing_line(self) -> str:
+        """Return the numbers of lost and duplicated records, and all others that are not 0."""
+        others = "".join(
+            f"  {kind} {number}"
+            for kind, number in self.counts.items()
+            if number and kind not in {"lost", "duplicated"}
+        )
+        unproved = sum(self.not_provable.values())
+        tail = f"  not provable {unproved}" if unproved else ""
+        tail += f"  (a sample of 1/{self.sample})" if self.sample > 1 else ""
+        return f"lost {self.counts['lost']}  duplicated {self.counts['duplicated']}{others}{tail}"
+
+    def blind_spots(self) -> list[str]:
+        """Return what a sample cannot see, as sentences; an empty list for a full verification."""
+        if self.sample == 1:
+            return []
+        sampled = (
+            f"This is a sample: one tracking ID in {self.sample}, chosen by its hash, was judged with all its records; "
+            f"{self.unsampled:,} records of other IDs were read for their event times only."
+        )
+        unseen = (
+            "Not seen: a loss, a duplicate or a change of an ID outside the sample; a record that passed one outside "
+            "the sample; books that do not balance there."
+        )
+        return [sampled, unseen]
+
+    def to_json(self) -> str:
+        """Return the report as a JSON document."""
+        document = {
+            "dedup_report": 1,
+            "passed": self.passed,
+            "topology": self.topology,
+            "cluster": self.cluster,
+            "method": self.method,
+            "started_at_ms": self.started_at_ms,
+            "seconds": round(self.seconds, 3),
+            "read": self.read,
+            "sample": self.sample,
+            "unsampled": self.unsampled,
+            "violations": self.counts,
+            "not_provable": self.not_provable,
+            "books": [asdict(books) | {"balanced": books.balanced} for books in self.books],
+            "samples": [asdict(sample) for sample in self.samples],
+            "timeline": {
+                "step_ms": self.timeline.step_ms,
+                "verdicts": list(VERDICTS),
+                "steps": [[start, *counts] for start, counts in sorted(self.timeline.counts.items())],
+                "undated": self.timeline.undated,
+            },
+        }
+        return json.dumps(document, indent=2) + "\n"

@@ -1,0 +1,251 @@
+"""What the dashboard shows, as plain data: the issues that need attention, tasks, totals, latest cases, plots."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Final, Literal
+
+from dedup.metrics import END_TO_END_BUCKETS_S, TaskNumbers, TaskSeen, WorkerSeen, formats_of
+from dedup.worker_view import Noted, Peer, TaskPulse
+
+# The last five minutes of a worker's metrics for the dashboard's plots: rates, lag and latency, sampled every second.
+#
+# Rates are differences of counters, as in Prometheus' `rate()`: a new task counts from zero. Latency is a quantile of
+# the histogram's growth, interpolated within its bucket as `histogram_quantile()` does.
+
+EVERY_S: Final = 1.0
+KEPT: Final = 300
+"""Samples: five minutes."""
+PLOTTED: Final = ("unique", "duplicate", "late", "dead_letter", "exempt")
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One moment; rates are per second since the previous sample."""
+
+    time_ms: int
+    rates: Mapping[str, float]
+    lag_records: int | None
+    """None while no task knows the end of its partition."""
+    median_s: float | None
+    """End-to-end latency of what was committed since the previous sample; None if nothing was."""
+    p99_s: float | None
+
+
+@dataclass(slots=True)
+class _Counted:
+    numbers: TaskNumbers
+    """A reference, so that no other task's counters can get the same id()."""
+    verdicts: Mapping[str, int]
+    latencies: Sequence[int]
+
+
+@dataclass(slots=True)
+class MetricHistory:
+    """The latest samples, oldest first."""
+
+    samples: deque[Sample] = field(default_factory=lambda: deque(maxlen=KEPT))
+    _last: dict[int, _Counted] = field(default_factory=dict)
+    _last_ms: int | None = None
+
+    def sample(self, pulses: Iterable[TaskPulse], now_ms: int) -> None:
+        """Add a sample; the first call only sets the counters to start from."""
+        grown: Counter[str] = Counter()
+        latencies = [0] * (len(END_TO_END_BUCKETS_S) + 1)
+        lags: list[int] = []
+        counted: dict[int, _Counted] = {}
+        for pulse in pulses:
+            numbers = pulse.numbers
+            before = self._last.get(id(numbers)) or _Counted(numbers, {}, (0,) * len(latencies))
+            now = counted[id(numbers)] = _Counted(numbers, dict(numbers.verdicts), tuple(numbers.end_to_end.counts))
+            grown.update(now.verdicts)
+            grown.subtract(before.verdicts)
+            rows = zip(latencies, now.latencies, before.latencies, strict=True)
+            latencies = [total + new - old for total, new, old in rows]
+            if pulse.lag_records is not None:
+                lags.append(pulse.lag_records)
+        since_s = None if self._last_ms is None else max(0.001, (now_ms - self._last_ms) / 1000)
+        self._last, self._last_ms = counted, now_ms
+        if since_s is not None:
+            rates = {name: round(grown[name] / since_s, 2) for name in PLOTTED}
+            lag = sum(lags) if lags else None
+            self.samples.append(Sample(now_ms, rates, lag, quantile(latencies, 0.5), quantile(latencies, 0.99)))
+
+    def as_data(self) -> dict[str, list[float | None]]:
+        """Return the samples as columns."""
+        samples = self.samples
+        return {
+            "time_ms": [each.time_ms for each in samples],
+            **{name: [each.rates[name] for each in samples] for name in PLOTTED},
+            "lag_records": [each.lag_records for each in samples],
+            "median_s": [each.median_s for each in samples],
+            "p99_s": [each.p99_s for each in samples],
+        }
+
+
+def quantile(counts: Sequence[int], share: float) -> float | None:
+    """Return a quantile of a histogram with the end-to-end buckets, in seconds; None if it is empty."""
+    total = sum(counts)
+    if not total:
+        return None
+    wanted, below = share * total, 0
+    for number, count in enumerate(counts):
+        if count and below + count >= wanted:
+            low = END_TO_END_BUCKETS_S[number - 1] if number else 0.0
+            # The last bucket has only a lower bound.
+            high = END_TO_END_BUCKETS_S[number] if number < len(END_TO_END_BUCKETS_S) else low
+            return round(low + (high - low) * (wanted - below) / count, 4)
+        below += count
+    return END_TO_END_BUCKETS_S[-1]
+
+
+FORMAT = 1
+"""Of the snapshot: a page that stayed open over an upgrade notices another format."""
+STUCK_S: Final = 30.0
+BEHIND_S: Final = 60.0
+NEARLY_FULL: Final = 0.8
+_NULLABLE: Final = (
+    "url",
+    "restore_remaining",
+    "restore_total",
+    "lag_records",
+    "lag_seconds",
+    "state_ids",
+    "state_bytes",
+    "state_max_bytes",
+)
+"""Fields of a task that are null where this worker does not know them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Notice:
+    """One issue that needs attention, in a sentence."""
+
+    level: Literal["error", "warning"]
+    text: str
+
+
+def notices(seen: WorkerSeen, samples: Sequence[Sample], peers: Sequence[Peer]) -> list[Notice]:
+    """Return the current issues, errors first."""
+    found = [*_worker(seen), *_tasks(seen.tasks), *_verdicts(seen, samples), *_fleet(peers)]
+    return sorted(found, key=lambda notice: notice.level != "error")
+
+
+def _worker(seen: WorkerSeen) -> Iterator[Notice]:
+    if seen.alert is not None:
+        yield Notice("error", seen.alert.text)
+    if seen.not_ready is not None:
+        restoring = [task for task in seen.tasks if task.state == "restoring"]
+        left = sum(task.numbers.restore_remaining for task in restoring)
+        more = f"; {left:,} changelog records are left to restore" if restoring else ""
+        yield Notice("warning", f"Not ready: {seen.not_ready}{more}.")
+
+
+def _tasks(tasks: Iterable[TaskSeen]) -> Iterator[Notice]:
+    for task in tasks:
+        place = f"{task.topic}/{task.partition}"
+        if task.lag_records and task.state == "running" and task.seconds_since_commit > STUCK_S:
+            text = f"{place} is stuck: {task.lag_records:,} records wait, and nothing was committed for"
+            yield Notice("error", f"{text} {task.seconds_since_commit:,.0f} s. Look at this worker's log.")
+        elif task.lag_seconds > BEHIND_S:
+            yield Notice("warning", f"{place} is {task.lag_seconds:,.0f} s behind ({task.lag_records:,} records).")
+        if task.state_max_bytes is not None and task.state_bytes > NEARLY_FULL * task.state_max_bytes:
+            share = task.state_bytes / task.state_max_bytes
+            text = (
+                f"The state of {place} takes {share:.0%} of state.max_bytes_per_partition; beyond it the worker stops"
+            )
+            remedy = "Raise the limit if the disk has room, or shorten guard_period or grace."
+            yield Notice("error" if share > 1 else "warning", f"{text}, with nothing lost. {remedy}")
+
+
+def _verdicts(seen: WorkerSeen, samples: Sequence[Sample]) -> Iterator[Notice]:
+    formats = formats_of(seen.counters().values())
+    if formats:
+        # Another format is a producer's mistake, not that of single records.
+        named = ", ".join(f"{count:,} {name}" for name, count in formats.most_common())
+        text = f"Dead letters in another format than JSON since this worker started, by their first bytes: {named}."
+        yield Notice("warning", text)
+    if any(sample.rates["dead_letter"] for sample in samples):
+        yield Notice("warning", "Dead letters in the last minutes: their reasons are below.")
+    if any(sample.rates["late"] for sample in samples):
+        yield Notice("warning", "Late records in the last minutes: they are later than the grace period allows.")
+
+
+def _fleet(peers: Sequence[Peer]) -> Iterator[Notice]:
+    silent = [peer.worker for peer in peers if peer.url is None and not peer.here]
+    if silent:
+        names = ", ".join(silent)
+        text = (
+            f"These workers serve no pages, so they cannot be asked for an ID: {names}. Set web.enabled and web.port."
+        )
+        yield Notice("warning", text)
+
+
+def board(
+    seen: WorkerSeen, history: MetricHistory, latest: Iterable[Noted], peers: Sequence[Peer], *, now_ms: int
+) -> dict[str, Any]:
+    """Return the snapshot for one request; its shape is that of `FORMAT`, times are in ms."""
+    # As in /metrics, the counts include tasks that this worker has closed.
+    counted = TaskNumbers()
+    for numbers in seen.counters().values():
+        counted.add_counters(numbers)
+    return {
+        "format": FORMAT,
+        "topology": seen.topology,
+        "worker": seen.worker_id,
+        "now_ms": now_ms,
+        "ready": seen.not_ready is None,
+        "attention": [asdict(notice) for notice in notices(seen, history.samples, peers)],
+        "totals": {
+            **{name: counted.verdicts[name] for name in ("unique", "duplicate", "late", "dead_letter", "exempt")},
+            "conflict": counted.conflicts,
+            "fenced": seen.fenced,
+            "corrupted": seen.corrupted,
+        },
+        "tasks": [*(_own(task, seen) for task in seen.tasks), *_standbys(seen), *_elsewhere(peers)],
+        "latest": [asdict(noted) for noted in sorted(latest, key=lambda noted: -noted.judged_ms)],
+        "plots": history.as_data(),
+    }
+
+
+def _own(task: TaskSeen, seen: WorkerSeen) -> dict[str, Any]:
+    numbers = task.numbers
+    restoring = task.state == "restoring" and numbers.restore_total
+    return _row(
+        task.sub_topology,
+        task.topic,
+        task.partition,
+        seen.worker_id,
+        state=task.state,
+        restore_remaining=numbers.restore_remaining if restoring else None,
+        restore_total=numbers.restore_total if restoring else None,
+        lag_records=task.lag_records,
+        lag_seconds=round(task.lag_seconds, 1),
+        # A task's store is open only while it runs.
+        state_ids=task.state_ids if task.state == "running" else None,
+        state_bytes=task.state_bytes if task.state == "running" else None,
+        state_max_bytes=task.state_max_bytes,
+    )
+
+
+def _standbys(seen: WorkerSeen) -> list[dict[str, Any]]:
+    return [
+        _row("dedup", "changelog", partition, seen.worker_id, state="standby", lag_records=lag)
+        for partition, lag in sorted(seen.standby_lag.items())
+    ]
+
+
+def _elsewhere(peers: Sequence[Peer]) -> list[dict[str, Any]]:
+    return [
+        _row("", topic, partition, peer.worker, state="elsewhere", url=peer.url)
+        for peer in peers
+        if not peer.here
+        for topic, partition in peer.partitions
+    ]
+
+
+def _row(task: str, topic: str, partition: int, worker: str, *, state: str, **known: Any) -> dict[str, Any]:  # noqa: ANN401  # numbers and texts
+    own = {"task": task, "topic": topic, "partition": partition, "worker": worker, "state": state}
+    return {**own, **dict.fromkeys(_NULLABLE), **known}

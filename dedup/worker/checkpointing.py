@@ -1,0 +1,124 @@
+"""Making a checkpoint: restore a changelog partition into a separate store, then pack and upload it.
+
+It is built from the changelog, by the code that workers restore with, not from a worker's disk: no worker is paused or
+needed, and what only a disk holds never becomes part of a checkpoint (docs/decisions/0014-checkpoints.md). The store is
+kept, so that the next checkpoint reads only what came after, as a standby does.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+from dedup.errors import CheckpointUnusable, TaskCorrupted
+from dedup.kafka.wire import TopicPartition
+from dedup.store.base import TaskRecord
+from dedup.store.checkpoint import Checkpoint, Moved
+from dedup.store.checkpoint_storage import CheckpointStorage
+from dedup.worker.bootstrap import refuse_anothers, transfer
+from dedup.worker.offsets import bounds_of
+from dedup.worker.restore import Progress, refuse_other_fingerprint, restore
+from dedup.worker.task_factory import TaskFactory
+
+log: Final = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class MadeCheckpoint:
+    """What was done for one partition."""
+
+    partition: int
+    records: int
+    """Changelog records read for it."""
+    checkpoint: Checkpoint | None
+    """The one in force now; None if the partition has no state yet."""
+    written: bool
+    """Whether it is new; without changes since the last one, none is made."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Restored:
+    record: TaskRecord | None
+    position: int
+    ids: int
+    records: int
+
+
+async def make_checkpoint(
+    factory: TaskFactory,
+    storage: CheckpointStorage,
+    partition: int,
+    *,
+    restoring: Progress,
+    packing: Callable[[int, int], None],
+) -> MadeCheckpoint:
+    """Make the partition's checkpoint: its state at the changelog's present end.
+
+    Nobody else may use the state directory of the factory's settings. Progress goes to ``restoring`` in changelog
+    offsets and to ``packing`` in bytes, each as (done, total). Raises StateIncompatible if changelog, topology and an
+    older checkpoint do not belong together, and CheckpointUnusable if it cannot be stored: the older one stays.
+    """
+    wanted = factory.wanted(partition)
+    place = storage.place(wanted.identity.topology, partition)
+    before = await transfer(lambda _: _in_force(storage, factory.topology.name, partition), place)
+    if before is not None:
+        refuse_anothers(before, wanted, await bounds_of(factory.wire, wanted.changelog), place)
+    try:
+        found = await _restored(factory, partition, restoring)
+    except TaskCorrupted as error:
+        # The kept store only saves time.
+        log.warning("%s", error)
+        factory.wipe(TopicPartition(factory.topology.feeding_topics[0], partition))
+        found = await _restored(factory, partition, restoring)
+    record = found.record
+    if record is None:
+        return MadeCheckpoint(partition, found.records, None, written=False)
+    if before is not None and before.position == found.position:
+        kept = before
+        if await transfer(lambda _: storage.holds(kept), place):
+            return MadeCheckpoint(partition, found.records, before, written=False)
+    total = sum(path.stat().st_size for path in wanted.directory.iterdir())
+
+    def write(moved: Moved) -> Checkpoint:
+        done = 0
+
+        def packed(size_bytes: int) -> None:
+            nonlocal done
+            done += size_bytes
+            packing(done, max(total, done))
+            moved(size_bytes)
+
+        return storage.write(
+            wanted.directory, wanted.identity, record, position=found.position, ids=found.ids, moved=packed
+        )
+
+    return MadeCheckpoint(partition, found.records, await transfer(write, place), written=True)
+
+
+def _in_force(storage: CheckpointStorage, topology: str, partition: int) -> Checkpoint | None:
+    """Return the checkpoint to be replaced; None for a damaged one, which is replaced in any case."""
+    try:
+        return storage.find(topology, partition)
+    except CheckpointUnusable as error:
+        log.warning("the checkpoint in force cannot be read, a new one takes its place: %s", error)
+        return None
+
+
+async def _restored(factory: TaskFactory, partition: int, progress: Progress) -> _Restored:
+    """Bring our store to the changelog's end, drop what has expired, and close it."""
+    wanted, window = factory.wanted(partition), factory.topology.window
+    store = factory.open_store(partition)
+
+    def accept(record: TaskRecord) -> None:
+        refuse_other_fingerprint(record.fingerprint, wanted.fingerprint, wanted.feeding)
+
+    try:
+        read = await restore(factory.wire, wanted.changelog, store, window, progress, accept=accept)
+        record = store.task_record
+        if record is not None:
+            store.drop_below(window.oldest_live_ms(record.stream_time_ms), window.segment_ms)
+        return _Restored(record, store.position, store.count_ids(), read.records)
+    finally:
+        store.close()

@@ -1,0 +1,281 @@
+"""`dedup replay`: send dead letters back to their source, or forward late records, exactly once across any crash.
+
+What is sent and the offset of what was read are one transaction, with a separate transactional id. A dead letter goes
+back to its source partition, unchanged, and is judged like any record; the header `dedup-replayed` keeps its first
+position. A late record would be late again, so it goes to the output instead, marked as outside the guarantee. A record
+that cannot be sent (a digest in place of a value, a timestamp that the source refuses) is reported and stays.
+
+The position is an offset of the group `NAME.replay`. A transactional commit cannot set how long an offset is kept: the
+broker forgets it `offsets.retention.minutes` after the last replay, and a replay without it would send everything
+again. So before anything is sent, and again where the replay ends, a mark is set in the group `NAME.replay-mark`, by a
+plain commit without expiry. A mark without a position means that the position was forgotten: nothing is sent until the
+user says where to begin. The source is no safer evidence: retention deletes records there, and a dead letter that was
+replayed and refused again keeps its first position. The mark may be behind the position, never ahead of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final, Literal, get_args
+
+from dedup.core.event_time import RecordTime
+from dedup.core.extract import compile_extractor
+from dedup.core.partitioner import partitions
+from dedup.errors import CommitUnknown, Problem, RecordRefused, SettingsError, StateIncompatible
+from dedup.kafka.client import KafkaWire
+from dedup.kafka.consumer import Answer, FeedFetcher, TopicCheck
+from dedup.kafka.record_batch import Columns, Header, Line, fill
+from dedup.kafka.topic_admin import Group
+from dedup.kafka.transactional_producer import Session
+from dedup.kafka.wire import Position, TopicPartition
+from dedup.worker.offsets import bounds_of, committed_offset
+from dedup.worker.record_collector import DETAIL, REASON, REPLAYED, SOURCE, TIMESTAMP, VERDICT
+
+if TYPE_CHECKING:
+    from dedup.settings import Settings
+    from dedup.topology.model import Topology
+    from dedup.worker.topics import Cluster
+
+DEADLINE_MS: Final = 20_000
+WAIT_MS: Final = 200
+_MOST_UNKNOWN: Final = 10
+Begin = Literal["last", "start"]
+"""Where to begin in a partition whose position the broker has forgotten: where the last replay known to have finished
+ended, or at the first record left."""
+BEGINNINGS: Final[tuple[Begin, ...]] = get_args(Begin)
+_DEAD_HEADERS: Final = (REASON, DETAIL, SOURCE, TIMESTAMP)
+_LATE_HEADERS: Final = (SOURCE, TIMESTAMP)
+
+
+@dataclass(slots=True)
+class Replayed:
+    """What a replay did."""
+
+    sent: int = 0
+    left: list[str] = field(default_factory=list)
+    """Records that cannot be sent: their positions, and why."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayPlan:
+    """What is replayed: dead letters to their source, or late records to the output."""
+
+    topic: str
+    group: str
+    mark_group: str
+    headers: tuple[str, ...]
+    forward: bool
+    output: str
+    """Where late records are forwarded to; empty for dead letters."""
+    limit: int | None
+    begin: Begin | None = None
+    """None: refuse if the position was forgotten."""
+
+
+class Replay:
+    """Replays one side topic, partition by partition."""
+
+    def __init__(
+        self, topology: Topology, settings: Settings, cluster: Cluster, wire: KafkaWire, plan: ReplayPlan
+    ) -> None:
+        self._topology: Final = topology
+        self._settings: Final = settings
+        self._cluster: Final = cluster
+        self._wire: Final = wire
+        self._plan: Final = plan
+        self._mark: Final = Group(wire, plan.mark_group)
+        self.done: Final = Replayed()
+        self._refused: dict[TopicPartition, dict[int, str]] = {}
+
+    async def run(self, tell: Callable[[Replayed], None]) -> Replayed:
+        """Send everything there is at the start; ``tell`` is called after each commit.
+
+        Raises StateIncompatible, with nothing sent, if the broker has forgotten the position and the plan does not say
+        where to begin; SettingsError if it says so and no position was forgotten.
+        """
+        topic = self._plan.topic
+        sides = [TopicPartition(topic, partition) for partition in range(self._cluster.topics[topic].partitions)]
+        known = [await self._known(side, stable=False) for side in sides]
+        forgotten = {side: mark for side, (position, mark) in zip(sides, known, strict=True) if _lost(position, mark)}
+        if forgotten and self._plan.begin is None:
+            raise self._refusal(forgotten)
+        if self._plan.begin is not None and not forgotten:
+            why = f"no position in {topic} is forgotten, so the replay goes on where it was; leave it out"
+            raise SettingsError([Problem("--from", why)])
+        for side in sides:
+            end = (await bounds_of(self._wire, side)).end
+            await self._insist(side, end, tell)
+        return self.done
+
+    async def _known(self, side: TopicPartition, *, stable: bool) -> tuple[int | None, int | None]:
+        """Return the position and the mark of a partition."""
+        position = await committed_offset(self._wire, self._plan.group, side, stable=stable)
+        return position, await committed_offset(self._wire, self._plan.mark_group, side, stable=False)
+
+    def _refusal(self, forgotten: dict[TopicPartition, int | None]) -> StateIncompatible:
+        places = ", ".join(f"{side.topic}/{side.partition} from offset {mark}" for side, mark in forgotten.items())
+        where = "the output" if self._plan.forward else "the source topics"
+        return StateIncompatible(
+            f"records of {self._plan.topic} were replayed before, but how far is forgotten: the broker keeps an offset "
+            f"of the group {self._plan.group!r} for offsets.retention.minutes (7 days by default) after the last "
+            f"replay, unless somebody deletes it. Nothing was sent, or records would be sent twice. Add `--from last` "
+            f"to go on where the last replay ended that is known to have ended ({places}); what one that was killed "
+            f"sent after that has the header dedup-replayed in {where}. Or add `--from start` to send again all that "
+            f"{self._plan.topic} still holds."
+        )
+
+    async def _begin(self, session: Session, side: TopicPartition) -> int:
+        """Return where to begin, after setting the mark that reveals a forgotten position later."""
+        # Read in the new epoch: a replay that was killed may have had a commit in flight.
+        position, mark = await self._known(side, stable=True)
+        start = (await bounds_of(self._wire, side)).start
+        if _lost(position, mark):
+            if self._plan.begin is None:
+                raise self._refusal({side: mark})
+            position = mark if self._plan.begin == "last" else start
+        gone = f"{side.topic}/{side.partition}/{position} to {start - 1}: deleted by retention"
+        if position is not None and position < start and gone not in self.done.left:
+            self.done.left.append(gone)
+        begun = max(position or 0, start)
+        # The position first: a mark alone means that the position was forgotten.
+        await session.commit({side: Position(begun)})
+        await self._mark.set_offsets({side: begun}, for_ever=True)
+        return begun
+
+    async def _insist(self, side: TopicPartition, end: int, tell: Callable[[Replayed], None]) -> None:
+        unknown = 0
+        while True:
+            try:
+                await self._partition(side, end, tell)
+            except CommitUnknown:
+                # A new epoch and the committed offset show what happened.
+                unknown += 1
+                if unknown > _MOST_UNKNOWN:
+                    raise
+            except RecordRefused as refused:
+                # From now on one record per batch, so that the broker's answer names the next one.
+                found = self._refused.setdefault(side, {})
+                if len(refused.rows) == 1:
+                    found[refused.rows[0]] = "the topic it goes to refuses it"
+            else:
+                return
+
+    async def _partition(self, side: TopicPartition, end: int, tell: Callable[[Replayed], None]) -> None:
+        kind = "late" if self._plan.forward else "dead-letter"
+        session = Session(
+            self._wire,
+            f"{self._plan.group}.{kind}.{side.partition}",
+            self._plan.group,
+            timeout_ms=self._settings.transaction_timeout_ms,
+            deadline_ms=DEADLINE_MS,
+        )
+        await session.open()
+        # Committed again in any case, or the broker forgets it offsets.retention.minutes after the last commit.
+        position = await self._begin(session, side)
+        fetcher = FeedFetcher(self._wire, await TopicCheck.of(self._wire, side.topic), wait_ms=WAIT_MS)
+        fetcher.begin(side, position)
+        try:
+            while position < end and not self._full():
+                for answer in await fetcher.poll([side]):
+                    position = await self._send(session, side, answer, end)
+                    tell(self.done)
+            # The committed position, not how far was read: later records that cannot be sent are reported again.
+            reached, _ = await self._known(side, stable=True)
+            await self._mark.set_offsets({side: reached or 0}, for_ever=True)
+        finally:
+            fetcher.forget()
+            await session.drop()
+
+    def _full(self) -> bool:
+        return self._plan.limit is not None and self.done.sent >= self._plan.limit
+
+    async def _send(self, session: Session, side: TopicPartition, answer: Answer, end: int) -> int:
+        """Send the records of one fetch and commit; return the next offset."""
+        columns = answer.columns
+        most = None if self._plan.limit is None else self._plan.limit - self.done.sent
+        lines: dict[TopicPartition, list[Line]] = {}
+        left: list[str] = []
+        count, next_offset = 0, answer.next_offset
+        for row, offset in enumerate(columns.offsets):
+            if offset >= end or count == most:
+                next_offset = offset
+                break
+            found = self._line(side, columns, row)
+            if isinstance(found, str):
+                left.append(f"{side.topic}/{side.partition}/{offset}: {found}")
+            else:
+                target, line = found
+                lines.setdefault(target, []).append(line)
+                count += 1
+        if lines:
+            # After a refusal one record per batch: then the broker's answer names it.
+            single = 1 if side in self._refused else None
+            compression = self._settings.topics.compression
+            for target, part in sorted(lines.items()):
+                session.add(fill(target, part, compression=compression, most_rows=single))
+            await session.commit({side: Position(next_offset)})
+        self.done.sent += count
+        self.done.left += left
+        return next_offset
+
+    def _line(self, side: TopicPartition, columns: Columns, row: int) -> tuple[TopicPartition, Line] | str:
+        """Return where a record goes and what is sent; or a sentence saying why it cannot be sent."""
+        names = self._plan.headers
+        headers = columns.headers[row]
+        own, ours = headers[: -len(names)], headers[-len(names) :]
+        if tuple(name for name, _ in ours) != names:
+            return "its headers are not those of a record this topology put there, or its value did not fit"
+        refused = self._refused.get(side, {}).get(columns.offsets[row])
+        if refused is not None:
+            return refused
+        kept = {name: value or b"" for name, value in ours}
+        topic, partition, _ = kept[SOURCE].decode().rsplit("/", 2)
+        if topic not in self._topology.source.topics:
+            return f"it came from {topic}, which is no source topic any more"
+        source = TopicPartition(topic, int(partition))
+        target = self._output_of(columns, row, source) if self._plan.forward else source
+        added: list[Header] = [(REPLAYED, kept[SOURCE])]
+        if self._plan.forward:
+            added.insert(0, (VERDICT, b"late"))  # both last, where `dedup verify` expects them
+        elif any(name == REPLAYED for name, _ in own):
+            added = []  # it keeps its first position
+        timestamp_ms = int(kept[TIMESTAMP])
+        return target, (columns.offsets[row], timestamp_ms, columns.keys[row], columns.values[row], [*own, *added])
+
+    def _output_of(self, columns: Columns, row: int, source: TopicPartition) -> TopicPartition:
+        """Return the output partition that a worker would choose."""
+        output = self._plan.output
+        if self._topology.direct:
+            return TopicPartition(output, source.partition)
+        key = columns.keys[row]
+        if key is None:
+            topology = self._topology
+            extract = compile_extractor(
+                topology.tracking_id, RecordTime(), fmt=topology.source.format, fingerprint=False
+            )
+            key = extract([key], [columns.values[row]], [columns.headers[row]], [0]).ids[0] or b""
+        count = self._cluster.topics[output].partitions
+        return TopicPartition(output, partitions([key], count)[0])
+
+
+def _lost(position: int | None, mark: int | None) -> bool:
+    """Tell whether the broker has forgotten a position."""
+    return position is None and mark is not None
+
+
+def replay_plan(topology: Topology, *, late: bool, limit: int | None, begin: Begin | None = None) -> ReplayPlan | str:
+    """Return what to replay; or a sentence saying why this topology has nothing to replay."""
+    groups = topology.replay_group, topology.replay_mark_group
+    if not late:
+        return ReplayPlan(
+            topology.dead_letter, *groups, _DEAD_HEADERS, forward=False, output="", limit=limit, begin=begin
+        )
+    topic = getattr(topology.late, "topic", None)
+    if topic is None:
+        return "late records of this topology have no topic of their own"
+    if topology.output is None:
+        return "this topology only observes: it has no output to forward late records to"
+    return ReplayPlan(
+        topic, *groups, _LATE_HEADERS, forward=True, output=topology.output.topic, limit=limit, begin=begin
+    )

@@ -1,0 +1,637 @@
+"""The work of a `dedup` task: verdicts based on its state, sightings into the write buffer, records to send.
+
+Behind a repartition topic `unwrap` first restores the records as they were in the source topics: their source position
+and timestamp travel in reserved headers.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import repeat
+from operator import itemgetter
+from typing import Final
+from uuid import UUID
+
+from dedup.core import tracking_id as encoding
+from dedup.core.extract import Extractor
+from dedup.core.fold import Outcome, Rows, Rules, Sightings, fold
+from dedup.core.partitioner import partitions
+from dedup.core.window import Feed, FeedProgress, Sighting, StreamTime
+from dedup.errors import ClockBehind, InvariantBroken, StateIncompatible
+from dedup.kafka.equal_records import equal_records
+from dedup.kafka.record_batch import BATCH_BYTES, OWN_ROW, Line, RecordBatch, fill
+from dedup.kafka.wire import Header, TopicPartition, Wire
+from dedup.metrics import TaskNumbers
+from dedup.store.base import NOT_SAID, FeedTime, Store, TaskRecord
+from dedup.store.changelog import (
+    decode_sightings,
+    encode_sighting,
+    encode_single_column,
+    encode_task_record,
+    segment_prefix,
+    sighting_keys_column,
+    task_record_key,
+)
+from dedup.store.directory import Keeping
+from dedup.store.write_buffer import WriteBuffer
+from dedup.worker.clock import Clock
+from dedup.worker.feed_batch import FeedBatch, gather
+from dedup.worker.offsets import Start, first_offset
+from dedup.worker.recent_outcomes import Recent
+from dedup.worker.record_collector import IDLE, SOURCE, TIMESTAMP, Misfits, RecordCollector, Refusals, with_faults
+from dedup.worker.restore import changed, refuse_other_feeding, refuse_other_fingerprint, restore, what_it_means
+from dedup.worker.task import Frozen
+
+log: Final = logging.getLogger(__name__)
+_SAMPLED_IDS: Final = 8
+"""IDs per sample: hashing so few takes less time than judging a few hundred records."""
+_SAMPLE_EVERY: Final = 1000
+"""Records from one sample to the next, so that not every small batch pays for one."""
+FOREIGN: Final = (
+    "{topic}/{partition} offset {offset} was not written by a repartition task: it lacks the headers dedup-source and "
+    "dedup-timestamp. Stop whatever else writes to that topic, then `dedup reset`."
+)
+_WARM_IDS: Final = 20_000
+"""IDs whose filters each commit after a restart reads back, until all are there: about 10 ms a commit."""
+_MOST_FOLDS: Final = 3
+"""Of a whole batch; if it holds more records that no topic takes, it is judged in pieces."""
+PIECE: Final = 64
+"""Records judged together then: each record that no topic takes costs one more fold of its piece."""
+_NO_HEADERS: Final[list[Header]] = []
+_CLOCK_TOLERANCE_MS: Final = 1_000
+"""A smaller difference between clocks never causes records to be judged again."""
+
+
+class Placement:
+    """Samples IDs and warns if they are not in the partition that Kafka's default partitioner gives them."""
+
+    def __init__(self, feeding: TopicPartition, count: int, numbers: TaskNumbers) -> None:
+        self._feeding: Final = feeding
+        self._count: Final = count
+        self._numbers: Final = numbers
+        self._warned = False
+        self._passed = _SAMPLE_EVERY
+        """Records since the last sample."""
+
+    def sample(self, ids: Sequence[bytes | None]) -> None:
+        """Count the sampled IDs and the misplaced ones; warn at the first of these."""
+        if self._count < 2:  # noqa: PLR2004  # with one partition nothing is misplaced
+            return
+        self._passed += len(ids)
+        if self._passed < _SAMPLE_EVERY:
+            return
+        self._passed = 0
+        step = max(1, len(ids) // _SAMPLED_IDS)
+        sampled = [record_key_of(state_key) for state_key in ids[::step][:_SAMPLED_IDS] if state_key is not None]
+        keys = [key for key in sampled if key is not None]
+        if not keys:
+            return
+        misplaced = sum(found != self._feeding.partition for found in partitions(keys, self._count))
+        self._numbers.sampled += len(keys)
+        self._numbers.misplaced += misplaced
+        if misplaced and not self._warned:
+            self._warned = True
+            log.warning(
+                "%s/%d: %d of %d sampled IDs belong to another partition by Kafka's default partitioner. Is the topic "
+                "keyed by something else? Equal IDs in different partitions are not found; then remove "
+                "`partitioned_by` from the topology. If its producers place IDs by another rule, all is well.",
+                self._feeding.topic,
+                self._feeding.partition,
+                misplaced,
+                len(keys),
+            )
+
+
+def record_key_of(state_key: bytes) -> bytes | None:
+    """Return the record key that a producer writes for an ID; None for a digest, a composite or an unusual type."""
+    tag, rest = state_key[:1], state_key[1:]
+    match tag:
+        case encoding.TEXT | encoding.BYTES | encoding.BIG_INTEGER:
+            return rest
+        case encoding.UUID:
+            return str(UUID(bytes=rest)).encode()
+        case encoding.INTEGER:
+            return str(int.from_bytes(rest, "big", signed=True)).encode()
+        case _:
+            return None
+
+
+class Once:
+    """What the tasks of this process log only once."""
+
+    def __init__(self) -> None:
+        self._logged: Final[set[Hashable]] = set()
+
+    def first(self, what: Hashable) -> bool:
+        """Return True the first time this is asked about ``what``."""
+        if what in self._logged:
+            return False
+        self._logged.add(what)
+        return True
+
+
+def note_format(rows: Rows, row: int, plan: DedupPlan, judged: TaskNumbers) -> None:
+    """Count a dead letter of another format than JSON by that format; log the first of each topic and format."""
+    fault = rows.extracted.faults.get(row)
+    if fault is None or not fault.format_name:
+        return
+    judged.formats[fault.format_name] += 1
+    source = rows.source(row)
+    topic = plan.source_topics[source.topic]
+    if plan.once.first((topic, fault.format_name)):
+        log.warning(
+            "%s/%d/%d is a dead letter: %s. If all records of the topic are so, none of them can be judged: let the "
+            "producers write JSON in UTF-8, or take the tracking ID from the key or a header with `format: bytes`. "
+            "This is said once; the metric dedup_other_formats_total counts on.",
+            topic,
+            source.partition,
+            source.offset,
+            fault.detail,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Unwrapped:
+    """A batch of the repartition topic with the records' source columns restored."""
+
+    batch: FeedBatch
+    """Offsets are those of the repartition topic; timestamps and headers are the source's."""
+    feeds: list[Feed]
+    sources: list[int]
+    """Offsets in the source partitions."""
+    idle_rows: frozenset[int]
+
+
+def unwrap(batch: FeedBatch, source_topics: tuple[str, ...]) -> Unwrapped:
+    """Return the records as they were in the source; raises InvariantBroken for one that no repartition task wrote."""
+    positions = {topic: position for position, topic in enumerate(source_topics)}
+    feeds: list[Feed] = []
+    sources: list[int] = []
+    timestamps_ms: list[int] = []
+    headers: list[list[Header]] = []
+    idle_rows: set[int] = set()
+    for row, own in enumerate(batch.headers):
+        # Ours are the last two. The source's own headers may have any name, even those of an upstream dedup.
+        origin = _origin(dict(own[-2:]), positions, batch, row)
+        if origin.idle:
+            idle_rows.add(row)
+        feeds.append(origin.feed)
+        sources.append(origin.offset)
+        timestamps_ms.append(origin.timestamp_ms)
+        headers.append(list(own[:-2]))
+    plain = replace(batch, timestamps_ms=timestamps_ms, headers=headers)
+    # A single entry would be read as "one feed for all".
+    return Unwrapped(plain, feeds, sources, frozenset(idle_rows))
+
+
+@dataclass(frozen=True, slots=True)
+class _Origin:
+    feed: Feed
+    offset: int
+    timestamp_ms: int
+    idle: bool
+
+
+def _origin(ours: Mapping[str, bytes | None], positions: Mapping[str, int], batch: FeedBatch, row: int) -> _Origin:
+    timestamp, idle, source = ours.get(TIMESTAMP), ours.get(IDLE), ours.get(SOURCE)
+    if timestamp is not None and idle is not None:
+        topic, partition = idle.decode().rsplit("/", 1)
+        return _Origin(Feed(positions[topic], int(partition)), -1, int(timestamp), idle=True)
+    if timestamp is not None and source is not None:
+        topic, partition, offset = source.decode().rsplit("/", 2)
+        return _Origin(Feed(positions[topic], int(partition)), int(offset), int(timestamp), idle=False)
+    topic, number = batch.feeding
+    raise InvariantBroken(FOREIGN.format(topic=topic, partition=number, offset=batch.offsets[row]))
+
+
+def sighting_batches(
+    changelog: TopicPartition,
+    writes: Mapping[int, Mapping[bytes, bytes]],
+    *,
+    now_ms: int,
+    compression: str,
+    most_bytes: int = BATCH_BYTES,
+) -> list[RecordBatch]:
+    """Return the changelog records that restore these sightings: segment -> ID -> value."""
+    if len(writes) == 1:
+        # Nearly always: one segment and IDs of one length, which can be laid out in columns.
+        ((segment, part),) = writes.items()
+        batch = equal_records(
+            changelog,
+            segment_prefix(segment),
+            part.keys(),
+            part.values(),
+            timestamp_ms=now_ms,
+            compression=compression,
+            most_bytes=most_bytes,
+        )
+        if batch is not None:
+            return [batch]
+    keys = [key for segment, part in writes.items() for key in sighting_keys_column(segment, part)]
+    values = [value for part in writes.values() for value in part.values()]
+    lines: Iterator[Line] = zip(repeat(OWN_ROW), repeat(now_ms), keys, values, repeat([]), strict=False)
+    return fill(changelog, lines, compression=compression, most_bytes=most_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class DedupPlan:
+    """What a topology prescribes for judging one partition."""
+
+    feeding: TopicPartition
+    changelog: TopicPartition
+    feeds: tuple[Feed, ...]
+    """Every source partition that can reach this task; a single one when it reads the source itself."""
+    source_topics: tuple[str, ...]
+    wrapped: bool
+    """The feeding topic is our repartition topic; see `unwrap`."""
+    extractor: Extractor
+    rules: Rules
+    max_clock_skew_ms: int
+    start: Start
+    fingerprint: bytes
+    compression: str
+    feeding_topic_id: str = ""
+    """Kafka's id of the feeding topic: a recreated topic has other records at the same offsets."""
+    once: Once = field(default_factory=Once)
+    """Shared by all tasks of the worker."""
+    partitions: int = 1
+    """Of the source topic if it is read directly, for the sampling of misplaced IDs; else 1."""
+
+
+@dataclass(frozen=True, slots=True)
+class Future:
+    """Records that were judged to be in the future."""
+
+    least_ms: int
+    """The least of their event times."""
+    put_forward_ms: int
+    """How far brokers' times had advanced the clock when the first of them was judged."""
+
+
+class DedupTask:
+    """A task's state and its verdicts; see `TaskWork`."""
+
+    def __init__(
+        self,
+        plan: DedupPlan,
+        wire: Wire,
+        keeping: Keeping,
+        collector: RecordCollector,
+        clock: Clock,
+        numbers: TaskNumbers,
+    ) -> None:
+        self._plan: Final = plan
+        self._window: Final = plan.rules.window
+        self._segment_ms: Final = self._window.segment_ms
+        self._wire: Final = wire
+        self._keeping: Final = keeping
+        self.collector: Final = collector
+        self._clock: Final = clock
+        self._numbers: Final = numbers
+        self._judged = TaskNumbers()
+        """Verdicts of the open transaction; if it is aborted and judged again, they are counted once."""
+        self.recent: Final = Recent()
+        self._store: Store | None = None
+        self._began = 0
+        """Start of the changelog at the restore."""
+        self._buffer: WriteBuffer | None = None
+        self._applied = StreamTime.before(plan.feeds)
+        self._stream_time = self._applied
+        self._future: Future | None = None
+        """Records of the open transaction that were judged to be in the future."""
+        self._placement: Final = Placement(plan.feeding, plan.partitions, numbers)
+
+    @property
+    def oldest_live_ms(self) -> int:
+        """The least event time at which an applied sighting that still counts ends."""
+        return self._window.oldest_live_ms(self._applied.value_ms)
+
+    @property
+    def changelog(self) -> TopicPartition:
+        """The changelog partition that the state is restored from."""
+        return self._plan.changelog
+
+    @property
+    def truncate_below(self) -> int | None:
+        """The lowest changelog offset that a live segment needs; None if no segment is held.
+
+        Computed from applied state only. Sightings not applied yet are at higher offsets: the store's position is at or
+        above the first offset of every segment, and below the open transaction's records.
+        """
+        store = self._store
+        record = None if store is None else store.task_record
+        if store is None or record is None or record.kept_from == NOT_SAID:
+            return None
+        births = [birth for birth in map(store.first_offset, store.segments()) if birth is not None]
+        # Not beyond the last task record: otherwise an owner with an empty disk would take our deletion for somebody
+        # else's. First offsets differ from owner to owner; the next commit records ours.
+        return min([*births, record.kept_from]) if births else None
+
+    @property
+    def store(self) -> Store | None:
+        """The applied state; None before `restore`."""
+        return self._store
+
+    def _opened(self) -> Store:
+        if self._store is None:
+            raise InvariantBroken(f"the state of {self._plan.feeding} was used before it was restored.")
+        return self._store
+
+    def _buffered(self) -> WriteBuffer:
+        if self._buffer is None:
+            raise InvariantBroken(f"the state of {self._plan.feeding} was used before it was restored.")
+        return self._buffer
+
+    async def restore(self, committed: int | None) -> int:
+        """See `TaskWork`; raises StateIncompatible, with nothing touched, if state and topology do not match."""
+        plan = self._plan
+        if self._keeping.prepare is not None:
+            await self._keeping.prepare()
+        store = self._store = self._keeping.open()
+        self._buffer = WriteBuffer(store)
+        self._numbers.restored = await self._restore(store)
+        record = store.task_record
+        if record is None:
+            self._refuse_lost_state(committed)
+            return committed if committed is not None else await first_offset(self._wire, plan.feeding, plan.start)
+        self._applied = self._stream_time = _stream_time(record, plan.feeds)
+        self._numbers.reached(record.stream_time_ms)
+        self._drop_expired()
+        return max(committed or 0, record.next_offset)
+
+    async def overtaken(self) -> bool:
+        """See `TaskWork`; the changelog holds a task record of every commit."""
+        store = self._opened()
+        before = store.task_record
+        await self._restore(store)
+        return store.task_record != before
+
+    async def _restore(self, store: Store) -> int:
+        window, changelog = self._window, self._plan.changelog
+        held = store.task_record
+        restored = await restore(self._wire, changelog, store, window, self._note_progress, accept=self._accept)
+        self._began = restored.start
+        newest = restored.record or held
+        if newest is not None and changed(newest, window) and self._plan.once.first("window changed"):
+            log.warning("%s", what_it_means(changelog, newest, window))
+        return restored.records
+
+    def _kept_from(self, stream_time_ms: int) -> int:
+        """Return the changelog offset from which all state that is live at a stream time was written.
+
+        At or above `truncate_below` once this is applied, so the owner's own truncation is never taken for a loss. It
+        rises as segments expire, and never because the changelog begins later than before: somebody else may have
+        truncated it, and then only this disk holds what is gone.
+        """
+        store = self._opened()
+        oldest_ms = self._window.oldest_live_ms(stream_time_ms)
+        live = [segment for segment in store.segments() if segment + self._segment_ms > oldest_ms]
+        births = [birth for birth in map(store.first_offset, live) if birth is not None]
+        record = store.task_record
+        said = NOT_SAID if record is None else record.kept_from
+        # The first offset of a restored segment is at or above what the previous owner recorded.
+        return max(self._began if said == NOT_SAID else said, min(births, default=store.position))
+
+    def _note_progress(self, done: int, total: int) -> None:
+        self._numbers.restore_remaining = max(0, total - done)
+        self._numbers.restore_total = total
+
+    def _refuse_lost_state(self, committed: int | None) -> None:
+        # Without a committed offset nothing is lost, even if the store is past offset 0: the first transaction aborted.
+        if committed is None:
+            return
+        changelog = self._plan.changelog
+        raise StateIncompatible(
+            f"{changelog.topic}/{changelog.partition} holds no task record, although the group has judged records of "
+            f"{self._plan.feeding.topic}/{self._plan.feeding.partition} up to offset {committed}: the changelog was "
+            f"deleted or emptied. Nothing was touched. Bring it back, or start over with `dedup reset`."
+        )
+
+    def _accept(self, record: TaskRecord) -> None:
+        plan = self._plan
+        refuse_other_fingerprint(record.fingerprint, plan.fingerprint, plan.feeding)
+        refuse_other_feeding(record, plan.feeding_topic_id, plan.feeding)
+
+    def judge(self, batch: FeedBatch, refusals: Refusals) -> list[RecordBatch]:
+        """See `TaskWork`."""
+        judged = self._judged_in(_MOST_FOLDS, batch, refusals)
+        if judged is not None:
+            return judged
+        batches = []
+        for piece in batch.pieces(PIECE):
+            judged = self._judged_in(len(piece) + 1, piece, refusals)
+            if judged is None:
+                raise InvariantBroken(f"{batch.feeding}: more records were left out than there are.")
+            batches += judged
+        return batches
+
+    def _judged_in(self, most_folds: int, batch: FeedBatch, refusals: Refusals) -> list[RecordBatch] | None:
+        """Judge a batch; None, with nothing changed, if the last fold still finds a record that no topic takes.
+
+        Each fold turns only the first such record into a dead letter. A dead letter leaves no sighting, so later
+        verdicts may change: another record that does not fit may be a duplicate now, and need not go anywhere whole.
+        """
+        plan = self._plan
+        unwrapped = unwrap(batch, plan.source_topics) if plan.wrapped else None
+        plain = batch if unwrapped is None else unwrapped.batch
+        original = plan.extractor(plain.keys, plain.values, plain.headers, plain.timestamps_ms)
+        now_ms = self._clock.now_ms()
+        ceiling_ms = max(now_ms, self._applied.value_ms) + plan.max_clock_skew_ms
+        refused: dict[int, str] = {}
+        for _ in range(most_folds):
+            extracted = with_faults(original, batch, refused) if refused or batch.odd_names else original
+            if unwrapped is None:
+                rows = Rows(extracted, batch.offsets, plan.feeds)
+            else:
+                rows = Rows(extracted, unwrapped.sources, unwrapped.feeds, unwrapped.idle_rows)
+            outcome = fold(rows, plan.rules, self._stream_time, self._lookup, ceiling_ms=ceiling_ms)
+            misfits: Misfits = {}
+            batches = self.collector.publish(plain, rows, outcome, refusals, misfits)
+            if not misfits:
+                self._note_future(rows, outcome, ceiling_ms)
+                return batches + self._taken(rows, outcome, now_ms)
+            refusals.rows.update(misfits)  # none is measured twice
+            topic, first = min(misfits, key=itemgetter(1))
+            refused[first] = misfits[topic, first]
+        return None
+
+    def _taken(self, rows: Rows, outcome: Outcome, now_ms: int) -> list[RecordBatch]:
+        """Accept the verdicts of a batch: update state, counters and samples; return its changelog batches."""
+        self._stream_time = outcome.stream_time
+        self._count(rows, outcome)
+        self.recent.note(rows, outcome, now_ms)
+        self._placement.sample(rows.extracted.ids)
+        return self._remember(rows, outcome, now_ms)
+
+    def _note_future(self, rows: Rows, outcome: Outcome, ceiling_ms: int) -> None:
+        """Remember verdicts that a broker's clock may still contradict."""
+        if outcome.dead or outcome.clamped:
+            future = [time_ms for time_ms in rows.extracted.times_ms if time_ms > ceiling_ms]
+            if future:
+                found = Future(min(future), self._clock.put_forward_ms)
+                known = self._future or found
+                self._future = Future(min(known.least_ms, found.least_ms), known.put_forward_ms)
+
+    def _confirm(self, future: Future | None, append_time_ms: int) -> None:
+        """Raise ClockBehind if a record was in the future only because our clock was behind the broker's."""
+        if append_time_ms < 0:
+            return  # a changelog without LogAppendTime, created by hand: there is only our clock
+        self._clock.heard(append_time_ms)
+        if future is None or self._clock.put_forward_ms - future.put_forward_ms < _CLOCK_TOLERANCE_MS:
+            return
+        if future.least_ms <= append_time_ms + self._plan.max_clock_skew_ms:
+            raise ClockBehind(
+                f"{self._plan.feeding}: an event time of {future.least_ms} ms was too far in the future by this "
+                f"machine's clock, and is not by the broker's."
+            )
+
+    def _lookup(self, ids: Sequence[bytes], least_ms: int) -> Mapping[bytes, Sightings]:
+        buffer, window = self._buffered(), self._window
+        from_ms = least_ms - window.guard_ms
+        # No segment is too late: an extended sighting, possibly of an earlier topology, reaches back from its end.
+        segments = [start for start in buffer.segments() if start + self._segment_ms > from_ms]
+        if not segments:
+            return {}
+        found = buffer.get_many(segments, ids)
+        return {
+            key: decode_sightings(values[0]) if len(values) == 1 and not window.extend else _longest(values)
+            for key, values in found.items()
+        }
+
+    def _remember(self, rows: Rows, outcome: Outcome, now_ms: int) -> list[RecordBatch]:
+        """Put the new sightings into the open generation; return them as changelog batches."""
+        writes, plan = self._writes(rows, outcome), self._plan
+        if not writes:
+            return []
+        self._buffered().add(writes)
+        most = self.collector.limits.most_bytes(plan.changelog.topic)
+        return sighting_batches(plan.changelog, writes, now_ms=now_ms, compression=plan.compression, most_bytes=most)
+
+    def _writes(self, rows: Rows, outcome: Outcome) -> dict[int, dict[bytes, bytes]]:
+        writes: dict[int, dict[bytes, bytes]] = {}
+        if outcome.singles:
+            for segment, feed, part in self._grouped(rows, outcome):
+                fingerprints = rows.extracted.fingerprints
+                taken = gather(part)
+                values = encode_single_column(
+                    taken(outcome.judged_times_ms),
+                    feed.topic,
+                    feed.partition,
+                    taken(rows.sources),
+                    None if fingerprints is None else taken(fingerprints),
+                )
+                writes.setdefault(segment, {}).update(zip(taken(rows.extracted.ids), values, strict=True))
+        for (segment, key), sightings in outcome.rewritten.items():
+            writes.setdefault(segment, {})[key] = encode_sighting(sightings)
+        return writes
+
+    def _grouped(self, rows: Rows, outcome: Outcome) -> Iterator[tuple[int, Feed, list[int]]]:
+        """Yield (segment, feed, rows); nearly always one segment and one feed, so that is tried first."""
+        times_ms, singles = outcome.judged_times_ms, outcome.singles
+        taken = list(map(times_ms.__getitem__, singles))
+        least = self._window.segment_of(min(taken))
+        if len(rows.feeds) == 1 and max(taken) < least + self._segment_ms:
+            yield least, rows.feeds[0], singles
+            return
+        groups: defaultdict[tuple[int, Feed], list[int]] = defaultdict(list)
+        for row in singles:
+            feed = rows.feeds[row] if len(rows.feeds) > 1 else rows.feeds[0]
+            groups[self._window.segment_of(times_ms[row]), feed].append(row)
+        for (segment, feed), part in groups.items():
+            yield segment, feed, part
+
+    def sightings_of(self, state_key: bytes) -> Sightings:
+        """Return the sightings of one ID, committed or not, in no particular order."""
+        if self._buffer is None:
+            return ()
+        found = self._buffer.get_many(self._buffer.segments(), [state_key])
+        return _longest(found.get(state_key, []))
+
+    def freeze(self, next_offset: int) -> Frozen:
+        """See `TaskWork`."""
+        buffer = self._buffered()
+        stream_time, changelog = self._stream_time, self._plan.changelog
+        generation = buffer.freeze()
+        judged, self._judged = self._judged, TaskNumbers()
+        noted = self.recent.freeze()
+        future, self._future = self._future, None
+        record = self._record(stream_time, next_offset)
+        line = (OWN_ROW, self._clock.now_ms(), task_record_key(), encode_task_record(record), _NO_HEADERS)
+        closing = fill(changelog, [line], compression="none")
+
+        def apply(ends: Mapping[TopicPartition, int]) -> None:
+            buffer.applied(generation, record, ends[changelog])
+            self._applied = stream_time
+            self._numbers.add_verdicts(judged)
+            self._numbers.reached(stream_time.value_ms)
+            self.recent.commit(noted)
+            self._drop_expired()
+            self._opened().warm(_WARM_IDS)
+
+        return Frozen(closing, apply, lambda append_time_ms: self._confirm(future, append_time_ms))
+
+    def _record(self, stream_time: StreamTime, next_offset: int) -> TaskRecord:
+        feeds = tuple(
+            FeedTime(feed.topic, feed.partition, progress.max_ms, progress.idle)
+            for feed, progress in stream_time.feeds.items()
+        )
+        plan, time_ms = self._plan, stream_time.value_ms
+        kept_from = self._kept_from(time_ms)
+        return TaskRecord(
+            plan.fingerprint, time_ms, feeds, next_offset, self._segment_ms, kept_from, plan.feeding_topic_id
+        )
+
+    def _drop_expired(self) -> None:
+        """Drop segments that no longer count, by *applied* stream time: the open transaction may still abort."""
+        self._opened().drop_below(self.oldest_live_ms, self._segment_ms)
+
+    def idle(self) -> list[RecordBatch]:
+        """See `TaskWork`; no other task reads what a dedup task writes."""
+        return []
+
+    def discard(self) -> None:
+        """See `TaskWork`."""
+        if self._buffer is not None:
+            self._buffer.discard()
+        self._stream_time = self._applied
+        self._judged = TaskNumbers()
+        self._future = None
+        self.recent.discard()
+
+    def close(self) -> None:
+        """See `TaskWork`."""
+        # The next owner of the store must not share it with us.
+        store, self._store, self._buffer = self._store, None, None
+        if store is not None:
+            self._keeping.release(store)
+
+    def _count(self, rows: Rows, outcome: Outcome) -> None:
+        verdicts = self._judged.verdicts
+        verdicts["unique"] += len(outcome.unique)
+        verdicts["duplicate"] += len(outcome.duplicates) + len(outcome.repeats) + len(outcome.conflicts)
+        verdicts["late"] += len(outcome.late)
+        verdicts["dead_letter"] += len(outcome.dead)
+        verdicts["exempt"] += sum(1 for exempt in outcome.exempt.values() if exempt.why != "conflict")
+        for row, dead in outcome.dead:
+            self._judged.dead_reasons[dead.code] += 1
+            note_format(rows, row, self._plan, self._judged)
+        self._judged.conflicts += len(outcome.conflicts)
+
+
+def _longest(values: Sequence[bytes]) -> Sightings:
+    """Return an ID's sightings; an extended one is also in its earlier segments, shorter, and the longest counts."""
+    longest: dict[tuple[object, ...], Sighting] = {}
+    for value in values:
+        for seen in decode_sightings(value):
+            name = (seen.first_ms, seen.source, seen.fingerprint)
+            if name not in longest or longest[name].last_ms < seen.last_ms:
+                longest[name] = seen
+    return tuple(longest.values())
+
+
+def _stream_time(record: TaskRecord, feeds: tuple[Feed, ...]) -> StreamTime:
+    known = {Feed(feed.topic, feed.partition): FeedProgress(feed.max_ms, feed.idle) for feed in record.feeds}
+    return StreamTime(record.stream_time_ms, {feed: known.get(feed, FeedProgress()) for feed in feeds})

@@ -1,0 +1,384 @@
+"""What a worker says about itself: is it ready, what its tasks do, its metrics, whether an ID was seen."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, Self
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.core import Metric as Family
+from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
+
+from dedup.core.extract_one import Fault, Recipe, extract_one
+from dedup.core.json_path import Path
+from dedup.core.partitioner import partitions
+from dedup.core.tracking_id import ContentRule, FieldRule, FieldsRule, HeaderRule, KeyRule, RawContentRule
+from dedup.core.window import Sighting
+from dedup.errors import Problem, SettingsError, StateIncompatible
+from dedup.kafka.wire import TopicPartition
+from dedup.metrics import METRICS, Durations, Metric, TaskNumbers, TaskSeen, WorkerSeen
+from dedup.worker.app import peers_of
+from dedup.worker.dedup_task import DedupTask
+from dedup.worker.repartition_task import RepartitionTask
+from dedup.worker.task import Task, TaskState
+from dedup.worker_view import LookedUp, Noted, Peer, SeenId, ShownRecord, TaskPulse
+
+if TYPE_CHECKING:
+    from dedup.topology.model import Topology
+    from dedup.worker.app import DedupApp
+
+STATES: Final = ("created", "restoring", "running", "closed")
+Sample = tuple[tuple[str, ...], "float | Durations"]
+"""Label values in the order of the metric's labels, and the value."""
+_FRESH_S: Final = 2.0
+"""Age up to which an answer counts; the leader of a quiet partition answers five times a second."""
+_Record = tuple[bytes | None, bytes | None, list[tuple[str, bytes | None]]]
+
+
+@dataclass(frozen=True, slots=True)
+class Scrape:
+    """What one scrape reads; the counters are summed up once for all metrics."""
+
+    seen: WorkerSeen
+    counted: tuple[tuple[tuple[str, str, str], TaskNumbers], ...]
+    """Of every task that is or was in this worker, ordered."""
+
+    @classmethod
+    def of(cls, seen: WorkerSeen) -> Self:
+        """Return the scrape of a worker at one moment."""
+        counted = sorted(seen.counters().items())
+        return cls(seen, tuple(((place[0], place[1], str(place[2])), numbers) for place, numbers in counted))
+
+
+def _each(read: Callable[[TaskSeen], float | Durations | None]) -> Callable[[Scrape], Iterator[Sample]]:
+    """Return a reader of one value of every task, without unknown ones."""
+
+    def samples(scrape: Scrape) -> Iterator[Sample]:
+        for task in scrape.seen.tasks:
+            value = read(task)
+            if value is not None:
+                yield _place(task), value
+
+    return samples
+
+
+def _counted(read: Callable[[TaskNumbers], float | Durations]) -> Callable[[Scrape], Iterator[Sample]]:
+    """Return a reader of one counter of every task that is or was here."""
+
+    def samples(scrape: Scrape) -> Iterator[Sample]:
+        for place, numbers in scrape.counted:
+            yield place, read(numbers)
+
+    return samples
+
+
+def _split(read: Callable[[TaskNumbers], Mapping[str, float]]) -> Callable[[Scrape], Iterator[Sample]]:
+    """Return a reader of several counters, by one more label, of every task that is or was here."""
+
+    def samples(scrape: Scrape) -> Iterator[Sample]:
+        for place, numbers in scrape.counted:
+            for name, value in sorted(read(numbers).items()):
+                yield (*place, name), value
+
+    return samples
+
+
+def _states(scrape: Scrape) -> Iterator[Sample]:
+    for task in scrape.seen.tasks:
+        for state in STATES:
+            yield (*_place(task), state), float(state == task.state)
+
+
+def _stream_time_s(task: TaskSeen) -> float | None:
+    known_ms = task.numbers.stream_time_ms
+    return None if known_ms is None else known_ms / 1000
+
+
+def _whole(read: Callable[[WorkerSeen], float]) -> Callable[[Scrape], Iterator[Sample]]:
+    return lambda scrape: iter([((), read(scrape.seen))])
+
+
+def _place(task: TaskSeen) -> tuple[str, str, str]:
+    return task.sub_topology, task.topic, str(task.partition)
+
+
+READERS: Final[Mapping[str, Callable[[Scrape], Iterable[Sample]]]] = {
+    "dedup_records_total": _split(lambda numbers: numbers.verdicts),
+    "dedup_conflicts_total": _counted(lambda numbers: numbers.conflicts),
+    "dedup_dead_letters_total": _split(lambda numbers: numbers.dead_reasons),
+    "dedup_other_formats_total": _split(lambda numbers: numbers.formats),
+    "dedup_replayed_total": _counted(lambda numbers: numbers.replayed),
+    "dedup_misplaced_ids_total": _counted(lambda numbers: numbers.misplaced),
+    "dedup_transactions_total": _split(lambda numbers: {"committed": numbers.transactions, "aborted": numbers.aborted}),
+    "dedup_commit_seconds": _counted(lambda numbers: numbers.commits),
+    "dedup_end_to_end_seconds": _counted(lambda numbers: numbers.end_to_end),
+    "dedup_stream_time_seconds": _each(_stream_time_s),
+    "dedup_state_ids": _each(lambda task: task.state_ids),
+    "dedup_state_bytes": _each(lambda task: task.state_bytes),
+    "dedup_state_max_bytes": _each(lambda task: task.state_max_bytes),
+    "dedup_restore_remaining_records": _each(lambda task: task.numbers.restore_remaining),
+    "dedup_task_state": _states,
+    "dedup_lag_records": _each(lambda task: task.lag_records),
+    "dedup_lag_seconds": _each(lambda task: task.lag_seconds),
+    "dedup_last_stable_offset_lag": _each(lambda task: task.unstable_records),
+    "dedup_seconds_since_commit": _each(lambda task: task.seconds_since_commit),
+    "dedup_standby_lag_records": lambda scrape: [
+        ((str(number),), lag) for number, lag in scrape.seen.standby_lag.items()
+    ],
+    "dedup_fenced_total": _whole(lambda seen: seen.fenced),
+    "dedup_corrupted_total": _whole(lambda seen: seen.corrupted),
+    "dedup_checkpoints_unusable_total": _whole(lambda seen: seen.checkpoints_unusable),
+}
+
+
+class WorkerCollector(Collector):
+    """Reads the worker once per scrape; costs nothing between scrapes."""
+
+    def __init__(self, look: Callable[[], WorkerSeen]) -> None:
+        self._look: Final = look
+
+    def collect(self) -> Iterator[Family]:
+        """Yield every metric of `METRICS`, even without a sample."""
+        scrape = Scrape.of(self._look())
+        for metric in METRICS:
+            yield _family(metric, READERS[metric.name](scrape))
+
+
+def _family(metric: Metric, samples: Iterable[Sample]) -> Family:
+    if metric.kind == "histogram":
+        histogram = HistogramMetricFamily(metric.name, metric.help, labels=metric.labels)
+        for labels, value in samples:
+            if isinstance(value, Durations):
+                histogram.add_metric(labels, _cumulated(value), value.total_s)
+        return histogram
+    kind = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
+    family = kind(metric.name, metric.help, labels=metric.labels)
+    for labels, value in samples:
+        if not isinstance(value, Durations):
+            family.add_metric(labels, value)
+    return family
+
+
+def _cumulated(durations: Durations) -> list[tuple[str, float]]:
+    """Return the buckets as Prometheus expects them: each one includes all below it."""
+    bounds = [*map(floatToGoString, durations.bounds_s), "+Inf"]
+    below = 0
+    buckets: list[tuple[str, float]] = []
+    for bound, count in zip(bounds, durations.counts, strict=True):
+        below += count
+        buckets.append((bound, below))
+    return buckets
+
+
+def exposition(look: Callable[[], WorkerSeen]) -> bytes:
+    """Return the worker's metrics in Prometheus' text format."""
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(WorkerCollector(look))
+    return generate_latest(registry)
+
+
+class Introspection:
+    """Reads the app's tasks; changes nothing."""
+
+    def __init__(self, app: DedupApp, topology: Topology) -> None:
+        self._app: Final = app
+        self._topology: Final = topology
+
+    def not_ready(self) -> str | None:
+        """Return why this worker is not ready; None if it is."""
+        tasks = self._app.tasks
+        if tasks.failure.done():
+            return "the worker is stopping after a failure"
+        if not tasks.opened.is_set():
+            return "no assignment yet, or a rebalance is going on"
+        waiting = [task for task in tasks.running.values() if task.state is not TaskState.RUNNING]
+        return f"{len(waiting)} of {len(tasks.running)} tasks are not running yet" if waiting else None
+
+    def seen(self) -> WorkerSeen:
+        """Return the worker's present state."""
+        app = self._app
+        return WorkerSeen(
+            topology=self._topology.name,
+            worker_id=app.settings.worker_id or "",
+            tasks=tuple(self._task(feeding, task) for feeding, task in sorted(app.tasks.running.items())),
+            standby_lag=dict(app.standbys.lag),
+            fenced=app.tasks.fenced,
+            corrupted=app.tasks.corrupted,
+            not_ready=self.not_ready(),
+            checkpoints_unusable=app.bootstrap.unusable,
+            alert=app.alert,
+            ended=app.tasks.ended,
+        )
+
+    def metrics(self) -> bytes:
+        """Return the worker's metrics in Prometheus' text format."""
+        return exposition(self.seen)
+
+    def caught_up(self, feeding: TopicPartition, task: Task) -> bool:
+        """Tell whether a task has judged and committed all there is of its partition."""
+        end = self._app.member.fetcher.end(feeding)
+        # A leader that does not answer may hold records that nobody has seen.
+        if end is None or asyncio.get_running_loop().time() - end.seen_s > _FRESH_S:
+            return False
+        if task.dirty.is_set() or task.committing:
+            return False
+        return self._app.member.passed(feeding, end.high_watermark, task.next_offset)
+
+    def _lag(self, feeding: TopicPartition, task: Task) -> int | None:
+        end = self._app.member.fetcher.end(feeding)
+        if end is None or task.numbers.committed_offset is None:
+            return None
+        return 0 if self.caught_up(feeding, task) else max(0, end.high_watermark - task.numbers.committed_offset)
+
+    def _task(self, feeding: TopicPartition, task: Task) -> TaskSeen:
+        end = self._app.member.fetcher.end(feeding)
+        running = task.state is TaskState.RUNNING
+        store = task.work.store if running and isinstance(task.work, DedupTask) else None
+        return TaskSeen(
+            sub_topology=task.task_id.sub_topology,
+            topic=feeding.topic,
+            partition=feeding.partition,
+            state=task.state.value,
+            numbers=task.numbers,
+            lag_records=self._lag(feeding, task),
+            unstable_records=None if end is None else end.high_watermark - end.last_stable_offset,
+            state_ids=0 if store is None else store.count_ids(),
+            state_bytes=0 if store is None else store.approximate_bytes(),
+            state_max_bytes=None if store is None else self._topology.state.max_bytes_per_partition,
+        )
+
+    def look_up(self, text: str) -> LookedUp:
+        """Return what the state of this worker's partitions says of an ID.
+
+        Raises SettingsError for a text that cannot be an ID of this topology.
+        """
+        keys = state_keys(self._topology, text)
+        dedup_tasks = {
+            feeding.partition: task.work
+            for feeding, task in sorted(self._app.tasks.running.items())
+            if task.state is TaskState.RUNNING and isinstance(task.work, DedupTask)
+        }
+        found = tuple(
+            self._seen_id(partition, sighting, live=sighting.last_ms >= dedup_task.oldest_live_ms)
+            for partition, dedup_task in dedup_tasks.items()
+            for key in keys
+            for sighting in sorted(dedup_task.sightings_of(key))
+        )
+        # Before the first assignment the member knows no topics.
+        assigned = self._app.tasks.opened.is_set()
+        count = (self._app.member.topic_partitions(self._topology.feeding_topics[0]) or 0) if assigned else 0
+        placed = set(range(count)) if self._topology.direct or not count else set(partitions(keys, count))
+        belongs_to = next(iter(placed)) if len(placed) == 1 and not self._topology.direct else None
+        name, worker = self._topology.name, self._app.settings.worker_id or ""
+        home, feeding = tuple(sorted(placed)), self._topology.feeding_topics
+        return LookedUp(name, worker, text, found, tuple(dedup_tasks), count, belongs_to, home, feeding)
+
+    def _seen_id(self, partition: int, sighting: Sighting, *, live: bool) -> SeenId:
+        topology = self._topology
+        topic, source_partition, offset = sighting.source
+        place = f"{topology.source.topics[topic]}/{source_partition}/{offset}"
+        guarded_ms = sighting.last_ms + topology.window.guard_ms
+        went = None
+        if topology.output is not None:
+            # Behind a repartition topic the record's key chooses the partition, and a sighting does not keep the key.
+            went = f"{topology.output.topic}/{source_partition}" if topology.direct else topology.output.topic
+        return SeenId(partition, sighting.first_ms, sighting.last_ms, guarded_ms, place, live, went)
+
+    def pulse(self) -> Iterator[TaskPulse]:
+        """Yield those numbers of every task that are cheap to read."""
+        for feeding, task in self._app.tasks.running.items():
+            yield TaskPulse(task.numbers, self._lag(feeding, task))
+
+    def latest(self) -> Iterator[Noted]:
+        """Yield the latest committed duplicates, conflicts, late records and dead letters of every task."""
+        # If the content is the ID, showing the ID would show the payload.
+        ids = not isinstance(self._topology.tracking_id.rule, ContentRule | RawContentRule)
+        for task in self._app.tasks.running.values():
+            if isinstance(task.work, DedupTask | RepartitionTask):
+                yield from task.work.recent.shown(self._topology.source.topics, ids=ids)
+
+    def peers(self) -> tuple[Peer, ...]:
+        """Return the members of the group as of the last assignment; none before it."""
+        return peers_of(self._app)
+
+    async def record(self, topic: str, partition: int, offset: int) -> ShownRecord | None:
+        """Return a source record, truncated if long; None if the log does not hold it (any more).
+
+        Raises NoAnswer or StateIncompatible, the latter also for a topic that is no source of this topology.
+        """
+        if topic not in self._topology.source.topics:
+            raise StateIncompatible(f"{topic!r} is no source topic of {self._topology.name!r}.")
+        found = await self._app.wire.fetch(TopicPartition(topic, partition), offset, max_bytes=1, wait_ms=0)
+        if offset not in found.offsets:
+            return None
+        row = found.offsets.index(offset)
+        place = f"{topic}/{partition}/{offset}"
+        return ShownRecord.of(place, found.timestamps_ms[row], found.keys[row], found.values[row])
+
+
+def state_keys(topology: Topology, text: str) -> list[bytes]:
+    """Return the state keys that an ID as typed may stand for: ``7`` is the text "7" or the number 7.
+
+    A composite ID is written as a JSON list of its parts, a content ID as the content itself.
+    """
+    recipe = Recipe(topology.tracking_id, fmt=topology.source.format)
+    keys: list[bytes] = []
+    why = "it is not one"
+    for key, value, headers in _records(topology, text):
+        one = extract_one(recipe, key, value, headers, 0)
+        if isinstance(one, Fault):
+            why = one.detail
+        elif one.id not in keys:
+            keys.append(one.id)
+    if not keys:
+        raise SettingsError([Problem("ID", f"{text!r} can be no ID of {topology.name!r}: {why}")])
+    return keys
+
+
+def _records(topology: Topology, text: str) -> list[_Record]:
+    """Return records that would have this ID."""
+    match topology.tracking_id.rule:
+        case KeyRule():
+            return [(text.encode(), None, [])]
+        case HeaderRule(name):
+            return [(None, None, [(name, text.encode())])]
+        case FieldRule(path):
+            literals = [json.dumps(text), *([text] if _is_json(text) else [])]
+            return [(None, _nested([(path, literal)]).encode(), []) for literal in literals]
+        case FieldsRule(paths):
+            parts = json.loads(text) if _is_json(text) else None
+            if not isinstance(parts, list) or len(parts) != len(paths):
+                why = f"write it as a JSON list of its {len(paths)} parts"
+                raise SettingsError([Problem("ID", f"the ID of {topology.name!r} is composite; {why}")])
+            pairs = [(path, json.dumps(part)) for path, part in zip(paths, parts, strict=True)]
+            return [(None, _nested(pairs).encode(), [])]
+        case _:
+            return [(None, text.encode(), [])]
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError):
+        # RecursionError: nested too deep. No ID is, so this can only be a text.
+        return False
+    return True
+
+
+def _nested(members: list[tuple[Path, str]]) -> str:
+    """Return a JSON value that has these literals at these paths."""
+    at_once: dict[str | int, list[tuple[Path, str]]] = {}
+    for path, literal in members:
+        if not path:
+            return literal
+        at_once.setdefault(path[0], []).append((path[1:], literal))
+    inside = {step: _nested(rest) for step, rest in at_once.items()}
+    indices = [step for step in inside if isinstance(step, int)]
+    if indices:
+        return "[" + ", ".join(inside.get(index, "null") for index in range(max(indices) + 1)) + "]"
+    return "{" + ", ".join(f"{json.dumps(step)}: {value}" for step, value in inside.items()) + "}"

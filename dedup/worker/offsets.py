@@ -1,0 +1,110 @@
+"""Where tasks start to read: committed offsets, the notes kept with them, and `start` if there is no offset.
+
+The metadata of each committed offset names the topics it refers to by their ids (KIP-516). Kafka keeps offsets under a
+topic's name: a topic that was deleted and recreated has other records at the same offsets, and a recreated changelog
+holds none of the state behind them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Final, Literal, TypeVar, assert_never
+
+from dedup.errors import BrokerUnavailable, StateIncompatible
+from dedup.kafka.wire import COORDINATOR_MOVED, UNSTABLE_OFFSET, LogBounds, NoAnswer, Position, TopicPartition, Wire
+
+PAUSE_MS: Final = 50
+Start = Literal["earliest", "latest"] | int
+T = TypeVar("T")
+_FEEDING: Final = "feeding"
+CHANGELOG: Final = "changelog"
+RESETTING: Final = "dedup-reset-in-progress"
+"""Note on the offsets of a group whose state a `dedup reset` is deleting."""
+
+
+async def bounds_of(wire: Wire, partition: TopicPartition) -> LogBounds:
+    """Return a partition's start and high watermark; retries while its leader moves."""
+    return await answered(wire, lambda: wire.bounds(partition))
+
+
+async def answered(wire: Wire, ask: Callable[[], Awaitable[T]]) -> T:
+    """Return the answer to an idempotent request; retries while there is none."""
+    while True:
+        try:
+            return await ask()
+        except NoAnswer:
+            await wire.pause(PAUSE_MS)
+
+
+async def first_offset(wire: Wire, feeding: TopicPartition, start: Start) -> int:
+    """Return the offset that ``start`` means; a time in ms means the first record at or after it."""
+    bounds = await bounds_of(wire, feeding)
+    match start:
+        case "earliest":
+            return bounds.start
+        case "latest":
+            return bounds.end
+        case int() as time_ms:
+            offset = await answered(wire, lambda: wire.offset_at(feeding, time_ms))
+            return bounds.end if offset is None else offset
+        case never:
+            assert_never(never)
+
+
+async def committed_offset(wire: Wire, group: str, source: TopicPartition, *, stable: bool = True) -> int | None:
+    """Return the offset of `committed_position` alone."""
+    position = await committed_position(wire, group, source, stable=stable)
+    return None if position is None else position.offset
+
+
+async def committed_position(wire: Wire, group: str, source: TopicPartition, *, stable: bool = True) -> Position | None:
+    """Return the group's current committed offset; retries while its coordinator is away.
+
+    ``stable`` also retries while an open transaction would change the offset (KIP-447). For an owner, who has ended the
+    transactions of its own id; an observer would wait for a dead worker's transaction to time out.
+    """
+    while True:
+        answer = await answered(wire, lambda: wire.committed_offset(group, source, stable=stable))
+        if answer.error_code == 0:
+            return answer.position
+        if answer.error_code not in COORDINATOR_MOVED | {UNSTABLE_OFFSET}:
+            raise BrokerUnavailable(
+                f"the group {group!r} does not return its offset of {source.topic}/{source.partition} "
+                f"(code {answer.error_code}). Grant the principal Read on the group."
+            )
+        await wire.pause(PAUSE_MS)
+
+
+def offset_note(feeding_id: str, changelog_id: str | None = None) -> str:
+    """Return the note of a task that reads a topic and, if it keeps state, writes a changelog."""
+    return f"{_FEEDING}={feeding_id}" + (f" {CHANGELOG}={changelog_id}" if changelog_id is not None else "")
+
+
+def refuse_other_topics(found: str, ours: str, feeding: TopicPartition) -> None:
+    """Raise StateIncompatible if the note of a committed offset names another topic, or a reset in progress.
+
+    An offset without a note was set by hand or by an older release, and is accepted.
+    """
+    refuse_half_reset(found, feeding)
+    theirs, here = _parts(found), _parts(ours)
+    for kind in theirs.keys() & here.keys():
+        if theirs[kind] != here[kind]:
+            what = f"its source topic {feeding.topic!r}" if kind == _FEEDING else "its changelog"
+            raise StateIncompatible(
+                f"the group's offset of {feeding} was committed when {what} had id {theirs[kind]}, and the topic of "
+                f"that name has id {here[kind]} now: it was deleted and made again. Nothing was touched; start over "
+                f"with `dedup reset`."
+            )
+
+
+def refuse_half_reset(note: str, feeding: TopicPartition) -> None:
+    """Raise StateIncompatible if a reset of the group was interrupted."""
+    if note == RESETTING:
+        raise StateIncompatible(
+            f"a `dedup reset` began and did not end: it has marked the group's offset of {feeding}, and the state is "
+            f"partly deleted. Nothing was judged. Run the same `dedup reset` again, which finishes it."
+        )
+
+
+def _parts(note: str) -> dict[str, str]:
+    return dict(part.split("=", 1) for part in note.split() if "=" in part)

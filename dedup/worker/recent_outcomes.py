@@ -1,0 +1,118 @@
+"""The latest duplicates, conflicts, late records and dead letters of a task: samples to show, not counts.
+
+A few of each kind are kept per batch, and shown once their transaction is committed. Only positions, IDs and reasons
+are kept, never a payload.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from dedup.core.fold import Outcome, Rows
+from dedup.core.tracking_id import id_text
+from dedup.core.window import Source
+from dedup.quantities import format_duration
+from dedup.worker_view import Kind, Noted
+
+MOST_OF_A_BATCH: Final = 5
+MOST_KEPT: Final = 20
+"""Of each kind."""
+_SECONDS_FROM_MS: Final = 10_000
+_MINUTES_FROM_MS: Final = 600_000
+
+
+@dataclass(frozen=True, slots=True)
+class _Case:
+    kind: Kind
+    source: Source
+    key: bytes | None
+    event_time_ms: int | None
+    judged_ms: int
+    of: Source | None = None
+    away_ms: int = 0
+    detail: str = ""
+
+
+class Recent:
+    """One task's latest cases: those of the open transaction and those committed."""
+
+    def __init__(self) -> None:
+        self._open: list[_Case] = []
+        self._committed: Final[dict[Kind, deque[_Case]]] = {}
+
+    def note(self, rows: Rows, outcome: Outcome, now_ms: int) -> None:
+        """Keep a few cases of a batch just judged; `commit` shows them."""
+        if outcome.duplicates or outcome.repeats or outcome.conflicts or outcome.late or outcome.dead:
+            self._open.extend(_cases(rows, outcome, now_ms))
+
+    def freeze(self) -> list[_Case]:
+        """Return the cases of the transaction that is about to be committed; later ones belong to the next."""
+        frozen, self._open = self._open, []
+        return frozen
+
+    def commit(self, frozen: Iterable[_Case]) -> None:
+        """Show cases whose transaction is known to be committed."""
+        for case in frozen:
+            self._committed.setdefault(case.kind, deque(maxlen=MOST_KEPT)).append(case)
+
+    def discard(self) -> None:
+        """Forget the cases of the open transaction."""
+        self._open.clear()
+
+    def shown(self, source_topics: Sequence[str], *, ids: bool) -> Iterator[Noted]:
+        """Yield the committed cases in words, the oldest of each kind first; ``ids``: IDs may be shown."""
+        for cases in self._committed.values():
+            for case in cases:
+                text = id_text(case.key) if ids and case.key is not None else None
+                place = _place(case.source, source_topics)
+                yield Noted(case.kind, place, text, case.event_time_ms, case.judged_ms, _why(case, source_topics))
+
+
+def _cases(rows: Rows, outcome: Outcome, now_ms: int) -> list[_Case]:
+    times_ms, ids = outcome.judged_times_ms, rows.extracted.ids
+    repeats = outcome.repeats[-MOST_OF_A_BATCH:]
+    firsts = rows.sources_of([first for _, first in repeats])
+    found: list[tuple[Kind, int, Source | None, int, str]] = []
+    for row, seen in outcome.duplicates[-MOST_OF_A_BATCH:]:
+        found.append(("duplicate", row, seen.source, times_ms[row] - seen.first_ms, ""))
+    for (row, first), source in zip(repeats, firsts, strict=True):
+        found.append(("duplicate", row, source, times_ms[row] - times_ms[first], ""))
+    for row, seen in outcome.conflicts[-MOST_OF_A_BATCH:]:
+        found.append(("conflict", row, seen.source, times_ms[row] - seen.first_ms, ""))
+    for row, late in outcome.late[-MOST_OF_A_BATCH:]:
+        found.append(("late", row, None, late.behind_ms, ""))
+    for row, dead in outcome.dead[-MOST_OF_A_BATCH:]:
+        found.append(("dead_letter", row, None, 0, f"{dead.code}: {dead.detail}"))
+    sources = rows.sources_of([row for _, row, *_ in found])
+    return [
+        _Case(kind, source, ids[row], None if kind == "dead_letter" else times_ms[row], now_ms, of, away_ms, detail)
+        for source, (kind, row, of, away_ms, detail) in zip(sources, found, strict=True)
+    ]
+
+
+def _place(source: Source, source_topics: Sequence[str]) -> str:
+    return f"{source_topics[source.topic]}/{source.partition}/{source.offset}"
+
+
+def _about(duration_ms: int) -> str:
+    """Return a rounded duration: to seconds from ten seconds on, to minutes from ten minutes on."""
+    unit_ms = 1 if duration_ms < _SECONDS_FROM_MS else 1_000 if duration_ms < _MINUTES_FROM_MS else 60_000
+    return format_duration(round(duration_ms / unit_ms) * unit_ms)
+
+
+def _why(case: _Case, source_topics: Sequence[str]) -> str:
+    away = _about(abs(case.away_ms))
+    match case.kind:
+        case "duplicate" | "conflict":
+            first = _place(case.of, source_topics) if case.of is not None else "an earlier record"
+            when = (
+                f"{away} {'after' if case.away_ms > 0 else 'before'} it" if case.away_ms else "at the same event time"
+            )
+            return f"repeats {first}{' with another payload' if case.kind == 'conflict' else ''}, {when}"
+        case "late":
+            return f"{away} behind stream time, and its ID is not known"
+        case "dead_letter":
+            return case.detail

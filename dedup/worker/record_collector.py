@@ -1,0 +1,435 @@
+"""From outcomes to record batches: which record goes where, with which headers, in the broker's own format.
+
+Also what a broker refused in the open transaction (`Refusals`), and what topics are known to take (`Limits`).
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from hashlib import blake2b
+from itertools import groupby, repeat
+from operator import itemgetter
+from typing import Final, NamedTuple
+
+from dedup.core.extract import Extracted, Fault, FaultKind
+from dedup.core.extract_one import ODD_HEADER_NAME
+from dedup.core.fold import DeadLetter, Outcome, Rows
+from dedup.core.partitioner import partitions
+from dedup.core.window import Sighting
+from dedup.errors import RecordRefused
+from dedup.kafka.record_batch import (
+    BATCH_BYTES,
+    OWN_ROW,
+    Header,
+    Limit,
+    Line,
+    RecordBatch,
+    TopicPartition,
+    fill,
+    oversize,
+)
+from dedup.kafka.wire import NoAnswer, Wire
+from dedup.worker.clock import Clock
+from dedup.worker.feed_batch import FeedBatch, gather
+
+log: Final = logging.getLogger(__name__)
+_TIME_RANGE: Final = re.compile(r"timestamp should be within \[(-?\d{1,19}), (-?\d{1,19})\]")
+"""How brokers since Kafka 3.6 refuse a timestamp (KIP-937)."""
+Misfits = dict[tuple[str, int], str]
+"""Topic and feeding offset -> why that topic does not take the record."""
+TRUSTED_MS: Final = 60_000
+SOURCE: Final = "dedup-source"
+TIMESTAMP: Final = "dedup-timestamp"
+REASON: Final = "dedup-reason"
+DETAIL: Final = "dedup-detail"
+VERDICT: Final = "dedup-verdict"
+_FIRST_TIME: Final = "dedup-first-time"
+_FIRST_SOURCE: Final = "dedup-first-source"
+IDLE: Final = "dedup-idle"
+DIGEST: Final = "dedup-digest"
+ID: Final = "dedup-id"
+"""On records that `dedup ingest` and `IdempotentWriter` send: the tracking ID, if the record itself holds none."""
+REPLAYED: Final = "dedup-replayed"
+"""On records that `dedup replay` sent: their source position when they were first judged."""
+SLACK_BYTES: Final = 65_536
+"""Room for our headers: late and dead-letter topics take records this much larger than the source's."""
+_LATE_ADDED: Final = 2
+"""How many headers `RecordCollector` adds to a late record: its source position and its timestamp."""
+_DEAD_ADDED: Final = 4
+"""The same for a dead letter, with reason and detail."""
+
+
+# What is sent in place of a refused record when the transaction is judged again:
+#
+#     refused by                                    in its place
+#     output, duplicates, conflicts, repartition    a dead letter, whole
+#     late topic, for its size                      a digest, in the same topic; then a dead letter
+#     dead-letter topic, for its size               a digest, in the same topic; then nothing: the worker stops
+#
+# Where the broker does not say which records of a batch are at fault, the next attempt cuts the batch in two. Each
+# attempt covers all batches of the transaction, so the number of attempts grows with the logarithm of a batch's size.
+
+
+class SideTopics(NamedTuple):
+    """The topics for dead letters and late records, which carry a reason in their headers."""
+
+    dead: str
+    late: str | None
+
+
+@dataclass(slots=True)
+class Refusals:
+    """What was learned since the last commit."""
+
+    rows: Misfits = field(default_factory=dict)
+    """What a topic does not take; the verdict decides whether the record would go there."""
+    digests: set[tuple[str, int]] = field(default_factory=set)
+    """Topic and feeding offset of late records and dead letters that are sent as a digest."""
+    cuts: dict[TopicPartition, set[int]] = field(default_factory=dict)
+    """Feeding offsets at which a batch ends and the next one begins."""
+    times_ms: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """Topic -> the least and greatest timestamp it takes, as its broker stated."""
+
+    def learn(self, refusal: RecordRefused, side_topics: SideTopics) -> int | None:
+        """Record one refused batch; return the offset of a record that no topic takes, None if there is none.
+
+        Raises the refusal itself if it concerns our own records and nothing can be changed.
+        """
+        topic = refusal.topic
+        rows = [row for row in refusal.rows if row != OWN_ROW]
+        if not rows:
+            # Smaller batches may help, once: the topic's limit is read again.
+            if not refusal.too_large or (topic, OWN_ROW) in self.digests:
+                raise refusal
+            self.digests.add((topic, OWN_ROW))
+            return None
+        if len(rows) > 1 and not refusal.reasons:
+            cuts = self.cuts.setdefault(TopicPartition(topic, refusal.partition), set())
+            cuts.update((rows[0], rows[len(rows) // 2], rows[-1] + 1))
+            return None
+        for row in rows:
+            why = refusal.reasons.get(row, str(refusal))
+            if not self._learn_row(topic, row, why, side_topics, too_large=refusal.too_large):
+                return row
+            stated = _TIME_RANGE.search(why)
+            if stated is not None:
+                self.times_ms[topic] = int(stated[1]), int(stated[2])
+        return None
+
+    def _learn_row(self, topic: str, row: int, why: str, side_topics: SideTopics, *, too_large: bool) -> bool:
+        """Choose what is sent in place of a record; False if nothing is left to send."""
+        whole = too_large and (topic, row) not in self.digests
+        if whole and topic in side_topics:
+            self.digests.add((topic, row))
+        elif topic == side_topics.dead or (topic, row) in self.rows:
+            return False
+        else:
+            self.rows[topic, row] = why
+        return True
+
+    def untimely(self, topic: str, timestamp_ms: int) -> str | None:
+        """Return why the broker will refuse a timestamp; None if it takes it, or has not stated a range."""
+        allowed = self.times_ms.get(topic)
+        if allowed is None or allowed[0] <= timestamp_ms <= allowed[1]:
+            return None
+        least, greatest = allowed
+        return f"{topic} takes timestamps from {least} to {greatest}, by its broker; this record's is {timestamp_ms}"
+
+
+def with_faults(extracted: Extracted, batch: FeedBatch, refused: Mapping[int, str]) -> Extracted:
+    """Return ``extracted`` with a fault for each record that the broker refuses or whose header name is not UTF-8."""
+    faults = dict(extracted.faults)
+    for row, offset in enumerate(batch.offsets):
+        if offset in refused:
+            faults[row] = Fault(FaultKind.UNREADABLE, "refused_by_broker", refused[offset])
+        elif offset in batch.odd_names:
+            faults[row] = ODD_HEADER_NAME
+    return replace(extracted, faults=faults)
+
+
+class Limits:
+    """The size limits of the topics that a worker writes to, shared by its tasks.
+
+    A limit is trusted for a minute, so that a larger `max.message.bytes` is found without a restart: after that a
+    record that is too large is sent anyway, and the limit is read again only if the broker refuses it.
+    """
+
+    def __init__(self, known: Mapping[str, Limit], clock: Clock, wire: Wire | None) -> None:
+        self._known: Final = dict(known)
+        self._clock: Final = clock
+        self._wire: Final = wire
+        self._read_ms: Final = dict.fromkeys(known, clock.now_ms())
+
+    def most_bytes(self, topic: str) -> int:
+        """Return the size, before compression, up to which a batch of several records is never refused for its size."""
+        known = self._known.get(topic)
+        return BATCH_BYTES if known is None else known.surely_fits_bytes
+
+    def refuses(self, batch: RecordBatch, compression: str) -> str | None:
+        """Return why the broker will refuse a batch of one record; None if it takes it, or if that is unknown."""
+        topic = batch.target.topic
+        limit = self._known.get(topic)
+        if limit is None or len(batch.rows) > 1 or batch.builder.size() <= limit.surely_fits_bytes:
+            return None
+        if self._clock.now_ms() - self._read_ms[topic] >= TRUSTED_MS:
+            return None
+        found = oversize(batch, limit, compression)
+        if found is None:
+            return None
+        return (
+            f"{topic} takes batches of at most {limit.batch_bytes} bytes (max.message.bytes); this record needs {found}"
+        )
+
+    async def look_again(self, target: TopicPartition) -> None:
+        """Read the limit of the partition's topic again; an unanswered request changes nothing."""
+        if self._wire is None:
+            return
+        try:
+            limit = await self._wire.limit(target)
+        except NoAnswer as error:
+            log.warning("%s: its limits cannot be read (%s); the broker's refusals decide", target, error)
+            return
+        if limit is not None:
+            if limit != self._known.get(target.topic):
+                log.warning("%s takes batches of at most %d bytes now", target.topic, limit.batch_bytes)
+            self._known[target.topic] = limit
+            self._read_ms[target.topic] = self._clock.now_ms()
+
+
+class _NoTime:
+    put_forward_ms = 0
+
+    def now_ms(self) -> int:
+        return 0
+
+    def heard(self, broker_ms: int) -> None:
+        pass
+
+
+_NOT_KNOWN: Final = Limits({}, _NoTime(), None)
+"""For topics whose configs are not read: the broker decides."""
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """A topic to write to and its partition count."""
+
+    topic: str
+    partitions: int
+
+
+@dataclass(frozen=True, slots=True)
+class Routes:
+    """Where each verdict goes; None means nowhere."""
+
+    source_topics: tuple[str, ...]
+    output: Route | None
+    dead_letter: Route
+    late: Route | None
+    late_forward: bool = False
+    duplicates: Route | None = None
+    conflicts: Route | None = None
+    output_headers: bool = False
+    keep_partition: bool = True
+    """Output keeps the source's partition number; otherwise the record's key, or its ID, chooses it."""
+    time_is_record: bool = True
+    """Event time is the record's timestamp, so the output record gets the clamped time."""
+    compression: str = "snappy"
+
+
+class RecordCollector:
+    """Turns what `fold` found into record batches for one task."""
+
+    def __init__(self, routes: Routes, partition: int, limits: Limits = _NOT_KNOWN) -> None:
+        self._routes: Final = routes
+        self._partition: Final = partition
+        self.limits: Final = limits
+
+    @property
+    def side_topics(self) -> SideTopics:
+        """The topics that take late records and dead letters."""
+        late = self._routes.late
+        return SideTopics(self._routes.dead_letter.topic, None if late is None else late.topic)
+
+    def publish(
+        self, batch: FeedBatch, rows: Rows, outcome: Outcome, refusals: Refusals, misfits: Misfits
+    ) -> list[RecordBatch]:
+        """Return the batches for output, duplicates, conflicts, late and dead letters, each in the log's order.
+
+        ``misfits`` gains the records that their topic does not take; they are in no batch. A late record or dead
+        letter that does not fit is replaced by its digest.
+        """
+        routes = self._routes
+        outgoing: list[tuple[TopicPartition, Iterable[Line]]] = []
+        if routes.output is not None:
+            outgoing += self._output(batch, rows, outcome, routes.output)
+        if routes.duplicates is not None or routes.conflicts is not None:
+            outgoing += self._duplicates(batch, rows, outcome)
+        batches = [made for target, lines in outgoing for made in self.fitting(target, lines, refusals, misfits)]
+        if outcome.late and routes.late is not None:
+            late = self._late(batch, rows, outcome)
+            if refusals.rows:
+                late = _taken_there(late, routes.late.topic, refusals, misfits)
+            batches += self._side_batches(self._side_partition(routes.late), late, refusals, _LATE_ADDED)
+        if outcome.dead:
+            dead = self._dead(batch, rows, outcome)
+            batches += self._side_batches(self._side_partition(routes.dead_letter), dead, refusals, _DEAD_ADDED)
+        return batches
+
+    def fitting(
+        self, target: TopicPartition, lines: Iterable[Line], refusals: Refusals, misfits: Misfits
+    ) -> list[RecordBatch]:
+        """Return the lines as batches; ``misfits`` gains those that the topic does not take, which are left out."""
+        if refusals.rows or target.topic in refusals.times_ms:
+            lines = list(_taken_there(lines, target.topic, refusals, misfits))
+        batches = []
+        for made in self._filled(target, lines, refusals):
+            why = self.limits.refuses(made, self._routes.compression)
+            if why is None or made.rows[0] == OWN_ROW:
+                batches.append(made)  # our own records never become dead letters: the broker refuses them
+            else:
+                misfits[target.topic, made.rows[0]] = why
+        return batches
+
+    def _side_batches(
+        self, target: TopicPartition, lines: Iterable[Line], refusals: Refusals, added: int
+    ) -> list[RecordBatch]:
+        """Return late records or dead letters as batches; one that does not fit, or was refused, becomes its digest."""
+        if refusals.digests:
+            known = refusals.digests
+            lines = [_digest(line, added) if (target.topic, line[0]) in known else line for line in lines]
+        batches = []
+        for made in self._filled(target, lines, refusals):
+            if made.first is None or self.limits.refuses(made, self._routes.compression) is None:
+                batches.append(made)
+            else:
+                batches += fill(target, [_digest(made.first, added)], compression=self._routes.compression)
+        return batches
+
+    def _filled(self, target: TopicPartition, lines: Iterable[Line], refusals: Refusals) -> list[RecordBatch]:
+        compression, most_bytes = self._routes.compression, self.limits.most_bytes(target.topic)
+        cuts = sorted(refusals.cuts.get(target, ()))
+        if not cuts:
+            return fill(target, lines, compression=compression, most_bytes=most_bytes)
+        runs = groupby(lines, key=lambda line: bisect_right(cuts, line[0]))
+        return [made for _, run in runs for made in fill(target, run, compression=compression, most_bytes=most_bytes)]
+
+    def _side_partition(self, route: Route) -> TopicPartition:
+        return TopicPartition(route.topic, self._partition % route.partitions)
+
+    def _output(
+        self, batch: FeedBatch, rows: Rows, outcome: Outcome, route: Route
+    ) -> list[tuple[TopicPartition, Iterable[Line]]]:
+        forwarded = self._forwarded(outcome)
+        if not forwarded:
+            return []
+        lines = self._lines(batch, rows, outcome, forwarded)
+        if self._routes.keep_partition:
+            return [(TopicPartition(route.topic, self._partition), lines)]
+        taken = gather(forwarded)
+        keys, ids = taken(batch.keys), taken(rows.extracted.ids)
+        chosen = partitions(
+            [key if key is not None else own or b"" for key, own in zip(keys, ids, strict=True)], route.partitions
+        )
+        by_partition: dict[int, list[Line]] = {}
+        for partition, line in zip(chosen, lines, strict=True):
+            by_partition.setdefault(partition, []).append(line)
+        return [(TopicPartition(route.topic, partition), part) for partition, part in sorted(by_partition.items())]
+
+    def _forwarded(self, outcome: Outcome) -> list[int]:
+        extra = set(outcome.exempt)
+        if self._routes.late_forward:
+            extra.update(row for row, _ in outcome.late)
+        return sorted(extra.union(outcome.unique)) if extra else outcome.unique
+
+    def _lines(self, batch: FeedBatch, rows: Rows, outcome: Outcome, forwarded: list[int]) -> Iterator[Line]:
+        """Yield forwarded records: key, value, headers and timestamp unchanged, except for what a policy adds."""
+        marks: dict[int, list[Header]] = {}
+        for row, exempt in outcome.exempt.items():
+            marks.setdefault(row, []).append((VERDICT, exempt.why.encode()))
+        if self._routes.late_forward:
+            for row, _ in outcome.late:
+                marks.setdefault(row, []).append((VERDICT, b"late"))
+        if self._routes.output_headers:
+            for row in forwarded:
+                marks.setdefault(row, []).append((SOURCE, self._place(rows, row)))
+        taken = gather(forwarded)
+        timestamps = taken(batch.timestamps_ms)
+        if outcome.clamped and self._routes.time_is_record:
+            timestamps = [outcome.clamped.get(row, own) for row, own in zip(forwarded, timestamps, strict=True)]
+        headers: Iterable[list[Header]] = repeat([])
+        if marks or any(batch.headers):
+            headers = [[*batch.headers[row], *marks.get(row, ())] for row in forwarded]
+        return zip(
+            taken(batch.offsets),
+            timestamps,
+            taken(batch.keys),
+            taken(batch.values),
+            headers,
+            strict=False,
+        )
+
+    def _duplicates(
+        self, batch: FeedBatch, rows: Rows, outcome: Outcome
+    ) -> Iterator[tuple[TopicPartition, Iterable[Line]]]:
+        routes = self._routes
+        plain, conflicting = outcome.all_duplicates(rows), outcome.conflicts
+        if routes.conflicts is None:
+            plain, conflicting = sorted(plain + conflicting), []
+        for route, found in ((routes.duplicates, plain), (routes.conflicts, conflicting)):
+            if route is not None and found:
+                yield self._side_partition(route), [self._line(batch, row, self._first_seen(of)) for row, of in found]
+
+    def _first_seen(self, of: Sighting) -> list[Header]:
+        topic, partition, offset = of.source
+        place = f"{self._routes.source_topics[topic]}/{partition}/{offset}"
+        return [(_FIRST_TIME, str(of.first_ms).encode()), (_FIRST_SOURCE, place.encode())]
+
+    def _late(self, batch: FeedBatch, rows: Rows, outcome: Outcome) -> Iterator[Line]:
+        for row, _ in outcome.late:
+            yield self._line(batch, row, self._provenance(batch, rows, row))
+
+    def _dead(self, batch: FeedBatch, rows: Rows, outcome: Outcome) -> Iterator[Line]:
+        for row, dead in sorted(outcome.dead, key=itemgetter(0)):
+            yield self._line(batch, row, self._reasoned(batch, rows, row, dead))
+
+    def _reasoned(self, batch: FeedBatch, rows: Rows, row: int, dead: DeadLetter) -> list[Header]:
+        return [(REASON, dead.code.encode()), (DETAIL, dead.detail.encode()), *self._provenance(batch, rows, row)]
+
+    def _provenance(self, batch: FeedBatch, rows: Rows, row: int) -> list[Header]:
+        return [(SOURCE, self._place(rows, row)), (TIMESTAMP, str(batch.timestamps_ms[row]).encode())]
+
+    def _place(self, rows: Rows, row: int) -> bytes:
+        source = rows.source(row)
+        return f"{self._routes.source_topics[source.topic]}/{source.partition}/{source.offset}".encode()
+
+    @staticmethod
+    def _line(batch: FeedBatch, row: int, added: list[Header]) -> Line:
+        # The side topics use LogAppendTime; the timestamp sent only has to be valid.
+        headers = [*batch.headers[row], *added]
+        return batch.offsets[row], max(batch.timestamps_ms[row], 0), batch.keys[row], batch.values[row], headers
+
+
+def _taken_there(lines: Iterable[Line], topic: str, refusals: Refusals, misfits: Misfits) -> Iterator[Line]:
+    """Yield the lines that the topic is not known to refuse; ``misfits`` gains the others."""
+    for line in lines:
+        why = refusals.rows.get((topic, line[0])) or refusals.untimely(topic, line[1])
+        if why is None:
+            yield line
+        else:
+            misfits[topic, line[0]] = why
+
+
+def _digest(line: Line, added: int) -> Line:
+    """Return what is sent in place of a record that does not fit; its source position leads to the original.
+
+    Only the last ``added`` headers are kept, which are ours: the source's may be large.
+    """
+    row, timestamp_ms, _, value, headers = line
+    digest = blake2b(value or b"", digest_size=32).hexdigest()
+    summary = f"blake2b-256:{digest} of {len(value or b'')} bytes".encode()
+    return row, timestamp_ms, None, None, [*headers[-added:], (DIGEST, summary)]

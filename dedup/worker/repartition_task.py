@@ -1,0 +1,157 @@
+"""The work of a `repartition` task: it sends each source record, unjudged, to the partition of its tracking ID."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from dedup.core.extract import Extracted, Extractor
+from dedup.core.extract_one import ODD_HEADER_NAME
+from dedup.core.fold import DeadLetter, Outcome, Rows
+from dedup.core.partitioner import partitions
+from dedup.core.window import Feed
+from dedup.kafka.record_batch import OWN_ROW, Header, Line, RecordBatch, TopicPartition
+from dedup.kafka.wire import Wire
+from dedup.metrics import TaskNumbers
+from dedup.worker.clock import Clock
+from dedup.worker.feed_batch import FeedBatch
+from dedup.worker.offsets import Start, first_offset
+from dedup.worker.recent_outcomes import Recent
+from dedup.worker.record_collector import IDLE, SOURCE, TIMESTAMP, Misfits, RecordCollector, Refusals
+from dedup.worker.task import Frozen
+
+
+@dataclass(frozen=True, slots=True)
+class RepartitionPlan:
+    """What a topology prescribes for repartitioning one source partition."""
+
+    feeding: TopicPartition
+    target: str
+    partitions: int
+    extractor: Extractor
+    topic: int
+    """Position of the feeding topic in ``source.topics``."""
+    start: Start
+
+
+class RepartitionTask:
+    """The work of a task without state; see `TaskWork`."""
+
+    def __init__(
+        self,
+        plan: RepartitionPlan,
+        wire: Wire,
+        collector: RecordCollector,
+        clock: Clock,
+        numbers: TaskNumbers,
+        refuse_lost: Callable[[], Awaitable[None]],
+    ) -> None:
+        """``refuse_lost`` raises StateIncompatible if the feeding partition was read before."""
+        self._plan: Final = plan
+        self._refuse_lost: Final = refuse_lost
+        self.collector: Final = collector
+        self._wire: Final = wire
+        self._clock: Final = clock
+        self._numbers: Final = numbers
+        self._judged = TaskNumbers()
+        """Counts of the open transaction; if it is aborted and judged again, they are counted once."""
+        self.recent: Final = Recent()
+
+    async def restore(self, committed: int | None) -> int:
+        """See `TaskWork`; there is no state, only the committed offset."""
+        if committed is not None:
+            return committed
+        await self._refuse_lost()
+        return await first_offset(self._wire, self._plan.feeding, self._plan.start)
+
+    async def overtaken(self) -> bool:
+        """See `TaskWork`; there is no state."""
+        return False
+
+    def judge(self, batch: FeedBatch, refusals: Refusals) -> list[RecordBatch]:
+        """See `TaskWork`; records keep their order per ID, originals travel in headers."""
+        plan = self._plan
+        extracted = plan.extractor(batch.keys, batch.values, batch.headers, batch.timestamps_ms)
+        # A record without an ID needs a verdict, too: some dedup task makes it a dead letter or follows the policy.
+        fallback = batch.feeding.partition % plan.partitions
+        with_id = [row for row, key in enumerate(extracted.ids) if key is not None]
+        chosen = [fallback] * len(batch)
+        for row, partition in zip(
+            with_id, partitions([extracted.ids[row] or b"" for row in with_id], plan.partitions), strict=True
+        ):
+            chosen[row] = partition
+        lines: dict[int, list[Line]] = {}
+        now_ms = self._clock.now_ms()
+        place = f"{batch.feeding.topic}/{batch.feeding.partition}/"
+        for row, partition in enumerate(chosen):
+            offset = batch.offsets[row]
+            if offset in batch.odd_names:
+                continue
+            headers: list[Header] = [
+                *batch.headers[row],
+                (SOURCE, f"{place}{offset}".encode()),
+                (TIMESTAMP, str(batch.timestamps_ms[row]).encode()),
+            ]
+            lines.setdefault(partition, []).append((offset, now_ms, batch.keys[row], batch.values[row], headers))
+        misfits: Misfits = {}
+        batches = self._filled(lines, refusals, misfits)
+        self._judged.verdicts["repartitioned"] += sum(map(len, lines.values())) - len(misfits)
+        if misfits or batch.odd_names:
+            refused = {offset: why for (_, offset), why in misfits.items()}
+            batches += self._dead_letters(batch, extracted, refusals, refused)
+        return batches
+
+    def _dead_letters(
+        self, batch: FeedBatch, extracted: Extracted, refusals: Refusals, refused: Mapping[int, str]
+    ) -> list[RecordBatch]:
+        """Return dead letters for records that the repartition topic does not take: no dedup task will see them."""
+        dead = []
+        for row, offset in enumerate(batch.offsets):
+            if offset in refused:
+                dead.append((row, DeadLetter("refused_by_broker", refused[offset])))
+            elif offset in batch.odd_names:
+                dead.append((row, DeadLetter(ODD_HEADER_NAME.code, ODD_HEADER_NAME.detail)))
+        self._judged.verdicts["dead_letter"] += len(dead)
+        for _, dead_letter in dead:
+            self._judged.dead_reasons[dead_letter.code] += 1
+        rows = Rows(extracted, batch.offsets, (Feed(self._plan.topic, batch.feeding.partition),))
+        outcome = Outcome(dead=dead)
+        self.recent.note(rows, outcome, self._clock.now_ms())
+        return self.collector.publish(batch, rows, outcome, refusals, {})  # dead letters are replaced, not left out
+
+    def idle(self) -> list[RecordBatch]:
+        """Return a marker for every repartition partition: this feed has no more records for now."""
+        topic, partition = self._plan.feeding
+        now_ms = self._clock.now_ms()
+        headers: list[Header] = [(IDLE, f"{topic}/{partition}".encode()), (TIMESTAMP, str(now_ms).encode())]
+        lines: dict[int, list[Line]] = {
+            target: [(OWN_ROW, now_ms, None, None, headers)] for target in range(self._plan.partitions)
+        }
+        return self._filled(lines, Refusals(), {})
+
+    def _filled(self, lines: dict[int, list[Line]], refusals: Refusals, misfits: Misfits) -> list[RecordBatch]:
+        batches: list[RecordBatch] = []
+        for partition, part in sorted(lines.items()):
+            target = TopicPartition(self._plan.target, partition)
+            batches += self.collector.fitting(target, part, refusals, misfits)
+        return batches
+
+    def freeze(self, next_offset: int) -> Frozen:  # noqa: ARG002  # `Work`'s signature
+        """See `TaskWork`; there is no state to apply."""
+        judged, self._judged = self._judged, TaskNumbers()
+        noted = self.recent.freeze()
+
+        def apply(_ends: Mapping[TopicPartition, int]) -> None:
+            self._numbers.add_verdicts(judged)
+            self.recent.commit(noted)
+
+        return Frozen([], apply)
+
+    def discard(self) -> None:
+        """See `TaskWork`."""
+        self._judged = TaskNumbers()
+        self.recent.discard()
+
+    def close(self) -> None:
+        """See `TaskWork`."""

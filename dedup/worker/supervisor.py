@@ -1,0 +1,140 @@
+"""Several workers on one machine: a supervisor that starts them, restarts those that die, and drains on a signal."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+from urllib.parse import urlsplit
+
+if TYPE_CHECKING:
+    from dedup.settings import Settings
+
+log: Final = logging.getLogger(__name__)
+LOOK_S: Final = 0.1
+FIRST_BACK_OFF_S: Final = 0.5
+_LONGEST_BACK_OFF_S: Final = 30.0
+_CALM_S: Final = 60.0
+"""A worker that lived this long restarts after the first back-off."""
+FINAL: Final = frozenset({2, 3})
+"""Exit codes that no restart cures: a usage error, incompatible state."""
+NO_BROKER: Final = 5
+"""Final if the worker never lived for `_CALM_S`: a wrong address or password. Later, brokers come back."""
+
+
+@dataclass(slots=True)
+class Child:
+    """A worker process and its history."""
+
+    number: int
+    process: subprocess.Popen[bytes]
+    started_s: float
+    back_off_s: float = FIRST_BACK_OFF_S
+    start_at_s: float | None = None
+    finished: bool = False
+    was_calm: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class FleetPlan:
+    """What to run, and in how many workers."""
+
+    topology: Path
+    config: Path | None
+    overrides: tuple[str, ...]
+    settings: Settings
+    """With a `worker_id`, which must differ between machines."""
+    workers: int
+    exit_when_done: bool = False
+    onto_existing_output: bool = False
+
+    def command(self, number: int) -> list[str]:
+        """Return the command line of one worker, with its own worker id, state directory and pages."""
+        line = [sys.executable, "-m", "dedup.cli.main", "run", str(self.topology), "--quiet"]
+        if self.config is not None:
+            line += ["--config", str(self.config)]
+        own_id = f"{self.settings.worker_id}-{number}"
+        own = (f"worker_id={own_id}", f"state_dir={self.settings.state_dir / own_id}")
+        for override in (*self.overrides, *own, *self._pages(number)):
+            line += ["--set", override]
+        flags = {"--exit-when-done": self.exit_when_done, "--onto-existing-output": self.onto_existing_output}
+        return [*line, *(option for option, given in flags.items() if given)]
+
+    def _pages(self, number: int) -> list[str]:
+        """Return the settings of a worker's pages: port and address, counted up from the configured ones."""
+        web = self.settings.web
+        if web.port == 0:
+            return []
+        pages = [f"web.port={web.port + number - 1}"]
+        if web.advertise is not None:
+            address = urlsplit(web.advertise)
+            if address.port is not None:
+                host = address.netloc.rpartition(":")[0]
+                moved = address._replace(netloc=f"{host}:{address.port + number - 1}")
+                pages.append(f"web.advertise={moved.geturl()}")
+        return pages
+
+
+def supervise(plan: FleetPlan) -> int:
+    """Run N workers until a signal, or until all are done; return the exit code."""
+    stopping = False
+
+    def stop(_number: int, _frame: object) -> None:
+        nonlocal stopping
+        stopping = True
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
+    lines = [plan.command(number) for number in range(1, plan.workers + 1)]
+    children = [
+        Child(number, subprocess.Popen(line), time.monotonic()) for number, line in enumerate(lines)
+    ]  # our own command line
+    code = 0
+    try:
+        while not stopping and not code and not all(child.finished for child in children):
+            for child in children:
+                code = max(code, _look_after(child, lines[child.number], time.monotonic()))
+            time.sleep(LOOK_S)
+    finally:
+        _drain(children)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    return code
+
+
+def _look_after(child: Child, line: list[str], now_s: float) -> int:
+    """Restart a dead worker after its back-off; return an exit code that ends the fleet, else 0."""
+    if child.finished:
+        return 0
+    if child.start_at_s is not None:
+        if now_s >= child.start_at_s:
+            child.process = subprocess.Popen(line)  # our own command line
+            child.started_s, child.start_at_s = now_s, None
+        return 0
+    code = child.process.poll()
+    if code is None:
+        return 0
+    if code == 0:
+        child.finished = True
+        return 0
+    if now_s - child.started_s > _CALM_S:
+        child.was_calm, child.back_off_s = True, FIRST_BACK_OFF_S
+    if code in FINAL or (code == NO_BROKER and not child.was_calm):
+        return code
+    log.warning("worker %d ended with %d; it starts again in %.1f s", child.number, code, child.back_off_s)
+    child.start_at_s = now_s + child.back_off_s
+    child.back_off_s = min(2 * child.back_off_s, _LONGEST_BACK_OFF_S)
+    return 0
+
+
+def _drain(children: Sequence[Child]) -> None:
+    living = [child.process for child in children if child.process.poll() is None]
+    for process in living:
+        process.send_signal(signal.SIGTERM)
+    for process in living:
+        process.wait()

@@ -1,0 +1,265 @@
+"""The tasks of this worker: opened on assignment, committed at intervals, closed on revocation."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
+
+from dedup.errors import CommitUnknown, InvariantBroken, TaskCorrupted, TaskMigrated
+from dedup.kafka.wire import Position, TopicPartition
+from dedup.metrics import Place, TaskNumbers
+from dedup.worker.feed_batch import FeedBatch
+from dedup.worker.task import Task, TaskState
+
+log: Final = logging.getLogger(__name__)
+CANCEL_AGAIN_S: Final = 0.5
+_TASK_INTERVAL_S: Final = 0.0075
+"""Commit interval per busy task: a transaction costs 0.7-1.5 ms of CPU, so commits take about a fifth."""
+_LONGEST_INTERVAL_S: Final = 1.0
+"""A transaction stays open for so long: readers wait for it, and the broker aborts it after its time-out."""
+_LEAST_REST: Final = 0.5
+"""Share of the interval left for judging, however long the last commit took."""
+_MOST_RESTORES: Final = 2
+FIRST_PAUSE_S: Final = 0.2
+"""Pause before a task whose commit had no answer is built again; doubles each time until it commits."""
+LONGEST_PAUSE_S: Final = 10.0
+Build = Callable[[TopicPartition], Task]
+
+
+async def ended(loops: Iterable[asyncio.Task[Any]]) -> None:
+    """Cancel these asyncio tasks and wait until all have ended, in whatever way.
+
+    Each is cancelled repeatedly: a cancellation that arrives while an aiokafka client closes is lost, since the client
+    awaits a task that it has cancelled itself, and takes our cancellation for that task's.
+    """
+    left = {loop for loop in loops if not loop.done()}
+    while left:
+        for loop in left:
+            loop.cancel()
+        left = (await asyncio.wait(left, timeout=CANCEL_AGAIN_S))[1]
+
+
+class Membership(Protocol):
+    """The group member that reads for the tasks."""
+
+    def begin(self, feeding: TopicPartition, position: Position) -> int:
+        """Read a partition from this position on; return the number of this reading."""
+
+    def halt(self, feeding: TopicPartition) -> None:
+        """Stop reading a partition until `begin`."""
+
+    def rejoin(self) -> None:
+        """Ask for a new assignment."""
+
+    async def is_member(self) -> bool | None:
+        """Tell whether the group still counts this worker in; None where its coordinator does not answer."""
+
+
+@dataclass(slots=True)
+class Outage:
+    """How often a partition's task was built again since its last commit."""
+
+    tries: int = 0
+    since_s: float = 0.0
+    """When the first of them failed."""
+
+    def next_pause_s(self, now_s: float) -> float:
+        """Return how long to wait before the next try."""
+        if not self.tries:
+            self.since_s = now_s
+        self.tries += 1
+        return min(FIRST_PAUSE_S * (1 << min(self.tries - 1, 10)), LONGEST_PAUSE_S)
+
+
+class TaskManager:
+    """Feeding partition -> task, with the loops that start and commit them."""
+
+    def __init__(self, build: Build, wipe: Callable[[TopicPartition], None], *, commit_interval_ms: int) -> None:
+        self._build: Final = build
+        self._wipe: Final = wipe
+        self._commit_interval_s: Final = commit_interval_ms / 1000
+        self._tasks: dict[TopicPartition, Task] = {}
+        self._loops: dict[TopicPartition, asyncio.Task[None]] = {}
+        self._lives: dict[TopicPartition, int] = {}
+        """Which reading of the partition its task judges; batches of another one are dropped."""
+        self._member: Membership | None = None
+        self._damaged: Final[Counter[TopicPartition]] = Counter()
+        self.fenced = 0
+        self.corrupted = 0
+        self.ended: Final[dict[Place, TaskNumbers]] = {}
+        """The counters of tasks that are closed by now."""
+        self.opened: Final = asyncio.Event()
+        """Set while an assignment, even an empty one, is in force."""
+        self.failure: Final[asyncio.Future[BaseException]] = asyncio.get_running_loop().create_future()
+        """Done when the worker must stop; holds the reason."""
+
+    def connect(self, member: Membership) -> None:
+        """Set the member that reads for the tasks."""
+        self._member = member
+
+    def _connected(self) -> Membership:
+        if self._member is None:
+            raise InvariantBroken("a task needs a reader, and no consumer was connected to the tasks.")
+        return self._member
+
+    @property
+    def running(self) -> Mapping[TopicPartition, Task]:
+        """The tasks by feeding partition, whatever their state."""
+        return self._tasks
+
+    def open(self, feeding: Iterable[TopicPartition]) -> None:
+        """Build a task for each partition and start it in the background."""
+        if self._tasks:
+            raise InvariantBroken(f"tasks of an older assignment are still open: {sorted(self._tasks)}.")
+        for partition in sorted(feeding):
+            self._tasks[partition] = self._build(partition)
+            self._loops[partition] = asyncio.create_task(self._live(partition), name=f"task {partition}")
+        self.opened.set()
+
+    async def process(self, batch: FeedBatch) -> None:
+        """Give a batch to its task; a batch of a partition that was revoked meanwhile is dropped unjudged."""
+        task = self._tasks.get(batch.feeding)
+        if task is None or batch.life != self._lives.get(batch.feeding):
+            return
+        try:
+            await task.process(batch)
+        except TaskCorrupted as error:
+            await self._heal(batch.feeding, task, error)
+        except Exception as error:
+            self.fail(error)
+            raise
+
+    async def _live(self, partition: TopicPartition) -> None:
+        """Run a partition's tasks, one after the other; each error has its own way out."""
+        outage = Outage()
+        try:
+            while True:
+                try:
+                    await self._start(partition, outage)
+                    await self._commit_by_the_clock(self._tasks[partition], outage)
+                except CommitUnknown as error:
+                    await self._build_again(partition, error, outage)
+                else:
+                    return
+        except TaskMigrated as error:
+            log.warning("%s: %s", partition, error)
+            self.fenced += 1
+            task = self._tasks.get(partition)
+            if task is not None:
+                await task.close(drain=False)
+                self._connected().rejoin()
+        except TaskCorrupted as error:
+            await self._heal(partition, self._tasks[partition], error)
+        except asyncio.CancelledError:
+            raise
+        except BaseException as error:  # noqa: BLE001  # whatever it is, the worker must not go on without this task
+            self.fail(error)
+
+    async def _build_again(self, partition: TopicPartition, error: CommitUnknown, outage: Outage) -> None:
+        """The partition has a new task, after a pause; other tasks go on meanwhile.
+
+        Raises TaskMigrated, as `error`, if the group no longer counts this worker in: the new owner must not be fenced.
+        """
+        member, task = self._connected(), self._tasks.get(partition)
+        if task is None:
+            raise error  # the assignment has ended, and its last commits with it
+        member.halt(partition)
+        await task.close(drain=False)
+        if not outage.tries:
+            log.warning("%s: %s Only this partition waits; it is tried again until it commits.", partition, error)
+        counted_in: bool | None = None
+        while counted_in is None:
+            await asyncio.sleep(outage.next_pause_s(time.monotonic()))
+            counted_in = await member.is_member()
+        if not counted_in or self._loops.get(partition) is not asyncio.current_task():
+            raise error
+        self._keep_counters(task, partition)
+        self._tasks[partition] = self._build(partition)
+
+    async def _start(self, partition: TopicPartition, outage: Outage) -> None:
+        for attempt in range(1, _MOST_RESTORES + 1):
+            task = self._tasks[partition]
+            try:
+                offset = await task.start()
+            except TaskCorrupted as error:
+                await task.close(drain=False)
+                if attempt == _MOST_RESTORES:
+                    raise
+                log.warning("%s: %s", task.task_id, error)
+                self.corrupted += 1
+                self._wipe(partition)
+                self._keep_counters(task, partition)
+                self._tasks[partition] = self._build(partition)
+            else:
+                text = "%s: running from offset %d, epoch %d, after %d changelog records"
+                if not outage.tries:
+                    log.info(text, task.task_id, offset, task.epoch, task.numbers.restored)
+                self._lives[partition] = self._connected().begin(partition, task.position)
+                return
+
+    async def _heal(self, partition: TopicPartition, task: Task, error: TaskCorrupted) -> None:
+        """Delete damaged local state and rejoin, so that it is restored; repeated damage stops the worker."""
+        await task.close(drain=False)
+        self.corrupted += 1
+        self._damaged[partition] += 1
+        if self._damaged[partition] >= _MOST_RESTORES:
+            self.fail(error)
+            return
+        log.warning("%s: %s", task.task_id, error)
+        if self._tasks.get(partition) is not task:
+            return  # the next assignment's task has opened the directory by now, and finds the damage itself
+        self._wipe(partition)
+        self._connected().rejoin()
+
+    async def _commit_by_the_clock(self, task: Task, outage: Outage) -> None:
+        begun = -math.inf
+        while task.state is TaskState.RUNNING:
+            await task.dirty.wait()
+            interval_s = self._interval_s()
+            await asyncio.sleep(max(begun + interval_s - time.monotonic(), _LEAST_REST * interval_s))
+            begun = time.monotonic()
+            await task.commit()
+            task.numbers.took(time.monotonic() - begun)
+            if outage.tries:
+                log.info("%s: commits again, after %.1f s", task.task_id, time.monotonic() - outage.since_s)
+                outage.tries = 0
+
+    def _interval_s(self) -> float:
+        """The commit interval, longer when so many tasks are busy that commits would take up the core."""
+        busy = sum(1 for task in self._tasks.values() if task.dirty.is_set())
+        return max(self._commit_interval_s, min(_TASK_INTERVAL_S * busy, _LONGEST_INTERVAL_S))
+
+    def fail(self, error: BaseException) -> None:
+        """Stop the worker for this reason; only the first one counts."""
+        if not self.failure.done():
+            self.failure.set_result(error)
+
+    async def close_all(self, *, drain: bool) -> None:
+        """End every task; with ``drain``, what was judged is committed first. Tasks that fail to drain are dropped."""
+        drain = drain and not self.failure.done()
+        self.opened.clear()
+        self._lives.clear()
+        loops, self._loops = self._loops, {}
+        tasks, self._tasks = self._tasks, {}
+        for partition, loop in loops.items():
+            # It has nothing to drain, and must not start running after it was closed.
+            if tasks[partition].state is not TaskState.RUNNING:
+                loop.cancel()
+        results = await asyncio.gather(*[task.close(drain=drain) for task in tasks.values()], return_exceptions=True)
+        await ended(loops.values())
+        for (partition, task), result in zip(tasks.items(), results, strict=True):
+            self._keep_counters(task, partition)
+            if isinstance(result, TaskMigrated):
+                log.warning("%s: closed without its last commit: %s", task.task_id, result)
+            elif isinstance(result, BaseException):
+                self.fail(result)
+
+    def _keep_counters(self, task: Task, partition: TopicPartition) -> None:
+        place = (task.task_id.sub_topology, partition.topic, partition.partition)
+        self.ended.setdefault(place, TaskNumbers()).add_counters(task.numbers)

@@ -1,0 +1,532 @@
+"""The topics of a topology in a cluster: partition counts, routes, retention, what is missing and what differs.
+
+Topics that dedup writes keep records at least as long as the sources do. A record keeps its timestamp, and a source
+may hold records far older than another source's, or of any age if it is compacted: a broker soon deletes such a record
+from a topic with a shorter retention.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Final, Literal
+
+from dedup.core.event_time import RecordTime
+from dedup.core.window import Feed
+from dedup.errors import BrokerUnavailable, StateIncompatible
+from dedup.kafka.client import KafkaWire
+from dedup.kafka.connection import Connection
+from dedup.kafka.record_batch import Limit
+from dedup.kafka.topic_admin import Admin, Group, Topic, WantedTopic
+from dedup.kafka.wire import COORDINATOR_MOVED, NoAnswer, TopicPartition, Wire
+from dedup.quantities import format_duration
+from dedup.topology.lint import Finding
+from dedup.topology.model import LateForward, LateTo, Topology
+from dedup.worker.offsets import answered, bounds_of, committed_offset
+from dedup.worker.record_collector import SLACK_BYTES, Route, Routes
+
+if TYPE_CHECKING:
+    from dedup.settings import Settings
+
+log: Final = logging.getLogger(__name__)
+FOR_EVER: Final = "-1"
+_BROKERS_DEFAULT_MS: Final = 604_800_000
+"""Default of Kafka's `log.retention.ms`; assumed of a topic whose configs may not be read."""
+_FLAG: Final = "--onto-existing-output"
+FETCH_BYTES: Final = 1 << 16
+PAUSE_MS: Final = 50
+
+
+@dataclass(frozen=True, slots=True)
+class Retention:
+    """How long records are kept, by their timestamp."""
+
+    ms: int | None
+    """None: forever."""
+    why: str
+    """Which source requires it, as part of a sentence."""
+
+    @property
+    def config(self) -> str:
+        """The value of `retention.ms`."""
+        return FOR_EVER if self.ms is None else str(self.ms)
+
+    def at_least(self, least_ms: int) -> Retention:
+        """Return this retention, or the given one if that is longer."""
+        return self if self.ms is None else replace(self, ms=max(self.ms, least_ms))
+
+    def longer_than(self, other_ms: int | None) -> bool:
+        """Whether a topic with the other retention deletes what this one keeps."""
+        return other_ms is not None and (self.ms is None or self.ms > other_ms)
+
+
+_UNLIMITED: Final = Retention(None, "nothing of it may be deleted by time")
+
+
+def _retention_ms_of(configs: Mapping[str, str]) -> int | None:
+    """Return how long a topic keeps records by their timestamp; None if it deletes none by time."""
+    if "delete" not in configs.get("cleanup.policy", "delete"):
+        return None
+    kept_ms = int(configs.get("retention.ms", _BROKERS_DEFAULT_MS))
+    return None if kept_ms < 0 else kept_ms
+
+
+def _longest_retention(sources: Sequence[Topic]) -> Retention:
+    """Return the longest retention of at least one source topic: forever if one of them is compacted."""
+    longest: Retention | None = None
+    for source in sources:
+        if "compact" in source.configs.get("cleanup.policy", ""):
+            return Retention(None, f"source topic {source.name!r} is compacted")
+        kept_ms = _retention_ms_of(source.configs)
+        length = "for ever" if kept_ms is None else f"for {format_duration(kept_ms)}"
+        found = Retention(kept_ms, f"source topic {source.name!r} keeps records {length}")
+        if longest is None or found.longer_than(longest.ms):
+            longest = found
+    return longest or Retention(_BROKERS_DEFAULT_MS, "no source topic is known")
+
+
+def _kept_configs(retention: Retention, chosen_ms: int | None) -> dict[str, str]:
+    """Return the configs of a topic that deletes nothing too early; ``chosen_ms`` is `topics.retention`.
+
+    All are set explicitly, since brokers' defaults may differ: a compacted topic keeps one record per key, a limit in
+    bytes deletes records of any age.
+    """
+    kept_ms = retention.config if chosen_ms is None else str(chosen_ms)
+    return {"retention.ms": kept_ms, "retention.bytes": FOR_EVER, "cleanup.policy": "delete"}
+
+
+def losing(topology: Topology, have: Mapping[str, Topic], wanted: Sequence[WantedTopic]) -> Iterator[tuple[str, str]]:
+    """Yield the name of each topic that would delete what is sent to it, and a sentence about it.
+
+    ``wanted`` are topics as they would be created; an existing one is judged as it is. Every source must exist.
+    """
+    longest = _longest_retention([have[name] for name in topology.source.topics])
+    output = topology.output.topic if topology.output is not None else None
+    roles = ((output, "output"), (topology.duplicates, "duplicates"), (topology.conflicts, "conflicts"))
+    to_make = {each.name: each.configs for each in wanted}
+    for name, role in roles:
+        configs = None if name is None else have[name].configs if name in have else to_make.get(name)
+        # Empty: we may not read the configs.
+        if name is None or not configs or configs.get("message.timestamp.type") == "LogAppendTime":
+            continue
+        kept_ms = _retention_ms_of(configs)
+        if kept_ms is not None and longest.longer_than(kept_ms):
+            yield name, _sentence(name, role, kept_ms, longest, exists=name in have)
+
+
+def _sentence(name: str, role: str, kept_ms: int, longest: Retention, *, exists: bool) -> str:
+    if exists:
+        mend = (
+            f"Run `kafka-configs.sh --bootstrap-server BROKER --alter --entity-type topics --entity-name {name} "
+            f"--add-config retention.ms={longest.config}`"
+        )
+    else:
+        mend = "It is made so because `topics.retention` says so: lengthen that, or leave it out"
+    return (
+        f"Topic {name!r} ({role}) keeps records for {format_duration(kept_ms)} by their own timestamp (retention.ms "
+        f"{kept_ms}), but {longest.why}: the brokers delete an older record as soon as they look, however recently it "
+        f"was sent. {mend}."
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """The topics that a topology reads and writes, as they are."""
+
+    topics: Mapping[str, Topic]
+
+    def feeds(self, topology: Topology) -> tuple[Feed, ...]:
+        """Return every source partition."""
+        return tuple(
+            Feed(position, partition)
+            for position, topic in enumerate(topology.source.topics)
+            for partition in range(self.topics[topic].partitions)
+        )
+
+    def source_partitions(self, topology: Topology) -> dict[str, int]:
+        """Return the partition count of each source topic, and of the repartition topic where there is one."""
+        names = (*topology.source.topics, *topology.feeding_topics)
+        return {name: self.topics[name].partitions for name in names}
+
+    @property
+    def limits(self) -> dict[str, Limit]:
+        """What each topic takes, if its configs may be read."""
+        return {name: topic.limit for name, topic in self.topics.items() if topic.limit is not None}
+
+    def route(self, name: str | None) -> Route | None:
+        """Return the route to a topic; None for None."""
+        if name is None:
+            return None
+        topic = self.topics[name]
+        return Route(name, topic.partitions)
+
+
+def routes_of(topology: Topology, cluster: Cluster, settings: Settings) -> Routes:
+    """Return where each verdict goes."""
+    dead_letter = cluster.route(topology.dead_letter)
+    if dead_letter is None:
+        raise StateIncompatible(f"topic {topology.dead_letter!r} is missing; run `dedup apply`.")
+    late = topology.late
+    return Routes(
+        source_topics=topology.source.topics,
+        output=cluster.route(topology.output.topic) if topology.output else None,
+        dead_letter=dead_letter,
+        late=cluster.route(late.topic) if isinstance(late, LateTo) else None,
+        late_forward=isinstance(late, LateForward),
+        duplicates=cluster.route(topology.duplicates),
+        conflicts=cluster.route(topology.conflicts),
+        output_headers=topology.output.headers if topology.output else False,
+        keep_partition=topology.direct,
+        time_is_record=isinstance(topology.event_time, RecordTime),
+        compression=settings.topics.compression,
+    )
+
+
+def topic_names(topology: Topology) -> list[str]:
+    """Return every topic the topology reads or writes."""
+    return list(dict.fromkeys((*topology.source.topics, *topology.written_topics)))
+
+
+def missing_topics(topology: Topology, settings: Settings, have: Mapping[str, Topic]) -> list[WantedTopic]:
+    """Return the topics to create; raises StateIncompatible if a source topic is missing."""
+    absent = [name for name in topology.source.topics if name not in have]
+    if absent:
+        raise StateIncompatible(
+            f"source topic {', '.join(map(repr, absent))} does not exist. Make it, or correct `source.topics`; "
+            f"dedup makes every topic but its sources."
+        )
+    sources = [have[name] for name in topology.source.topics]
+    count = max(topic.partitions for topic in sources)
+    changelog = count if topology.direct else (settings.topics.partitions or count)
+    largest = max(topic.max_record_bytes for topic in sources)
+    least = settings.topics.min_insync_replicas
+    base = {} if least is None else {"min.insync.replicas": str(least)}
+    large = {"max.message.bytes": str(largest + SLACK_BYTES)}
+    longest = _longest_retention(sources)
+    like_source = {**base, **large, **_kept_configs(longest, settings.topics.retention_ms)}
+    # Somebody has to look at them: kept at least as long as Kafka keeps records by default.
+    unhurried = _kept_configs(longest.at_least(_BROKERS_DEFAULT_MS), None)
+    side = {**base, **large, **unhurried, "message.timestamp.type": "LogAppendTime"}
+    whole = {**base, **_kept_configs(_UNLIMITED, None)}
+    # LogAppendTime: by the clock of a worker that is an hour ahead, every record would be refused (KIP-937).
+    kept = {**whole, "cleanup.policy": "compact,delete", "message.timestamp.type": "LogAppendTime"}
+    configs: dict[str, tuple[int, dict[str, str]]] = {
+        topology.changelog_topic: (changelog, kept),
+        topology.dead_letter: (count, side),
+    }
+    if not topology.direct:
+        configs[topology.repartition_topic] = (changelog, {**side, **whole})
+    if isinstance(topology.late, LateTo):
+        configs[topology.late.topic] = (count, side)
+    if topology.output is not None:
+        configs[topology.output.topic] = (count, like_source)
+    for name in (topology.duplicates, topology.conflicts):
+        if name is not None:
+            configs[name] = (count, like_source)
+    factor = settings.topics.replication_factor
+    return [
+        WantedTopic(name, partitions, factor, options)
+        for name, (partitions, options) in configs.items()
+        if name not in have
+    ]
+
+
+def refuse_misfits(topology: Topology, have: Mapping[str, Topic]) -> None:
+    """Raise StateIncompatible if partition counts do not fit each other."""
+    feeding = have[topology.feeding_topics[0]]
+    problems = []
+    if have[topology.changelog_topic].partitions != feeding.partitions:
+        problems.append(
+            f"the changelog {topology.changelog_topic!r} has {have[topology.changelog_topic].partitions} partitions, "
+            f"but {feeding.name!r} has {feeding.partitions}: IDs would be looked up where they were not seen"
+        )
+    if topology.direct and topology.output is not None and have[topology.output.topic].partitions != feeding.partitions:
+        problems.append(
+            f"the output {topology.output.topic!r} has {have[topology.output.topic].partitions} partitions, "
+            f"but {feeding.name!r} has {feeding.partitions}: output keeps the source's partition"
+        )
+    if problems:
+        raise StateIncompatible("; ".join(problems) + ". Nothing was touched; mend the topics or `dedup reset`.")
+
+
+async def group_is_new(topology: Topology, wire: Wire, admin: Admin) -> bool:
+    """Tell whether the group has judged nothing yet: it has no offset of a source or a feeding topic."""
+    have = await admin.topics([*topology.source.topics, *topology.feeding_topics])
+    for topic in have.values():
+        for partition in range(topic.partitions):
+            place = TopicPartition(topic.name, partition)
+            offset = await committed_offset(wire, topology.name, place, stable=False)
+            if offset is not None:
+                return False
+    return True
+
+
+def state_topics(topology: Topology) -> tuple[str, ...]:
+    """Return the topics that hold what has been judged, or read and not judged yet."""
+    return (topology.changelog_topic, *(() if topology.direct else (topology.repartition_topic,)))
+
+
+def _refuse_deleted(topology: Topology, have: Collection[str], *, done: str = "touched") -> None:
+    """Raise StateIncompatible if a state topic is missing; ``done``: the verb for the message, such as "touched"."""
+    if topology.changelog_topic not in have:
+        raise StateIncompatible(
+            f"the changelog topic {topology.changelog_topic!r} does not exist, but the group {topology.name!r} has "
+            f"committed offsets or this worker has local state: it was deleted. Nothing was {done}. Bring it back, or "
+            f"start over with `dedup reset`."
+        )
+    if not topology.direct and topology.repartition_topic not in have:
+        raise StateIncompatible(
+            f"the repartition topic {topology.repartition_topic!r} does not exist, but the group {topology.name!r} has "
+            f"committed offsets or this worker has local state: it was deleted, with what was not judged yet. Nothing "
+            f"was {done}. Start over with `dedup reset`, `--to` a time before that."
+        )
+
+
+async def prepare(topology: Topology, settings: Settings, admin: Admin, *, may_create_changelog: bool) -> Cluster:
+    """Return the cluster with every topic in place, creating those that are missing.
+
+    Raises StateIncompatible if the changelog or the repartition topic is missing although the group has offsets or
+    there is local state.
+    """
+    have = await admin.topics(topic_names(topology))
+    wanted = missing_topics(topology, settings, have)
+    if not may_create_changelog:
+        _refuse_deleted(topology, have)
+    if wanted and not settings.topics.create:
+        names = ", ".join(repr(topic.name) for topic in wanted)
+        raise StateIncompatible(f"missing topics {names}, and `topics.create` is false. Run `dedup apply` first.")
+    if wanted:
+        await admin.create(wanted)
+        have = await admin.settled(topic_names(topology))
+    refuse_misfits(topology, have)
+    for _, sentence in losing(topology, have, ()):
+        log.warning("%s", sentence)
+    return Cluster(have)
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """An existing topic differs from what `dedup apply` would create; it is left as it is."""
+
+    topic: str
+    what: str
+    found: str
+    wanted: str
+
+
+@dataclass(frozen=True, slots=True)
+class TopicPlan:
+    """What `dedup apply` does."""
+
+    make: tuple[WantedTopic, ...]
+    as_wanted: tuple[str, ...]
+    differences: tuple[Difference, ...]
+    sources: tuple[str, ...]
+
+
+def plan_topics(topology: Topology, settings: Settings, have: Mapping[str, Topic]) -> TopicPlan:
+    """Return what is missing and what differs; raises StateIncompatible if a source topic is missing."""
+    sources = {name: topic for name, topic in have.items() if name in topology.source.topics}
+    wanted = missing_topics(topology, settings, sources)
+    differences = [each for topic in wanted if topic.name in have for each in _differences(have[topic.name], topic)]
+    differing = {each.topic for each in differences}
+    return TopicPlan(
+        make=tuple(topic for topic in wanted if topic.name not in have),
+        as_wanted=tuple(topic.name for topic in wanted if topic.name in have and topic.name not in differing),
+        differences=tuple(differences),
+        sources=topology.source.topics,
+    )
+
+
+def _differences(found: Topic, wanted: WantedTopic) -> Iterator[Difference]:
+    if found.partitions != wanted.partitions:
+        yield Difference(found.name, "partitions", str(found.partitions), str(wanted.partitions))
+    for key, value in wanted.configs.items():
+        known = found.configs.get(key)
+        if known is None or set(known.split(",")) == set(value.split(",")):
+            continue
+        if key == "max.message.bytes" and int(known) >= int(value):
+            continue  # a larger limit does no harm
+        yield Difference(found.name, key, known, value)
+
+
+async def look(topology: Topology, settings: Settings, admin: Admin) -> TopicPlan:
+    """Return the plan of `dedup apply` for the cluster as it is."""
+    return plan_topics(topology, settings, await admin.topics(topic_names(topology)))
+
+
+async def make(topology: Topology, plan: TopicPlan, wire: Wire, admin: Admin) -> list[str]:
+    """Create the topics of the plan; return their names.
+
+    Raises StateIncompatible, with nothing created, if the changelog or the repartition topic is missing although the
+    group has read records; and, after creating, if partition counts do not fit each other.
+    """
+    missing = {topic.name for topic in plan.make}
+    if not missing.isdisjoint(state_topics(topology)) and not await group_is_new(topology, wire, admin):
+        _refuse_deleted(topology, set(topic_names(topology)) - missing, done="made")
+    made = await admin.create(plan.make)
+    refuse_misfits(topology, await admin.settled(topic_names(topology)))
+    return made
+
+
+async def broker_findings(topology: Topology, settings: Settings) -> list[Finding]:
+    """Return what `dedup check --broker` finds in the cluster; raises BrokerUnavailable."""
+    async with Admin(Connection.of(settings)) as admin:
+        have = await admin.topics(topic_names(topology))
+    return compare(topology, settings, have)
+
+
+def compare(topology: Topology, settings: Settings, have: Mapping[str, Topic]) -> list[Finding]:
+    """Return the findings about existing topics; an error is what makes a worker refuse to start."""
+    try:
+        plan = plan_topics(topology, settings, have)
+    except StateIncompatible as error:
+        return [Finding("error", "source_missing", str(error))]
+    findings = [
+        Finding("warning", "topic_missing", f"Topic {topic.name!r} does not exist; `run` or `apply` makes it.")
+        for topic in plan.make
+    ]
+    lost = dict(losing(topology, have, plan.make))
+    findings += [Finding("warning", "forwarded_deleted", sentence) for sentence in lost.values()]
+    for each in plan.differences:
+        if each.topic in lost and each.what == "retention.ms":
+            continue
+        misfit = each.what == "partitions" and _must_fit(topology, each.topic)
+        level: Literal["error", "warning"] = "error" if misfit else "warning"
+        text = f"Topic {each.topic!r} has {each.what} {each.found}, not {each.wanted}."
+        findings.append(Finding(level, "topic_differs", text))
+    findings += _sources(topology, have)
+    return sorted(findings, key=lambda finding: finding.level != "error")
+
+
+def _must_fit(topology: Topology, name: str) -> bool:
+    output = topology.output.topic if topology.output is not None and topology.direct else None
+    return name in {topology.changelog_topic, output}
+
+
+def _sources(topology: Topology, have: Mapping[str, Topic]) -> Iterator[Finding]:
+    for name in topology.source.topics:
+        configs = have[name].configs
+        kept_ms = int(configs.get("retention.ms", -1))
+        if 0 <= kept_ms < topology.window.guard_ms:
+            yield Finding(
+                "warning",
+                "retention_below_guard",
+                f"Source topic {name!r} keeps records for {kept_ms} ms, less than the guard period: after `dedup "
+                f"reset` its sightings could not be made again.",
+            )
+        if "compact" in configs.get("cleanup.policy", ""):
+            yield Finding(
+                "warning",
+                "source_compacted",
+                f"Source topic {name!r} is compacted: records may vanish before they are judged, and `verify` cannot "
+                f"tell that from a loss.",
+            )
+
+
+# A new group on an output that already holds records is refused, unless the user says that it is intended. A renamed
+# topology, or a second one that writes the same output, begins at `start` without state, and would forward what the
+# output already holds. Only the output shows it: the new name has no offsets, no changelog and no local state.
+#
+# The order of the checks prevents races. First, what the output holds below its last stable offset: how an open
+# transaction ends is unknown, and if it is ours, its records are not "already there". Only then, whether the fleet has
+# written anything: every transaction of a task writes to the changelog before it ends, so if the first check has seen
+# records of our own, the second one sees a changelog end above zero. A fleet that was seeded, or reset to a position,
+# has written to its changelog, too. A `dedup reset` without a position leaves a mark with the output's ends: records
+# below them are accounted for. The user's consent leaves the same mark, so that workers that start later do not need
+# it, and `dedup verify` knows which records are not this topology's.
+
+
+async def refuse_used_output(topology: Topology, wire: KafkaWire, admin: Admin, *, meant: bool) -> None:
+    """Check that a group that has judged nothing may write to the output; ``meant``: the user says so, by the option.
+
+    Raises StateIncompatible, with nothing touched, if the output holds committed records that neither this topology nor
+    a mark accounts for. With ``meant`` a mark is left instead.
+    """
+    if topology.output is None:
+        return
+    written = [name for name in topology.written_topics if name not in state_topics(topology)]
+    have = await admin.topics(written)
+    places = [TopicPartition(name, at) for name, topic in have.items() for at in range(topic.partitions)]
+    ends = {place: await answered(wire, lambda place=place: wire.stable_end(place)) for place in places}  # type: ignore[misc]
+    used = [
+        place
+        for place, end in sorted(ends.items())
+        if place.topic == topology.output.topic and await _holds_records(topology, wire, place, end)
+    ]
+    if not used or await _has_written(topology, wire, admin):
+        return
+    if not meant:
+        raise _refusal(topology, used, ends)
+    await _leave_mark(topology, wire, ends)
+
+
+async def _has_written(topology: Topology, wire: KafkaWire, admin: Admin) -> bool:
+    """Tell whether a fleet of this topology has begun: it has written to its changelog, or has offsets by now."""
+    found = await admin.topics([topology.changelog_topic])
+    for name, topic in found.items():
+        for partition in range(topic.partitions):
+            if (await bounds_of(wire, TopicPartition(name, partition))).end > 0:
+                return True
+    return not await group_is_new(topology, wire, admin)
+
+
+async def _holds_records(topology: Topology, wire: KafkaWire, place: TopicPartition, end: int) -> bool:
+    """Tell whether there is a committed record below ``end`` that no mark accounts for."""
+    marked = await _marked(topology, wire, place)
+    position = max((await bounds_of(wire, place)).start, marked)
+    while position < end:
+        try:
+            fetched = await wire.fetch(place, position, max_bytes=FETCH_BYTES, wait_ms=0)
+        except NoAnswer:
+            await wire.pause(PAUSE_MS)
+            continue
+        except StateIncompatible:
+            return True  # a worker may lack the permission to read its output: then the offsets decide
+        if fetched.offsets and fetched.offsets[0] < end:
+            return True
+        if fetched.next_offset <= position:
+            await wire.pause(PAUSE_MS)
+        position = max(position, fetched.next_offset)
+    return False
+
+
+async def _marked(topology: Topology, wire: KafkaWire, place: TopicPartition) -> int:
+    """Return the offset below which a mark accounts for the output; 0 without one, or without permission to ask."""
+    while True:
+        found = await answered(wire, lambda: wire.committed_offset(topology.reset_group, place, stable=False))
+        if found.error_code not in COORDINATOR_MOVED:
+            return found.offset or 0 if found.error_code == 0 else 0
+        await wire.pause(PAUSE_MS)
+
+
+async def _leave_mark(topology: Topology, wire: KafkaWire, ends: Mapping[TopicPartition, int]) -> None:
+    try:
+        await Group(wire, topology.reset_group).set_offsets(ends)
+    except BrokerUnavailable as error:
+        log.warning(
+            "no mark was left of where the topics written end now: %s Until the first commit every worker that starts "
+            "needs %s, and `dedup verify` takes what was there before for this topology's.",
+            error,
+            _FLAG,
+        )
+        return
+    log.warning(
+        "%s: the group %r begins on topics that hold records; what is below their ends now counts as not this "
+        "topology's. IDs among it are not known here: they are forwarded again if they come again.",
+        _FLAG,
+        topology.name,
+    )
+
+
+def _refusal(topology: Topology, used: list[TopicPartition], ends: Mapping[TopicPartition, int]) -> StateIncompatible:
+    first = used[0]
+    return StateIncompatible(
+        f"the group {topology.name!r} has judged nothing yet, but its output {first.topic!r} already holds records "
+        f"({first.topic}/{first.partition} up to offset {ends[first]}; partitions with records: {len(used)}). Another "
+        f"topology writes there, or this one did under another name; the new group knows none of its IDs, so what was "
+        f"forwarded would be forwarded again. Nothing was touched. Go back to the old name, or give this topology an "
+        f"output of its own; to rename one for good, see Rename in docs/operations.md. If it is meant, "
+        f"`dedup run {_FLAG}`."
+    )

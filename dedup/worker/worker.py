@@ -1,0 +1,419 @@
+"""One worker process: it prepares topics, starts the app, and ends by a signal, a failure, or when it is done.
+
+Also what runs beside the tasks: web pages, maintenance, and the loops that look for idle feeds and dead letters.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import secrets
+import signal
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Final, Protocol, Self
+
+import uvloop
+from yarl import URL
+
+from dedup.errors import BrokerUnavailable, DedupError, StateIncompatible
+from dedup.kafka.client import KafkaWire
+from dedup.kafka.connection import Connection
+from dedup.kafka.topic_admin import Admin
+from dedup.kafka.wire import NoAnswer, TopicPartition, Wire
+from dedup.store.directory import own_state
+from dedup.worker.app import DedupApp, create_app, identity
+from dedup.worker.clock import Clock, SteadyClock
+from dedup.worker.introspection import Introspection
+from dedup.worker.maintenance import Counted, DeadShare, Maintenance
+from dedup.worker.offsets import bounds_of, committed_offset, committed_position, refuse_half_reset
+from dedup.worker.restore import refuse_lost_offsets
+from dedup.worker.task import Task, TaskState
+from dedup.worker.task_manager import ended
+from dedup.worker.topics import Cluster, group_is_new, prepare, refuse_used_output
+
+if TYPE_CHECKING:
+    from dedup.settings import Settings
+    from dedup.topology.model import Topology
+
+log: Final = logging.getLogger(__name__)
+CaughtUp = Callable[[TopicPartition, Task], bool]
+"""Whether a task has judged everything up to the end of its partition, even an empty one."""
+LOOK_S: Final = 0.25
+"""Between two requests about other workers' partitions."""
+_ASK_WITHIN_S: Final = 5.0
+FETCH_BYTES: Final = 1 << 16
+_LONGEST_LOOK_S: Final = 1.0
+GC_THRESHOLD: Final = 100_000
+"""Allocations between young collections: a batch allocates tens of thousands of objects, none in a cycle."""
+_END_LOOK_S: Final = 0.05
+
+
+class _Checked:
+    """A transport whose `write` raises ConnectionResetError once it is closed."""
+
+    __slots__ = ("_inner",)
+
+    def __init__(self, inner: Any) -> None:  # noqa: ANN401  # uvloop has no types for it
+        self._inner: Final = inner
+
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401  # whatever the transport has
+        return getattr(self._inner, name)
+
+    def write(self, data: bytes) -> None:
+        """Write if the connection is still open."""
+        if self._inner.is_closing():
+            raise ConnectionResetError("the connection is closed")
+        self._inner.write(data)
+
+
+class Loop(uvloop.Loop):
+    """uvloop with connections that raise OSError once they are closed.
+
+    uvloop raises RuntimeError for a write on a connection that the peer has reset; asyncio's own loop does not.
+    aiokafka handles only OSError there, so a cut connection would end a worker with a traceback.
+    """
+
+    async def create_connection(self, *args: Any, **options: Any) -> tuple[Any, Any]:  # noqa: ANN401  # uvloop's signature
+        """Connect as uvloop does; the transport returned is checked before each write."""
+        transport, protocol = await super().create_connection(*args, **options)
+        return _Checked(transport), protocol
+
+
+def kept_worker_id(settings: Settings) -> str:
+    """Return the worker's id: the configured one, or one generated once and kept in the state directory.
+
+    It makes the member static (KIP-345): a worker that was killed gets its partitions back at once when it restarts.
+    """
+    if settings.worker_id is not None:
+        return settings.worker_id
+    path = settings.state_dir / "worker-id"
+    try:
+        settings.state_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not path.exists():
+            path.write_text(f"worker-{secrets.token_hex(4)}\n", encoding="ascii")
+        return path.read_text(encoding="ascii").strip()
+    except OSError as error:
+        raise StateIncompatible(
+            f"{settings.state_dir}: cannot be used: {error.strerror}. Make state_dir writable for this user, or set "
+            f"another one."
+        ) from error
+
+
+@dataclass(slots=True)
+class _Quiet:
+    task: Task
+    since_ms: int
+    next_offset: int
+    said: bool = False
+
+
+class IdleFeeds:
+    """The repartition tasks that have had no lag, and since when.
+
+    Behind a repartition topic stream time is the least over the feeds, so a silent source partition would hold it back
+    forever. The partition's task marks it idle in the repartition topic, in its own transaction, so that a replay
+    decides alike.
+    """
+
+    def __init__(self, idle_after_ms: int, caught_up: CaughtUp) -> None:
+        self._idle_after_ms: Final = idle_after_ms
+        self._caught_up: Final = caught_up
+        self._quiet: dict[TopicPartition, _Quiet] = {}
+
+    def look(self, tasks: Mapping[TopicPartition, Task], now_ms: int) -> None:
+        """Mark each feed idle that has had no lag for long enough, once until its next record."""
+        for feeding in self._quiet.keys() - tasks.keys():
+            del self._quiet[feeding]
+        for feeding, task in tasks.items():
+            if task.task_id.sub_topology == "repartition":
+                self._look_at(feeding, task, now_ms)
+
+    def _look_at(self, feeding: TopicPartition, task: Task, now_ms: int) -> None:
+        quiet = self._quiet.get(feeding)
+        if quiet is None or quiet.task is not task or quiet.next_offset != task.next_offset:
+            quiet = self._quiet[feeding] = _Quiet(task, now_ms, task.next_offset)
+        if quiet.said:
+            return  # until its next record
+        if task.state is not TaskState.RUNNING or not self._caught_up(feeding, task):
+            quiet.since_ms = now_ms
+        elif now_ms - quiet.since_ms >= self._idle_after_ms and task.say_idle():
+            quiet.said = True
+            log.info("%s: no record for %d ms; marked idle", task.task_id, now_ms - quiet.since_ms)
+
+
+class Finish:
+    """`--exit-when-done`: whether all that was there at the start is done, by whichever workers of the group.
+
+    For partitions of other workers the group's committed offsets are asked for, so that no worker ends while another
+    one still has work: its partitions may still move here. `reached` is polled.
+    """
+
+    def __init__(self, app: DedupApp, ends: Mapping[TopicPartition, int]) -> None:
+        """``ends`` are those of all source partitions at the start."""
+        self._app: Final = app
+        self._ends = dict(ends)
+        self._hops_left = len(app.sub_topologies) - 1
+        self._others_at_s = 0.0
+        self._waits = False
+
+    async def reached(self) -> bool:
+        """Tell whether everything below the ends is committed; behind a repartition topic, of both hops."""
+        try:
+            async with asyncio.timeout(_ASK_WITHIN_S):
+                return await self._reached()
+        except TimeoutError:
+            return False  # a leader or coordinator is away: the caller checks for signals and polls again
+
+    async def _reached(self) -> bool:
+        while await self._done():
+            if not self._hops_left:
+                return True
+            # The second hop ends where the first has brought it by now. A rebalance may still bring source partitions
+            # here, so these must stay done, too.
+            (topic,) = self._app.sub_topologies["dedup"]
+            hop = [TopicPartition(topic, number) for number in range(self._app.member.topic_partitions(topic) or 0)]
+            ends = {place: (await bounds_of(self._app.wire, place)).end for place in hop}
+            self._ends |= ends
+            self._hops_left -= 1
+        return False
+
+    async def _done(self) -> bool:
+        if not _own_done(self._app, self._ends):
+            return False
+        others = [place for place in self._ends if place not in self._app.tasks.running]
+        now_s = asyncio.get_running_loop().time()
+        if others and now_s < self._others_at_s + LOOK_S:
+            return False
+        self._others_at_s = now_s
+        wire, group = self._app.wire, self._app.conf.id
+        for place in others:
+            if not await _committed_to(wire, group, place, self._ends[place]):
+                self._log_waiting(len(others))
+                return False
+        # Partitions that came or went meanwhile were not looked at.
+        return _own_done(self._app, self._ends) and not any(place in self._app.tasks.running for place in others)
+
+    def _log_waiting(self, others: int) -> None:
+        if not self._waits:
+            log.info("this worker is done; waiting for other workers, which have %d partitions", others)
+            self._waits = True
+
+
+def _own_done(app: DedupApp, ends: Mapping[TopicPartition, int]) -> bool:
+    """Tell whether this worker's tasks have committed everything below the ends."""
+    if not app.tasks.opened.is_set():
+        return False
+    for feeding, task in app.tasks.running.items():
+        if feeding not in ends:
+            continue
+        if task.state is not TaskState.RUNNING or task.dirty.is_set() or task.committing:
+            return False
+        # A position past the last record counts markers and aborted records, which no task ever sees.
+        if task.next_offset < ends[feeding] and not app.member.passed(feeding, ends[feeding], task.next_offset):
+            return False
+    return True
+
+
+async def _committed_to(wire: Wire, group: str, place: TopicPartition, end: int) -> bool:
+    """Tell whether a group has committed every record below an offset, not counting markers and aborted records."""
+    bounds = await bounds_of(wire, place)
+    committed = await committed_offset(wire, group, place, stable=False)
+    position = max(committed or 0, bounds.start)
+    while position < end:
+        try:
+            fetched = await wire.fetch(place, position, max_bytes=FETCH_BYTES, wait_ms=0)
+        except NoAnswer:
+            return False
+        if any(offset < end for offset in fetched.offsets) or fetched.next_offset <= position:
+            return False
+        position = fetched.next_offset
+    return True
+
+
+class Pages(Protocol):
+    """What a worker needs to know about its pages."""
+
+    @property
+    def advertised(self) -> str | None:
+        """Their address for others; None if they are not served."""
+
+
+MakePages = Callable[[Introspection], AbstractAsyncContextManager[Pages]]
+
+
+@asynccontextmanager
+async def served(app: DedupApp, introspection: Introspection, make_pages: MakePages | None) -> AsyncIterator[None]:
+    """Serve the pages and announce their address to the group; enter this before the group is joined."""
+    if make_pages is None:
+        yield
+        return
+    async with make_pages(introspection) as pages:
+        app.conf.canonical_url = URL(identity(app.settings.worker_id, pages.advertised))
+        yield
+
+
+class BackgroundLoops:
+    """Loops that run while the block does; an error in one stops the worker."""
+
+    def __init__(self, app: DedupApp, topology: Topology, introspection: Introspection) -> None:
+        self._app: Final = app
+        self._topology: Final = topology
+        self._clock: Final[Clock] = SteadyClock()
+        self._introspection: Final = introspection
+        self._loops: list[asyncio.Task[None]] = []
+
+    async def __aenter__(self) -> Self:
+        """Start the loops."""
+        self._start(Maintenance(self._app, self._topology, self._clock).run(), "maintenance")
+        self._start(self._look_for_dead_letters(), "dead letters")
+        if not self._topology.direct:
+            self._start(self._look_for_idle_feeds(), "idle feeds")
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        """End the loops."""
+        await ended(self._loops)
+
+    def _start(self, loop: Coroutine[Any, Any, None], name: str) -> None:
+        task = asyncio.create_task(loop, name=name)
+        task.add_done_callback(self._ended)
+        self._loops.append(task)
+
+    def _ended(self, loop: asyncio.Task[None]) -> None:
+        if not loop.cancelled() and (error := loop.exception()) is not None:
+            self._app.tasks.fail(error)
+
+    async def _look_for_dead_letters(self) -> None:
+        """Log once when nearly all records become dead letters, and when that is over."""
+        share = DeadShare()
+        share.look(Counted.of((), self._clock.now_ms()))
+        while True:
+            await asyncio.sleep(_LONGEST_LOOK_S)
+            tasks = self._app.tasks
+            numbers = [*tasks.ended.values(), *(task.numbers for task in tasks.running.values())]
+            turned = share.look(Counted.of(numbers, self._clock.now_ms()))
+            self._app.alert = share.alert
+            if turned and share.alert is not None:
+                log.error("%s", share.alert.text)
+            elif turned:
+                log.warning("fewer than 95 % of the records of the last minute are dead letters now, or none came")
+
+    async def _look_for_idle_feeds(self) -> None:
+        idle_after_ms = self._topology.idle_after_ms
+        feeds = IdleFeeds(idle_after_ms, self._introspection.caught_up)
+        while True:
+            feeds.look(self._app.tasks.running, self._clock.now_ms())
+            await asyncio.sleep(min(_LONGEST_LOOK_S, idle_after_ms / 4000))
+
+
+@dataclass(frozen=True, slots=True)
+class RunOptions:
+    """How one run differs from a worker that runs forever."""
+
+    exit_when_done: bool = False
+    on_tick: Callable[[DedupApp], None] | None = None
+    """Called periodically, for a progress display."""
+    make_pages: MakePages | None = None
+    """Makes the web pages out of what the worker introspection; None: none."""
+    onto_existing_output: bool = False
+    """A new group may write to an output that already holds records; see `refuse_used_output`."""
+
+
+async def run_worker(topology: Topology, settings: Settings, options: RunOptions) -> DedupApp:
+    """Run until a signal, a failure, or the end of what was there at the start; return the stopped app.
+
+    Raises the error that made the worker fail.
+    """
+    gc.set_threshold(GC_THRESHOLD)
+    settings = replace(settings, worker_id=kept_worker_id(settings))
+    with own_state(settings.state_dir, topology.name):
+        return await _run_alone(topology, settings, options)
+
+
+async def _run_alone(topology: Topology, settings: Settings, options: RunOptions) -> DedupApp:
+    wire = KafkaWire(Connection.of(settings, client_id=f"dedup-{topology.name}"))
+    await wire.start()
+    patience_s = wire.connection.patience_ms / 1000
+    try:
+        try:
+            async with asyncio.timeout(patience_s):
+                cluster = await _cluster(topology, settings, wire, options)
+                await refuse_lost_offsets(topology, cluster, wire)
+                ends = await _ends(topology, cluster, wire) if options.exit_when_done else {}
+        except TimeoutError as error:
+            raise BrokerUnavailable(
+                f"the cluster at {', '.join(settings.brokers)} did not say within {patience_s:g} s which offsets and "
+                f"topics it has: a partition has no leader, or the group no coordinator. Look at the brokers' logs."
+            ) from error
+        app = create_app(topology, settings, cluster, wire)
+        app.in_worker = True
+        stop = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, stop.set)
+        app.tasks.connect(app.member)
+        introspection = Introspection(app, topology)
+        async with served(app, introspection, options.make_pages):
+            await app.start()
+            try:
+                async with BackgroundLoops(app, topology, introspection):
+                    await _until_over(app, stop, options, ends)
+            finally:
+                await app.stop()
+                app.store_pool.keep_only(())
+                for number in (signal.SIGTERM, signal.SIGINT):
+                    loop.remove_signal_handler(number)
+        if app.tasks.failure.done():
+            raise app.tasks.failure.result()
+        return app
+    finally:
+        await wire.stop()
+
+
+async def _cluster(topology: Topology, settings: Settings, wire: KafkaWire, options: RunOptions) -> Cluster:
+    async with Admin(wire.connection) as admin:
+        marked = TopicPartition(topology.source.topics[0], 0)
+        found = await committed_position(wire, topology.name, marked, stable=False)
+        if found is not None:
+            refuse_half_reset(found.note, marked)
+        fresh = await group_is_new(topology, wire, admin) and not (settings.state_dir / topology.name).exists()
+        if fresh:
+            await refuse_used_output(topology, wire, admin, meant=options.onto_existing_output)
+        return await prepare(topology, settings, admin, may_create_changelog=fresh)
+
+
+async def _ends(topology: Topology, cluster: Cluster, wire: KafkaWire) -> dict[TopicPartition, int]:
+    """Return where the source partitions end now."""
+    partitions = [
+        TopicPartition(name, partition)
+        for name in topology.source.topics
+        for partition in range(cluster.topics[name].partitions)
+    ]
+    return {tp: (await bounds_of(wire, tp)).end for tp in partitions}
+
+
+async def _until_over(app: DedupApp, stop: asyncio.Event, options: RunOptions, ends: dict[TopicPartition, int]) -> None:
+    finish = Finish(app, ends) if options.exit_when_done else None
+    member, failure = app.member, app.tasks.failure
+    while not stop.is_set() and not failure.done() and not app.crashed:
+        # aiokafka's group membership may have died: nothing else would ever tell.
+        lost = member.lost_membership()
+        if lost is not None:
+            app.tasks.fail(lost)
+        if options.on_tick is not None:
+            options.on_tick(app)
+        if finish is not None and await finish.reached():
+            log.info("everything that was there at the start is done")
+            return
+        await asyncio.sleep(_END_LOOK_S)
+    if app.crashed:
+        app.tasks.fail(app.crash_reason or DedupError("the Faust app stopped without saying why."))
+
+
+def main_loop(topology: Topology, settings: Settings, options: RunOptions) -> DedupApp:
+    """Run a worker in a new event loop."""
+    with asyncio.Runner(loop_factory=Loop) as runner:
+        return runner.run(run_worker(topology, settings, options))

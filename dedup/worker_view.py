@@ -1,0 +1,108 @@
+"""What a worker shows besides its metrics: values that `worker` makes and `web` turns into pages."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final, Literal, Self
+
+from dedup.metrics import TaskNumbers
+
+Kind = Literal["duplicate", "conflict", "late", "dead_letter"]
+"""The verdicts whose latest cases are kept for inspection."""
+_MOST_SHOWN_BYTES: Final = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Noted:
+    """One record that was not simply forwarded, and why; its verdict is committed."""
+
+    kind: Kind
+    source: str
+    """topic/partition/offset."""
+    id: str | None
+    """As `dedup lookup` takes it; None if the record has none, or only its digest is known."""
+    event_time_ms: int | None
+    """None if the record has none that could be judged."""
+    judged_ms: int
+    """By the worker's clock."""
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """A group member, as the last assignment listed it (as in KIP-67, each member says where it can be queried)."""
+
+    worker: str
+    url: str | None
+    """Where its pages are; None if it serves none."""
+    partitions: tuple[tuple[str, int], ...]
+    """(feeding topic, partition) of its tasks."""
+    here: bool
+    """This worker itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class TaskPulse:
+    """The metrics of one task that are cheap to read every second."""
+
+    numbers: TaskNumbers
+    """The task's live counters, not a copy; a rebuilt task has new ones."""
+    lag_records: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class SeenId:
+    """One sighting of an ID."""
+
+    partition: int
+    first_ms: int
+    last_ms: int
+    guarded_until_ms: int
+    source: str
+    """topic/partition/offset of the record that was forwarded."""
+    live: bool
+    """Whether it still counts: stream time has not passed its retention."""
+    went: str | None
+    """The output topic, with the partition if it is known; None for an observe-only topology."""
+
+
+@dataclass(frozen=True, slots=True)
+class LookedUp:
+    """What one worker knows of an ID."""
+
+    topology: str
+    worker: str
+    id: str
+    sightings: tuple[SeenId, ...]
+    asked: tuple[int, ...]
+    """The partitions that were searched: those of this worker."""
+    partitions: int
+    """All there are; if fewer were searched, another worker may know the ID. 0 while there is no assignment."""
+    belongs_to: int | None
+    """The ID's partition, if dedup itself placed it (repartitioned); None if the producers did."""
+    candidates: tuple[int, ...]
+    """The partitions it may be in."""
+    feeding_topics: tuple[str, ...]
+    """The topics of these partitions."""
+
+
+@dataclass(frozen=True, slots=True)
+class ShownRecord:
+    """A source record that a user asked to see: the only way a payload gets onto a page."""
+
+    place: str
+    timestamp_ms: int
+    key: str | None
+    value: str | None
+    """At most 4,096 bytes of it; bytes that are not UTF-8 are replaced."""
+    value_bytes: int
+    """Length of the whole value."""
+
+    @classmethod
+    def of(cls, place: str, timestamp_ms: int, key: bytes | None, value: bytes | None) -> Self:
+        """Return the record with key and value as text."""
+        return cls(place, timestamp_ms, _text(key), _text(value), len(value or b""))
+
+
+def _text(content: bytes | None) -> str | None:
+    return None if content is None else content[:_MOST_SHOWN_BYTES].decode(errors="replace")

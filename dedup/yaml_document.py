@@ -1,0 +1,376 @@
+"""YAML text read into plain values that remember line and column, and validated with errors reported at those places.
+
+The values are built from the parser's events, not by ruamel's constructor: no tags, no aliases, no merge keys, so no
+"billion laughs"; and a repeated key, which a constructor would drop silently, is reported.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, get_args
+
+from pydantic import AfterValidator, BaseModel, ValidationError
+from ruamel.yaml import YAML
+from ruamel.yaml.error import MarkedYAMLError, YAMLError
+from ruamel.yaml.events import (
+    AliasEvent,
+    DocumentStartEvent,
+    MappingEndEvent,
+    MappingStartEvent,
+    ScalarEvent,
+    SequenceEndEvent,
+    SequenceStartEvent,
+)
+
+from dedup.errors import Problem
+
+_MOST_BYTES: Final = 1 << 20
+_MOST_NODES: Final = 20_000
+_MOST_DEPTH: Final = 20
+_INTEGER: Final = re.compile(r"[-+]?[0-9]{1,300}")
+_FLOAT: Final = re.compile(r"[-+]?(\.[0-9]+|[0-9]+\.[0-9]*|[0-9]+(?=[eE]))([eE][-+]?[0-9]{1,3})?")
+
+_WANTED: Final[Mapping[str, str]] = {
+    "string_type": "must be text; put it in quotes",
+    "bool_type": "must be true or false",
+    "int_type": "must be a whole number",
+    "list_type": 'must be a list; write "[a, b]"',
+    "model_type": "must be a mapping of keys to values",
+    "model_attributes_type": "must be a mapping of keys to values",
+    "dict_type": "must be a mapping of keys to values",
+}
+"""pydantic's error type -> what the file should hold instead."""
+
+At = tuple[str | int, ...]
+"""Path to a value: keys and list positions from the top."""
+
+
+@dataclass(slots=True)
+class Document:
+    """The values of a YAML text, and the place of each."""
+
+    name: str
+    value: Any = None
+    """None, bool, int, float, str, and lists and string-keyed dicts of them."""
+    problems: list[Problem] = field(default_factory=list)
+    """What is wrong with the text as YAML; ``value`` holds everything else."""
+    _values: dict[At, str] = field(default_factory=dict)
+    _keys: dict[At, str] = field(default_factory=dict)
+    _written: dict[At, str] = field(default_factory=dict)
+
+    def place(self, at: At) -> str:
+        """Return ``file:line:column`` of a value, or of the innermost value around it that the text has."""
+        for end in range(len(at), -1, -1):
+            found = self._values.get(at[:end])
+            if found is not None:
+                return found
+        return self.name
+
+    def place_of_key(self, at: At) -> str:
+        """Return ``file:line:column`` of the key that names a value."""
+        return self._keys.get(at) or self.place(at)
+
+    def written(self, at: At) -> str | None:
+        """Return a scalar exactly as the text spells it; None if it is no scalar or is absent."""
+        return self._written.get(at)
+
+    def get(self, at: At) -> Any:  # noqa: ANN401 - any plain value
+        """Return the value at a path; None if there is none."""
+        value = self.value
+        for step in at:
+            match value, step:
+                case dict(), str():
+                    value = value.get(step)
+                case list(), int() if step < len(value):
+                    value = value[step]
+                case _:
+                    return None
+        return value
+
+    def stop(self, problem: Problem) -> None:
+        """Keep only this problem: after it the text is incomplete, and every missing key would be reported too."""
+        self.value = None
+        self.problems = [problem]
+
+    def has(self, at: At) -> bool:
+        """Tell whether the text has a value at this path."""
+        return at in self._values
+
+    def put(self, at: At, value: Any, place: str) -> None:  # noqa: ANN401 - any plain value
+        """Set a value that comes from elsewhere: the command line, an environment variable."""
+        holder = self.value = self.value if isinstance(self.value, dict) else {}
+        for depth, step in enumerate(at[:-1], 1):
+            inner = holder.get(step)
+            if not isinstance(inner, dict):
+                inner = holder[step] = {}
+                self._values.setdefault(at[:depth], place)
+            holder = inner
+        holder[at[-1]] = value
+        for gone in [known for known in self._values if known[: len(at)] == at]:
+            del self._values[gone]
+        self._values[at] = self._keys[at] = place
+        self._written[at] = str(value)
+
+    def note(self, at: At, place: str, *, key_place: str | None = None, written: str | None = None) -> None:
+        """Remember the place of a value and of its key."""
+        self._values[at] = place
+        if key_place is not None:
+            self._keys[at] = key_place
+        if written is not None:
+            self._written[at] = written
+
+
+@dataclass(slots=True)
+class _Open:
+    """A mapping or list that has not ended yet."""
+
+    at: At
+    values: dict[str, Any] | list[Any]
+    key: str | None = None
+    key_place: str | None = None
+
+
+class _Refused(Exception):
+    def __init__(self, place: str, text: str) -> None:
+        self.problem: Final = Problem(place, text)
+        super().__init__(text)
+
+
+def read(text: str, *, name: str, texts: Collection[At] = ()) -> Document:
+    """Return the values of a YAML text; its ``problems`` are what is wrong with it as YAML.
+
+    At the paths ``texts`` a whole number stays text as written: a name ``0042`` is not 42.
+    """
+    document = Document(name)
+    if len(text.encode(errors="replace")) > _MOST_BYTES:
+        document.problems.append(Problem(name, f"is larger than {_MOST_BYTES >> 20} MiB; no such file needs to be"))
+        return document
+    try:
+        _Reading(document, texts).run(YAML(typ="safe", pure=True).parse(text))
+    except _Refused as refused:
+        document.stop(refused.problem)
+    except MarkedYAMLError as error:
+        document.stop(_not_yaml(name, error))
+    except YAMLError as error:
+        document.stop(Problem(name, f"is not YAML: {' '.join(str(error).split())}"))
+    return document
+
+
+class _Reading:
+    """One pass over the parser's events, without recursion."""
+
+    def __init__(self, document: Document, texts: Collection[At]) -> None:
+        self._document: Final = document
+        self._texts: Final = texts
+        self._open: Final[list[_Open]] = []
+        self._nodes = 0
+        self._documents = 0
+
+    def run(self, events: Iterable[Any]) -> None:
+        for event in events:
+            place = f"{self._document.name}:{event.start_mark.line + 1}:{event.start_mark.column + 1}"
+            match event:
+                case DocumentStartEvent():
+                    self._documents += 1
+                    if self._documents > 1:
+                        raise _Refused(place, 'a second document starts here; remove the "---" and what follows')
+                case AliasEvent():
+                    raise _Refused(place, f'the alias "*{event.anchor}" is not allowed; write the value out')
+                case MappingEndEvent() | SequenceEndEvent():
+                    self._open.pop()
+                case ScalarEvent() | MappingStartEvent() | SequenceStartEvent():
+                    self._node(event, place)
+                case _:
+                    pass
+
+    def _node(self, event: Any, place: str) -> None:  # noqa: ANN401 - ruamel's events share no useful base
+        self._nodes += 1
+        if self._nodes > _MOST_NODES:
+            raise _Refused(place, f"more than {_MOST_NODES} values; no such file needs as many")
+        if event.tag is not None and not (isinstance(event, ScalarEvent) and event.tag == "!"):
+            raise _Refused(place, f"the tag {event.tag} is not allowed; write the plain value")
+        inside = self._open[-1] if self._open else None
+        if inside is not None and isinstance(inside.values, dict) and inside.key is None:
+            self._key(event, place, inside)
+            return
+        at = self._at(inside)
+        key_place = inside.key_place if inside else None
+        match event:
+            case ScalarEvent():
+                value = _scalar(event)
+                if type(value) is int and at in self._texts:
+                    value = event.value
+                if value is None and key_place is not None:
+                    # An empty value has no place of its own: point at its key.
+                    place = key_place
+                    text = f"{dotted(at)}: has no value; write one, or leave the key out"
+                    self._document.problems.append(Problem(place, text))
+                self._document.note(at, place, key_place=key_place, written=event.value)
+                self._put(inside, value)
+            case _:
+                if len(self._open) >= _MOST_DEPTH:
+                    raise _Refused(place, f"nested more than {_MOST_DEPTH} deep; no such file needs as much")
+                self._document.note(at, place, key_place=key_place)
+                values: dict[str, Any] | list[Any] = {} if isinstance(event, MappingStartEvent) else []
+                self._put(inside, values)
+                self._open.append(_Open(at, values))
+
+    def _key(self, event: Any, place: str, inside: _Open) -> None:  # noqa: ANN401 - as above
+        if not isinstance(event, ScalarEvent):
+            raise _Refused(place, "a key must be a name")
+        inside.key, inside.key_place = event.value, place
+        if event.value in inside.values:
+            first = self._document.place_of_key((*inside.at, event.value))
+            where = first.removeprefix(f"{self._document.name}:").partition(":")[0]
+            text = f'the key "{event.value}" is repeated; line {where} has it already'
+            self._document.problems.append(Problem(place, text))
+
+    @staticmethod
+    def _at(inside: _Open | None) -> At:
+        if inside is None:
+            return ()
+        step = len(inside.values) if inside.key is None else inside.key
+        return (*inside.at, step)
+
+    def _put(self, inside: _Open | None, value: Any) -> None:  # noqa: ANN401 - any plain value
+        if inside is None:
+            self._document.value = value
+        elif isinstance(inside.values, list):
+            inside.values.append(value)
+        else:
+            inside.values[str(inside.key)] = value
+            inside.key = None
+
+
+def _scalar(event: Any) -> Any:  # noqa: ANN401 - any plain scalar
+    """Return the value of a scalar by the core schema of YAML 1.2: quoted text and times stay text."""
+    text: str = event.value
+    if not event.implicit[0]:
+        return text
+    match text.lower():
+        case "" | "~" | "null":
+            return None
+        case "true":
+            return True
+        case "false":
+            return False
+        case _ if _INTEGER.fullmatch(text):
+            return int(text)
+        case _ if _FLOAT.fullmatch(text):
+            return float(text)
+        case _:
+            return text
+
+
+def _not_yaml(name: str, error: MarkedYAMLError) -> Problem:
+    mark = error.problem_mark or error.context_mark
+    place = name if mark is None else f"{name}:{mark.line + 1}:{mark.column + 1}"
+    remedy = "; indent with spaces, not tabs" if "\\t" in str(error.problem) else ""
+    return Problem(place, f"is not YAML here: {error.problem or error.context}{remedy}")
+
+
+def matching(pattern: re.Pattern[str], remedy: str) -> AfterValidator:
+    """Return a validator of texts that match; for others the error is the text and the remedy."""
+
+    def check(text: str) -> str:
+        if pattern.fullmatch(text) is None:
+            raise ValueError(f'"{text}" {remedy}')
+        return text
+
+    return AfterValidator(check)
+
+
+def within(low: int, high: int) -> AfterValidator:
+    """Return a validator of numbers from ``low`` to ``high``."""
+
+    def check(number: int) -> int:
+        if not low <= number <= high:
+            raise ValueError(f'"{number}" must be {low} to {high}')
+        return number
+
+    return AfterValidator(check)
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """Return ``; did you mean "..."?`` for the closest known word, or a list of all if none is close."""
+    names = sorted(known)
+    return _nearest(word, names) or (f"; known are {', '.join(names)}" if names else "")
+
+
+def _nearest(word: str, known: Sequence[str]) -> str:
+    """Return ``; did you mean "..."?`` for a close known word, else nothing."""
+    near = difflib.get_close_matches(word, known, n=1)
+    return f'; did you mean "{near[0]}"?' if near else ""
+
+
+def dotted(at: At) -> str:
+    """Return a path as text: ``source.topics[0]``."""
+    return "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in at).lstrip(".")
+
+
+def models_of(model: type[BaseModel], holder: str = "") -> dict[str, type[BaseModel]]:
+    """Return the model of each mapping, by its dotted path without list positions; the outermost under ""."""
+    found = {holder: model}
+    for name, key in model.model_fields.items():
+        for inner in _models_in(key.annotation):
+            found |= models_of(inner, f"{holder}.{name}".lstrip("."))
+    return found
+
+
+def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:  # noqa: ANN401 - any type
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for part in get_args(annotation):
+        yield from _models_in(part)
+
+
+def told(error: ValidationError, document: Document, model: type[BaseModel]) -> Iterator[Problem]:
+    """Yield what validating the document by the model found, as problems with a place in the document."""
+    for found in error.errors(include_url=False, include_input=False):
+        at = _in_document(found["loc"], document)
+        if at and document.get(at) is None:
+            # An empty value: `read` has reported it.
+            continue
+        label = f"{dotted(at)}: " if at else ""
+        written = document.written(at)
+        shown = f'"{written}" ' if written else ""
+        match found["type"]:
+            case "extra_forbidden":
+                holder = models_of(model).get(".".join(str(step) for step in at[:-1] if isinstance(step, str)))
+                suffix = did_you_mean(str(at[-1]), holder.model_fields if holder else ())
+                yield Problem(document.place_of_key(at), f'unknown key "{dotted(at)}"{suffix}')
+            case "missing":
+                key = found["loc"][-1]
+                inside = f" in {dotted(at)}" if at else ""
+                yield Problem(document.place_of_key(at), f'the key "{key}" is missing{inside}')
+            case "literal_error":
+                words = [word.strip("'") for word in re.split(r", | or ", found["ctx"]["expected"])]
+                suffix = _nearest(written or "", words)
+                yield Problem(document.place(at), f"{label}{shown}is not one of {' | '.join(words)}{suffix}")
+            case "value_error":
+                yield Problem(document.place(at), f"{label}{found['ctx']['error']}")
+            case kind:
+                yield Problem(document.place(at), f"{label}{shown}{_WANTED.get(kind, found['msg'])}")
+
+
+def in_order(problems: list[Problem]) -> list[Problem]:
+    """Return the problems in the order of the file, each once."""
+
+    def position(problem: Problem) -> tuple[int, int]:
+        parts = problem.place.rsplit(":", 2)
+        numbers = [int(part) for part in parts[1:] if part.isdigit()]
+        return (numbers[0], numbers[1]) if len(numbers) == len(parts) - 1 == 2 else (0, 0)  # noqa: PLR2004 - line, column
+
+    return sorted(dict.fromkeys(problems), key=position)
+
+
+def _in_document(loc: Sequence[str | int], document: Document) -> At:
+    """Return a pydantic location as a path without the names of union branches; of a missing key, its holder's."""
+    at: At = ()
+    for step in loc:
+        if document.has((*at, step)):
+            at = (*at, step)
+    return at

@@ -1,0 +1,89 @@
+"""One partition of the output without a leader: its task waits, with a pause between tries, and the others go on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+from confluent_kafka.admin import AdminClient
+from confluent_kafka.cimpl import NewTopic
+
+from tests.brokers import Admin, RunningKafka
+from tests.integration.conftest import MakeJob
+from tests.integration.fleet import Job, until
+from tests.integration.watch import Watch
+from tests.integration.workload import workload
+from tests.kafka_cluster import KafkaCluster
+
+pytestmark = [pytest.mark.broker, pytest.mark.timeout(400)]
+LONE = 3
+"""The node that alone holds partition 1 of the output."""
+
+
+@dataclass(frozen=True, slots=True)
+class OneReplicaOfTheOutput(Admin):
+    """Makes topics with three replicas, but partitions of the output on one node each."""
+
+    def create_topic(self, name: str, partitions: int = 1, config: dict[str, str] | None = None) -> str:
+        output = name.endswith("-out")
+        replicas = [[1], [LONE]] if output else [[1, 2, 3]] * partitions
+        configs = (config or {}) | ({"min.insync.replicas": "1"} if output else {})
+        topic = NewTopic(name, num_partitions=partitions, replica_assignment=replicas, config=configs)
+        self.client.create_topics([topic])[name].result(timeout=30)
+        self.until_led(name, partitions)
+        return name
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[KafkaCluster]:
+    with KafkaCluster(properties={"broker.session.timeout.ms": "4000"}) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def kafka(cluster: KafkaCluster) -> RunningKafka:
+    return RunningKafka(cluster.bootstrap)
+
+
+@pytest.fixture(scope="module")
+def admin(kafka: RunningKafka) -> Admin:
+    return OneReplicaOfTheOutput(kafka.bootstrap, AdminClient({"bootstrap.servers": kafka.bootstrap, "log_level": 0}))
+
+
+def test_f83_one_offline_output_partition_holds_up_its_own_task_alone(make_job: MakeJob, cluster: KafkaCluster) -> None:
+    """Was: all tasks of the worker were built anew every two seconds, without an end."""
+    job: Job = make_job(config={"brokers": cluster.bootstrap.split(",")})
+    with Watch(job):
+        with job.stream(workload(190, 36_000), per_s=600):
+            worker = job.start()
+            job.until_progress(1_000)
+            cluster.nodes[LONE].kill()
+            worker.until_logged("Only this partition waits")
+            # The others may move with their leaders and coordinators; from here on they do not.
+            until(lambda: _goes_on(job), lambda: f"partition 0 goes on; logs:\n{job.logs()}")
+            before = job.committed()
+            starts, said = worker.log.count("running from offset"), _said(worker.log, f"{job.name}-in/1")
+            assert said
+            until(lambda: job.committed()[0] > before[0] + 1_500, lambda: f"partition 0 goes on; logs:\n{job.logs()}")
+            assert job.committed()[1] == before[1]
+            assert worker.log.count("running from offset") == starts
+            # Each assignment says it once; none was made meanwhile.
+            assert _said(worker.log, f"{job.name}-in/1") == said, worker.log
+            cluster.nodes[LONE].restart()
+            worker.until_logged(f"{job.name}-in/1: commits again")
+        job.until_done()
+        assert worker.stop() == 0, worker.log
+        job.judge()
+
+
+def _said(log: str, partition: str) -> int:
+    """Return how often the log says that the partition waits."""
+    return sum(partition in line for line in log.splitlines() if "Only this partition waits" in line)
+
+
+def _goes_on(job: Job) -> bool:
+    """Tell whether partition 0 was committed again and again while a hundred records came in."""
+    before = job.committed()[0]
+    job.until_sent(len(job.sent) + 300)
+    return job.committed()[0] > before

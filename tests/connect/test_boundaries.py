@@ -1,0 +1,158 @@
+"""Where transactions of ingest end: by the interval, by each piece that is read, by the source's own marker."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sqlite3
+
+import pytest
+
+from dedup.connect import file_source as reading
+from dedup.connect import source_connector as marked
+from dedup.connect.file_source import Files
+from dedup.connect.source_connector import TransactionBoundary
+from dedup.errors import StateIncompatible
+from dedup.topology.ingest_file import FilesSource, Marker
+from tests.connect.stage import lines, until
+
+MARKER = Marker(("last",), True)
+
+
+def opened(directory, positions, pattern="*.jsonl", columns=None, marker=MARKER):
+    spec = FilesSource(str(directory), pattern, columns, start_over=False, take_last_line=False)
+    source = TransactionBoundary(Files("x", spec, 100), marker)
+    source.restore(positions)
+    return source
+
+
+def polled(source):
+    """Yield what comes until nothing does for two polls: a piece of a file may hold no whole line."""
+    idle = 0
+    while idle < 2:
+        found = source.poll()
+        idle = 0 if found is not None else idle + 1
+        if found is not None:
+            yield found
+
+
+def line(number, *, last=False, **more):
+    return json.dumps({"n": number, "last": last} | more).encode()
+
+
+@pytest.mark.parametrize("chunk_bytes", [40, 150, 1 << 20])
+def test_each_transaction_ends_with_its_marker_wherever_it_is_begun_anew(tmp_path, monkeypatch, chunk_bytes):
+    monkeypatch.setattr(reading, "CHUNK_BYTES", chunk_bytes)
+    long = line(0, more="x" * 200)
+    (tmp_path / "a.jsonl").write_bytes(
+        b"\n".join([line(1), b"", line(2, last=True), long, b" ", line(3), b"no json", line(4), long, line(5, last=True)])
+        + b"\n" + line(6, last=True) + b"\n" + long + b"\n" + line(7) + b"\n"
+    )  # fmt: skip
+    whole = [([json.loads(value).get("n") for value in found.values if value != b"no json"], len(found.dead))
+             for found in polled(opened(tmp_path, {}))]  # fmt: skip
+    assert whole == [([1, 2], 0), ([3, 4, 5], 2), ([6], 0)]
+    for committed in range(4):
+        source, positions = opened(tmp_path, {}), {}
+        for _, found in zip(range(committed), polled(source), strict=False):
+            positions |= found.positions
+        rest = [
+            ([json.loads(value).get("n") for value in found.values if value != b"no json"], len(found.dead))
+            for found in polled(opened(tmp_path, positions))
+        ]
+        assert rest == whole[committed:]
+    with (tmp_path / "a.jsonl").open("ab") as file:
+        file.write(line(8, last=True) + b"\n")
+    (found,) = polled(opened(tmp_path, positions))
+    assert ([json.loads(value)["n"] for value in found.values], len(found.dead)) == ([7, 8], 1)
+
+
+def test_what_waits_for_its_marker_is_said_and_held_when_its_file_is_deleted(tmp_path, caplog):
+    (tmp_path / "a.jsonl").write_bytes(line(1, last=True) + b"\n" + line(2) + b"\n" + line(3) + b"\n")
+    source = opened(tmp_path, {})
+    assert [len(found.values) for found in polled(source)] == [1]
+    (tmp_path / "a.jsonl").unlink()
+    assert list(polled(source)) == []
+    assert "2 records without their marker precede blank lines or the end" in caplog.text
+    (said,) = source.waiting()
+    assert said.startswith("2 records after 23 of ")
+    assert said.endswith(" wait for their marker")
+
+
+def test_a_marker_in_csv_and_another_kind_of_value_is_none(tmp_path):
+    (tmp_path / "a.csv").write_bytes(b"n,end\n1,0\n2,1\n3,x\n4,\n5,1\n6,0\n")
+    columns = (("n", "integer"), ("end", "integer"))
+    for equals, found in ((1, [[1, 2], [4, 5]]), (True, []), ("1", [])):
+        source = opened(tmp_path, {}, "*.csv", columns, Marker(("end",), equals))
+        assert [[json.loads(value)["n"] for value in piece.values] for piece in polled(source)] == found
+
+
+@pytest.mark.parametrize(("bound", "most"), [("MOST_RECORDS", 10), ("MOST_BYTES", 200)])
+def test_a_source_without_markers_stops(tmp_path, monkeypatch, bound, most):
+    monkeypatch.setattr(marked, bound, most)
+    (tmp_path / "a.jsonl").write_bytes(b"".join(line(n) + b"\n" for n in range(20)))
+    with pytest.raises(
+        StateIncompatible, match=r"no marker among the 20 records after this one. None of them was sent"
+    ):
+        list(polled(opened(tmp_path, {})))
+
+
+@pytest.fixture
+def lite(stage):
+    with contextlib.closing(sqlite3.connect(stage.directory / "source.db", isolation_level=None)) as connection:
+        connection.execute("CREATE TABLE rows (n INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT, last INTEGER)")
+        yield connection
+
+
+def fill(connection, rows):
+    connection.execute("BEGIN")
+    connection.executemany("INSERT INTO rows (id, last) VALUES (?, ?)", rows)
+    connection.execute("COMMIT")
+
+
+def more(boundary):
+    return f"tracking_id: {{field: id}}\nboundary: {boundary}"
+
+
+@pytest.mark.broker
+async def test_by_poll_each_piece_is_a_transaction(stage, lite):
+    fill(lite, [(f"e{n}", 0) for n in range(12_000)])
+    table = f'table: {{url: "sqlite:///{stage.directory}/source.db", table: rows, column: n}}'
+    done = await stage.ingest(table, more("poll"))
+    assert (done.records, done.transactions) == (12_000, 3)
+
+
+@pytest.mark.broker
+async def test_by_the_marker_of_a_table(stage, lite):
+    fill(lite, [(f"e{n}", int(n % 100 == 99)) for n in range(6_050)])
+    table = f'table: {{url: "sqlite:///{stage.directory}/source.db", table: rows, column: n}}'
+    boundary = more("{field: last, equals: 1}")
+    done = await stage.ingest(table, boundary)
+    assert (done.records, done.transactions) == (6_000, 60)
+    assert done.waiting == ["50 records after 6001 of table wait for their marker"]
+    lite.execute("INSERT INTO rows (id, last) VALUES ('end', 1)")
+    done = await stage.ingest(table, boundary)
+    assert (done.records, done.transactions, done.waiting) == (51, 1, [])
+    assert sorted(value["n"] for value in stage.values()) == list(range(1, 6_052))
+
+
+@pytest.mark.broker
+def test_killed_between_markers_nothing_is_half_there(stage, admin):
+    """A committed reader sees whole batches of 10 only, before and after SIGKILL."""
+    admin.create_topic(stage.topic, 2, {"retention.ms": "-1"})
+    file = str(stage.ingest_file(stage.files(), more("{field: kind, equals: last}")))
+    path = stage.incoming / "a.jsonl"
+    sent = 0
+    for _ in range(3):
+        process = stage.start("ingest", file)
+        with path.open("ab") as growing:
+            growing.write(lines(sent, 9) + b'{"id":"e%d","n":%d,"kind":"last"}\n' % (sent + 9, sent + 9))
+            growing.write(lines(sent + 10, 5))
+        until(lambda expected=sent + 10: len(stage.read()) >= expected, f"a batch; log:\n{process.log}")
+        assert len(stage.read()) == sent + 10
+        process.kill()
+        with path.open("ab") as growing:
+            growing.write(lines(sent + 15, 4) + b'{"id":"e%d","n":%d,"kind":"last"}\n' % (sent + 19, sent + 19))
+        sent += 20
+    process = stage.start("ingest", file, "--exit-when-done")
+    assert process.wait() == 0
+    assert sorted(value["n"] for value in stage.values()) == list(range(sent))

@@ -1,0 +1,228 @@
+"""`IdempotentWriter` and `IdempotentReader`: retries, restarts, lost answers, and business logic that counts once."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import sqlite3
+from dataclasses import replace
+
+import pytest
+
+import dedup
+from dedup.connect import transactional_outbox as outbox
+from dedup.embedded.fault_proxy import FaultProxy
+from dedup.embedded.kafka_node import EmbeddedKafka
+from dedup.errors import InvariantBroken, StateIncompatible, TaskMigrated
+from dedup.kafka.client import KafkaWire
+from tests.brokers import admin_of, read_all
+from tests.connect.stage import sqlite_rows
+from tests.connect.test_sink import event, sinking
+
+pytestmark = pytest.mark.broker
+
+
+def test_the_public_names_are_these():
+    assert dedup.__all__ == ["Event", "IdempotentReader", "IdempotentWriter", "Work"]
+    assert all(getattr(dedup, name).__name__ == name for name in dedup.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'Writer'"):
+        _ = dedup.Writer
+
+
+async def test_records_and_positions_are_visible_together_or_not_at_all(stage, admin):
+    admin.create_topic(stage.topic, 2, {"retention.ms": "-1"})
+    async with dedup.IdempotentWriter(stage.name, topics=[stage.topic], settings=stage.settings) as writer:
+        assert writer.kept("orders.db") is None
+        async with writer.transaction() as transaction:
+            transaction.send(stage.topic, b"1", tracking_id="a", headers=[("h", b"x")])
+            transaction.send(stage.topic, b"2", key=b"k", timestamp_ms=5)
+            transaction.keep("orders.db", "2")
+        with pytest.raises(ZeroDivisionError):  # noqa: PT012  # the block is what raises
+            async with writer.transaction() as transaction:
+                transaction.send(stage.topic, b"3")
+                transaction.keep("orders.db", "3")
+                _ = 1 / 0
+        with pytest.raises(InvariantBroken, match="was not passed to the writer"):
+            async with writer.transaction() as transaction:
+                transaction.send("other", b"4")
+        assert writer.kept("orders.db") == "2"
+    found = {message.value(): message for message in stage.read()}
+    assert set(found) == {b"1", b"2"}
+    assert found[b"1"].headers() == [("h", b"x"), ("dedup-id", b"a")]
+    assert found[b"2"].timestamp()[1] == 5
+    async with dedup.IdempotentWriter(stage.name, topics=[stage.topic], settings=stage.settings) as writer:
+        assert writer.kept("orders.db") == "2"
+
+
+async def test_a_transaction_that_is_cancelled_is_in_no_later_one(stage, admin, monkeypatch):
+    admin.create_topic(stage.topic, 1, {"retention.ms": "-1"})
+    stuck = asyncio.Event()
+
+    async def never(*_, **__):
+        stuck.set()
+        await asyncio.Event().wait()
+
+    async def write(writer, value):
+        async with writer.transaction() as transaction:
+            transaction.send(stage.topic, value)
+
+    async with dedup.IdempotentWriter(stage.name, topics=[stage.topic], settings=stage.settings) as writer:
+        with monkeypatch.context() as patched:
+            patched.setattr(KafkaWire, "end_transaction", never)
+            cancelled = asyncio.create_task(write(writer, b"cancelled"))
+            await stuck.wait()
+            cancelled.cancel()
+            await asyncio.gather(cancelled, return_exceptions=True)
+        await write(writer, b"after")
+    assert [message.value() for message in stage.read()] == [b"after"]
+
+
+async def test_transactions_side_by_side_are_one_after_the_other(stage, admin):
+    admin.create_topic(stage.topic, 1, {"retention.ms": "-1"})
+
+    async def write(writer, number):
+        async with writer.transaction() as transaction:
+            for _ in range(3):
+                transaction.send(stage.topic, b"%d" % number)
+            transaction.keep("last", str(number))
+
+    async with dedup.IdempotentWriter(stage.name, topics=[stage.topic], settings=stage.settings) as writer:
+        await asyncio.gather(*(write(writer, number) for number in range(10)))
+    assert sorted(message.value() for message in stage.read()) == sorted(b"%d" % (n // 3) for n in range(30))
+
+
+async def test_a_newer_writer_of_the_name_fences_the_older(stage, admin):
+    admin.create_topic(stage.topic, 1, {"retention.ms": "-1"})
+    make = lambda: dedup.IdempotentWriter(stage.name, topics=[stage.topic], settings=stage.settings)  # noqa: E731
+    async with make() as older, make() as newer:
+        with pytest.raises(TaskMigrated):
+            async with older.transaction() as transaction:
+                transaction.send(stage.topic, b"older")
+        async with newer.transaction() as transaction:
+            transaction.send(stage.topic, b"newer")
+    assert [message.value() for message in stage.read()] == [b"newer"]
+
+
+async def test_a_topic_that_is_not_there(stage):
+    with pytest.raises(StateIncompatible, match="does not exist"):
+        async with dedup.IdempotentWriter(stage.name, topics=[stage.topic], settings=stage.settings):
+            pass
+
+
+async def test_answers_lost_a_hundred_times_leave_each_record_once_and_in_order(stage, monkeypatch):
+    """The connection is cut when the broker answers, so the writer can not know what arrived."""
+    monkeypatch.setattr(outbox, "PAUSE_S", 0.01)
+    with EmbeddedKafka(proxied=1) as node:
+        listener = node.proxied[0]
+        admin_of(node.bootstrap).create_topic(stage.topic, 3)
+        with FaultProxy(listener.broker_port, port=listener.proxy_port) as proxy:
+            settings = replace(stage.settings, brokers=(listener.bootstrap,))
+            sent = await write_through_cuts(stage, settings, proxy)
+        found = read_all(node.bootstrap, stage.topic)
+    numbers = [(message.partition(), int(message.value())) for message in found]
+    assert sorted(number for _, number in numbers) == list(range(sent))
+    for partition in range(3):
+        own = [number for at, number in numbers if at == partition]
+        assert own == sorted(own)
+        assert own
+
+
+async def write_through_cuts(stage, settings, proxy) -> int:
+    dice, number = random.Random(6), 0
+    async with dedup.IdempotentWriter(stage.name, topics=[stage.topic], settings=settings) as writer:
+        while proxy.counts().cut < 100:
+            cutting = asyncio.create_task(cut_soon(proxy, dice.random() * 0.01))
+            async with writer.transaction() as transaction:
+                for _ in range(20):
+                    transaction.send(stage.topic, b"%d" % number, key=b"%d" % (number % 7))
+                    number += 1
+            await cutting
+    return number
+
+
+async def cut_soon(proxy, after_s):
+    await asyncio.sleep(after_s)
+    proxy.swallow_answers()
+
+
+def count(work, events):
+    for each in events:
+        work.execute("INSERT INTO totals (n) VALUES (?)", (json.loads(each.value)["n"],))
+
+
+def reader_of(stage, name="billing"):
+    url = f"sqlite:///{stage.directory}/app.db"
+    return dedup.IdempotentReader(
+        name, topic=stage.topic, topology=sinking(stage, "sqlite:///unused"), url=url, settings=stage.settings
+    )
+
+
+def create_totals(stage):
+    connection = sqlite3.connect(stage.directory / "app.db")
+    connection.execute("CREATE TABLE IF NOT EXISTS totals (n INTEGER)")
+    connection.commit()
+    connection.close()
+
+
+async def test_business_logic_counts_each_event_once(stage, admin):
+    admin.create_topic(stage.topic, 2, {"retention.ms": "-1"})
+    create_totals(stage)
+    stage.send([event(number % 50) for number in range(200)])
+    async with reader_of(stage) as reader:
+        assert await reader.run(count, until_end=True) == 50
+    stage.send([event(number) for number in range(40, 60)])
+    failed = []
+
+    def failing(work, events):
+        count(work, events)
+        failed.append(len(events))
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        async with reader_of(stage) as reader:
+            await reader.run(failing, until_end=True)
+    assert failed
+    async with reader_of(stage) as reader:
+        assert await reader.run(count, until_end=True) == 10
+    # Another application has its own view.
+    async with reader_of(stage, "shipping") as reader:
+        assert await reader.run(lambda *_: None, until_end=True) == 60
+    totals = sqlite_rows(stage.directory / "app.db", "SELECT n FROM totals ORDER BY n")
+    assert totals == [(number,) for number in range(60)]
+
+
+async def test_a_reader_that_was_broken_off_does_not_go_on_behind_what_it_dropped(stage, admin):
+    admin.create_topic(stage.topic, 1, {"retention.ms": "-1"})
+    create_totals(stage)
+    stage.send([event(1)])
+    async with reader_of(stage) as reader:
+        with pytest.raises(ZeroDivisionError):
+            await reader.run(lambda *_: 1 / 0, until_end=True)
+        stage.send([event(2)])
+        with pytest.raises(InvariantBroken, match="open a new one"):
+            await reader.run(count)
+    async with reader_of(stage) as reader:
+        assert await reader.run(count, until_end=True) == 2
+
+
+async def test_a_newer_reader_of_the_name_fences_the_older(stage, admin):
+    admin.create_topic(stage.topic, 1, {"retention.ms": "-1"})
+    create_totals(stage)
+    async with reader_of(stage) as older, reader_of(stage) as newer:
+        stage.send([event(1)])
+        with pytest.raises(TaskMigrated):
+            await older.run(count)
+        assert await newer.run(count, until_end=True) == 0  # it looked at the end when it started
+    async with reader_of(stage) as last:
+        assert await last.run(count, until_end=True) == 1
+
+
+async def test_a_record_without_an_id_stops_the_reader(stage, admin):
+    admin.create_topic(stage.topic, 1, {"retention.ms": "-1"})
+    create_totals(stage)
+    stage.send([event(1), (b"k", b'{"n":1}', 1)])
+    async with reader_of(stage) as reader:
+        with pytest.raises(StateIncompatible, match="offset 1 has no usable tracking ID"):
+            await reader.run(count, until_end=True)
+    assert sqlite_rows(stage.directory / "app.db", "SELECT * FROM totals") == []

@@ -1,0 +1,256 @@
+"""Files as a source: what grows, is rotated, truncated, broken; each line in the topic once."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import pytest
+
+from dedup.connect.file_source import CHUNK_BYTES, Files
+from dedup.errors import AuthorMistake, TaskMigrated
+from dedup.topology.ingest_file import FilesSource
+from tests.connect.stage import lines, until
+
+pytestmark = pytest.mark.broker
+
+
+def numbers(stage):
+    return sorted(value["n"] for value in stage.values())
+
+
+async def test_a_file_that_grows_is_sent_once(stage):
+    path = stage.incoming / "a.jsonl"
+    path.write_bytes(lines(0, 100))
+    assert (await stage.ingest()).records == 100
+    with path.open("ab") as file:
+        file.write(lines(100, 50) + b'{"id":"e150",')
+    done = await stage.ingest()
+    assert done.records == 50
+    assert "13 bytes after the last line feed are not a complete line yet" in done.waiting[0]
+    with path.open("ab") as file:
+        file.write(b'"n":150}\n')
+    assert (await stage.ingest()).records == 1
+    assert numbers(stage) == list(range(151))
+    assert all(message.key().decode() == json.loads(message.value())["id"] for message in stage.read())
+
+
+async def test_records_without_an_id_get_their_place_and_keep_their_order(stage):
+    (stage.incoming / "a.jsonl").write_bytes(lines(0, 3_000))
+    await stage.ingest(more="")
+    found = stage.read()
+    assert len({message.partition() for message in found}) == 1
+    assert [json.loads(message.value())["n"] for message in found] == list(range(3_000))
+    ids = [dict(message.headers())["dedup-id"] for message in found]
+    assert len(set(ids)) == 3_000
+    assert ids[0].decode().startswith(f"{stage.name}/")
+
+
+async def test_a_renamed_file_is_the_same_file(stage):
+    path = stage.incoming / "a.jsonl"
+    path.write_bytes(lines(0, 10))
+    await stage.ingest()
+    # Rotated away with a line that nobody has read yet, to a name that the pattern leaves out.
+    with path.open("ab") as file:
+        file.write(lines(10, 5))
+    path.rename(stage.incoming / "a.jsonl.1")
+    path.write_bytes(lines(15, 5))
+    assert (await stage.ingest()).records == 10
+    (stage.incoming / "a.jsonl.1").rename(stage.incoming / "old.jsonl")
+    assert (await stage.ingest()).records == 0
+    assert numbers(stage) == list(range(20))
+
+
+@pytest.mark.parametrize("content", [lines(50, 2), lines(50, 50)], ids=["shorter", "as long"])
+async def test_a_truncated_file_stops_ingest_unless_it_may_start_over(stage, content):
+    path = stage.incoming / "a.jsonl"
+    path.write_bytes(lines(0, 10))
+    await stage.ingest()
+    inode = path.stat().st_ino
+    path.write_bytes(content)
+    assert path.stat().st_ino == inode
+    with pytest.raises(AuthorMistake, match=r"a\.jsonl: was read up to byte .*: it was truncated or replaced"):
+        await stage.ingest()
+    assert len(stage.read()) == 10
+    await stage.ingest(stage.files("changed: start_over"))
+    assert len(stage.read()) == 10 + content.count(b"\n")
+
+
+async def test_a_copy_in_the_place_of_a_file_stops_ingest(stage):
+    path = stage.incoming / "a.jsonl"
+    path.write_bytes(lines(0, 10))
+    await stage.ingest()
+    copy = stage.directory / "copy"
+    copy.write_bytes(lines(0, 12))
+    copy.replace(path)
+    with pytest.raises(AuthorMistake, match="is it a copy"):
+        await stage.ingest()
+    assert numbers(stage) == list(range(10))
+
+
+async def test_bad_lines_are_dead_letters_and_their_neighbours_are_sent(stage):
+    bad = [b"no json", b'{"id":"x","n":\xff}', b'{"n":1}', b'{"id":null}', b'{"id":"twice","id":"twice"}']
+    path = stage.incoming / "a.jsonl"
+    path.write_bytes(lines(0, 20) + b"\n".join(bad) + b"\n\n  \n" + lines(20, 20))
+    done = await stage.ingest()
+    assert (done.records, done.dead_letters) == (40, len(bad))
+    assert numbers(stage) == list(range(40))
+    letters = stage.read(f"{stage.name}.dead-letter")
+    assert [message.value() for message in letters] == bad
+    reasons = [dict(message.headers())["dedup-reason"].decode() for message in letters]
+    assert reasons == ["not_json", "not_utf8", "id_missing", "id_null", "repeated_member"]
+
+
+async def test_a_line_of_100_mb_is_a_dead_letter_of_its_digest(stage):
+    path = stage.incoming / "a.jsonl"
+    with path.open("wb") as file:
+        file.write(lines(0, 5))
+        for _ in range(100):
+            file.write(b"x" * CHUNK_BYTES)
+        file.write(b"\n" + lines(5, 5))
+    done = await stage.ingest()
+    assert (done.records, done.dead_letters) == (10, 1)
+    (letter,) = stage.letters()
+    assert letter["dedup-reason"] == "too_large"
+    assert f"a line of {100 * CHUNK_BYTES} bytes" in letter["dedup-detail"]
+    assert numbers(stage) == list(range(10))
+
+
+async def test_a_line_just_too_large_for_the_topic_is_a_dead_letter(stage):
+    (stage.incoming / "a.jsonl").write_bytes(
+        lines(0, 5) + b'{"id":"big","n":0,"pad":"%s"}\n' % (b"x" * 1_048_400) + lines(5, 5)
+    )
+    done = await stage.ingest()
+    assert (done.records, done.dead_letters) == (10, 1)
+    assert stage.letters()[0]["dedup-reason"] == "too_large"
+
+
+async def test_a_last_line_without_a_line_feed_is_taken_where_files_come_complete(stage):
+    (stage.incoming / "a.jsonl").write_bytes(lines(0, 3).removesuffix(b"\n"))
+    assert (await stage.ingest()).records == 2
+    assert (await stage.ingest(stage.files("last_line: take"))).records == 1
+    assert numbers(stage) == [0, 1, 2]
+
+
+async def test_what_can_not_be_read_stops_with_its_name(stage, monkeypatch):
+    (stage.incoming / "a.jsonl").mkdir()
+    with pytest.raises(AuthorMistake, match=r"a\.jsonl: is not a regular file"):
+        await stage.ingest()
+    (stage.incoming / "a.jsonl").rmdir()
+    (stage.incoming / "b.jsonl").symlink_to("nowhere")
+    with pytest.raises(AuthorMistake, match=r"b\.jsonl: is a broken link"):
+        await stage.ingest()
+    (stage.incoming / "b.jsonl").unlink()
+    (stage.incoming / "c.jsonl").write_bytes(lines(0, 1))
+
+    def refuse(*_):
+        raise PermissionError(13, "Permission denied")
+
+    # Root may read everything.
+    monkeypatch.setattr(os, "open", refuse)
+    with pytest.raises(AuthorMistake, match=r"c\.jsonl: cannot be read: Permission denied"):
+        await stage.ingest()
+    monkeypatch.undo()
+    with pytest.raises(AuthorMistake, match="cannot be read: No such file or directory"):
+        await stage.ingest(f"files: {{directory: {stage.directory}/gone}}")
+
+
+CSV = "format: csv, pattern: '*.csv', columns: {id: text, n: integer, price: number, paid: boolean}"
+
+
+async def test_a_file_deleted_after_it_was_read_does_not_stop_the_others(stage):
+    """Its number may be given to another file, which is read from its beginning."""
+    (stage.incoming / "a.jsonl").write_bytes(lines(0, 10))
+    process = stage.start("ingest", str(stage.ingest_file(stage.files())))
+    until(lambda: len(stage.read()) == 10, f"the first file; log:\n{process.log}")
+    for number in range(1, 4):
+        (stage.incoming / "a.jsonl").unlink()
+        (stage.incoming / "a.jsonl").write_bytes(lines(10 * number, 10))
+        expected = 10 * (number + 1)
+        until(lambda expected=expected: len(stage.read()) == expected, f"{expected}; log:\n{process.log}")
+    assert process.stop() == 0
+    assert sorted(value["n"] for value in stage.values()) == list(range(40))
+
+
+async def test_csv_rows_become_json(stage):
+    (stage.incoming / "a.csv").write_bytes(b'\xef\xbb\xbfid,n,price,paid\r\ne0,0,1.5,true\r\n"e,1",1,2,0\r\ne2,,,\r\n')
+    assert (await stage.ingest(stage.files(CSV))).records == 3
+    assert sorted(stage.values(), key=lambda value: value["id"]) == [
+        {"id": "e,1", "n": 1, "price": 2, "paid": False},
+        {"id": "e0", "n": 0, "price": 1.5, "paid": True},
+        {"id": "e2", "n": None, "price": None, "paid": None},
+    ]
+    with (stage.incoming / "a.csv").open("ab") as file:
+        file.write(b"e3,3,3,1\n")
+    assert (await stage.ingest(stage.files(CSV))).records == 1
+
+
+async def test_csv_rows_that_are_none_are_dead_letters(stage):
+    bad = [b"e1,1", b"e2,2,3,1,5", b"e3,x,1,1", b'e4,"1,1,1', b"e5,5,nan,1", b"\xff,6,1,1", b"e7,7,1,maybe"]
+    (stage.incoming / "a.csv").write_bytes(b"id,n,price,paid\n" + b"\n".join(bad) + b"\ne0,0,0,0\n")
+    done = await stage.ingest(stage.files(CSV))
+    assert (done.records, done.dead_letters) == (1, len(bad))
+    reasons = [letter["dedup-reason"] for letter in stage.letters()]
+    assert reasons == [
+        "wrong_columns", "wrong_columns", "wrong_type", "not_csv", "wrong_type", "not_utf8", "wrong_type",
+    ]  # fmt: skip
+
+
+async def test_csv_with_other_columns_stops_with_both_lists(stage):
+    (stage.incoming / "a.csv").write_bytes(b"id,n,prize,paid\ne0,0,0,0\n")
+    with pytest.raises(AuthorMistake, match=r"a\.csv:1: its header line is id, n, prize, paid, but `columns` has id"):
+        await stage.ingest(stage.files(CSV))
+    assert stage.read() == []
+
+
+async def test_the_second_of_two_wins_and_the_first_stops_with_task_migrated(stage):
+    path = stage.incoming / "a.jsonl"
+    path.write_bytes(lines(0, 1_000))
+    file = stage.ingest_file(stage.files())
+    first = stage.start("ingest", str(file), log="first")
+    until(lambda: len(stage.read()) == 1_000, "the first sends")
+    second = stage.start("ingest", str(file), log="second")
+    until(lambda: owners(stage) == 2, "the second has taken over")
+    with path.open("ab") as more:
+        more.write(lines(1_000, 1_000))
+    assert first.wait() == TaskMigrated.exit_code
+    assert "TaskMigrated" in first.log
+    until(lambda: len(stage.read()) == 2_000, f"the second sends; its log:\n{second.log}")
+    assert second.stop() == 0
+    assert numbers(stage) == list(range(2_000))
+
+
+def owners(stage):
+    found = stage.read(f"{stage.name}-source-offsets")
+    return len({json.loads(message.value())["run"] for message in found if message.key() == b"owner"})
+
+
+def files_of(stage, pattern, columns=None, *, start_over=False):
+    """Return a reader of the incoming directory, as ingest has it."""
+    return Files("in", FilesSource(str(stage.incoming), pattern, columns, start_over, take_last_line=False), 1_000_000)
+
+
+def test_a_deleted_file_is_read_again_from_what_was_committed(stage):
+    """After a refused record, for one: its descriptor is the only way to it."""
+    path = stage.incoming / "a.jsonl"
+    path.write_bytes(lines(0, 3))
+    files = files_of(stage, "*.jsonl")
+    committed = files.poll().positions
+    with path.open("ab") as file:
+        file.write(lines(3, 2))
+    assert len(files.poll().values) == 2
+    path.unlink()
+    for positions, left in ((committed, 2), ({}, 5)):
+        files.restore(positions)
+        assert len(files.poll().values) == left
+    files.close()
+
+
+def test_a_csv_file_that_starts_over_has_its_own_line_of_names(stage):
+    path = stage.incoming / "a.csv"
+    path.write_bytes(b"from,to\na,b\n")
+    files = files_of(stage, "*.csv", (("from", "text"), ("to", "text")), start_over=True)
+    assert [json.loads(value) for value in files.poll().values] == [{"from": "a", "to": "b"}]
+    path.write_bytes(b"to,from\nd,c\n")
+    assert [json.loads(value) for value in files.poll().values] == [{"from": "c", "to": "d"}]
+    files.close()

@@ -1,0 +1,307 @@
+"""A table as a source: ties, gaps, and rows that are committed after rows with greater numbers."""
+
+from __future__ import annotations
+
+import contextlib
+import sqlite3
+import threading
+
+import psycopg
+import pytest
+
+from dedup.errors import SettingsError, StateIncompatible, TopologyError
+from tests.connect.stage import until
+
+pytestmark = pytest.mark.broker
+
+
+SOURCE = "${env:SOURCE_URL}"
+
+
+def table(url, more=""):
+    return f'table: {{url: "{url}", table: rows, column: n{more}}}'
+
+
+@pytest.fixture
+def lite(stage):
+    """Return the address of a SQLite file with an empty table, and a connection to it."""
+    path = stage.directory / "source.db"
+    with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as connection:
+        connection.execute("CREATE TABLE rows (n INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT, data BLOB, price REAL)")
+        yield f"sqlite:///{path}", connection
+
+
+@pytest.fixture
+def pg(postgres, monkeypatch):
+    """Return the address of a PostgreSQL with an empty table, and a connection to it; `SOURCE` refers to it."""
+    monkeypatch.setenv("SOURCE_URL", postgres)
+    with psycopg.connect(postgres, autocommit=True) as connection:
+        connection.execute(
+            "CREATE TABLE rows (n BIGINT GENERATED ALWAYS AS IDENTITY PRIMARY KEY, id TEXT, at TIMESTAMPTZ, price NUMERIC)"
+        )
+        yield postgres, connection
+
+
+def querying(url, query, more=""):
+    return f'table: {{url: "{url}", query: "{query}", column: n{more}}}'
+
+
+def numbers(stage):
+    return sorted(value["n"] for value in stage.values())
+
+
+async def test_rows_of_sqlite_with_gaps_are_sent_once(stage, lite):
+    url, connection = lite
+    connection.executemany(
+        "INSERT INTO rows (id, data, price) VALUES (?, ?, 1.5)", [(f"e{n}", b"\x00\xff") for n in range(50)]
+    )
+    connection.execute("DELETE FROM rows WHERE n % 3 = 0")
+    done = await stage.ingest(table(url))
+    assert done.records == connection.execute("SELECT count(*) FROM rows").fetchone()[0]
+    # AUTOINCREMENT: the number of the last row is not given again, so its successor is read.
+    connection.execute("DELETE FROM rows WHERE n = (SELECT max(n) FROM rows)")
+    connection.execute("INSERT INTO rows (id) VALUES ('next')")
+    assert (await stage.ingest(table(url))).records == 1
+    assert len(numbers(stage)) == len(set(numbers(stage)))
+    assert {"n": 1, "id": "e0", "data": "00ff", "price": 1.5} in stage.values()
+
+
+async def test_ties_need_a_second_column(stage, lite):
+    url, connection = lite
+    connection.execute("DROP TABLE rows")
+    connection.execute("CREATE TABLE rows (n INTEGER NOT NULL, m INTEGER NOT NULL, id TEXT)")
+    with pytest.raises(
+        StateIncompatible, match="no unique index on n, so two rows may be equal there: add one, or name a second"
+    ):
+        await stage.ingest(table(url))
+    with pytest.raises(StateIncompatible, match="no unique index on n and m, so two rows may be equal there: add one"):
+        await stage.ingest(table(url, ", unique: m"))
+    connection.execute("CREATE UNIQUE INDEX both ON rows (n, m)")
+    rows = [(7, m, f"e{m}") for m in range(12_000)]
+    connection.execute("BEGIN")
+    connection.executemany("INSERT INTO rows VALUES (?, ?, ?)", rows)
+    connection.execute("COMMIT")
+    assert (await stage.ingest(table(url, ", unique: m"))).records == 12_000
+    connection.execute("INSERT INTO rows VALUES (7, 12000, 'e12000')")
+    assert (await stage.ingest(table(url, ", unique: m"))).records == 1
+    assert sorted(value["m"] for value in stage.values()) == list(range(12_001))
+    connection.execute("CREATE UNIQUE INDEX one ON rows (m)")
+    with pytest.raises(StateIncompatible, match="`unique` was added or removed"):
+        await stage.ingest(table(url).replace("column: n", "column: m"))
+
+
+@pytest.mark.parametrize(
+    ("columns", "said"),
+    [
+        ("k INTEGER PRIMARY KEY", "it has no column 'n'; it has k"),
+        ("n TEXT NOT NULL UNIQUE", "column 'n' is not of an integer type"),
+        ("n INTEGER UNIQUE", "column 'n' may be null, and such rows would never be read"),
+    ],
+)
+async def test_a_table_that_can_not_be_read_without_a_loss_is_refused(stage, lite, columns, said):
+    url, connection = lite
+    connection.execute("DROP TABLE rows")
+    connection.execute(f"CREATE TABLE rows ({columns})")
+    with pytest.raises(StateIncompatible, match=said):
+        await stage.ingest(table(url))
+
+
+async def test_no_table_and_no_database(stage, lite):
+    with pytest.raises(StateIncompatible, match="there is no such table"):
+        await stage.ingest(table(lite[0]).replace("rows", "nothing"))
+    with pytest.raises(SettingsError, match="the environment variable NOWHERE is not set"):
+        await stage.ingest(table("${env:NOWHERE}"))
+    with pytest.raises(TopologyError, match="a password must not be written here"):
+        await stage.ingest(table("postgresql://me:secret@host/db"))
+
+
+async def test_rows_of_postgresql_are_sent_once(stage, pg):
+    _, connection = pg
+    connection.execute(
+        "INSERT INTO rows (id, at, price) SELECT 'e' || i, now(), i / 7.0 FROM generate_series(1, 12000) i"
+    )
+    assert (await stage.ingest(table(SOURCE))).records == 12_000
+    connection.execute("INSERT INTO rows (id, price) VALUES ('nan', 'NaN')")
+    assert (await stage.ingest(table(SOURCE))).records == 1
+    assert numbers(stage) == list(range(1, 12_002))
+
+
+@pytest.mark.parametrize("has_id", [True, False], ids=["it has written", "it has only its number"])
+async def test_a_row_that_is_committed_late_is_not_passed_by(stage, pg, has_id):
+    """A transaction has taken number 1 and is open while number 2 is committed.
+
+    Without a write of its own it has no transaction id yet: the snapshot's xmin would let number 2 be read.
+    """
+    url, connection = pg
+    connection.execute(
+        "SELECT nextval(pg_get_serial_sequence('rows', 'n'))"
+    )  # logs the sequence: the next call needs no id
+    with psycopg.connect(url) as late:
+        if has_id:
+            late.execute("INSERT INTO rows (id) VALUES ('late')")
+        else:
+            # What an INSERT does before it writes: the lock, then the number.
+            late.execute("LOCK TABLE rows IN ROW EXCLUSIVE MODE")
+            late.execute("SELECT nextval(pg_get_serial_sequence('rows', 'n'))")
+            assert late.execute("SELECT pg_current_xact_id_if_assigned()").fetchone() == (None,)
+        connection.execute("INSERT INTO rows (id) VALUES ('early')")
+        file = stage.ingest_file(table(SOURCE))
+        process = stage.start("ingest", str(file))
+        until(lambda: waits(stage, connection), f"it waits for the writer; log:\n{process.log}")
+        assert stage.read() == []
+        if not has_id:
+            late.execute("INSERT INTO rows (n, id) OVERRIDING SYSTEM VALUE VALUES (2, 'late')")
+        late.commit()
+    until(lambda: len(stage.read()) == 2, f"both rows; log:\n{process.log}")
+    assert process.stop() == 0
+    assert [value["id"] for value in sorted(stage.values(), key=lambda value: value["n"])] == ["late", "early"]
+
+
+def waits(stage, connection):
+    """Tell whether ingest is looking at locks, as it does for a writer only."""
+    sql = "SELECT count(*) FROM pg_stat_activity WHERE application_name = 'dedup' AND query LIKE '%pg_locks%'"
+    return connection.execute(sql).fetchone()[0] == 1
+
+
+async def test_rows_of_many_writers_at_once_are_all_sent(stage, pg):
+    url, connection = pg
+
+    def write(number: int) -> None:
+        with psycopg.connect(url) as writer:
+            for each in range(100):
+                writer.execute("INSERT INTO rows (id) VALUES (%s)", (f"{number}-{each}",))
+                (writer.rollback if each % 10 == 3 else writer.commit)()
+
+    process = stage.start("ingest", str(stage.ingest_file(table(SOURCE))))
+    threads = [threading.Thread(target=write, args=(number,)) for number in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    written = {row[0] for row in connection.execute("SELECT n FROM rows").fetchall()}
+    assert len(written) == 540
+    until(lambda: len(stage.read()) >= 540, f"all rows; log:\n{process.log}")
+    assert process.stop() == 0
+    assert numbers(stage) == sorted(written)
+
+
+QUERY = "SELECT r.n, upper(r.id) AS name, 'a%' AS percent FROM rows r WHERE r.id LIKE '%e%'"
+
+
+async def test_rows_of_a_query_of_sqlite_are_sent_once(stage, lite):
+    url, connection = lite
+    connection.execute("BEGIN")
+    connection.executemany("INSERT INTO rows (id) VALUES (?)", [(f"{'xe'[n % 2]}{n}",) for n in range(12_000)])
+    connection.execute("COMMIT")
+    more = "tracking_id: {field: name}"
+    assert (await stage.ingest(querying(url, QUERY), more)).records == 6_000
+    connection.execute("INSERT INTO rows (id) VALUES ('e-last')")
+    assert (await stage.ingest(querying(url, QUERY), more)).records == 1
+    assert numbers(stage) == [*range(2, 12_001, 2), 12_001]
+    assert {"n": 12_001, "name": "E-LAST", "percent": "a%"} in stage.values()
+
+
+async def test_rows_of_a_query_of_postgresql_are_sent_once(stage, pg):
+    _, connection = pg
+    connection.execute(
+        "INSERT INTO rows (id) SELECT CASE i % 2 WHEN 1 THEN 'e' END || i FROM generate_series(1, 12000) i"
+    )
+    more = "tracking_id: {field: name}"
+    assert (await stage.ingest(querying(SOURCE, QUERY), more)).records == 6_000
+    connection.execute("INSERT INTO rows (id) VALUES ('e-last')")
+    assert (await stage.ingest(querying(SOURCE, QUERY), more)).records == 1
+    assert numbers(stage) == [*range(1, 12_001, 2), 12_001]
+
+
+@pytest.mark.parametrize(
+    ("query", "more", "said"),
+    [
+        ("SELECT id FROM rows", "", "the query: it has no column 'n'; it has id"),
+        ("SELECT n, id, id FROM rows", "", "it has two columns 'id'; rename one with AS"),
+        ("SELECT n / 20 AS n, id FROM rows", "", "two rows have n 0; name a second column with `unique`"),
+        ("SELECT n / 20 AS n, n % 5 AS m, id FROM rows", ", unique: m", "two rows have n and m 0/0. Nothing"),
+        ("SELECT nullif(n, 7) AS n, id FROM rows", "", "n of 1 rows is null; exclude these rows with WHERE"),
+        ("SELECT n, nullif(n, 7) AS m, id FROM rows", ", unique: m", "n or m of 1 rows is null"),
+        ("SELECT id AS n, id FROM rows", "", "contains a value that is not an integer"),
+        ("SELECT n FROM nowhere", "", "nowhere"),
+    ],
+)
+@pytest.mark.parametrize("kind", ["sqlite", "postgresql"])
+async def test_a_query_that_can_not_be_read_without_a_loss_is_refused(stage, request, kind, query, more, said):
+    url, connection = request.getfixturevalue("lite" if kind == "sqlite" else "pg")
+    for number in range(1, 31):
+        connection.execute(f"INSERT INTO rows (id) VALUES ('e{number}')")
+    with pytest.raises(StateIncompatible, match=said):
+        await stage.ingest(querying(url if kind == "sqlite" else SOURCE, query, more))
+    assert stage.values() == []
+
+
+@pytest.mark.parametrize("view", [False, True], ids=["a table", "a view"])
+async def test_a_query_waits_for_those_who_write_its_tables(stage, pg, view):
+    url, connection = pg
+    connection.execute("CREATE VIEW seen AS SELECT * FROM rows")
+    connection.execute("CREATE TABLE others (k INT)")
+    with psycopg.connect(url) as late, psycopg.connect(url) as elsewhere:
+        elsewhere.execute("INSERT INTO others VALUES (1)")
+        late.execute("INSERT INTO rows (id) VALUES ('late')")
+        connection.execute("INSERT INTO rows (id) VALUES ('early')")
+        file = stage.ingest_file(querying(SOURCE, f"SELECT n, id FROM {'seen' if view else 'rows'}"))
+        process = stage.start("ingest", str(file))
+        until(lambda: waits(stage, connection), f"it waits for the writer; log:\n{process.log}")
+        assert stage.read() == []
+        late.commit()
+        # Whoever writes another table is not waited for.
+        until(lambda: len(stage.read()) == 2, f"both rows; log:\n{process.log}")
+    assert process.stop() == 0
+    assert sorted(value["id"] for value in stage.values()) == ["early", "late"]
+
+
+async def test_who_hides_its_writers_needs_settle(stage, pg, caplog):
+    _, connection = pg
+    connection.execute("INSERT INTO rows (id) VALUES ('e1')")
+    connection.execute(
+        "CREATE FUNCTION read() RETURNS SETOF rows LANGUAGE plpgsql AS 'BEGIN RETURN QUERY TABLE rows; END'"
+    )
+    hidden = querying(SOURCE, "SELECT n, id FROM read()")
+    with pytest.raises(
+        StateIncompatible, match="reads no table, so PostgreSQL cannot say who writes its rows; set `settle`"
+    ):
+        await stage.ingest(hidden)
+    connection.execute("ALTER TABLE rows ALTER n SET CACHE 10")
+    with pytest.raises(StateIncompatible, match="the sequence of 'n' has CACHE 10"):
+        await stage.ingest(table(SOURCE))
+    assert stage.values() == []
+    assert (await stage.ingest(querying(SOURCE, "SELECT n, id FROM read()", ", settle: 10ms"))).records == 1
+    assert "settle: 10ms is not exact: a row of query that becomes visible more than 10ms" in caplog.text
+
+
+async def test_with_settle_a_row_is_read_that_comes_within_it(stage, lite):
+    """The application chooses numbers before it writes: 2 is there, and 1 comes while that settles."""
+    url, connection = lite
+    connection.execute("INSERT INTO rows (n, id) VALUES (2, 'early')")
+    process = stage.start("ingest", str(stage.ingest_file(table(url, ", settle: 3s"))), "--exit-when-done")
+    until(lambda: " taken; " in process.log, f"it has begun; log:\n{process.log}")
+    connection.execute("INSERT INTO rows (n, id) VALUES (1, 'late')")
+    assert process.wait() == 0
+    assert numbers(stage) == [1, 2]
+
+
+async def test_a_database_that_is_away_is_waited_for(stage, pg):
+    url, connection = pg
+    connection.execute("INSERT INTO rows (id) VALUES ('e1')")
+    process = stage.start("ingest", str(stage.ingest_file(table(SOURCE))))
+    until(lambda: len(stage.read()) == 1, f"the first row; log:\n{process.log}")
+    name = url.rpartition("/")[2]
+    with psycopg.connect(url.rpartition("/")[0] + "/postgres", autocommit=True) as other:
+        other.execute(f"ALTER DATABASE {name} ALLOW_CONNECTIONS false".encode())
+        gone = (
+            "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = %s AND application_name = 'dedup'"
+        )
+        other.execute(gone, (name,))
+        connection.execute("INSERT INTO rows (id) VALUES ('e2')")
+        until(lambda: "the database does not answer, waiting; nothing is lost" in process.log, process.log)
+        assert process.running
+        other.execute(f"ALTER DATABASE {name} ALLOW_CONNECTIONS true".encode())
+    until(lambda: len(stage.read()) == 2, f"it goes on; log:\n{process.log}")
+    assert process.stop() == 0
+    assert numbers(stage) == [1, 2]

@@ -1,0 +1,347 @@
+"""A table of a sink: one row per tracking ID, whatever is read again, refused, or away."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import sqlite3
+import threading
+
+import psycopg
+import pytest
+from typer.testing import CliRunner
+
+from dedup.cli.main import create_app
+from dedup.errors import StateIncompatible, TaskMigrated
+from tests.connect.stage import postgres_rows, sqlite_rows, until
+
+pytestmark = pytest.mark.broker
+COLUMNS = "  columns: {id: id, n: {field: n, type: integer}, price: {field: price, type: number}, more: {field: more, type: json}}"
+BASE_MS = 1_700_000_000_000
+
+
+def event(number, *, n=None, time_ms=None, **more):
+    value = {"id": f"e{number}", "n": number if n is None else n, "price": number / 4, "more": [1, {"a": 1}]} | more
+    return f"e{number}".encode(), json.dumps(value).encode(), BASE_MS + number if time_ms is None else time_ms
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def database(request, stage):
+    """Return an address, and a function that returns a query's rows."""
+    if request.param == "sqlite":
+        path = stage.directory / "sink.db"
+        return f"sqlite:///{path}", lambda sql="SELECT * FROM rows ORDER BY tracking_id": sqlite_rows(path, sql)
+    url = request.getfixturevalue("postgres")
+    return url, lambda sql="SELECT * FROM rows ORDER BY tracking_id": postgres_rows(url, sql)
+
+
+def sinking(stage, url, sink=COLUMNS):
+    """Return a topology; the password of a test's server may stand in its address."""
+    topology = stage.topology("${env:X}", sink)
+    object.__setattr__(topology.sink, "url", url)
+    return topology
+
+
+def statement(url, sql):
+    """Run a statement in the database."""
+    if url.startswith("sqlite"):
+        with contextlib.closing(sqlite3.connect(url.removeprefix("sqlite:///"), isolation_level=None)) as connection:
+            connection.execute(sql)
+        return
+    with psycopg.connect(url, autocommit=True) as connection:
+        connection.execute(sql.encode())
+
+
+async def test_a_topic_read_again_or_twice_changes_nothing(stage, admin, database):
+    url, rows = database
+    admin.create_topic(stage.topic, 3, {"retention.ms": "-1"})
+    events = [event(number) for number in range(500)]
+    stage.send([*events, *(event(number, n=-1, time_ms=BASE_MS + 10**9 + number) for number in range(0, 500, 7))])
+    topology = sinking(stage, url)
+    first = await stage.sink(topology)
+    assert first.inserted == 500
+    before = rows()
+    assert len(before) == 500
+    assert sum(row[3] == -1 for row in before) == len(range(0, 500, 7))
+    for _ in range(2):
+        # From the first offset again, as by a sink that forgot everything, ...
+        statement(url, "DELETE FROM dedup_offsets")
+        again = await stage.sink(topology)
+        assert (again.inserted, again.updated) == (0, 0)
+        assert rows() == before
+        # ... and every record once more, behind the others.
+        stage.send(events)
+        again = await stage.sink(topology)
+        assert (again.inserted, again.updated, again.unchanged) == (0, 0, 500)
+        assert rows() == before
+
+
+async def test_an_id_used_again_makes_another_row_where_that_is_asked_for(stage, admin, database):
+    url, rows = database
+    admin.create_topic(stage.topic, 1, {"retention.ms": "-1"})
+    stage.send([event(1), event(1, n=2, time_ms=BASE_MS + 10**8), event(1), event(2)])
+    done = await stage.sink(sinking(stage, url, f"{COLUMNS}\n  on_reuse: append"))
+    assert done.inserted == 3
+    assert [(row[2], row[3]) for row in rows("SELECT * FROM rows ORDER BY tracking_id, event_time_ms")] == [
+        ("e1", 1), ("e1", 2), ("e2", 2),
+    ]  # fmt: skip
+
+
+async def test_without_columns_key_and_value_are_kept_as_bytes(stage, admin, database):
+    url, rows = database
+    admin.create_topic(stage.topic, 1, {"retention.ms": "-1"})
+    key, value, time_ms = event(1)
+    stage.send([(key, value, time_ms)])
+    await stage.sink(sinking(stage, url, ""))
+    assert [tuple(map(bytes, (row[0], row[2], row[3]))) for row in rows()] == [(b"\x01e1", key, value)]
+
+
+async def test_what_is_no_row_is_a_dead_letter_once_and_its_neighbours_are_rows(stage, admin, database):
+    url, rows = database
+    admin.create_topic(stage.topic, 1, {"retention.ms": "-1"})
+    bad = [
+        event(100, n="text"),
+        event(101, n=1 << 70),
+        event(102, n=True),
+        event(103, price="1.5"),
+        (b"k", b"no json", BASE_MS),
+        (b"k", b'{"n":1}', BASE_MS),
+        (b"k", None, BASE_MS),
+    ]
+    stage.send([event(1), *bad, event(2)])
+    topology = sinking(stage, url)
+    done = await stage.sink(topology)
+    assert (done.inserted, done.dead_letters) == (2, len(bad))
+    letters = stage.letters(f"{stage.name}.sink.dead-letter")
+    assert [letter["dedup-reason"] for letter in letters] == [
+        "wrong_type", "wrong_type", "wrong_type", "wrong_type", "not_json", "id_missing", "tombstone",
+    ]  # fmt: skip
+    assert letters[0]["dedup-detail"] == "column n: it is text, not an integer of at most 64 bits"
+    assert [letter["dedup-source"].split("/")[2] for letter in letters] == list("1234567")
+    # Read again, they are known to be there.
+    statement(url, "DELETE FROM dedup_offsets")
+    assert (await stage.sink(topology)).dead_letters == 0
+    assert len(stage.read(f"{stage.name}.sink.dead-letter")) == len(bad)
+    assert len(rows()) == 2
+
+
+async def test_what_another_database_refuses_is_a_dead_letter_though_later_ones_were_sent_before(stage, admin):
+    admin.create_topic(stage.topic, 1, {"retention.ms": "-1"})
+    stage.send([event(1), event(2, n=1), (b"k", b"no json", BASE_MS), event(4)])
+    one, other = (f"sqlite:///{stage.directory}/{name}.db" for name in ("one", "other"))
+    assert (await stage.sink(sinking(stage, one))).dead_letters == 1
+    # Made by somebody who wants no two rows of one n.
+    made = "id TEXT, n INTEGER UNIQUE, price REAL, more TEXT"
+    statement(other, f"CREATE TABLE rows (tracking_id BLOB PRIMARY KEY, event_time_ms INTEGER, {made})")
+    done = await stage.sink(sinking(stage, other))
+    assert (done.inserted, done.dead_letters) == (2, 1)
+    letters = stage.letters(f"{stage.name}.sink.dead-letter")
+    assert [(letter["dedup-source"].split("/")[2], letter["dedup-reason"]) for letter in letters] == [
+        ("2", "not_json"), ("1", "unique_violation"),
+    ]  # fmt: skip
+    # From the start once more: each has its letter.
+    statement(other, "DELETE FROM dedup_offsets")
+    assert (await stage.sink(sinking(stage, other))).dead_letters == 0
+    assert len(stage.read(f"{stage.name}.sink.dead-letter")) == 2
+
+
+async def test_a_table_that_is_gone_is_not_made_anew_behind_what_was_read(stage, admin, database):
+    url, rows = database
+    admin.create_topic(stage.topic, 1, {"retention.ms": "-1"})
+    stage.send([event(number) for number in range(10)])
+    topology = sinking(stage, url)
+    await stage.sink(topology)
+    statement(url, "DROP TABLE rows")
+    with pytest.raises(StateIncompatible, match=r"there is no table rows, but dedup_offsets says .* up to offset 10"):
+        await stage.sink(topology)
+    statement(url, "DELETE FROM dedup_offsets")
+    assert (await stage.sink(topology)).inserted == len(rows()) == 10
+
+
+async def test_a_violation_of_another_key_is_a_dead_letter(stage, admin, database):
+    url, rows = database
+    admin.create_topic(stage.topic, 1, {"retention.ms": "-1"})
+    stage.send([event(1)])
+    topology = sinking(stage, url)
+    await stage.sink(topology)
+    statement(url, "CREATE UNIQUE INDEX one_n ON rows (n)")
+    stage.send([event(2, n=5), event(3, n=1), event(4, n=5), event(5, n=6)])
+    done = await stage.sink(topology)
+    assert (done.inserted, done.dead_letters) == (2, 2)
+    letters = stage.letters(f"{stage.name}.sink.dead-letter")
+    assert {letter["dedup-reason"] for letter in letters} == {"unique_violation"}
+    assert all("e3" not in letter["dedup-detail"] for letter in letters)
+    assert {row[2] for row in rows()} == {"e1", "e2", "e5"}
+
+
+async def test_where_the_newest_of_an_id_is_refused_the_one_before_it_counts(stage, admin, postgres):
+    admin.create_topic(stage.topic, 1, {"retention.ms": "-1"})
+    statement(
+        postgres, "CREATE TABLE rows (tracking_id BYTEA PRIMARY KEY, event_time_ms BIGINT, id VARCHAR(4), n TEXT)"
+    )
+    topology = sinking(stage, postgres, "  columns: {id: id, n: text}")
+    stage.send([event(1, text="a"), event(1, text="nul \x00", time_ms=BASE_MS + 99), event(12345, text="id too long")])
+    done = await stage.sink(topology)
+    assert (done.inserted, done.dead_letters) == (1, 2)
+    assert postgres_rows(postgres, "SELECT id, n FROM rows") == [("e1", "a")]
+
+
+@pytest.mark.parametrize(
+    ("made", "said"),
+    [
+        (
+            "CREATE TABLE rows (tracking_id BLOB PRIMARY KEY, event_time_ms INTEGER, id TEXT)",
+            "no such column|has no column",
+        ),
+        (
+            "CREATE TABLE rows (tracking_id BLOB, event_time_ms INTEGER, id TEXT, n INTEGER, price REAL, more TEXT)",
+            "ON CONFLICT",
+        ),
+    ],
+)
+async def test_a_table_that_does_not_fit_is_refused_before_the_first_record(stage, admin, made, said):
+    admin.create_topic(stage.topic, 1, {"retention.ms": "-1"})
+    stage.send([event(1)])
+    url = f"sqlite:///{stage.directory}/sink.db"
+    statement(url, made)
+    with pytest.raises(StateIncompatible, match=said):
+        await stage.sink(sinking(stage, url))
+
+
+def applied(stage, url, *options):
+    path = stage.directory / "apply.yaml"
+    more = f"{COLUMNS}\n"
+    path.write_text(stage.topology_text("${env:SINK_URL}", more), encoding="utf-8")
+    arguments = ["apply", str(path), "--config", str(stage.config), *options]
+    return CliRunner().invoke(create_app(), arguments, env={"SINK_URL": url})
+
+
+def test_apply_makes_the_table_on_request_and_the_sink_needs_no_right_to_make_it(stage, admin, postgres):
+    admin.create_topic(f"{stage.name}.source", 2)
+    admin.create_topic(stage.topic, 2, {"retention.ms": "-1"})
+    assert "table" not in applied(stage, postgres).output
+    told = applied(stage, postgres, "--table", "--dry-run").output
+    assert 'would create table rows: CREATE TABLE IF NOT EXISTS rows ("tracking_id" BYTEA NOT NULL' in told
+    with pytest.raises(psycopg.errors.UndefinedTable):
+        postgres_rows(postgres)
+    told = applied(stage, postgres, "--table").output
+    assert "created table dedup_offsets" in told
+    assert "created table rows" in told
+    told = json.loads(applied(stage, postgres, "--table", "--json").output)
+    assert told["tables"] == {}
+    name = stage.name.replace("-", "_")
+    with psycopg.connect(postgres, autocommit=True) as connection:
+        connection.execute(f"CREATE ROLE {name} LOGIN PASSWORD 'x'".encode())
+        connection.execute(f"GRANT SELECT, INSERT, UPDATE ON rows, dedup_offsets TO {name}".encode())
+        connection.execute("REVOKE CREATE ON SCHEMA public FROM PUBLIC")
+    stage.send([event(number) for number in range(50)])
+    few_rights = f"postgresql://{name}:x@{postgres.rpartition('@')[2]}"
+    with psycopg.connect(few_rights) as connection, pytest.raises(psycopg.errors.InsufficientPrivilege):
+        connection.execute("CREATE TABLE more (k INT)")
+    assert asyncio.run(stage.sink(sinking(stage, few_rights))).inserted == 50
+    assert len(postgres_rows(postgres)) == 50
+
+
+def test_apply_says_where_a_table_does_not_fit(stage, admin, tmp_path):
+    admin.create_topic(f"{stage.name}.source", 2)
+    url = f"sqlite:///{tmp_path}/other.db"
+    statement(url, "CREATE TABLE rows (tracking_id BLOB PRIMARY KEY, other TEXT)")
+    found = applied(stage, url, "--table")
+    assert isinstance(found.exception, StateIncompatible)
+    assert "event_time_ms" in str(found.exception)
+
+
+async def test_a_topic_made_anew_is_refused(stage, admin):
+    admin.create_topic(stage.topic, 1, {"retention.ms": "-1"})
+    stage.send([event(1)])
+    topology = sinking(stage, f"sqlite:///{stage.directory}/sink.db")
+    await stage.sink(topology)
+    admin.delete_topic(stage.topic)
+    until(lambda: stage.topic not in admin.client.list_topics(timeout=10).topics, "it is gone")
+    admin.create_topic(stage.topic, 1, {"retention.ms": "-1"})
+    with pytest.raises(StateIncompatible, match="it was deleted and created again"):
+        await stage.sink(topology)
+
+
+def sink_file(stage, url):
+    path = stage.directory / "sink.yaml"
+    path.write_text(stage.topology_text("${env:SINK_URL}", COLUMNS), encoding="utf-8")
+    return str(path), {"SINK_URL": url}
+
+
+async def test_the_second_of_two_wins_and_the_first_stops_with_task_migrated(stage, admin, database):
+    url, rows = database
+    admin.create_topic(stage.topic, 2, {"retention.ms": "-1"})
+    stage.send([event(number) for number in range(1_000)])
+    file, environ = sink_file(stage, url)
+    count = "SELECT count(*) FROM rows"
+    first = stage.start("sink", file, log="first", environ=environ)
+    until(lambda: made(rows) and rows(count) == [(1_000,)], f"the first writes; log:\n{first.log}")
+    second = stage.start("sink", file, log="second", environ=environ)
+    until(lambda: {row[0] for row in rows("SELECT epoch FROM dedup_offsets")} == {2}, "the second has taken over")
+    stage.send([event(number) for number in range(1_000, 2_000)])
+    assert first.wait() == TaskMigrated.exit_code
+    assert "TaskMigrated" in first.log
+    until(lambda: rows(count) == [(2_000,)], f"the second writes; log:\n{second.log}")
+    assert second.stop() == 0
+
+
+def made(rows):
+    try:
+        return rows("SELECT 1 FROM rows LIMIT 1")
+    except (sqlite3.Error, psycopg.Error):
+        return False
+
+
+async def test_a_database_that_is_away_is_waited_for(stage, admin, postgres):
+    admin.create_topic(stage.topic, 1, {"retention.ms": "-1"})
+    stage.send([event(number) for number in range(100)])
+    file, environ = sink_file(stage, postgres)
+    process = stage.start("sink", file, environ=environ)
+    count = "SELECT count(*) FROM rows"
+    until(
+        lambda: made(lambda sql: postgres_rows(postgres, sql)) and postgres_rows(postgres, count) == [(100,)],
+        process.log,
+    )
+    name = postgres.rpartition("/")[2]
+    other = postgres.rpartition("/")[0] + "/postgres"
+    statement(other, f"ALTER DATABASE {name} ALLOW_CONNECTIONS false")
+    statement(other, f"SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = '{name}'")
+    stage.send([event(number) for number in range(100, 200)])
+    until(lambda: "the database does not answer, waiting; nothing is lost" in process.log, process.log)
+    assert process.running
+    statement(other, f"ALTER DATABASE {name} ALLOW_CONNECTIONS true")
+    until(lambda: postgres_rows(postgres, count) == [(200,)], f"it goes on; log:\n{process.log}")
+    assert "the database answers again" in process.log
+    assert process.stop() == 0
+
+
+async def test_a_deadlock_is_tried_again(stage, admin, postgres):
+    admin.create_topic(stage.topic, 1, {"retention.ms": "-1"})
+    stage.send([event(1), event(2)])
+    topology = sinking(stage, postgres)
+    await stage.sink(topology)
+    statement(postgres, "ALTER DATABASE " + postgres.rpartition("/")[2] + " SET deadlock_timeout = '50ms'")
+    stage.send([event(1, n=10, time_ms=BASE_MS + 10**6), event(2, n=20, time_ms=BASE_MS + 10**6)])
+    with psycopg.connect(postgres) as other, psycopg.connect(postgres) as third:
+        # PostgreSQL looks for a deadlock when a wait is 50 ms old, so the sink must be the last to wait.
+        other.execute("SET deadlock_timeout = '1h'")
+        other.execute("UPDATE rows SET n = n WHERE id = 'e2'")
+        third.execute("UPDATE rows SET n = n WHERE id = 'e1'")
+        process = stage.start("sink", *[sink_file(stage, postgres)[0]], environ={"SINK_URL": postgres})
+        until(lambda: waiting(postgres) == 1, "the sink, which has its offset, waits for row 1")
+        wants_offset = threading.Thread(target=other.execute, args=("SELECT 1 FROM dedup_offsets FOR UPDATE",))
+        wants_offset.start()
+        until(lambda: waiting(postgres) == 2, "the other, which has row 2, waits for the sink's offset")
+        third.commit()
+        until(lambda: "deadlock detected" in process.log, "the sink is told")
+        wants_offset.join()
+        other.commit()
+    until(lambda: postgres_rows(postgres, "SELECT n FROM rows ORDER BY n") == [(10,), (20,)], "it tries again")
+    assert process.stop() == 0
+
+
+def waiting(url):
+    sql = "SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND datname = current_database()"
+    return postgres_rows(url, sql)[0][0]

@@ -1,0 +1,89 @@
+"""A topic that is made again, or given partitions, under a running `dedup sink` or `IdempotentReader`."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+from confluent_kafka.cimpl import NewPartitions
+
+import dedup
+from dedup.errors import StateIncompatible
+from tests.connect.stage import sqlite_rows, until
+
+pytestmark = pytest.mark.broker
+COLUMNS = "  columns: {id: id, n: {field: n, type: integer}}"
+KEPT = {"retention.ms": "-1"}
+INCOMPATIBLE = 3
+BASE_MS = 1_700_000_000_000
+
+
+def events(first, count):
+    return [
+        (b"e%d" % number, b'{"id":"e%d","n":%d}' % (number, number), BASE_MS + number)
+        for number in range(first, first + count)
+    ]
+
+
+def change(stage, admin, how):
+    """The topic is another one, or has a partition more; then records come."""
+    if how == "made again":
+        admin.delete_topic(stage.topic)
+        admin.create_topic(stage.topic, 1, KEPT)
+    else:
+        for future in admin.client.create_partitions([NewPartitions(stage.topic, 2)]).values():
+            future.result(timeout=30)
+        admin.until_led(stage.topic, 2)
+    stage.send(events(100, 100), partition=0)
+
+
+@pytest.mark.parametrize(("how", "says"), [("made again", "made again"), ("partitions", "has 2 partitions now")])
+def test_the_sink_stops_before_it_writes_what_came_after(stage, admin, how, says):
+    """Was: of a topic made again 90 of 100 rows were written, those above the old topic's offset."""
+    admin.create_topic(stage.topic, 1, KEPT)
+    path = stage.directory / "rows.db"
+    file = stage.directory / "sink.yaml"
+    file.write_text(stage.topology_text(f"sqlite:///{path}", COLUMNS), encoding="utf-8")
+    stage.send(events(0, 10))
+    sink = stage.start("sink", str(file))
+    until(lambda: path.exists() and _count(path) == 10, "ten rows are written")
+    sink.pause()
+    change(stage, admin, how)
+    sink.resume()
+    assert sink.wait() == INCOMPATIBLE, sink.log
+    assert says in sink.log
+    assert "Traceback" not in sink.log
+    assert _count(path) == 10
+
+
+def _count(path: Path) -> int:
+    tables = sqlite_rows(path, "SELECT name FROM sqlite_master WHERE name = 'rows'")
+    return len(sqlite_rows(path)) if tables else 0
+
+
+@pytest.mark.parametrize(
+    ("how", "says"), [("made again", "made again|deleted"), ("partitions", "has 2 partitions now")]
+)
+async def test_the_reader_stops_before_it_hands_over_what_came_after(stage, admin, how, says):
+    admin.create_topic(stage.topic, 1, KEPT)
+    stage.send(events(0, 10))
+    seen: list[str] = []
+    reader = dedup.IdempotentReader(
+        "books",
+        topic=stage.topic,
+        topology=stage.topology("sqlite:///unused.db", COLUMNS),
+        url=f"sqlite:///{stage.directory / 'reader.db'}",
+        settings=stage.settings,
+    )
+
+    def handle(_work, found):
+        seen.extend(json.loads(event.value)["id"] for event in found)
+
+    async with reader:
+        assert await reader.run(handle, until_end=True) == 10
+        await asyncio.to_thread(change, stage, admin, how)
+        with pytest.raises(StateIncompatible, match=says):
+            await reader.run(handle)
+    assert seen == [f"e{number}" for number in range(10)]

@@ -1,0 +1,83 @@
+"""A topic whose values are no JSON: its cause is named, loudly, and everywhere where somebody may look."""
+
+from __future__ import annotations
+
+import json
+import re
+import urllib.request
+
+import pytest
+
+from tests.integration.conftest import MakeJob
+from tests.integration.fleet import Worker, until
+from tests.integration.test_admin import dedup
+from tests.integration.workload import BASE_MS, Event
+
+pytestmark = pytest.mark.broker
+
+
+def framed(number: int) -> Event:
+    value = b"\x00\x00\x00\x00\x2a" + b'{"id":"f-%d","n":1}' % number
+    return Event(number % 2, value, BASE_MS + number)
+
+
+def good(number: int) -> Event:
+    return Event(number % 2, b'{"id":"g-%d","n":1}' % number, BASE_MS + number)
+
+
+def pages(worker: Worker) -> str:
+    """Return where the worker's pages are."""
+    worker.until_logged("web: http")
+    found = re.search(r"web: (http://\S+)", worker.log)
+    assert found is not None
+    return found[1]
+
+
+@pytest.mark.parametrize("hops", ["direct", "repartitioned"])
+def test_a_topic_of_framed_values_is_told_of_once_and_counted(make_job: MakeJob, hops: str) -> None:
+    source = {} if hops == "direct" else {"source": {"topics": ["framed-in"]}, "idle_after": "1s"}
+    job = make_job(document=source, config={"web": {"enabled": True, "port": 0}})
+    job.send([framed(number) for number in range(300)])
+    worker = job.start()
+    # It is said while the worker runs, with the commonest reason; the first look may come before all are judged.
+    worker.until_logged("records judged in the last minute are dead letters")
+    said = re.search(r"ERROR (\d+) of (\d+) records .* dead letters, (\d+) of them for not_json\.", worker.log)
+    assert said is not None, worker.log
+    assert len(set(said.groups())) == 1, "all of them are dead letters, all for one reason"
+    words = "it begins with byte 0: Schema Registry framing, schema id 42"
+    assert worker.log.count(words) == 1, worker.log
+    url = pages(worker)
+
+    def counted() -> int:
+        with urllib.request.urlopen(f"{url}/metrics", timeout=10) as answer:
+            text = answer.read().decode()
+        return sum(map(int, re.findall(r'dedup_other_formats_total\{format="schema_registry".* (\d+)\.0', text)))
+
+    until(lambda: counted() == 300, "all are counted")
+    seen = json.loads(dedup(job, "status", "--json", "--url", url))
+    assert (seen["dead_letters"], seen["other_formats"]) == ({"not_json": 300}, {"schema_registry": 300})
+    assert len(seen["alerts"]) == 1
+    told = dedup(job, "status", "--url", url)
+    assert "of them in another format than JSON: 300 schema_registry" in " ".join(told.split())
+    notices: list[dict[str, str]] = []
+
+    def noticed() -> bool:
+        with urllib.request.urlopen(f"{url}/api/dashboard", timeout=10) as answer:
+            notices[:] = json.loads(answer.read())["attention"]
+        return "300 of 300 records" in notices[0]["text"]
+
+    until(noticed, lambda: f"the alert in full: {notices}")
+    assert notices[0]["level"] == "error"
+    assert any(text.endswith("by their first bytes: 300 schema_registry.") for text in (n["text"] for n in notices))
+
+    letters = job.read(job.topology.dead_letter)
+    details = {dict(letter.headers() or [])["dedup-detail"] for letter in letters}
+    assert len(letters) == 300
+    assert all(isinstance(detail, bytes) and detail.decode().endswith(words) for detail in details)
+    # Once others are most, it is over; that is said, too, and neither again.
+    job.send([good(number) for number in range(300)])
+    worker.until_logged("of the records of the last minute are dead letters now")
+    until(job.all_committed, "all is judged")
+    assert worker.log.count("ERROR") == 1, worker.log
+    assert worker.stop() == 0, worker.log
+    assert worker.log.count("fewer than 95 % of the records") == 1

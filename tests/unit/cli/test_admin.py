@@ -1,0 +1,271 @@
+"""`apply`, `status`, `reset`, `replay`, `lookup` as far as they go without a broker."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Iterator, Mapping
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from dedup.cli.main import create_app
+from dedup.cli.status import Shown, Survey, SurveyedTask, looked, table
+from dedup.errors import SettingsError, StateIncompatible
+from dedup.kafka.topic_admin import GroupMember, Topic
+from dedup.kafka.wire import TopicPartition
+from dedup.settings import Settings, TopicDefaults
+from dedup.topology.parse import parse
+from dedup.worker.introspection import state_keys
+from dedup.worker.topics import plan_topics
+
+ROOT = Path(__file__).parents[3]
+SIMPLEST = str(ROOT / "topologies" / "simplest.yaml")
+SETTINGS = Settings(brokers=("localhost:1",), topics=TopicDefaults(replication_factor=3, min_insync_replicas=2))
+
+
+def topology(rule: str = "field: id", more: str = ""):
+    return parse(
+        f"dedup: 1\nname: t\nsource: {{topics: [c]}}\ntracking_id: {{{rule}}}\nguard_period: 10s\noutput: {{topic: out}}\n{more}\n",
+        name="t.yaml",
+    )
+
+
+def dedup(*arguments: str) -> tuple[int, str]:
+    result = CliRunner().invoke(create_app(), list(arguments))
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        return getattr(result.exception, "exit_code", 1), f"{result.output}{result.exception}"
+    return result.exit_code, result.output
+
+
+@pytest.mark.parametrize("command", ["apply", "status", "reset", "replay", "lookup"])
+def test_help_has_an_example(command):
+    code, text = dedup(command, "--help")
+    assert code == 0
+    assert f"Example: dedup {command} topologies/orders.yaml" in " ".join(text.split())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (("reset", SIMPLEST, "--to", "yesterday"), "is not a time"),
+        (("replay", SIMPLEST, "--late"), "they would be late again: add --forward"),
+        (("replay", SIMPLEST, "--forward"), "dead letters are judged again: leave it out"),
+        (("apply", "nowhere.yaml"), "cannot be read"),
+        (("lookup", SIMPLEST, "a", "--url", "file:///etc/passwd"), "is not the address of a worker"),
+    ],
+)
+def test_an_authors_mistake_ends_with_2(arguments, text):
+    code, output = dedup(*arguments, "--set", "brokers=localhost:1")
+    assert code == 2
+    assert text in output
+
+
+def test_a_topology_without_a_late_topic_has_nothing_to_replay(tmp_path):
+    path = tmp_path / "t.yaml"
+    path.write_text(
+        "dedup: 1\nname: t\nsource: {topics: [c]}\ntracking_id: {field: id}\nguard_period: 10s\noutput: {topic: o}\nlate: drop\n"
+    )
+    code, output = dedup("replay", str(path), "--late", "--forward", "--set", "brokers=localhost:1")
+    assert code == 2
+    assert "have no topic of their own" in output
+
+
+class TestPlan:
+    def have(self, **changed: Topic) -> dict[str, Topic]:
+        return {"c": Topic("c", "1", 4, {"max.message.bytes": "1000", "retention.ms": "5"})} | changed
+
+    def test_a_fresh_cluster_needs_everything_but_the_source(self):
+        plan = plan_topics(topology(), SETTINGS, self.have())
+        assert [each.name for each in plan.make] == [
+            "t.changelog",
+            "out.dead-letter",
+            "t.repartition",
+            "out.late",
+            "out",
+        ]
+        assert {each.partitions for each in plan.make} == {4}
+        configs = {each.name: each.configs for each in plan.make}
+        assert configs["t.changelog"]["cleanup.policy"] == "compact,delete"
+        assert configs["t.changelog"]["retention.ms"] == configs["t.repartition"]["retention.ms"] == "-1"
+        assert configs["out.late"]["message.timestamp.type"] == "LogAppendTime"
+        assert all(each["min.insync.replicas"] == "2" for each in configs.values())
+        assert plan.differences == plan.as_wanted == ()
+
+    def test_a_missing_source_is_not_made(self):
+        with pytest.raises(StateIncompatible, match="source topic 'c' does not exist"):
+            plan_topics(topology(), SETTINGS, {})
+
+    def test_differences_are_told_and_room_to_spare_is_none(self):
+        wanted = {each.name: each for each in plan_topics(topology(), SETTINGS, self.have()).make}
+        same = Topic("out", "2", 4, dict(wanted["out"].configs) | {"max.message.bytes": "9999999"})
+        swapped = Topic(
+            "t.changelog", "3", 4, dict(wanted["t.changelog"].configs) | {"cleanup.policy": "delete,compact"}
+        )
+        other = Topic("out.late", "4", 2, dict(wanted["out.late"].configs) | {"message.timestamp.type": "CreateTime"})
+        have = {"out": same, "t.changelog": swapped, "out.late": other}
+        plan = plan_topics(topology(), SETTINGS, self.have() | have)
+        assert plan.as_wanted == ("t.changelog", "out")
+        assert [(each.topic, each.what, each.found, each.wanted) for each in plan.differences] == [
+            ("out.late", "partitions", "2", "4"),
+            ("out.late", "message.timestamp.type", "CreateTime", "LogAppendTime"),
+        ]
+
+
+class TestStateKeys:
+    def test_a_text_may_be_a_number_too(self):
+        assert state_keys(topology("field: a.b"), "7") == [b"\x017", b"\x04\x07"]
+        assert state_keys(topology("field: a.b"), "x") == [b"\x01x"]
+        assert state_keys(topology('field: "a[1].b"'), "x") == [b"\x01x"]
+
+    def test_a_key_is_its_bytes(self):
+        assert state_keys(topology("key: true"), "7") == [b"\x027"]
+        assert state_keys(topology("header: h"), "é") == [b"\x02\xc3\xa9"]
+
+    def test_it_is_normalized_as_records_are(self):
+        assert state_keys(topology("field: id, normalize: [trim, lower]"), " AB ") == [b"\x01ab"]
+
+    def test_a_composite_is_a_list_of_its_parts(self):
+        assert state_keys(topology("fields: [a.b, a.c]"), '["x", 7]') == [b"\x09\x02\x01x\x02\x04\x07"]
+        for text in ("x", '["x"]', '{"a": 1}'):
+            with pytest.raises(SettingsError, match="JSON list of its 2 parts"):
+                state_keys(topology("fields: [a.b, a.c]"), text)
+
+    def test_what_is_nested_too_deep_to_be_json_is_a_text_or_no_id(self):
+        deep = "[" * 2_500
+        assert len(state_keys(topology("field: id"), deep)) == 1
+        for rule in ("fields: [a, b]", "content: {exclude: [a]}"):
+            with pytest.raises(SettingsError, match="ID"):
+                state_keys(topology(rule), deep)
+
+    def test_what_can_be_no_id_is_refused_with_the_reason(self):
+        with pytest.raises(SettingsError, match="can be no ID of 't'"):
+            state_keys(topology("field: id"), "")
+
+
+def survey() -> Survey:
+    at = TopicPartition("c", 0)
+    tasks = (
+        SurveyedTask("dedup", "c", 0, "a", 1_000, 1_200, 200, 50, 400),
+        SurveyedTask("dedup", "c", 1, None, None, 5, 5, None, None),
+    )
+    return Survey("t", (GroupMember("a", "10.0.0.1", (at,)),), tasks, ("out.late",))
+
+
+PAGE = {
+    "topology": "t",
+    "worker": "a",
+    "tasks": [{"task": "dedup", "topic": "c", "partition": 0, "state": "running", "verdicts": {"unique": 3, "duplicate": 1},
+               "state_ids": 3, "state_bytes": 99, "restore_remaining": 0, "seconds_since_commit": 1}],
+}  # fmt: skip
+
+
+def test_status_puts_brokers_and_workers_together():
+    seen = looked(survey(), [PAGE])
+    assert seen["lag"] == 205
+    assert seen["tasks"][0]["state_ids"] == 3
+    assert seen["tasks"][1]["state"] is None
+    json.dumps(seen)
+    console = Console(width=200, record=True, file=io.StringIO())
+    console.print(table(seen))
+    text = console.export_text()
+    assert "t: lag 205; workers: a at 10.0.0.1" in text
+    assert "25.0%" in text
+    assert "nobody" in text
+    assert "missing topics: out.late; `dedup apply` creates them" in text
+
+
+def test_status_adds_up_dead_letters_of_all_workers_and_says_alerts():
+    one = {"worker": "a", "tasks": [], "dead_letters": {"not_json": 5, "id_null": 1}, "other_formats": {"gzip": 2},
+           "alert": "all is dead"}  # fmt: skip
+    other = {"worker": "b", "tasks": [], "dead_letters": {"id_null": 9}, "other_formats": {"gzip": 1}, "alert": None}
+    older = {"worker": "c", "tasks": []}
+    seen = looked(survey(), [one, other, older])
+    assert (seen["dead_letters"], seen["other_formats"]) == ({"id_null": 10, "not_json": 5}, {"gzip": 3})
+    assert seen["alerts"] == ["a: all is dead"]
+    console = Console(width=200, record=True, file=io.StringIO())
+    console.print(table(seen))
+    text = console.export_text()
+    assert "dead letters: 10 id_null, 5 not_json, since the workers that answered started" in text
+    assert "of them in another format than JSON: 3 gzip, since" in text
+    assert "attention: a: all is dead" in text
+    console.print(table(looked(survey(), [older])))
+    assert "dead letters" not in console.export_text()
+
+
+def test_status_says_how_far_a_restore_and_a_bound_are():
+    task = {"task": "dedup", "topic": "c", "partition": 1, "state": "restoring", "restore_remaining": 25,
+            "restore_total": 100, "state_bytes": 80, "state_max_bytes": 100}  # fmt: skip
+    console = Console(width=200, record=True, file=io.StringIO())
+    console.print(table(looked(survey(), [{"worker": "b", "tasks": [task]}])))
+    text = console.export_text()
+    assert "75%, 25 left" in text
+    assert "80 (80% of its limit)" in text
+
+
+def test_watched_in_a_pipe_a_status_is_a_line(capsys):
+    with Shown(watch=True, as_json=True) as shown:
+        shown.show({"lag": 1})
+        shown.show({"lag": 0})
+    assert [json.loads(line) for line in capsys.readouterr().out.splitlines()] == [{"lag": 1}, {"lag": 0}]
+
+
+ANSWERS: dict[str, Any] = {
+    "a": {"topology": "clicks", "id": "a", "asked": [0], "partitions": 2, "belongs_to": None,
+          "sightings": [{"partition": 0, "first_ms": 0, "last_ms": 0, "guarded_until_ms": 86_400_000, "source": "c/0/5"}]},
+    "b": {"topology": "clicks", "id": "b", "asked": [0, 1], "partitions": 2, "belongs_to": None, "sightings": []},
+    "c": {"topology": "clicks", "id": "c", "asked": [0], "partitions": 2, "belongs_to": 1, "sightings": []},
+    "d": {"topology": "other", "id": "d", "asked": [0], "partitions": 2, "belongs_to": 1, "sightings": []},
+}  # fmt: skip
+
+
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self):
+        found: Mapping[str, Any] | None = ANSWERS.get(self.path.rsplit("/", 1)[1])
+        self.send_response(200 if found else 400)
+        self.end_headers()
+        self.wfile.write(json.dumps(found or {"error": "it is none"}).encode())
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def url() -> Iterator[str]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+@pytest.mark.parametrize(
+    ("tracking_id", "code", "text"),
+    [
+        ("a", 0, "seen 1970-01-01T00:00:00Z in c/0/5; guarded until 1970-01-02T00:00:00Z of event time"),
+        ("b", 0, "not known: never seen, or its sighting has expired"),
+        ("c", 0, "not known to this worker, which has [0]; the ID is in partition 1"),
+        ("d", 1, "is a worker of 'other', not of"),
+        ("e", 2, "it is none"),
+    ],
+)
+def test_lookup_says_what_a_worker_knows(url, tmp_path, tracking_id, code, text):
+    path = tmp_path / "clicks.yaml"
+    path.write_text(
+        "dedup: 1\nname: clicks\nsource: {topics: [c]}\ntracking_id: {field: id}\nguard_period: 10s\noutput: {topic: o}\n"
+    )
+    found, output = dedup("lookup", str(path), tracking_id, "--url", url, "--set", "brokers=localhost:1")
+    assert found == code
+    assert text in output
+
+
+def test_lookup_without_a_worker_says_so():
+    code, output = dedup("lookup", SIMPLEST, "a", "--set", "brokers=localhost:1", "--set", "web.port=1")
+    assert code == 1
+    assert "no worker answers at http://127.0.0.1:1" in output

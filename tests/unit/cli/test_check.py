@@ -1,0 +1,308 @@
+"""`check`, `describe`, `schema`, `try`, and how errors become sentences and exit codes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from dedup.cli import main as entry
+from dedup.cli.try_records import instant
+from dedup.errors import BrokerUnavailable, StateIncompatible, VerificationFailed
+
+ROOT = Path(__file__).parents[3]
+SIMPLEST = str(ROOT / "topologies" / "simplest.yaml")
+SAMPLE = str(ROOT / "tests" / "data" / "sample.jsonl")
+NOW = "--now=2024-01-01T12:00:00Z"
+
+
+def dedup(*arguments: str, given: str | bytes | None = None) -> tuple[int, str]:
+    """Exit code and standard output; errors that main() would print stand after it."""
+    result = CliRunner().invoke(entry.create_app(), list(arguments), input=given)
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        return getattr(result.exception, "exit_code", 1), f"{result.stdout}{result.exception}"
+    return result.exit_code, result.output
+
+
+def topology(tmp_path: Path, rule: str = "field: id", more: str = "") -> str:
+    path = tmp_path / "t.yaml"
+    text = f"dedup: 1\nname: t\nsource: {{topics: [c]}}\ntracking_id: {{{rule}}}\nguard_period: 10s\n{more}\n"
+    path.write_text(text, encoding="utf-8")
+    return str(path)
+
+
+def verdicts(path: str, *lines: str, options: tuple[str, ...] = ()) -> list[str]:
+    code, output = dedup("try", path, "-", "--json", NOW, *options, given="\n".join(lines))
+    assert code == 0, output
+    return [f"{told['verdict']}: {told['reason']}" for told in map(json.loads, output.splitlines())]
+
+
+class TestTry:
+    def test_the_sample_is_explained_in_words(self):
+        code, output = dedup("try", SIMPLEST, SAMPLE, NOW)
+        assert code == 0
+        assert output.splitlines() == [
+            "line 1     unique      first of its ID at 2024-01-01T10:00:00Z; guarded until 2024-01-01T11:00:00Z",
+            "line 2     unique      first of its ID at 2024-01-01T10:00:02Z; guarded until 2024-01-01T11:00:02Z",
+            "line 3     duplicate   seen 2024-01-01T10:00:00Z in line 1, 5 s before; guarded until 2024-01-01T11:00:00Z",
+            "line 4     unique      first of its ID at 2024-01-01T12:00:00Z; guarded until 2024-01-01T13:00:00Z",
+            "line 5     unique      first of its ID at 2024-01-01T11:00:00Z; guarded until 2024-01-01T12:00:00Z",
+            "line 6     late        2024-01-01T10:00:01Z is 1 h 59 min behind stream time, more than the grace of 1h, and its ID is not known",
+            "line 7     duplicate   seen 2024-01-01T10:00:02Z in line 2, the same time; guarded until 2024-01-01T11:00:02Z",
+            "line 8     dead letter id_missing: there is no value at event_id",
+            "line 9     dead letter time_ill_typed: the event time at ts is not a number",
+            "line 10    dead letter not_json: the value is not JSON (character 58 of 62)",
+            "line 11    dead letter future_time: event time 4070908800000 ms is 2366794800000 ms beyond the cap",
+            "11 records: 4 dead letter, 2 duplicate, 1 late, 4 unique",
+        ]
+
+    def test_as_json_it_says_where_records_go(self):
+        _code, output = dedup("try", SIMPLEST, SAMPLE, NOW, "--json")
+        told = [json.loads(line) for line in output.splitlines()]
+        assert told[0] == {
+            "line": 1,
+            "verdict": "unique",
+            "reason": "first of its ID at 2024-01-01T10:00:00Z; guarded until 2024-01-01T11:00:00Z",
+            "topic": "events.unique",
+            "time": "2024-01-01T10:00:00Z",
+        }
+        assert [(each["verdict"], each["topic"]) for each in (told[2], told[5], told[7])] == [
+            ("duplicate", None),
+            ("late", "events.unique.late"),
+            ("dead letter", "events.unique.dead-letter"),
+        ]
+
+    def test_lines_are_a_second_apart(self, tmp_path):
+        path = topology(tmp_path)
+        found = verdicts(path, *['{"id":1}'] * 11, options=("--time", "2024-01-01T00:00:05.5Z"))
+        assert found[0] == "unique: first of its ID at 2024-01-01T00:00:05.500Z; guarded until 2024-01-01T00:00:15.500Z"
+        assert found[9].startswith("duplicate: seen 2024-01-01T00:00:05.500Z in line 1, 9 s before")
+        assert found[10].startswith("unique")
+
+    def test_blank_lines_are_passed_over_and_counted(self, tmp_path):
+        found = dedup("try", topology(tmp_path), "-", NOW, given='\n{"id":1}\r\n\n{"id":1}\n')[1].splitlines()
+        assert [line[:22] for line in found] == [
+            "line 2     unique     ",
+            "line 4     duplicate  ",
+            "2 records: 1 duplicate",
+        ]
+
+    def test_no_records(self, tmp_path):
+        assert dedup("try", topology(tmp_path), "-", given="") == (0, "no records\n")
+
+    def test_an_earlier_record_after_a_later_one(self, tmp_path):
+        path = topology(tmp_path, more="event_time: {field: t, unit: s}")
+        found = verdicts(path, '{"id":1,"t":100}', '{"id":1,"t":95}')
+        assert (
+            found[1]
+            == "duplicate: seen 1970-01-01T00:01:40Z in line 1, 5 s after this one; guarded until 1970-01-01T00:01:50Z"
+        )
+
+    def test_an_extended_guard_period(self, tmp_path):
+        path = topology(tmp_path, more="event_time: {field: t, unit: s}\nextend: true")
+        found = verdicts(path, '{"id":1,"t":100}', '{"id":1,"t":109}', '{"id":1,"t":118}')
+        assert [line[-20:] for line in found] == [
+            "1970-01-01T00:01:50Z",
+            "1970-01-01T00:01:59Z",
+            "1970-01-01T00:02:08Z",
+        ]
+        assert found[2].startswith("duplicate")
+
+    def test_a_clamped_time(self, tmp_path):
+        path = topology(tmp_path, more="event_time: {field: t, unit: s}\nfuture: clamp")
+        (found,) = verdicts(path, '{"id":1,"t":99999999999}')
+        assert found.startswith("unique: time set to 2024-01-01T13:00:00Z; first of its ID at 2024-01-01T13:00:00Z")
+
+    def test_conflicts(self, tmp_path):
+        path = topology(tmp_path, more="conflicts: {topic: x, exclude: [at]}")
+        found = verdicts(path, '{"id":1,"a":1,"at":1}', '{"id":1,"a":1,"at":2}', '{"id":1,"a":2}')
+        assert [line.split(":")[0] for line in found] == ["unique", "duplicate", "conflict"]
+        assert found[2].startswith("conflict: another payload; seen 2024-01-01T00:00:00Z in line 1, 2 s before")
+
+    @pytest.mark.parametrize(
+        ("more", "topic"), [("", None), ("duplicates: d", "d"), ("duplicates: d\non_conflict: duplicate", "d")]
+    )
+    def test_conflicts_without_a_topic_go_where_duplicates_go(self, tmp_path, more, topic):
+        path = topology(tmp_path, more=f"conflicts: {{exclude: [at]}}\n{more}")
+        lines = '{"id":1,"a":1,"at":1}\n{"id":1,"a":1,"at":2}\n{"id":1,"a":2}\n'
+        told = [json.loads(line) for line in dedup("try", path, "-", NOW, "--json", given=lines)[1].splitlines()]
+        assert [(each["verdict"], each["topic"]) for each in told[1:]] == [("duplicate", topic), ("conflict", topic)]
+
+    def test_what_is_forwarded_outside_the_guarantee(self, tmp_path):
+        path = topology(tmp_path, "field: id, missing: forward", "on_conflict: forward\noutput: {topic: o}")
+        found = verdicts(
+            path,
+            '{"value":{"id":1,"a":1}}',
+            '{"value":{"id":1,"a":2}}',
+            '{"value":{}}',
+            '{"value":null}',
+            options=("--envelope",),
+        )
+        outside = "; outside the guarantee, marked by dedup-verdict"
+        assert found[1:] == [
+            f"forwarded: its ID is known with another payload, and the topology says on_conflict: forward{outside}",
+            f"forwarded: it has no ID, and the topology says missing: forward{outside}",
+            f"forwarded: its value is null, and the topology says tombstones: forward{outside}",
+        ]
+
+    def test_a_policy_fail_stops_there(self, tmp_path):
+        path = topology(tmp_path, "field: id, missing: fail")
+        code, output = dedup("try", path, "-", NOW, given='{"id":1}\n{}\n{"id":2}\n')
+        assert code == 1
+        assert output.startswith("line 1     unique")
+        assert "`missing: fail`" in output
+        assert "line 3" not in output
+
+    def test_envelopes_have_keys_headers_and_times(self, tmp_path):
+        by_key = topology(tmp_path, "key: true")
+        lines = ['{"key":"k","value":"x","timestamp":1000}', '{"key":"k","value":null,"timestamp":2000}', '{"value":1}']
+        found = verdicts(by_key, *lines, options=("--envelope",))
+        assert [line.split(":")[0] for line in found] == ["unique", "duplicate", "dead letter"]
+        by_header = topology(tmp_path, "header: h")
+        lines = ['{"headers":{"h":"1"}}', '{"headers":{"h":"1"},"value":{"a":1}}', '{"headers":{"g":"1"}}']
+        found = verdicts(by_header, *lines, options=("--envelope",))
+        assert [line.split(":")[0] for line in found] == ["unique", "duplicate", "dead letter"]
+
+    def test_values_keep_their_bytes(self, tmp_path):
+        path = topology(tmp_path, "content: true")
+        found = verdicts(path, '{"value":{"a": 1}}', '{"value":{"a":1}}', '{"value":{"a": 1}}', options=("--envelope",))
+        assert [line.split(":")[0] for line in found] == ["unique", "unique", "duplicate"]
+
+    @pytest.mark.parametrize("line", ["{", "[]", '{"key":1}', '{"timestamp":"x"}'])
+    def test_a_line_that_is_no_envelope(self, tmp_path, line):
+        code, output = dedup("try", topology(tmp_path), "-", "--envelope", given=f'{{"value":{{"id":1}}}}\n{line}\n')
+        assert code == 2
+        assert "standard input:2:1: is not an envelope (" in output
+
+    @pytest.mark.parametrize("option", ["--now", "--time"])
+    def test_a_time_that_is_none(self, option):
+        assert dedup("try", SIMPLEST, SAMPLE, option, "noon") == (
+            2,
+            f'{option}: "noon" is not a time; write for example 2024-01-01T00:00:00Z',
+        )
+
+    def test_files_that_are_not_there(self, tmp_path):
+        gone = str(tmp_path / "gone")
+        assert dedup("try", gone, SAMPLE) == (
+            2,
+            f"{gone}: cannot be read: No such file or directory; name a topology file",
+        )
+        assert dedup("try", SIMPLEST, gone) == (2, f"{gone}: cannot be read: No such file or directory; name a file")
+
+
+class TestCheck:
+    def test_every_file_of_ours(self):
+        files = sorted(str(path) for path in (ROOT / "topologies").glob("*.yaml"))
+        code, output = dedup("check", *files)
+        assert code == 0
+        assert [
+            line for line in output.splitlines() if ": ok" in line and line.split(":")[0] in files
+        ].__len__() == len(files)
+
+    def test_mistakes_of_several_files_at_once(self, tmp_path):
+        first, second = tmp_path / "a.yaml", tmp_path / "b.yaml"
+        first.write_text("dedup: 2", encoding="utf-8")
+        second.write_text("nmae: x", encoding="utf-8")
+        code, output = dedup("check", str(first), SIMPLEST, str(second))
+        assert code == 2
+        assert f'{first}:1:8: dedup: "2" is not a version this program reads; write 1' in output
+        assert f'{second}:1:1: unknown key "nmae"; did you mean "name"?' in output
+        assert f"{SIMPLEST}: ok, 1 warning" in output
+
+    def test_an_error_of_the_lint_is_one(self, tmp_path):
+        code, output = dedup("check", topology(tmp_path, more="grace: 30d"))
+        assert code == 2
+        assert "[changelog_record_too_large]" in output
+
+    def test_as_json(self, tmp_path):
+        bad = tmp_path / "a.yaml"
+        bad.write_text("dedup: 2", encoding="utf-8")
+        code, output = dedup("check", "--json", SIMPLEST, str(bad))
+        assert code == 2
+        good, found = json.loads(output)
+        assert (good["ok"], [each["code"] for each in good["findings"]]) == (True, ["tombstones_forwarded"])
+        assert (found["ok"], found["problems"][-1]["place"]) == (False, f"{bad}:1:8")
+
+    def test_a_file_that_is_no_text(self, tmp_path):
+        path = tmp_path / "a.yaml"
+        path.write_bytes(b"dedup: \xff")
+        assert dedup("check", str(path)) == (2, f"{path}: is not UTF-8 at byte 7; save it as UTF-8")
+
+
+class TestDescribeAndSchema:
+    def test_the_four_forms(self):
+        assert dedup("describe", SIMPLEST)[1].startswith("topology simplest\n")
+        assert dedup("describe", SIMPLEST, "--dot")[1].startswith('digraph "simplest" {')
+        assert dedup("describe", SIMPLEST, "--svg")[1].startswith("<svg ")
+        assert json.loads(dedup("describe", SIMPLEST, "--json")[1])["direct"] is True
+
+    def test_two_forms_at_once_are_a_mistake(self):
+        assert dedup("describe", SIMPLEST, "--dot", "--svg")[0] == 2
+
+    @pytest.mark.parametrize(
+        ("of", "key"), [((), "tracking_id"), (("topology",), "tracking_id"), (("config",), "brokers")]
+    )
+    def test_schemas(self, of, key):
+        code, output = dedup("schema", *of)
+        assert code == 0
+        assert key in json.loads(output)["properties"]
+
+
+class TestMain:
+    @pytest.mark.parametrize(
+        ("error", "code"),
+        [(StateIncompatible("x y z"), 3), (VerificationFailed("x y z"), 4), (BrokerUnavailable("x y z"), 5)],
+    )
+    def test_errors_become_a_sentence_and_an_exit_code(self, monkeypatch, capsys, error, code):
+        assert self.run(monkeypatch, raises=error) == code
+        assert capsys.readouterr().err == "x y z\n"
+
+    def test_an_interruption_is_130(self, monkeypatch):
+        assert self.run(monkeypatch, raises=KeyboardInterrupt()) == 130
+
+    def test_the_unexpected_is_not_hidden(self, monkeypatch):
+        with pytest.raises(ZeroDivisionError):
+            self.run(monkeypatch, raises=ZeroDivisionError())
+
+    def test_usage_errors_are_2(self):
+        assert dedup("try")[0] == 2
+        assert dedup("tyr")[0] == 2
+
+    def run(self, monkeypatch, *, raises: BaseException) -> int:
+        app = typer.Typer(pretty_exceptions_enable=False)
+
+        @app.command()
+        def fail() -> None:
+            raise raises
+
+        monkeypatch.setattr(entry, "create_app", lambda: app)
+        monkeypatch.setattr(sys, "argv", ["dedup"])
+        with pytest.raises(SystemExit) as stopped:
+            entry.main()
+        return stopped.value.code
+
+    def test_every_command_has_help_with_an_example(self):
+        for command in entry.create_app().registered_commands:
+            assert command.name is not None
+            code, output = dedup(command.name, "--help")
+            assert code == 0
+            assert "Example" in output, command.name
+
+    def test_help_loads_no_heavy_library(self):
+        program = "import sys; from dedup.cli.main import create_app; create_app(); print(*sys.modules)"
+        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+        loaded = {name.partition(".")[0] for name in done.stdout.split()}
+        assert not loaded & {"faust", "aiokafka", "confluent_kafka", "rocksdict", "pydantic", "numpy", "jgo", "ruamel"}
+
+
+@pytest.mark.parametrize(
+    ("time_ms", "text"),
+    [(0, "1970-01-01T00:00:00Z"), (1_500, "1970-01-01T00:00:01.500Z"), (-1, "-1 ms"), (1 << 60, f"{1 << 60} ms")],
+)
+def test_instants(time_ms, text):
+    assert instant(time_ms) == text

@@ -1,0 +1,72 @@
+"""`dedup doctor` as far as it goes without a broker: layers, sentences, remedies, exit codes."""
+
+from __future__ import annotations
+
+import json
+import socket
+
+import pytest
+from typer.testing import CliRunner
+
+from dedup.cli.doctor import LAYERS, Symptom, _symptom, in_words, layer_of
+from dedup.cli.main import create_app
+from dedup.kafka import diagnose as diagnosing
+from dedup.kafka.connection import Connection
+from dedup.kafka.diagnose import Diagnosis, Trouble
+from dedup.settings import Security
+
+
+def doctor(*arguments: str) -> tuple[int, str]:
+    result = CliRunner().invoke(create_app(), ["doctor", *arguments])
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    return result.exit_code, result.output
+
+
+@pytest.fixture
+def closed_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+def test_nothing_listens(closed_port):
+    code, text = doctor("--set", f"brokers=127.0.0.1:{closed_port}")
+    assert code == 5
+    assert text.splitlines() == [
+        "DNS: ok",
+        "TCP: wrong",
+        f"    127.0.0.1:{closed_port}: nothing can be reached there (connection refused)",
+        "    -> Start the broker, correct `brokers`, or open the firewall",
+        *(f"{layer}: not looked at" for layer in LAYERS[2:]),
+    ]
+
+
+def test_an_unknown_name_is_told_apart_from_a_silent_host(closed_port):
+    code, text = doctor("--json", "--set", f"brokers=[no-such-host.invalid:9092, 127.0.0.1:{closed_port}]")
+    assert code == 5
+    found = json.loads(text)
+    assert [each["layer"] for each in found["symptoms"]] == ["DNS", "TCP"]
+    assert all(each["problem"] and each["remedy"] for each in found["symptoms"])
+    assert [each["layer"] for each in found["layers"] if each["looked_at"]] == ["DNS", "TCP"]
+
+
+@pytest.mark.parametrize("trouble", Trouble)
+def test_every_trouble_has_a_layer_and_one_remedy(trouble):
+    connection = Connection(("b:1",), Security("SASL_SSL", "PLAIN", "me"))
+    text = diagnosing._sentence(trouble, connection)
+    symptom = _symptom(Diagnosis("b:1", trouble, f"b:1: {text} (what was said)"), "")
+    assert symptom.layer == layer_of(trouble)
+    assert symptom.problem.endswith(" (what was said)")
+    assert symptom.remedy[0].isupper()
+    assert "what was said" not in symptom.remedy
+    assert ". " not in symptom.remedy
+
+
+def test_a_warning_is_no_error():
+    lines = list(in_words([Symptom("topics", "warning", "a", "b")], frozenset(LAYERS)))
+    assert lines == [*(f"{layer}: ok" for layer in LAYERS[:-1]), "topics: warning", "    a", "    -> b"]
+
+
+def test_a_mistake_in_the_config_ends_with_2():
+    result = CliRunner().invoke(create_app(), ["doctor", "--set", "brokers=localhost:1", "--set", "brocker=x"])
+    assert getattr(result.exception, "exit_code", None) == 2

@@ -1,0 +1,44 @@
+"""What `dedup spark` refuses before a session is there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from dedup.cli.main import create_app
+from dedup.errors import SettingsError
+
+SIMPLEST = str(Path(__file__).parents[3] / "topologies" / "simplest.yaml")
+
+
+@pytest.fixture(autouse=True)
+def no_session(monkeypatch):
+    def refuse(*_):
+        raise AssertionError("a session was opened")
+
+    monkeypatch.setattr("dedup.cli.spark.open_session", refuse)
+
+
+@pytest.mark.parametrize(
+    ("given", "names"),
+    [
+        (["--start", "earliest"], "--start"),
+        (["--until", "2024-01-01T00:00:00Z"], "--until"),
+        (["--repartitioned"], "--repartitioned"),
+    ],
+)
+def test_options_of_topics_are_refused_beside_files(given, names, tmp_path):
+    arguments = ["spark", "backfill", SIMPLEST, "--input", str(tmp_path), "--out", str(tmp_path / "out")]
+    error = CliRunner().invoke(create_app(), [*arguments, *given]).exception
+    assert isinstance(error, SettingsError)
+    assert error.exit_code == 2
+    assert [problem.place for problem in error.problems] == [names]
+
+
+def test_their_defaults_are_not(tmp_path):
+    pytest.importorskip("pyspark")
+    arguments = ["spark", "backfill", SIMPLEST, "--input", str(tmp_path), "--out", str(tmp_path / "out")]
+    given = ["--start", "whole", "--until", "now"]
+    assert str(CliRunner().invoke(create_app(), [*arguments, *given]).exception) == "a session was opened"

@@ -1,0 +1,68 @@
+"""What commands that write a report refuse before they begin."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from dedup.cli import chaos, demo, spark, verify
+from dedup.errors import SettingsError
+
+TOPOLOGY = """
+dedup: 1
+name: orders
+source: {topics: [in], partitioned_by: tracking_id}
+tracking_id: {field: id}
+guard_period: 10s
+"""
+
+
+def typed(directory: Path, *words: str, more: str = "") -> Any:
+    app = typer.Typer()
+    app.callback()(lambda: None)
+    for command in (chaos, verify):
+        command.register(app)
+    app.command("audit")(spark.audit_command)
+    file = directory / "topology.yaml"
+    file.write_text(TOPOLOGY + more, encoding="utf-8")
+    config = directory / "config.yaml"
+    config.write_text("brokers: ['127.0.0.1:1']\n", encoding="utf-8")
+    command, *options = words
+    return CliRunner().invoke(app, [command, str(file), "--config", str(config), *options])
+
+
+@pytest.mark.parametrize("report", ["x.json", "a_file/x.html", "a_directory"])
+@pytest.mark.parametrize("command", ["verify", "audit", "chaos"])
+def test_a_report_that_can_not_be_written_is_refused_before_anything_is_read(
+    tmp_path: Path, command: str, report: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a_file").touch()
+    (tmp_path / "a_directory").mkdir()
+    monkeypatch.setattr("dedup.verify.verifier.verify", lambda *_, **__: pytest.fail("it reads"))
+    monkeypatch.setattr(spark, "open_session", lambda *_: pytest.fail("it starts Spark"))
+    monkeypatch.setattr(chaos, "_on_test_cluster", lambda *_: pytest.fail("it begins"))
+    result = typed(tmp_path, command, "--report", str(tmp_path / report), more="output: {topic: out}\n")
+    assert isinstance(result.exception, SettingsError), result.exception
+    assert "--report" in str(result.exception)
+
+
+def test_the_demo_refuses_a_report_that_can_not_be_written_before_it_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(demo, "_demo", lambda *_: pytest.fail("it begins"))
+    app = typer.Typer()
+    demo.register(app)
+    result = CliRunner().invoke(app, ["--report", str(tmp_path)])
+    assert isinstance(result.exception, SettingsError), result.exception
+    assert "--report" in str(result.exception)
+
+
+def test_chaos_refuses_what_forwards_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chaos, "_on_test_cluster", lambda *_: pytest.fail("it begins"))
+    result = typed(tmp_path, "chaos")
+    assert isinstance(result.exception, SettingsError), result.exception
+    assert "forwards nothing" in str(result.exception)

@@ -1,0 +1,93 @@
+"""Header names that are not UTF-8: one such record must not take its batch, or the worker, with it."""
+
+import pytest
+from aiokafka.errors import CorruptRecordException
+from aiokafka.record.default_records import DefaultRecordBatch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dedup.core.event_time import RecordTime
+from dedup.core.extract import compile_extractor
+from dedup.core.extract_one import ODD_HEADER_NAME
+from dedup.core.json_path import parse_path
+from dedup.core.tracking_id import FieldRule, TrackingId
+from dedup.kafka.record_batch import TopicPartition, columns_of, records_of
+from dedup.metrics import TaskNumbers
+from dedup.worker.clock import SteadyClock
+from dedup.worker.feed_batch import FeedBatch
+from dedup.worker.record_collector import RecordCollector, Refusals, Route, Routes
+from dedup.worker.repartition_task import RepartitionPlan, RepartitionTask
+from tests.odd_names import ODD, WRITTEN, batch
+
+FEED = TopicPartition("in", 0)
+some_bytes = st.none() | st.binary(max_size=40)
+row = st.tuples(
+    st.integers(0, 1 << 42),
+    some_bytes,
+    some_bytes,
+    st.lists(st.tuples(st.text(max_size=5).filter(lambda name: ODD not in name), some_bytes), max_size=3),
+)
+
+
+@given(st.lists(row, min_size=1, max_size=8), st.integers(0, 1 << 40), st.sampled_from([0, 1, 2, 3, 4]))
+def test_without_odd_names_it_reads_what_aiokafka_reads(rows, base_offset, compression):
+    raw = batch(rows, base_offset=base_offset, compression=compression)
+    strict = [(r.offset, r.timestamp, r.key, r.value, r.headers) for r in DefaultRecordBatch(raw)]
+    assert [(*r[:5],) for r in records_of(raw, base_offset)] == strict
+    assert not any(r.odd for r in records_of(raw, base_offset))
+
+
+ROWS = [
+    (1_000, b"k0", b'{"id":"a"}', [("plain", b"1")]),
+    (1_001, b"k1", b'{"id":"b"}', [("plain", b"1"), (ODD, b"\xff2"), (ODD, None)]),
+    (1_002, b"k2", b'{"id":"c"}', []),
+]
+
+
+@pytest.fixture
+def columns():
+    """Return two batches of an answer, the second with an odd record in its middle, and where it ends."""
+    raw = batch(ROWS[:1]) + batch(ROWS, base_offset=1)
+    found, position = columns_of(FEED, raw, [], 0)
+    assert position == 4
+    return found
+
+
+def test_the_record_is_read_and_named_and_so_are_its_neighbours(columns):
+    assert columns.offsets == [0, 1, 2, 3]
+    assert columns.keys == [b"k0", b"k0", b"k1", b"k2"]
+    assert columns.values == [b'{"id":"a"}', b'{"id":"a"}', b'{"id":"b"}', b'{"id":"c"}']
+    assert columns.timestamps_ms == [1_000, 1_000, 1_001, 1_002]
+    assert columns.headers[2] == [("plain", b"1"), (WRITTEN, b"\xff2"), (WRITTEN, None)]
+    assert columns.odd_names == {2}
+    assert columns.cut(1, 3).odd_names == {2}
+
+
+def test_reading_begins_behind_it():
+    found, _ = columns_of(FEED, batch(ROWS, base_offset=1), [], 3)
+    assert found.offsets == [3]
+
+
+@pytest.mark.parametrize("cut_bytes", [1, 10, 60])
+def test_a_batch_that_ends_inside_a_record_is_refused(cut_bytes):
+    raw = batch(ROWS)
+    with pytest.raises(CorruptRecordException):
+        records_of(raw[:-cut_bytes], 0)
+
+
+def test_another_batch_is_not_taken_for_it():
+    with pytest.raises(CorruptRecordException, match="no batch begins at offset 7"):
+        records_of(batch(ROWS), 7)
+
+
+def test_a_repartition_task_makes_it_a_dead_letter(columns):
+    extractor = compile_extractor(TrackingId(FieldRule(parse_path("id"))), RecordTime(), fmt="json", fingerprint=False)
+    plan = RepartitionPlan(FEED, "re", 1, extractor, 0, "earliest")
+    publisher = RecordCollector(Routes(("in",), None, Route("dead", 1), None), 0)
+    numbers = TaskNumbers()
+    work = RepartitionTask(plan, None, publisher, SteadyClock(), numbers, None)
+    judged = work.judge(FeedBatch.of(FEED, columns, follows=0), Refusals())
+    assert {made.target.topic: made.rows for made in judged} == {"re": [0, 1, 3], "dead": [2]}
+    work.freeze(4).apply({})
+    assert numbers.verdicts == {"repartitioned": 3, "dead_letter": 1}
+    assert numbers.dead_reasons == {ODD_HEADER_NAME.code: 1}

@@ -1,0 +1,266 @@
+"""Every kind of mistake in a topology file: what is said, and at which line and column."""
+
+from __future__ import annotations
+
+import pytest
+
+from dedup.errors import TopologyError
+from dedup.topology.parse import parse
+
+MINIMAL = """\
+dedup: 1
+name: clicks
+source:
+  topics: [clicks]
+tracking_id:
+  field: id
+guard_period: 24h
+"""
+
+
+def problems(text: str) -> list[str]:
+    with pytest.raises(TopologyError) as caught:
+        parse(text, name="clicks.yaml")
+    return str(caught.value).splitlines()
+
+
+def with_line(line: str) -> list[str]:
+    """The problems of the least file with an eighth line."""
+    return problems(f"{MINIMAL}{line}\n")
+
+
+def test_the_least_file_has_none():
+    assert parse(MINIMAL, name="clicks.yaml").name == "clicks"
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("grase: 24h", '8:1: unknown key "grase"; did you mean "grace"?'),
+        (
+            "zzz: 1",
+            '8:1: unknown key "zzz"; known are conflicts, dead_letter, dedup, duplicates, event_time, extend, extend_at_most, future, grace, guard_period, idle_after, late, max_clock_skew, name, on_conflict, output, sink, source, state, tracking_id',
+        ),
+        ("grace: 24", '8:8: grace: "24" has no unit; write "24h" or "24m"'),
+        ("grace: 500", '8:8: grace: "500" has no unit; write "500ms" or "500s"'),
+        ("grace: 24 h", '8:8: grace: "24 h" contains a space; write "24h"'),
+        ("grace: 24hours", '8:8: grace: "24hours" has the unknown unit "hours"; the units are ms, s, m, h, d'),
+        ("grace: 24H", '8:8: grace: "24H" has the unknown unit "H"; write "24h"'),
+        ("grace: 1.5h", '8:8: grace: "1.5h" is not a whole number and a unit; write for example "15s"'),
+        ("grace: -1h", '8:8: grace: "-1h" is not a whole number and a unit; write for example "15s"'),
+        ("grace: 99999999d", '8:8: grace: "99999999d" is longer than 100 years; write at most "36500d"'),
+        ("grace: [1h]", "8:8: grace: must be text; put it in quotes"),
+        ("grace: true", '8:8: grace: "true" must be text; put it in quotes'),
+        ("extend: 1", '8:9: extend: "1" must be true or false'),
+        ('extend: "true"', '8:9: extend: "true" must be true or false'),
+        ("extend: {extend: true}", "8:9: extend: must be true or false"),
+        ("idle_after: 0s", '8:13: idle_after: "0s" must be longer than zero'),
+        ("extend_at_most: 0ms", '8:17: extend_at_most: "0ms" must be longer than zero'),
+        ("future: clam", '8:9: future: "clam" is not one of dead_letter | clamp; did you mean "clamp"?'),
+        ("on_conflict: 7", '8:14: on_conflict: "7" is not one of duplicate | forward | fail'),
+        ("event_time: created", '8:13: event_time: "created" is not one of record'),
+        ("event_time: {field: created}", '8:1: the key "unit" is missing in event_time'),
+        ("event_time: {field: created, unit: sec}", '8:36: event_time.unit: "sec" is not one of rfc3339 | s | ms | us'),
+        (
+            "event_time: {field: a..b, unit: ms}",
+            '8:21: event_time.field: path a..b: a member name is missing at position 3; quote odd names: a["b.c"]',
+        ),
+        ("output: clicks.unique", '8:9: output: "clicks.unique" must be a mapping of keys to values'),
+        ("output: {topics: a}", '8:1: the key "topic" is missing in output'),
+        (
+            "output: {topic: a b}",
+            '8:17: output.topic: "a b" is not a valid topic name; Kafka allows 1 to 249 of a-z A-Z 0-9 "." "_" "-"',
+        ),
+        (
+            "output: {topic: .}",
+            '8:17: output.topic: "." is not a valid topic name; Kafka allows 1 to 249 of a-z A-Z 0-9 "." "_" "-"',
+        ),
+        ("output: {topic: o, headers: maybe}", '8:29: output.headers: "maybe" must be true or false'),
+        ("output: {topic: clicks}", '8:17: output.topic: "clicks" is also a source topic; every topic has one role'),
+        ("duplicates: clicks", '8:13: duplicates: "clicks" is also a source topic; every topic has one role'),
+        (
+            "duplicates: clicks.changelog",
+            '8:13: duplicates: "clicks.changelog" is also the changelog topic; every topic has one role',
+        ),
+        (
+            "duplicates: clicks_repartition",
+            '8:13: duplicates: "clicks_repartition" is also the repartition topic; every topic has one role',
+        ),
+        (
+            "dead_letter: clicks.late",
+            '8:14: dead_letter: "clicks.late" is also the topic of late records; every topic has one role',
+        ),
+        (
+            "conflicts: {topic: clicks}",
+            '8:20: conflicts.topic: "clicks" is also a source topic; every topic has one role',
+        ),
+        (
+            "conflicts: {exclude: [a.]}",
+            '8:23: conflicts.exclude[0]: path a.: a member name is missing at position 3; quote odd names: a["b.c"]',
+        ),
+        (
+            "late: dr op",
+            '8:7: late: "dr op" is not a valid topic name; Kafka allows 1 to 249 of a-z A-Z 0-9 "." "_" "-"',
+        ),
+        ("late:", "8:1: late: has no value; write one, or leave the key out"),
+        ("output: null", "8:1: output: has no value; write one, or leave the key out"),
+        ("state: {standby_replicas: 11}", '8:27: state.standby_replicas: "11" must be 0 to 10'),
+        ("state: {standby_replicas: two}", '8:27: state.standby_replicas: "two" must be a whole number'),
+        (
+            "state: {max_bytes_per_partition: 20GB}",
+            '8:34: state.max_bytes_per_partition: "20GB" has the unknown unit "GB"; the units are B, KiB, MiB, GiB, TiB',
+        ),
+        ("state: {max_bytes_per_partition: 0B}", '8:34: state.max_bytes_per_partition: "0B" must be more than zero'),
+        (
+            "state: {max_bytes_per_partition: 1024}",
+            '8:34: state.max_bytes_per_partition: "1024" has no unit; write "1024GiB" or "1024MiB"',
+        ),
+        ("guard_period: 1h", '8:1: the key "guard_period" is repeated; line 7 has it already'),
+        ("late: *x", '8:7: the alias "*x" is not allowed; write the value out'),
+        (
+            "late: !!python/name:os.system x",
+            "8:7: the tag tag:yaml.org,2002:python/name:os.system is not allowed; write the plain value",
+        ),
+        ("? [a]\n: b", "8:3: a key must be a name"),
+        ("late: [a", "9:1: is not YAML here: expected ',' or ']', but got '<stream end>'"),
+        (
+            "\tlate: a",
+            "8:1: is not YAML here: found character '\\t' that cannot start any token; indent with spaces, not tabs",
+        ),
+    ],
+)
+def test_a_mistake_in_one_line(line, said):
+    assert f"clicks.yaml:{said}" in with_line(line)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("dedup: 1", "dedup: 2", '1:8: dedup: "2" is not a version this program reads; write 1'),
+        ("dedup: 1", "dedup: true", '1:8: dedup: "True" is not a version this program reads; write 1'),
+        ("dedup: 1\n", "", '1:1: the key "dedup" is missing'),
+        (
+            "name: clicks",
+            "name: Clicks",
+            '2:7: name: "Clicks" is not a valid name; use a-z, 0-9 and "-", at most 100 characters, a letter or digit first',
+        ),
+        (
+            "name: clicks",
+            "name: a.b",
+            '2:7: name: "a.b" is not a valid name; use a-z, 0-9 and "-", at most 100 characters, a letter or digit first',
+        ),
+        ("name: clicks", "name: 12", '2:7: name: "12" must be text; put it in quotes'),
+        ("[clicks]", "[]", "4:11: source.topics: is an empty list; name at least one topic"),
+        ("[clicks]", "clicks", '4:11: source.topics: "clicks" must be a list; write "[a, b]"'),
+        ("[clicks]", "[a, a]", '4:15: source.topics[1]: "a" is also a source topic; every topic has one role'),
+        ("[clicks]", "[a.b, a_b]", '4:17: source.topics[1]: "a_b" is also a source topic; every topic has one role'),
+        (
+            "[clicks]",
+            "[clicks.changelog]",
+            '2:1: name: "clicks.changelog" is also a source topic; every topic has one role',
+        ),
+        (
+            "[clicks]",
+            f"[{'a' * 250}]",
+            f'4:12: source.topics[0]: "{"a" * 250}" is not a valid topic name; Kafka allows 1 to 249 of a-z A-Z 0-9 "." "_" "-"',
+        ),
+        (
+            "[clicks]",
+            "[clicks]\n  format: avro",
+            '5:11: source.format: "avro" is not supported; use json, or bytes with the ID in the key or a header',
+        ),
+        (
+            "[clicks]",
+            "[clicks]\n  format: jsn",
+            '5:11: source.format: "jsn" is not one of json | bytes; did you mean "json"?',
+        ),
+        (
+            "[clicks]",
+            "[clicks]\n  start: yesterday",
+            '5:10: source.start: "yesterday" is not a start; write earliest, latest, or a time such as 2024-01-31T00:00:00Z',
+        ),
+        ("[clicks]", "[clicks]\n  partitioned_by: key", '5:19: source.partitioned_by: "key" is not one of tracking_id'),
+        ("[clicks]", "[clicks]\n  fromat: json", '5:3: unknown key "source.fromat"; did you mean "format"?'),
+        (
+            "[clicks]",
+            "[clicks]\n  format: bytes",
+            "7:3: tracking_id.field: needs `source.format: json`; a value of format bytes has no fields",
+        ),
+        (
+            "field: id",
+            "field: ''",
+            '6:10: tracking_id.field: the path is empty; write a member name, such as "order.id"',
+        ),
+        ("field: id", "key: false", "6:8: tracking_id.key: takes true only; leave it out to use another rule"),
+        ("field: id", "header: ''", "6:11: tracking_id.header: a header's name has 1 to 1000 characters"),
+        ("field: id", "fields: []", "6:11: tracking_id.fields: is an empty list; name at least one path"),
+        ("field: id", 'fields: [a, "a"]', '6:11: tracking_id.fields: "a" is listed twice'),
+        ("field: id", "content: false", "6:12: tracking_id.content: takes true only; leave it out to use another rule"),
+        (
+            "field: id",
+            "content: {exlude: [a]}",
+            '6:13: unknown key "tracking_id.content.exlude"; did you mean "exclude"?',
+        ),
+        (
+            "field: id",
+            "field: id\n  header: h",
+            "7:3: tracking_id: field and header exclude each other; keep exactly one",
+        ),
+        (
+            "field: id",
+            "missing: fail",
+            "5:1: tracking_id: no rule; write exactly one of key, header, field, fields, content",
+        ),
+        (
+            "field: id",
+            "field: id\n  normalize: [upper]",
+            '7:15: tracking_id.normalize[0]: "upper" is not one of trim | lower | nfc',
+        ),
+        ("guard_period: 24h", "guard_period: 0s", '7:15: guard_period: "0s" must be longer than zero'),
+        ("guard_period: 24h", "guard_period: 24", '7:15: guard_period: "24" has no unit; write "24h" or "24m"'),
+        ("guard_period: 24h\n", "", '1:1: the key "guard_period" is missing'),
+    ],
+)
+def test_a_mistake_in_a_needed_key(old, new, said):
+    assert f"clicks.yaml:{said}" in problems(MINIMAL.replace(old, new))
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", 'clicks.yaml: is empty; begin with "dedup: 1", and see `dedup schema`'),
+        ("# nothing\n", 'clicks.yaml: is empty; begin with "dedup: 1", and see `dedup schema`'),
+        ("- a\n", "clicks.yaml:1:1: must be a mapping of keys to values; begin with `dedup: 1`"),
+        ("just text", "clicks.yaml:1:1: must be a mapping of keys to values; begin with `dedup: 1`"),
+        (f"{MINIMAL}---\n{MINIMAL}", 'clicks.yaml:8:1: a second document starts here; remove the "---" and what follows'),
+        ("a: " + "[" * 5_000, "clicks.yaml:1:23: nested more than 20 deep; no such file needs as much"),
+        ("a: " + "x" * (1 << 20), "clicks.yaml: is larger than 1 MiB; no such file needs to be"),
+        ("a: [" + "1, " * 30_000, "clicks.yaml:1:59996: more than 20000 values; no such file needs as many"),
+        ("a: b: c", "clicks.yaml:1:5: is not YAML here: mapping values are not allowed here"),
+    ],
+)  # fmt: skip
+def test_what_is_no_topology_at_all(text, said):
+    assert said in problems(text)
+
+
+def test_control_characters_are_refused_without_a_crash():
+    assert problems("a: \x00")[0].startswith("clicks.yaml: is not YAML")
+
+
+def test_everything_is_said_at_once_in_the_order_of_the_file():
+    text = MINIMAL.replace("guard_period: 24h", "guard_period: 24").replace("topics:", "topcs:")
+    text += "output: {topic: clicks}\noutput: {topic: x}\ngrase: 24h\n"
+    assert problems(text) == [
+        'clicks.yaml:3:1: the key "topics" is missing in source',
+        'clicks.yaml:4:3: unknown key "source.topcs"; did you mean "topics"?',
+        'clicks.yaml:7:15: guard_period: "24" has no unit; write "24h" or "24m"',
+        'clicks.yaml:9:1: the key "output" is repeated; line 8 has it already',
+        'clicks.yaml:10:1: unknown key "grase"; did you mean "grace"?',
+    ]
+
+
+def test_a_made_topic_name_must_fit_kafka_too():
+    output = "o" * 245
+    assert with_line(f"output: {{topic: {output}}}")[0].startswith(
+        'clicks.yaml:8:17: output.topic: the derived topic "oooo'
+    )

@@ -1,0 +1,139 @@
+"""The verifier's client: what it asks again, and what it takes for an answer."""
+
+from types import SimpleNamespace
+from typing import ClassVar
+
+import pytest
+from confluent_kafka import KafkaError, KafkaException
+
+from dedup.errors import BrokerUnavailable
+from dedup.settings import Settings
+from dedup.verify import kafka_reader
+from dedup.verify.kafka_reader import KafkaReader
+
+
+class FakeConsumer:
+    """Gives the answers it was made with, one after the other; an error is raised."""
+
+    answers: ClassVar[list] = []
+    groups: ClassVar[list] = []
+    closed = 0
+
+    def __init__(self, config):
+        self.group = config["group.id"]
+
+    def committed(self, places, timeout):
+        self.groups.append(self.group)
+        answer = self.answers.pop(0)
+        if isinstance(answer, KafkaError):
+            raise KafkaException(answer)
+        return [
+            SimpleNamespace(partition=p.partition, offset=o, error=e) for p, (o, e) in zip(places, answer, strict=True)
+        ]
+
+    def close(self):
+        type(self).closed += 1
+
+
+@pytest.fixture
+def consumer(monkeypatch):
+    """Return the class in place of the client's; no pause is made between two questions."""
+    fake = type("Fake", (FakeConsumer,), {"answers": [], "groups": [], "closed": 0})
+    monkeypatch.setattr(kafka_reader, "Consumer", fake)
+    monkeypatch.setattr(kafka_reader, "AdminClient", lambda _config: None)
+    monkeypatch.setattr(kafka_reader, "_POLL_S", 0)
+    return fake
+
+
+def committed(count=2):
+    with KafkaReader(Settings(brokers=("127.0.0.1:1",))) as reader:
+        return reader.committed("orders", "in", range(count))
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        KafkaError.COORDINATOR_LOAD_IN_PROGRESS,
+        KafkaError.NOT_COORDINATOR,
+        KafkaError.UNSTABLE_OFFSET_COMMIT,
+        KafkaError._TIMED_OUT,
+    ],
+)
+def test_a_coordinator_that_is_loading_is_asked_again(consumer, code):
+    consumer.answers += [KafkaError(code), [(5, None), (-1, KafkaError(code))], [(5, None), (-1001, None)]]
+    assert committed() == {0: 5}
+    assert consumer.groups == ["orders"] * 3
+    assert consumer.closed == 2
+
+
+def test_a_refusal_is_told_at_once(consumer):
+    consumer.answers += [KafkaError(KafkaError.GROUP_AUTHORIZATION_FAILED)]
+    with pytest.raises(BrokerUnavailable, match="reading the offsets of group orders"):
+        committed()
+
+
+def test_so_it_is_when_the_patience_is_over(consumer, monkeypatch):
+    monkeypatch.setattr(kafka_reader, "_NO_PROGRESS_S", -1)
+    consumer.answers += [KafkaError(KafkaError.COORDINATOR_LOAD_IN_PROGRESS)]
+    with pytest.raises(BrokerUnavailable):
+        committed()
+
+
+def test_no_partition_is_no_question(consumer):
+    assert committed(0) == {}
+    assert consumer.groups == []
+
+
+class Log:
+    """A consumer with a queue; it fails where it is told to wait for more although it has something to give."""
+
+    queue: ClassVar[list] = []
+
+    def __init__(self, _config):
+        self.assigned = []
+
+    def assign(self, places):
+        self.assigned = places
+
+    def unassign(self):
+        self.assigned = []
+
+    def consume(self, most, timeout):
+        assert self.assigned
+        given, self.queue[:] = self.queue[:most], self.queue[most:]
+        assert not (given and len(given) < most and timeout), "waits although there is something to judge"
+        return given
+
+    def close(self):
+        pass
+
+
+def message(offset, code=None):
+    error = None if code is None else KafkaError(code)
+    told = {"error": error, "offset": offset, "key": None, "value": b"v", "headers": None, "timestamp": (1, 0)}
+    return SimpleNamespace(**{name: lambda value=value: value for name, value in told.items()})
+
+
+def test_what_has_come_is_taken_without_waiting_for_more(monkeypatch):
+    """At the end of a partition stand markers: a whole batch would be waited for in vain."""
+    fake = type("Fake", (Log,), {"queue": [message(0), message(1), message(4, KafkaError._PARTITION_EOF)]})
+    monkeypatch.setattr(kafka_reader, "Consumer", fake)
+    monkeypatch.setattr(kafka_reader, "AdminClient", lambda _config: None)
+    with KafkaReader(Settings(brokers=("127.0.0.1:1",))) as reader:
+        read = list(reader.read("in", 0, 0, 4))
+    assert [columns.offsets for columns in read] == [[0, 1]]
+    assert fake.queue == []
+
+
+@pytest.mark.parametrize(("stable", "expected"), [(2, kafka_reader.OpenTransaction), (4, BrokerUnavailable)])
+def test_what_is_not_given_is_behind_an_open_transaction_or_an_error(monkeypatch, stable, expected):
+    fake = type("Fake", (Log,), {"queue": [message(0), message(1)]})
+    monkeypatch.setattr(kafka_reader, "Consumer", fake)
+    monkeypatch.setattr(kafka_reader, "AdminClient", lambda _config: None)
+    monkeypatch.setattr(kafka_reader, "_NO_PROGRESS_S", -1)
+    asked = []
+    answer = lambda _self, _wanted, *isolation: asked.append(isolation) or {0: stable}  # noqa: E731
+    monkeypatch.setattr(KafkaReader, "_list_offsets", answer)
+    with KafkaReader(Settings(brokers=("127.0.0.1:1",))) as reader, pytest.raises(expected):
+        list(reader.read("in", 0, 0, 4))
+    assert asked == [(kafka_reader.IsolationLevel.READ_COMMITTED,)]

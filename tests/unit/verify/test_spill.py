@@ -1,0 +1,84 @@
+"""What lets the verifier go without memory: buckets on disk, and order as a column of positions."""
+
+from __future__ import annotations
+
+from array import array
+from hashlib import blake2b
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dedup.verify.compare import out_of_order
+from dedup.verify.cut import UNMATCHED, Order, disorder
+from dedup.verify.evidence import stand_in
+from dedup.verify.spill import Spill, condensed, stand_in_of
+
+
+def test_rows_come_back_by_bucket_in_the_order_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dedup.verify.spill._PENDING_ROWS", 7)
+    spill = Spill(str(tmp_path), 3)
+    for number in range(100):
+        spill.add(number, (number, b"k", None, "name"))
+    assert [list(spill.bucket(at)) for at in range(3)] == [
+        [[number, b"k", None, "name"] for number in range(at, 100, 3)] for at in range(3)
+    ]
+    spill.close()
+
+
+@given(st.binary(max_size=200) | st.none(), st.binary(max_size=200) | st.none())
+def test_condensed_values_are_equal_only_for_equal_values(one: bytes | None, other: bytes | None) -> None:
+    assert (condensed(one) == condensed(other)) == (one == other)
+
+
+@given(st.binary(max_size=200) | st.none())
+def test_a_condensed_value_knows_what_stands_for_it(value: bytes | None) -> None:
+    assert stand_in_of(condensed(value)) == stand_in(value)
+
+
+def test_a_long_value_can_not_pass_for_a_short_one() -> None:
+    long = b"x" * 1_000
+    short = condensed(long)
+    assert short is not None
+    assert condensed(short) != short
+    assert len(short) < 48
+    assert blake2b(long, digest_size=32).digest() in short
+
+
+@given(st.lists(st.integers(0, 40), unique=True, min_size=1, max_size=12))
+def test_disorder_in_stretches_is_disorder(positions: list[int]) -> None:
+    rows = np.arange(len(positions), dtype=np.int64)
+    whole = list(out_of_order(array("q", positions)))
+    assert len(disorder(rows, np.array(positions, dtype=np.int64))) == len(whole)
+
+
+def test_order_is_looked_at_across_buckets_and_by_task(tmp_path: Path) -> None:
+    order = Order(str(tmp_path))
+    order.expect(6)
+    order.match([(0, 0, 10), (2, 0, 12), (4, 1, 5)])
+    order.match([(5, 1, 4), (3, 0, 13)])
+    assert order.first_matched() == 0
+    assert len(order.displaced()) == 1
+    assert order.displaced()[0] in {4, 5}
+    order.close()
+
+
+def test_nothing_matched_is_in_order(tmp_path: Path) -> None:
+    order = Order(str(tmp_path))
+    order.expect(3)
+    assert order.first_matched() == 3
+    assert order.displaced() == []
+    assert UNMATCHED < 0
+    order.close()
+
+
+def test_a_swap_far_apart_is_found(tmp_path: Path) -> None:
+    order = Order(str(tmp_path))
+    order.expect(150_000)
+    positions = list(range(150_000))
+    positions[70_000], positions[140_000] = positions[140_000], positions[70_000]
+    order.match([(row, 0, position) for row, position in enumerate(positions)])
+    assert order.displaced() == [70_000, 140_000]
+    order.close()

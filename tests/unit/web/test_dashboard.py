@@ -1,0 +1,323 @@
+"""What the dashboard is made from: the snapshot's shape, rates from counters, cases in words, who is asked for an ID."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import replace
+from importlib.resources import files
+
+import pytest
+
+from dedup.cli.status import in_words
+from dedup.core.event_time import RecordTime
+from dedup.core.extract import compile_extractor
+from dedup.core.fold import DeadLetter, Outcome, Rows
+from dedup.core.tracking_id import (
+    FieldRule,
+    TrackingId,
+    encode_composite,
+    encode_integer,
+    encode_text,
+    id_text,
+    state_key,
+)
+from dedup.core.window import Feed, Late, Sighting, Source
+from dedup.errors import SettingsError
+from dedup.metrics import DeadLetterAlert, TaskNumbers, TaskSeen, WorkerSeen
+from dedup.settings import Web, load_settings
+from dedup.topology.parse import parse
+from dedup.web.dashboard import KEPT, PLOTTED, MetricHistory, board, notices, quantile
+from dedup.web.id_lookup import ask_owners
+from dedup.web.server import FILES, WebServer, status_of
+from dedup.worker.app import identity
+from dedup.worker.introspection import state_keys
+from dedup.worker.recent_outcomes import MOST_KEPT, MOST_OF_A_BATCH, Recent
+from dedup.worker_view import LookedUp, Noted, Peer, SeenId, TaskPulse
+from tests.unit.web.test_server import Worker
+
+TOPICS = ("orders",)
+
+
+def task(**changes) -> TaskSeen:
+    return replace(TaskSeen("dedup", "orders", 0, "running", TaskNumbers(), 4, 0, 10, 100), **changes)
+
+
+def seen(*tasks: TaskSeen, not_ready: str | None = None) -> WorkerSeen:
+    return WorkerSeen("orders", "a", tasks, {2: 7}, 1, 0, not_ready)
+
+
+class TestSnapshot:
+    def test_its_shape_is_a_contract(self):
+        history = MetricHistory()
+        history.sample([TaskPulse(TaskNumbers(), 4)], 1_000)
+        history.sample([TaskPulse(TaskNumbers(), 4)], 2_000)
+        case = Noted("late", "orders/0/1", "x", 5, 6, "why")
+        peers = (Peer("a", None, (("orders", 0),), here=True), Peer("b", "http://b", (("orders", 1),), here=False))
+        made = json.loads(json.dumps(board(seen(task()), history, [case], peers, now_ms=2_000)))
+        assert shape(made) == {
+            "format": "int", "topology": "str", "worker": "str", "now_ms": "int", "ready": "bool",
+            "attention": [],
+            "totals": dict.fromkeys((*PLOTTED, "conflict", "fenced", "corrupted"), "int"),
+            "tasks": [
+                {
+                    "task": "str", "topic": "str", "partition": "int", "worker": "str", "state": "str", "url": "NoneType",
+                    "restore_remaining": "NoneType", "restore_total": "NoneType", "lag_records": "int", "lag_seconds": "float",
+                    "state_ids": "int", "state_bytes": "int", "state_max_bytes": "NoneType",
+                },
+            ],
+            "latest": [
+                {"kind": "str", "source": "str", "id": "str", "event_time_ms": "int", "judged_ms": "int", "why": "str"}
+            ],
+            "plots": {
+                "time_ms": ["int"], **{name: ["float"] for name in PLOTTED}, "lag_records": ["int"],
+                "median_s": ["NoneType"], "p99_s": ["NoneType"],
+            },
+        }  # fmt: skip
+        assert [(row["state"], row["partition"], row["worker"]) for row in made["tasks"]] == [
+            ("running", 0, "a"),
+            ("standby", 2, "a"),
+            ("elsewhere", 1, "b"),
+        ]
+
+    def test_what_is_counted_is_what_the_metrics_count(self):
+        here = task(numbers=TaskNumbers(verdicts=Counter(unique=2, late=1), conflicts=1))
+        ended = {
+            ("dedup", "orders", 0): TaskNumbers(verdicts=Counter(unique=5, duplicate=3), conflicts=2),
+            ("dedup", "orders", 1): TaskNumbers(verdicts=Counter(unique=7)),
+        }
+        worker = replace(seen(here), ended=ended)
+        totals = board(worker, MetricHistory(), [], (), now_ms=0)["totals"]
+        assert (totals["unique"], totals["duplicate"], totals["late"], totals["conflict"]) == (14, 3, 1, 3)
+        (told,) = status_of(worker, ())["tasks"]
+        assert told["verdicts"] == {"unique": 7, "duplicate": 3, "late": 1}
+
+    def test_every_file_of_the_page_is_there(self):
+        static = files("dedup.web").joinpath("static")
+        assert {each.name for each in static.iterdir()} == set(FILES.values())
+
+
+def shape(value):
+    match value:
+        case dict():
+            return {key: shape(each) for key, each in value.items()}
+        case list():
+            return [shape(value[0])] if value else []
+        case _:
+            return type(value).__name__
+
+
+class TestHistory:
+    def test_rates_are_what_counters_grew_by_a_second(self):
+        history, numbers = MetricHistory(), TaskNumbers()
+        history.sample([TaskPulse(numbers, 5)], 0)
+        assert not history.samples
+        numbers.verdicts.update(unique=100, duplicate=50)
+        history.sample([TaskPulse(numbers, 7), TaskPulse(TaskNumbers(), None)], 2_000)
+        (sample,) = history.samples
+        assert (sample.rates["unique"], sample.rates["duplicate"], sample.lag_records) == (50, 25, 7)
+
+    def test_a_task_built_anew_counts_from_zero(self):
+        history, old = MetricHistory(), TaskNumbers(verdicts=Counter(unique=1_000))
+        history.sample([TaskPulse(old, 0)], 0)
+        history.sample([TaskPulse(TaskNumbers(verdicts=Counter(unique=10)), 0)], 1_000)
+        assert history.samples[0].rates["unique"] == 10
+
+    def test_latency_is_that_of_the_last_stretch(self):
+        history, numbers = MetricHistory(), TaskNumbers()
+        numbers.end_to_end.add(2_000, 1_000)
+        history.sample([TaskPulse(numbers, 0)], 0)
+        numbers.end_to_end.add(0.08, 100)
+        history.sample([TaskPulse(numbers, 0)], 1_000)
+        history.sample([TaskPulse(numbers, 0)], 2_000)
+        busy, quiet = history.samples
+        assert busy.median_s == pytest.approx(0.075)
+        assert 0.05 < busy.p99_s <= 0.1
+        assert (quiet.median_s, quiet.p99_s) == (None, None)
+
+    def test_the_oldest_are_forgotten(self):
+        history = MetricHistory()
+        for moment in range(KEPT + 10):
+            history.sample([], moment * 1_000)
+        assert len(history.samples) == KEPT
+        assert len(history.as_data()["time_ms"]) == KEPT
+
+    def test_beyond_the_last_bucket_its_bound_is_told(self):
+        counts = [0] * 13
+        counts[-1] = 5
+        assert quantile(counts, 0.5) == 3_600
+
+
+class TestAttention:
+    def texts(self, *tasks, not_ready=None, peers=()):
+        return [(each.level, each.text) for each in notices(seen(*tasks, not_ready=not_ready), [], peers)]
+
+    def test_nothing_wants_attention(self):
+        assert self.texts(task()) == []
+
+    def test_stuck_is_worse_than_late_and_stands_first(self):
+        behind = TaskNumbers(committed_time_ms=1)
+        stuck = TaskNumbers(last_commit_s=-1e9)
+        found = self.texts(task(numbers=behind), task(partition=1, numbers=stuck))
+        assert [level for level, _ in found] == ["error", "warning"]
+        assert "orders/1 is stuck: 4 records wait" in found[0][1]
+        assert "behind (4 records)" in found[1][1]
+
+    def test_a_restore_says_what_is_left(self):
+        restoring = task(state="restoring", lag_records=None, numbers=TaskNumbers(restore_remaining=1_500))
+        ((level, text),) = self.texts(restoring, not_ready="1 of 1 tasks are not running yet")
+        assert (level, "1,500 changelog records are left" in text) == ("warning", True)
+
+    def test_a_bound_is_warned_of_before_it_is_reached(self):
+        assert self.texts(task(state_bytes=80, state_max_bytes=100)) == []
+        assert self.texts(task(state_bytes=81, state_max_bytes=100))[0][0] == "warning"
+        assert self.texts(task(state_bytes=101, state_max_bytes=100))[0][0] == "error"
+
+    def test_nearly_all_dead_letters_is_an_error_and_stands_first(self):
+        stuck = task(numbers=TaskNumbers(last_commit_s=-1e9))
+        alerted = replace(seen(stuck), alert=DeadLetterAlert(200, 199, "future_time", 198))
+        found = notices(alerted, [], ())
+        assert [each.level for each in found] == ["error", "error"]
+        assert found[0].text.startswith(
+            "199 of 200 records judged in the last minute are dead letters, 198 of them for"
+        )
+        assert "Compare the clocks" in found[0].text
+
+    def test_dead_letters_in_another_format_are_counted_over_all_tasks(self):
+        one, other = (TaskNumbers(formats=Counter(gzip=n, schema_registry=1_000 * n)) for n in (1, 2))
+        ((level, text),) = self.texts(task(numbers=one), task(partition=1, numbers=other))
+        assert level == "warning"
+        assert text.endswith("by their first bytes: 3,000 schema_registry, 3 gzip.")
+
+
+class TestRecent:
+    def rows(self, *ids: str) -> Rows:
+        values = [json.dumps({"id": each}).encode() for each in ids]
+        extract = compile_extractor(TrackingId(FieldRule(("id",))), RecordTime(), fmt="json", fingerprint=False)
+        extracted = extract([None] * len(ids), values, [()] * len(ids), [1_000] * len(ids))
+        return Rows(extracted, range(len(ids)), (Feed(0, 3),))
+
+    def outcome(self, rows: Rows, **found) -> Outcome:
+        return Outcome(judged_times_ms=list(rows.extracted.times_ms), **found)
+
+    def test_each_kind_in_words(self):
+        rows = self.rows("a", "b", "c", "d", "e")
+        first = Sighting(400, 400, Source(0, 3, 77))
+        found = self.outcome(rows, duplicates=[(0, first)], repeats=[(1, 0)], conflicts=[(2, first)],
+                             late=[(3, Late(7_199_997))], dead=[(4, DeadLetter("bad", "no id"))])  # fmt: skip
+        recent = Recent()
+        recent.note(rows, found, 9)
+        assert list(recent.shown(TOPICS, ids=True)) == []
+        recent.commit(recent.freeze())
+        told = {(each.kind, each.source): each for each in recent.shown(TOPICS, ids=True)}
+        assert told["duplicate", "orders/3/0"].why == "repeats orders/3/77, 600ms after it"
+        assert told["duplicate", "orders/3/1"].why == "repeats orders/3/0, at the same event time"
+        assert told["conflict", "orders/3/2"].why == "repeats orders/3/77 with another payload, 600ms after it"
+        assert told["late", "orders/3/3"].why == "2h behind stream time, and its ID is not known"
+        assert told["dead_letter", "orders/3/4"].why == "bad: no id"
+        assert told["dead_letter", "orders/3/4"].event_time_ms is None
+        assert told["late", "orders/3/3"].id == "d"
+        assert {each.id for each in recent.shown(TOPICS, ids=False)} == {None}
+
+    def test_what_was_not_committed_is_never_shown(self):
+        rows, recent = self.rows("a"), Recent()
+        recent.note(rows, self.outcome(rows, late=[(0, Late(1))]), 0)
+        recent.discard()
+        recent.commit(recent.freeze())
+        assert list(recent.shown(TOPICS, ids=True)) == []
+
+    def test_a_batch_costs_a_few_cases_whatever_its_size(self):
+        rows = self.rows(*map(str, range(100)))
+        found = self.outcome(rows, late=[(row, Late(1)) for row in range(100)])
+        recent = Recent()
+        recent.note(rows, found, 0)
+        cases = recent.freeze()
+        assert len(cases) == MOST_OF_A_BATCH
+        for _ in range(10):
+            recent.commit(cases)
+        assert len(list(recent.shown(TOPICS, ids=True))) == MOST_KEPT
+
+
+@pytest.mark.parametrize(
+    ("rule", "key", "text"),
+    [
+        ("field: id", encode_text("order/7 é"), "order/7 é"),
+        ("field: id", encode_text("8d5e957f-2978-4348-bd98-fa830fa6413c"), "8d5e957f-2978-4348-bd98-fa830fa6413c"),
+        ("field: id", encode_integer(-70_000), "-70000"),
+        ("key: true", b"\x02abc", "abc"),
+        ("fields: [a, b]", encode_composite([encode_text('x"'), encode_integer(7)]), '["x\\"", 7]'),
+    ],
+)
+def test_an_id_is_written_as_a_look_up_takes_it(rule, key, text):
+    topology = parse(
+        f"dedup: 1\nname: t\nsource: {{topics: [c]}}\ntracking_id: {{{rule}}}\nguard_period: 1h\noutput: {{topic: o}}\n",
+        name="t.yaml",
+    )
+    assert id_text(key) == text
+    assert key in state_keys(topology, text)
+
+
+def test_a_digest_leads_back_to_no_id():
+    assert id_text(state_key(encode_text("x" * 100))) is None
+
+
+def looked_up(**changes) -> LookedUp:
+    return replace(LookedUp("orders", "a", "x", (), (0,), 3, None, (0, 1, 2), ("orders",)), **changes)
+
+
+class TestOwners:
+    async def test_partitions_that_nobody_has_are_told(self):
+        own = Peer("a", None, (("orders", 0),), here=True)
+        found = await ask_owners(looked_up(), (own,), None)
+        assert found["unreached"][0]["partitions"] == [1, 2]
+        assert "nobody has them" in found["unreached"][0]["why"]
+
+    async def test_only_owners_of_partitions_that_may_hold_it_are_asked(self):
+        # Nothing listens there: asked, it would be told as not reached.
+        other = Peer("b", "http://127.0.0.1:9", (("orders", 1), ("source", 0)), here=False)
+        found = await ask_owners(looked_up(candidates=(0,), belongs_to=0), (other,), None)
+        assert (found["unreached"], found["asked"]) == ([], [0])
+        found = await ask_owners(looked_up(candidates=(0, 1)), (other,), None)
+        assert [row["worker"] for row in found["unreached"]] == ["b"]
+
+    async def test_a_worker_of_another_topology_is_not_believed(self):
+        async with WebServer(Web(port=0), Worker()) as pages:
+            other = Peer("b", pages.url, (("orders", 1),), here=False)
+            found = await ask_owners(looked_up(topology="clicks", candidates=(0, 1)), (other,), None)
+            assert found["unreached"][0]["why"] == "it is a worker of another topology or release"
+            found = await ask_owners(looked_up(id="known", candidates=(0, 1)), (other,), None)
+        assert [each["worker"] for each in found["sightings"]] == ["b"]
+
+    async def test_without_an_assignment_nothing_is_said_to_be_unknown(self):
+        found = await ask_owners(looked_up(partitions=0, candidates=(), asked=()), (), None)
+        assert "no assignment is in force" in found["unreached"][0]["why"]
+        assert list(in_words(found)) == [f"not asked: all partitions ({found['unreached'][0]['why']})"]
+
+    async def test_own_sightings_name_their_worker(self):
+        own = SeenId(0, 1, 1, 2, "orders/0/1", live=True, went=None)
+        found = await ask_owners(looked_up(sightings=(own,), candidates=(0,)), (), None)
+        assert found["sightings"][0]["worker"] == "a"
+
+
+class TestAddress:
+    @pytest.mark.parametrize("text", ["ftp://h", "http://h/path", "h:6066", "http://user@h", "javascript:alert(1)"])
+    def test_what_is_no_address_is_refused(self, text):
+        with pytest.raises(SettingsError, match="is not the address of a page"):
+            load_settings(None, ["brokers=b:1", f"web.advertise={text}"], {})
+
+    def test_no_two_workers_are_called_alike(self):
+        assert identity("a", None) != identity("b", None)
+        assert identity("a", "http://h:1") != identity("b", "http://h:1")
+
+    @pytest.mark.parametrize(
+        ("settings", "told"),
+        [
+            ({"host": "127.0.0.1"}, "http://127.0.0.1:"),
+            ({"host": "0.0.0.0", "advertise": "http://w-1:80"}, "http://w-1:80"),
+        ],
+    )
+    async def test_others_are_told_where_the_pages_are(self, settings, told):
+        pages = WebServer(Web(port=0, **settings), Worker())
+        assert pages.advertised is None
+        async with pages:
+            assert pages.advertised.startswith(told)

@@ -1,0 +1,179 @@
+"""The pages of a worker: what they say, and to whom."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import socket
+
+import aiohttp
+import pytest
+
+from dedup.errors import Problem, SettingsError, StateIncompatible
+from dedup.metrics import TaskNumbers, TaskSeen, WorkerSeen
+from dedup.settings import Secret, Web
+from dedup.web.server import WebServer
+from dedup.worker_view import LookedUp, Noted, Peer, SeenId, ShownRecord, TaskPulse
+
+CANARY = "canary-token-5f1c"
+NUMBERS = TaskNumbers()
+
+
+@pytest.fixture(autouse=True)
+def _audible() -> None:
+    """Another test's logging set-up may have turned off what it did not know."""
+    logging.getLogger("dedup.web.server").disabled = False
+
+
+class Worker:
+    why: str | None = None
+    others: tuple[Peer, ...] = ()
+    candidates: tuple[int, ...] = (0,)
+
+    def not_ready(self) -> str | None:
+        return self.why
+
+    def seen(self) -> WorkerSeen:
+        task = TaskSeen("dedup", "orders", 0, "running", NUMBERS, 4, 0)
+        return WorkerSeen("orders", "a", (task,), {1: 0}, 0, 0, self.why)
+
+    def metrics(self) -> bytes:
+        return b"dedup_lag_records 4\n"
+
+    def look_up(self, text: str) -> object:
+        if text == "odd":
+            raise SettingsError([Problem("ID", "is none")])
+        seen = SeenId(0, 1, 1, 2, "orders/0/1", live=True, went="orders.unique/0")
+        found = (seen,) if text == "known" else ()
+        return LookedUp("orders", "a", text, found, (0,), 2, None, self.candidates, ("orders",))
+
+    def pulse(self):
+        return [TaskPulse(NUMBERS, 4)]
+
+    def latest(self):
+        return [Noted("late", "orders/0/7", "x", 5, 6, "1h behind stream time")]
+
+    def peers(self):
+        return self.others
+
+    async def record(self, topic, partition, offset):
+        if topic != "orders":
+            raise StateIncompatible("is no source topic")
+        return ShownRecord.of(f"{topic}/{partition}/{offset}", 1, None, b"\xff") if offset < 5 else None
+
+
+async def get(pages: WebServer, page: str, *, method: str = "GET", **headers: str) -> tuple[int, str]:
+    names = {name.replace("_", "-"): value for name, value in headers.items()}
+    async with (
+        aiohttp.ClientSession() as session,
+        session.request(method, f"{pages.url}{page}", headers=names) as answer,
+    ):
+        return answer.status, await answer.text()
+
+
+def web(**changes) -> Web:
+    return Web(**({"port": 0} | changes))
+
+
+async def test_pages():
+    worker = Worker()
+    async with WebServer(web(), worker) as pages:
+        assert await get(pages, "/live") == (200, "live\n")
+        assert await get(pages, "/ready") == (200, "ready\n")
+        assert await get(pages, "/metrics") == (200, "dedup_lag_records 4\n")
+        status = json.loads((await get(pages, "/api/status"))[1])
+        assert (status["topology"], status["ready"], status["standbys"]) == ("orders", True, {"1": 0})
+        assert status["tasks"][0]["lag_records"] == 4
+        assert json.loads((await get(pages, "/api/ids/a%2Fb%20c"))[1])["id"] == "a/b c"
+        assert (await get(pages, "/api/ids/odd"))[0] == 400
+        assert (await get(pages, "/nothing"))[0] == 404
+        worker.why = "1 of 2 tasks are not running yet"
+        assert await get(pages, "/ready") == (503, "1 of 2 tasks are not running yet\n")
+
+
+async def test_an_id_may_have_line_feeds():
+    async with WebServer(web(), Worker()) as pages:
+        assert json.loads((await get(pages, "/api/ids/a%0Ab%0D%0A"))[1])["id"] == "a\nb\r\n"
+
+
+async def code_of(pages: WebServer, request: bytes) -> int:
+    """Return the status of the answer to a request that no client library would send."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(pages.url.rpartition(":")[2]))
+    writer.write(request)
+    await writer.drain()
+    line = await asyncio.wait_for(reader.readline(), 10)
+    writer.close()
+    await writer.wait_closed()
+    return int(line.split()[1])
+
+
+async def test_a_token_that_is_no_text_is_a_wrong_one(caplog):
+    async with WebServer(web(token=Secret(CANARY)), Worker()) as pages:
+        request = b"GET /metrics HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer \xff\xfe\r\n\r\n"
+        assert await code_of(pages, request) == 401
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
+async def test_a_request_without_a_host_is_refused_and_no_name_is_looked_up(monkeypatch):
+    def looked_up(*_):
+        raise AssertionError("the name service was asked")
+
+    monkeypatch.setattr(socket, "getfqdn", looked_up)
+    async with WebServer(web(), Worker()) as pages:
+        assert await code_of(pages, b"GET /metrics HTTP/1.0\r\n\r\n") == 403
+        assert await code_of(pages, b"GET /metrics HTTP/1.0\r\nHost:\r\n\r\n") == 403
+        assert await code_of(pages, b"GET /live HTTP/1.0\r\n\r\n") == 200
+    async with WebServer(web(token=Secret(CANARY)), Worker()) as pages:
+        request = f"GET /metrics HTTP/1.0\r\nAuthorization: Bearer {CANARY}\r\n\r\n"
+        assert await code_of(pages, request.encode()) == 200
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH"])
+async def test_nothing_can_be_changed(method):
+    async with WebServer(web(), Worker()) as pages:
+        for page in ("/", "/live", "/metrics", "/api/status", "/api/ids/a", "/api/dashboard"):
+            assert (await get(pages, page, method=method))[0] == 405
+
+
+async def test_with_a_token_all_but_the_probes_ask_for_it(caplog):
+    async with WebServer(web(token=Secret(CANARY)), Worker()) as pages:
+        for page in ("/metrics", "/api/status", "/api/ids/a", "/api/dashboard", "/api/records/orders/0/1", "/nothing"):
+            for given in (
+                {},
+                {"Authorization": "Bearer wrong"},
+                {"Authorization": CANARY[:-1]},
+                {"Authorization": "Bearer é"},
+            ):
+                code, text = await get(pages, page, **given)
+                assert code == 401
+                assert CANARY not in text
+        assert (await get(pages, "/metrics", Authorization=f"Bearer {CANARY}"))[0] == 200
+        assert (await get(pages, "/live"))[0] == (await get(pages, "/ready"))[0] == 200
+        assert CANARY not in (await get(pages, "/api/status", Authorization=f"Bearer {CANARY}"))[1]
+    assert CANARY not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("host", "code"),
+    [
+        ("localhost:1", 200),
+        ("127.0.0.1", 200),
+        ("[::1]:80", 200),
+        ("evil.example", 403),
+        ("127.0.0.1.evil.example:80", 403),
+    ],
+)
+async def test_without_a_token_another_host_name_is_refused(host, code):
+    async with WebServer(web(), Worker()) as pages:
+        assert (await get(pages, "/api/status", Host=host))[0] == code
+
+
+async def test_a_taken_port_is_a_warning_and_no_end(caplog):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        async with WebServer(web(port=port), Worker()) as pages:
+            assert pages.url is None
+    assert f"cannot listen on 127.0.0.1:{port}" in caplog.text

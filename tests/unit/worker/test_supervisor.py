@@ -1,0 +1,108 @@
+"""What a supervised worker is started with, and when it is started again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from dedup.cli.main import create_app
+from dedup.settings import load_settings
+from dedup.worker import supervisor as fleet
+from dedup.worker.supervisor import FIRST_BACK_OFF_S, Child, FleetPlan, _look_after
+
+
+def sets_of(number: int, *overrides: str) -> dict[str, str]:
+    """Return the settings in force of a worker's command line: later ones win."""
+    settings = load_settings(None, ["brokers=b:9092", *overrides], {})
+    line = FleetPlan(Path("t.yaml"), None, ("brokers=b:9092", *overrides), settings, 3).command(number)
+    pairs = [line[at + 1].partition("=") for at, word in enumerate(line) if word == "--set"]
+    return {key: value for key, _, value in pairs}
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No config file of this checkout is found."""
+    monkeypatch.chdir(tmp_path)
+
+
+def test_each_worker_has_an_id_a_state_directory_and_pages_of_its_own():
+    first, third = sets_of(1, "worker_id=w"), sets_of(3, "worker_id=w")
+    assert (first["worker_id"], third["worker_id"]) == ("w-1", "w-3")
+    assert (first["state_dir"], third["state_dir"]) == ("state/w-1", "state/w-3")
+    assert (first["web.port"], third["web.port"]) == ("6066", "6068")
+
+
+def test_an_advertised_port_counts_on_and_a_name_alone_stays():
+    advertised = "web.advertise=http://worker:7000"
+    assert sets_of(2, advertised, "web.port=7000")["web.advertise"] == "http://worker:7001"
+    assert sets_of(2, "web.advertise=http://[::1]:7000")["web.advertise"] == "http://[::1]:7001"
+    assert sets_of(2, "web.advertise=http://worker")["web.advertise"] == "http://worker"
+
+
+def test_any_free_port_stays_any_free_port():
+    assert sets_of(2, "web.port=0")["web.port"] == "0"
+
+
+@pytest.fixture
+def planned(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., FleetPlan]:
+    """Return a function that gives the plan of `dedup run --workers 2` in a state directory."""
+    plans: list[FleetPlan] = []
+
+    def supervised(plan: FleetPlan) -> int:
+        plans.append(plan)
+        return 0
+
+    monkeypatch.setattr(fleet, "supervise", supervised)
+    topology = Path(__file__).parents[3] / "topologies" / "simplest.yaml"
+
+    def plan(state_dir: str) -> FleetPlan:
+        line = ["run", str(topology), "--workers", "2", "--set", f"state_dir={tmp_path / state_dir}"]
+        found = CliRunner().invoke(create_app(), [*line, "--set", "brokers=b:9092"])
+        assert found.exit_code == 0, found.output
+        return plans[-1]
+
+    return plan
+
+
+def test_workers_of_two_machines_never_have_the_same_id_and_keep_theirs(planned):
+    ids = [planned(machine).settings.worker_id for machine in ("one", "other", "one")]
+    assert ids[0] == ids[2] != ids[1]
+    assert f"worker_id={ids[1]}-1" in planned("other").command(1)
+
+
+class Dead:
+    """A process that has ended."""
+
+    def __init__(self, code: int) -> None:
+        self.code = code
+
+    def poll(self) -> int:
+        return self.code
+
+
+@pytest.mark.parametrize(
+    ("code", "lived_s", "ends_the_fleet"),
+    [(2, 3_600, 2), (3, 3_600, 3), (5, 1, 5), (5, 3_600, 0), (1, 1, 0), (137, 3_600, 0)],
+)
+def test_a_fleet_that_was_up_outlives_its_brokers_absence(code, lived_s, ends_the_fleet):
+    child = Child(0, Dead(code), started_s=0)
+    assert _look_after(child, ["dedup"], lived_s) == ends_the_fleet
+    assert (child.start_at_s is None) == bool(ends_the_fleet)
+
+
+def test_and_goes_on_trying():
+    child = Child(0, Dead(5), started_s=0)
+    _look_after(child, ["dedup"], 3_600)
+    child.started_s, child.start_at_s = 3_601, None
+    assert _look_after(child, ["dedup"], 3_632) == 0
+    assert child.back_off_s > FIRST_BACK_OFF_S
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_every_worker_is_told_that_an_existing_output_is_meant(given: bool):
+    settings = load_settings(None, ["brokers=b:9092"], {})
+    plan = FleetPlan(Path("t.yaml"), None, ("brokers=b:9092",), settings, 2, onto_existing_output=given)
+    assert [("--onto-existing-output" in plan.command(number)) for number in (1, 2)] == [given, given]

@@ -1,0 +1,388 @@
+"""What a worker does when something it stands on gives way: its store, its membership, a connection, its standbys."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from aiokafka.client import ConnectionGroup
+from aiokafka.conn import CloseReason
+from faust.types import TP
+
+from dedup.errors import BrokerUnavailable, CommitUnknown, DedupError, TaskCorrupted
+from dedup.kafka.client import KafkaWire
+from dedup.kafka.connection import Connection
+from dedup.kafka.record_batch import TopicPartition
+from dedup.kafka.wire import LogBounds, NoAnswer, Position
+from dedup.metrics import TaskNumbers
+from dedup.settings import Security
+from dedup.worker import task_manager as tasks
+from dedup.worker.app import TableManager
+from dedup.worker.offsets import first_offset
+from dedup.worker.task import TaskId, TaskState
+from dedup.worker.task_manager import TaskManager
+from dedup.worker.transport import Consumer
+
+FEED = TopicPartition("in", 0)
+OTHER = TopicPartition("in", 1)
+LIFE = 3
+"""Of every reading in these tests."""
+
+
+class FakeTask:
+    """A task whose work fails when it is told to."""
+
+    def __init__(self, feeding: TopicPartition) -> None:
+        self.task_id = TaskId("dedup", feeding)
+        self.state = TaskState.CREATED
+        self.dirty = asyncio.Event()
+        self.committing = False
+        self.epoch = 1
+        self.numbers = TaskNumbers()
+        self.position = Position(7)
+        self.fails_in: dict[str, BaseException] = {}
+        self.drained: bool | None = None
+
+    def _go(self, what: str) -> None:
+        if what in self.fails_in:
+            raise self.fails_in[what]
+
+    async def start(self) -> int:
+        self._go("start")
+        self.state = TaskState.RUNNING
+        return 7
+
+    async def process(self, _batch: object) -> None:
+        self._go("process")
+
+    async def commit(self) -> None:
+        self.dirty.clear()
+        self._go("commit")
+
+    async def close(self, *, drain: bool) -> None:
+        self.state, self.drained = TaskState.CLOSED, drain
+
+
+class Shop:
+    """Tasks with what they were told to do, and what they have asked for."""
+
+    def __init__(self, damage: Callable[[FakeTask], None] = lambda _: None) -> None:
+        self.made: list[FakeTask] = []
+        self.wiped: list[TopicPartition] = []
+        self.ready: list[tuple[TopicPartition, int]] = []
+        self.rejoined = asyncio.Event()
+        self._damage = damage
+        self.tasks = TaskManager(self._build, self.wiped.append, commit_interval_ms=0)
+        self.counted_in = True
+        self.halted: list[TopicPartition] = []
+        self.tasks.connect(self)
+
+    def begin(self, feeding: TopicPartition, position: Position) -> int:
+        self.ready.append((feeding, position.offset))
+        return LIFE
+
+    def halt(self, feeding: TopicPartition) -> None:
+        self.halted.append(feeding)
+
+    def rejoin(self) -> None:
+        self.rejoined.set()
+
+    async def is_member(self) -> bool:
+        return self.counted_in
+
+    def _build(self, feeding: TopicPartition) -> Any:
+        task = FakeTask(feeding)
+        self._damage(task)
+        self.made.append(task)
+        return task
+
+    async def assigned(self, *feeding: TopicPartition) -> None:
+        """A rebalance is over, and every task runs that can."""
+        await self.tasks.close_all(drain=True)
+        self.rejoined.clear()
+        self.tasks.open(feeding)
+        for _ in range(20):
+            await asyncio.sleep(0)
+
+
+DAMAGE = TaskCorrupted("a block has a wrong checksum")
+BATCH: Any = SimpleNamespace(feeding=FEED, life=LIFE)
+
+
+async def reached(condition: Callable[[], bool]) -> None:
+    """The condition holds."""
+    for _ in range(10_000):
+        if condition():
+            return
+        await asyncio.sleep(0.001)
+    raise AssertionError("it does not come to that")
+
+
+async def damaged_by(shop: Shop, how: str) -> None:
+    task = shop.made[-1]
+    task.fails_in[how] = DAMAGE
+    if how == "process":
+        await shop.tasks.process(BATCH)
+    else:
+        task.dirty.set()
+        await asyncio.wait_for(
+            asyncio.wait(
+                [asyncio.ensure_future(shop.rejoined.wait()), shop.tasks.failure], return_when=asyncio.FIRST_COMPLETED
+            ),
+            10,
+        )
+
+
+@pytest.mark.parametrize("how", ["process", "commit"])
+async def test_state_damage_found_while_running_is_restored_once(how: str) -> None:
+    shop = Shop()
+    await shop.assigned(FEED)
+    await damaged_by(shop, how)
+    assert shop.made[0].drained is False, "what was judged on damaged state must not be committed"
+    assert (shop.wiped, shop.tasks.corrupted) == ([FEED], 1)
+    assert shop.rejoined.is_set()
+    assert not shop.tasks.failure.done()
+    # The new assignment builds a new task; the same partition damaged again is not this disk's to keep.
+    await shop.assigned(FEED)
+    assert len(shop.made) == 2
+    await damaged_by(shop, how)
+    assert shop.tasks.failure.result() is DAMAGE
+    assert shop.wiped == [FEED]
+    await shop.tasks.close_all(drain=False)
+
+
+async def test_damage_of_another_partition_counts_apart() -> None:
+    shop = Shop()
+    for feeding in (FEED, OTHER):
+        await shop.assigned(feeding)
+        shop.made[-1].fails_in["process"] = DAMAGE
+        await shop.tasks.process(SimpleNamespace(feeding=feeding, life=LIFE))  # type: ignore[arg-type]
+    assert shop.wiped == [FEED, OTHER]
+    assert not shop.tasks.failure.done()
+    await shop.tasks.close_all(drain=False)
+
+
+async def test_damage_found_at_the_start_is_restored_in_place() -> None:
+    damaged: list[FakeTask] = []
+
+    def first_is_damaged(task: FakeTask) -> None:
+        if not damaged:
+            damaged.append(task)
+            task.fails_in["start"] = DAMAGE
+
+    shop = Shop(first_is_damaged)
+    await shop.assigned(FEED)
+    assert (shop.wiped, shop.ready, shop.tasks.corrupted) == ([FEED], [(FEED, 7)], 1)
+    assert not shop.rejoined.is_set()
+    await shop.tasks.close_all(drain=False)
+
+
+async def test_a_new_assignment_keeps_its_store_when_old_damage_is_dealt_with() -> None:
+    """Was: the directory was wiped after the wait for the damaged task's end, whoever had it open by then."""
+    shop = Shop()
+    await shop.assigned(FEED)
+    damaged = shop.made[0]
+    damaged.fails_in["process"] = DAMAGE
+    closing, go_on = asyncio.Event(), asyncio.Event()
+
+    async def slow_close(*, drain: bool) -> None:
+        damaged.state = TaskState.CLOSED
+        closing.set()
+        await go_on.wait()
+
+    damaged.close = slow_close  # type: ignore[method-assign]
+    processing = asyncio.create_task(shop.tasks.process(BATCH))
+    await closing.wait()
+    rebalanced = asyncio.create_task(shop.assigned(FEED))
+    await reached(lambda: not shop.tasks.opened.is_set())
+    go_on.set()
+    await asyncio.gather(processing, rebalanced)
+    assert len(shop.made) == 2
+    assert shop.wiped == []
+    assert not shop.rejoined.is_set()
+    await shop.tasks.close_all(drain=False)
+
+
+async def test_a_task_without_an_answer_is_built_anew_and_the_others_go_on(monkeypatch) -> None:
+    monkeypatch.setattr(tasks, "FIRST_PAUSE_S", 0.001)
+    shop = Shop()
+    await shop.assigned(FEED, OTHER)
+    silent, other = shop.made
+    silent.fails_in["commit"] = CommitUnknown("no answer")
+    silent.dirty.set()
+    await reached(lambda: len(shop.ready) == 3)
+    assert shop.halted == [FEED]
+    assert silent.state is TaskState.CLOSED
+    assert other.state is TaskState.RUNNING
+    assert shop.tasks.running[FEED] is shop.made[2]
+    assert not shop.rejoined.is_set()
+    assert shop.tasks.fenced == 0
+    await shop.tasks.close_all(drain=False)
+
+
+async def test_a_worker_that_the_group_does_not_count_in_joins_again_instead_of_fencing_the_new_owner(
+    monkeypatch,
+) -> None:
+    monkeypatch.setattr(tasks, "FIRST_PAUSE_S", 0.001)
+    shop = Shop()
+    await shop.assigned(FEED)
+    shop.counted_in = False
+    shop.made[0].fails_in["commit"] = CommitUnknown("no answer")
+    shop.made[0].dirty.set()
+    await asyncio.wait_for(shop.rejoined.wait(), 10)
+    assert len(shop.made) == 1
+    await shop.tasks.close_all(drain=False)
+
+
+async def test_the_pause_grows_until_a_commit_comes_through() -> None:
+    outage = tasks.Outage()
+    pauses = [outage.next_pause_s(float(at)) for at in range(8)]
+    assert pauses == [0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 10.0, 10.0]
+    assert outage.since_s == 0.0
+
+
+async def test_a_batch_of_an_older_reading_is_not_judged() -> None:
+    shop = Shop()
+    await shop.assigned(FEED)
+    shop.made[0].fails_in["process"] = DedupError("judged")
+    await shop.tasks.process(SimpleNamespace(feeding=FEED, life=LIFE - 1))  # type: ignore[arg-type]
+    with pytest.raises(DedupError, match="judged"):
+        await shop.tasks.process(BATCH)
+    await shop.tasks.close_all(drain=False)
+
+
+async def test_what_is_no_damage_stops_the_worker() -> None:
+    shop = Shop()
+    await shop.assigned(FEED)
+    shop.made[0].fails_in["process"] = DedupError("a policy says fail")
+    with pytest.raises(DedupError, match="a policy"):
+        await shop.tasks.process(BATCH)
+    assert shop.wiped == []
+    assert shop.tasks.failure.done()
+    await shop.tasks.close_all(drain=False)
+
+
+async def test_what_was_counted_stays_when_a_task_is_closed_or_built_again():
+    shop = Shop()
+    await shop.assigned(FEED, OTHER)
+    for task in shop.made:
+        task.numbers.transactions = 3
+    await shop.assigned(FEED)
+    shop.made[-1].numbers.transactions = 4
+    await shop.tasks.close_all(drain=True)
+    counted = {place: numbers.transactions for place, numbers in shop.tasks.ended.items()}
+    assert counted == {("dedup", "in", 0): 7, ("dedup", "in", 1): 3}
+
+
+async def test_a_standby_never_opens_the_store_of_a_task_of_this_worker() -> None:
+    """Faust may name a partition standby here and active here, too: it assigns topics of each partition count apart."""
+    warm: list[set[int]] = []
+    kept: list[set[int]] = []
+
+    async def nothing() -> None: ...
+
+    app = SimpleNamespace(
+        tasks=SimpleNamespace(running={TopicPartition("t.repartition", 0): None, TopicPartition("in", 1): None}),
+        sub_topologies={"repartition": ("in",), "dedup": ("t.repartition",)},
+        assignor=SimpleNamespace(
+            assigned_standbys=lambda: {TP("t.changelog", 0), TP("t.changelog", 1), TP("t.changelog", 2), TP("other", 3)}
+        ),
+        standbys=SimpleNamespace(assign=warm.append),
+        store_pool=SimpleNamespace(keep_only=kept.append),
+        flow_control=SimpleNamespace(resume=lambda: None),
+        consumer=SimpleNamespace(resume_flow=lambda: None),
+        _fetcher=SimpleNamespace(maybe_start=nothing),
+    )
+    manager: Any = SimpleNamespace(
+        app=app,
+        changelog_topics={"t.changelog"},
+        _recovery_started=asyncio.Event(),
+        _update_channels=nothing,
+        on_actives_ready=lambda: None,
+        on_standbys_ready=lambda: None,
+    )
+    await TableManager.on_rebalance(manager, set(), set(), set())
+    # Partition 1 of the source is a task here, too, but has no store.
+    assert warm == [{1, 2}]
+    assert kept == [{0, 1, 2}]
+
+
+class SilentConnection:
+    """A connection to a broker that has stopped answering."""
+
+    def __init__(self) -> None:
+        self.closed: list[CloseReason] = []
+
+    def send(self, _request: object) -> Any:
+        async def in_vain() -> None:
+            raise TimeoutError
+
+        return in_vain()
+
+    def close(self, reason: CloseReason) -> None:
+        self.closed.append(reason)
+
+
+async def test_a_produce_connection_that_gives_no_answer_is_closed() -> None:
+    """Else every new epoch would be written into the same dead connection until the kernel gives it up."""
+    silent = SilentConnection()
+
+    async def ready(_node: int, group: object) -> bool:
+        return group == ConnectionGroup.DEFAULT
+
+    wire = KafkaWire(Connection(("nowhere:9092",), Security()))
+    wire._client = SimpleNamespace(  # type: ignore[assignment]
+        ready=ready,
+        _conns={(1, ConnectionGroup.DEFAULT): silent},
+        cluster=SimpleNamespace(leader_for_partition=lambda _: 1),
+    )
+    answer = await wire.produce("id", [(FEED, b"batch")])
+    with pytest.raises(NoAnswer, match="ProduceRequest"):
+        await answer
+    assert silent.closed == [CloseReason.CONNECTION_TIMEOUT]
+
+
+def member(routine: Any, *, pending: BaseException | None = None, closed: bool = False) -> Any:
+    coordinator = SimpleNamespace(_coordination_task=routine, _pending_exception=pending)
+    client = SimpleNamespace(_coordinator=coordinator, _closed=closed)
+    return SimpleNamespace(client=client, app=SimpleNamespace(conf=SimpleNamespace(id="orders")))
+
+
+async def test_a_membership_that_has_died_is_told() -> None:
+    forever = asyncio.ensure_future(asyncio.Event().wait())
+    ended = asyncio.ensure_future(asyncio.sleep(0))
+    await ended
+    assert Consumer.lost_membership(member(forever)) is None
+    assert Consumer.lost_membership(member(None)) is None, "not joined yet"
+    assert Consumer.lost_membership(member(ended, closed=True)) is None, "left by itself"
+    for lost in (member(ended), member(forever, pending=RuntimeError("fenced"))):
+        found = Consumer.lost_membership(lost)
+        assert isinstance(found, BrokerUnavailable)
+        assert "no longer a member of the group 'orders'" in str(found)
+    forever.cancel()
+
+
+async def test_a_leader_that_moves_while_a_start_is_looked_up_is_asked_again() -> None:
+    """Also for a point in time: the worker must not end for a question that may simply be repeated."""
+    asked: list[str] = []
+
+    async def bounds(_place: object) -> LogBounds:
+        asked.append("bounds")
+        if len(asked) < 2:
+            raise NoAnswer("the leader moved")
+        return LogBounds(3, 9)
+
+    async def offset_at(_place: object, time_ms: int) -> int | None:
+        asked.append(f"at {time_ms}")
+        if len(asked) < 4:
+            raise NoAnswer("the leader moved")
+        return 5
+
+    async def pause(_delay_ms: int) -> None: ...
+
+    wire: Any = SimpleNamespace(bounds=bounds, offset_at=offset_at, pause=pause)
+    assert await first_offset(wire, FEED, 1_000) == 5
+    assert asked == ["bounds", "bounds", "at 1000", "at 1000"]
