@@ -74,6 +74,17 @@ def forwarded(job: Job) -> Counter[str]:
     return Counter(id_of(message.value()) or "" for message in job.read(job.output))
 
 
+def stops_at_the_gap(job: Job, worker: Worker, here: dict[int, int]) -> None:
+    """The worker ends and says why; nothing from behind the gap is judged, and no offset is beyond it."""
+    assert worker.wait() == INCOMPATIBLE, worker.log
+    assert "no longer holds offset" in worker.log, worker.log
+    assert "Nothing was skipped" in worker.log
+    found = forwarded(job)
+    assert {name.partition("-")[0] for name in found} <= {"judged", "probe"}, found
+    assert set(found.values()) == {1}
+    assert all(offset < here[partition] for partition, offset in job.committed(job.topology.source.topics[0]).items())
+
+
 @pytest.mark.parametrize("way", ["DeleteRecords", "retention.ms"])
 @pytest.mark.parametrize("hops", HOPS)
 def test_f75_records_deleted_before_they_were_read(make_job: MakeJob, hops: str, way: str) -> None:
@@ -92,14 +103,9 @@ def test_f75_records_deleted_before_they_were_read(make_job: MakeJob, hops: str,
         shorten(job)
     until(lambda: begins(job) == here, lambda: f"the source begins at {here}: {begins(job)}")
     worker.signal(signal.SIGCONT)
-    assert worker.wait() == INCOMPATIBLE, worker.log
-    assert "no longer holds offset" in worker.log, worker.log
-    assert "Nothing was skipped" in worker.log
-    found = forwarded(job)
-    assert {name.partition("-")[0] for name in found} <= {"judged", "probe"}, found
-    assert set(found.values()) == {1}
-    assert all(offset < here[partition] for partition, offset in job.committed(job.topology.source.topics[0]).items())
-    job.refused(code=INCOMPATIBLE, says="no longer holds offset")
+    stops_at_the_gap(job, worker, here)
+    # The next one may first judge a probe that the frozen one had sent on to the repartition topic.
+    stops_at_the_gap(job, job.start(), here)
 
 
 @pytest.mark.parametrize("hops", HOPS)
