@@ -6,6 +6,9 @@
 A worker runs in this process on the embedded broker. Once it has nothing left to do, one batch of records arrives;
 every call in dedup/ is noted from the moment the fetch answer is decoded until the task's commit has returned. Also
 counted: files entered from reading the topology until the first record is judged.
+
+Two counts of switches: all, and those without what runs meanwhile for other batches: the next fetch, the reader that
+waits for it, and the worker's look at its own state.
 """
 
 from __future__ import annotations
@@ -44,11 +47,18 @@ JUDGED = ("dedup_task.py", "judge")
 RECORDS = 500
 
 
+MEANWHILE = ("fetch from ", "run_worker", "Fetcher._fetcher")
+"""In the names of asyncio tasks that serve no batch, or, once a batch has reached its task, the next ones."""
+
+
 @dataclass
 class Trace:
     """Files and functions in the order entered; on while `noting`."""
 
     files: list[str] = field(default_factory=list)
+    own: list[str] = field(default_factory=list)
+    """`files` without what runs meanwhile."""
+    judging: bool = False
     functions: set[CodeType] = field(default_factory=set)
     start_files: set[str] = field(default_factory=set)
     starting: bool = True
@@ -70,13 +80,28 @@ class Trace:
         if self.armed and at == BEGIN and event == "call":
             self.armed, self.noting = False, True
         if self.noting:
-            if not self.files or self.files[-1] != name:
-                self.files.append(name)
+            self.judging = self.judging or at == JUDGED
+            _append(self.files, name)
+            if not (self.judging and any(each in _running() for each in MEANWHILE)):
+                _append(self.own, name)
             if event == "call":
                 self.functions.add(code)
             # A coroutine returns once for good, and whenever it waits: only the end of the commit has no await left.
             if at == END and event == "return" and frame.f_lasti >= _last_return(code):
                 self.noting, self.done = False, True
+
+
+def _append(files: list[str], name: str) -> None:
+    if not files or files[-1] != name:
+        files.append(name)
+
+
+def _running() -> str:
+    try:
+        task = asyncio.current_task()
+    except RuntimeError:
+        return ""
+    return "" if task is None else task.get_name()
 
 
 def _last_return(code: CodeType) -> int:
@@ -104,7 +129,7 @@ async def _traced(bootstrap: str, directory: Path, trace: Trace) -> None:
     topology = parse(TOPOLOGY, name="traced.yaml")
     settings = Settings(brokers=(bootstrap,), state_dir=directory)
     options: Any = RunOptions()
-    running = asyncio.create_task(run_worker(topology, settings, options))
+    running = asyncio.create_task(run_worker(topology, settings, options), name="run_worker")
     await _until(lambda: not trace.starting or running.done())
     await asyncio.sleep(2)
     trace.armed = True
@@ -126,11 +151,10 @@ def main(
         asyncio.run(_traced(kafka.bootstrap, Path(directory), trace))
     if walk:
         print("\n".join(trace.files))
-    print(
-        f"one batch: {len(set(trace.files))} files, {len(trace.functions)} functions, {len(trace.files) - 1} switches"
-    )
+    all_files, own = (f"{len(set(each))} files, {len(each) - 1} switches" for each in (trace.files, trace.own))
+    print(f"one batch: {own}; with what runs meanwhile: {all_files}; {len(trace.functions)} functions")
     print(f"from the topology file to the first record judged: {len(trace.start_files)} files")
-    print("batch:", *sorted(set(trace.files)))
+    print("batch:", *sorted(set(trace.own)))
 
 
 if __name__ == "__main__":

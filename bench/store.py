@@ -104,7 +104,7 @@ def main() -> None:
         store = RocksStore.open(state / "0", identity=IDENTITY)
         print(f"apply, 3 segments {fill(store, ids, segments=3)}")
         known = random.sample(ids, 50_000)
-        for asked in (store.segments()[:1], store.segments()):
+        for asked in (tuple(store.segments())[:1], tuple(store.segments())):
             unknown_rate = rate(len(strangers), partial(look_up, store, asked, strangers))
             known_rate = rate(len(known), partial(look_up, store, asked, known))
             print(f"{len(asked)} segments: unknown {unknown_rate / 1e3:.0f} k/s, known {known_rate / 1e3:.0f} k/s")
@@ -116,7 +116,7 @@ def main() -> None:
         print(f"reopened in {(time.perf_counter() - began) * 1e3:.0f} ms")
         for held in store._segments.values():  # noqa: SLF001
             held.filtered_to = b""
-        unknown_rate = rate(len(strangers), lambda: look_up(store, store.segments(), strangers))
+        unknown_rate = rate(len(strangers), lambda: look_up(store, tuple(store.segments()), strangers))
         print(f"without prefilter, {len(store.segments())} segments: unknown {unknown_rate / 1e3:.0f} k/s")
         print(f"prefilters read back: {rate(count, lambda: store.warm(1 << 40), 1) / 1e3:.0f} k IDs/s")
         print(f"iterated: {rate(count, lambda: sum(1 for _ in store.sightings()), 1) / 1e3:.0f} k IDs/s")

@@ -6,9 +6,15 @@ import os
 from collections.abc import Callable, Iterator
 
 import pytest
+from hypothesis import settings
 
 from tests import brokers
 from tests.brokers import Admin, RunningKafka
+
+if not os.environ.get("CI"):
+    # A slow machine is no failure. In CI, Hypothesis's own profile has no deadline either, and fixed examples.
+    settings.register_profile("untimed", deadline=None)
+    settings.load_profile("untimed")
 
 
 @pytest.fixture(scope="session")

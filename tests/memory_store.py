@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from dedup.errors import InvariantBroken
-from dedup.store.base import TaskRecord, Writes, refuse_unstorable
+from dedup.store.base import TaskRecord, Writes
+from dedup.store.rocks import refuse_unstorable
 
 
 @dataclass(slots=True)
@@ -46,14 +47,14 @@ class MemoryStore:
         values = held.values
         return {state_key: values[state_key] for state_key in values.keys() & ids}
 
-    def get_each(self, segments: Sequence[int], ids: Sequence[bytes]) -> dict[int, dict[bytes, bytes]]:
+    def get_each(self, segments: Iterable[int], ids: Sequence[bytes]) -> dict[int, dict[bytes, bytes]]:
         """Return ``get_many`` per segment, segments without a hit left out."""
         return {segment: found for segment in segments if (found := self.get_many(segment, ids))}
 
-    def segments(self) -> tuple[int, ...]:
-        """Return the starts of the segments held, ascending."""
+    def segments(self) -> dict[int, int]:
+        """Return all segments, ascending: start -> a changelog offset at or below the first record in it."""
         self._refuse_if_closed()
-        return tuple(sorted(self._segments))
+        return {start: held.birth for start, held in sorted(self._segments.items())}
 
     def apply(self, writes: Writes, record: TaskRecord | None, position: int) -> None:
         """Take over sightings, task record and position at once."""
@@ -91,12 +92,6 @@ class MemoryStore:
     def warm(self, ids: int) -> bool:  # `Store`'s signature
         """Return True: it is as quick as it gets."""
         return True
-
-    def first_offset(self, segment: int) -> int | None:
-        """Return a changelog offset at or below the first that wrote into the segment; None if it is not held."""
-        self._refuse_if_closed()
-        held = self._segments.get(segment)
-        return None if held is None else held.birth
 
     def approximate_bytes(self) -> int:
         """Return the length of all keys and values."""

@@ -189,7 +189,7 @@ class FeedEnd(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
-class _Reading:
+class Reading:
     """One reading of a partition, from a `begin` to the next."""
 
     topic_id: str
@@ -199,6 +199,8 @@ class _Reading:
     """Of the record before the position; -1 if unknown."""
     life: int
     """Unique to this reading."""
+    over: bool = False
+    """True once the partition is no longer read, or is read anew: what this reading fetched must not be judged."""
     doubts: int = 0
     """Consecutive answers that the log does not hold the position."""
 
@@ -213,8 +215,8 @@ class Answer(NamedTuple):
     """The offset asked for, which is where the previous answer ended."""
     next_offset: int
     """The offset after the records, and after markers and aborted records behind them."""
-    life: int
-    """The life of the reading it belongs to."""
+    reading: Reading
+    """The reading it belongs to."""
     leader_epoch: int
     """Of all records of the answer; -1 where they differ."""
 
@@ -233,7 +235,7 @@ class FeedFetcher:
         """How long a broker may wait for more while records flow."""
         self._flowing: Final[set[int]] = set()
         """Brokers whose last answer held records."""
-        self._readings: dict[TopicPartition, _Reading] = {}
+        self._readings: dict[TopicPartition, Reading] = {}
         self._ends: dict[TopicPartition, FeedEnd] = {}
         self._flights: dict[int, asyncio.Task[list[Answer]]] = {}
         self._looking: asyncio.Task[None] | None = None
@@ -248,13 +250,16 @@ class FeedFetcher:
         ``leader_epoch`` is that of the record before the offset, as committed with it. Answers that belong to an
         older reading of the partition are thrown away.
         """
+        self.halt(source)
         self._lives += 1
-        self._readings[source] = _Reading(self._topic_ids[source.topic], offset, leader_epoch, self._lives)
+        self._readings[source] = Reading(self._topic_ids[source.topic], offset, leader_epoch, self._lives)
         return self._lives
 
     def halt(self, source: TopicPartition) -> None:
         """Stop reading a partition; answers still in flight are thrown away."""
-        self._readings.pop(source, None)
+        reading = self._readings.pop(source, None)
+        if reading is not None:
+            reading.over = True
 
     def forget(self) -> None:
         """Stop reading everything; answers still in flight are thrown away."""
@@ -263,13 +268,10 @@ class FeedFetcher:
         if self._looking is not None:
             self._looking.cancel()
             self._looking = None
-        self._flights, self._readings, self._ends = {}, {}, {}
+        for source in list(self._readings):
+            self.halt(source)
+        self._flights, self._ends = {}, {}
         self.life += 1
-
-    def reads(self, source: TopicPartition, life: int) -> bool:
-        """Tell whether this is the partition's current reading."""
-        reading = self._readings.get(source)
-        return reading is not None and reading.life == life
 
     def end(self, source: TopicPartition) -> FeedEnd | None:
         """Return where a partition ended at its leader's last answer; None before the first."""
@@ -286,7 +288,6 @@ class FeedFetcher:
         Raises StateIncompatible if the log no longer holds a position or holds other records there, and if the topic
         was deleted or recreated.
         """
-        life = self.life
         await self._launch(wanted)
         if not self._flights:
             await asyncio.sleep(self._wait_ms / 1000)
@@ -301,7 +302,7 @@ class FeedFetcher:
             except NoAnswer:
                 await self._wire.refresh()
         await self._launch(wanted)
-        return [answer for answer in found if self.reads(answer.source, answer.life)] if life == self.life else []
+        return [answer for answer in found if not answer.reading.over]
 
     async def _launch(self, wanted: Collection[TopicPartition]) -> None:
         life = self.life
@@ -323,7 +324,7 @@ class FeedFetcher:
             first = self._turn % len(led)
             sources = [source for source in led[first:] + led[:first] if source in self._readings]
             if node not in self._flights and sources:
-                self._flights[node] = asyncio.create_task(self._fetch(node, sources))
+                self._flights[node] = asyncio.create_task(self._fetch(node, sources), name=f"fetch from {node}")
 
     def _look_beside(self) -> None:
         """Check the topics in the background while reading goes on from the partitions that have a leader.
@@ -356,10 +357,10 @@ class FeedFetcher:
             await self._wire.pause(_AGAIN_PAUSE_MS)
             raise NoAnswer(f"broker {node} answered a fetch with code {code}")
         found: list[Answer] = []
-        failed: list[tuple[TopicPartition, _Reading, FetchedPartition]] = []
+        failed: list[tuple[TopicPartition, Reading, FetchedPartition]] = []
         for part in parts:
             source, reading, begun = asked[part.topic_id, part.partition]
-            if self._readings.get(source) is not reading or reading.position != begun:
+            if reading.over or reading.position != begun:
                 continue  # a new reading began meanwhile, or a new leader has answered
             if part.error_code or (part.parts_at is not None and part.parts_at < begun):
                 failed.append((source, reading, part))
@@ -378,7 +379,7 @@ class FeedFetcher:
             await self._failed(source, reading, part)
         return found
 
-    async def _failed(self, source: TopicPartition, reading: _Reading, part: FetchedPartition) -> None:
+    async def _failed(self, source: TopicPartition, reading: Reading, part: FetchedPartition) -> None:
         place, code = f"{source.topic}/{source.partition}", part.error_code
         if part.parts_at is not None or code == _OUT_OF_RANGE:
             reading.doubts += 1
@@ -412,10 +413,10 @@ class FeedFetcher:
         )
 
 
-def _taken(source: TopicPartition, reading: _Reading, begun: int, part: FetchedPartition) -> Answer:
+def _taken(source: TopicPartition, reading: Reading, begun: int, part: FetchedPartition) -> Answer:
     """Return the records of an answer, and move the reading past them."""
     columns, position = columns_of(source, part.records, part.aborted, begun)
     first, last = leader_epochs(part.records)
     if position > begun:
         reading.position, reading.leader_epoch = position, last
-    return Answer(source, columns, begun, position, reading.life, last if first == last else NO_EPOCH)
+    return Answer(source, columns, begun, position, reading, last if first == last else NO_EPOCH)

@@ -7,18 +7,25 @@ decoder then gives up the whole batch: only then is a batch decoded by the code 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from operator import attrgetter
+from itertools import pairwise
+from operator import attrgetter, itemgetter
 from struct import Struct
 from typing import Any, Final, NamedTuple, Protocol
 
+import numpy as np
+import numpy.typing as npt
 from aiokafka.consumer.fetcher import READ_COMMITTED, PartitionRecords
 from aiokafka.errors import CorruptRecordException
-from aiokafka.record.default_records import DefaultRecordBatchBuilder, _DefaultRecordBatchPy
+from aiokafka.record.default_records import (
+    DefaultRecordBatchBuilder,
+    _DefaultRecordBatchBuilderPy,
+    _DefaultRecordBatchPy,
+)
 from aiokafka.record.memory_records import MemoryRecords
-from aiokafka.record.util import decode_varint
+from aiokafka.record.util import decode_varint, encode_varint
 
 BATCH_BYTES: Final = 500_000
 """Uncompressed; stays below the broker's default `message.max.bytes` of 1 MB, however it compresses."""
@@ -29,6 +36,11 @@ NO_EPOCH: Final = -1
 _NO_LIMIT: Final = 1 << 62
 OWN_ROW: Final = -1
 """In place of a feeding offset: the record is our own, made from no input record."""
+_BITS: Final = 7
+"""Bits of the number in each byte of a varint."""
+_WIDER_FROM: Final = (0, 1 << 6, 1 << 13, 1 << 20)
+"""The first numbers that take one, two, three and four bytes; one bit is the sign."""
+_MOST: Final = _WIDER_FROM[-1]
 
 Header = tuple[str, bytes | None]
 Line = tuple[int, int, bytes | None, bytes | None, list[Header]]
@@ -154,6 +166,85 @@ def fill(
         else:
             first = None
     return batches
+
+
+class _Laid(_DefaultRecordBatchBuilderPy):  # type: ignore[misc]  # untyped base
+    """aiokafka's Python builder, for compression, header and checksum only: its records come encoded."""
+
+    def take(self, records: bytes, count: int, timestamp_ms: int) -> None:
+        """Set the batch's records."""
+        self._buffer += records
+        self._num_records, self._last_offset = count, count - 1
+        self._first_timestamp = self._max_timestamp = timestamp_ms
+
+
+def equal_records(
+    target: TopicPartition,
+    prefix: bytes,
+    keys: Collection[bytes],
+    values: Collection[bytes],
+    *,
+    timestamp_ms: int,
+    compression: str,
+    most_bytes: int = BATCH_BYTES,
+) -> RecordBatch | None:
+    """Return a batch of our own records with these keys, each behind ``prefix``, and values.
+
+    Its records equal those that `fill` makes. None if lengths differ, or if one batch cannot hold all.
+    """
+    key_sizes, value_sizes = set(map(len, keys)), set(map(len, values))
+    if len(key_sizes) != 1 or len(value_sizes) != 1:
+        return None
+    builder = _Laid(**builder_options(compression))
+    records = _laid_out(prefix, keys, values, key_sizes.pop(), value_sizes.pop())
+    if len(keys) > _MOST or builder.size() + len(records) > min(BATCH_BYTES, most_bytes):
+        return None
+    builder.take(records, len(keys), timestamp_ms)
+    return RecordBatch(target, builder, [OWN_ROW] * len(keys))
+
+
+def _laid_out(
+    prefix: bytes, keys: Collection[bytes], values: Collection[bytes], key_bytes: int, value_bytes: int
+) -> bytes:
+    count = len(keys)
+    key_table = np.frombuffer(b"".join(keys), np.uint8).reshape(count, key_bytes)
+    value_table = np.frombuffer(b"".join(values), np.uint8).reshape(count, value_bytes)
+    before = b"\0\0"  # attributes, and the time after the batch's
+    behind = _varint(len(prefix) + key_bytes) + prefix
+    between = _varint(value_bytes)
+    blocks: list[bytes] = []
+    # A record's index in the batch takes one byte up to a limit, then two, then three.
+    for width, (begin, wider_from) in enumerate(pairwise(_WIDER_FROM), start=1):
+        end = min(wider_from, count)
+        if begin >= end:
+            break
+        row = before + bytes(width) + behind + bytes(key_bytes) + between + bytes(value_bytes) + b"\0"  # no headers
+        head = _varint(len(row))
+        table = np.empty((end - begin, len(head) + len(row)), np.uint8)
+        table[:] = np.frombuffer(head + row, np.uint8)
+        place_at = len(head) + len(before)
+        table[:, place_at : place_at + width] = _places(begin, end, width)
+        key_at = place_at + width + len(behind)
+        table[:, key_at : key_at + key_bytes] = key_table[begin:end]
+        value_at = key_at + key_bytes + len(between)
+        table[:, value_at : value_at + value_bytes] = value_table[begin:end]
+        blocks.append(table.tobytes())
+    return b"".join(blocks)
+
+
+def _places(begin: int, end: int, width: int) -> npt.NDArray[np.uint8]:
+    """Return the numbers from ``begin`` up to, not including, ``end`` as varints of ``width`` bytes."""
+    zigzag = np.arange(begin, end, dtype=np.int64)[:, None] << 1
+    shifts = np.arange(width, dtype=np.int64) * _BITS
+    digits = zigzag >> shifts & (1 << _BITS) - 1
+    digits[:, :-1] |= 1 << _BITS
+    return digits.astype(np.uint8)
+
+
+def _varint(number: int) -> bytes:
+    found = bytearray()
+    encode_varint(number, found.append)
+    return bytes(found)
 
 
 def oversize(batch: RecordBatch, limit: Limit, compression: str) -> int | None:
@@ -290,6 +381,86 @@ class Columns:
             self.headers[begin:end],
             self.odd_names,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class FeedBatch:
+    """Records of one partition in log order, column by column; every column has one entry a record."""
+
+    feeding: TopicPartition
+    offsets: list[int]
+    timestamps_ms: list[int]
+    keys: list[bytes | None]
+    values: list[bytes | None]
+    headers: Sequence[Sequence[Header]]
+    follows: int
+    """Where the batch before this one ended; a gap reveals a lost batch."""
+    odd_names: frozenset[int] = frozenset()
+    """Offsets of records with a header name that is not UTF-8: dead letters."""
+    leader_epoch: int = -1
+    """Of the last record (KIP-320); -1 where that is not known."""
+    life: int = 0
+    """Which reading of the partition fetched it: a partition may be read again from an earlier offset."""
+
+    next_offset: int = field(init=False)
+    """The offset after the last record: what Kafka commits."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "next_offset", self.offsets[-1] + 1 if self.offsets else self.follows)
+
+    @classmethod
+    def of(
+        cls, feeding: TopicPartition, columns: Columns, *, follows: int, leader_epoch: int = -1, life: int = 0
+    ) -> FeedBatch:
+        """Return a batch of fetched columns: consecutive records of one partition."""
+        return cls(
+            feeding,
+            columns.offsets,
+            columns.timestamps_ms,
+            columns.keys,
+            columns.values,
+            columns.headers,
+            follows,
+            columns.odd_names,
+            leader_epoch,
+            life,
+        )
+
+    def __len__(self) -> int:
+        return len(self.offsets)
+
+    def from_offset(self, offset: int) -> FeedBatch:
+        """Return the records at or after an offset."""
+        if self.offsets[0] >= offset:
+            return self
+        return self._rows(slice(sum(1 for own in self.offsets if own < offset), None))
+
+    def pieces(self, most: int) -> Iterator[FeedBatch]:
+        """Yield the records in order, at most so many at a time."""
+        for at in range(0, len(self), most):
+            yield self._rows(slice(at, at + most))
+
+    def _rows(self, rows: slice) -> FeedBatch:
+        return FeedBatch(
+            self.feeding,
+            self.offsets[rows],
+            self.timestamps_ms[rows],
+            self.keys[rows],
+            self.values[rows],
+            self.headers[rows],
+            self.follows,
+            self.odd_names,
+            self.leader_epoch,
+            self.life,
+        )
+
+
+def gather(rows: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
+    """Return a function that picks these rows, at least one, out of a column; it runs in C."""
+    if len(rows) == 1:
+        (row,) = rows
+        return lambda column: (column[row],)  # itemgetter would return the bare entry
+    return itemgetter(*rows)
 
 
 class CommittedBatches(PartitionRecords):  # type: ignore[misc]  # untyped base

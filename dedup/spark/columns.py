@@ -19,10 +19,10 @@ from pyspark.sql.types import BinaryType, LongType, StringType, StructField, Str
 from dedup.core.extract import Extracted, Extractor
 from dedup.core.extract_one import ODD_HEADER_NAME
 from dedup.errors import InvariantBroken
+from dedup.kafka.record_batch import FeedBatch
 from dedup.kafka.wire import Header, TopicPartition
 from dedup.spark.rows import headers_of
 from dedup.topology.model import Topology, extractor_of
-from dedup.worker.feed_batch import FeedBatch
 
 Batches = Iterator[pa.RecordBatch]
 BatchFunction = Callable[[Iterable[pa.RecordBatch]], Batches]

@@ -45,8 +45,8 @@ from dedup.worker.task import Task, TaskId
 from dedup.worker.task_factory import TaskFactory
 
 if TYPE_CHECKING:
+    from dedup.kafka.record_batch import FeedBatch
     from dedup.topology.model import Topology
-    from dedup.worker.feed_batch import FeedBatch
     from dedup.worker.topics import Cluster
 
 _GC_THRESHOLD: Final = 100_000

@@ -7,11 +7,9 @@ its changelog position is never newer than its keys: ``apply`` writes keys, task
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
-
-from dedup.errors import InvariantBroken
 
 Writes = Mapping[int, Mapping[bytes, bytes]]
 """Segment start in ms -> state key -> encoded value: *all* sightings of that ID that end in that segment."""
@@ -77,11 +75,11 @@ class Store(Protocol):
     def position(self) -> int:
         """The changelog offset to restore from; 0 in a fresh store."""
 
-    def get_each(self, segments: Sequence[int], ids: Sequence[bytes]) -> dict[int, dict[bytes, bytes]]:
+    def get_each(self, segments: Iterable[int], ids: Sequence[bytes]) -> dict[int, dict[bytes, bytes]]:
         """Return segment -> state key -> encoded value for the IDs that are held; segments without a hit are absent."""
 
-    def segments(self) -> tuple[int, ...]:
-        """Return the starts of all segments, ascending, whatever their width."""
+    def segments(self) -> dict[int, int]:
+        """Return all segments, ascending: start -> a changelog offset at or below the first record in it."""
 
     def apply(self, writes: Writes, record: TaskRecord | None, position: int) -> None:
         """Write sightings, task record and position atomically; they survive a SIGKILL.
@@ -101,9 +99,6 @@ class Store(Protocol):
     def warm(self, ids: int) -> bool:
         """Load filters for up to ``ids`` more IDs, which makes look-ups faster; True when all are loaded."""
 
-    def first_offset(self, segment: int) -> int | None:
-        """Return a changelog offset at or below the first record of the segment; None if there is no such segment."""
-
     def approximate_bytes(self) -> int:
         """Return an estimate of the bytes that the state takes."""
 
@@ -118,14 +113,3 @@ class Store(Protocol):
 
     def wipe(self) -> None:
         """Close the store and delete all its data."""
-
-
-def refuse_unstorable(stored: int, writes: Writes, position: int) -> None:
-    """Raise InvariantBroken if the changelog position moves back from ``stored``, or a state key is empty."""
-    if any(b"" in values for values in writes.values()):
-        raise InvariantBroken("an empty state key was to be stored, but no tracking ID has an empty encoding.")
-    if position < stored:
-        raise InvariantBroken(
-            f"a store at changelog position {stored} was to be moved back to {position}: two owners write one store, "
-            "or a batch was applied twice. Restart the worker; it restores the state from the changelog."
-        )

@@ -11,11 +11,11 @@ import os
 import re
 from collections.abc import Awaitable, Callable, Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Self
+from typing import Final
 
-from dedup.errors import DedupError, InvariantBroken, StateIncompatible, TaskCorrupted
+from dedup.errors import InvariantBroken, StateIncompatible
 from dedup.store.base import Store, StoreIdentity
 
 _TOPOLOGY_NAME: Final = re.compile(r"[a-z0-9-]{1,200}", re.ASCII)
@@ -25,48 +25,6 @@ _STORE_FILE: Final = re.compile(
     re.ASCII,
 )
 RESTORE: Final = "The directory will be deleted and restored from the changelog."
-_NOT_THE_STORES_FAULT: Final = (
-    "No space left",
-    "File too large",
-    "Disk quota",
-    "Read-only file system",
-    "Permission denied",
-    "Too many open files",
-    "Cannot allocate memory",
-)
-
-
-@dataclass(frozen=True, slots=True)
-class Manifest:
-    """RocksDB's current list of files, and its length; until the next open the list only grows."""
-
-    number: int
-    size_bytes: int
-
-    @classmethod
-    def of(cls, directory: Path) -> Self | None:
-        """Return the manifest that CURRENT names; None if there is none."""
-        try:
-            name = (directory / "CURRENT").read_text(encoding="ascii").strip()
-            return cls(int(name.removeprefix("MANIFEST-")), (directory / name).stat().st_size)
-        except (FileNotFoundError, ValueError):
-            return None
-
-    def now(self, directory: Path) -> Self:
-        """Return the manifest with its present length, or its successor."""
-        path = f"{directory}/MANIFEST-{self.number:06}"
-        try:
-            return replace(self, size_bytes=os.stat(path).st_size)  # noqa: PTH116  twice as fast, and in every apply
-        except FileNotFoundError:
-            # RocksDB starts a new one when the old one has become long.
-            return type(self).of(directory) or self
-
-    def was_cut(self, found: Self) -> bool:
-        """Whether ``found`` is this list, but shorter: it has lost the names of some files."""
-        return found.number == self.number and found.size_bytes < self.size_bytes
-
-    def __str__(self) -> str:
-        return f"MANIFEST-{self.number:06} of {self.size_bytes} bytes"
 
 
 def store_directory(state_dir: Path, identity: StoreIdentity) -> Path:
@@ -192,35 +150,6 @@ def _refuse_foreign(directory: Path, names: list[str]) -> None:
                 f"{directory}: holds {name!r}, which is not part of a store. Nothing was touched; "
                 "empty the directory or set another state_dir."
             )
-
-
-class ErrorsOf:
-    """Context manager that turns RocksDB's errors about a directory into ours.
-
-    rocksdict raises bare Exception for everything; only that exact class is translated.
-    """
-
-    __slots__ = ("_directory",)
-
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
-
-    def __enter__(self) -> None:
-        """Nothing to prepare."""
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        """Raise our error instead of RocksDB's."""
-        if kind is not Exception:
-            return
-        text = str(error)
-        if "/LOCK" in text and "lock" in text:
-            raise in_use(self._directory) from error
-        if any(reason in text for reason in _NOT_THE_STORES_FAULT):
-            raise DedupError(
-                f"{self._directory}: {text}. Nothing is lost: make room or give this user access, then restart; "
-                "what is missing here is restored from the changelog."
-            ) from error
-        raise TaskCorrupted(f"{self._directory}: {text}. {RESTORE}") from error
 
 
 @dataclass(frozen=True, slots=True)

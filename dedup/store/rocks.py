@@ -19,7 +19,7 @@ import contextlib
 import os
 import struct
 import zlib
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import astuple, dataclass, field, replace
 from itertools import compress, islice
 from pathlib import Path
@@ -43,10 +43,10 @@ from rocksdict import (
 )
 
 from dedup.errors import DedupError, InvariantBroken, StateIncompatible, TaskCorrupted
-from dedup.store.base import StoreIdentity, TaskRecord, Writes, refuse_unstorable
+from dedup.store.base import StoreIdentity, TaskRecord, Writes
 from dedup.store.bloom_filter import BloomFilter, Hashed
 from dedup.store.changelog import decode_task_record, encode_task_record
-from dedup.store.directory import RESTORE, ErrorsOf, Manifest, delete_store, prepare_directory
+from dedup.store.directory import RESTORE, delete_store, in_use, prepare_directory
 
 __all__ = ["RocksMemory", "RocksStore"]
 
@@ -89,6 +89,78 @@ _NICEST: Final = 19
 _NICER_BY: Final = 10
 """A tenth of the worker's own weight. RocksDB's own low priority is 15 to 19 steps: next to other busy processes a
 flush then gets no CPU time, and a worker that closes a store waits for it (measured: over 10 s)."""
+
+_NOT_THE_STORES_FAULT: Final = (
+    "No space left",
+    "File too large",
+    "Disk quota",
+    "Read-only file system",
+    "Permission denied",
+    "Too many open files",
+    "Cannot allocate memory",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """RocksDB's current list of files, and its length; until the next open the list only grows."""
+
+    number: int
+    size_bytes: int
+
+    @classmethod
+    def of(cls, directory: Path) -> Self | None:
+        """Return the manifest that CURRENT names; None if there is none."""
+        try:
+            name = (directory / "CURRENT").read_text(encoding="ascii").strip()
+            return cls(int(name.removeprefix("MANIFEST-")), (directory / name).stat().st_size)
+        except (FileNotFoundError, ValueError):
+            return None
+
+    def now(self, directory: Path) -> Self:
+        """Return the manifest with its present length, or its successor."""
+        path = f"{directory}/MANIFEST-{self.number:06}"
+        try:
+            return replace(self, size_bytes=os.stat(path).st_size)  # noqa: PTH116  twice as fast, and in every apply
+        except FileNotFoundError:
+            # RocksDB starts a new one when the old one has become long.
+            return type(self).of(directory) or self
+
+    def was_cut(self, found: Self) -> bool:
+        """Whether ``found`` is this list, but shorter: it has lost the names of some files."""
+        return found.number == self.number and found.size_bytes < self.size_bytes
+
+    def __str__(self) -> str:
+        return f"MANIFEST-{self.number:06} of {self.size_bytes} bytes"
+
+
+class ErrorsOf:
+    """Context manager that turns RocksDB's errors about a directory into ours.
+
+    rocksdict raises bare Exception for everything; only that exact class is translated.
+    """
+
+    __slots__ = ("_directory",)
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+
+    def __enter__(self) -> None:
+        """Nothing to prepare."""
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        """Raise our error instead of RocksDB's."""
+        if kind is not Exception:
+            return
+        text = str(error)
+        if "/LOCK" in text and "lock" in text:
+            raise in_use(self._directory) from error
+        if any(reason in text for reason in _NOT_THE_STORES_FAULT):
+            raise DedupError(
+                f"{self._directory}: {text}. Nothing is lost: make room or give this user access, then restart; "
+                "what is missing here is restored from the changelog."
+            ) from error
+        raise TaskCorrupted(f"{self._directory}: {text}. {RESTORE}") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -327,7 +399,7 @@ class RocksStore:
         """The changelog offset to restore from; 0 in a fresh store."""
         return self._position
 
-    def get_each(self, segments: Sequence[int], ids: Sequence[bytes]) -> dict[int, dict[bytes, bytes]]:
+    def get_each(self, segments: Iterable[int], ids: Sequence[bytes]) -> dict[int, dict[bytes, bytes]]:
         """Return segment -> state key -> encoded value for the IDs that are held; segments without a hit are absent."""
         self._refuse_if_closed()
         asked = [(start, held) for start in segments if (held := self._segments.get(start)) is not None]
@@ -351,10 +423,10 @@ class RocksStore:
                     found[start] = there
         return found
 
-    def segments(self) -> tuple[int, ...]:
-        """Return the starts of the segments held, ascending."""
+    def segments(self) -> dict[int, int]:
+        """Return all segments, ascending: start -> a changelog offset at or below the first record in it."""
         self._refuse_if_closed()
-        return tuple(sorted(self._segments))
+        return {start: held.entry.birth for start, held in sorted(self._segments.items())}
 
     def apply(self, writes: Writes, record: TaskRecord | None, position: int) -> None:
         """Write sightings, task record and position atomically."""
@@ -423,12 +495,6 @@ class RocksStore:
             for start in starts:
                 # If the process is killed before, the next `open` drops the family without an entry.
                 self._drop_family(str(start))
-
-    def first_offset(self, segment: int) -> int | None:
-        """Return a changelog offset at or below the first record of the segment; None if there is no such segment."""
-        self._refuse_if_closed()
-        held = self._segments.get(segment)
-        return None if held is None else held.entry.birth
 
     def approximate_bytes(self) -> int:
         """Return the bytes that the segments take in files and in memtables."""
@@ -588,6 +654,17 @@ def _refuse_early_end(family: Rdict, last_key: bytes) -> None:
     if iterator.valid():
         iterator.next()
     iterator.status()
+
+
+def refuse_unstorable(stored: int, writes: Writes, position: int) -> None:
+    """Raise InvariantBroken if the changelog position moves back from ``stored``, or a state key is empty."""
+    if any(b"" in values for values in writes.values()):
+        raise InvariantBroken("an empty state key was to be stored, but no tracking ID has an empty encoding.")
+    if position < stored:
+        raise InvariantBroken(
+            f"a store at changelog position {stored} was to be moved back to {position}: two owners write one store, "
+            "or a batch was applied twice. Restart the worker; it restores the state from the changelog."
+        )
 
 
 def _segment_key(start: int) -> bytes:

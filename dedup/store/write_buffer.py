@@ -12,6 +12,7 @@ in less time than maintaining a cache took (measured: 7 % of the hot path).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -37,17 +38,12 @@ class WriteBuffer:
         self._open: _Tier = {}
         self._committing: Generation | None = None
 
-    def segments(self) -> tuple[int, ...]:
-        """Return the starts of all segments with a sighting, ascending, applied or not."""
-        held = set(self._store.segments())
-        return tuple(sorted(held.union(*self._tiers())))
-
-    def warm(self, ids: int) -> bool:
-        """Let the store load filters for up to ``ids`` more IDs; True when all are loaded."""
-        return self._store.warm(ids)
-
-    def get_many(self, segments: Sequence[int], ids: Sequence[bytes]) -> dict[bytes, list[bytes]]:
-        """Return the encoded values of each known ID, one per segment that has it, in the order of ``segments``."""
+    def get_many(self, ids: Sequence[bytes], *, after_ms: float = -math.inf) -> dict[bytes, list[bytes]]:
+        """Return the encoded values of each known ID, one per segment that starts after ``after_ms`` and has it."""
+        starts = set(self._store.segments()).union(*self._tiers())
+        segments = sorted(start for start in starts if start > after_ms)
+        if not segments:
+            return {}
         hits = self._store.get_each(segments, ids)
         for segment in segments:
             # What is not applied yet hides the stored value of the same ID in the same segment.
@@ -93,10 +89,6 @@ class WriteBuffer:
         """Drop everything that is not in the store: the transaction was aborted, or the task has lost its partition."""
         self._open = {}
         self._committing = None
-
-    def drop_below(self, oldest_live_ms: int, segment_ms: int) -> tuple[int, ...]:
-        """Drop the expired segments of the store; return their starts."""
-        return self._store.drop_below(oldest_live_ms, segment_ms)
 
     def _tiers(self) -> tuple[Mapping[int, Mapping[bytes, bytes]], ...]:
         """Return what look-ups read before the store, older first."""

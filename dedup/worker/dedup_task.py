@@ -21,8 +21,7 @@ from dedup.core.fold import Outcome, Rows, Rules, Sightings, fold
 from dedup.core.partitioner import partitions
 from dedup.core.window import Feed, FeedProgress, Sighting, StreamTime
 from dedup.errors import ClockBehind, InvariantBroken, StateIncompatible
-from dedup.kafka.equal_records import equal_records
-from dedup.kafka.record_batch import BATCH_BYTES, OWN_ROW, Line, RecordBatch, fill
+from dedup.kafka.record_batch import BATCH_BYTES, OWN_ROW, FeedBatch, Line, RecordBatch, equal_records, fill, gather
 from dedup.kafka.wire import Header, TopicPartition, Wire
 from dedup.metrics import TaskNumbers
 from dedup.store.base import NOT_SAID, FeedTime, Store, TaskRecord
@@ -38,7 +37,6 @@ from dedup.store.changelog import (
 from dedup.store.directory import Keeping
 from dedup.store.write_buffer import WriteBuffer
 from dedup.worker.clock import Clock
-from dedup.worker.feed_batch import FeedBatch, gather
 from dedup.worker.offsets import Start, first_offset
 from dedup.worker.recent_outcomes import Recent
 from dedup.worker.record_collector import IDLE, SOURCE, TIMESTAMP, Misfits, RecordCollector, Refusals, with_faults
@@ -325,7 +323,7 @@ class DedupTask:
         record = None if store is None else store.task_record
         if store is None or record is None or record.kept_from == NOT_SAID:
             return None
-        births = [birth for birth in map(store.first_offset, store.segments()) if birth is not None]
+        births = store.segments().values()
         # Not beyond the last task record: otherwise an owner with an empty disk would take our deletion for somebody
         # else's. First offsets differ from owner to owner; the next commit records ours.
         return min([*births, record.kept_from]) if births else None
@@ -388,8 +386,7 @@ class DedupTask:
         """
         store = self._opened()
         oldest_ms = self._window.oldest_live_ms(stream_time_ms)
-        live = [segment for segment in store.segments() if segment + self._segment_ms > oldest_ms]
-        births = [birth for birth in map(store.first_offset, live) if birth is not None]
+        births = [birth for start, birth in store.segments().items() if start + self._segment_ms > oldest_ms]
         record = store.task_record
         said = NOT_SAID if record is None else record.kept_from
         # The first offset of a restored segment is at or above what the previous owner recorded.
@@ -489,13 +486,9 @@ class DedupTask:
             )
 
     def _lookup(self, ids: Sequence[bytes], least_ms: int) -> Mapping[bytes, Sightings]:
-        buffer, window = self._buffered(), self._window
-        from_ms = least_ms - window.guard_ms
+        window = self._window
         # No segment is too late: an extended sighting, possibly of an earlier topology, reaches back from its end.
-        segments = [start for start in buffer.segments() if start + self._segment_ms > from_ms]
-        if not segments:
-            return {}
-        found = buffer.get_many(segments, ids)
+        found = self._buffered().get_many(ids, after_ms=least_ms - window.guard_ms - self._segment_ms)
         return {
             key: decode_sightings(values[0]) if len(values) == 1 and not window.extend else _longest(values)
             for key, values in found.items()
@@ -547,7 +540,7 @@ class DedupTask:
         """Return the sightings of one ID, committed or not, in no particular order."""
         if self._buffer is None:
             return ()
-        found = self._buffer.get_many(self._buffer.segments(), [state_key])
+        found = self._buffer.get_many([state_key])
         return _longest(found.get(state_key, []))
 
     def freeze(self, next_offset: int) -> Frozen:

@@ -24,17 +24,18 @@ from dedup.errors import RecordRefused
 from dedup.kafka.record_batch import (
     BATCH_BYTES,
     OWN_ROW,
+    FeedBatch,
     Header,
     Limit,
     Line,
     RecordBatch,
     TopicPartition,
     fill,
+    gather,
     oversize,
 )
 from dedup.kafka.wire import NoAnswer, Wire
 from dedup.worker.clock import Clock
-from dedup.worker.feed_batch import FeedBatch, gather
 
 log: Final = logging.getLogger(__name__)
 _TIME_RANGE: Final = re.compile(r"timestamp should be within \[(-?\d{1,19}), (-?\d{1,19})\]")

@@ -11,11 +11,10 @@ from dedup.core.extract_one import ODD_HEADER_NAME
 from dedup.core.fold import DeadLetter, Outcome, Rows
 from dedup.core.partitioner import partitions
 from dedup.core.window import Feed
-from dedup.kafka.record_batch import OWN_ROW, Header, Line, RecordBatch, TopicPartition
+from dedup.kafka.record_batch import OWN_ROW, FeedBatch, Header, Line, RecordBatch, TopicPartition
 from dedup.kafka.wire import Wire
 from dedup.metrics import TaskNumbers
 from dedup.worker.clock import Clock
-from dedup.worker.feed_batch import FeedBatch
 from dedup.worker.offsets import Start, first_offset
 from dedup.worker.recent_outcomes import Recent
 from dedup.worker.record_collector import IDLE, SOURCE, TIMESTAMP, Misfits, RecordCollector, Refusals

@@ -24,10 +24,10 @@ from typing import Final, Protocol
 
 from dedup import crashpoints
 from dedup.errors import ClockBehind, InvariantBroken, RecordRefused, TaskMigrated
+from dedup.kafka.record_batch import FeedBatch
 from dedup.kafka.transactional_producer import Session
 from dedup.kafka.wire import Position, RecordBatch, TopicPartition, Wire
 from dedup.metrics import TaskNumbers
-from dedup.worker.feed_batch import FeedBatch
 from dedup.worker.offsets import committed_offset, committed_position, refuse_other_topics
 from dedup.worker.record_collector import RecordCollector, Refusals
 

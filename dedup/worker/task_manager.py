@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
 from dedup.errors import CommitUnknown, InvariantBroken, TaskCorrupted, TaskMigrated
+from dedup.kafka.record_batch import FeedBatch
 from dedup.kafka.wire import Position, TopicPartition
 from dedup.metrics import Place, TaskNumbers
-from dedup.worker.feed_batch import FeedBatch
 from dedup.worker.task import Task, TaskState
 
 log: Final = logging.getLogger(__name__)

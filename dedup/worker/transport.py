@@ -24,9 +24,8 @@ from faust.types import TP, ConsumerMessage
 
 from dedup.errors import BrokerUnavailable, DedupError, InvariantBroken
 from dedup.kafka.consumer import Answer, FeedFetcher
-from dedup.kafka.record_batch import Columns
+from dedup.kafka.record_batch import Columns, FeedBatch
 from dedup.kafka.wire import COORDINATOR_MOVED, NoAnswer, Position, TopicPartition
-from dedup.worker.feed_batch import FeedBatch
 
 if TYPE_CHECKING:
     from dedup.kafka.client import KafkaWire
@@ -218,9 +217,7 @@ class Consumer(FaustConsumer):
             return
         for answer in found:
             feeding = answer.source
-            if not self.fetcher.reads(feeding, answer.life):
-                continue  # its task was built again meanwhile and reads from elsewhere, or a rebalance ended it
-            if answer.begun != self._passed[TP(*feeding)]:
+            if answer.begun != self._passed[TP(*feeding)] and not answer.reading.over:
                 raise InvariantBroken(
                     f"an answer from offset {answer.begun} of {feeding.topic}/{feeding.partition} came, but the one "
                     f"before it ended at {self._passed[TP(*feeding)]}. The worker stops; nothing was committed past "
@@ -231,21 +228,21 @@ class Consumer(FaustConsumer):
             for part in range(parts):
                 if not self.flow_active:
                     return  # every task is rebuilt after a rebalance and says where to read
-                if part and not self.fetcher.reads(feeding, answer.life):
-                    break
+                if answer.reading.over:
+                    break  # its task was built again meanwhile and reads from elsewhere, or a rebalance ended it
                 columns = answer.columns.cut(part * count // parts, (part + 1) * count // parts)
                 # Faust drops messages below the last offset it passed on, which may be an older reading's.
                 self._read_offset[TP(*feeding)] = None
                 yield TP(*feeding), self._message(answer, columns, generation)
             # Only after the last batch was taken: the fetcher's own position is ahead of what an agent has seen.
-            if self.fetcher.reads(feeding, answer.life):
+            if not answer.reading.over:
                 self._passed[TP(*feeding)] = answer.next_offset
 
     def _message(self, answer: Answer, columns: Columns, generation: int) -> ConsumerMessage:
         feeding = answer.source
         tp = TP(*feeding)
         batch = FeedBatch.of(
-            feeding, columns, follows=self._delivered[tp], leader_epoch=answer.leader_epoch, life=answer.life
+            feeding, columns, follows=self._delivered[tp], leader_epoch=answer.leader_epoch, life=answer.reading.life
         )
         self._delivered[tp] = batch.next_offset
         return ConsumerMessage(

@@ -17,11 +17,10 @@ from dedup.core.extract_one import One, extract_one
 from dedup.core.fold import OnFuture, OnMissing, OnTombstone, Rules
 from dedup.core.reference_model import ModelRecord, ModelRules, ReferenceModel
 from dedup.core.window import Source, Window
-from dedup.kafka.record_batch import ProducerIdentity
+from dedup.kafka.record_batch import FeedBatch, ProducerIdentity
 from dedup.metrics import TaskNumbers
 from dedup.store.directory import Keeping
 from dedup.worker.dedup_task import DedupTask
-from dedup.worker.feed_batch import FeedBatch
 from dedup.worker.record_collector import RecordCollector, Refusals, Route, Routes
 from tests.fuzz.records import NOW_MS, records
 from tests.memory_store import MemoryStore

@@ -6,8 +6,8 @@ import pytest
 
 from dedup.errors import DedupError, StateIncompatible, TaskCorrupted
 from dedup.store.base import StoreIdentity, TaskRecord
-from dedup.store.directory import ErrorsOf, delete_store
-from dedup.store.rocks import RocksMemory, RocksStore
+from dedup.store.directory import delete_store
+from dedup.store.rocks import ErrorsOf, RocksMemory, RocksStore
 
 IDENTITY = StoreIdentity("orders", 0, "topic-id")
 MEMORY = RocksMemory(cache_bytes=1 << 20, write_buffer_bytes=1 << 20)

@@ -9,7 +9,6 @@ from aiokafka.record.memory_records import MemoryRecords
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dedup.kafka.equal_records import equal_records
 from dedup.kafka.record_batch import (
     BATCH_BYTES,
     COMPRESSION,
@@ -17,6 +16,7 @@ from dedup.kafka.record_batch import (
     ProducerIdentity,
     RecordBatch,
     TopicPartition,
+    equal_records,
     fill,
 )
 from dedup.worker.dedup_task import sighting_batches

@@ -6,7 +6,7 @@ from dataclasses import replace
 from dedup.core.fold import Rules
 from dedup.core.reference_model import ModelRecord, ModelRules, ReferenceModel
 from dedup.core.window import Source, Window
-from dedup.worker.feed_batch import FeedBatch
+from dedup.kafka.record_batch import FeedBatch
 from dedup.worker.record_collector import Refusals
 from tests.fuzz.test_records import TOPICS, judge_of, sent
 from tests.property.extract_cases import RECIPES

@@ -7,11 +7,11 @@ import asyncio
 from dedup.core.extract import Extractor
 from dedup.core.fold import Rules
 from dedup.core.window import Feed, Window
+from dedup.kafka.record_batch import FeedBatch
 from dedup.kafka.transactional_producer import Session
 from dedup.kafka.wire import TopicPartition
 from dedup.store.directory import Keeping
 from dedup.worker.dedup_task import DedupPlan, DedupTask
-from dedup.worker.feed_batch import FeedBatch
 from dedup.worker.record_collector import RecordCollector, Route, Routes
 from dedup.worker.task import Committing, Task, TaskId
 from tests.memory_store import MemoryStore

@@ -129,7 +129,7 @@ def compare_state(
     own, others = list(store.sightings()), list(folded.sightings())
     if own != others:
         found.append(Violation("state", f"the store holds {own}, the changelog says {others}"))
-    births = [birth for birth in map(store.first_offset, store.segments()) if birth is not None]
+    births = list(store.segments().values())
     record = store.task_record
     if record is not None and births and min(births) > record.kept_from:
         # The owner deletes below the births; a later restore takes more than its record allows for an accident.

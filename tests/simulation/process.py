@@ -13,7 +13,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, Protocol
 
 from dedup.errors import StateIncompatible, TaskCorrupted
-from dedup.kafka.record_batch import Limit
+from dedup.kafka.record_batch import FeedBatch, Limit
 from dedup.kafka.wire import (
     CommittedOffset,
     Fetched,
@@ -27,7 +27,6 @@ from dedup.kafka.wire import (
 )
 from dedup.store.base import TaskRecord, Writes
 from dedup.store.directory import StorePool
-from dedup.worker.feed_batch import FeedBatch
 from dedup.worker.task import Task
 from dedup.worker.task_manager import TaskManager
 from tests.memory_store import MemoryStore

@@ -9,6 +9,7 @@ from typing import Any
 from dedup.core.fold import Outcome, Rows
 from dedup.core.window import BEFORE_ALL_TIME, StreamTime
 from dedup.errors import CommitUnknown, RecordRefused, TaskCorrupted, TaskMigrated
+from dedup.kafka.record_batch import FeedBatch
 from dedup.kafka.transactional_producer import Session
 from dedup.kafka.wire import (
     LogBounds,
@@ -24,7 +25,6 @@ from dedup.store.base import Store, TaskRecord, Writes
 from dedup.store.changelog import decode_sightings
 from dedup.store.write_buffer import WriteBuffer
 from dedup.worker.dedup_task import DedupTask
-from dedup.worker.feed_batch import FeedBatch
 from dedup.worker.offsets import committed_offset
 from dedup.worker.record_collector import Refusals
 from dedup.worker.task import Task, TaskState

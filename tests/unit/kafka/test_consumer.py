@@ -133,17 +133,19 @@ def fetcher_of(wire):
 
 async def test_what_an_older_reading_of_a_partition_asked_for_is_not_taken_for_a_newer_one():
     """Was possible once a partition can be read anew alone: records between the two positions would be lost."""
-    wire = Answering(part(batch_at(5)))
+    wire = Answering(part(batch_at(5)), part(batch_at(5)))
     fetcher = fetcher_of(wire)
     fetcher.begin(OLD, 5)
     poll = asyncio.create_task(fetcher.poll([OLD]))
     await wire.sent.wait()
-    life = fetcher.begin(OLD, 2)
+    fetcher.begin(OLD, 2)
     wire.go.set()
     assert await poll == []
-    assert fetcher.position(OLD) == 2
-    assert fetcher.reads(OLD, life)
-    assert not fetcher.reads(OLD, life - 1)
+    (answer,) = await fetcher.poll([OLD])
+    assert answer.begun == 2
+    assert not answer.reading.over
+    fetcher.begin(OLD, 2)
+    assert answer.reading.over
     fetcher.forget()
 
 

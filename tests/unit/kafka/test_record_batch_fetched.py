@@ -11,10 +11,9 @@ from dedup.core.extract import compile_extractor
 from dedup.core.extract_one import ODD_HEADER_NAME
 from dedup.core.json_path import parse_path
 from dedup.core.tracking_id import FieldRule, TrackingId
-from dedup.kafka.record_batch import TopicPartition, columns_of, records_of
+from dedup.kafka.record_batch import FeedBatch, TopicPartition, columns_of, records_of
 from dedup.metrics import TaskNumbers
 from dedup.worker.clock import SteadyClock
-from dedup.worker.feed_batch import FeedBatch
 from dedup.worker.record_collector import RecordCollector, Refusals, Route, Routes
 from dedup.worker.repartition_task import RepartitionPlan, RepartitionTask
 from tests.odd_names import ODD, WRITTEN, batch

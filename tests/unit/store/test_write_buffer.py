@@ -25,16 +25,16 @@ def overlay(store):
 
 def test_a_sighting_is_visible_from_the_fold_to_the_store(overlay, store):
     overlay.add({0: {b"a": b"1"}})
-    assert overlay.get_many(SEGMENTS, [b"a", b"b"]) == {b"a": [b"1"]}
+    assert overlay.get_many([b"a", b"b"]) == {b"a": [b"1"]}
     assert overlay._open == {0: {b"a": b"1"}}
     generation = overlay.freeze()
     assert overlay._committing is not None
     assert overlay._open == {}
-    assert overlay.get_many(SEGMENTS, [b"a"]) == {b"a": [b"1"]}
+    assert overlay.get_many([b"a"]) == {b"a": [b"1"]}
     assert store.position == 0
     overlay.applied(generation, RECORD, 5)
     assert overlay._committing is None
-    assert overlay.get_many(SEGMENTS, [b"a"]) == {b"a": [b"1"]}
+    assert overlay.get_many([b"a"]) == {b"a": [b"1"]}
     assert store.get_many(0, [b"a"]) == {b"a": b"1"}
     assert (store.position, store.task_record) == (5, RECORD)
 
@@ -46,15 +46,15 @@ def test_a_newer_generation_hides_an_older_one_in_the_same_segment_only(overlay)
             overlay.applied(overlay.freeze(), RECORD, number)
     overlay.freeze()
     overlay.add({0: {b"a": b"4"}, 100: {b"a": b"5", b"b": b"6"}})
-    assert overlay.get_many((0, 100), [b"a", b"b", b"c"]) == {b"a": [b"4", b"5"], b"b": [b"6"]}
-    assert overlay.get_many((100, 0), [b"a"]) == {b"a": [b"5", b"4"]}
-    assert overlay.get_many((200,), [b"a"]) == {}
+    assert overlay.get_many([b"a", b"b", b"c"]) == {b"a": [b"4", b"5"], b"b": [b"6"]}
+    assert overlay.get_many([b"a"], after_ms=0) == {b"a": [b"5"]}
+    assert overlay.get_many([b"a"], after_ms=100) == {}
 
 
 def test_what_the_store_has_in_another_segment_is_found_beside_a_hit(overlay, store):
     store.apply({0: {b"a": b"old", b"b": b"old"}, 100: {b"a": b"hidden"}}, RECORD, 1)
     overlay.add({100: {b"a": b"new"}})
-    assert overlay.get_many(SEGMENTS, [b"a", b"b", b"c"]) == {b"a": [b"old", b"new"], b"b": [b"old"]}
+    assert overlay.get_many([b"a", b"b", b"c"]) == {b"a": [b"old", b"new"], b"b": [b"old"]}
 
 
 def test_a_frozen_generation_is_not_changed_by_later_folds(overlay):
@@ -94,7 +94,7 @@ def test_a_generation_the_store_refuses_stays_visible(overlay, store):
     with pytest.raises(InvariantBroken, match="moved back"):
         overlay.applied(generation, RECORD, 8)
     assert overlay._committing is not None
-    assert overlay.get_many(SEGMENTS, [b"a"]) == {b"a": [b"1"]}
+    assert overlay.get_many([b"a"]) == {b"a": [b"1"]}
 
 
 def test_a_discarded_overlay_shows_the_store_alone(overlay, store):
@@ -104,16 +104,16 @@ def test_a_discarded_overlay_shows_the_store_alone(overlay, store):
     overlay.freeze()
     overlay.add({0: {b"c": b"3"}})
     overlay.discard()
-    assert overlay.get_many(SEGMENTS, [b"a", b"b", b"c"]) == {b"a": [b"1"]}
+    assert overlay.get_many([b"a", b"b", b"c"]) == {b"a": [b"1"]}
     assert overlay._committing is None
     assert store.position == 1
 
 
-def test_dropped_segments_are_gone(overlay):
+def test_dropped_segments_are_gone(overlay, store):
     overlay.add({0: {b"a": b"1"}, 100: {b"a": b"2"}})
     overlay.applied(overlay.freeze(), RECORD, 1)
-    assert overlay.drop_below(100, 100) == (0,)
-    assert overlay.get_many(SEGMENTS, [b"a"]) == {b"a": [b"2"]}
+    assert store.drop_below(100, 100) == (0,)
+    assert overlay.get_many([b"a"]) == {b"a": [b"2"]}
 
 
 ids = st.sampled_from([b"a", b"b", b"c", b"d"])
@@ -146,4 +146,4 @@ def test_look_ups_equal_a_plain_dict_of_everything_judged(steps):
             for state_key in asked:
                 if (segment, state_key) in judged:
                     expected.setdefault(state_key, []).append(judged[segment, state_key])
-        assert overlay.get_many(SEGMENTS, asked) == expected
+        assert overlay.get_many(asked) == expected

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from dedup.kafka.record_batch import FeedBatch
 from dedup.metrics import TaskNumbers
 from dedup.store.directory import Keeping
 from dedup.topology.model import extractor_of
 from dedup.topology.parse import parse
 from dedup.worker.dedup_task import DedupTask
-from dedup.worker.feed_batch import FeedBatch
 from dedup.worker.record_collector import RecordCollector, Refusals, Route, Routes
 from tests.memory_store import MemoryStore
 from tests.simulation.cluster import Cluster

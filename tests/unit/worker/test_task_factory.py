@@ -38,5 +38,5 @@ def test_a_store_is_opened_as_it_was_left_whatever_the_guard_period(tmp_path, gu
     store.close()
 
     _, _, store = opened(tmp_path, guard)
-    assert (store.position, store.segments(), store.task_record) == (9, (0,), record)
+    assert (store.position, tuple(store.segments()), store.task_record) == (9, (0,), record)
     store.close()
