@@ -1,0 +1,21 @@
+"""The product on Spark. `dedup` and `unique` are functions on a DataFrame; the commands are in `dedup.cli.spark`.
+
+They are imported on first access, because executors import parts of this package only.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from dedup.spark.dataframe import dedup, unique
+
+__all__ = ["dedup", "unique"]
+
+
+def __getattr__(name: str) -> Any:  # noqa: ANN401  # one of the public functions
+    """Import and return a public function."""
+    if name not in __all__:
+        raise AttributeError(f"module 'dedup.spark' has no attribute {name!r}")
+    return getattr(import_module("dedup.spark.dataframe"), name)

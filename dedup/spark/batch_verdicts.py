@@ -19,14 +19,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Literal
 
+import numpy as np
+import numpy.typing as npt
 from pyspark.sql import DataFrame, SparkSession
-from pyspark.sql import functions as F  # noqa: N812 - the name every Spark page uses
 from pyspark.sql.types import StructType
 
 from dedup.core.window import Feed
 from dedup.errors import InvariantBroken, Problem, SettingsError, TopologyError
+from dedup.spark.columnar_fold import Integers
 from dedup.spark.columns import BatchFunction
 from dedup.spark.files import InputSplits, opened
 from dedup.spark.map_side import MOST_REDUCERS, PACKED_ROWS, TARGET, MapPlan, Mode, map_function
@@ -36,8 +38,6 @@ from dedup.topology.model import Topology
 
 Order = Literal["offsets", "event_time"]
 """``offsets``: rows with Kafka coordinates, in the log's order. ``event_time``: without; nothing is late."""
-
-_known_targets: Final[dict[int, tuple[int, ...]]] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +91,7 @@ def judging(
     refuse_other_shape(df)
     mode = mode_of(topology, order, feeds)
     reducers, batch_rows = _shuffle_settings(df.sparkSession)
-    targets = _targets(df.sparkSession, reducers)
+    targets = _targets(reducers)
     map_batches = map_function(
         MapPlan(topology, mode, now_ms + topology.max_clock_skew_ms, targets, batch_rows, tuple(feeds))
     )
@@ -178,16 +178,25 @@ def _shuffle_settings(spark: SparkSession) -> tuple[int, int]:
     return reducers, batch_rows
 
 
-def _targets(spark: SparkSession, reducers: int) -> tuple[int, ...]:
-    """Return, for every partition of a shuffle into ``reducers``, a number that Spark's own hash sends there."""
-    if reducers not in _known_targets:
-        for tries in (64, 1024):
-            numbers = spark.range(reducers * tries).select(F.col("id").cast("int").alias("number"))
-            place = F.pmod(F.hash("number"), F.lit(reducers)).alias("place")
-            rows = numbers.select("number", place).groupBy("place").agg(F.min("number").alias("number")).collect()
-            if len(rows) == reducers:
-                break
-        else:
-            raise InvariantBroken(f"Spark's hash reaches only {len(rows)} of {reducers} shuffle partitions.")
-        _known_targets[reducers] = tuple(row["number"] for row in rows)
-    return _known_targets[reducers]
+def _targets(reducers: int) -> tuple[int, ...]:
+    """Return, for every partition of a shuffle into ``reducers``, the least int that Spark's hash sends there."""
+    for tries in (64, 1024):
+        places = _spark_hash(np.arange(reducers * tries, dtype=np.uint32)) % reducers
+        reached, numbers = np.unique(places, return_index=True)
+        if len(reached) == reducers:
+            return tuple(numbers.tolist())
+    raise InvariantBroken(f"Spark's hash reaches only {len(reached)} of {reducers} shuffle partitions.")
+
+
+def _spark_hash(numbers: npt.NDArray[np.uint32]) -> Integers:
+    """Return what Spark's `hash` makes of each of these ints: MurmurHash3 (Appleby 2011) with the seed 42."""
+    hashed = _rotated(numbers * np.uint32(0xCC9E2D51), 15) * np.uint32(0x1B873593)
+    hashed = _rotated(np.uint32(42) ^ hashed, 13) * np.uint32(5) + np.uint32(0xE6546B64)
+    hashed ^= np.uint32(numbers.itemsize)
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35), (16, 1)):
+        hashed = (hashed ^ hashed >> np.uint32(shift)) * np.uint32(factor)
+    return hashed.view(np.int32).astype(np.int64)
+
+
+def _rotated(numbers: npt.NDArray[np.uint32], by: int) -> npt.NDArray[np.uint32]:
+    return numbers << np.uint32(by) | numbers >> np.uint32(32 - by)

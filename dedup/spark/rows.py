@@ -5,6 +5,7 @@ Coordinates (topic, partition, offset) are null for rows that never were in Kafk
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final
 
 from pyspark.sql import Column, DataFrame
@@ -64,12 +65,13 @@ def records_of_kafka(df: DataFrame) -> DataFrame:
     )
 
 
-def records_of_files(df: DataFrame, *, place: str = "the input") -> DataFrame:
+def records_of_files(df: DataFrame, *, place: str = "the input", keep: Sequence[str] = ()) -> DataFrame:
     """Return a table of records as `RECORDS`, by the names of its columns.
 
     Required: `value` (text or bytes). Optional: `key`, `headers`, `timestamp_ms` (integer) or `timestamp`, and `topic`,
     `partition`, `offset`, either all three or none. Raises TopologyError with every column that is missing or whose
-    type cannot be read without a guess; ``place`` names the table in it.
+    type cannot be read without a guess; ``place`` names the table in it. ``keep`` names columns to keep after those of
+    a record.
     """
     problems = [text for text in (_problem(df, name) for name in ("value", *_OPTIONAL)) if text]
     given = [name for name in COORDINATES if name in df.columns]
@@ -80,7 +82,7 @@ def records_of_files(df: DataFrame, *, place: str = "the input") -> DataFrame:
         )
     if problems:
         raise TopologyError([Problem(place, text) for text in problems])
-    return df.select(*(_as_record(df, field).alias(field.name) for field in RECORDS.fields))
+    return df.select(*(_as_record(df, field).alias(field.name) for field in RECORDS.fields), *keep)
 
 
 def headers_of(df: DataFrame) -> Column:

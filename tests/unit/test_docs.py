@@ -174,7 +174,8 @@ def sought(quoted: str) -> re.Pattern[str]:
 def test_metrics_and_headers_that_a_page_names_exist(page):
     text = text_of(page)
     metrics = {metric.name for metric in METRICS}
-    assert set(re.findall(r"\bdedup_[a-z_]+\b(?!\.py)", text)) <= metrics
+    columns = set(re.findall(r'"(dedup_[a-z_]+)":', text_of(ROOT / "dedup" / "spark" / "dataframe.py")))
+    assert set(re.findall(r"\bdedup_[a-z_]+\b(?!\.py)", text)) <= metrics | columns
     named_headers = set(re.findall(r"`(dedup-[a-z-]+)`", text))
     ours = {value for name, value in vars(publish).items() if name.isupper() and isinstance(value, str)}
     assert named_headers - {"dedup-streams", "dedup-2-workers", "dedup-repartitioned"} <= ours

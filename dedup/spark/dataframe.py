@@ -1,0 +1,158 @@
+"""`dedup` and `unique`: verdicts on any DataFrame, in a notebook, by spark-submit or through Spark Connect.
+
+Both only extend the plan: no job runs and no file is written until the result is used. They need no JVM object on the
+driver, so they work on a Spark Connect session too, if dedup is installed where the executors run.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final, Literal, assert_never
+
+from pyspark.sql import Column, DataFrame
+from pyspark.sql import functions as F  # noqa: N812 - the name every Spark page uses
+
+from dedup.core.event_time import RecordTime
+from dedup.core.tracking_id import HeaderRule, KeyRule
+from dedup.errors import Problem, SettingsError
+from dedup.spark.batch_verdicts import Order, judged
+from dedup.spark.files import as_events
+from dedup.spark.rows import COORDINATES, records_of_files
+from dedup.topology.model import LateForward, Topology
+from dedup.topology.parse import parse
+
+Shape = Literal["columns", "kafka"]
+"""``columns``: each row is an event, and its columns are the members of the event. ``kafka``: the column `value` holds
+the event; `key`, `headers`, `timestamp` and the coordinates may stand beside it, as Spark's Kafka source names them."""
+
+_ROW: Final = "dedup_row"
+"""The input's own columns, on their way through the shuffle."""
+_ADDED: Final = {
+    "dedup_verdict": "verdict",
+    "dedup_reason": "reason",
+    "dedup_detail": "detail",
+    "dedup_id": "dedup_id",
+    "dedup_time": "dedup_time_ms",
+    "dedup_first_seen": "first_time_ms",
+    "dedup_first_topic": "first_topic",
+    "dedup_first_partition": "first_partition",
+    "dedup_first_offset": "first_offset",
+    "dedup_stream_time": "stream_time_ms",
+}
+"""Column of the result -> column of `batch_verdicts.judged`; times in ms become timestamps."""
+
+
+def dedup(
+    df: DataFrame,
+    topology: Topology | str | Path,
+    *,
+    shape: Shape = "columns",
+    order: Order | None = None,
+    now_ms: int | None = None,
+) -> DataFrame:
+    """Return the rows of ``df`` with their verdicts; the columns of ``df`` keep their names, types and values.
+
+    ``topology`` is a topology or the path of its file. Added are `dedup_verdict` (unique, duplicate, conflict, late,
+    dead_letter or exempt), `dedup_reason`, `dedup_detail`, `dedup_id` (bytes), `dedup_time` (the event time),
+    `dedup_first_seen` with `dedup_first_topic`, `_partition` and `_offset` (the sighting that a duplicate repeats), and
+    `dedup_stream_time`. ``order`` is "offsets" if ``df`` has topic, partition and offset, else "event_time", unless
+    given. ``now_ms`` is the clock that decides which event times are in the future; by default the time of the call.
+
+    Raises SettingsError for a streaming DataFrame, for a column name that the result needs, and for a topology or an
+    order that needs what ``df`` does not have; TopologyError for columns of another type and for an invalid file. The
+    job raises what `backfill.backfill` lists.
+    """
+    rules = topology if isinstance(topology, Topology) else _loaded(Path(topology))
+    placed = shape == "kafka" and all(name in df.columns for name in COORDINATES)
+    _refuse_unfit(df, rules, shape, order, placed=placed)
+    clock_ms = int(time.time() * 1000) if now_ms is None else now_ms
+    decided = judged(_records(df, shape), rules, now_ms=clock_ms, order=order or _order(placed=placed))
+    return decided.select(f"{_ROW}.*", *(_added(source).alias(name) for name, source in _ADDED.items()))
+
+
+def unique(
+    df: DataFrame,
+    topology: Topology | str | Path,
+    *,
+    shape: Shape = "columns",
+    order: Order | None = None,
+    now_ms: int | None = None,
+) -> DataFrame:
+    """Return the rows of ``df`` that the output topic would hold, with the columns of ``df``; otherwise as `dedup`.
+
+    These are the first of each tracking ID within the guard period, and what the topology forwards by a policy.
+    """
+    rules = topology if isinstance(topology, Topology) else _loaded(Path(topology))
+    forwarded = ["unique", "exempt", *(["late"] if isinstance(rules.late, LateForward) else [])]
+    decided = dedup(df, rules, shape=shape, order=order, now_ms=now_ms)
+    return decided.where(F.col("dedup_verdict").isin(forwarded)).drop(*_ADDED)
+
+
+def _loaded(path: Path) -> Topology:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise SettingsError([Problem(str(path), f"cannot be read: {error.strerror}")]) from error
+    return parse(text, name=str(path))
+
+
+def _order(*, placed: bool) -> Order:
+    return "offsets" if placed else "event_time"
+
+
+def _refuse_unfit(df: DataFrame, topology: Topology, shape: Shape, order: Order | None, *, placed: bool) -> None:
+    problems = []
+    if df.isStreaming:
+        text = "is a stream: each micro-batch would be deduplicated by itself. Run `dedup spark run`, or read a table"
+        problems.append(Problem("the DataFrame", text))
+    taken = {_ROW, *_ADDED}
+    problems += [
+        Problem(f"column {name}", "is a column that dedup adds; rename or drop it")
+        for name in df.columns
+        if name in taken
+    ]
+    problems += [
+        Problem(f"column {name}", "stands there more than once; rename one")
+        for name in sorted({name for name in df.columns if df.columns.count(name) > 1})
+    ]
+    if order == "offsets" and not placed:
+        problems.append(Problem("order", '"offsets" needs shape "kafka" with the columns topic, partition and offset'))
+    if shape == "columns":
+        problems += _without_columns(topology)
+    if problems:
+        raise SettingsError(problems)
+
+
+def _without_columns(topology: Topology) -> Iterator[Problem]:
+    """Yield what the topology takes from a part of a record that a row of columns does not have."""
+    lacks = 'which a row of columns does not have; give shape="kafka"'
+    if isinstance(topology.tracking_id.rule, KeyRule | HeaderRule):
+        yield Problem("tracking_id", f"is taken from the record's key or a header, {lacks}")
+    if isinstance(topology.event_time, RecordTime):
+        yield Problem("event_time", f"is the record's timestamp, {lacks}")
+    if topology.source.format == "bytes":
+        yield Problem("source.format", f"bytes reads an opaque value, {lacks}")
+
+
+def _records(df: DataFrame, shape: Shape) -> DataFrame:
+    """Return `rows.RECORDS`, with the rows of ``df`` as the struct `_ROW`."""
+    row = F.struct(*(F.col(f"`{name}`") for name in df.columns)).alias(_ROW)
+    match shape:
+        case "columns":
+            table = df.select(as_events(df).alias("value"), row)
+        case "kafka":
+            table = df.select("*", row)
+        case never:
+            assert_never(never)
+    return records_of_files(table, place="the DataFrame", keep=(_ROW,))
+
+
+def _added(source: str) -> Column:
+    column = F.col(source)
+    if not source.endswith("_ms"):
+        return column
+    time = F.timestamp_millis(column)
+    # 0 stands for a time that could not be read.
+    return F.when((column != 0) | F.col("dedup_id").isNotNull(), time) if source == "dedup_time_ms" else time

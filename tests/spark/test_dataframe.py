@@ -1,0 +1,183 @@
+"""`dedup` and `unique` on a DataFrame, as a notebook has it: any columns, nothing done before the result is used."""
+
+from __future__ import annotations
+
+import datetime as dt
+from collections import Counter
+from decimal import Decimal
+from pathlib import Path
+
+import numpy as np
+import pytest
+from pyspark.sql import DataFrame, Row, SparkSession
+from pyspark.sql import functions as F  # noqa: N812
+from pyspark.sql.types import IntegerType, StringType, TimestampType
+
+from dedup.errors import SettingsError, TopologyError
+from dedup.spark import dedup, unique
+from dedup.spark.batch_verdicts import _spark_hash, _targets, judged
+from dedup.spark.files import as_events
+from dedup.spark.rows import records_of_files
+from dedup.topology.parse import parse
+
+FILE = """
+dedup: 1
+name: shop
+source: {topics: [orders], partitioned_by: tracking_id}
+tracking_id: {field: order.id}
+event_time: {field: at, unit: rfc3339}
+guard_period: 1h
+output: {topic: orders.unique}
+"""
+SHOP = parse(FILE, name="shop.yaml")
+SCHEMA = (
+    "order struct<id: bigint, lines: array<string>>, at timestamp, `price in EUR` decimal(20,4), day date, "
+    "tags map<string, int>, raw binary, note string"
+)
+NOON = dt.datetime(2024, 1, 1, 12, tzinfo=dt.UTC)
+NOW_MS = int(dt.datetime(2024, 2, 1, tzinfo=dt.UTC).timestamp() * 1000)
+
+
+def row(number: int | None, minutes: int, note: str | None = None) -> tuple:
+    at = NOON + dt.timedelta(minutes=minutes, microseconds=1)
+    price = Decimal("1234567890123456.7891")
+    return ((number, ["a", "b"]), at, price, dt.date(2024, 1, 1), {"x": 1}, b"\x00\xff", note)
+
+
+@pytest.fixture
+def orders(spark: SparkSession) -> DataFrame:
+    rows = [row(1, 0), row(2, 0, "second"), row(1, 30, "repeat"), row(1, 61, "new again"), row(None, 5)]
+    return spark.createDataFrame(rows, SCHEMA)
+
+
+def plain(found: DataFrame) -> Counter:
+    return Counter(map(str, found.collect()))
+
+
+def test_columns_stay_as_they_are_and_verdicts_stand_beside_them(orders: DataFrame):
+    found = dedup(orders, SHOP, now_ms=NOW_MS)
+    assert found.select(orders.columns).schema == orders.schema
+    assert plain(found.select(*(F.col(f"`{name}`") for name in orders.columns))) == plain(orders)
+    notes = {each.note or each.order.id: each for each in found.collect()}
+    assert {note: each.dedup_verdict for note, each in notes.items()} == {
+        1: "unique",
+        "second": "unique",
+        "repeat": "duplicate",
+        "new again": "unique",
+        None: "dead_letter",
+    }
+    repeat = notes["repeat"]
+    assert repeat.dedup_id == b"\x04\x01"
+    assert repeat.dedup_time - repeat.dedup_first_seen == dt.timedelta(minutes=30)
+    assert (repeat.dedup_first_topic, repeat.dedup_first_partition, repeat.dedup_first_offset) == (None, None, None)
+    assert (notes[None].dedup_reason, notes[None].dedup_time) == ("id_missing", None)
+    kinds = {field.name: field.dataType for field in found.schema.fields}
+    assert kinds["dedup_time"] == kinds["dedup_first_seen"] == kinds["dedup_stream_time"] == TimestampType()
+    assert kinds["dedup_verdict"] == StringType()
+    assert kinds["dedup_first_partition"] == IntegerType()
+
+
+def test_unique_has_the_columns_of_the_input_and_what_the_output_topic_would_hold(orders: DataFrame):
+    found = unique(orders, SHOP, now_ms=NOW_MS)
+    assert found.schema == orders.schema
+    assert Counter(each.note for each in found.collect()) == {None: 1, "second": 1, "new again": 1}
+
+
+def test_what_a_policy_forwards_is_among_the_unique(orders: DataFrame):
+    forwarding = parse(FILE.replace("order.id}", "order.id, missing: forward}"), name="shop.yaml")
+    assert unique(orders, forwarding, now_ms=NOW_MS).count() == 4
+
+
+def test_verdicts_are_those_of_the_same_rows_as_events(spark: SparkSession):
+    rows = spark.range(3_000).select(
+        F.struct((F.col("id") * 7919 % 900).alias("id")).alias("order"),
+        F.timestamp_millis(F.lit(1_704_110_400_000) + F.col("id") * 104_729 % 9_000_000).alias("at"),
+    )
+    events = records_of_files(rows.select(as_events(rows).alias("value")))
+    names = ["dedup_id", "verdict", "dedup_time_ms", "first_time_ms"]
+    expected = judged(events, SHOP, now_ms=NOW_MS, order="event_time").select(names)
+    ours = dedup(rows, SHOP, now_ms=NOW_MS)
+    times = (F.unix_millis(name) for name in ("dedup_time", "dedup_first_seen"))
+    assert plain(ours.select("dedup_id", "dedup_verdict", *times).toDF(*names)) == plain(expected)
+
+
+def test_records_of_kafka_are_judged_by_their_offsets(spark: SparkSession):
+    values = [(0, 0, "x"), (0, 2, "y"), (0, 1, "x"), (1, 0, "x")]
+    rows = [
+        Row(partition=partition, offset=offset, topic="orders", value=b'{"order":{"id":"%s"}}' % name.encode(), extra=1)
+        for partition, offset, name in values
+    ]
+    timeless = parse(FILE.replace("event_time: {field: at, unit: rfc3339}", "event_time: record"), name="shop.yaml")
+    df = spark.createDataFrame(rows).withColumn("timestamp", F.timestamp_millis(F.lit(1_704_110_400_000)))
+    found = dedup(df, timeless, shape="kafka", now_ms=NOW_MS).orderBy("partition", "offset").collect()
+    assert [each.dedup_verdict for each in found] == ["unique", "duplicate", "unique", "unique"]
+    assert (found[1].dedup_first_topic, found[1].dedup_first_partition, found[1].dedup_first_offset) == ("orders", 0, 0)
+    assert {each.extra for each in found} == {1}
+
+
+def test_nothing_runs_before_the_result_is_used(spark: SparkSession, orders: DataFrame, tmp_path: Path):
+    file = tmp_path / "shop.yaml"
+    file.write_text(FILE, encoding="utf-8")
+    tracker = spark.sparkContext.statusTracker()
+    before = set(tracker.getJobIdsForGroup(None))
+    found = dedup(orders, file)
+    unique(orders, str(file))
+    assert set(tracker.getJobIdsForGroup(None)) == before
+    assert found.count() == 5
+    assert set(tracker.getJobIdsForGroup(None)) > before
+    assert [path.name for path in tmp_path.iterdir()] == ["shop.yaml"]
+
+
+def test_a_stream_is_refused(spark: SparkSession):
+    stream = spark.readStream.format("rate").load()
+    with pytest.raises(SettingsError, match="each micro-batch would be deduplicated by itself"):
+        dedup(stream, SHOP)
+
+
+@pytest.mark.parametrize("name", ["dedup_verdict", "dedup_first_seen", "dedup_row"])
+def test_a_name_that_the_result_needs_is_refused(orders: DataFrame, name: str):
+    with pytest.raises(SettingsError, match=f"column {name}: is a column that dedup adds"):
+        dedup(orders.withColumn(name, F.lit(1)), SHOP)
+
+
+def test_a_name_that_stands_twice_is_refused(orders: DataFrame):
+    with pytest.raises(SettingsError, match="column note: stands there more than once"):
+        dedup(orders.select("*", "note"), SHOP)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (("{field: order.id}", "{key: true}"), "tracking_id: is taken from the record's key or a header"),
+        (("{field: order.id}", "{header: id}"), "tracking_id: is taken from the record's key or a header"),
+        (("{field: at, unit: rfc3339}", "record"), "event_time: is the record's timestamp"),
+    ],
+)
+def test_what_a_row_of_columns_does_not_have_is_said_before_anything_runs(
+    orders: DataFrame, change: tuple[str, str], says: str
+):
+    with pytest.raises(SettingsError, match=says):
+        dedup(orders, parse(FILE.replace(*change), name="shop.yaml"))
+
+
+def test_an_order_by_offsets_needs_them(orders: DataFrame):
+    with pytest.raises(SettingsError, match="needs shape"):
+        dedup(orders, SHOP, order="offsets")
+
+
+def test_records_without_a_value_are_refused(orders: DataFrame):
+    with pytest.raises(TopologyError, match="has no column `value`"):
+        dedup(orders, SHOP, shape="kafka")
+
+
+def test_a_file_that_is_not_there_is_named(orders: DataFrame, tmp_path: Path):
+    with pytest.raises(SettingsError, match=r"shop\.yaml: cannot be read: No such file"):
+        dedup(orders, tmp_path / "shop.yaml")
+
+
+def test_the_hash_is_sparks_own(spark: SparkSession):
+    numbers = [0, 1, 41, 2**16, 2**31 - 1]
+    rows = spark.createDataFrame([(number,) for number in numbers], "number int")
+    expected = [each.hash for each in rows.select(F.hash("number").alias("hash")).collect()]
+    assert _spark_hash(np.array(numbers, np.uint32)).tolist() == expected
+    assert all(len(set(_targets(count))) == count for count in (1, 7, 200, 4_099))
