@@ -11,8 +11,8 @@ The order is:
 * for the source topics of a topology that repartitions, which no log orders as a fleet did: *in step*, that is by the
   running maximum of event time within the source partition, then by topic, partition, offset. Stream time is that
   running maximum: no feed is ahead of another, which is what the skew rule waits for;
-* for rows without coordinates: by event time, equal times by the bytes of key, value, headers, then by timestamp;
-  nothing is late. Rows equal in all of these are the same event twice, so their order does not matter.
+* for rows without coordinates: by event time, equal times by a digest of key, value, headers and timestamp; nothing
+  is late. Rows equal in all of these are the same event twice, so their order does not matter.
 """
 
 from __future__ import annotations
@@ -131,8 +131,8 @@ def order_text(mode: Mode) -> str:
             )
         case "event_time":
             return (
-                "no coordinates: judged in the order of event times, equal times by the bytes of key, value and "
-                "headers; nothing is late"
+                "no coordinates: judged in the order of event times, equal times by a digest of key, value, "
+                "headers and timestamp; nothing is late"
             )
 
 

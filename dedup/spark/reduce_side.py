@@ -7,13 +7,14 @@ from dataclasses import dataclass, fields
 from typing import Any, Final
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 from pyspark.sql.types import IntegerType, LongType, StringType, StructField
 
 from dedup.core.window import BEFORE_ALL_TIME
 from dedup.spark.columnar_fold import Decided, Integers, SortedRows, judge_sorted
-from dedup.spark.columns import Batches, BatchFunction
+from dedup.spark.columns import Batches, BatchFunction, content_digests
 from dedup.spark.map_side import (
     FINGERPRINT,
     ID,
@@ -139,22 +140,32 @@ class _Reducer:
                 return [_numbers(rows, TIME.name)[several]]
 
     def _ties_ordered(self, rows: pa.Table, order: Integers, groups: Integers, open_rows: Integers) -> Integers:
-        """Return the order with rows of one ID and one event time sorted by key, value, headers and timestamp."""
+        """Return the order with rows of one ID and one event time sorted by the digest of their content."""
         times_ms = _numbers(rows, TIME.name)[order]
         same = (groups[order][1:] == groups[order][:-1]) & (times_ms[1:] == times_ms[:-1])
         if not same.any():
             return order
         runs = np.cumsum(np.append(True, ~same))
-        tied = np.append(False, same) | np.append(same, False)
-        places = np.flatnonzero(tied)
-        names = ["key", "value", "headers", "timestamp_ms"]
-        records = pa.Table.from_batches([each.select(names) for each in self._received.rows()])
-        content = records.take(pa.array(open_rows[order[places]])).to_pylist()
-        keys = [(run, *_bytes_order(row)) for run, row in zip(runs[places].tolist(), content, strict=True)]
-        by_bytes = sorted(range(len(keys)), key=keys.__getitem__)
+        places = np.flatnonzero(np.append(False, same) | np.append(same, False))
+        digests = self._digests(open_rows[order[places]])
+        by_digest = np.lexsort([digests[:, 1], digests[:, 0], runs[places]])
         result = order.copy()
-        result[places] = order[places[by_bytes]]
+        result[places] = order[places[by_digest]]
         return result
+
+    def _digests(self, wanted: Integers) -> npt.NDArray[np.uint64]:
+        """Return the content digests of these rows as two numbers each; one batch of content is in memory at a time."""
+        found = np.empty((len(wanted), 2), np.uint64)
+        ascending = np.argsort(wanted)
+        begin = 0
+        for records in self._received.rows():
+            end = begin + records.num_rows
+            first, last = np.searchsorted(wanted, [begin, end], sorter=ascending)
+            if first < last:
+                here = ascending[first:last]
+                found[here] = content_digests(records.take(pa.array(wanted[here] - begin)))
+            begin = end
+        return found
 
     def _sorted_rows(self, rows: pa.Table, groups: Integers, stream_ms: Integers, order: Integers) -> SortedRows:
         placed = self._plan.mode != "event_time"
@@ -224,16 +235,6 @@ def _groups(ids: pa.ChunkedArray) -> tuple[Integers, Integers]:
     groups = [chunk.indices.to_numpy().astype(np.int64) for chunk in chunks]
     together: Integers = np.concatenate(groups) if groups else np.empty(0, np.int64)
     return together, np.bincount(together)
-
-
-def _bytes_order(row: dict[str, Any]) -> tuple[object, ...]:
-    """Return a key that sorts rows as Spark does: null first, then by bytes."""
-    headers = [(_null_first(each["key"]), _null_first(each["value"])) for each in row["headers"] or ()]
-    return _null_first(row["key"]), _null_first(row["value"]), headers, _null_first(row["timestamp_ms"])
-
-
-def _null_first(value: object) -> tuple[object, ...]:
-    return () if value is None else (value.encode() if isinstance(value, str) else value,)
 
 
 def _scattered(decided: Decided, order: Integers, count: int) -> Decided:
