@@ -68,8 +68,13 @@ _ROWS_PER_REDUCER: Final = 4_096
 _MOST_ROWS: Final = 131_072
 _MOST_BYTES: Final = 64 << 20
 """A map task sends its packed rows when it holds this many rows or bytes."""
+_LEAST_ROWS: Final = 1_024
+_LEAST_BYTES: Final = 256 << 10
+"""A packed value should hold this many rows or bytes."""
+_MOST_PACKED_BYTES: Final = 16 << 20
+"""Before compression; rows of one reduce task beyond this many bytes begin another packed value."""
 _IN_MEMORY_BYTES: Final = 256 << 20
-"""A reduce task keeps this much of its packed rows in memory, and all of them in a file if there are more."""
+"""A task keeps this much of its packed or waiting rows in memory, and all of them in a file if there are more."""
 _MOST_RUNS: Final = 10_000
 """In one Spark task; a log read in order has one for each Kafka partition."""
 
@@ -246,8 +251,60 @@ def _unwrapped(batch: pa.RecordBatch) -> tuple[pa.RecordBatch, frozenset[int]]:
 # packed rows are followed by empty rows, as many as keep a full batch at `BATCH_BYTES`.
 
 
+class _Buffers:
+    """Buffers in the order added: in memory, or in a file of Spark's local directory if they are many."""
+
+    def __init__(self) -> None:
+        self._held: list[pa.Buffer] = []
+        self._file: IO[bytes] | None = None
+        self._sizes: Final[list[int]] = []
+        self._open: Final = ExitStack()
+        self.size_bytes = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.clear()
+
+    def add(self, buffer: pa.Buffer) -> None:
+        """Append a buffer."""
+        self.size_bytes += buffer.size
+        self._held.append(buffer)
+        if self._file is None:
+            if self.size_bytes < _IN_MEMORY_BYTES:
+                return
+            spilled = tempfile.TemporaryFile(prefix="dedup-", dir=_local_directory())  # noqa: SIM115 - closed by clear
+            self._file = self._open.enter_context(spilled)
+        for each in self._held:
+            self._sizes.append(each.size)
+            self._file.write(each)
+        self._held.clear()
+
+    def all(self) -> list[pa.Buffer]:
+        """Return the buffers; add no more afterwards."""
+        if self._file is not None and not self._held:
+            self._file.flush()
+            whole = pa.py_buffer(mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_READ))
+            ends = np.cumsum(self._sizes).tolist()
+            self._held = [whole.slice(end - size, size) for end, size in zip(ends, self._sizes, strict=True)]
+        return self._held
+
+    def clear(self) -> None:
+        """Forget all buffers."""
+        self._held.clear()
+        self._sizes.clear()
+        self._open.close()
+        self._file = None
+        self.size_bytes = 0
+
+
 class _Packer:
-    """Packs the rows of one Spark task by reduce task."""
+    """Packs the rows of one Spark task by reduce task.
+
+    Each packed value costs as much as a hundred rows. So where there are too many reduce tasks for the rows that fit
+    into memory, sorted rows wait in a file until a value is large enough, or the task ends.
+    """
 
     def __init__(self, targets: Sequence[int], batch_rows: int) -> None:
         """``batch_rows``: as many rows as Spark hands to Python at once."""
@@ -257,6 +314,16 @@ class _Packer:
         self._held: Final[list[tuple[pa.RecordBatch, _ReducerIndexes]]] = []
         self._rows = 0
         self._bytes = 0
+        self._waiting: Final = _Buffers()
+        self._waiting_rows = 0
+        self._borders: Final[list[Integers]] = []
+        """Of each batch that waits: where the rows of each reduce task begin, and the end."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._waiting.clear()
 
     def add(self, batch: pa.RecordBatch, reducers: _ReducerIndexes) -> Batches:
         """Take rows, and yield packed rows once there are enough; ``reducers`` are positions in the targets."""
@@ -264,21 +331,65 @@ class _Packer:
         self._rows += batch.num_rows
         self._bytes += batch.nbytes
         if self._rows >= self._full or self._bytes >= _MOST_BYTES:
-            yield from self.rest()
+            rows, borders = self._sorted()
+            if self._is_enough(rows.num_rows, rows.nbytes) and not self._borders:
+                yield from self._packed([rows], [borders])
+                return
+            self._waiting.add(_stream(rows, None))
+            self._waiting_rows += rows.num_rows
+            self._borders.append(borders)
+            if self._is_enough(self._waiting_rows, self._waiting.size_bytes):
+                yield from self._packed_waiting()
 
     def rest(self) -> Batches:
         """Yield all that is held, packed."""
-        if not self._held:
-            return
+        if self._borders:
+            rows, borders = self._sorted() if self._held else (None, None)
+            yield from self._packed_waiting(rows, borders)
+        elif self._held:
+            rows, borders = self._sorted()
+            yield from self._packed([rows], [borders])
+
+    def _is_enough(self, rows: int, size_bytes: int) -> bool:
+        count = len(self._targets)
+        return rows >= _LEAST_ROWS * count or size_bytes >= _LEAST_BYTES * count
+
+    def _sorted(self) -> tuple[pa.RecordBatch, Integers]:
+        """Return what is held, sorted by reduce task, and where the rows of each begin."""
         reducers = np.concatenate([reducers for _, reducers in self._held])
         # A stable sort of 16-bit numbers is a radix sort: it is fast, and the rows stay in the log's order.
         order = np.argsort(reducers, kind="stable")
         rows = pa.concat_batches([batch for batch, _ in self._held]).take(pa.array(order))
         self._held.clear()
         self._rows = self._bytes = 0
-        met, firsts = np.unique(reducers[order], return_index=True)
-        for reducer, begin, end in zip(met.tolist(), firsts.tolist(), [*firsts[1:].tolist(), len(order)], strict=True):
-            yield self._pack(self._targets[reducer], rows.slice(begin, end - begin))
+        return rows, np.searchsorted(reducers[order], np.arange(len(self._targets) + 1))
+
+    def _packed_waiting(self, rows: pa.RecordBatch | None = None, borders: Integers | None = None) -> Batches:
+        """Yield what waits, and these rows after it, packed."""
+        parts = [pa.ipc.open_stream(each).read_next_batch() for each in self._waiting.all()]
+        if rows is not None and borders is not None:
+            parts.append(rows)
+            self._borders.append(borders)
+        yield from self._packed(parts, self._borders)
+        parts.clear()
+        self._borders.clear()
+        self._waiting.clear()
+        self._waiting_rows = 0
+
+    def _packed(self, parts: Sequence[pa.RecordBatch], borders: Sequence[Integers]) -> Batches:
+        for reducer, target in enumerate(self._targets):
+            slices: list[pa.RecordBatch] = []
+            size_bytes = 0
+            for rows, starts in zip(parts, borders, strict=True):
+                begin, end = int(starts[reducer]), int(starts[reducer + 1])
+                if begin < end:
+                    slices.append(rows.slice(begin, end - begin))
+                    size_bytes += rows.nbytes * (end - begin) // rows.num_rows
+                    if size_bytes >= _MOST_PACKED_BYTES:
+                        yield self._pack(target, slices)
+                        slices, size_bytes = [], 0
+            if slices:
+                yield self._pack(target, slices)
 
     def notices(self, text: bytes) -> pa.RecordBatch:
         """Return the same notice for every reduce task."""
@@ -286,11 +397,8 @@ class _Packer:
         columns = [pa.array(self._targets, pa.int32()), pa.nulls(count, pa.binary()), pa.array([text] * count)]
         return pa.RecordBatch.from_arrays(columns, schema=_PACKED_SCHEMA)
 
-    def _pack(self, target: int, rows: pa.RecordBatch) -> pa.RecordBatch:
-        sink = pa.BufferOutputStream()
-        with pa.ipc.new_stream(sink, rows.schema, options=_WRITE_OPTIONS) as writer:
-            writer.write_batch(rows)
-        packed = sink.getvalue()
+    def _pack(self, target: int, slices: Sequence[pa.RecordBatch]) -> pa.RecordBatch:
+        packed = _stream(_together(slices), _WRITE_OPTIONS)
         count = 1 + self._batch_rows * packed.size // BATCH_BYTES
         offsets = np.full(count + 1, packed.size, np.int32)
         offsets[0] = 0
@@ -300,15 +408,18 @@ class _Packer:
         return pa.RecordBatch.from_arrays(columns, schema=_PACKED_SCHEMA)
 
 
+def _stream(rows: pa.RecordBatch, options: pa.ipc.IpcWriteOptions | None) -> pa.Buffer:
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, rows.schema, options=options) as writer:
+        writer.write_batch(rows)
+    return sink.getvalue()
+
+
 class ReceivedRows:
-    """All packed rows sent to one reduce task: in memory, or in a file of Spark's local directory if they are many."""
+    """All packed rows sent to one reduce task."""
 
     def __init__(self) -> None:
-        self._packed: list[pa.Buffer] = []
-        self._held_bytes = 0
-        self._file: IO[bytes] | None = None
-        self._sizes: Final[list[int]] = []
-        self._open: Final = ExitStack()
+        self._packed: Final = _Buffers()
         self.notices: Final[list[bytes]] = []
         """As `read_notice` takes them."""
 
@@ -317,7 +428,6 @@ class ReceivedRows:
 
     def __exit__(self, *_: object) -> None:
         self._packed.clear()
-        self._open.close()
 
     def take(self, batches: Iterable[pa.RecordBatch]) -> None:
         """Hold what is in these rows of `PACKED_ROWS`, notices included."""
@@ -328,35 +438,25 @@ class ReceivedRows:
             packed = batch.column("packed")
             sizes = pc.binary_length(packed).fill_null(0).to_numpy(zero_copy_only=False)
             for row in np.flatnonzero(sizes).tolist():
-                self._hold(packed[row].as_buffer())
+                self._packed.add(packed[row].as_buffer())
 
     def rows(self) -> Batches:
-        """Yield the rows, a batch as it was packed at a time; in the same order each time."""
-        for packed in self._all():
-            yield pa.ipc.open_stream(packed, options=_READ_OPTIONS).read_next_batch()
+        """Yield the rows, those of small packed values together; in the same order each time."""
+        held: list[pa.RecordBatch] = []
+        count = size_bytes = 0
+        for packed in self._packed.all():
+            batch = pa.ipc.open_stream(packed, options=_READ_OPTIONS).read_next_batch()
+            held.append(batch)
+            count, size_bytes = count + batch.num_rows, size_bytes + packed.size
+            if count >= _BATCH_ROWS or size_bytes >= _MOST_PACKED_BYTES:
+                yield _together(held)
+                held, count, size_bytes = [], 0, 0
+        if held:
+            yield _together(held)
 
-    def _hold(self, packed: pa.Buffer) -> None:
-        if self._file is None:
-            self._packed.append(packed)
-            self._held_bytes += packed.size
-            if self._held_bytes < _IN_MEMORY_BYTES:
-                return
-            spilled = tempfile.TemporaryFile(prefix="dedup-", dir=_local_directory())  # noqa: SIM115 - closed on exit
-            self._file = self._open.enter_context(spilled)
-            held, self._packed = self._packed, []
-        else:
-            held = [packed]
-        for each in held:
-            self._sizes.append(each.size)
-            self._file.write(each)
 
-    def _all(self) -> list[pa.Buffer]:
-        if self._file is not None and not self._packed:
-            self._file.flush()
-            whole = pa.py_buffer(mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_READ))
-            ends = np.cumsum(self._sizes).tolist()
-            self._packed = [whole.slice(end - size, size) for end, size in zip(ends, self._sizes, strict=True)]
-        return self._packed
+def _together(batches: Sequence[pa.RecordBatch]) -> pa.RecordBatch:
+    return batches[0] if len(batches) == 1 else pa.concat_batches(batches)
 
 
 def _local_directory() -> Path | None:
@@ -396,14 +496,14 @@ def map_function(plan: MapPlan) -> BatchFunction:
     def run(batches: Iterable[pa.RecordBatch]) -> Batches:
         context = TaskContext.get()
         screener = _Screener(plan, 0 if context is None else context.partitionId())
-        packer = _Packer(plan.targets, plan.batch_rows)
-        for batch in batches:
-            for begin in range(0, batch.num_rows, _BATCH_ROWS):
-                screened = screener.screened(batch.slice(begin, _BATCH_ROWS))
-                yield from packer.add(screened, _reducers(screened, len(plan.targets)))
-        yield from packer.rest()
-        if screener.runs.all:
-            yield packer.notices(write_notice(screener.runs.all))
+        with _Packer(plan.targets, plan.batch_rows) as packer:
+            for batch in batches:
+                for begin in range(0, batch.num_rows, _BATCH_ROWS):
+                    screened = screener.screened(batch.slice(begin, _BATCH_ROWS))
+                    yield from packer.add(screened, _reducers(screened, len(plan.targets)))
+            yield from packer.rest()
+            if screener.runs.all:
+                yield packer.notices(write_notice(screener.runs.all))
 
     return run
 

@@ -123,12 +123,13 @@ def test_f19_feeding_topic_made_again(make_job: MakeJob, feeding: str) -> None:
     job.admin.delete_topic(name)
     job.admin.create_topic(name, job.partitions, KEPT)
     job.send(workload(35, 600))
-    worker = job.refused(code=INCOMPATIBLE, says=f"{name} was deleted and made again")
+    behind = feeding == "repartition"
+    worker = job.refused(code=INCOMPATIBLE, says=f"{name} was deleted and made again", repartitions=behind)
     assert f"the topic with id {old_id}" in worker.log
     assert "Nothing was touched" in worker.log
     assert state_of(job, "a", topic_id(job, job.topology.changelog_topic)) == before
     shutil.rmtree(job.state_dir("a"))
-    job.refused(code=INCOMPATIBLE, says=f"{name} was deleted and made again")
+    job.refused(code=INCOMPATIBLE, says=f"{name} was deleted and made again", repartitions=behind)
 
 
 def test_f19_offsets_set_back_to_the_start(done: Job) -> None:
