@@ -1,6 +1,7 @@
-"""Metrics of a running worker: the list of metric names, the counters of each task, and snapshots of both for display.
+"""Defines the metrics of a running worker, the counters of each task, and snapshots of both for display.
 
-Everything here is a plain value: the worker counts, `web` renders Prometheus text and pages from the snapshots.
+Everything here is a plain value. The worker does the counting, and `web` renders Prometheus text and pages from the
+snapshots.
 """
 
 from __future__ import annotations
@@ -73,7 +74,8 @@ class Durations:
 
     bounds_s: tuple[float, ...]
     counts: list[int] = field(default_factory=list)
-    """Durations per bucket, not cumulative; one more than bounds, for everything above the last bound."""
+    """Number of durations in each bucket, not cumulative; an additional bucket holds everything above the last bound.
+    """
     total_s: float = 0.0
 
     def __post_init__(self) -> None:
@@ -92,12 +94,12 @@ class Durations:
 
 @dataclass(slots=True)
 class TaskNumbers:
-    """Counters of one task; they change only by whole batches."""
+    """Counters of one task; they are only updated after a whole batch."""
 
     verdicts: Counter[str] = field(default_factory=Counter)
     dead_reasons: Counter[str] = field(default_factory=Counter)
     formats: Counter[str] = field(default_factory=Counter)
-    """Dead letters that are not JSON, by the format they seem to have."""
+    """Dead letters that are not JSON, by the format that they seem to have."""
     conflicts: int = 0
     replayed: int = 0
     sampled: int = 0
@@ -111,11 +113,11 @@ class TaskNumbers:
     """None before the first judged record, and for a repartition task."""
     restore_remaining: int = 0
     restore_total: int = 0
-    """All changelog offsets that this restore has to read."""
+    """Total number of changelog offsets that this restore has to read."""
     restored: int = 0
     """Changelog records read before this task ran."""
     committed_offset: int | None = None
-    """Of this task's own last commit; None before its first."""
+    """Time of this task's last commit; None before the first."""
     committed_time_ms: int | None = None
     """Timestamp of the last record below ``committed_offset``."""
 
@@ -126,12 +128,12 @@ class TaskNumbers:
         self.last_commit_s = time.monotonic()
 
     def reached(self, stream_time_ms: int) -> None:
-        """Set stream time; with several feeds there is none until each feed has reported its own, or is idle."""
+        """Set stream time; with several feeds, there is none until each feed has reported its own or is idle."""
         # Before the first judged record stream time is BEFORE_ALL_TIME; no event time is negative.
         self.stream_time_ms = None if stream_time_ms < 0 else stream_time_ms
 
     def settled(self, oldest_ms: int, newest_ms: int, records: int) -> None:
-        """Count a batch whose verdicts are committed; each record counts as old as the oldest one."""
+        """Count a batch whose verdicts are committed; the age of the oldest record is used for every record."""
         self.committed_time_ms = newest_ms
         self.end_to_end.add(max(0.0, time.time() - oldest_ms / 1000), records)
 
@@ -143,7 +145,7 @@ class TaskNumbers:
         self.conflicts += judged.conflicts
 
     def add_counters(self, other: TaskNumbers) -> None:
-        """Add every number that only grows: counters and histograms, no gauges."""
+        """Add the numbers that never decrease, which are counters and histograms but not gauges."""
         self.add_verdicts(other)
         self.replayed += other.replayed
         self.sampled += other.sampled
@@ -168,7 +170,7 @@ class TaskSeen:
     state: str
     numbers: TaskNumbers
     lag_records: int | None
-    """As `dedup status` counts it; None until the partition's leader has answered once."""
+    """The lag as `dedup status` counts it; None until the partition's leader has responded once."""
     unstable_records: int | None
     """Feeding offsets that an open transaction hides from readers."""
     state_ids: int = 0
@@ -197,7 +199,7 @@ _REMEDIES: Final[Mapping[str, str]] = {
     "refused_by_broker": "Compare max.message.bytes of the topics with the size of the records.",
     "id_missing": "Compare `tracking_id` with what the producers send.",
 }
-"""Reason -> what to look at first if nearly all records have it."""
+"""Maps a reason to what to check first if nearly all records have it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,13 +209,13 @@ class DeadLetterAlert:
     judged: int
     dead: int
     reason: str
-    """The most frequent one."""
+    """The most frequent reason."""
     count: int
     """Dead letters of that reason."""
 
     @property
     def text(self) -> str:
-        """What happened, and what to do."""
+        """A message that says what happened and what to do."""
         remedy = _REMEDIES.get(self.reason, "Look at dedup-detail of some of them.")
         return (
             f"{self.dead:,} of {self.judged:,} records judged in the last minute are dead letters, {self.count:,} of "
@@ -233,11 +235,11 @@ class WorkerSeen:
     fenced: int
     corrupted: int
     not_ready: str | None
-    """Why it is not ready; None if it is."""
+    """Why the worker is not ready; None if it is."""
     checkpoints_unusable: int = 0
     alert: DeadLetterAlert | None = None
     ended: Mapping[Place, TaskNumbers] = field(default_factory=dict)
-    """The counters of closed tasks: a counter must not fall when a partition moves away."""
+    """The counters of closed tasks, which are kept because a counter must not decrease when a partition moves away."""
 
     def counters(self) -> dict[Place, TaskNumbers]:
         """Return the counters of each task since this worker started, closed tasks included."""
@@ -249,7 +251,7 @@ class WorkerSeen:
 
 
 def formats_of(counted: Iterable[TaskNumbers]) -> Counter[str]:
-    """Return the dead letters of several tasks that are not JSON, by the format they seem to have."""
+    """Return the dead letters of several tasks that are not JSON, by the format that they seem to have."""
     return sum((each.formats for each in counted), Counter[str]())
 
 

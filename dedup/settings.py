@@ -1,8 +1,8 @@
-"""Where a worker runs: the shape of the config file, the settings made from it, and how they are loaded.
+"""Defines the structure of the config file and the settings made from it, and loads them.
 
 `load_settings` merges defaults, the file, the environment and `--set`; later ones win. ``DEDUP_WEB__PORT=0`` means
-``web.port: 0``. A file never contains a secret, only ``${env:NAME}`` or ``${file:PATH}``, and no repr, error or log
-shows one. The ``*File`` models are also the published JSON Schema; their descriptions are what editors show.
+``web.port: 0``. A file never contains a secret, only ``${env:NAME}`` or ``${file:PATH}``, and no repr, error, or log
+shows a secret. The ``*File`` models are also the published JSON Schema; their descriptions are what editors show.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from dedup.quantities import DURATION_PATTERN, parse_duration
 from dedup.yaml_document import At, Document, did_you_mean, dotted, in_order, matching, models_of, read, told, within
 
 _DEFAULT_CONFIG: Final = Path("config/local.yaml")
-"""Read if it exists and no file is named."""
+"""The file that is read if it exists and no file is given."""
 _PREFIX: Final = "DEDUP_"
 BROKER_DEFAULT: Final = -1
-"""A replication factor that leaves the choice to the brokers, in Kafka's own protocol (KIP-464)."""
+"""In Kafka's protocol, the replication factor that lets the brokers choose (KIP-464)."""
 
 _NOT_SETTINGS: Final = ("DEDUP_CRASH_", "DEDUP_TEST_", "DEDUP_BENCH_", "DEDUP_DEMO_", "DEDUP_JDBC_")
 _SECRETS: Final[frozenset[At]] = frozenset({("security", "password"), ("security", "key_password"), ("web", "token")})
@@ -259,8 +259,9 @@ class TopicDefaults:
     min_insync_replicas: int | None = None
     """None: the brokers' default."""
     retention_ms: int | None = None
-    """Retention of output, duplicates and conflicts. None: the longest of any source topic, or unlimited if
-    one is compacted."""
+    """Retention of output, duplicates and conflicts. None: the longest of any source topic, or unlimited if one is
+    compacted.
+    """
     partitions: int | None = None
     """Of the repartition topic; None: those of the source topic."""
     compression: str = "snappy"

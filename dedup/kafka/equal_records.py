@@ -1,7 +1,7 @@
-"""Record batches whose keys all have one length, and whose values all have one, built column by column.
+"""Builds record batches column by column if all keys have the same length and all values have the same length.
 
-The changelog's sightings are such records: no headers, one timestamp. aiokafka's builder takes records one by one, a
-tenth of a microsecond each; here each record is a row of a byte table in which only a few columns differ.
+The sightings in the changelog are such records; they have no headers and share one timestamp. aiokafka's builder takes
+a tenth of a microsecond for each record. Here, each record is a row of a byte table in which only a few columns differ.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _MOST: Final = _WIDER_FROM[-1]
 
 
 class _Laid(_DefaultRecordBatchBuilderPy):  # type: ignore[misc]  # untyped base
-    """aiokafka's Python builder, for compression, header and checksum only: its records come encoded."""
+    """aiokafka's Python builder, used only for compression, header, and checksum; its records are already encoded."""
 
     def take(self, records: bytes, count: int, timestamp_ms: int) -> None:
         """Set the batch's records."""
@@ -44,9 +44,9 @@ def equal_records(
     compression: str,
     most_bytes: int = BATCH_BYTES,
 ) -> RecordBatch | None:
-    """Return a batch of our own records with these keys, each behind ``prefix``, and values.
+    """Return a batch of records with these keys, each prefixed with ``prefix``, and these values.
 
-    Its records equal those that `fill` makes. None if lengths differ, or if one batch cannot hold all.
+    Its records equal those that `fill` builds. Returns None if lengths differ or one batch cannot hold all records.
     """
     key_sizes, value_sizes = set(map(len, keys)), set(map(len, values))
     if len(key_sizes) != 1 or len(value_sizes) != 1:

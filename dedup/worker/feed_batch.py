@@ -1,4 +1,4 @@
-"""The unit that flows through an agent: the records of one feeding partition that one fetch returned, as columns."""
+"""The unit that agents process: the records of one feeding partition that one fetch returned, as columns."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dedup.kafka.wire import Header, TopicPartition
 
 @dataclass(frozen=True, slots=True)
 class FeedBatch:
-    """Records of one partition in log order, column by column; every column has one entry a record."""
+    """Records of one partition in log order, column by column; every column has one entry per record."""
 
     feeding: TopicPartition
     offsets: list[int]
@@ -22,16 +22,16 @@ class FeedBatch:
     values: list[bytes | None]
     headers: Sequence[Sequence[Header]]
     follows: int
-    """Where the batch before this one ended; a gap reveals a lost batch."""
+    """The offset at which the previous batch ended; a gap reveals a lost batch."""
     odd_names: frozenset[int] = frozenset()
-    """Offsets of records with a header name that is not UTF-8: dead letters."""
+    """Offsets of records with a header name that is not UTF-8, which become dead letters."""
     leader_epoch: int = -1
-    """Of the last record (KIP-320); -1 where that is not known."""
+    """Leader epoch of the last record (KIP-320); -1 if unknown."""
     life: int = 0
-    """Which reading of the partition fetched it: a partition may be read again from an earlier offset."""
+    """Identifies the reading that fetched the batch, because a partition may be read again from an earlier offset."""
 
     next_offset: int = field(init=False)
-    """The offset after the last record: what Kafka commits."""
+    """The offset after the last record, which is the offset to commit."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "next_offset", self.offsets[-1] + 1 if self.offsets else self.follows)
@@ -40,7 +40,7 @@ class FeedBatch:
     def of(
         cls, feeding: TopicPartition, columns: Columns, *, follows: int, leader_epoch: int = -1, life: int = 0
     ) -> FeedBatch:
-        """Return a batch of fetched columns: consecutive records of one partition."""
+        """Return a batch of fetched columns, which hold consecutive records of one partition."""
         return cls(
             feeding,
             columns.offsets,
@@ -64,7 +64,7 @@ class FeedBatch:
         return self._rows(slice(sum(1 for own in self.offsets if own < offset), None))
 
     def pieces(self, most: int) -> Iterator[FeedBatch]:
-        """Yield the records in order, at most so many at a time."""
+        """Yield the records in order, at most the given number at a time."""
         for at in range(0, len(self), most):
             yield self._rows(slice(at, at + most))
 
@@ -84,7 +84,7 @@ class FeedBatch:
 
 
 def gather(rows: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
-    """Return a function that picks these rows, at least one, out of a column; it runs in C."""
+    """Return a function that selects these rows (at least one) from a column; it runs in C."""
     if len(rows) == 1:
         (row,) = rows
         return lambda column: (column[row],)  # itemgetter would return the bare entry
