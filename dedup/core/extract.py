@@ -4,16 +4,16 @@ Theory of operation. A batch is either processed as a whole in C or halved. Rows
 one by one by `extract_one`. So the fast path only has to know when it is *certain* to agree with the slow path:
 
 * One call decodes all values, joined by line feeds (msgspec, one struct with the named members only). It cannot mix up
-rows. Every value begins with ``{`` and ends with ``}``. The sequence ``}`` LF ``{`` can occur neither in a string (a
-raw line feed is not JSON) nor inside a container (a comma is missing), so it always separates two values. If the
-decoder returns as many values as there are rows, there are no other boundaries.
+  rows. Every value begins with ``{`` and ends with ``}``. The sequence ``}`` LF ``{`` can occur neither in a string (a
+  raw line feed is not JSON) nor inside a container (a comma is missing), so it always separates two values. If the
+  decoder returns as many values as there are rows, there are no other boundaries.
 * msgspec skips other members and accepts invalid UTF-8 in them, so the joined bytes are checked to be UTF-8.
 * If a member is repeated, msgspec uses the last one, so each quoted name must occur exactly once per row (and per place
-where the struct has it). Every row has it at least once, unless it is spelled with an escape, and such rows are
-excluded.
+  where the struct has it). Every row has it at least once, unless it is spelled with an escape, and such rows are
+  excluded.
 * A short value cannot be nested deeply, and in a long value the brackets are counted.
 * Only strings and 64-bit integers are accepted. Anything else (numbers with a fraction, true, null, absent) is an error
-in the decoder and is left to the slow path, like every fault.
+  in the decoder and is left to the slow path, like every fault.
 
 Canonical content (`content_of`) uses the fast path if the result is certain to be exact. The decoder keeps numbers with
 a fraction as written, and the encoder sorts members at every level. Only repeated members must be checked, because the

@@ -1,6 +1,6 @@
-"""The shape that all Spark jobs share: a Kafka record as a row, whether it comes from Kafka or from files.
+"""The schema that all Spark jobs share for a Kafka record as a row, from Kafka or from files.
 
-Coordinates (topic, partition, offset) are null for rows that never were in Kafka, or whose coordinates were not kept.
+Coordinates (topic, partition, offset) are null for rows that were never in Kafka or whose coordinates were not kept.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ RECORDS: Final = StructType(
         StructField("offset", LongType()),
     ]
 )
-"""Key and value as bytes, null kept; headers empty if there are none; timestamp in ms since 1970 UTC."""
+"""Key and value are bytes or null, headers are empty if there are none, and the timestamp is in ms since 1970 UTC."""
 
 COORDINATES: Final = ("topic", "partition", "offset")
 
@@ -52,7 +52,7 @@ _TYPES: Final[dict[str, tuple[str, ...]]] = {
 
 
 def records_of_kafka(df: DataFrame) -> DataFrame:
-    """Return what Spark's Kafka source read as `RECORDS`; headers need its option `includeHeaders`."""
+    """Return rows of Spark's Kafka source as `RECORDS`; headers need its option `includeHeaders`."""
     return df.select(
         F.col("key").cast(BinaryType()),
         F.col("value").cast(BinaryType()),
@@ -65,11 +65,11 @@ def records_of_kafka(df: DataFrame) -> DataFrame:
 
 
 def records_of_files(df: DataFrame, *, place: str = "the input") -> DataFrame:
-    """Return a table of records as `RECORDS`, by the names of its columns.
+    """Return a table of records as `RECORDS`, by column names.
 
-    Required: `value` (text or bytes). Optional: `key`, `headers`, `timestamp_ms` (integer) or `timestamp`, and `topic`,
-    `partition`, `offset`, either all three or none. Raises TopologyError with every column that is missing or whose
-    type cannot be read without a guess; ``place`` names the table in it.
+    `value` (text or bytes) is required. `key`, `headers`, `timestamp_ms` (integer) or `timestamp`, and all three of
+    `topic`, `partition`, and `offset` are optional. Raises TopologyError with every column that is missing or whose
+    type is ambiguous; ``place`` is the name of the table in the message.
     """
     problems = [text for text in (_problem(df, name) for name in ("value", *_OPTIONAL)) if text]
     given = [name for name in COORDINATES if name in df.columns]
@@ -86,7 +86,7 @@ def records_of_files(df: DataFrame, *, place: str = "the input") -> DataFrame:
 def headers_of(df: DataFrame) -> Column:
     """Return the column `headers`, empty if it is null or missing.
 
-    Spark 4.0 needs 16 µs to hand a null array to Python, and 1 µs for an empty one (bench/README.md).
+    Spark 4.0 needs 16 µs to pass a null array to Python, and 1 µs for an empty one (bench/README.md).
     """
     none = F.array().cast(HEADERS)
     return F.coalesce(F.col("headers").cast(HEADERS), none) if "headers" in df.columns else none

@@ -1,7 +1,7 @@
-"""The shapes of topology files and ingest files: their keys, what each key takes, its default and its description.
+"""The schemas of topology files and ingest files, with each key's values, default, and description.
 
-These pydantic models are also published as JSON Schemas; editors show the descriptions while someone writes a file.
-`model` and `ingest_file` hold the values that the program works with.
+These pydantic models are also published as JSON Schemas, and editors show the descriptions. `model` and `ingest_file`
+define the values that the program uses.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def _version(number: Any) -> Any:  # noqa: ANN401 - any value in the file
 
 
 def _number_as_text(value: Any) -> Any:  # noqa: ANN401 - any value in the file
-    """Pass a bare number on as text, so that its missing unit is reported."""
+    """Convert a bare number to text, so that its missing unit is reported."""
     return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
 
 
@@ -204,7 +204,7 @@ class _Keys(BaseModel):
 
 
 class _ExactlyOne(_Keys):
-    """A mapping of which exactly one of two keys must be given."""
+    """A mapping that must have exactly one of two keys."""
 
     one_of: ClassVar[tuple[str, str]]
 
