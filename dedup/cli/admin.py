@@ -1,4 +1,4 @@
-"""Commands that administer a topology on a cluster: `apply`, `status`, `reset`, `replay`, `lookup`."""
+"""Commands that administer a topology on a cluster: `apply`, `status`, `reset`, `replay`, and `lookup`."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def apply(
     config: ConfigOption = None,
     overrides: SetOption = None,
 ) -> None:
-    """Print what is missing, and create it."""
+    """Print missing topics, and create them."""
     from dedup.cli.connectors import apply_tables, resolved_sink
     from dedup.worker import topics as applying
 
@@ -187,7 +187,7 @@ def status(
     config: ConfigOption = None,
     overrides: SetOption = None,
 ) -> None:
-    """Print the tasks as the brokers and the reachable workers see them."""
+    """Print the tasks with the values that the brokers and the reachable workers report."""
     from dedup.cli.status import WATCH_S, Shown, ask_fleet, default_urls, looked, survey
 
     parsed, settings = _read(topology, config, overrides)
@@ -221,7 +221,7 @@ def reset(
     config: ConfigOption = None,
     overrides: SetOption = None,
 ) -> None:
-    """Delete what a topology knows. Raises DedupError while it has workers."""
+    """Delete everything a topology knows. Raises DedupError while it has workers."""
     from dedup.worker.reset import Reset, delete_local_state, local_state
 
     parsed, settings = _read(topology, config, overrides)
@@ -286,7 +286,7 @@ def replay(
     config: ConfigOption = None,
     overrides: SetOption = None,
 ) -> None:
-    """Replay one side topic and print how many records were sent."""
+    """Replay one side topic and print the number of sent records."""
     from dedup.worker.dead_letter_replay import BEGINNINGS, Replay, replay_plan
     from dedup.worker.topics import Cluster, topic_names
 
@@ -327,7 +327,7 @@ def lookup(
     config: ConfigOption = None,
     overrides: SetOption = None,
 ) -> None:
-    """Print what the workers know of an ID."""
+    """Print what the workers know about an ID."""
     from dedup.cli.status import ask_id, default_urls, in_words
 
     parsed, settings = _read(topology, config, overrides)

@@ -1,4 +1,4 @@
-"""`dedup broker`: runs an embedded Kafka in the foreground."""
+"""Implements `dedup broker`, which runs an embedded Kafka in the foreground."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def broker_command(
 
 @contextlib.contextmanager
 def fetching_jars() -> Iterator[OnBytes]:
-    """Yield a callback for (bytes done, bytes in total); shows a bar from its first call on."""
+    """Yield a callback for (bytes done, total bytes), which shows a bar from its first call on."""
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     console = Console(stderr=True)
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:

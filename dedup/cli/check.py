@@ -1,4 +1,4 @@
-"""Commands that need no broker: `check`, `describe`, `schema`, `try`."""
+"""Commands that need no broker: `check`, `describe`, `schema`, and `try`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from dedup.topology.lint import Finding
 
 LOOK_S: Final = 0.3
-"""Interval at which `dedup check --watch` polls the files: shorter than a person notices."""
+"""Interval at which `dedup check --watch` polls the files, too short for a person to notice."""
 
 _CHECK: Final = """Check topology and ingest files: each error with its position, and warnings about likely mistakes.
 
@@ -103,9 +103,10 @@ def check(
 
 
 def again_at_each_save(paths: Sequence[Path], act: Callable[[], None], wait: Callable[[], None]) -> None:
-    """Act now, and again whenever a file is written, replaced, created or removed; ends only by an exception.
+    """Act now, and again whenever a file is written, replaced, created, or removed; ends only by an exception.
 
-    Polls time and size instead of using file-system events: editors replace files, and network shares send none.
+    It polls time and size instead of using file-system events, because editors replace files and network shares send no
+    events.
     """
     seen: list[tuple[int, int, int] | None] | None = None
     while True:
@@ -117,7 +118,7 @@ def again_at_each_save(paths: Sequence[Path], act: Callable[[], None], wait: Cal
 
 
 def _stamp(path: Path) -> tuple[int, int, int] | None:
-    """Return what a save changes; None if the file does not exist."""
+    """Return the values that a save changes; None if the file does not exist."""
     try:
         known = path.stat()
     except OSError:
@@ -126,7 +127,7 @@ def _stamp(path: Path) -> tuple[int, int, int] | None:
 
 
 def _check_at_each_save(topologies: list[Path], settings: Settings | None) -> NoReturn:
-    """Check until Ctrl-C; errors are printed, since the next save may correct them."""
+    """Check until Ctrl-C; errors are printed, because the next save may correct them."""
 
     def look() -> None:
         typer.echo(f"--- {time.strftime('%H:%M:%S')}")
@@ -174,7 +175,7 @@ def _check_once(topologies: list[Path], settings: Settings | None, *, as_json: b
 
 
 def _read_stage(path: Path) -> Named | TopologyError:
-    """Return the stage that a file describes, or what is wrong with it."""
+    """Return the stage that a file describes, or the problems in the file."""
     from dedup.topology.chain import Named
     from dedup.topology.ingest_file import is_ingest, parse_ingest
     from dedup.topology.parse import parse
@@ -272,7 +273,7 @@ def try_records(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Print the verdict on each record, and the number of each verdict."""
+    """Print the verdict on each record, and the count of each verdict."""
     from dedup.cli.try_records import RecordJudge, entries
 
     parsed = read_topology(topology)

@@ -1,4 +1,4 @@
-"""`dedup checkpoint`: stores the state of a topology's tasks where a worker with an empty disk can start from it."""
+"""Implements `dedup checkpoint`, which stores the state of tasks for workers that start with an empty disk."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def checkpoint(
     config: ConfigOption = None,
     overrides: SetOption = None,
 ) -> None:
-    """Make a checkpoint of each partition, and print what it holds."""
+    """Make a checkpoint of each partition, and print its content."""
     from dedup.kafka.topic_admin import on_cluster
     from dedup.store.checkpoint_storage import CheckpointStorage
     from dedup.store.directory import own_state
@@ -140,7 +140,7 @@ def _bars() -> Bars:
 
 
 class _Bar:
-    """The progress bar of one partition: first offsets of the changelog, then bytes of the archive."""
+    """The progress bar of one partition, which counts offsets of the changelog first and then bytes of the archive."""
 
     def __init__(self, bars: Bars, partition: int) -> None:
         self._bars: Final = bars
@@ -148,11 +148,11 @@ class _Bar:
         self._line: Final = bars.add_task(f"partition {partition}", total=None)
 
     def restoring(self, done: int, total: int) -> None:
-        """Show offsets read."""
+        """Show the offsets read."""
         self._bars.update(self._line, description=f"partition {self._partition}: read", completed=done, total=total)
 
     def packing(self, done: int, total: int) -> None:
-        """Show bytes written."""
+        """Show the bytes written."""
         self._bars.update(self._line, description=f"partition {self._partition}: write", completed=done, total=total)
 
 

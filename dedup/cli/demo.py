@@ -1,4 +1,4 @@
-"""`dedup demo`: the whole product on one machine, with real data, real duplicates and a real crash."""
+"""Implements `dedup demo`, the whole product on one machine, with real data, real duplicates, and a real crash."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def _demo(size: Size, directory: Path, console: Console) -> tuple[Report, int]:
 
 
 def topology_text() -> str:
-    """Return the demo's topology, the same as topologies/flights.yaml in the repository."""
+    """Return the demo's topology, which equals topologies/flights.yaml in the repository."""
     return resources.files("dedup.embedded").joinpath("flights.yaml").read_text(encoding="utf-8")
 
 
@@ -129,7 +129,7 @@ def _kafka_behind_proxy(directory: Path, console: Console) -> Iterator[tuple[Emb
 
 
 def _print_books(found: Report, distinct: int, page: Path | None, console: Console) -> None:
-    """Print the report, `lost 0  duplicated 0` last. Raises VerificationFailed if it says anything else."""
+    """Print the report, which must end with `lost 0  duplicated 0`. Raises VerificationFailed otherwise."""
     from dedup.verify.render import print_report, to_html
 
     if page is not None:

@@ -1,4 +1,4 @@
-"""`dedup run`: a worker, or a supervisor of several."""
+"""Implements `dedup run`, which runs a worker or a supervisor of several workers."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def _run_one(parsed: Topology, settings: Settings, *, exit_when_done: bool, onto
 
 
 class RunProgress:
-    """The progress line of a worker: rates and verdicts on a terminal; without one only the closing line."""
+    """The progress line of a worker, with rates and verdicts; without a terminal, only the closing line."""
 
     def __init__(self, *, enabled: bool) -> None:
         self._console: Final = Console(stderr=True)
@@ -112,7 +112,7 @@ class RunProgress:
             self._live.stop()
 
     def tick(self, app: DedupApp) -> None:
-        """Update the line if it is due; cheap enough to be called often."""
+        """Update the line if it is due; cheap enough to call often."""
         for task in app.tasks.running.values():
             self._of_tasks[id(task.numbers)] = task.numbers.verdicts
         now_s = time.monotonic()
@@ -139,7 +139,7 @@ class RunProgress:
 
 
 def restore_bar(numbers: Sequence[TaskNumbers]) -> list[RenderableType]:
-    """Return a progress bar over all running restores; an empty list if there are none."""
+    """Return a progress bar for all running restores; empty if there are none."""
     restoring = [each for each in numbers if each.restore_remaining > 0]
     if not restoring:
         return []

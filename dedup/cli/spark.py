@@ -1,6 +1,6 @@
-"""`dedup spark run`, `backfill`, `seed`, `audit` and `upsert`: a topology on Spark.
+"""Implements `dedup spark run`, `backfill`, `seed`, `audit`, and `upsert`.
 
-PySpark is imported when a command runs: `--help` must be quick, and work without it.
+PySpark is imported when a command runs, because `--help` must be fast and work without it.
 """
 
 from __future__ import annotations
@@ -111,7 +111,10 @@ class OutputFormat(Enum):
 def open_session(
     topology: Topology, master: str | None, conf: list[str] | None, packages: Iterable[Package]
 ) -> SparkSession:
-    """Return a session with the settings ``--conf key=value``. Raises SettingsError for one without a value."""
+    """Return a session with the settings in ``--conf key=value``.
+
+    Raises SettingsError for a setting without a value.
+    """
     from dedup.spark.session import session_for
 
     wrong = [text for text in conf or () if "=" not in text]
@@ -125,7 +128,7 @@ def open_session(
 def _job(
     topology: Topology, master: str | None, conf: list[str] | None, packages: Iterable[Package], *, quiet: bool
 ) -> Iterator[SparkSession]:
-    """Yield a session with a progress bar; errors of executors are raised as what they are."""
+    """Yield a session with a progress bar; dedup's own errors from executors are raised unchanged."""
     from dedup.spark.session import JobProgress, translated_errors
 
     spark = open_session(topology, master, conf, packages)
@@ -137,7 +140,7 @@ def _job(
 
 
 def _parse_until(text: str) -> Until:
-    """Return ``--until``: `earliest`, `latest`, a time in ms, or the offsets of `topic/partition=offset,...`."""
+    """Parse ``--until``: `earliest`, `latest`, a time in ms, or the offsets of `topic/partition=offset,...`."""
     match text:
         case "earliest" | "latest":
             return text
@@ -148,7 +151,7 @@ def _parse_until(text: str) -> Until:
 
 
 def _parse_time(text: str, option: str, write: str) -> int:
-    """Return a time in ms. Raises SettingsError, with ``write`` as what to write instead."""
+    """Return a time in ms. Raises SettingsError, in which ``write`` says what to write instead."""
     from dedup.core.event_time import rfc3339_ms
 
     found = int(text) if text.isdecimal() else rfc3339_ms(text)
@@ -213,7 +216,7 @@ def run(
 
 @contextmanager
 def _stopped_by_signals(stop: Callable[[], None]) -> Iterator[None]:
-    """Inside ``with``, SIGTERM and SIGINT call ``stop``."""
+    """Call ``stop`` on SIGTERM and SIGINT inside ``with``."""
 
     def stopped(_number: int, _frame: object) -> None:
         stop()
@@ -227,7 +230,7 @@ def _stopped_by_signals(stop: Callable[[], None]) -> Iterator[None]:
 
 
 class _StreamProgress:
-    """A line on a terminal while the stream runs, and one at the end."""
+    """Prints a progress line on a terminal while the stream runs, and a closing line."""
 
     def __init__(self, *, enabled: bool) -> None:
         self._console: Final = Console(stderr=True)
@@ -260,7 +263,7 @@ class _StreamProgress:
         return "  ".join(f"{name} {count:,}" for name, count in sorted(self._verdicts.items()) if count)
 
     def closing_line(self) -> None:
-        """Print what this run judged."""
+        """Print the number of judged records."""
         judged = sum(self._verdicts[name] for name in _VERDICTS)
         self._console.print(f"judged {judged:,}: {self._split() or 'nothing'}", highlight=False)
 

@@ -1,4 +1,4 @@
-"""`dedup verify` and `dedup explain`: proofs from Kafka alone, of a whole topology and of one tracking ID."""
+"""Implements `dedup verify` and `dedup explain`, which check a topology and one tracking ID from Kafka alone."""
 
 from __future__ import annotations
 
