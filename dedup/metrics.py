@@ -32,37 +32,44 @@ class Metric:
 
 METRICS: Final[tuple[Metric, ...]] = (
     Metric("dedup_records_total", "counter", "Records judged, by verdict.", (*_TASK_LABELS, "verdict")),
-    Metric("dedup_conflicts_total", "counter", "Duplicates whose payload differs from the first."),
+    Metric("dedup_conflicts_total", "counter", "Duplicates whose payload differs from that of the first record."),
     Metric("dedup_dead_letters_total", "counter", "Dead letters, by reason.", (*_TASK_LABELS, "reason")),
     Metric(
         "dedup_other_formats_total",
         "counter",
-        "Dead letters whose first bytes are those of a format other than JSON.",
+        "Dead letters whose first bytes suggest a format other than JSON.",
         (*_TASK_LABELS, "format"),
     ),
     Metric("dedup_replayed_total", "counter", "Records read again and skipped because they were already judged."),
     Metric("dedup_misplaced_ids_total", "counter", "Sampled records whose ID hashes to another partition."),
-    Metric("dedup_transactions_total", "counter", "Transactions, by how they ended.", (*_TASK_LABELS, "result")),
-    Metric("dedup_commit_seconds", "histogram", "From the start of a commit to the broker's confirmation of it."),
-    Metric("dedup_end_to_end_seconds", "histogram", "From a record's timestamp to the commit of its verdict."),
+    Metric("dedup_transactions_total", "counter", "Transactions, by result.", (*_TASK_LABELS, "result")),
+    Metric("dedup_commit_seconds", "histogram", "Time from the start of a commit to its confirmation by the broker."),
+    Metric("dedup_end_to_end_seconds", "histogram", "Time from a record's timestamp to the commit of its verdict."),
     Metric("dedup_stream_time_seconds", "gauge", "Stream time; absent before the first judged record."),
-    Metric("dedup_state_ids", "gauge", "IDs in the store, estimated."),
-    Metric("dedup_state_bytes", "gauge", "Bytes of the store on disk, estimated."),
-    Metric("dedup_state_max_bytes", "gauge", "state.max_bytes_per_partition; absent if the topology sets none."),
+    Metric("dedup_state_ids", "gauge", "Estimated number of IDs in the store."),
+    Metric("dedup_state_bytes", "gauge", "Estimated size of the store on disk."),
+    Metric(
+        "dedup_state_max_bytes", "gauge", "The limit state.max_bytes_per_partition; absent if the topology sets none."
+    ),
     Metric("dedup_restore_remaining_records", "gauge", "Changelog offsets that a restore still has to read."),
-    Metric("dedup_task_state", "gauge", "1 for the state a task is in.", (*_TASK_LABELS, "state")),
+    Metric("dedup_task_state", "gauge", "1 for the current state of a task.", (*_TASK_LABELS, "state")),
     Metric(
         "dedup_lag_records",
         "gauge",
-        "Feeding offsets from the committed one to the end; 0 if there is no record among them.",
+        "Feeding offsets from the committed one to the end; 0 if they contain no record.",
     ),
     Metric("dedup_lag_seconds", "gauge", "Age of the last committed record while there is lag; 0 without lag."),
     Metric("dedup_last_stable_offset_lag", "gauge", "Feeding offsets that an open transaction hides from readers."),
     Metric("dedup_seconds_since_commit", "gauge", "Age of the last commit."),
-    Metric("dedup_standby_lag_records", "gauge", "Changelog offsets a standby has not applied.", ("partition",)),
+    Metric("dedup_standby_lag_records", "gauge", "Changelog offsets that a standby has not applied.", ("partition",)),
     Metric("dedup_fenced_total", "counter", "Tasks discarded because another owner fenced them.", ()),
-    Metric("dedup_corrupted_total", "counter", "Local stores deleted and restored.", ()),
-    Metric("dedup_checkpoints_unusable_total", "counter", "Unusable checkpoints; the changelog was read instead.", ()),
+    Metric("dedup_corrupted_total", "counter", "Local stores that were corrupted, deleted, and restored.", ()),
+    Metric(
+        "dedup_checkpoints_unusable_total",
+        "counter",
+        "Unusable checkpoints, instead of which the changelog was read.",
+        (),
+    ),
 )
 COMMIT_BUCKETS_S: Final = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 END_TO_END_BUCKETS_S: Final = (0.05, 0.1, 0.2, 0.3, 0.5, 1.0, 2.0, 5.0, 15.0, 60.0, 300.0, 3600.0)
@@ -117,7 +124,7 @@ class TaskNumbers:
     restored: int = 0
     """Changelog records read before this task ran."""
     committed_offset: int | None = None
-    """Time of this task's last commit; None before the first."""
+    """The offset of this task's own last commit; None before its first commit."""
     committed_time_ms: int | None = None
     """Timestamp of the last record below ``committed_offset``."""
 

@@ -404,7 +404,7 @@ class Age:
     """Past records of one age."""
 
     until_ms: int
-    """The time after which retention must begin to delete these records."""
+    """A retention that keeps only records after this time deletes these records."""
     ends: Mapping[str, Mapping[int, int]]
     """Maps source topic and partition to the offset after these records."""
 

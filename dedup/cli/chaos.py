@@ -1,5 +1,4 @@
-"""Implements `dedup chaos`, which injects faults into a fleet under load and proves that no record is lost or repeated.
-"""
+"""Implements `dedup chaos`, which injects faults into a fleet under load and proves that the result is exact."""
 
 from __future__ import annotations
 
@@ -30,12 +29,12 @@ if TYPE_CHECKING:
 
 _HELP: Final = """Inject faults into a fleet under load, then prove that nothing was lost or duplicated.
 
-Workers are killed, frozen, stopped and joined by others, while a read_committed consumer watches the output. Without
---config this happens on an embedded Kafka, whose broker is killed and whose connections are cut as well; --harder above
-1 also restarts the broker cleanly, changes the compression and record size of the output, shortens the retention of the
-source to delete judged records, and tries to delete the group. With --config it happens in your test environment:
-made-up records go to the topology's source topics, which must exist and be empty, and only the workers that this
-command starts are hit. Exit code 4 if anything was violated.
+Workers are killed, frozen, and stopped, and new workers join, while a read_committed consumer watches the output.
+Without --config, this happens on an embedded Kafka, and the command also kills the broker and cuts connections. With
+--harder above 1, it also restarts the broker cleanly, changes the compression and record size of the output, shortens
+the retention of the source to delete judged records, and tries to delete the group. With --config, it happens in your
+test environment. Made-up records are sent to the topology's source topics, which must exist and be empty, and faults
+hit only the workers that this command starts. The exit code is 4 if a violation is found.
 
 Examples: dedup chaos topologies/simplest.yaml --minutes 2
 

@@ -33,11 +33,12 @@ if TYPE_CHECKING:
 LOOK_S: Final = 0.3
 """Interval at which `dedup check --watch` polls the files, too short for a person to notice."""
 
-_CHECK: Final = """Check topology and ingest files: each error with its position, and warnings about likely mistakes.
+_CHECK: Final = """Check topology and ingest files, and print errors with positions and warnings about likely mistakes.
 
-Exit code 2 if a file has an error; 0 if there are only warnings. Several files are also checked as a chain from source
-to table: a stage that is not exactly-once is named. Two topologies that write to the same topic are an error, unless it
-only receives their dead letters. --broker also compares the topics of the cluster with what each topology needs.
+The exit code is 2 if a file has an error, and 0 if there are only warnings. Several files are also checked as a chain
+from source to table, and stages that are not exactly-once are named. It is an error if two topologies write to the same
+topic, unless it only receives their dead letters. --broker also compares the topics of the cluster with what each
+topology needs.
 
 Examples: dedup check topologies/*.yaml
 
@@ -47,20 +48,21 @@ dedup check topologies/orders.yaml --broker --config config/production.yaml
 
 dedup check topologies/orders.yaml --watch
 """
-_DESCRIBE: Final = """Show a topology: agents, topics, the table, and what happens to each record.
+_DESCRIBE: Final = """Show a topology's agents, topics, and table, and what happens to each record.
 
 Examples: dedup describe topologies/orders.yaml
 
 dedup describe topologies/orders.yaml --svg > orders.svg
 """
-_SCHEMA: Final = """Print the JSON Schema of topology, config or ingest files, for use in editors.
+_SCHEMA: Final = """Print the JSON Schema of topology, config, or ingest files, for use in editors.
 
 Example: dedup schema topology > topologies/topology.schema.json
 """
 _TRY: Final = """Judge records from a file without a broker, and give the reason for each verdict.
 
-FILE holds one JSON value per line ("-" or no FILE: standard input). The lines are judged in order, as one partition of
-one topic. With --envelope a line is a whole record: {"key": ..., "value": ..., "headers": {...}, "timestamp": ms}.
+FILE contains one JSON value per line; without FILE, or with "-", standard input is read. The lines are judged in order,
+as one partition of one topic. With --envelope, a line is a whole record:
+{"key": ..., "value": ..., "headers": {...}, "timestamp": ms}.
 
 Example: dedup try topologies/simplest.yaml tests/data/sample.jsonl
 """

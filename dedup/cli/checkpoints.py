@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 
 _HELP: Final = """Write the state of a topology's tasks to a directory or an object store, one checkpoint per partition.
 
-The state is read from the changelog, so no worker is needed or disturbed. A worker that has `state.checkpoint` set but
-no local state starts from the checkpoint and reads only the rest of the changelog. --state-dir keeps what was read, so
-the next run reads only new records; run it from a timer, one process at a time.
+The state is read from the changelog, so no worker is needed or disturbed. A worker with `state.checkpoint` but without
+local state starts from the checkpoint and reads only the rest of the changelog. The state that was read is kept in
+--state-dir, so the next run reads only new records. Run this command from a timer, one process at a time.
 
 Example: dedup checkpoint topologies/orders.yaml --to s3://backups/dedup
 """
@@ -44,11 +44,13 @@ def checkpoint(
     *,
     to: Annotated[
         str | None,
-        typer.Option("--to", metavar="URL", help="Directory, s3://... or gs://...; state.checkpoint by default."),
+        typer.Option("--to", metavar="URL", help="Directory or URL (s3://..., gs://...); state.checkpoint by default."),
     ] = None,
     state_dir: Annotated[
         Path | None,
-        typer.Option(help="Where to keep what is read, not a worker's state_dir; state_dir/.checkpoint by default."),
+        typer.Option(
+            help="Directory for the state read; state_dir/.checkpoint by default, never a worker's state_dir."
+        ),
     ] = None,
     partitions: Annotated[
         list[int] | None, typer.Option("--partition", min=0, help="Only this partition. Repeatable.")

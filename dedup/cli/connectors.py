@@ -27,7 +27,7 @@ Examples: dedup ingest topologies/files-to-topic.yaml
 
 dedup ingest topologies/table-to-topic.yaml --exit-when-done
 """
-_SINK: Final = """Keep a table with one row per tracking ID; reading the topic a second time changes nothing.
+_SINK: Final = """Write a topic to a table with one row per tracking ID; a second read of the topic changes nothing.
 
 Rows and the topic's offsets are written in one database transaction. A second process with the same partitions takes
 over, and the first one stops with TaskMigrated.

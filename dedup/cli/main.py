@@ -41,7 +41,7 @@ _PANELS: Final = {
 """Maps each panel of `dedup --help` to its commands, in display order."""
 
 _EXIT_CODES: Final = (
-    "Exit codes: 0 success, 1 unexpected error, 2 mistake in a file or on the command line, 3 incompatible state, "
+    "Exit codes: 0 success, 1 unexpected error, 2 error in a file or on the command line, 3 incompatible state, "
     "4 verification found a violation, 5 broker unreachable or request refused, 130 interrupted."
 )
 

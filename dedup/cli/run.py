@@ -55,10 +55,10 @@ def run(
     ] = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="Only log; show no progress line.")] = False,
 ) -> None:
-    """Deduplicate a topology's topics: one worker, or N supervised ones, until a signal comes.
+    """Deduplicate a topology's topics with one worker, or N supervised ones, until a signal arrives.
 
-    A new group is refused if its output already holds records: a renamed topology, or a second one with the same
-    output, would forward them again. --onto-existing-output allows it; once is enough, it is remembered for seven days.
+    A new group is refused if its output already holds records, because a renamed topology, or a second one with the
+    same output, would forward them again. --onto-existing-output allows it, and is remembered for seven days.
     """
     from dataclasses import replace
 

@@ -34,10 +34,11 @@ _INTEGER_KEY_BYTES: Final = 6
 """Bytes of a number up to a trillion."""
 _KINDS: Final = "uuid, integer or text:LENGTH"
 
-_HELP: Final = """Predict state on disk and in memory from a record rate, a guard period and the length of an ID.
+_HELP: Final = """Predict the size of state on disk and in memory from a record rate, a guard period, and an ID length.
 
-If TOPOLOGY is given, its guard period and grace are used, and the prediction is compared with its state limit. Accurate
-to 20 % for IDs that have nothing in common; sequential IDs take as little as half. Makes no connections.
+If TOPOLOGY is given, its guard period and grace are used, and the prediction is compared with its state limit. The
+prediction is accurate to 20 % for IDs that have nothing in common; sequential IDs take as little as half. The command
+makes no connections.
 
 Examples: dedup size topologies/orders.yaml --rate 2000
 
@@ -69,7 +70,7 @@ def size(
     topology: OptionalTopology = None,
     *,
     rate: Annotated[float, typer.Option(min=0, help="Records per second.")] = 1000,
-    duplicates: Annotated[float, typer.Option(min=0, max=1, help="Share of records without a new ID.")] = 0,
+    duplicates: Annotated[float, typer.Option(min=0, max=1, help="Share of records whose ID is not new.")] = 0,
     kind: Annotated[str, typer.Option("--id", metavar="KIND", help=f"Kind of ID: {_KINDS}.")] = "uuid",
     guard: Annotated[
         str | None, typer.Option(metavar="DURATION", help="Guard period; the topology's by default.")

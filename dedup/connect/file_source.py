@@ -379,7 +379,7 @@ class _LineReader:
         self._rest = b""
         """The part of this line that was read."""
         self._digest: Any = None
-        """Length and digest of the part read from a line that is too long; `_rest` is then empty."""
+        """Digest of the part read so far of a line that is too long; `_rest` is then empty."""
         self._digested_bytes = 0
 
     @property

@@ -42,7 +42,7 @@ class SortedRows:
     topics: Integers
     """Position in ``source.topics``."""
     partitions: Integers
-    """Offset in the source; -1 if a row has no coordinates."""
+    """Partition in the source; -1 if a row has no coordinates."""
     offsets: Integers
     fingerprints: pa.Array | pa.ChunkedArray | None
 

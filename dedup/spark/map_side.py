@@ -59,7 +59,7 @@ PACKED_ROWS: Final = StructType(
 _PACKED_SCHEMA: Final = pa.schema([(TARGET, pa.int32()), ("packed", pa.binary()), ("notice", pa.binary())])
 MOST_REDUCERS: Final = 1 << 16
 BATCH_BYTES: Final = 64 << 20
-"""Maximum number of packed rows that Spark passes to Python at once."""
+"""Maximum size of the packed rows that Spark passes to Python at once."""
 _WRITE_OPTIONS: Final = pa.ipc.IpcWriteOptions(compression="lz4", use_threads=False)
 """Compression halves the number of bytes, and each byte is copied eight times between tasks."""
 _READ_OPTIONS: Final = pa.ipc.IpcReadOptions(use_threads=False)

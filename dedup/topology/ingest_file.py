@@ -27,7 +27,7 @@ class FilesSource:
     directory: str
     pattern: str
     columns: tuple[tuple[str, CsvType], ...] | None
-    """Delimiter of CSV; None means one JSON value per line."""
+    """The columns of CSV files; None means one JSON value per line."""
     start_over: bool
     """Whether a truncated or replaced file is read from its beginning; otherwise ingest stops."""
     take_last_line: bool

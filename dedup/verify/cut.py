@@ -384,8 +384,7 @@ class Cut:
         return bounds.high - begin if self.reader.holds_records(topic, partition, begin, bounds.high) else 0
 
     def configured_start(self, topic: str, partition: int) -> int | None:
-        """Return the first judged source offset by reset or `source.start`; None for `latest`, which is not recorded.
-        """
+        """Return the first judged source offset by reset or `source.start`; None for `latest`, which is not stored."""
         bounds, begin = self.bounds[topic][partition], self.begins[topic].get(partition)
         if begin is not None:
             return max(begin, bounds.low)

@@ -189,7 +189,7 @@ class Copies:
     purged: Collection[int]
     """Partitions of the repartition topic that are not replayed."""
     gone: dict[str, int] = field(default_factory=dict)
-    """Maps each topic that has lost its beginning to the copies that it should have received."""
+    """Maps each topic that has lost its beginning to the number of copies that it should have received."""
 
     @classmethod
     def of(cls, cut: Cut, buckets: int, purged: Collection[int]) -> Copies:

@@ -54,7 +54,7 @@ class Bounds:
     start_deleted: bool
     """Whether records before ``low`` were deleted, by retention or by hand."""
     before: int = 0
-    """Offsets below ``low`` that still exist because they were written before a reset."""
+    """Number of offsets below ``low`` that still exist because they were written before a reset."""
 
 
 @dataclass(slots=True)
