@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 _HELP: Final = """Run an embedded Kafka until Ctrl-C.
 
-This is a real Apache Kafka 4.1.1 with one node on 127.0.0.1. The first run downloads its jars (45 MB) from Maven Central
-into the user's cache. Without --data-dir, the data is deleted at the end.
+This is a real Apache Kafka 4.1.1 with one node on 127.0.0.1. The first run downloads its jars (45 MB) from Maven
+Central into the user's cache. Without --data-dir, the data is deleted at the end.
 
 Example: dedup broker --port 9092 --data-dir state/kafka
 """
