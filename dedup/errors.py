@@ -4,7 +4,7 @@
     ├── AuthorMistake            exit 2: correct the file or the command line
     │   ├── TopologyError            the topology file
     │   └── SettingsError            the config file, --set, DEDUP_*
-    ├── StateIncompatible        exit 3: nothing was touched; the message names the command that accepts it
+    ├── StateIncompatible        exit 3: nothing was changed; the message names the command that accepts it
     ├── VerificationFailed       exit 4: the verifier found a violation
     ├── BrokerUnavailable        exit 5: no broker answers, or it refuses us
     ├── DatabaseUnavailable      exit 5: the same for the database of a source or a sink

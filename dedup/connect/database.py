@@ -201,7 +201,7 @@ def take(connection: DatabaseConnection, owned: Owned, partitions: Sequence[int]
             if topic_id != owned.topic_id:
                 raise StateIncompatible(
                     f"the database has read another topic {owned.topic!r} than the one there is now: it was deleted "
-                    f"and created again. Nothing was touched. To read its records from the start, delete the rows of "
+                    f"and created again. Nothing was changed. To read its records from the start, delete the rows of "
                     f"reader {owned.reader!r} from {OFFSETS}; existing rows of other tables stay as they are."
                 )
             found[partition] = Taken(epoch, position)

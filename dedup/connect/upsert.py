@@ -227,7 +227,7 @@ def refuse_lost_table(connection: DatabaseConnection, table: Table, owned: Owned
         raise StateIncompatible(
             f"there is no table {table.name}, but {OFFSETS} says that {owned.reader!r} has read "
             f"{owned.topic}/{partition} up to offset {position}: the table was dropped, or `sink.table` has another "
-            f"name now. Nothing was touched. Restore the table; or, to fill a new one from the topic's start, delete "
+            f"name now. Nothing was changed. Restore the table; or, to fill a new one from the topic's start, delete "
             f"the rows of reader {owned.reader!r} from {OFFSETS}."
         )
 

@@ -402,8 +402,8 @@ class KafkaWire:
             now = (await self.topics((source.topic,)))[source.topic]
             if isinstance(now, TopicNow) and now.topic_id != topic_id:
                 raise StateIncompatible(
-                    f"topic {source.topic!r} was deleted and made again while it was read: it had id {topic_id} and "
-                    f"has id {now.topic_id} now. Nothing of the new topic was read; start over with `dedup reset`."
+                    f"topic {source.topic!r} was deleted and recreated while it was read: it had id {topic_id} and "
+                    f"has id {now.topic_id} now. No record of the new topic was read; start over with `dedup reset`."
                 )
             raise NoAnswer(f"broker {node} does not know {source.topic} (code {part.error_code})")
         if part.error_code:

@@ -163,15 +163,15 @@ def _looked_at(asked: asyncio.Task[None]) -> None:
 
 def _deleted(name: str) -> StateIncompatible:
     return StateIncompatible(
-        f"topic {name!r} was deleted while this worker used it. What was committed before stays; nothing more was "
-        f"committed. If it is created again, it is another topic: start over with `dedup reset`."
+        f"topic {name!r} was deleted while this worker used it. Earlier commits are kept; nothing more was committed. "
+        "If it is recreated, it is a different topic: start over with `dedup reset`."
     )
 
 
 def _another(name: str, had: str, has: str) -> StateIncompatible:
     return StateIncompatible(
-        f"topic {name!r} was deleted and made again while this worker used it: it had id {had} and has id {has} now. "
-        f"What was committed before stays; nothing of the new topic was judged. Start over with `dedup reset`."
+        f"topic {name!r} was deleted and recreated while this worker used it: it had id {had} and has id {has} now. "
+        f"Earlier commits are kept; no record of the new topic was judged. Start over with `dedup reset`."
     )
 
 

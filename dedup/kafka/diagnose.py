@@ -213,7 +213,7 @@ def _sentence(trouble: Trouble, connection: Connection) -> str:
     texts: dict[Trouble, str] = {
         Trouble.NAME: "the host name is not known here. Correct `brokers`, or the name server",
         Trouble.UNREACHABLE: "nothing can be reached there. Start the broker, correct `brokers`, or open the firewall",
-        Trouble.SILENT: "something listens there, but gives no answer Kafka would give. Correct the port in `brokers`",
+        Trouble.SILENT: "something listens there, but does not respond like Kafka. Correct the port in `brokers`",
         Trouble.PLAINTEXT_TO_TLS: (
             f"the listener speaks TLS, and security.protocol is {security.protocol}. Write SSL or SASL_SSL"
         ),

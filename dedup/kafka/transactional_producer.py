@@ -336,7 +336,7 @@ class Session:
 
     def _unanswered_by(self, name: str, error: NoAnswer) -> CommitUnknown:
         return CommitUnknown(
-            f"{self.transactional_id}: {name} got no answer ({error}); a new epoch will tell what happened."
+            f"{self.transactional_id}: {name} got no answer ({error}); a new epoch will find out what happened."
         )
 
     def _failed(self, name: str, code: int) -> Exception:
@@ -359,8 +359,8 @@ class Session:
                 f"Nothing was committed. Set `topics.compression` to another one (lz4, snappy, gzip or none)."
             )
         return BrokerUnavailable(
-            f"{self.transactional_id}: {name} answered {answer} (code {code}), which no retry can cure. "
-            f"The transaction was not committed; see the broker's log."
+            f"{self.transactional_id}: {name} answered {answer} (code {code}), which a retry cannot fix. The "
+            "transaction was not committed; see the broker's log."
         )
 
 

@@ -250,7 +250,7 @@ class RunDirectory:
     def _refuse_other(self, identity: str, before: str, what: str) -> None:
         if identity != before:
             raise StateIncompatible(
-                f"run {self._run} {what} at {self.path} with another topology, input or order. Nothing was touched. "
+                f"run {self._run} {what} at {self.path} with another topology, input or order. Nothing was changed. "
                 f"Then: {before}. Now: {identity}. Choose another --run, or delete the old one."
             )
 

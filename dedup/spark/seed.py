@@ -328,7 +328,7 @@ async def _cluster_state(
     members = await Group(wire, topology.name).members()
     if members:
         names = ", ".join(f"{member.worker_id} at {member.host}" for member in members)
-        raise DedupError(f"the group {topology.name!r} has members: {names}. Nothing was touched. Stop these workers.")
+        raise DedupError(f"the group {topology.name!r} has members: {names}. Nothing was changed. Stop these workers.")
     fresh = await group_is_new(topology, wire, admin)
     cluster = await prepare(topology, settings, admin, may_create_changelog=fresh)
     tasks = cluster.topics[topology.feeding_topics[0]].partitions
@@ -400,7 +400,7 @@ def _refuse_other_begins(topology: Topology, until: Until, begins: Mapping[Topic
     )
     raise StateIncompatible(
         f"{topology.changelog_topic} holds a seed after which the fleet begins at {first}, and --until says {now}. "
-        f"Nothing was touched. Finish that seed with --until {first}, or run `dedup reset` and seed again."
+        f"Nothing was changed. Finish that seed with --until {first}, or run `dedup reset` and seed again."
     )
 
 

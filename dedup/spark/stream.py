@@ -90,7 +90,7 @@ def _claim(checkpoint: HadoopDirectory, identity: CheckpointIdentity) -> None:
     if any(status.getPath().getName() != _PART_FILE for status in found):
         raise StateIncompatible(
             f"{checkpoint.path}: is not empty, and no checkpoint of `dedup spark run`: {_IDENTITY_FILE} is missing. "
-            f"Nothing was touched. Use a directory for this topology alone."
+            f"Nothing was changed. Use a directory for this topology alone."
         )
     facts = {"version": _VERSION, "id": uuid.uuid4().hex, **asdict(identity)}
     checkpoint.write(path, json.dumps(facts, sort_keys=True), _PART_FILE)
@@ -108,7 +108,7 @@ def _refuse_other(checkpoint: HadoopDirectory, identity: CheckpointIdentity) -> 
     if differs:
         differences = "; ".join(f"{name}: {found.get(name)!r}, now {wanted[name]!r}" for name in differs)
         raise StateIncompatible(
-            f"{checkpoint.path}: is the checkpoint of another topology ({differences}). Nothing was touched. Go back "
+            f"{checkpoint.path}: is the checkpoint of another topology ({differences}). Nothing was changed. Go back "
             f"to that topology, or use an empty directory: the position is in the state, so nothing is read twice or "
             f"lost."
         )

@@ -115,7 +115,7 @@ def _refuse_anothers(path: Path) -> None:
         ) from error
     if owner != os.geteuid():
         raise StateIncompatible(
-            f"{path}: belongs to user {owner}, and this worker is user {os.geteuid()}. Nothing was touched; run it as "
+            f"{path}: belongs to user {owner}, and this worker is user {os.geteuid()}. Nothing was changed; run it as "
             f"that user, give the directory to this one, or set another state_dir."
         )
 
@@ -190,7 +190,7 @@ def _refuse_foreign(directory: Path, names: list[str]) -> None:
     for name in names:
         if _STORE_FILE.fullmatch(name) is None or not (directory / name).is_file() or (directory / name).is_symlink():
             raise StateIncompatible(
-                f"{directory}: holds {name!r}, which is not part of a store. Nothing was touched; "
+                f"{directory}: holds {name!r}, which is not part of a store. Nothing was changed; "
                 "empty the directory or set another state_dir."
             )
 

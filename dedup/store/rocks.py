@@ -161,7 +161,7 @@ def _refuse_other_owner(stored: bytes, identity: StoreIdentity, directory: Path)
     if owner[:2] == [identity.topology, str(identity.partition)]:
         raise StateIncompatible(
             f"{directory}: was written with another changelog topic (id {theirs.changelog_topic_id}, now "
-            f"{identity.changelog_topic_id}): the changelog was deleted and recreated. Nothing was touched. "
+            f"{identity.changelog_topic_id}): the changelog was deleted and recreated. Nothing was changed. "
             "Bring the old topic back, or start over with `dedup reset`."
         )
     raise TaskCorrupted(f"{directory}: belongs to {theirs}, not to {identity}. {RESTORE}")

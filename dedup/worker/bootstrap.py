@@ -38,7 +38,9 @@ _STALLED_S: Final = 60.0
 T = TypeVar("T")
 _MOST_AT_ONCE: Final = 4
 SCRATCH: Final = ".bootstrap"
-_INSTEAD: Final = "It is restored from the changelog instead, which holds all of it: nothing is lost, it takes longer."
+_INSTEAD: Final = (
+    "It is restored from the changelog instead, which contains everything. Nothing is lost, but it takes longer."
+)
 
 
 class _Movement:
@@ -52,7 +54,7 @@ class _Movement:
         """Add transferred bytes; raises CheckpointUnusable if the transfer was abandoned."""
         self.count += size_bytes
         if self.given_up:
-            raise CheckpointUnusable("the transfer was given up.")
+            raise CheckpointUnusable("the transfer was abandoned.")
 
 
 async def transfer(work: Callable[[Moved], T], what: str, *, stalled_s: float = _STALLED_S) -> T:
@@ -141,7 +143,7 @@ class Bootstrap:
         else:
             if store.position == taken.position:
                 return store
-            why = f"{directory}: is at changelog position {store.position}, and should be at {taken.position}."
+            why = f"{directory}: is at changelog position {store.position}, but should be at {taken.position}."
             store.close()
         self._count(taken, why)
         delete_store(directory)
@@ -149,7 +151,7 @@ class Bootstrap:
 
     def _count(self, whose: WantedCheckpoint | Checkpoint, why: str) -> None:
         self.unusable += 1
-        log.warning("the checkpoint of %s was not taken: %s %s", whose.identity, why, _INSTEAD)
+        log.warning("the checkpoint of %s was not used: %s %s", whose.identity, why, _INSTEAD)
 
     async def _try(self, storage: CheckpointStorage, wire: Wire, wanted: WantedCheckpoint) -> None:
         identity = wanted.identity
@@ -162,7 +164,7 @@ class Bootstrap:
         refuse_anothers(found, wanted, bounds, place)
         useless = self._useless(found, wanted, bounds)
         if useless:
-            log.warning("%s: the checkpoint at %s was not taken: %s", identity, place, useless)
+            log.warning("%s: the checkpoint at %s was not used: %s", identity, place, useless)
             return
         self._tried.add(found.sha256)
         began_s = time.monotonic()
@@ -180,14 +182,14 @@ class Bootstrap:
     def _useless(self, found: Checkpoint, wanted: WantedCheckpoint, bounds: LogBounds) -> str:
         """Return why the checkpoint would not help; empty if it would."""
         if found.sha256 in self._tried:
-            return f"it was taken before, and its state is gone or was damaged. {_INSTEAD}"
+            return f"it was used before, and its state was lost or damaged. {_INSTEAD}"
         if found.segment_ms != wanted.segment_ms:
-            return "it was made under another guard period or grace: sightings stand in other segments now."
+            return "it was made with another guard period or grace, so sightings now belong to different segments."
         if found.position < bounds.start:
             # The owner deletes what no live segment needs: all that is left counts, and has to be read anyway.
             return (
-                f"it ends at changelog position {found.position}, and the changelog begins at {bounds.start} by now: "
-                f"nothing in it counts any more. Run `dedup checkpoint` more often."
+                f"it ends at changelog position {found.position}, and the changelog begins at {bounds.start} now, so "
+                "nothing in it counts any more. Run `dedup checkpoint` more often."
             )
         return ""
 
@@ -240,17 +242,17 @@ def refuse_anothers(found: Checkpoint, wanted: WantedCheckpoint, bounds: LogBoun
     theirs, ours = found.identity, wanted.identity
     if (theirs.topology, theirs.partition) != (ours.topology, ours.partition):
         raise StateIncompatible(
-            f"{place}: is the checkpoint of {theirs}, not of {ours}: somebody has moved it. Nothing was touched. Put "
+            f"{place}: is the checkpoint of {theirs}, not of {ours}: somebody has moved it. Nothing was changed. Put "
             f"it back, or set another state.checkpoint."
         )
     remedy = (
-        f"Nothing was touched. Bring the old changelog back; or, if it was given up on purpose, delete the directory "
+        f"Nothing was changed. Bring the old changelog back. If it was discarded on purpose, delete the directory "
         f"{place}, which `dedup reset` does where state.checkpoint is set."
     )
     if theirs.changelog_topic_id != ours.changelog_topic_id:
         raise StateIncompatible(
             f"{place}: is a checkpoint of another changelog topic (id {theirs.changelog_topic_id}, now "
-            f"{ours.changelog_topic_id}): the changelog was deleted and made again. {remedy}"
+            f"{ours.changelog_topic_id}): the changelog was deleted and recreated. {remedy}"
         )
     refuse_other_fingerprint(found.fingerprint, wanted.fingerprint, wanted.feeding)
     if found.position > bounds.end:

@@ -104,7 +104,7 @@ def _in_force(storage: CheckpointStorage, topology: str, partition: int) -> Chec
     try:
         return storage.find(topology, partition)
     except CheckpointUnusable as error:
-        log.warning("the checkpoint in force cannot be read, a new one takes its place: %s", error)
+        log.warning("the current checkpoint cannot be read, so a new one replaces it: %s", error)
         return None
 
 

@@ -54,7 +54,7 @@ class SteadyClock:
         self.put_forward_ms += behind_ms
         if behind_ms >= _TELL_MS:
             log.warning(
-                "this machine's clock is %d ms behind the broker's: future event times are judged by the broker's from "
-                "now on. Look at the machine's time synchronization.",
+                "this machine's clock is %d ms behind the broker's: from now on, future event times are judged by "
+                "the broker's clock. Check the machine's time synchronization.",
                 behind_ms,
             )

@@ -104,7 +104,7 @@ class Replay:
         if forgotten and self._plan.begin is None:
             raise self._refusal(forgotten)
         if self._plan.begin is not None and not forgotten:
-            why = f"no position in {topic} is forgotten, so the replay goes on where it was; leave it out"
+            why = f"no position in {topic} is forgotten, so the replay continues where it stopped; omit this option"
             raise SettingsError([Problem("--from", why)])
         for side in sides:
             end = (await bounds_of(self._wire, side)).end
@@ -160,7 +160,7 @@ class Replay:
                 # From now on one record per batch, so that the broker's answer names the next one.
                 found = self._refused.setdefault(side, {})
                 if len(refused.rows) == 1:
-                    found[refused.rows[0]] = "the topic it goes to refuses it"
+                    found[refused.rows[0]] = "its target topic refuses it"
             else:
                 return
 
@@ -235,7 +235,7 @@ class Replay:
         kept = {name: value or b"" for name, value in ours}
         topic, partition, _ = kept[SOURCE].decode().rsplit("/", 2)
         if topic not in self._topology.source.topics:
-            return f"it came from {topic}, which is no source topic any more"
+            return f"it came from {topic}, which is no longer a source topic"
         source = TopicPartition(topic, int(partition))
         target = self._output_of(columns, row, source) if self._plan.forward else source
         added: list[Header] = [(REPLAYED, kept[SOURCE])]
@@ -276,9 +276,9 @@ def replay_plan(topology: Topology, *, late: bool, limit: int | None, begin: Beg
         )
     topic = getattr(topology.late, "topic", None)
     if topic is None:
-        return "late records of this topology have no topic of their own"
+        return "this topology has no topic for late records"
     if topology.output is None:
-        return "this topology only observes: it has no output to forward late records to"
+        return "this topology only observes, so it has no output for late records"
     return ReplayPlan(
         topic, *groups, _LATE_HEADERS, forward=True, output=topology.output.topic, limit=limit, begin=begin
     )

@@ -52,7 +52,7 @@ _SAMPLE_EVERY: Final = 1000
 """Records between two samples, so that not every small batch pays for one."""
 FOREIGN: Final = (
     "{topic}/{partition} offset {offset} was not written by a repartition task: it lacks the headers dedup-source and "
-    "dedup-timestamp. Stop whatever else writes to that topic, then `dedup reset`."
+    "dedup-timestamp. Stop any other program that writes to that topic, then run `dedup reset`."
 )
 _WARM_IDS: Final = 20_000
 """After a restart, each commit loads this many IDs into the filters until all are loaded, which takes about 10 ms per
@@ -99,7 +99,7 @@ class Placement:
             log.warning(
                 "%s/%d: %d of %d sampled IDs belong to another partition by Kafka's default partitioner. Is the topic "
                 "keyed by something else? Equal IDs in different partitions are not found; then remove "
-                "`partitioned_by` from the topology. If its producers place IDs by another rule, all is well.",
+                "`partitioned_by` from the topology. If its producers place IDs by another rule, ignore this warning.",
                 self._feeding.topic,
                 self._feeding.partition,
                 misplaced,
@@ -147,7 +147,7 @@ def note_format(rows: Rows, row: int, plan: DedupPlan, judged: TaskNumbers) -> N
         log.warning(
             "%s/%d/%d is a dead letter: %s. If all records of the topic are so, none of them can be judged: let the "
             "producers write JSON in UTF-8, or take the tracking ID from the key or a header with `format: bytes`. "
-            "This is said once; the metric dedup_other_formats_total counts on.",
+            "This is logged once; the metric dedup_other_formats_total counts all of them.",
             topic,
             source.partition,
             source.offset,
@@ -411,7 +411,7 @@ class DedupTask:
         raise StateIncompatible(
             f"{changelog.topic}/{changelog.partition} holds no task record, although the group has judged records of "
             f"{self._plan.feeding.topic}/{self._plan.feeding.partition} up to offset {committed}: the changelog was "
-            f"deleted or emptied. Nothing was touched. Bring it back, or start over with `dedup reset`."
+            f"deleted or emptied. Nothing was changed. Bring it back, or start over with `dedup reset`."
         )
 
     def _accept(self, record: TaskRecord) -> None:
@@ -490,7 +490,7 @@ class DedupTask:
         if future.least_ms <= append_time_ms + self._plan.max_clock_skew_ms:
             raise ClockBehind(
                 f"{self._plan.feeding}: an event time of {future.least_ms} ms was too far in the future by this "
-                f"machine's clock, and is not by the broker's."
+                "machine's clock, but is not by the broker's."
             )
 
     def _lookup(self, ids: Sequence[bytes], least_ms: int) -> Mapping[bytes, Sightings]:

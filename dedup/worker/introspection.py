@@ -195,7 +195,7 @@ class Introspection:
         if tasks.failure.done():
             return "the worker is stopping after a failure"
         if not tasks.opened.is_set():
-            return "no assignment yet, or a rebalance is going on"
+            return "there is no assignment yet, or a rebalance is in progress"
         waiting = [task for task in tasks.running.values() if task.state is not TaskState.RUNNING]
         return f"{len(waiting)} of {len(tasks.running)} tasks are not running yet" if waiting else None
 
@@ -312,7 +312,7 @@ class Introspection:
         Raises NoAnswer or StateIncompatible; the latter also if the topic is not a source of this topology.
         """
         if topic not in self._topology.source.topics:
-            raise StateIncompatible(f"{topic!r} is no source topic of {self._topology.name!r}.")
+            raise StateIncompatible(f"{topic!r} is not a source topic of {self._topology.name!r}.")
         found = await self._app.wire.fetch(TopicPartition(topic, partition), offset, max_bytes=1, wait_ms=0)
         if offset not in found.offsets:
             return None
@@ -336,7 +336,7 @@ def state_keys(topology: Topology, text: str) -> list[bytes]:
         elif one.id not in keys:
             keys.append(one.id)
     if not keys:
-        raise SettingsError([Problem("ID", f"{text!r} can be no ID of {topology.name!r}: {why}")])
+        raise SettingsError([Problem("ID", f"{text!r} cannot be an ID of {topology.name!r}: {why}")])
     return keys
 
 

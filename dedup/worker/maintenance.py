@@ -140,8 +140,9 @@ class Maintenance:
             if size > most:
                 raise StateIncompatible(
                     f"the state of {feeding.topic}/{feeding.partition} takes {size:,} bytes, more than "
-                    f"state.max_bytes_per_partition ({format_size(most)}). The worker stops; nothing is lost, what was "
-                    f"judged is committed. Raise the bound if the disk has room, or shorten guard_period or grace."
+                    f"state.max_bytes_per_partition ({format_size(most)}). The worker stops. Nothing is lost, because "
+                    "all judged records are committed. Raise the limit if the disk has room, or shorten guard_period "
+                    "or grace."
                 )
 
     async def delete(self) -> None:
@@ -171,8 +172,8 @@ class Maintenance:
         self._truncated.add(dedup_task.changelog)
         log.error(
             "%s begins at offset %d, but state in force was written from offset %d on: somebody has truncated it. Only "
-            "this worker's disk, and warm standbys, hold what is gone: keep the disk until retention has passed, or an "
-            "owner without it will refuse to start.",
+            "this worker's disk, and warm standbys, hold the deleted records. Keep the disk until retention has "
+            "passed; an owner without it will refuse to start.",
             dedup_task.changelog,
             begin,
             record.kept_from,

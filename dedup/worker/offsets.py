@@ -92,7 +92,7 @@ def refuse_other_topics(found: str, ours: str, feeding: TopicPartition) -> None:
             what = f"its source topic {feeding.topic!r}" if kind == _FEEDING else "its changelog"
             raise StateIncompatible(
                 f"the group's offset of {feeding} was committed when {what} had id {theirs[kind]}, and the topic of "
-                f"that name has id {here[kind]} now: it was deleted and made again. Nothing was touched; start over "
+                f"that name has id {here[kind]} now: it was deleted and recreated. Nothing was changed; start over "
                 f"with `dedup reset`."
             )
 
@@ -101,8 +101,8 @@ def refuse_half_reset(note: str, feeding: TopicPartition) -> None:
     """Raise StateIncompatible if a reset of the group was interrupted."""
     if note == RESETTING:
         raise StateIncompatible(
-            f"a `dedup reset` began and did not end: it has marked the group's offset of {feeding}, and the state is "
-            f"partly deleted. Nothing was judged. Run the same `dedup reset` again, which finishes it."
+            f"a `dedup reset` was interrupted: it has marked the group's offset of {feeding}, and the state is "
+            f"partly deleted. Nothing was judged. Run the same `dedup reset` again to finish it."
         )
 
 

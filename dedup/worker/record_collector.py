@@ -193,7 +193,7 @@ class Limits:
         try:
             limit = await self._wire.limit(target)
         except NoAnswer as error:
-            log.warning("%s: its limits cannot be read (%s); the broker's refusals decide", target, error)
+            log.warning("%s: its limits cannot be read (%s), so the broker's refusals decide", target, error)
             return
         if limit is not None:
             if limit != self._known.get(target.topic):

@@ -53,9 +53,9 @@ def changed(record: TaskRecord | None, window: Window) -> bool:
 def why_restored(changelog: TopicPartition, record: TaskRecord, window: Window) -> str:
     """Return why local state is read again from the changelog; ``record`` is its task record."""
     return (
-        f"{changelog.topic}/{changelog.partition}: local state is of guard_period + grace = {_before(record)}, and the "
-        f"topology says {format_duration(window.retention_ms)} now. Sightings stand in other segments then, so all of "
-        f"them are read from the changelog again; nothing is lost."
+        f"{changelog.topic}/{changelog.partition}: local state was written with guard_period + grace = "
+        f"{_before(record)}, but the topology now has {format_duration(window.retention_ms)}. Sightings then "
+        "belong to different segments, so all of them are read from the changelog again. Nothing is lost."
     )
 
 
@@ -73,17 +73,19 @@ def what_it_means(changelog: TopicPartition, record: TaskRecord, window: Window)
     )
     if window.retention_ms < before_ms:
         return text + (
-            "Shorter: in force at once. An ID last seen a guard_period ago or longer is a new event, and what is "
-            "beyond the sum is forgotten. `dedup verify` judges what lies in the log by the new length, too."
+            "The sum is shorter and takes effect at once. An ID last seen a guard_period ago or longer is a new "
+            "event, and sightings beyond the sum are forgotten. `dedup verify` also judges the whole log by the new "
+            "length."
         )
     longer_ms = window.retention_ms - before_ms
     full = ""
     if record.stream_time_ms > BEFORE_ALL_TIME:
         full = f" (there: {_instant(record.stream_time_ms + longer_ms)})"
     return text + (
-        f"Longer: sightings that were forgotten stay forgotten, so an ID that was last seen before them may be "
-        f"forwarded again. Fully in force once stream time has passed by the difference, {format_duration(longer_ms)}"
-        f"{full}. If it is guard_period that is shorter and grace that is longer, the guard_period is in force at once."
+        "The sum is longer. Sightings that were forgotten stay forgotten, so an ID with such a sighting may be "
+        "forwarded again. The sum takes full effect once stream time has advanced by the difference, "
+        f"{format_duration(longer_ms)}"
+        f"{full}. If guard_period is shorter and grace is longer, the guard_period takes effect at once."
     )
 
 
@@ -215,8 +217,9 @@ async def _refuse_truncated(wire: Wire, changelog: TopicPartition, bounds: LogBo
     if record is None and held is not None:
         raise StateIncompatible(
             f"{changelog.topic}/{changelog.partition} begins at offset {bounds.start} and holds no task record, but "
-            f"the local state was written with one: somebody has emptied the changelog. What was written after this "
-            f"disk's state is gone. Nothing was touched. Start it where the newest disk is, or accept the loss of "
+            "the local state was written with one: somebody has emptied the changelog. Records written after this "
+            "disk's state are lost. Nothing was changed. Start the worker that has the newest state, or accept the "
+            "loss of "
             f"these sightings with `dedup reset`."
         )
     if record is not None and record.counts_on_more(bounds.start):
@@ -258,7 +261,7 @@ def _refuse_other_changelog(store: Store, changelog: TopicPartition, bounds: Log
     if store.position > bounds.end:
         raise StateIncompatible(
             f"{changelog.topic}/{changelog.partition} ends at offset {bounds.end}, but the local state was written at "
-            f"offset {store.position}: the changelog was deleted, recreated or truncated. Nothing was touched. "
+            f"offset {store.position}: the changelog was deleted, recreated or truncated. Nothing was changed. "
             f"Bring the changelog back, or accept the loss of its sightings with `dedup reset`."
         )
 
@@ -269,8 +272,8 @@ def refuse_other_fingerprint(found: bytes, ours: bytes, feeding: TopicPartition)
         raise StateIncompatible(
             f"the state of {feeding.topic}/{feeding.partition} was written by a topology "
             f"with another ID rule, other source topics or partition counts (fingerprint "
-            f"{found.hex()}, now {ours.hex()}). Nothing was touched. Go back to the "
-            f"old topology, or give the state up with `dedup reset`."
+            f"{found.hex()}, now {ours.hex()}). Nothing was changed. Use the old topology, or discard the state with "
+            "`dedup reset`."
         )
 
 
@@ -278,9 +281,10 @@ def refuse_other_feeding(record: TaskRecord, topic_id: str, feeding: TopicPartit
     """Raise StateIncompatible if a task record's offsets refer to another feeding topic (KIP-516)."""
     if record.feeding_topic_id not in {"", topic_id}:
         raise StateIncompatible(
-            f"{feeding.topic} was deleted and made again: {feeding} was judged up to offset {record.next_offset} of "
-            f"the topic with id {record.feeding_topic_id}, and the one of that name has id {topic_id} now. To go on at "
-            f"that offset would skip what is below it. Nothing was touched; start over with `dedup reset`."
+            f"{feeding.topic} was deleted and recreated: {feeding} was judged up to offset {record.next_offset} of "
+            f"the topic with id {record.feeding_topic_id}, and the one of that name has id {topic_id} now. To "
+            "continue at that offset would skip the records below it. Nothing was changed; start over with `dedup "
+            "reset`."
         )
 
 
@@ -364,7 +368,7 @@ def _lost(topology: Topology, lost: list[Feed]) -> StateIncompatible:
     names = ", ".join(f"{topology.source.topics[feed.topic]}/{feed.partition}" for feed in lost)
     return StateIncompatible(
         f"the group {topology.name!r} has no offset of {names}, but task records in {topology.changelog_topic} say "
-        f"that records from there were judged: offsets were deleted. Nothing was touched; to begin at `start` once "
+        f"that records from there were judged: offsets were deleted. Nothing was changed; to begin at `start` once "
         f"more would judge all of them twice. Set the group's offsets to where it had come "
         f"(kafka-consumer-groups.sh --reset-offsets), or start over with `dedup reset`."
     )

@@ -128,7 +128,7 @@ def _look_after(child: Child, line: list[str], now_s: float) -> int:
         child.was_calm, child.back_off_s = True, FIRST_BACK_OFF_S
     if code in FINAL or (code == NO_BROKER and not child.was_calm):
         return code
-    log.warning("worker %d ended with %d; it starts again in %.1f s", child.number, code, child.back_off_s)
+    log.warning("worker %d exited with code %d; it restarts in %.1f s", child.number, code, child.back_off_s)
     child.start_at_s = now_s + child.back_off_s
     child.back_off_s = min(2 * child.back_off_s, _LONGEST_BACK_OFF_S)
     return 0

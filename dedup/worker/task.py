@@ -378,7 +378,7 @@ class Task:
     def _learn(self, refused: Sequence[RecordRefused]) -> None:
         """Record a refusal; raises RecordRefused if nothing is left to send in place of the refused record."""
         more = f", and {len(refused) - 1} more batches" if len(refused) > 1 else ""
-        text = "%s: %s%s. Records from offset %s on are judged again, with a replacement for what was refused."
+        text = "%s: %s%s. Records from offset %s on are judged again, with replacements for refused records."
         log.warning(text, self.task_id, refused[0], more, self._committed)
         for each in refused:
             offset = self._refusals.learn(each, self._work.collector.side_topics)

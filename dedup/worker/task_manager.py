@@ -173,7 +173,7 @@ class TaskManager:
         member.halt(partition)
         await task.close(drain=False)
         if not outage.tries:
-            log.warning("%s: %s Only this partition waits; it is tried again until it commits.", partition, error)
+            log.warning("%s: %s Only this partition waits; it is retried until it commits.", partition, error)
         counted_in: bool | None = None
         while counted_in is None:
             await asyncio.sleep(outage.next_pause_s(time.monotonic()))
@@ -228,7 +228,7 @@ class TaskManager:
             await task.commit()
             task.numbers.took(time.monotonic() - begun)
             if outage.tries:
-                log.info("%s: commits again, after %.1f s", task.task_id, time.monotonic() - outage.since_s)
+                log.info("%s: commits succeed again, after %.1f s", task.task_id, time.monotonic() - outage.since_s)
                 outage.tries = 0
 
     def _interval_s(self) -> float:

@@ -123,7 +123,7 @@ def _sentence(name: str, role: str, kept_ms: int, longest: Retention, *, exists:
             f"--add-config retention.ms={longest.config}`"
         )
     else:
-        mend = "It is made so because `topics.retention` says so: lengthen that, or leave it out"
+        mend = "`topics.retention` sets this: increase it or omit it"
     return (
         f"Topic {name!r} ({role}) keeps records for {format_duration(kept_ms)} by their own timestamp (retention.ms "
         f"{kept_ms}), but {longest.why}: the brokers delete an older record as soon as they look, however recently it "
@@ -194,8 +194,8 @@ def missing_topics(topology: Topology, settings: Settings, have: Mapping[str, To
     absent = [name for name in topology.source.topics if name not in have]
     if absent:
         raise StateIncompatible(
-            f"source topic {', '.join(map(repr, absent))} does not exist. Make it, or correct `source.topics`; "
-            f"dedup makes every topic but its sources."
+            f"source topic {', '.join(map(repr, absent))} does not exist. Create it, or correct `source.topics`; "
+            "dedup creates every topic except its sources."
         )
     sources = [have[name] for name in topology.source.topics]
     count = max(topic.partitions for topic in sources)
@@ -248,7 +248,7 @@ def refuse_misfits(topology: Topology, have: Mapping[str, Topic]) -> None:
             f"but {feeding.name!r} has {feeding.partitions}: output keeps the source's partition"
         )
     if problems:
-        raise StateIncompatible("; ".join(problems) + ". Nothing was touched; mend the topics or `dedup reset`.")
+        raise StateIncompatible("; ".join(problems) + ". Nothing was changed; fix the topics or run `dedup reset`.")
 
 
 async def group_is_new(topology: Topology, wire: Wire, admin: Admin) -> bool:
@@ -385,7 +385,7 @@ def compare(topology: Topology, settings: Settings, have: Mapping[str, Topic]) -
     except StateIncompatible as error:
         return [Finding("error", "source_missing", str(error))]
     findings = [
-        Finding("warning", "topic_missing", f"Topic {topic.name!r} does not exist; `run` or `apply` makes it.")
+        Finding("warning", "topic_missing", f"Topic {topic.name!r} does not exist; `run` or `apply` creates it.")
         for topic in plan.make
     ]
     lost = dict(losing(topology, have, plan.make))
@@ -415,14 +415,14 @@ def _sources(topology: Topology, have: Mapping[str, Topic]) -> Iterator[Finding]
                 "warning",
                 "retention_below_guard",
                 f"Source topic {name!r} keeps records for {kept_ms} ms, less than the guard period: after `dedup "
-                f"reset` its sightings could not be made again.",
+                "reset` its sightings could not be rebuilt.",
             )
         if "compact" in configs.get("cleanup.policy", ""):
             yield Finding(
                 "warning",
                 "source_compacted",
-                f"Source topic {name!r} is compacted: records may vanish before they are judged, and `verify` cannot "
-                f"tell that from a loss.",
+                f"Source topic {name!r} is compacted: records may be removed before they are judged, and `verify` "
+                "cannot distinguish that from a loss.",
             )
 
 
@@ -514,8 +514,8 @@ async def _leave_mark(topology: Topology, wire: KafkaWire, ends: Mapping[TopicPa
         )
         return
     log.warning(
-        "%s: the group %r begins on topics that hold records; what is below their ends now counts as not this "
-        "topology's. IDs among it are not known here: they are forwarded again if they come again.",
+        "%s: the group %r begins on topics that hold records; records below their current ends do not count as this "
+        "topology's. Their IDs are not known, so they are forwarded again if they arrive again.",
         _FLAG,
         topology.name,
     )
@@ -526,8 +526,8 @@ def _refusal(topology: Topology, used: list[TopicPartition], ends: Mapping[Topic
     return StateIncompatible(
         f"the group {topology.name!r} has judged nothing yet, but its output {first.topic!r} already holds records "
         f"({first.topic}/{first.partition} up to offset {ends[first]}; partitions with records: {len(used)}). Another "
-        f"topology writes there, or this one did under another name; the new group knows none of its IDs, so what was "
-        f"forwarded would be forwarded again. Nothing was touched. Go back to the old name, or give this topology an "
-        f"output of its own; to rename one for good, see Rename in docs/operations.md. If it is meant, "
+        "topology writes there, or this one did under another name; the new group knows none of these IDs, so "
+        "forwarded records would be forwarded again. Nothing was changed. Use the old name, or give this topology "
+        "its own output; to rename it permanently, see Rename in docs/operations.md. If this is intended, run "
         f"`dedup run {_FLAG}`."
     )

@@ -194,8 +194,8 @@ class Consumer(FaustConsumer):
         if pending is None and (routine is None or not routine.done() or self.client._closed):  # noqa: SLF001
             return None
         return BrokerUnavailable(
-            f"this worker is no longer a member of the group {self.app.conf.id!r}: {pending!r}. Restart it; if it "
-            f"happens again, look at the broker's log and at workers of other versions in the group."
+            f"this worker is no longer a member of the group {self.app.conf.id!r}: {pending!r}. Restart it; if this "
+            "recurs, check the broker's log and whether workers of other versions are in the group."
         )
 
     def rejoin(self) -> None:

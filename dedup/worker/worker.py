@@ -201,7 +201,7 @@ class Finish:
 
     def _log_waiting(self, others: int) -> None:
         if not self._waits:
-            log.info("this worker is done; waiting for other workers, which have %d partitions", others)
+            log.info("this worker is done and waits for other workers, which have %d partitions", others)
             self._waits = True
 
 
@@ -302,7 +302,9 @@ class BackgroundLoops:
             if turned and share.alert is not None:
                 log.error("%s", share.alert.text)
             elif turned:
-                log.warning("fewer than 95 % of the records of the last minute are dead letters now, or none came")
+                log.warning(
+                    "fewer than 95 % of the records of the last minute are dead letters now, or no records arrived"
+                )
 
     async def _look_for_idle_feeds(self) -> None:
         idle_after_ms = self._topology.idle_after_ms
@@ -409,11 +411,11 @@ async def _until_over(app: DedupApp, stop: asyncio.Event, options: RunOptions, e
         if options.on_tick is not None:
             options.on_tick(app)
         if finish is not None and await finish.reached():
-            log.info("everything that was there at the start is done")
+            log.info("everything that existed at the start is done")
             return
         await asyncio.sleep(_END_LOOK_S)
     if app.crashed:
-        app.tasks.fail(app.crash_reason or DedupError("the Faust app stopped without saying why."))
+        app.tasks.fail(app.crash_reason or DedupError("the Faust app stopped without an error."))
 
 
 def main_loop(topology: Topology, settings: Settings, options: RunOptions) -> DedupApp:

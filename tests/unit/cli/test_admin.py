@@ -73,7 +73,7 @@ def test_a_topology_without_a_late_topic_has_nothing_to_replay(tmp_path):
     )
     code, output = dedup("replay", str(path), "--late", "--forward", "--set", "brokers=localhost:1")
     assert code == 2
-    assert "have no topic of their own" in output
+    assert "has no topic for late records" in output
 
 
 class TestPlan:
@@ -144,7 +144,7 @@ class TestStateKeys:
                 state_keys(topology(rule), deep)
 
     def test_what_can_be_no_id_is_refused_with_the_reason(self):
-        with pytest.raises(SettingsError, match="can be no ID of 't'"):
+        with pytest.raises(SettingsError, match="cannot be an ID of 't'"):
             state_keys(topology("field: id"), "")
 
 
