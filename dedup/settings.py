@@ -118,7 +118,7 @@ class SecurityFile(_Keys):
 
 
 class StateSection(_Keys):
-    """Where state comes from besides the changelog."""
+    """Sources of state besides the changelog."""
 
     checkpoint: Annotated[str, AfterValidator(_place)] | None = Field(
         default=None,
@@ -173,7 +173,7 @@ class LogFile(_Keys):
 
 
 class SettingsFile(_Keys):
-    """Where a worker runs: brokers, credentials, directories, intervals."""
+    """All settings of a worker: brokers, credentials, directories, intervals."""
 
     brokers: Annotated[list[_Broker], BeforeValidator(_listed), AfterValidator(_some)] = Field(
         description="Bootstrap servers of the cluster.", json_schema_extra={"minItems": 1}
@@ -199,7 +199,7 @@ class SettingsFile(_Keys):
 
 
 def _takes_text(annotation: Any) -> bool:  # noqa: ANN401 - any type there is
-    """Whether a key takes a single text, whatever its limits."""
+    """Whether a key takes a single string, with or without limits."""
     return annotation is str or (get_origin(annotation) is not list and any(map(_takes_text, get_args(annotation))))
 
 
@@ -291,7 +291,7 @@ class LogSettings:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Where a worker runs."""
+    """All settings of a worker, with defaults applied."""
 
     brokers: tuple[str, ...]
     security: Security = field(default_factory=Security)

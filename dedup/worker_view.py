@@ -68,7 +68,7 @@ class SeenId:
 
 @dataclass(frozen=True, slots=True)
 class LookedUp:
-    """What one worker knows of an ID."""
+    """Everything one worker knows about an ID."""
 
     topology: str
     worker: str

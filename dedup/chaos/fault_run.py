@@ -74,7 +74,7 @@ PER_MINUTE: Final[Mapping[FaultType, float]] = {
     FaultType.GROUP_DELETION: 0.5,
 }
 QUIET_S: Final = 5.0
-"""Time without faults at the start, so that a fleet that does not work at all fails without them."""
+"""Time without faults at the start, so that a fleet that is broken from the start fails before the first fault."""
 
 
 @dataclass(frozen=True, slots=True, order=True)

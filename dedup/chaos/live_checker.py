@@ -123,7 +123,7 @@ class Watch:
 
 @dataclass(frozen=True, slots=True)
 class Sightings:
-    """What the live checker has seen so far."""
+    """The records that the live checker has seen so far."""
 
     records: int
     duplicated: int

@@ -1,4 +1,4 @@
-"""The load on a fleet under test, which is made-up records for any topology and the producers that send them.
+"""Generates the load on a fleet under test: made-up records for any topology, and the producers that send them.
 
 `AtLeastOnceProducer` creates duplicates in the way in which most arise in practice. Without idempotence, it retries
 when a fault proxy drops the response to a request that the broker has executed. `Sender` sends made-up records at a
@@ -183,7 +183,7 @@ class Disturbance:
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """What the producer knows about its work; only the topic shows how many duplicates it created."""
+    """The producer's own counts; only the topic shows how many duplicates it created."""
 
     events: int
     disturbances: int

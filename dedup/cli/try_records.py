@@ -36,7 +36,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Judgment:
-    """What happens to one record, and why."""
+    """The verdict on one record, with the reason."""
 
     line: int
     verdict: VerdictName

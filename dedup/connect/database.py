@@ -71,7 +71,7 @@ class Taken:
 
 @dataclass(frozen=True, slots=True)
 class Owned:
-    """Which reader reads which topic."""
+    """A reader and the topic that it reads."""
 
     reader: str
     topic: str

@@ -38,7 +38,7 @@ log: Final = logging.getLogger(__name__)
 
 
 class _FilePosition(msgspec.Struct, frozen=True):
-    """How far a file was read, and how to recognize it; stored as JSON in the positions topic."""
+    """The read position in a file and the file's identity, stored as JSON in the positions topic."""
 
     path: str
     inode: int
@@ -46,7 +46,7 @@ class _FilePosition(msgspec.Struct, frozen=True):
     head_bytes: int = 0
     head: str = ""
     generation: int = 0
-    """How many files had this inode before it."""
+    """The number of earlier files with this inode."""
     deleted: bool = False
     """Whether the file was read to its end and deleted, so that the next file with this inode is a different one."""
 
@@ -375,7 +375,7 @@ class _LineReader:
         self._descriptor: Final = descriptor
         self._most_bytes: Final = most_bytes
         self._position = position
-        """Where the first line that was not returned begins."""
+        """The offset of the first line that was not returned yet."""
         self._rest = b""
         """The part of this line that was read."""
         self._digest: Any = None

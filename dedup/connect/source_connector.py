@@ -67,7 +67,7 @@ class Ingested:
 
 @dataclass(slots=True)
 class _Transaction:
-    """What the next transaction commits."""
+    """The content of the next transaction."""
 
     lines: Lines = field(default_factory=dict)
     positions: dict[str, bytes | None] = field(default_factory=dict)

@@ -222,7 +222,7 @@ def _as_json(names: Sequence[str], row: Sequence[Any]) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class _Shape:
-    """What a table's definition says about its columns."""
+    """The columns and keys in a table's definition."""
 
     columns: list[str]
     whole: set[str]

@@ -79,7 +79,7 @@ class One:
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """What to extract from records, and how to parse them."""
+    """The values to extract from records, and the format of the records."""
 
     tracking_id: TrackingId
     event_time: EventTime = field(default_factory=RecordTime)

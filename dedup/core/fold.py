@@ -28,7 +28,7 @@ Lookup = Callable[[Sequence[bytes], int], Mapping[bytes, Sightings]]
 
 
 class OnMissing(enum.Enum):
-    """What happens to a record without a usable ID."""
+    """The policy for a record without a usable ID."""
 
     DEAD_LETTER = "dead_letter"
     FORWARD = "forward"
@@ -36,21 +36,21 @@ class OnMissing(enum.Enum):
 
 
 class OnTombstone(enum.Enum):
-    """What happens to a null value if the ID is read from the value."""
+    """The policy for a null value if the ID is read from the value."""
 
     FORWARD = "forward"
     DEAD_LETTER = "dead_letter"
 
 
 class OnFuture(enum.Enum):
-    """What happens to an event time too far ahead of the clock."""
+    """The policy for an event time too far ahead of the clock."""
 
     DEAD_LETTER = "dead_letter"
     CLAMP = "clamp"
 
 
 class OnConflict(enum.Enum):
-    """What happens to a duplicate with a different payload."""
+    """The policy for a duplicate with a different payload."""
 
     DUPLICATE = "duplicate"
     FORWARD = "forward"

@@ -112,7 +112,7 @@ Rule = KeyRule | HeaderRule | FieldRule | FieldsRule | ContentRule | RawContentR
 
 @dataclass(frozen=True, slots=True)
 class TrackingId:
-    """Where the ID is found, and how it is normalized before comparison."""
+    """The location of the ID in a record, and the normalization before comparison."""
 
     rule: Rule
     normalize: tuple[Normalizing, ...] = ()

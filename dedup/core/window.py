@@ -81,7 +81,7 @@ class Window:
 
     @property
     def retention_ms(self) -> int:
-        """How far behind stream time a sighting still counts."""
+        """The age, relative to stream time, up to which a sighting counts."""
         return self.guard_ms + self.grace_ms
 
     @property

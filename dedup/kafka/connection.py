@@ -35,7 +35,7 @@ class Connection:
     client_id: str = "dedup"
     request_timeout_ms: int = _REQUEST_TIMEOUT_MS
     patience_ms: int = _PATIENCE_MS
-    """How long a start waits for a broker before giving up."""
+    """How long a startup waits for a broker before it fails."""
 
     @classmethod
     def of(cls, settings: Settings, *, client_id: str = "dedup") -> Connection:

@@ -37,7 +37,7 @@ _REQUEST_BYTES: Final = 16 << 20
 _OUT_OF_RANGE: Final = 1
 _AGAIN_PAUSE_MS: Final = 100
 MOST_DOUBTS: Final = 3
-"""How many consecutive responses must say that the log does not hold a position before they are believed."""
+"""Number of consecutive responses that must say that the log does not hold a position before they are believed."""
 _FEED_LANE: Final = "feed"
 _FLOW_BYTES: Final = 512 << 10
 """While records arrive, a broker waits briefly for this many bytes, because a batch of a few rows costs nearly as much
@@ -204,7 +204,7 @@ class _Reading:
     life: int
     """Unique to this reading."""
     doubts: int = 0
-    """How many consecutive responses said that the log does not hold the position."""
+    """Number of consecutive responses that said that the log does not hold the position."""
 
 
 class Answer(NamedTuple):
@@ -232,9 +232,9 @@ class FeedFetcher:
         """Finds out what happened to a topic that a broker does not know."""
         self._topic_ids: Final = check.topic_ids
         self._wait_ms: Final = wait_ms
-        """How long a broker may wait for the first record."""
+        """Maximum time that a broker may wait for the first record."""
         self._gather_ms: Final = gather_ms
-        """How long a broker may wait for more data while records arrive."""
+        """Maximum time that a broker may wait for more data while records arrive."""
         self._flowing: Final[set[int]] = set()
         """Brokers whose last response contained records."""
         self._readings: dict[TopicPartition, _Reading] = {}

@@ -44,7 +44,7 @@ class Epochs:
 
     batches: int
     owners: int
-    """How many different epochs wrote the batches."""
+    """Number of different epochs that wrote the batches."""
     behind: tuple[int, ...]
     """Base offsets of batches that follow a batch of a newer epoch."""
 

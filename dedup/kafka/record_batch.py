@@ -50,12 +50,12 @@ class TopicPartition(NamedTuple):
 
 @dataclass(frozen=True)
 class Limit:
-    """What a topic accepts, according to its configs."""
+    """The limits of a topic, according to its configs."""
 
     batch_bytes: int
     """Maximum size of a batch, both as sent and as stored (`max.message.bytes`)."""
     stored: str = "producer"
-    """How the broker compresses a stored batch (`compression.type`); `producer` means as it was sent."""
+    """Compression of a stored batch (`compression.type`); `producer` means as it was sent."""
 
     @classmethod
     def of(cls, configs: Mapping[str, str]) -> Limit | None:
@@ -71,7 +71,7 @@ class Limit:
 
 @dataclass(frozen=True, slots=True)
 class ProducerIdentity:
-    """What `InitProducerId` returned; a newer epoch of the same id fences this one (KIP-98)."""
+    """The result of `InitProducerId`; a newer epoch of the same id fences this one (KIP-98)."""
 
     producer_id: int
     epoch: int

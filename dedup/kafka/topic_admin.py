@@ -61,7 +61,7 @@ class Topic:
 
     @property
     def limit(self) -> Limit | None:
-        """What the topic accepts; None if its configs may not be read."""
+        """The topic's limits; None if its configs may not be read."""
         return Limit.of(self.configs)
 
 
@@ -261,7 +261,7 @@ class Group:
             raise self._refused("deleting", _NON_EMPTY)
 
     async def delete_unless_joined(self) -> bool:
-        """Delete the group and its offsets unless it has members; return whether it is gone."""
+        """Delete the group and its offsets unless it has members; return whether it no longer exists."""
 
         async def ask() -> tuple[int, bool]:
             answer = await self._wire.ask_group(self._name, DeleteGroupsRequest([self._name]))

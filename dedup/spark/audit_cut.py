@@ -1,4 +1,4 @@
-"""The input of an audit, which is a cut through a topology's topics and the history of a seed before the log.
+"""The input of an audit: a cut through a topology's topics, and the history of a seed before the log.
 
 The driver takes the cut, and reads the group's offsets before the ends of the topics.
 """

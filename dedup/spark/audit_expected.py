@@ -1,4 +1,4 @@
-"""What the topics must contain by the rule: each record of the log with its verdict, and digests for the comparison."""
+"""Computes the records that the topics must contain by the rule, with verdicts and digests for the comparison."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ in ms.
 """
 Until = Literal["now"] | int
 Offsets = Mapping[str, Mapping[int, int]]
-"""By topic and partition."""
+"""Offsets by topic and partition."""
 
 _SHOWN: Final = 5
 _LOGIN: Final[Mapping[str, str]] = {

@@ -368,7 +368,7 @@ def _local_directory() -> Path | None:
 
 @dataclass(frozen=True, slots=True)
 class MapPlan:
-    """What a map task must know."""
+    """The parameters of a map task."""
 
     topology: Topology
     mode: Mode

@@ -60,7 +60,7 @@ _NO_TEXT: Final = pa.scalar(None, pa.string())
 
 @dataclass(frozen=True, slots=True)
 class ReducePlan:
-    """What a reduce task must know."""
+    """The parameters of a reduce task."""
 
     topology: Topology
     mode: Mode

@@ -143,7 +143,7 @@ class _ClusterState:
 
 @dataclass(frozen=True, slots=True)
 class WritePlan:
-    """What every attempt must know, which is sent to the executors with the task."""
+    """The parameters of an attempt, which are sent to the executors with the task."""
 
     topology: Topology
     settings: PicklableSettings

@@ -29,7 +29,7 @@ _PLACED: Final = t.StructField("_placed", t.IntegerType())
 
 @dataclass(frozen=True, slots=True)
 class SeedProgress:
-    """What the task of one partition knows after the history, except for its sightings."""
+    """The state of one partition's task after the history, except for its sightings."""
 
     stream_time_ms: int
     feeds: tuple[FeedTime, ...]

@@ -1,4 +1,4 @@
-"""What every Spark job needs: session, settings for executors, their errors, a progress bar, files, and connections."""
+"""Shared code of Spark jobs: session, settings for executors, their errors, progress bar, files, and connections."""
 
 from __future__ import annotations
 

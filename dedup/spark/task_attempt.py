@@ -65,7 +65,7 @@ REPORT_DDL: Final = (
     "duplicate long, late long, dead_letter long, exempt long, conflicts long, repartitioned long, restored long, "
     "stream_time_ms long, took_ms long, failure string, failure_text string"
 )
-"""What an attempt reports to the driver, in one row."""
+"""The columns of the row that an attempt reports to the driver."""
 _ARROW_TYPES: Final = {"string": pa.string(), "int": pa.int32(), "long": pa.int64()}
 REPORT: Final = pa.schema(
     [(name, _ARROW_TYPES[kind]) for name, kind in (column.split() for column in REPORT_DDL.split(", "))]
@@ -74,7 +74,7 @@ REPORT: Final = pa.schema(
 
 @dataclass(frozen=True, slots=True)
 class AttemptPlan:
-    """What every attempt must know, which is sent to the executors with the task."""
+    """The parameters of an attempt, which are sent to the executors with the task."""
 
     topology: Topology
     settings: PicklableSettings

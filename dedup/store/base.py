@@ -24,7 +24,7 @@ NOT_SAID: Final = -1
 
 @dataclass(frozen=True, slots=True)
 class FeedTime:
-    """How far one feed (a partition of a source topic) has advanced its event time."""
+    """The greatest event time of one feed (a partition of a source topic)."""
 
     topic: int
     """Position of the topic in ``source.topics``."""
@@ -35,7 +35,7 @@ class FeedTime:
 
 @dataclass(frozen=True, slots=True)
 class TaskRecord:
-    """What a task needs to continue as if it had never stopped; every transaction writes a task record."""
+    """The values with which a task continues as if it had never stopped; every transaction writes a task record."""
 
     fingerprint: bytes
     """`Topology.state_fingerprint`; state with another fingerprint is refused."""

@@ -226,7 +226,7 @@ class ErrorsOf:
 
 @dataclass(frozen=True, slots=True)
 class Keeping:
-    """How a task gets its partition's store, and what happens to it afterwards."""
+    """How a task gets its partition's store and releases it afterward."""
 
     open: Callable[[], Store]
     prepare: Callable[[], Awaitable[None]] | None = None

@@ -1,4 +1,4 @@
-"""The store on disk, which is a RocksDB with one column family per segment, so that a segment is dropped as a whole.
+"""The store on disk, a RocksDB with one column family per segment, so that a segment can be dropped as a whole.
 
 One apply is one write batch over all families with the write-ahead log on (docs/decisions/0001-wal.md), so keys, task
 record, and position become durable together and survive a SIGKILL. A power failure may lose the newest batches, but
@@ -97,7 +97,7 @@ a flush then gets no CPU time, and a worker that closes a store waits for it (ov
 
 @dataclass(frozen=True, slots=True)
 class _SegmentEntry:
-    """What the default family says about a segment."""
+    """The default family's entry about a segment."""
 
     width_ms: int
     """The greatest segment width with which it was written; 0 while unknown."""

@@ -40,7 +40,7 @@ SubTopology = Literal["dedup", "repartition"]
 
 @dataclass(frozen=True, slots=True)
 class SourceSpec:
-    """Where records come from."""
+    """The source of records."""
 
     topics: tuple[str, ...]
     format: Format = "json"
@@ -51,7 +51,7 @@ class SourceSpec:
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """Where unique records go."""
+    """The output for unique records."""
 
     topic: str
     headers: bool = False
@@ -80,7 +80,7 @@ Late = LateTo | LateForward | LateDrop
 
 @dataclass(frozen=True, slots=True)
 class StateSpec:
-    """How state is kept."""
+    """Settings for state."""
 
     standby_replicas: int = 1
     max_bytes_per_partition: int | None = None

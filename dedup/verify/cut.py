@@ -406,7 +406,7 @@ class Cut:
 def take_cut(
     topology: Topology, reader: KafkaReader, report: Report, progress: OnProgress, scratch: str, sample: int
 ) -> Cut:
-    """Take the cut, in the order committed offsets, bounds of all topics, records of the side topics.
+    """Read the committed offsets, then the bounds of all topics, then the records of the side topics.
 
     Raises StateIncompatible if topology and cluster do not match.
     """

@@ -57,7 +57,7 @@ class ExplainedRecord:
     doubt: str = ""
     """Why the verdict may have been a different one."""
     wrong: str = ""
-    """How the topics contradict the verdict."""
+    """Descriptions of how the topics contradict the verdict."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ class Kept:
 
 @dataclass(slots=True)
 class Explanation:
-    """What is known about an ID."""
+    """Everything known about an ID."""
 
     topology: str
     id: str

@@ -37,7 +37,7 @@ _MODEL_FAULTS: Final[Mapping[str, ModelFault]] = {
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a replay needs to know about a topology and the topics that it writes."""
+    """The properties of a topology and its written topics that a replay needs."""
 
     rules: ModelRules
     extract: Extractor

@@ -88,7 +88,7 @@ class BatchSchema(faust.Schema[Any, Any]):
     """Messages are already `FeedBatch` values; there is nothing to decode."""
 
     def compile(self, app: AppT, **_: Any) -> Callable[..., Any]:
-        """Return a decoder that passes the batch on."""
+        """Return a decoder that returns the batch unchanged."""
         create_event = app.create_event
 
         async def decode(message: Any, *, propagate: bool = False) -> Any:  # Faust's signature

@@ -44,7 +44,7 @@ _INSTEAD: Final = (
 
 
 class _Movement:
-    """How many bytes the thread has transferred, and whether it should continue."""
+    """The number of bytes that the thread has transferred, and whether it should continue."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -92,7 +92,7 @@ async def transfer(work: Callable[[Moved], T], what: str, *, stalled_s: float = 
 
 @dataclass(frozen=True, slots=True)
 class WantedCheckpoint:
-    """What the checkpoint of a partition that is about to open its store must match."""
+    """The values that a checkpoint must match before a partition opens its store."""
 
     identity: StoreIdentity
     fingerprint: bytes

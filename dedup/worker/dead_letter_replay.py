@@ -62,7 +62,7 @@ class Replayed:
 
 @dataclass(frozen=True, slots=True)
 class ReplayPlan:
-    """What to replay, either dead letters to their source or late records to the output."""
+    """The plan of a replay, which sends dead letters to their source or late records to the output."""
 
     topic: str
     group: str

@@ -1,4 +1,4 @@
-"""What a worker reports about itself: its readiness, its tasks, its metrics, and whether an ID was seen."""
+"""Reports a worker's readiness, tasks, and metrics, and whether an ID was seen."""
 
 from __future__ import annotations
 

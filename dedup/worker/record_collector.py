@@ -85,7 +85,7 @@ class SideTopics(NamedTuple):
 
 @dataclass(slots=True)
 class Refusals:
-    """What was learned since the last commit."""
+    """Refusals that were learned since the last commit."""
 
     rows: Misfits = field(default_factory=dict)
     """Records that a topic does not accept; the verdict decides whether a record would be sent there."""
@@ -226,7 +226,7 @@ class Route:
 
 @dataclass(frozen=True, slots=True)
 class Routes:
-    """Where each verdict goes; None means nowhere."""
+    """The target of each verdict; None means that nothing is written."""
 
     source_topics: tuple[str, ...]
     output: Route | None

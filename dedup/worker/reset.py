@@ -43,7 +43,7 @@ LOOK_S: Final = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Doomed:
-    """What a reset will delete."""
+    """Everything that a reset will delete."""
 
     group: str
     topics: tuple[str, ...]

@@ -102,7 +102,7 @@ def _instant(time_ms: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Restored:
-    """What a restore has read."""
+    """The data that a restore has read."""
 
     records: int
     start: int

@@ -45,7 +45,7 @@ class Child:
 
 @dataclass(frozen=True, slots=True)
 class FleetPlan:
-    """What to run, and with how many workers."""
+    """The topology to run, its settings, and the number of workers."""
 
     topology: Path
     config: Path | None

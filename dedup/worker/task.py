@@ -78,7 +78,7 @@ class Frozen:
 
 @dataclass(frozen=True, slots=True)
 class Committing:
-    """How a task's offset is committed."""
+    """Settings for committing a task's offset."""
 
     group: str
     confirm: Callable[[], Awaitable[None]]
@@ -90,7 +90,7 @@ class Committing:
 
 
 class TaskWork(Protocol):
-    """What one kind of task does with records; it reads and keeps state but commits nothing."""
+    """The processing of records by one kind of task, which reads and keeps state but commits nothing."""
 
     @property
     def collector(self) -> RecordCollector:
@@ -149,7 +149,7 @@ class Task:
         self._held: list[FeedBatch] = []
         """Batches that were judged but are not known to be committed; after a refused record, they are judged again."""
         self._waiting: list[list[RecordBatch]] = []
-        """What to send for each batch that was judged while a commit is in flight."""
+        """The record batches to send for each batch that was judged while a commit is in flight."""
         self._waiting_records = 0
         self._commit_lock: Final = asyncio.Lock()
         self._sendable: Final = asyncio.Event()

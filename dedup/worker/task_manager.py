@@ -63,7 +63,7 @@ class Membership(Protocol):
 
 @dataclass(slots=True)
 class Outage:
-    """How often a partition's task was rebuilt since its last commit."""
+    """Counts how often a partition's task was rebuilt since its last commit."""
 
     tries: int = 0
     since_s: float = 0.0

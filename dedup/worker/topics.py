@@ -40,7 +40,7 @@ PAUSE_MS: Final = 50
 
 @dataclass(frozen=True, slots=True)
 class Retention:
-    """How long records are kept, by their timestamp."""
+    """The time for which records are kept, by their timestamps."""
 
     ms: int | None
     """None means forever."""
@@ -152,7 +152,7 @@ class Cluster:
 
     @property
     def limits(self) -> dict[str, Limit]:
-        """What each topic accepts, if its configs may be read."""
+        """The limits of each topic, if its configs may be read."""
         return {name: topic.limit for name, topic in self.topics.items() if topic.limit is not None}
 
     def route(self, name: str | None) -> Route | None:
@@ -164,7 +164,7 @@ class Cluster:
 
 
 def routes_of(topology: Topology, cluster: Cluster, settings: Settings) -> Routes:
-    """Return where each verdict goes."""
+    """Return the target of each verdict."""
     dead_letter = cluster.route(topology.dead_letter)
     if dead_letter is None:
         raise StateIncompatible(f"topic {topology.dead_letter!r} is missing; run `dedup apply`.")
@@ -318,7 +318,7 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class TopicPlan:
-    """What `dedup apply` does."""
+    """The actions of `dedup apply`."""
 
     make: tuple[WantedTopic, ...]
     as_wanted: tuple[str, ...]

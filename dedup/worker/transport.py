@@ -74,7 +74,7 @@ class RebalanceListener(aiokafka.abc.ConsumerRebalanceListener):  # type: ignore
 
 
 class HostApp(Protocol):
-    """What the transport needs from its app, in addition to Faust's part."""
+    """The interface that the transport needs from its app, in addition to Faust's."""
 
     conf: Any
     assignor: Any
