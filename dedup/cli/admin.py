@@ -291,7 +291,7 @@ def replay(
     from dedup.worker.topics import Cluster, topic_names
 
     if late != forward:
-        why = "they would be late again: add --forward" if late else "dead letters are judged again: leave it out"
+        why = "they would be late again: add --forward" if late else "dead letters are judged again; omit this option"
         raise SettingsError([Problem("--late" if late else "--forward", why)])
     known = next((each for each in BEGINNINGS if each == begin), None)
     if begin is not None and known is None:

@@ -156,7 +156,7 @@ def _parse_time(text: str, option: str, write: str) -> int:
 
     found = int(text) if text.isdecimal() else rfc3339_ms(text)
     if found is None:
-        raise SettingsError([Problem(option, f'"{text}" is no time; write {write}')])
+        raise SettingsError([Problem(option, f'"{text}" is not a time; write {write}')])
     return found
 
 
@@ -169,7 +169,7 @@ def _parse_offsets(text: str, option: str) -> dict[TopicPartition, int]:
         place, _, offset = each.strip().partition("=")
         topic, _, partition = place.rpartition("/")
         if not (topic and partition.isdecimal() and offset.isdecimal()):
-            raise SettingsError([Problem(option, f'"{each}" is no offset; write topic/partition=offset')])
+            raise SettingsError([Problem(option, f'"{each}" is not an offset; write topic/partition=offset')])
         found[TopicPartition(topic, int(partition))] = int(offset)
     return found
 

@@ -280,7 +280,7 @@ class Files:
         """Close a file that was read to its end; if it was deleted, commit that, because its inode will be reused."""
         if opened.reader.rest_bytes:
             if not opened.warned:
-                text = "%s is gone; the %d bytes after its last line feed are not sent before a line feed follows"
+                text = "%s was deleted; the %d bytes after its last line feed are not sent until a line feed follows"
                 log.warning(text, opened.known.path, opened.reader.rest_bytes)
                 opened.warned = True
             return None

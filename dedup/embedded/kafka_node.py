@@ -174,7 +174,7 @@ class EmbeddedKafka:
         """Raise BrokerUnavailable, with the end of the node's log, if the node has died."""
         if not self.running:
             raise BrokerUnavailable(
-                f"The embedded Kafka ended by itself. The end of {self.log_file}:\n{self._log_tail(0)}\n"
+                f"The embedded Kafka ended unexpectedly. The end of {self.log_file}:\n{self._log_tail(0)}\n"
                 f"Fix what it names and start again."
             )
 

@@ -104,7 +104,7 @@ def backfill(
     * SettingsError or TopologyError for damaged files, an unsuitable table, or a run name that no directory can have.
     """
     if not _RUN.fullmatch(run):
-        raise SettingsError([Problem(f"--run {run}", "is no name for a directory; use letters, digits, - and _")])
+        raise SettingsError([Problem(f"--run {run}", "is not a valid directory name; use letters, digits, - and _")])
     source = history if isinstance(history, History) else _history_of(history)
     order: Order = "offsets" if source.placed else "event_time"
     mode = mode_of(topology, order, source.feeds)
@@ -160,7 +160,7 @@ def _refuse_unbalanced(source: History, counts: Mapping[str, int]) -> None:
         if rows != sum(counts.values()):
             raise InvariantBroken(
                 f"{source.place} has {rows:,} records, and {sum(counts.values()):,} verdicts were written. Nothing was "
-                f"published. If nobody changed the input meanwhile, this is a defect: please report it."
+                f"published. If nobody changed the input in the meantime, this is a defect: please report it."
             )
 
 

@@ -436,7 +436,7 @@ async def _begins(topology: Topology, cluster: Cluster, wire: KafkaWire, until: 
         bounds = await bounds_of(wire, place) if place in places else None
         name = f"{place.topic}/{place.partition}"
         if bounds is None:
-            problems.append(f"{name} is no source partition of {topology.name}")
+            problems.append(f"{name} is not a source partition of {topology.name}")
         elif place not in until:
             problems.append(f"{name} is missing: give an offset for every source partition")
         elif not bounds.start <= until[place] <= bounds.end:

@@ -108,9 +108,8 @@ def _refuse_other(checkpoint: HadoopDirectory, identity: CheckpointIdentity) -> 
     if differs:
         differences = "; ".join(f"{name}: {found.get(name)!r}, now {wanted[name]!r}" for name in differs)
         raise StateIncompatible(
-            f"{checkpoint.path}: is the checkpoint of another topology ({differences}). Nothing was changed. Go back "
-            f"to that topology, or use an empty directory: the position is in the state, so nothing is read twice or "
-            f"lost."
+            f"{checkpoint.path}: is the checkpoint of another topology ({differences}). Nothing was changed. Use that "
+            "topology, or use an empty directory. The position is in the state, so nothing is read twice or lost."
         )
 
 

@@ -295,7 +295,12 @@ def upsert_jdbc(rows: DataFrame, to: Jdbc) -> None:
     """
     if not _NAME.fullmatch(to.table):
         raise SettingsError(
-            [Problem("--table", f"{to.table!r} is no name; write letters, digits and _, such as orders or shop.orders")]
+            [
+                Problem(
+                    "--table",
+                    f"{to.table!r} is not a valid name; write letters, digits and _, such as orders or shop.orders",
+                )
+            ]
         )
     source = _newest(rows)
     staging = f"{to.table}_dedup_{uuid.uuid4().hex[:8]}"

@@ -262,7 +262,7 @@ async def _refuse_gap(wire: KafkaWire, task: Task, first: FeedBatch) -> None:
             raise StateIncompatible(
                 f"{task.task_id}: the checkpoint continues at offset {begins}, but the state has judged records only "
                 f"below {task.next_offset}; {missed[0]} is the first that would be lost. State and checkpoint do not "
-                f"belong together. Nothing was changed. Start with an empty checkpoint directory: the stream then "
+                "match. Nothing was changed. Start with an empty checkpoint directory: the stream then "
                 f"begins where the state ends."
             )
         position = fetched.next_offset

@@ -55,7 +55,7 @@ def test_help_has_an_example(command):
     [
         (("reset", SIMPLEST, "--to", "yesterday"), "is not a time"),
         (("replay", SIMPLEST, "--late"), "they would be late again: add --forward"),
-        (("replay", SIMPLEST, "--forward"), "dead letters are judged again: leave it out"),
+        (("replay", SIMPLEST, "--forward"), "dead letters are judged again; omit this option"),
         (("apply", "nowhere.yaml"), "cannot be read"),
         (("lookup", SIMPLEST, "a", "--url", "file:///etc/passwd"), "is not the address of a worker"),
     ],
