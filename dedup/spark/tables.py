@@ -373,7 +373,7 @@ def _connected(spark: SparkSession, to: Jdbc) -> Iterator[Any]:
 
 @contextlib.contextmanager
 def _explained(what: str) -> Iterator[None]:
-    """Inside ``with``, raise StateIncompatible for an error of the database."""
+    """Inside ``with``, raise StateIncompatible for database errors."""
     try:
         yield
     except Py4JJavaError as error:

@@ -42,7 +42,7 @@ _LOOK_BACK: Final = 256
 """How many offsets before the changelog's end are first searched for a task record; the range then grows."""
 _LOOK_BYTES: Final = 1 << 20
 Progress = Callable[[int, int], None]
-"""(offsets restored, offsets to restore in total)."""
+"""Called with the number of restored offsets and the total number of offsets to restore."""
 
 
 def changed(record: TaskRecord | None, window: Window) -> bool:
