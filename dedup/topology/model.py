@@ -192,8 +192,7 @@ class Topology:
 
     @property
     def conflicts_go_to(self) -> str | None:
-        """The topic for conflicts: their own or, without one, the topic for duplicates; None if they are only counted.
-        """
+        """The topic for conflicts: their own or, without one, the topic for duplicates; None if only counted."""
         return self.duplicates if self.conflicts is None else self.conflicts
 
     @property
