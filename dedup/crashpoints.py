@@ -1,6 +1,6 @@
-"""Named points at which a test kills the process: ``DEDUP_CRASH_AT=point:n`` kills it at the n-th arrival there.
+"""Named points at which a test can kill the process. ``DEDUP_CRASH_AT=point:n`` kills it on the n-th arrival there.
 
-Outside tests the variable is not set, and reaching a point calls a builtin that does nothing.
+Outside tests, the variable is not set, and reaching a point calls a builtin that does nothing.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ VARIABLE: Final = "DEDUP_CRASH_AT"
 
 
 class _Plan:
-    """At which point this process dies, and how often it still has to reach it."""
+    """The point at which this process is killed, and how often it must still reach the point."""
 
     def __init__(self, text: str | None) -> None:
         self.point: str | None = None
@@ -45,7 +45,7 @@ _plan: Final = _Plan(os.environ.get(VARIABLE))
 
 
 def _die_at(point: Point) -> None:
-    """End the process by SIGKILL if ``DEDUP_CRASH_AT`` names this arrival."""
+    """Kill the process with SIGKILL if ``DEDUP_CRASH_AT`` names this arrival."""
     if _plan.point == point:
         _plan.left -= 1
         if _plan.left == 0:
@@ -53,4 +53,4 @@ def _die_at(point: Point) -> None:
 
 
 reached: Callable[[Point], object] = bool if _plan.point is None else _die_at
-"""Call it where a point is reached."""
+"""Call this function when a point is reached."""

@@ -4,7 +4,7 @@
     ├── AuthorMistake            exit 2: correct the file or the command line
     │   ├── TopologyError            the topology file
     │   └── SettingsError            the config file, --set, DEDUP_*
-    ├── StateIncompatible        exit 3: nothing was touched; the message names the command that accepts it
+    ├── StateIncompatible        exit 3: nothing was changed; the message names the command that accepts it
     ├── VerificationFailed       exit 4: the verifier found a violation
     ├── BrokerUnavailable        exit 5: no broker answers, or it refuses us
     ├── DatabaseUnavailable      exit 5: the same for the database of a source or a sink
@@ -16,7 +16,7 @@
     ├── ClockBehind              judge the open transaction again: the broker's clock is ahead of ours
     └── InvariantBroken          exit 1: a bug in dedup; stop
 
-An error's text says what happened, where, and what to do next.
+The text of an error says what happened, where, and what to do next.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class DedupError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One mistake in a file: where it is, what it is, what to write instead."""
+    """One mistake in a file, with its position and what to write instead."""
 
     place: str
     """``file:line:column``, or only the file's name if the position is unknown."""
@@ -45,7 +45,7 @@ class Problem:
 
 
 class AuthorMistake(DedupError):
-    """Something a person wrote is wrong; one error reports every problem."""
+    """A file or command line has mistakes; one error reports all of them."""
 
     exit_code = 2
 
@@ -63,13 +63,13 @@ class SettingsError(AuthorMistake):
 
 
 class StateIncompatible(DedupError):
-    """State, changelog and topology do not belong together; nothing was touched."""
+    """State, changelog, and topology do not match; nothing was changed."""
 
     exit_code = 3
 
 
 class VerificationFailed(DedupError):
-    """The records in Kafka are not what the model says they must be."""
+    """The records in Kafka differ from those that the model expects."""
 
     exit_code = 4
 
@@ -81,13 +81,13 @@ class BrokerUnavailable(DedupError):
 
 
 class DatabaseUnavailable(DedupError):
-    """The database of a source or a sink did not answer in time, or it refused the connection."""
+    """The database of a source or a sink did not respond in time, or it refused the connection."""
 
     exit_code = 5
 
 
 class CheckpointUnusable(DedupError):
-    """A checkpoint is damaged, or the checkpoint storage does not answer or refuses access."""
+    """A checkpoint is damaged, or the checkpoint storage does not respond or refuses access."""
 
     exit_code = 5
 
@@ -97,7 +97,7 @@ class TaskMigrated(DedupError):
 
 
 class CommitUnknown(TaskMigrated):
-    """A transactional request had no answer; only a new epoch can tell what happened."""
+    """A transactional request got no response; only a new epoch can find out what happened."""
 
 
 class TaskCorrupted(DedupError):
@@ -105,7 +105,7 @@ class TaskCorrupted(DedupError):
 
 
 class RecordRefused(DedupError):
-    """The broker will never accept one or several records of a batch."""
+    """The broker will never accept one or more records of a batch."""
 
     def __init__(
         self,
@@ -121,7 +121,8 @@ class RecordRefused(DedupError):
         self.partition: Final = partition
         self.rows: Final = rows
         """Feeding offsets of the refused records, or of the whole batch if the broker names none; -1 for a record that
-        dedup itself made."""
+        dedup itself made.
+        """
         self.reasons: Final = reasons or {}
         """The broker's message for each refused record, if it names them (KIP-467)."""
         self.too_large: Final = too_large
@@ -131,8 +132,8 @@ class RecordRefused(DedupError):
 
 
 class ClockBehind(DedupError):
-    """A record was judged to be in the future by a clock that is behind the broker's."""
+    """A record was judged as being in the future by a clock that is behind the broker's clock."""
 
 
 class InvariantBroken(DedupError):
-    """Something that cannot happen did; continuing would lose data."""
+    """Something happened that should be impossible; continuing could lose data."""

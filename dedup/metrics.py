@@ -1,6 +1,7 @@
-"""Metrics of a running worker: the list of metric names, the counters of each task, and snapshots of both for display.
+"""Defines the metrics of a running worker, the counters of each task, and snapshots of both for display.
 
-Everything here is a plain value: the worker counts, `web` renders Prometheus text and pages from the snapshots.
+Everything here is a plain value. The worker does the counting, and `web` renders Prometheus text and pages from the
+snapshots.
 """
 
 from __future__ import annotations
@@ -31,37 +32,44 @@ class Metric:
 
 METRICS: Final[tuple[Metric, ...]] = (
     Metric("dedup_records_total", "counter", "Records judged, by verdict.", (*_TASK_LABELS, "verdict")),
-    Metric("dedup_conflicts_total", "counter", "Duplicates whose payload differs from the first."),
+    Metric("dedup_conflicts_total", "counter", "Duplicates whose payload differs from that of the first record."),
     Metric("dedup_dead_letters_total", "counter", "Dead letters, by reason.", (*_TASK_LABELS, "reason")),
     Metric(
         "dedup_other_formats_total",
         "counter",
-        "Dead letters whose first bytes are those of a format other than JSON.",
+        "Dead letters whose first bytes suggest a format other than JSON.",
         (*_TASK_LABELS, "format"),
     ),
     Metric("dedup_replayed_total", "counter", "Records read again and skipped because they were already judged."),
     Metric("dedup_misplaced_ids_total", "counter", "Sampled records whose ID hashes to another partition."),
-    Metric("dedup_transactions_total", "counter", "Transactions, by how they ended.", (*_TASK_LABELS, "result")),
-    Metric("dedup_commit_seconds", "histogram", "From the start of a commit to the broker's confirmation of it."),
-    Metric("dedup_end_to_end_seconds", "histogram", "From a record's timestamp to the commit of its verdict."),
+    Metric("dedup_transactions_total", "counter", "Transactions, by result.", (*_TASK_LABELS, "result")),
+    Metric("dedup_commit_seconds", "histogram", "Time from the start of a commit to its confirmation by the broker."),
+    Metric("dedup_end_to_end_seconds", "histogram", "Time from a record's timestamp to the commit of its verdict."),
     Metric("dedup_stream_time_seconds", "gauge", "Stream time; absent before the first judged record."),
-    Metric("dedup_state_ids", "gauge", "IDs in the store, estimated."),
-    Metric("dedup_state_bytes", "gauge", "Bytes of the store on disk, estimated."),
-    Metric("dedup_state_max_bytes", "gauge", "state.max_bytes_per_partition; absent if the topology sets none."),
+    Metric("dedup_state_ids", "gauge", "Estimated number of IDs in the store."),
+    Metric("dedup_state_bytes", "gauge", "Estimated size of the store on disk."),
+    Metric(
+        "dedup_state_max_bytes", "gauge", "The limit state.max_bytes_per_partition; absent if the topology sets none."
+    ),
     Metric("dedup_restore_remaining_records", "gauge", "Changelog offsets that a restore still has to read."),
-    Metric("dedup_task_state", "gauge", "1 for the state a task is in.", (*_TASK_LABELS, "state")),
+    Metric("dedup_task_state", "gauge", "1 for the current state of a task.", (*_TASK_LABELS, "state")),
     Metric(
         "dedup_lag_records",
         "gauge",
-        "Feeding offsets from the committed one to the end; 0 if there is no record among them.",
+        "Feeding offsets from the committed one to the end; 0 if they contain no record.",
     ),
     Metric("dedup_lag_seconds", "gauge", "Age of the last committed record while there is lag; 0 without lag."),
     Metric("dedup_last_stable_offset_lag", "gauge", "Feeding offsets that an open transaction hides from readers."),
     Metric("dedup_seconds_since_commit", "gauge", "Age of the last commit."),
-    Metric("dedup_standby_lag_records", "gauge", "Changelog offsets a standby has not applied.", ("partition",)),
+    Metric("dedup_standby_lag_records", "gauge", "Changelog offsets that a standby has not applied.", ("partition",)),
     Metric("dedup_fenced_total", "counter", "Tasks discarded because another owner fenced them.", ()),
-    Metric("dedup_corrupted_total", "counter", "Local stores deleted and restored.", ()),
-    Metric("dedup_checkpoints_unusable_total", "counter", "Unusable checkpoints; the changelog was read instead.", ()),
+    Metric("dedup_corrupted_total", "counter", "Local stores that were corrupted, deleted, and restored.", ()),
+    Metric(
+        "dedup_checkpoints_unusable_total",
+        "counter",
+        "Unusable checkpoints, instead of which the changelog was read.",
+        (),
+    ),
 )
 COMMIT_BUCKETS_S: Final = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 END_TO_END_BUCKETS_S: Final = (0.05, 0.1, 0.2, 0.3, 0.5, 1.0, 2.0, 5.0, 15.0, 60.0, 300.0, 3600.0)
@@ -73,7 +81,8 @@ class Durations:
 
     bounds_s: tuple[float, ...]
     counts: list[int] = field(default_factory=list)
-    """Durations per bucket, not cumulative; one more than bounds, for everything above the last bound."""
+    """Number of durations in each bucket, not cumulative; an additional bucket holds everything above the last bound.
+    """
     total_s: float = 0.0
 
     def __post_init__(self) -> None:
@@ -92,12 +101,12 @@ class Durations:
 
 @dataclass(slots=True)
 class TaskNumbers:
-    """Counters of one task; they change only by whole batches."""
+    """Counters of one task; they are only updated after a whole batch."""
 
     verdicts: Counter[str] = field(default_factory=Counter)
     dead_reasons: Counter[str] = field(default_factory=Counter)
     formats: Counter[str] = field(default_factory=Counter)
-    """Dead letters that are not JSON, by the format they seem to have."""
+    """Dead letters that are not JSON, by the format that they seem to have."""
     conflicts: int = 0
     replayed: int = 0
     sampled: int = 0
@@ -111,11 +120,11 @@ class TaskNumbers:
     """None before the first judged record, and for a repartition task."""
     restore_remaining: int = 0
     restore_total: int = 0
-    """All changelog offsets that this restore has to read."""
+    """Total number of changelog offsets that this restore has to read."""
     restored: int = 0
     """Changelog records read before this task ran."""
     committed_offset: int | None = None
-    """Of this task's own last commit; None before its first."""
+    """The offset of this task's own last commit; None before its first commit."""
     committed_time_ms: int | None = None
     """Timestamp of the last record below ``committed_offset``."""
 
@@ -126,12 +135,12 @@ class TaskNumbers:
         self.last_commit_s = time.monotonic()
 
     def reached(self, stream_time_ms: int) -> None:
-        """Set stream time; with several feeds there is none until each feed has reported its own, or is idle."""
+        """Set stream time; with several feeds, there is none until each feed has reported its own or is idle."""
         # Before the first judged record stream time is BEFORE_ALL_TIME; no event time is negative.
         self.stream_time_ms = None if stream_time_ms < 0 else stream_time_ms
 
     def settled(self, oldest_ms: int, newest_ms: int, records: int) -> None:
-        """Count a batch whose verdicts are committed; each record counts as old as the oldest one."""
+        """Count a batch whose verdicts are committed; the age of the oldest record is used for every record."""
         self.committed_time_ms = newest_ms
         self.end_to_end.add(max(0.0, time.time() - oldest_ms / 1000), records)
 
@@ -143,7 +152,7 @@ class TaskNumbers:
         self.conflicts += judged.conflicts
 
     def add_counters(self, other: TaskNumbers) -> None:
-        """Add every number that only grows: counters and histograms, no gauges."""
+        """Add the numbers that never decrease, which are counters and histograms but not gauges."""
         self.add_verdicts(other)
         self.replayed += other.replayed
         self.sampled += other.sampled
@@ -168,7 +177,7 @@ class TaskSeen:
     state: str
     numbers: TaskNumbers
     lag_records: int | None
-    """As `dedup status` counts it; None until the partition's leader has answered once."""
+    """The lag as `dedup status` counts it; None until the partition's leader has responded once."""
     unstable_records: int | None
     """Feeding offsets that an open transaction hides from readers."""
     state_ids: int = 0
@@ -197,7 +206,7 @@ _REMEDIES: Final[Mapping[str, str]] = {
     "refused_by_broker": "Compare max.message.bytes of the topics with the size of the records.",
     "id_missing": "Compare `tracking_id` with what the producers send.",
 }
-"""Reason -> what to look at first if nearly all records have it."""
+"""Maps a reason to what to check first if nearly all records have it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,13 +216,13 @@ class DeadLetterAlert:
     judged: int
     dead: int
     reason: str
-    """The most frequent one."""
+    """The most frequent reason."""
     count: int
     """Dead letters of that reason."""
 
     @property
     def text(self) -> str:
-        """What happened, and what to do."""
+        """A message that says what happened and what to do."""
         remedy = _REMEDIES.get(self.reason, "Look at dedup-detail of some of them.")
         return (
             f"{self.dead:,} of {self.judged:,} records judged in the last minute are dead letters, {self.count:,} of "
@@ -233,11 +242,11 @@ class WorkerSeen:
     fenced: int
     corrupted: int
     not_ready: str | None
-    """Why it is not ready; None if it is."""
+    """Why the worker is not ready; None if it is."""
     checkpoints_unusable: int = 0
     alert: DeadLetterAlert | None = None
     ended: Mapping[Place, TaskNumbers] = field(default_factory=dict)
-    """The counters of closed tasks: a counter must not fall when a partition moves away."""
+    """The counters of closed tasks, which are kept because a counter must not decrease when a partition moves away."""
 
     def counters(self) -> dict[Place, TaskNumbers]:
         """Return the counters of each task since this worker started, closed tasks included."""
@@ -249,7 +258,7 @@ class WorkerSeen:
 
 
 def formats_of(counted: Iterable[TaskNumbers]) -> Counter[str]:
-    """Return the dead letters of several tasks that are not JSON, by the format they seem to have."""
+    """Return the dead letters of several tasks that are not JSON, by the format that they seem to have."""
     return sum((each.formats for each in counted), Counter[str]())
 
 

@@ -1,8 +1,8 @@
-"""Where a worker runs: the shape of the config file, the settings made from it, and how they are loaded.
+"""Defines the structure of the config file and the settings made from it, and loads them.
 
 `load_settings` merges defaults, the file, the environment and `--set`; later ones win. ``DEDUP_WEB__PORT=0`` means
-``web.port: 0``. A file never contains a secret, only ``${env:NAME}`` or ``${file:PATH}``, and no repr, error or log
-shows one. The ``*File`` models are also the published JSON Schema; their descriptions are what editors show.
+``web.port: 0``. A file never contains a secret, only ``${env:NAME}`` or ``${file:PATH}``, and no repr, error, or log
+shows a secret. The ``*File`` models are also the published JSON Schema; their descriptions are what editors show.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from dedup.quantities import DURATION_PATTERN, parse_duration
 from dedup.yaml_document import At, Document, did_you_mean, dotted, in_order, matching, models_of, read, told, within
 
 _DEFAULT_CONFIG: Final = Path("config/local.yaml")
-"""Read if it exists and no file is named."""
+"""The file that is read if it exists and no file is given."""
 _PREFIX: Final = "DEDUP_"
 BROKER_DEFAULT: Final = -1
-"""A replication factor that leaves the choice to the brokers, in Kafka's own protocol (KIP-464)."""
+"""In Kafka's protocol, the replication factor that lets the brokers choose (KIP-464)."""
 
 _NOT_SETTINGS: Final = ("DEDUP_CRASH_", "DEDUP_TEST_", "DEDUP_BENCH_", "DEDUP_DEMO_", "DEDUP_JDBC_")
 _SECRETS: Final[frozenset[At]] = frozenset({("security", "password"), ("security", "key_password"), ("web", "token")})
@@ -100,7 +100,7 @@ class SecurityFile(_Keys):
     """How to reach the brokers and trust them."""
 
     protocol: Protocol = Field(
-        default="PLAINTEXT", description="With SSL, host names are verified; this cannot be switched off."
+        default="PLAINTEXT", description="Security protocol. With SSL, host names are always verified."
     )
     mechanism: Mechanism | None = Field(
         default=None, description="SASL mechanism; required with SASL_PLAINTEXT and SASL_SSL."
@@ -118,7 +118,7 @@ class SecurityFile(_Keys):
 
 
 class StateSection(_Keys):
-    """Where state comes from besides the changelog."""
+    """Sources of state besides the changelog."""
 
     checkpoint: Annotated[str, AfterValidator(_place)] | None = Field(
         default=None,
@@ -139,24 +139,26 @@ class TopicsFile(_Keys):
     )
     retention: Annotated[str, _between("1s", "36500d"), _DURATION] | None = Field(
         default=None,
-        description="Of output, duplicates, conflicts. Default: the longest of the sources; -1 if one is compacted.",
+        description="Retention of output, duplicates, conflicts. Default: the sources' longest; -1 if compacted.",
     )
     partitions: Annotated[int, within(1, 100_000)] | None = Field(
-        default=None, description="Of the repartition topic. Default: as many as the source topic has."
+        default=None, description="Partitions of the repartition topic. Default: as in the source topic."
     )
     compression: Literal["none", "gzip", "snappy", "lz4", "zstd"] = Field(
-        default="snappy", description="Of written records. lz4 needs much CPU here."
+        default="snappy", description="Compression of written records. lz4 needs much CPU here."
     )
 
 
 class WebFile(_Keys):
     """The worker's own pages: metrics, health, dashboard."""
 
-    enabled: bool = Field(default=True, description="Whether the worker serves pages.")
+    enabled: bool = Field(default=True, description="Whether the worker serves web pages.")
     host: str = Field(default="127.0.0.1", description="Address to listen on; any but loopback requires a token.")
-    port: Annotated[int, within(0, _LAST_PORT)] = Field(default=6066, description="0: any free port.")
+    port: Annotated[int, within(0, _LAST_PORT)] = Field(
+        default=6066, description="Port to listen on; 0 picks a free one."
+    )
     token: _SecretText | None = Field(
-        default=None, description="Every caller must send it: ${env:NAME} or ${file:PATH}."
+        default=None, description="Token that callers must send: ${env:NAME} or ${file:PATH}."
     )
     advertise: Annotated[str, _PAGE_RULE] | None = Field(
         default=None, description="URL at which others reach these pages. Default: the host and port above."
@@ -166,19 +168,19 @@ class WebFile(_Keys):
 class LogFile(_Keys):
     """What is logged, and how."""
 
-    format: LogFormat = Field(default="text", description="text for people, json for machines.")
+    format: LogFormat = Field(default="text", description="Log format: text for people, json for machines.")
     level: LogLevel = Field(default="info", description="The lowest level that is logged.")
 
 
 class SettingsFile(_Keys):
-    """Where a worker runs: brokers, credentials, directories, intervals."""
+    """All settings of a worker: brokers, credentials, directories, intervals."""
 
     brokers: Annotated[list[_Broker], BeforeValidator(_listed), AfterValidator(_some)] = Field(
         description="Bootstrap servers of the cluster.", json_schema_extra={"minItems": 1}
     )
     security: SecurityFile = Field(default=SecurityFile(), description="How to reach the brokers and trust them.")
     state_dir: str = Field(default="state", description="Directory of local state; each worker needs its own.")
-    state: StateSection = Field(default=StateSection(), description="Where state comes from besides the changelog.")
+    state: StateSection = Field(default=StateSection(), description="Sources of state besides the changelog.")
     commit_interval: Annotated[str, _between("1ms", "60s"), _DURATION] = Field(
         default="100ms", description="How long a transaction stays open."
     )
@@ -189,15 +191,15 @@ class SettingsFile(_Keys):
         default="10s", description="After this time the partitions of a silent worker move to others."
     )
     worker_id: Annotated[str, _WORKER_ID_RULE] | None = Field(
-        default=None, description="Static membership. Default: an id kept in the state directory."
+        default=None, description="Id of the static group member. Default: an id kept in state_dir."
     )
     topics: TopicsFile = Field(default=TopicsFile(), description="How topics are created.")
-    web: WebFile = Field(default=WebFile(), description="The worker's own pages.")
+    web: WebFile = Field(default=WebFile(), description="The worker's own web pages.")
     log: LogFile = Field(default=LogFile(), description="What is logged, and how.")
 
 
 def _takes_text(annotation: Any) -> bool:  # noqa: ANN401 - any type there is
-    """Whether a key takes a single text, whatever its limits."""
+    """Whether a key takes a single string, with or without limits."""
     return annotation is str or (get_origin(annotation) is not list and any(map(_takes_text, get_args(annotation))))
 
 
@@ -257,12 +259,13 @@ class TopicDefaults:
     create: bool = True
     replication_factor: int = BROKER_DEFAULT
     min_insync_replicas: int | None = None
-    """None: the brokers' default."""
+    """None means the brokers' default."""
     retention_ms: int | None = None
-    """Retention of output, duplicates and conflicts. None: the longest of any source topic, or unlimited if
-    one is compacted."""
+    """Retention of output, duplicates, and conflicts. None means the longest of any source topic, or unlimited if one
+    is compacted.
+    """
     partitions: int | None = None
-    """Of the repartition topic; None: those of the source topic."""
+    """Partition count of the repartition topic; None means that of the source topic."""
     compression: str = "snappy"
 
 
@@ -275,7 +278,7 @@ class Web:
     port: int = 6066
     token: Secret | None = None
     advertise: str | None = None
-    """URL under which other workers and people reach these pages; None: the address it listens on."""
+    """URL at which other workers and people reach these pages; None means the address on which it listens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,13 +291,13 @@ class LogSettings:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Where a worker runs."""
+    """All settings of a worker, with defaults applied."""
 
     brokers: tuple[str, ...]
     security: Security = field(default_factory=Security)
     state_dir: Path = Path("state")
     checkpoint: str | None = None
-    """Directory or URL of the checkpoints that a worker without local state starts from; None: no checkpoints."""
+    """Directory or URL of the checkpoints from which a worker without local state starts; None means no checkpoints."""
     commit_interval_ms: int = 100
     transaction_timeout_ms: int = 30_000
     session_timeout_ms: int = 10_000

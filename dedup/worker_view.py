@@ -1,4 +1,4 @@
-"""What a worker shows besides its metrics: values that `worker` makes and `web` turns into pages."""
+"""Defines what a worker shows besides its metrics, as values that `worker` creates and `web` renders as pages."""
 
 from __future__ import annotations
 
@@ -14,31 +14,31 @@ _MOST_SHOWN_BYTES: Final = 4096
 
 @dataclass(frozen=True, slots=True)
 class Noted:
-    """One record that was not simply forwarded, and why; its verdict is committed."""
+    """A record with a committed verdict other than unique, and the reason."""
 
     kind: Kind
     source: str
     """topic/partition/offset."""
     id: str | None
-    """As `dedup lookup` takes it; None if the record has none, or only its digest is known."""
+    """The ID in the form that `dedup lookup` accepts; None if the record has no ID or only its digest is known."""
     event_time_ms: int | None
-    """None if the record has none that could be judged."""
+    """None if the record has no event time that could be judged."""
     judged_ms: int
-    """By the worker's clock."""
+    """Time by the worker's clock."""
     why: str
 
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """A group member, as the last assignment listed it (as in KIP-67, each member says where it can be queried)."""
+    """A group member in the last assignment; each member announces where it can be queried (as in KIP-67)."""
 
     worker: str
     url: str | None
-    """Where its pages are; None if it serves none."""
+    """URL of its pages; None if it serves none."""
     partitions: tuple[tuple[str, int], ...]
-    """(feeding topic, partition) of its tasks."""
+    """The feeding topic and partition of each of its tasks."""
     here: bool
-    """This worker itself."""
+    """Whether this is the worker itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,23 +61,24 @@ class SeenId:
     source: str
     """topic/partition/offset of the record that was forwarded."""
     live: bool
-    """Whether it still counts: stream time has not passed its retention."""
+    """Whether the sighting still counts, because stream time has not passed its retention."""
     went: str | None
     """The output topic, with the partition if it is known; None for an observe-only topology."""
 
 
 @dataclass(frozen=True, slots=True)
 class LookedUp:
-    """What one worker knows of an ID."""
+    """Everything one worker knows about an ID."""
 
     topology: str
     worker: str
     id: str
     sightings: tuple[SeenId, ...]
     asked: tuple[int, ...]
-    """The partitions that were searched: those of this worker."""
+    """The partitions that were searched, which are this worker's."""
     partitions: int
-    """All there are; if fewer were searched, another worker may know the ID. 0 while there is no assignment."""
+    """Number of all partitions; if fewer were searched, another worker may know the ID. 0 while there is no assignment.
+    """
     belongs_to: int | None
     """The ID's partition, if dedup itself placed it (repartitioned); None if the producers did."""
     candidates: tuple[int, ...]
@@ -88,7 +89,7 @@ class LookedUp:
 
 @dataclass(frozen=True, slots=True)
 class ShownRecord:
-    """A source record that a user asked to see: the only way a payload gets onto a page."""
+    """A source record that a user asked to see. No other payload is shown on a page."""
 
     place: str
     timestamp_ms: int

@@ -1,7 +1,7 @@
-"""YAML text read into plain values that remember line and column, and validated with errors reported at those places.
+"""Reads YAML text into plain values with line and column, and validates it with errors that give these positions.
 
-The values are built from the parser's events, not by ruamel's constructor: no tags, no aliases, no merge keys, so no
-"billion laughs"; and a repeated key, which a constructor would drop silently, is reported.
+The values are built from the parser's events, not by ruamel's constructor. Tags, aliases, and merge keys are refused,
+which rules out "billion laughs" attacks. A repeated key, which a constructor would silently drop, is reported.
 """
 
 from __future__ import annotations
@@ -56,13 +56,13 @@ class Document:
     value: Any = None
     """None, bool, int, float, str, and lists and string-keyed dicts of them."""
     problems: list[Problem] = field(default_factory=list)
-    """What is wrong with the text as YAML; ``value`` holds everything else."""
+    """The errors in the text as YAML; ``value`` holds everything that could be read."""
     _values: dict[At, str] = field(default_factory=dict)
     _keys: dict[At, str] = field(default_factory=dict)
     _written: dict[At, str] = field(default_factory=dict)
 
     def place(self, at: At) -> str:
-        """Return ``file:line:column`` of a value, or of the innermost value around it that the text has."""
+        """Return ``file:line:column`` of a value, or of the innermost enclosing value that exists in the text."""
         for end in range(len(at), -1, -1):
             found = self._values.get(at[:end])
             if found is not None:
@@ -74,7 +74,7 @@ class Document:
         return self._keys.get(at) or self.place(at)
 
     def written(self, at: At) -> str | None:
-        """Return a scalar exactly as the text spells it; None if it is no scalar or is absent."""
+        """Return a scalar exactly as it is written; None if it is absent or not a scalar."""
         return self._written.get(at)
 
     def get(self, at: At) -> Any:  # noqa: ANN401 - any plain value
@@ -91,7 +91,7 @@ class Document:
         return value
 
     def stop(self, problem: Problem) -> None:
-        """Keep only this problem: after it the text is incomplete, and every missing key would be reported too."""
+        """Keep only this problem. The text is incomplete after it, so every missing key would also be reported."""
         self.value = None
         self.problems = [problem]
 
@@ -100,7 +100,7 @@ class Document:
         return at in self._values
 
     def put(self, at: At, value: Any, place: str) -> None:  # noqa: ANN401 - any plain value
-        """Set a value that comes from elsewhere: the command line, an environment variable."""
+        """Set a value from another source, such as the command line or an environment variable."""
         holder = self.value = self.value if isinstance(self.value, dict) else {}
         for depth, step in enumerate(at[:-1], 1):
             inner = holder.get(step)
@@ -115,7 +115,7 @@ class Document:
         self._written[at] = str(value)
 
     def note(self, at: At, place: str, *, key_place: str | None = None, written: str | None = None) -> None:
-        """Remember the place of a value and of its key."""
+        """Record the position of a value and of its key."""
         self._values[at] = place
         if key_place is not None:
             self._keys[at] = key_place
@@ -140,9 +140,9 @@ class _Refused(Exception):
 
 
 def read(text: str, *, name: str, texts: Collection[At] = ()) -> Document:
-    """Return the values of a YAML text; its ``problems`` are what is wrong with it as YAML.
+    """Return the values of a YAML text; its ``problems`` are the errors in it as YAML.
 
-    At the paths ``texts`` a whole number stays text as written: a name ``0042`` is not 42.
+    At the paths in ``texts``, an integer stays text as written, because a name ``0042`` is not 42.
     """
     document = Document(name)
     if len(text.encode(errors="replace")) > _MOST_BYTES:
@@ -273,7 +273,7 @@ def _not_yaml(name: str, error: MarkedYAMLError) -> Problem:
 
 
 def matching(pattern: re.Pattern[str], remedy: str) -> AfterValidator:
-    """Return a validator of texts that match; for others the error is the text and the remedy."""
+    """Return a validator that accepts matching strings; for others, the error contains the string and the remedy."""
 
     def check(text: str) -> str:
         if pattern.fullmatch(text) is None:
@@ -295,7 +295,7 @@ def within(low: int, high: int) -> AfterValidator:
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Return ``; did you mean "..."?`` for the closest known word, or a list of all if none is close."""
+    """Return ``; did you mean "..."?`` for the closest known word, or a list of all words if none is close."""
     names = sorted(known)
     return _nearest(word, names) or (f"; known are {', '.join(names)}" if names else "")
 
@@ -312,7 +312,7 @@ def dotted(at: At) -> str:
 
 
 def models_of(model: type[BaseModel], holder: str = "") -> dict[str, type[BaseModel]]:
-    """Return the model of each mapping, by its dotted path without list positions; the outermost under ""."""
+    """Return the model of each mapping by its dotted path without list positions; "" is the top-level model."""
     found = {holder: model}
     for name, key in model.model_fields.items():
         for inner in _models_in(key.annotation):
@@ -328,7 +328,7 @@ def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:  # noqa: ANN401 - 
 
 
 def told(error: ValidationError, document: Document, model: type[BaseModel]) -> Iterator[Problem]:
-    """Yield what validating the document by the model found, as problems with a place in the document."""
+    """Validate the document by the model, and yield the problems with their positions in the document."""
     for found in error.errors(include_url=False, include_input=False):
         at = _in_document(found["loc"], document)
         if at and document.get(at) is None:
@@ -368,7 +368,7 @@ def in_order(problems: list[Problem]) -> list[Problem]:
 
 
 def _in_document(loc: Sequence[str | int], document: Document) -> At:
-    """Return a pydantic location as a path without the names of union branches; of a missing key, its holder's."""
+    """Return a pydantic location as a path without names of union branches; for a missing key, its parent's path."""
     at: At = ()
     for step in loc:
         if document.has((*at, step)):

@@ -1,4 +1,4 @@
-"""The reference pages are what the program says of itself: run `python docs/generate.py` after a change.
+"""Writes the reference pages from the program's own texts; run `python docs/generate.py` after a change.
 
 tests/unit/test_docs.py fails where a page and the program differ.
 """
@@ -34,15 +34,17 @@ def topology_page() -> str:
     example = (ROOT / "topologies" / "orders.yaml").read_text(encoding="utf-8")
     return _page(
         "dedup/topology/schema.py",
-        "# The topology file: what is deduplicated",
-        "A file says what; [the config file](config-file.md) says where. Unknown keys are refused with a suggestion, "
-        "all mistakes are told at once with file:line:column, and the exit code is 2. `dedup check FILE` tells them "
-        "without a broker; `dedup schema topology` prints the JSON Schema that editors use.",
-        "A *duration* is a whole number and a unit: `100ms`, `15m`, `24h`, `7d`. A *size*: `512MiB`, `20GiB`. A *path* "
-        'names a member of a JSON value: `order.id`, `items[0].id`, and with a dot in a name `a["b.c"]`. '
-        "Keys in **bold** are needed, those with a dot where the key before the dot is given.",
+        "# The topology file: what to deduplicate",
+        "The topology file says what to deduplicate; [the config file](config-file.md) says where. Unknown keys are "
+        "refused with a suggestion. All errors are reported at once with file:line:column, and the exit code is 2. "
+        "`dedup check FILE` reports them without a broker, and `dedup schema topology` prints the JSON Schema that "
+        "editors use.",
+        "A *duration* is an integer and a unit, such as `100ms` or `24h`. A *size* is written like `512MiB` "
+        "or `20GiB`. A *path* names a member of a JSON value, such as `order.id` or `items[0].id`. If a name "
+        'contains a dot, write `a["b.c"]`. Keys in **bold** are required; a bold key with a dot is required only '
+        "if the key before the dot is present.",
         _table(json_schema()),
-        "What each key does to a verdict is in [semantics](semantics.md).",
+        "[Semantics](semantics.md) explains how each key affects verdicts.",
         "## Every key in one file",
         f"```yaml\n{example}```",
     )
@@ -54,9 +56,10 @@ def config_page() -> str:
     return _page(
         "dedup/settings.py",
         "# The config file: where the brokers are, and how a worker runs",
-        "`--config FILE` names it; without it `config/local.yaml` is read. A variable `DEDUP_COMMIT_INTERVAL` or "
-        "`DEDUP_SECURITY__PASSWORD` wins over the file, and `--set commit_interval=50ms` over both. Secrets are "
-        "written as `${env:NAME}` or `${file:PATH}` and never printed. Only **bold** keys are needed.",
+        "`--config FILE` names the config file; the default is `config/local.yaml`. Environment variables such as "
+        "`DEDUP_COMMIT_INTERVAL` or `DEDUP_SECURITY__PASSWORD` override the file, and `--set commit_interval=50ms` "
+        "overrides both. Write secrets as `${env:NAME}` or `${file:PATH}`; they are never printed. Only **bold** keys "
+        "are required.",
         _table(settings_schema()),
         "## Every key in one file",
         f"```yaml\n{example}```",
@@ -72,11 +75,11 @@ def metrics_page() -> str:
     return _page(
         "dedup/metrics.py",
         "# Metrics",
-        "Prometheus text at `/metrics` of a worker. Labels `sub_topology`, `topic` and `partition` name a task: the "
-        "feeding topic and its partition.",
-        "\n".join(["| metric | kind | labels | what it is |", "|---|---|---|---|", *rows]),
-        f"Buckets in seconds: `dedup_commit_seconds` {_numbers(COMMIT_BUCKETS_S)}; `dedup_end_to_end_seconds` "
-        f"{_numbers(END_TO_END_BUCKETS_S)}.",
+        "A worker serves these metrics at `/metrics` in Prometheus' text format. The labels `sub_topology`, `topic`, "
+        "and `partition` identify a task by its feeding topic and partition.",
+        "\n".join(["| metric | kind | labels | meaning |", "|---|---|---|---|", *rows]),
+        f"The buckets of `dedup_commit_seconds` are {_numbers(COMMIT_BUCKETS_S)} seconds. Those of "
+        f"`dedup_end_to_end_seconds` are {_numbers(END_TO_END_BUCKETS_S)} seconds.",
     )
 
 
@@ -86,7 +89,7 @@ def cli_page() -> str:
     return _page(
         "the commands' own --help",
         "# Commands",
-        "Exit codes and their remedies: [operations](operations.md#exit-codes).",
+        "[Operations](operations.md#exit-codes) lists the exit codes and their remedies.",
         *_commands(command),
     )
 

@@ -1,4 +1,4 @@
-"""Fills the tables of docs/guarantees.md: the grid of faults with its tests, and the figures of all runs.
+"""Fills the tables of docs/guarantees.md, which are the grid of faults with its tests and the figures of all runs.
 
 ``python docs/guarantees.py [JUNIT.xml ...]`` takes results of test runs (``pytest --junitxml=FILE``) into
 docs/proof-runs/tests.json and writes the page. What runs of hours came to are files beside it, one each, that add up.
@@ -29,54 +29,54 @@ RESULTS: Final = RUNS / "tests.json"
 WORLD: Final[tuple[tuple[str, str, str], ...]] = (
     (
         "F71",
-        "source topic deleted, or made again; read by a worker, a sink, a reader",
-        "O8 at once, nothing of it judged",
+        "source topic deleted or recreated under a worker, a sink, or a reader",
+        "O8 at once, no new record judged",
     ),
     ("F72", "partitions added to the source", "O8 at once, O2"),
-    ("F73", "changelog deleted and made again", "O8 at once, O2"),
-    ("F74", "`dedup reset` under a frozen worker; a reset that is killed", "O8, state untouched"),
-    ("F75", "retention shortened, or records deleted, under the position; only what was judged", "O8 at once; O1-O4"),
+    ("F73", "changelog deleted and recreated", "O8 at once, O2"),
+    ("F74", "`dedup reset` while a worker is frozen; a killed reset", "O8, state unchanged"),
+    ("F75", "records deleted by retention or by hand, before or after they were judged", "O8 at once; O1-O4"),
     ("F76", "size limit, compression or timestamp type of the output changed", "one verdict each"),
-    ("F77", "ACL withdrawn: output, source, changelog, group, transactional id", "O8, no loss"),
-    ("F78", "clock behind at the start, then right; stepped both ways", "verdicts by the broker's clock"),
-    ("F79", "three nodes, each restarted in good order in turn", "O1-O6, no worker ends"),
-    ("F80", "the group, or offsets of it, deleted", "refused by the broker, or nothing twice"),
-    ("F81", "an ugly layout: old, compacted, uneven, odd headers, no keys, a late worker, kills", "O1 O2 O6"),
-    ("F82", "topology renamed, or a second topology, on an output that holds records", "O8"),
-    ("F83", "one partition of the output offline", "its task alone waits; O1-O4"),
-    ("F84", "source log truncated and filled again", "O8, nothing skipped"),
+    ("F77", "ACL removed: output, source, changelog, group, transactional id", "O8, no loss"),
+    ("F78", "clock behind at startup, then right; stepped forward and back", "verdicts by the broker's clock"),
+    ("F79", "three nodes, each restarted cleanly in turn", "O1-O6, no worker exits"),
+    ("F80", "the group or its offsets deleted", "refused by the broker, or no duplicates"),
+    ("F81", "a difficult topic: old, compacted, uneven, invalid headers, no keys, a late worker, kills", "O1 O2 O6"),
+    ("F82", "renamed or second topology on an output that holds records", "O8"),
+    ("F83", "one partition of the output offline", "only its task waits; O1-O4"),
+    ("F84", "source log truncated and refilled", "O8, nothing skipped"),
 )
-"""F71 to F84: the world changes under a running worker. A row is a line; it is declared together with its tests."""
+"""F71 to F84, in which the cluster changes while a worker runs. Each row is one line, next to its tests."""
 GRID: Final[tuple[tuple[str, str, str], ...]] = (
-    ("F01", "SIGKILL at random under load, same state directory", "O1-O6"),
-    ("F02", "exit at each named point of a transaction and of a start", "O1-O6"),
-    ("F03", "state directory deleted, an old copy put back, another partition's put there", "O1-O5; refused"),
-    ("F04", "SIGTERM under load, twice, in a restore", "drains, exit 0"),
+    ("F01", "SIGKILL at random times under load, same state directory", "O1-O6"),
+    ("F02", "exit at each named point of a transaction and of a startup", "O1-O6"),
+    ("F03", "state directory deleted, replaced by an old copy, or by another partition's", "O1-O5; refused"),
+    ("F04", "SIGTERM under load, twice, during a restore", "drains, exit 0"),
     ("F05", "SIGSTOP beyond the session time-out, then SIGCONT", "O7 O2"),
-    ("F06", "SIGSTOP shorter than it", "no rebalance"),
-    ("F08", "crash loop at the start", "back-off, no pile of open transactions"),
+    ("F06", "SIGSTOP shorter than the session time-out", "no rebalance"),
+    ("F08", "crash loop at startup", "back-off, no accumulation of open transactions"),
     ("F11", "workers join and leave every 2 s under load", "O1-O6"),
     ("F12", "two workers with one state directory", "second refused"),
-    ("F13", "two different topologies of one name", "O8"),
-    ("F14", "another process takes our transactional id", "owner fenced, recovers"),
+    ("F13", "two different topologies with one name", "O8"),
+    ("F14", "another process uses a task's transactional id", "owner fenced, recovers"),
     ("F15", "a dead worker's open transaction", "successor unblocks readers"),
     ("F18", "partitions added to the input while running", "O8"),
-    ("F19", "offsets reset, deleted, out of range", "nothing twice; out of range: O8"),
+    ("F19", "offsets reset, deleted, out of range", "no duplicates; out of range: O8"),
     ("F21", "broker SIGKILL and restart in each phase of a transaction", "O1-O6"),
     ("F22", "broker frozen 20 s", "own deadline, O1-O6"),
     ("F23", "three nodes: a leader or coordinator killed, paused, isolated; below min.isr", "no loss; stops, resumes"),
-    ("F24", "connections cut, half-open, slow, answers lost", "O1 O2"),
+    ("F24", "connections cut, half-open, or slow; responses lost", "O1 O2"),
     ("F25", "an EndTxn delayed past the next transaction", "O2"),
-    ("F26", "a record refused by the broker inside a batch", "dead letter, neighbours kept"),
-    ("F28", "ACL withdrawn while running", "O8, no loss"),
-    ("F31", "RocksDB files flipped, truncated, deleted", "self-heal from the changelog, O5"),
-    ("F32", "disk full on the worker", "exit; restart heals"),
+    ("F26", "a record refused by the broker inside a batch", "dead letter, other records kept"),
+    ("F28", "ACL removed while running", "O8, no loss"),
+    ("F31", "RocksDB files flipped, truncated, deleted", "restored from the changelog, O5"),
+    ("F32", "disk full on the worker", "exit; a restart recovers"),
     ("F33", "state directory read-only, foreign owner, symlink, `..`", "O8"),
-    ("F35", "changelog deleted, made again empty, truncated, wrong partition count", "O8"),
+    ("F35", "changelog deleted, recreated empty, truncated, wrong partition count", "O8"),
     ("F36", "old event times in the changelog", "not deleted early"),
-    ("F38", "wall clock jumps by a day while running, and between runs", "verdicts unchanged"),
-    ("F39", "changelog deleted while the fleet is down, local state intact", "exit 3, state untouched"),
-    ("F40", "one RocksDB segment flushed, the other not, SIGKILL", "O1-O5"),
+    ("F38", "wall clock jumps by a day during and between runs", "verdicts unchanged"),
+    ("F39", "changelog deleted while the fleet is down, local state intact", "exit 3, state unchanged"),
+    ("F40", "SIGKILL when only one of two RocksDB segments is flushed", "O1-O5"),
     ("F41", "invalid JSON, empty, truncated, BOM, UTF-16, invalid UTF-8, NUL, lone surrogate", "one verdict each"),
     ("F42", "ID missing, null, empty, blank, object, array, bool, NaN", "one verdict each"),
     ("F43", '1 / "1" / 1.0 / true; integers beyond 2^53, 2^63, 2^64; NFC/NFD; case', "one verdict each"),
@@ -96,7 +96,7 @@ GRID: Final[tuple[tuple[str, str, str], ...]] = (
     *WORLD,
 )
 """Page 5 of the design, and the family above: id, fault, expected."""
-FAMILIES: Final[dict[str, str]] = {WORLD[0][0]: "the world changes under a running worker"}
+FAMILIES: Final[dict[str, str]] = {WORLD[0][0]: "the cluster changes while a worker runs"}
 """First row of a family -> its heading in the table."""
 ALSO: Final[dict[str, tuple[str, ...]]] = {
     "F02": (
@@ -127,11 +127,11 @@ ALSO: Final[dict[str, tuple[str, ...]]] = {
     "F78": ("tests/chaos/test_state.py::test_f38_wrong_clocks",),
     "F77": ("tests/chaos/test_security.py::test_f28_a_permission_withdrawn_while_running",),
 }
-"""Tests that show a row without bearing its name."""
+"""Tests that cover a row but do not have its number in their name."""
 ORACLES: Final = (
-    "O1 lost 0 · O2 duplicated 0, also for a reader during the fault · O3 order kept · O4 books balance · O5 store = "
-    "changelog = model · O6 alive again · O7 a zombie gets an error · O8 loud: refused with a reason, exit not 0 · "
-    "O9 clean."
+    "O1 lost 0 · O2 duplicated 0, also for a reader during the fault · O3 order kept · O4 counts balance · O5 store = "
+    "changelog = model · O6 running again · O7 a zombie gets an error · O8 refused with a reason, exit code not 0 · "
+    "O9 clean shutdown."
 )
 FIGURES: Final[dict[str, tuple[str, ...]]] = {
     "simulator": ("schedules", "seeds"),
@@ -248,7 +248,7 @@ def figures() -> str:
 
 
 def filled(text: str, results: dict[str, Any]) -> str:
-    """Return the page with its generated parts made anew."""
+    """Return the page with its generated parts replaced."""
     for name, part in (("grid", grid(results)), ("figures", figures())):
         begin, end = f"<!-- {name}: generated by docs/guarantees.py -->\n", f"\n<!-- end of {name} -->"
         before, found, rest = text.partition(begin)

@@ -1,4 +1,4 @@
-"""The report of `dedup chaos`: a JSON document, and an HTML page with throughput, lag and faults on one time axis."""
+"""The report of `dedup chaos`, as JSON and as an HTML page with throughput, lag, and faults on one time axis."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _COLOURS: Final[dict[str, str]] = {
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """Figures at one moment, in seconds since the start of fault injection."""
+    """Figures at one moment, given in seconds since the start of fault injection."""
 
     at_s: float
     sent: int
@@ -52,7 +52,7 @@ class InjectedFault:
 
 @dataclass(slots=True)
 class Oracle:
-    """One thing that must hold, and whether it did."""
+    """A condition that must hold, and whether it did."""
 
     name: str
     meaning: str
@@ -62,7 +62,7 @@ class Oracle:
 
 @dataclass(slots=True)
 class ChaosReport:
-    """A whole run."""
+    """The report of a whole run."""
 
     topology: str
     seed: int
@@ -87,13 +87,13 @@ class ChaosReport:
 
     @property
     def closing_line(self) -> str:
-        """Lost and duplicated records, and the names of the oracles that did not hold."""
+        """The numbers of lost and duplicated records, and the names of the oracles that did not hold."""
         line = "nothing was verified" if self.verified is None else self.verified.closing_line()
         return line + (f"  BROKEN: {', '.join(oracle.name for oracle in self.broken)}" if self.broken else "")
 
     @property
     def counts(self) -> Counter[str]:
-        """Kind of fault -> how many hit."""
+        """Maps each kind of fault to the number of faults that hit."""
         return Counter(fault.kind for fault in self.injected if fault.hit)
 
     def to_json(self) -> str:
@@ -115,7 +115,7 @@ class ChaosReport:
         return json.dumps(document, indent=2) + "\n"
 
     def to_html(self) -> str:
-        """Return one HTML page that loads nothing else."""
+        """Return one self-contained HTML page."""
         faults = ", ".join(f"{number} x {kind}" for kind, number in self.counts.most_common())
         parts = (
             f"<h1>{escape(self.topology)}: {self.seconds / 60:.1f} minutes of chaos</h1>",

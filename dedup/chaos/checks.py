@@ -1,6 +1,6 @@
-"""The nine oracles of `dedup chaos`, computed after a run from what Kafka, the stores and the fleet show.
+"""The nine oracles of `dedup chaos`, which are computed after a run from Kafka, the stores, and the fleet.
 
-Evidence that cannot be gathered breaks the oracles that need it, not the report.
+If evidence cannot be gathered, the oracles that need it do not hold, but the report is still complete.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 FENCED: Final = "Another owner has the partition"
-"""What a worker logs when the broker fences one of its tasks."""
+"""The message that a worker logs when the broker fences one of its tasks."""
 _RECORD_ORACLES: Final = ("O1", "O2", "O3", "O4")
 _MEANINGS: Final = {
     "O1": "nothing is lost",
@@ -53,32 +53,32 @@ _MEANINGS: Final = {
 
 @dataclass(slots=True)
 class Evidence:
-    """What was found after a run; what could not be determined is None, with the reason in `unknown`."""
+    """The evidence of a run; values that could not be determined are None, with the reason in `unknown`."""
 
     verified: Report | None = None
     seen: Sightings | None = None
-    """What the live checker saw."""
+    """The result of the live checker."""
     reached: bool = False
-    """The live checker reached the output's end, so no transaction is open there."""
+    """Whether the live checker reached the output's end, so that no transaction is open there."""
     judged: bool = False
-    """The group has no lag."""
+    """Whether the group has no lag."""
     stores: int = 0
     wrong_stores: list[str] | None = None
     zombies: int = 0
-    """Workers frozen beyond their session."""
+    """Number of workers that were frozen beyond their session time-out."""
     fenced: int = 0
-    """Tasks that the broker fenced."""
+    """Number of tasks that the broker fenced."""
     batches: int = 0
     owners: int = 0
     behind: int | None = None
-    """Committed batches of an older epoch after those of a newer one, so written by a zombie."""
+    """Number of committed batches of an older epoch after those of a newer one, which a zombie wrote."""
     unprovoked: list[str] = field(default_factory=list)
     away: int = 0
     """How often a worker ended while the broker was down."""
     unclean: list[str] = field(default_factory=list)
     starts: int = 0
     unknown: dict[str, str] = field(default_factory=dict)
-    """Oracle -> why it could not be computed."""
+    """Maps each oracle that could not be computed to the reason."""
 
 
 def oracles(found: Evidence) -> list[Oracle]:
@@ -93,7 +93,7 @@ def oracles(found: Evidence) -> list[Oracle]:
 
 
 def _of_records(found: Evidence) -> list[tuple[bool, str]]:
-    """Return O1 to O6: whether each holds, and its figure."""
+    """Return whether each of O1 to O6 holds, with its figure."""
     report, seen = found.verified, found.seen
     counts = report.counts if report is not None else {}
     lost, doubled = counts.get("lost", 0), counts.get("duplicated", 0)
@@ -118,7 +118,7 @@ def _of_records(found: Evidence) -> list[tuple[bool, str]]:
 
 
 def _of_workers(found: Evidence) -> list[tuple[bool, str]]:
-    """Return O7 to O9: whether each holds, and its figure."""
+    """Return whether each of O7 to O9 holds, with its figure."""
     doubled = found.seen.duplicated if found.seen is not None else None
     zombies = (
         f"{found.zombies} frozen beyond the session, {found.fenced} tasks fenced; {found.behind} of "
@@ -133,7 +133,7 @@ def _of_workers(found: Evidence) -> list[tuple[bool, str]]:
 
 
 def gather(topology: Topology, settings: Settings, stage: ChaosStage, events: ChaosEvents, *, judged: bool) -> Evidence:
-    """Return the evidence that a run left; no worker may be running."""
+    """Return the evidence of a run; no worker may be running."""
     fleet = stage.fleet
     found = Evidence(judged=judged, unprovoked=fleet.unprovoked, unclean=fleet.unclean, starts=fleet.starts)
     found.away = sum(events.restarts.values())
@@ -158,7 +158,7 @@ def gather(topology: Topology, settings: Settings, stage: ChaosStage, events: Ch
 
 
 def _or_why(found: Evidence, names: tuple[str, ...], look: Callable[[], T]) -> T | None:
-    """Return what ``look`` finds; if it fails, note the reason for the oracles that need it."""
+    """Return the result of ``look``; if it fails, record the reason for the oracles that need it."""
     try:
         return look()
     except DedupError as error:
@@ -189,9 +189,9 @@ async def _epochs(topology: Topology, settings: Settings) -> list[Epochs]:
 
 
 def _compare_stores(topology: Topology, settings: Settings, state_dirs: list[Path]) -> tuple[int, list[str]]:
-    """Return how many stores were compared, and a sentence for each that is not the fold of its changelog.
+    """Return the number of compared stores, and a sentence for each store that does not match its changelog.
 
-    A store left behind by an earlier owner must be the fold of the changelog up to its own position.
+    A store that an earlier owner left behind must match the changelog up to the store's own position.
     """
     changelog = topology.changelog_topic
     compared, wrong = 0, []

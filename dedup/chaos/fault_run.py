@@ -1,4 +1,4 @@
-"""The run of `dedup chaos`: a fleet, the faults injected into it and its cluster, and figures for every second."""
+"""The run of `dedup chaos`, with a fleet, the faults injected into it and its cluster, and figures for every second."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 class FaultType(enum.Enum):
-    """One kind of fault; the value is its name in reports."""
+    """A kind of fault; the value is its name in reports."""
 
     KILL = "SIGKILL"
     FREEZE = "frozen beyond the session"
@@ -59,7 +59,7 @@ BROKER_FAULTS: Final = frozenset({FaultType.CUT, FaultType.BROKER_KILL})
 CLUSTER_FAULTS: Final = frozenset(
     {FaultType.BROKER_ROLL, FaultType.OUTPUT_CONFIG, FaultType.RETENTION, FaultType.GROUP_DELETION}
 )
-"""What people do to a cluster while workers run; only injected with `--harder` above 1."""
+"""Changes that people make to a cluster while workers run; only injected with `--harder` above 1."""
 PER_MINUTE: Final[Mapping[FaultType, float]] = {
     FaultType.KILL: 12.0,
     FaultType.FREEZE: 0.5,
@@ -74,12 +74,12 @@ PER_MINUTE: Final[Mapping[FaultType, float]] = {
     FaultType.GROUP_DELETION: 0.5,
 }
 QUIET_S: Final = 5.0
-"""No faults at the start: a fleet that does not work at all should fail by itself."""
+"""Time without faults at the start, so that a fleet that is broken from the start fails before the first fault."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class ScheduledFault:
-    """One fault: its time, its kind, and the worker it hits if it hits one."""
+    """A fault with its time, its kind, and the worker that it hits, if any."""
 
     at_s: float
     kind_name: str
@@ -92,7 +92,7 @@ class ScheduledFault:
 
 
 def rates(*, harder: float, embedded: bool) -> dict[FaultType, float]:
-    """Return the faults per minute of each kind; ``embedded``: the run has its own broker."""
+    """Return the faults per minute of each kind; ``embedded`` says that the run has its own broker."""
     kinds = WORKER_FAULTS | (BROKER_FAULTS if embedded else frozenset())
     if embedded and harder > 1:
         kinds |= CLUSTER_FAULTS
@@ -100,7 +100,7 @@ def rates(*, harder: float, embedded: bool) -> dict[FaultType, float]:
 
 
 def draw(*, seed: int, seconds: float, workers: int, per_minute: Mapping[FaultType, float]) -> list[ScheduledFault]:
-    """Return the faults of a run in order of time: each kind at random times, as many as its rate says."""
+    """Return the faults of a run in order of time, with each kind at random times according to its rate."""
     dice = random.Random(seed)  # noqa: S311  # no secret; a run must be repeatable
     span_s = max(0.0, seconds - QUIET_S)
     return sorted(
@@ -115,7 +115,7 @@ RETENTION_PROPERTIES: Final[Mapping[str, str]] = {
     # Also after each restart of the broker: 30 s by default.
     "log.initial.task.delay.ms": "500",
 }
-"""With these properties a broker deletes expired records within a second."""
+"""Properties with which a broker deletes expired records within a second."""
 _SHORT_FREEZE_S: Final = 1.0
 _JOINED_S: Final = 8.0
 _BROKER_DOWN_S: Final = 2.0
@@ -123,13 +123,13 @@ _TICK_S: Final = 1.0
 _POLL_S: Final = 0.1
 _DONE_WITHIN_S: Final = 180.0
 _DRAINS_WITHIN_S: Final = 60.0
-"""A commit that meets a broker that is down first waits for its own timeout."""
+"""If the broker is down during a commit, the commit first waits for its own time-out."""
 _DELETED_WITHIN_S: Final = 10.0
 _PATIENCE_MS: Final = 5_000
 _DEDUP: Final = (sys.executable, "-c", "from dedup.cli.main import main; main()")
 _KILLED: Final = 137
 _NOT_UP_YET: Final = 143
-"""Exit code after SIGTERM before the worker handles it: it has not done anything yet."""
+"""Exit code if SIGTERM arrives before the worker handles it, when it has not done anything yet."""
 _CLEAN_EXITS: Final = frozenset({0, BrokerUnavailable.exit_code, _NOT_UP_YET})
 _TAIL_LINES: Final = 15
 _CONFIG_CHANGES: Final[tuple[Mapping[str, str], ...]] = (
@@ -140,7 +140,7 @@ _CONFIG_CHANGES: Final[tuple[Mapping[str, str], ...]] = (
     {"compression.type": "zstd", "max.message.bytes": "8388620"},
     {"compression.type": "producer"},
 )
-"""None of them changes what a reader finds in a record, as LogAppendTime would."""
+"""Configs that do not change the content of a record, as LogAppendTime would."""
 
 
 @dataclass(slots=True)
@@ -150,9 +150,9 @@ class _Member:
 
 
 class ChaosFleet:
-    """Worker processes 0 to `count` - 1, and at times an extra one, each with its own id and state directory.
+    """Worker processes 0 to `count` - 1, and sometimes an extra one, each with its own id and state directory.
 
-    Use as a context manager, which kills what still runs.
+    Use it as a context manager, which kills processes that still run.
     """
 
     def __init__(self, directory: Path, topology_file: Path, config: Path, overrides: list[str], count: int) -> None:
@@ -178,7 +178,7 @@ class ChaosFleet:
             member.process.kill()
 
     def kill(self, number: int) -> bool:
-        """Kill a worker by SIGKILL and restart it at once on the state it left; return False if it is frozen."""
+        """Kill a worker with SIGKILL and restart it at once on its state; return False if it is frozen."""
         member = self._members.get(number)
         if member is None or member.frozen:
             return False
@@ -187,7 +187,7 @@ class ChaosFleet:
         return True
 
     def stop(self, number: int) -> bool:
-        """Stop a worker by SIGTERM, note how it ended, and restart it; return False if it is frozen."""
+        """Stop a worker with SIGTERM, record how it ended, and restart it; return False if it is frozen."""
         member = self._members.get(number)
         if member is None or member.frozen:
             return False
@@ -196,7 +196,7 @@ class ChaosFleet:
         return True
 
     def pause(self, number: int) -> bool:
-        """Freeze a worker; return False if it is frozen already."""
+        """Freeze a worker; return False if it is already frozen."""
         member = self._members.get(number)
         if member is None or member.frozen or not member.process.running:
             return False
@@ -218,13 +218,13 @@ class ChaosFleet:
         return True
 
     def remove_worker(self) -> None:
-        """Stop the extra worker by SIGTERM."""
+        """Stop the extra worker with SIGTERM."""
         self._end(self._count, self._members.pop(self._count))
 
     def bring_back(self) -> Counter[int]:
-        """Restart workers that ended by themselves, as a supervisor does; return exit code -> number of workers.
+        """Restart workers that ended without a fault, as a supervisor does; map exit codes to numbers of workers.
 
-        The only valid reason to end is that the broker is down; any other is noted as unprovoked.
+        The only valid reason to end is that the broker is down; any other is recorded as unprovoked.
         """
         codes: Counter[int] = Counter()
         for number, member in list(self._members.items()):
@@ -240,14 +240,14 @@ class ChaosFleet:
         return codes
 
     def stop_all(self) -> None:
-        """Stop all workers by SIGTERM, and note how they ended. The broker is up by now, so code 5 is not clean."""
+        """Stop all workers with SIGTERM, and record how they ended. The broker is up by now, so code 5 is not clean."""
         for number, member in list(self._members.items()):
             self._end(number, member, clean=frozenset({0, _NOT_UP_YET}))
         self._members.clear()
 
     @property
     def most(self) -> int:
-        """The number of workers including the extra one; they are numbered from 0."""
+        """The number of workers, which are numbered from 0, including the extra one."""
         return self._count + 1
 
     def count_logged(self, number: int, text: str) -> int:
@@ -284,7 +284,7 @@ class ChaosFleet:
 class ClusterFaults:
     """Changes that people make to a cluster while workers run; a fleet must survive each of them.
 
-    Every method returns whether it had its effect; False if the broker is down.
+    Every method returns whether it had an effect; False if the broker is down.
     """
 
     def __init__(self, topology: Topology, settings: Settings, watches: Sequence[Watch], ages: Sequence[Age]) -> None:
@@ -295,7 +295,7 @@ class ClusterFaults:
         self._changes: Final = itertools.cycle(_CONFIG_CHANGES)
 
     def change_output(self) -> bool:
-        """Change the compression or the largest record size of the output topic."""
+        """Change the compression or the maximum record size of the output topic."""
         if self._topology.output is None:
             return False
         try:
@@ -305,7 +305,7 @@ class ClusterFaults:
         return True
 
     def shorten_retention(self) -> bool:
-        """Have the broker delete the oldest age of past records; False if they are not all judged, or none is left."""
+        """Make the broker delete the oldest age of past records; False if not all are judged or none is left."""
         if not self._ages:
             return False
         age = self._ages[0]
@@ -330,7 +330,7 @@ class ClusterFaults:
         return False
 
     def attempt_group_deletion(self) -> bool:
-        """Try to delete the group, which the broker refuses since it has members; not attempted if it has none."""
+        """Try to delete the group, which the broker refuses while it has members; not attempted if it has none."""
         try:
             return asyncio.run(self._attempt_group_deletion())
         except DedupError:
@@ -350,7 +350,7 @@ class ClusterFaults:
 
 @dataclass(frozen=True, slots=True)
 class ChaosStage:
-    """What runs before the first fault; `kafka`, `proxy` and `cluster` are None without an embedded broker."""
+    """The processes before the first fault; `kafka`, `proxy`, and `cluster` are None without an embedded broker."""
 
     fleet: ChaosFleet
     sender: Sender
@@ -364,18 +364,18 @@ class ChaosStage:
 
 @dataclass(slots=True)
 class ChaosEvents:
-    """What happened during a run, for its report."""
+    """The events of a run, for its report."""
 
     injected: list[InjectedFault] = field(default_factory=list)
     ticks: list[Tick] = field(default_factory=list)
     restarts: Counter[int] = field(default_factory=Counter)
-    """Exit code -> how often a worker ended by itself with it and was restarted."""
+    """Maps exit codes to how often a worker ended with them without a fault and was restarted."""
     early: str | None = None
     """Why the run ended early; None if it did not."""
 
 
 class ChaosRun:
-    """One run of `dedup chaos`; an instance runs once."""
+    """A run of `dedup chaos`; an instance runs once."""
 
     def __init__(self, stage: ChaosStage, faults: list[ScheduledFault], on_tick: Callable[[Tick], None]) -> None:
         self._stage: Final = stage
@@ -390,7 +390,7 @@ class ChaosRun:
     def run(self, seconds: float) -> bool:
         """Inject all faults, undo them, and wait for the sent records; return whether all of them were judged in time.
 
-        An error that ends the run early is noted in its events.
+        If an error ends the run early, it is recorded in the run's events.
         """
         try:
             self._inject_all(seconds)
@@ -482,7 +482,7 @@ class ChaosRun:
         return True
 
     def _end_broker(self, *, killed: bool) -> bool:
-        """Kill the broker and bring it back later; or restart it cleanly, as in an upgrade."""
+        """Kill the broker and start it again later, or restart it cleanly, as in an upgrade."""
         kafka = self._stage.kafka
         if kafka is None or not kafka.running:
             return False

@@ -1,4 +1,4 @@
-"""What `dedup chaos` and the demo observe while workers run: the group's progress, and the output's records.
+"""Observes the group's progress and the output's records for `dedup chaos` and the demo while workers run.
 
 The live checker is a `read_committed` consumer of the output, which must never see an ID twice.
 """
@@ -28,8 +28,9 @@ _ANSWER_WITHIN_S: Final = 10.0
 _POLL_RECORDS: Final = 5_000
 _POLL_S: Final = 0.2
 _QUIET_S: Final = 5.0
-"""After so long without a message, a new consumer continues: librdkafka's may stop for good after several restarts of
-a broker, reassigned or not (confluentinc/librdkafka#5153; seen with 2.16.1)."""
+"""After this time without a message, a new consumer continues, because librdkafka's consumer may stop permanently after
+several restarts of a broker, reassigned or not (confluentinc/librdkafka#5153; seen with 2.16.1).
+"""
 _ENDS_WITHIN_S: Final = 60.0
 _MOST_SAMPLES: Final = 20
 
@@ -40,20 +41,20 @@ class GroupProgress:
 
     in_topic: int
     judged: int
-    """Of them, those below the group's committed offsets."""
+    """The number of these records below the group's committed offsets."""
 
 
 class Watch:
-    """Follows one group on one topic whose first offset is 0, without joining the group. Use as a context manager.
+    """Follows a group on a topic whose first offset is 0, without joining the group. Use it as a context manager.
 
-    A consumer asks for the group's offsets, since the admin client crashes the process with SIGSEGV when the
-    coordinator answers that it is loading or has moved (librdkafka issue 5040; seen with 2.16.0).
+    It reads the group's offsets with a consumer, because the admin client crashes the process with SIGSEGV if the
+    coordinator responds that it is loading or has moved (librdkafka issue 5040; seen with 2.16.0).
     """
 
     def __init__(
         self, bootstrap: str, group: str, topic: str, partitions: int, *, client: Mapping[str, Any] | None = None
     ) -> None:
-        """``client``: librdkafka's options for the cluster, such as security, if an address is not enough."""
+        """``client`` contains librdkafka's options for the cluster, such as security, if an address is not enough."""
         how = dict(client or {"bootstrap.servers": bootstrap}) | {"log_level": 0}
         self._group: Final = group
         self._topic: Final = topic
@@ -77,7 +78,7 @@ class Watch:
             self._consumer.close()
 
     def look(self) -> GroupProgress:
-        """Return the group's progress. Raises BrokerUnavailable if the broker does not answer; a retry may succeed."""
+        """Return the group's progress. Raises BrokerUnavailable if the broker does not respond; a retry may succeed."""
         with self._asking(f"how far {self._group} is with {self._topic}"):
             ends = [self._consumer.get_watermark_offsets(place, _ANSWER_WITHIN_S)[1] for place in self._places]
             committed = self._consumer.committed(self._places, _ANSWER_WITHIN_S)
@@ -85,14 +86,14 @@ class Watch:
         return GroupProgress(sum(ends), sum(max(place.offset, 0) for place in committed))
 
     def beyond(self, offsets: Mapping[int, int]) -> bool:
-        """Tell whether the group has committed each partition up to its offset. Raises as look() does."""
+        """Whether the group has committed each partition up to its offset. Raises the errors of look()."""
         with self._asking(f"how far {self._group} is with {self._topic}"):
             known = self._consumer.committed(self._places, _ANSWER_WITHIN_S)
         committed = {place.partition: place.offset for place in known}
         return all(committed.get(partition, -1) >= offset for partition, offset in offsets.items())
 
     def begins(self) -> dict[int, int]:
-        """Return partition -> its first offset. Raises as look() does."""
+        """Map each partition to its first offset. Raises the errors of look()."""
         with self._asking(f"where {self._topic} begins"):
             return {
                 place.partition: self._consumer.get_watermark_offsets(place, _ANSWER_WITHIN_S)[0]
@@ -101,11 +102,11 @@ class Watch:
 
     @property
     def topic(self) -> str:
-        """The topic it follows."""
+        """The topic that it follows."""
         return self._topic
 
     def members(self) -> frozenset[str]:
-        """Return the ids of the group's members; a restarted process gets a new one. Raises as look() does."""
+        """Return the ids of the group's members; a restarted process gets a new id. Raises the errors of look()."""
         with self._asking(f"who is in {self._group}"):
             group = self._admin.describe_consumer_groups([self._group], request_timeout=_ANSWER_WITHIN_S)[self._group]
             return frozenset(member.member_id for member in group.result().members)
@@ -122,19 +123,19 @@ class Watch:
 
 @dataclass(frozen=True, slots=True)
 class Sightings:
-    """What the live checker has seen so far."""
+    """The records that the live checker has seen so far."""
 
     records: int
     duplicated: int
-    """IDs seen a second time within the guard period; records marked by `dedup-verdict` do not count."""
+    """IDs seen a second time within the guard period; records with the header `dedup-verdict` do not count."""
     samples: tuple[str, ...]
 
 
 class LiveChecker:
-    """Reads the output topic in a thread. Use as a context manager, and call `finish` before leaving it."""
+    """Reads the output topic in a thread. Use it as a context manager, and call `finish` before leaving it."""
 
     def __init__(self, topology: Topology, settings: Settings, ends: dict[int, int]) -> None:
-        """``ends``: partition -> the offset to start from."""
+        """``ends`` maps each partition to the offset to start from."""
         if topology.output is None:
             raise ValueError(f"{topology.name} forwards nothing: it has no output topic")
         self._topic: Final = topology.output.topic
@@ -172,12 +173,12 @@ class LiveChecker:
 
     @property
     def position(self) -> dict[int, int]:
-        """Partition -> next offset to read."""
+        """Maps each partition to the next offset to read."""
         return dict(self._next)
 
     @property
     def sightings(self) -> Sightings:
-        """What was seen, for any thread to read. Raises the error that ended the reading, if there was one."""
+        """The result so far, which any thread may read. Raises the error that ended the reading, if there was one."""
         if self._failure is not None:
             raise self._failure
         return Sightings(self._records, self._duplicated, tuple(self._samples))
@@ -209,7 +210,7 @@ class LiveChecker:
             self.take(messages)
 
     def take(self, messages: list[Message]) -> None:
-        """Take the result of one poll: records, and ends of partitions, which include markers after the records."""
+        """Process the result of one poll, with records and with ends of partitions, which include markers."""
         records, ends = [], []
         for message in messages:
             error = message.error()

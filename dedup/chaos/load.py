@@ -1,8 +1,8 @@
-"""The load on a fleet under test: made-up records for any topology, and the producers that send them.
+"""Generates the load on a fleet under test: made-up records for any topology, and the producers that send them.
 
-`AtLeastOnceProducer` makes duplicates the way most arise in practice: without idempotence it retries when a fault proxy
-drops the response to a request that the broker carried out. `Sender` sends made-up records at a steady rate, and
-`write_past` writes old ones before a run, so that retention has something to delete.
+`AtLeastOnceProducer` creates duplicates in the way in which most arise in practice. Without idempotence, it retries
+when a fault proxy drops the response to a request that the broker has executed. `Sender` sends made-up records at a
+steady rate, and `write_past` writes old ones before a run, so that retention has something to delete.
 """
 
 from __future__ import annotations
@@ -52,18 +52,19 @@ _LOOK_EVERY: Final = 200
 _TICK_S: Final = 0.02
 _STOPS_WITHIN_S: Final = 120.0
 _STANDS_STILL_S: Final = 15.0
-"""Longer than a broker is down. After a restart of its only broker, a producer of librdkafka 2.16.1 was seen to send
-nothing until its records timed out, over further restarts; then a new producer continues with them."""
+"""A time longer than a broker is down. After a restart of its only broker, a producer of librdkafka 2.16.1 was seen to
+send nothing until its records timed out, even after further restarts. A new producer then continues with them.
+"""
 _AGES: Final = 20
 _RECORDS_PER_AGE: Final = 50
-"""Records of an age per partition on average, so that no partition is left without."""
+"""Average number of records of each age per partition, so that every partition gets some."""
 _SEGMENT_MS: Final = 3_600_000
 _DAY_MS: Final = 86_400_000
 
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """One record to send."""
+    """A record to send."""
 
     topic: str
     partition: int
@@ -74,7 +75,7 @@ class Made:
 
 
 class MadeRecords:
-    """Makes records with new IDs, and repeats some unchanged later, as a producer does that got no acknowledgment.
+    """Makes records with new IDs, and repeats some of them later, like a producer that got no acknowledgment.
 
     The ID is the key, and Kafka's default partitioner sends equal IDs to the same partition.
     """
@@ -88,7 +89,7 @@ class MadeRecords:
         self._sent: Final[list[Made]] = []
 
     def at(self, now_ms: int) -> Made:
-        """Return the next record; a new one has this event time, in the unit of the topology."""
+        """Return the next record; a new record gets this event time, in the unit of the topology."""
         dice = self._dice
         if self._sent and dice.random() < _REPEATS:
             made = self._sent[-1 - int(dice.random() ** 3 * len(self._sent))]
@@ -128,7 +129,7 @@ class MadeRecords:
         return Made(topic, partition, text.encode(), json.dumps(document).encode(), headers, now_ms)
 
     def _changed(self, made: Made) -> Made:
-        """Return the same event with another payload; unchanged if the topology would stop at that."""
+        """Return the same event with a different payload, or unchanged if the topology would stop because of it."""
         if self._topology.on_conflict is OnConflict.FAIL or self._topology.source.format != "json":
             return made
         return replace(made, value=made.value.replace(_PADDING.encode(), b"y" * len(_PADDING)))
@@ -182,7 +183,7 @@ class Disturbance:
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """What the producer knows about its work; only the topic shows how many duplicates it made."""
+    """The producer's own counts; only the topic shows how many duplicates it created."""
 
     events: int
     disturbances: int
@@ -191,12 +192,12 @@ class Sent:
 
 @dataclass(slots=True)
 class AtLeastOnceProducer:
-    """Sends key/value events to one topic, and retries until each is acknowledged."""
+    """Sends key/value events to one topic, and retries until each of them is acknowledged."""
 
     bootstrap: str
     topic: str
     events_per_second: int | None = None
-    """None: as fast as the broker accepts them."""
+    """None means as fast as the broker accepts them."""
     disturbance: Disturbance | None = None
     on_progress: Callable[[int], None] = lambda _sent: None
     """Called several times a second with the number of events passed to the producer so far."""
@@ -290,7 +291,7 @@ def make_topic(bootstrap: str, name: str, partitions: int) -> None:
 class Sender:
     """Sends made-up records at a steady rate in a thread; each is in its topic at least once.
 
-    Use as a context manager; `stop` returns when everything has arrived.
+    Use it as a context manager; `stop` returns when everything has arrived.
     """
 
     def __init__(self, records: MadeRecords, settings: Settings, *, per_s: int) -> None:
@@ -308,7 +309,7 @@ class Sender:
         }
         self._producer = Producer(self._config)
         self._unconfirmed: Final[dict[int, Made]] = {}
-        """Number of the record -> the record, in the order sent."""
+        """Maps the number of each record to the record, in sending order."""
         self._refused: Final[list[int]] = []
         """Numbers of records that timed out, to be sent again."""
         self._confirmed_s = time.monotonic()
@@ -324,7 +325,10 @@ class Sender:
         self._thread.join(_STOPS_WITHIN_S)
 
     def stop(self) -> int:
-        """Stop sending, wait until everything has arrived, and return how many records. Raises BrokerUnavailable."""
+        """Stop sending, wait until everything has arrived, and return the number of records.
+
+        Raises BrokerUnavailable.
+        """
         self._ended.set()
         self._thread.join(_STOPS_WITHIN_S)
         if self._failure is not None:
@@ -354,7 +358,7 @@ class Sender:
             self._failure = failure
 
     def _poll(self, wait_s: float) -> None:
-        """Take confirmations; if none has come for too long, continue with a new producer."""
+        """Process confirmations; if none has arrived for too long, continue with a new producer."""
         self._producer.poll(wait_s)
         now_s = time.monotonic()
         if not self._unconfirmed:
@@ -400,9 +404,9 @@ class Age:
     """Past records of one age."""
 
     until_ms: int
-    """Retention that keeps only records after this time deletes them."""
+    """A retention that keeps only records after this time deletes these records."""
     ends: Mapping[str, Mapping[int, int]]
-    """Source topic -> partition -> the offset after them."""
+    """Maps source topic and partition to the offset after these records."""
 
 
 def write_past(
@@ -410,9 +414,9 @@ def write_past(
 ) -> list[Age]:
     """Write records of several ages to the source topics; return the ages, oldest first.
 
-    Each age has its own log segments, and is further from the next than an ID is remembered. So when the retention of
-    the source is shortened to one of the ages, the verifier can still prove every verdict on the records that are left.
-    Raises BrokerUnavailable if they cannot be written.
+    Each age has its own log segments, and the time between two ages is longer than an ID is remembered. If the
+    retention of the source is shortened to one of the ages, the verifier can therefore still prove every verdict on the
+    remaining records. Raises BrokerUnavailable if they cannot be written.
     """
     window = topology.window
     step_ms = window.guard_ms + window.grace_ms + (window.extend_at_most_ms if window.extend else 0) + _DAY_MS

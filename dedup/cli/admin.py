@@ -1,4 +1,4 @@
-"""Commands that administer a topology on a cluster: `apply`, `status`, `reset`, `replay`, `lookup`."""
+"""Commands that administer a topology on a cluster: `apply`, `status`, `reset`, `replay`, and `lookup`."""
 
 from __future__ import annotations
 
@@ -29,32 +29,32 @@ if TYPE_CHECKING:
 _APPLY: Final = """Create the topics that a topology needs, and show how existing topics differ from them.
 
 Existing topics are not changed, and source topics are never created. --table also creates the tables of the sink, so
-that `dedup sink` needs no permission to create tables.
+`dedup sink` needs no permission to create tables.
 
 Example: dedup apply topologies/orders.yaml --dry-run
 """
-_STATUS: Final = """Show the tasks of a topology: owner, offsets, lag, changelog, and state if a worker answers.
+_STATUS: Final = """Show the tasks of a topology with owner, offsets, lag, changelog, and, if a worker responds, state.
 
 Example: dedup status topologies/orders.yaml --watch
 """
-_RESET: Final = """Delete everything a topology knows: offsets, changelog, repartition topic, this machine's state.
+_RESET: Final = """Delete everything a topology knows: offsets, changelog, repartition topic, and this machine's state.
 
-Asks for confirmation, and refuses while workers run. Forwarded records stay in the output, so reading from the start
-forwards them a second time, and `dedup verify` reports that.
+Asks for confirmation, and refuses while workers run. Forwarded records stay in the output. If the source is read from
+the start again, they are forwarded a second time, and `dedup verify` reports this.
 
 Example: dedup reset topologies/orders.yaml --to latest
 """
-_REPLAY: Final = """Send dead letters back to the source partition they came from, exactly once.
+_REPLAY: Final = """Send dead letters back to the source partitions that they came from, exactly once.
 
 The header dedup-replayed keeps the original source position. With --late --forward, late records go to the output
-instead, marked dedup-verdict: late, since they would only be late a second time. If the broker no longer has the
+instead, marked dedup-verdict: late, because they would only be late a second time. If the broker no longer has the
 position of the last replay, nothing is sent until --from says where to begin.
 
 Example: dedup replay topologies/orders.yaml --limit 100
 """
 _LOOKUP: Final = """Ask a worker whether an ID was seen: when, in which record, and until when it is guarded.
 
-A composite ID is a JSON list of its parts. The worker asks the owners of partitions that it does not hold.
+A composite ID is a JSON list of its parts. The worker asks the owners of the partitions that it does not own.
 
 Example: dedup lookup topologies/orders.yaml 8d5e957f-297893487bd98fa830fa6413
 """
@@ -97,7 +97,7 @@ def apply(
     config: ConfigOption = None,
     overrides: SetOption = None,
 ) -> None:
-    """Print what is missing, and create it."""
+    """Print missing topics, and create them."""
     from dedup.cli.connectors import apply_tables, resolved_sink
     from dedup.worker import topics as applying
 
@@ -187,7 +187,7 @@ def status(
     config: ConfigOption = None,
     overrides: SetOption = None,
 ) -> None:
-    """Print the tasks as the brokers and the reachable workers see them."""
+    """Print the tasks with the values that the brokers and the reachable workers report."""
     from dedup.cli.status import WATCH_S, Shown, ask_fleet, default_urls, looked, survey
 
     parsed, settings = _read(topology, config, overrides)
@@ -216,12 +216,12 @@ def reset(
         typer.Option("--to", metavar="earliest|latest|TIME", help="Where to resume; the topology's start by default."),
     ] = None,
     local: Annotated[
-        bool, typer.Option("--local", help="Delete only this machine's state, after a reset on another.")
+        bool, typer.Option("--local", help="Delete only this machine's state, after a reset on another one.")
     ] = False,
     config: ConfigOption = None,
     overrides: SetOption = None,
 ) -> None:
-    """Delete what a topology knows. Raises DedupError while it has workers."""
+    """Delete everything a topology knows. Raises DedupError while it has workers."""
     from dedup.worker.reset import Reset, delete_local_state, local_state
 
     parsed, settings = _read(topology, config, overrides)
@@ -286,12 +286,12 @@ def replay(
     config: ConfigOption = None,
     overrides: SetOption = None,
 ) -> None:
-    """Replay one side topic and print how many records were sent."""
+    """Replay one side topic and print the number of sent records."""
     from dedup.worker.dead_letter_replay import BEGINNINGS, Replay, replay_plan
     from dedup.worker.topics import Cluster, topic_names
 
     if late != forward:
-        why = "they would be late again: add --forward" if late else "dead letters are judged again: leave it out"
+        why = "they would be late again: add --forward" if late else "dead letters are judged again; omit this option"
         raise SettingsError([Problem("--late" if late else "--forward", why)])
     known = next((each for each in BEGINNINGS if each == begin), None)
     if begin is not None and known is None:
@@ -327,7 +327,7 @@ def lookup(
     config: ConfigOption = None,
     overrides: SetOption = None,
 ) -> None:
-    """Print what the workers know of an ID."""
+    """Print what the workers know about an ID."""
     from dedup.cli.status import ask_id, default_urls, in_words
 
     parsed, settings = _read(topology, config, overrides)

@@ -1,4 +1,4 @@
-"""`dedup broker`: runs an embedded Kafka in the foreground."""
+"""Implements `dedup broker`, which runs an embedded Kafka in the foreground."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 _HELP: Final = """Run an embedded Kafka until Ctrl-C.
 
-A real Apache Kafka 4.1.1 with one node on 127.0.0.1. The first run downloads its jars (45 MB) from Maven Central into
-the user's cache. Without --data-dir the data are deleted at the end.
+This is a real Apache Kafka 4.1.1 with one node on 127.0.0.1. The first run downloads its jars (45 MB) from Maven
+Central into the user's cache. Without --data-dir, the data is deleted at the end.
 
 Example: dedup broker --port 9092 --data-dir state/kafka
 """
@@ -62,7 +62,7 @@ def broker_command(
 
 @contextlib.contextmanager
 def fetching_jars() -> Iterator[OnBytes]:
-    """Yield a callback for (bytes done, bytes in total); shows a bar from its first call on."""
+    """Yield a callback for (bytes done, total bytes), which shows a bar from its first call on."""
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     console = Console(stderr=True)
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:

@@ -1,4 +1,4 @@
-"""`dedup chaos`: injects faults into a fleet under load, and proves that nothing was lost or duplicated."""
+"""Implements `dedup chaos`, which injects faults into a fleet under load and proves that the result is exact."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ if TYPE_CHECKING:
 
 _HELP: Final = """Inject faults into a fleet under load, then prove that nothing was lost or duplicated.
 
-Workers are killed, frozen, stopped and joined by others, while a read_committed consumer watches the output. Without
---config this happens on an embedded Kafka, whose broker is killed and whose connections are cut as well; --harder above
-1 also restarts the broker cleanly, changes the compression and record size of the output, shortens the retention of the
-source to delete judged records, and tries to delete the group. With --config it happens in your test environment:
-made-up records go to the topology's source topics, which must exist and be empty, and only the workers that this
-command starts are hit. Exit code 4 if anything was violated.
+Workers are killed, frozen, and stopped, and new workers join, while a read_committed consumer watches the output.
+Without --config, this happens on an embedded Kafka, and the command also kills the broker and cuts connections. With
+--harder above 1, it also restarts the broker cleanly, changes the compression and record size of the output, shortens
+the retention of the source to delete judged records, and tries to delete the group. With --config, it happens in your
+test environment. Made-up records are sent to the topology's source topics, which must exist and be empty, and faults
+hit only the workers that this command starts. The exit code is 4 if a violation is found.
 
 Examples: dedup chaos topologies/simplest.yaml --minutes 2
 
 dedup chaos topologies/orders.yaml --config config/test.yaml --minutes 30 --seed 7
 """
 _PARTITIONS: Final = 4
-"""Of the source topics of the embedded Kafka."""
+"""Partition count of the source topics in the embedded Kafka."""
 _SESSION_S: Final = 6
 _OVERRIDES: Final = (f"session_timeout={_SESSION_S}s", "commit_interval=50ms", "log.format=text")
 
@@ -164,7 +164,7 @@ def _faults(options: ChaosOptions, *, embedded: bool) -> list[ScheduledFault]:
 
 
 def _write_past(options: ChaosOptions, settings: Settings, faults: list[ScheduledFault]) -> list[Age]:
-    """If retention is to be shortened, write records that it can delete without an effect on the proof."""
+    """If the run shortens retention, write records that it can delete without an effect on the proof."""
     from dedup.chaos.fault_run import FaultType
     from dedup.chaos.load import write_past
 
@@ -180,7 +180,7 @@ def _run_name(options: ChaosOptions) -> str:
 
 
 def _refuse_used(topology: Topology, settings: Settings) -> None:
-    """Raise StateIncompatible unless the source topics exist and are empty: real records must not mix with these."""
+    """Raise StateIncompatible unless the source topics exist and are empty; real records must not mix with these."""
     from dedup.errors import StateIncompatible
     from dedup.verify.kafka_reader import KafkaReader
 
@@ -196,7 +196,7 @@ def _refuse_used(topology: Topology, settings: Settings) -> None:
 
 
 def _apply(options: ChaosOptions, config: Path) -> None:
-    """Create every topic that the fleet writes, so that the live checker can start before the first worker."""
+    """Create all topics that the fleet writes, so that the live checker can start before the first worker."""
     from dedup.errors import BrokerUnavailable
 
     command = [sys.executable, "-c", "from dedup.cli.main import main; main()", "apply", str(options.topology_file)]

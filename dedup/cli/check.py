@@ -1,4 +1,4 @@
-"""Commands that need no broker: `check`, `describe`, `schema`, `try`."""
+"""Commands that need no broker: `check`, `describe`, `schema`, and `try`."""
 
 from __future__ import annotations
 
@@ -31,13 +31,14 @@ if TYPE_CHECKING:
     from dedup.topology.lint import Finding
 
 LOOK_S: Final = 0.3
-"""Interval at which `dedup check --watch` polls the files: shorter than a person notices."""
+"""Interval at which `dedup check --watch` polls the files, too short for a person to notice."""
 
-_CHECK: Final = """Check topology and ingest files: each error with its position, and warnings about likely mistakes.
+_CHECK: Final = """Check topology and ingest files, and print errors with positions and warnings about likely mistakes.
 
-Exit code 2 if a file has an error; 0 if there are only warnings. Several files are also checked as a chain from source
-to table: a stage that is not exactly-once is named. Two topologies that write to the same topic are an error, unless it
-only receives their dead letters. --broker also compares the topics of the cluster with what each topology needs.
+The exit code is 2 if a file has an error, and 0 if there are only warnings. Several files are also checked as a chain
+from source to table, and stages that are not exactly-once are named. It is an error if two topologies write to the same
+topic, unless it only receives their dead letters. --broker also compares the topics of the cluster with what each
+topology needs.
 
 Examples: dedup check topologies/*.yaml
 
@@ -47,20 +48,21 @@ dedup check topologies/orders.yaml --broker --config config/production.yaml
 
 dedup check topologies/orders.yaml --watch
 """
-_DESCRIBE: Final = """Show a topology: agents, topics, the table, and what happens to each record.
+_DESCRIBE: Final = """Show a topology's agents, topics, and table, and what happens to each record.
 
 Examples: dedup describe topologies/orders.yaml
 
 dedup describe topologies/orders.yaml --svg > orders.svg
 """
-_SCHEMA: Final = """Print the JSON Schema of topology, config or ingest files, for use in editors.
+_SCHEMA: Final = """Print the JSON Schema of topology, config, or ingest files, for use in editors.
 
 Example: dedup schema topology > topologies/topology.schema.json
 """
 _TRY: Final = """Judge records from a file without a broker, and give the reason for each verdict.
 
-FILE holds one JSON value per line ("-" or no FILE: standard input). The lines are judged in order, as one partition of
-one topic. With --envelope a line is a whole record: {"key": ..., "value": ..., "headers": {...}, "timestamp": ms}.
+FILE contains one JSON value per line; without FILE, or with "-", standard input is read. The lines are judged in order,
+as one partition of one topic. With --envelope, a line is a whole record:
+{"key": ..., "value": ..., "headers": {...}, "timestamp": ms}.
 
 Example: dedup try topologies/simplest.yaml tests/data/sample.jsonl
 """
@@ -103,9 +105,10 @@ def check(
 
 
 def again_at_each_save(paths: Sequence[Path], act: Callable[[], None], wait: Callable[[], None]) -> None:
-    """Act now, and again whenever a file is written, replaced, created or removed; ends only by an exception.
+    """Act now, and again whenever a file is written, replaced, created, or removed; ends only by an exception.
 
-    Polls time and size instead of using file-system events: editors replace files, and network shares send none.
+    It polls time and size instead of using file-system events, because editors replace files and network shares send no
+    events.
     """
     seen: list[tuple[int, int, int] | None] | None = None
     while True:
@@ -117,7 +120,7 @@ def again_at_each_save(paths: Sequence[Path], act: Callable[[], None], wait: Cal
 
 
 def _stamp(path: Path) -> tuple[int, int, int] | None:
-    """Return what a save changes; None if the file does not exist."""
+    """Return the values that a save changes; None if the file does not exist."""
     try:
         known = path.stat()
     except OSError:
@@ -126,7 +129,7 @@ def _stamp(path: Path) -> tuple[int, int, int] | None:
 
 
 def _check_at_each_save(topologies: list[Path], settings: Settings | None) -> NoReturn:
-    """Check until Ctrl-C; errors are printed, since the next save may correct them."""
+    """Check until Ctrl-C; errors are printed, because the next save may correct them."""
 
     def look() -> None:
         typer.echo(f"--- {time.strftime('%H:%M:%S')}")
@@ -174,7 +177,7 @@ def _check_once(topologies: list[Path], settings: Settings | None, *, as_json: b
 
 
 def _read_stage(path: Path) -> Named | TopologyError:
-    """Return the stage that a file describes, or what is wrong with it."""
+    """Return the stage that a file describes, or the problems in the file."""
     from dedup.topology.chain import Named
     from dedup.topology.ingest_file import is_ingest, parse_ingest
     from dedup.topology.parse import parse
@@ -272,7 +275,7 @@ def try_records(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Print the verdict on each record, and the number of each verdict."""
+    """Print the verdict on each record, and the count of each verdict."""
     from dedup.cli.try_records import RecordJudge, entries
 
     parsed = read_topology(topology)

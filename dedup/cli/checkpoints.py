@@ -1,4 +1,4 @@
-"""`dedup checkpoint`: stores the state of a topology's tasks where a worker with an empty disk can start from it."""
+"""Implements `dedup checkpoint`, which stores the state of tasks for workers that start with an empty disk."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 
 _HELP: Final = """Write the state of a topology's tasks to a directory or an object store, one checkpoint per partition.
 
-The state is read from the changelog, so no worker is needed or disturbed. A worker that has `state.checkpoint` set but
-no local state starts from the checkpoint and reads only the rest of the changelog. --state-dir keeps what was read, so
-the next run reads only new records; run it from a timer, one process at a time.
+The state is read from the changelog, so no worker is needed or disturbed. A worker with `state.checkpoint` but without
+local state starts from the checkpoint and reads only the rest of the changelog. The state that was read is kept in
+--state-dir, so the next run reads only new records. Run this command from a timer, one process at a time.
 
 Example: dedup checkpoint topologies/orders.yaml --to s3://backups/dedup
 """
@@ -44,11 +44,13 @@ def checkpoint(
     *,
     to: Annotated[
         str | None,
-        typer.Option("--to", metavar="URL", help="Directory, s3://... or gs://...; state.checkpoint by default."),
+        typer.Option("--to", metavar="URL", help="Directory or URL (s3://..., gs://...); state.checkpoint by default."),
     ] = None,
     state_dir: Annotated[
         Path | None,
-        typer.Option(help="Where to keep what is read, not a worker's state_dir; state_dir/.checkpoint by default."),
+        typer.Option(
+            help="Directory for the state read; state_dir/.checkpoint by default, never a worker's state_dir."
+        ),
     ] = None,
     partitions: Annotated[
         list[int] | None, typer.Option("--partition", min=0, help="Only this partition. Repeatable.")
@@ -57,7 +59,7 @@ def checkpoint(
     config: ConfigOption = None,
     overrides: SetOption = None,
 ) -> None:
-    """Make a checkpoint of each partition, and print what it holds."""
+    """Make a checkpoint of each partition, and print its content."""
     from dedup.kafka.topic_admin import on_cluster
     from dedup.store.checkpoint_storage import CheckpointStorage
     from dedup.store.directory import own_state
@@ -140,7 +142,7 @@ def _bars() -> Bars:
 
 
 class _Bar:
-    """The progress bar of one partition: first offsets of the changelog, then bytes of the archive."""
+    """The progress bar of one partition, which counts offsets of the changelog first and then bytes of the archive."""
 
     def __init__(self, bars: Bars, partition: int) -> None:
         self._bars: Final = bars
@@ -148,11 +150,11 @@ class _Bar:
         self._line: Final = bars.add_task(f"partition {partition}", total=None)
 
     def restoring(self, done: int, total: int) -> None:
-        """Show offsets read."""
+        """Show the offsets read."""
         self._bars.update(self._line, description=f"partition {self._partition}: read", completed=done, total=total)
 
     def packing(self, done: int, total: int) -> None:
-        """Show bytes written."""
+        """Show the bytes written."""
         self._bars.update(self._line, description=f"partition {self._partition}: write", completed=done, total=total)
 
 

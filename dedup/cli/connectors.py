@@ -1,4 +1,4 @@
-"""`dedup ingest`, `dedup sink`, and the tables that `dedup apply --table` creates."""
+"""Implements `dedup ingest`, `dedup sink`, and the tables of `dedup apply --table`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Examples: dedup ingest topologies/files-to-topic.yaml
 
 dedup ingest topologies/table-to-topic.yaml --exit-when-done
 """
-_SINK: Final = """Keep a table with one row per tracking ID; reading the topic a second time changes nothing.
+_SINK: Final = """Write a topic to a table with one row per tracking ID; a second read of the topic changes nothing.
 
 Rows and the topic's offsets are written in one database transaction. A second process with the same partitions takes
 over, and the first one stops with TaskMigrated.
@@ -54,7 +54,7 @@ def ingest(
         bool, typer.Option("--exit-when-done", help="Stop when everything present has been sent.")
     ] = False,
 ) -> None:
-    """Run until a signal comes."""
+    """Run until a signal arrives."""
     from dedup.connect.source_connector import run_ingest
     from dedup.worker.logs import set_up_logging
 
@@ -72,7 +72,7 @@ def ingest(
 
 
 def _opener(parsed: Ingest, name: str) -> OpenSource:
-    """Return the function that opens the source, with references in its database URL resolved."""
+    """Return the function that opens the source, with resolved references in its database URL."""
     from functools import partial
 
     from dedup.connect.source_connector import open_source
@@ -96,7 +96,7 @@ def sink(
         bool, typer.Option("--exit-when-done", help="Stop when everything present at the start is in the table.")
     ] = False,
 ) -> None:
-    """Run until a signal comes."""
+    """Run until a signal arrives."""
     from dedup.connect.sink_connector import run_sink
     from dedup.worker.logs import set_up_logging
 
@@ -137,7 +137,7 @@ def _numbers(text: str) -> set[int]:
 
 
 def resolved_sink(topology: Topology, path: Path) -> SinkSpec:
-    """Return a topology's sink with references in its URL resolved. Raises TopologyError if it has no sink."""
+    """Return a topology's sink with resolved references in its URL. Raises TopologyError if it has no sink."""
     from dedup.connect.sink_connector import spec_of
     from dedup.settings import with_references
 
@@ -146,9 +146,9 @@ def resolved_sink(topology: Topology, path: Path) -> SinkSpec:
 
 
 def apply_tables(spec: SinkSpec, *, dry_run: bool, quiet: bool) -> dict[str, str]:
-    """Create the sink's missing tables, unless it is a dry run; return table name -> CREATE statement of each.
+    """Create the sink's missing tables, unless it is a dry run; map table names to CREATE statements.
 
-    Raises StateIncompatible if an existing table does not fit, DatabaseUnavailable if the database does not answer.
+    Raises StateIncompatible if an existing table is unsuitable, DatabaseUnavailable if the database does not respond.
     """
     from dedup.connect.database import OFFSETS
     from dedup.connect.open_database import connect

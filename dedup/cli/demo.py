@@ -1,4 +1,4 @@
-"""`dedup demo`: the whole product on one machine, with real data, real duplicates and a real crash."""
+"""Implements `dedup demo`, the whole product on one machine, with real data, real duplicates, and a real crash."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ if TYPE_CHECKING:
 
 _HELP: Final = """Deduplicate 336,776 real flights on an embedded Kafka, kill a worker midway, and prove the result.
 
-A producer whose connection breaks before the acknowledgment sends the record again, which makes real duplicates. Two
-workers deduplicate; one is killed by SIGKILL and restarted. Then every record is read and compared with the exact
-model. Needs no broker and no Java, and takes about a minute; --fast about 20 seconds.
+When its connection breaks before the acknowledgment, the producer sends a record again, which creates real duplicates.
+Two workers deduplicate; one is killed with SIGKILL and restarted. Then every record is read and compared with the exact
+model. Needs no broker and no Java. It takes about a minute, or about 20 seconds with --fast.
 
 Example: dedup demo --fast
 
-With --chain the flights start as lines of a file and end as rows of a table: file, topic, deduplication, table.
+With --chain, the flights go from the lines of a file through topics and deduplication to the rows of a table.
 """
 
 PARTITIONS: Final = 4
@@ -47,7 +47,7 @@ def demo_command(
     fast: Annotated[bool, typer.Option("--fast", help="Only the first 40,000 flights.")] = False,
     report: Annotated[Path | None, typer.Option(help="Write an HTML report here, and a JSON one next to it.")] = None,
     chain: Annotated[
-        bool, typer.Option("--chain", help="Go from a file to a table, and kill each process on the way.")
+        bool, typer.Option("--chain", help="Run the chain from a file to a table, and kill each process once.")
     ] = False,
 ) -> None:
     """See `_HELP`. Raises VerificationFailed after the report is printed."""
@@ -104,7 +104,7 @@ def _demo(size: Size, directory: Path, console: Console) -> tuple[Report, int]:
 
 
 def topology_text() -> str:
-    """Return the demo's topology, the same as topologies/flights.yaml in the repository."""
+    """Return the demo's topology, which equals topologies/flights.yaml in the repository."""
     return resources.files("dedup.embedded").joinpath("flights.yaml").read_text(encoding="utf-8")
 
 
@@ -129,7 +129,7 @@ def _kafka_behind_proxy(directory: Path, console: Console) -> Iterator[tuple[Emb
 
 
 def _print_books(found: Report, distinct: int, page: Path | None, console: Console) -> None:
-    """Print the report, `lost 0  duplicated 0` last. Raises VerificationFailed if it says anything else."""
+    """Print the report, which must end with `lost 0  duplicated 0`. Raises VerificationFailed otherwise."""
     from dedup.verify.render import print_report, to_html
 
     if page is not None:

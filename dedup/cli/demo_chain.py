@@ -1,4 +1,4 @@
-"""`dedup demo --chain`: flights from a file into a table, with each process of the chain killed on the way."""
+"""Implements `dedup demo --chain`, which sends flights from a file into a table and kills each process of the chain."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ PARTITIONS: Final = 4
 _LINES_PER_S: Final = 6_000
 _BLOCK_LINES: Final = 500
 _WRITTEN_TWICE: Final = 0.2
-"""Share of blocks whose writer does not know that they arrived, and writes them again."""
+"""Share of blocks that the writer writes twice because it does not know that they arrived."""
 _RESTART_AFTER_S: Final = 0.5
 _STALLS_AFTER_S: Final = 120.0
 _POLL_EVERY_S: Final = 0.1
@@ -41,7 +41,7 @@ _POLL_EVERY_S: Final = 0.1
 def demo_chain(limit: int, directory: Path, console: Console) -> None:
     """Run the chain until the table holds each flight once.
 
-    Raises VerificationFailed if it does not, InvariantBroken if a process ended by itself.
+    Raises VerificationFailed if it does not, and InvariantBroken if a process ended unexpectedly.
     """
     for name in FILES:
         text = resources.files("dedup.connect").joinpath(name).read_text(encoding="utf-8")
@@ -85,7 +85,7 @@ def _kill_each(chain: _Chain, source: _FileWriter, limit: int, console: Console)
 
 
 class _Chain:
-    """The processes of the chain, one of each command. Use as a context manager, which kills what still runs."""
+    """The processes of the chain, one for each command. Use it as a context manager, which kills running processes."""
 
     COMMANDS: Final = {
         "ingest": ("ingest", "chain-ingest.yaml"),
@@ -97,7 +97,7 @@ class _Chain:
         self._directory: Final = directory
         self._running: dict[str, ChildProcess] = {}
         self._log_from: dict[str, int] = {}
-        """Where the log of the running process begins: killed predecessors wrote to the same file."""
+        """The offset at which the log of the running process begins, because killed predecessors used the same file."""
         config = {"brokers": [bootstrap], "topics": {"replication_factor": 1}, "web": {"enabled": False}}
         (directory / "config.yaml").write_text(json.dumps(config), encoding="utf-8")
 
@@ -119,11 +119,11 @@ class _Chain:
         self._running[name] = ChildProcess(command, log)
 
     def kill(self, name: str) -> None:
-        """Kill the process of a command by SIGKILL."""
+        """Kill the process of a command with SIGKILL."""
         self._running.pop(name).kill()
 
     def stop(self) -> None:
-        """Stop all processes by SIGTERM. Raises InvariantBroken if one does not exit with code 0."""
+        """Stop all processes with SIGTERM. Raises InvariantBroken if one does not exit with code 0."""
         for name, process in self._running.items():
             code = process.stop()
             if code != 0:
@@ -145,7 +145,7 @@ class _Chain:
             time.sleep(_POLL_EVERY_S)
 
     def connectors_started(self) -> bool:
-        """Tell whether ingest and sink have taken their work, so that SIGTERM finds them ready to handle it."""
+        """Whether ingest and sink have taken over their work, so that they can handle SIGTERM."""
         return all(b" taken; " in self._log(name).read_bytes()[self._log_from[name] :] for name in ("ingest", "sink"))
 
     def count(self) -> int:
@@ -178,7 +178,7 @@ class _Chain:
 
 
 class _FileWriter:
-    """Appends flights to a CSV file in a thread, some blocks twice, as a writer does that got no confirmation."""
+    """Appends flights to a CSV file in a thread, some blocks twice, like a writer that got no confirmation."""
 
     def __init__(self, path: Path, limit: int) -> None:
         self._path: Final = path

@@ -1,4 +1,4 @@
-"""The run of `dedup demo`: flights are sent, workers judge them, and one worker is killed midway."""
+"""The run of `dedup demo`, which sends flights to workers and kills one worker midway."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _STALLS_AFTER_S: Final = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """How much the demo does."""
+    """The size of the demo."""
 
     flights: int
     events_per_second: int
@@ -47,7 +47,7 @@ FAST: Final = Size(flights=40_000, events_per_second=10_000, cut_every_events=2_
 class Workers:
     """Worker processes 1 to `count`, each with its own id and state directory.
 
-    Use as a context manager, which kills what still runs.
+    Use it as a context manager, which kills running processes.
     """
 
     def __init__(self, directory: Path, topology_file: Path, bootstrap: str, count: int) -> None:
@@ -67,26 +67,26 @@ class Workers:
                 process.kill()
 
     def start(self, number: int) -> None:
-        """Start a worker on the state that it had before."""
+        """Start a worker with its previous state."""
         config = config_file(self._directory, self._bootstrap, number)
         command = [*_DEDUP, "run", str(self._topology_file), "--config", str(config), "--quiet"]
         self._running[number] = ChildProcess(command, self._log_file(number))
 
     def kill(self, number: int) -> None:
-        """Kill a worker by SIGKILL."""
+        """Kill a worker with SIGKILL."""
         process = self._running[number]
         if process is not None:
             process.kill()
         self._running[number] = None
 
     def check(self) -> None:
-        """Raise InvariantBroken, with the end of its log, if a worker ended by itself."""
+        """Raise InvariantBroken, with the end of the log, if a worker ended unexpectedly."""
         for number, process in self._running.items():
             if process is not None and not process.running:
                 raise self._ended(number, f"by itself with exit code {process.exit_code}")
 
     def stop(self) -> None:
-        """Stop all workers by SIGTERM. Raises InvariantBroken if one does not exit with code 0."""
+        """Stop all workers with SIGTERM. Raises InvariantBroken if one does not exit with code 0."""
         self.check()
         for number, process in self._running.items():
             code = process.stop() if process is not None else 0
@@ -120,7 +120,7 @@ def config_file(directory: Path, bootstrap: str, number: int) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class DemoStage:
-    """What is running before the first flight is sent."""
+    """The processes that run before the first flight is sent."""
 
     topology: Topology
     kafka: EmbeddedKafka
@@ -130,7 +130,7 @@ class DemoStage:
 
 
 class Run:
-    """One run of the demo; an instance runs once."""
+    """A run of the demo; an instance runs once."""
 
     def __init__(self, stage: DemoStage, size: Size, console: Console) -> None:
         self._stage: Final = stage
@@ -148,7 +148,7 @@ class Run:
     def to_the_end(self) -> int:
         """Send all flights, wait until they are judged, and return the number of distinct flights.
 
-        Raises InvariantBroken if a worker ends by itself or nothing is judged for a minute, BrokerUnavailable if
+        Raises InvariantBroken if a worker ends unexpectedly or nothing is judged for a minute, and BrokerUnavailable if
         flights cannot be sent.
         """
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
@@ -208,7 +208,7 @@ class Run:
             time.sleep(_POLL_EVERY_S)
 
     def _crash_midway(self, judged: int) -> None:
-        """Take the next step of the crash when it is due: kill, restart, wait until the worker rejoins the group."""
+        """Take the next step of the crash when it is due (kill, restart, or wait until the worker rejoins)."""
         now_s = time.monotonic()
         if self._killed_s is None:
             if judged >= self._size.flights // 2:

@@ -1,6 +1,6 @@
-"""`dedup doctor`: what keeps a topology from running on a cluster, layer by layer.
+"""Implements `dedup doctor`, which finds what keeps a topology from running on a cluster, layer by layer.
 
-A layer is checked only if the one below it works, so that one cause gives one sentence.
+A layer is checked only if the one below it works, so that each cause results in only one message.
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ if TYPE_CHECKING:
     from dedup.topology.model import Topology
     from dedup.topology.permissions import Permission
 
-_HELP: Final = """Find what keeps a topology from running: DNS, TCP, TLS, authentication, version, ACL or topics.
+_HELP: Final = """Find what keeps a topology from running: DNS, TCP, TLS, authentication, version, ACL, or topics.
 
-Prints one sentence and one remedy per problem, changes nothing and disturbs no worker. Without TOPOLOGY only the
-cluster is checked. Exit code 5: a problem with the brokers; 3: with the topics; 0: none, or only warnings.
+Prints one sentence and one remedy per problem, changes nothing, and disturbs no worker. Without TOPOLOGY, only the
+cluster is checked. The exit code is 5 for a problem with the brokers, 3 for a problem with the topics, and 0 for none
+or only warnings.
 
 Examples: dedup doctor topologies/orders.yaml --config config/production.yaml
 
@@ -86,7 +87,7 @@ def doctor(
 
 
 def in_words(found: list[Symptom], looked_at: frozenset[Layer]) -> Iterator[str]:
-    """Yield a line for each layer, and two for each problem: what it is, and what to do."""
+    """Yield a line for each layer, and two lines for each problem, which say what it is and what to do."""
     for layer in LAYERS:
         own = [each for each in found if each.layer == layer]
         if layer not in looked_at:
@@ -99,7 +100,7 @@ def in_words(found: list[Symptom], looked_at: frozenset[Layer]) -> Iterator[str]
 
 
 async def _examined(topology: Topology | None, settings: Settings) -> tuple[list[Symptom], frozenset[Layer]]:
-    """Return the symptoms, and which layers were reached."""
+    """Return the symptoms and the layers that were reached."""
     from dedup.kafka.connection import Connection
     from dedup.kafka.diagnose import diagnose
 
@@ -148,7 +149,7 @@ async def _on_the_cluster(
 
 
 async def _advertised(rights: Rights, connection: Connection) -> list[Symptom]:
-    """Return what is wrong with the advertised addresses: every request but the first goes there."""
+    """Return problems with the advertised addresses, to which every request except the first is sent."""
     from dedup.kafka.diagnose import diagnose
 
     found = await diagnose(replace(connection, brokers=rights.advertised()))
@@ -169,7 +170,7 @@ async def _versions(rights: Rights) -> list[Symptom]:
 
 
 async def _denied(rights: Rights, topology: Topology, settings: Settings) -> AsyncIterator[Symptom]:
-    """Yield the missing permissions, as `dedup apply --acls` lists them."""
+    """Yield the missing permissions in the form of `dedup apply --acls`."""
     from dedup.topology.permissions import Resource, worker_permissions
 
     wanted = worker_permissions(topology)
@@ -254,7 +255,7 @@ def layer_of(trouble: Trouble) -> Layer:
 
 
 def _symptom(finding: Diagnosis, before: str) -> Symptom:
-    """Return a diagnosis as a symptom, with its detail after the problem instead of after the remedy."""
+    """Return a diagnosis as a symptom, with the detail after the problem rather than after the remedy."""
     said = _DETAIL.fullmatch(finding.sentence)
     what, remedy, detail = (finding.sentence, "", "") if said is None else said.group("what", "remedy", "detail")
     return Symptom(layer_of(finding.trouble), "error", f"{before}{what}{detail or ''}", remedy)

@@ -1,4 +1,4 @@
-"""What commands share: their usual arguments, the files they read, and the reports they write."""
+"""The arguments, input files, and reports that commands share."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 def read_topology(path: Path) -> Topology:
-    """Return the topology in a file. Raises TopologyError that lists every problem, an unreadable file included."""
+    """Return the topology in a file. Raises TopologyError with every problem, including an unreadable file."""
     from dedup.topology.parse import parse
 
     return parse(text_of(path), name=str(path))
@@ -43,7 +43,7 @@ def read_settings(config: Path | None, overrides: list[str] | None = None) -> Se
 
 
 def read_ingest(path: Path) -> Ingest:
-    """Return the contents of an ingest file. Raises TopologyError that lists every problem."""
+    """Return the content of an ingest file. Raises TopologyError with every problem."""
     from dedup.topology.ingest_file import parse_ingest
 
     return parse_ingest(text_of(path), name=str(path))
@@ -60,7 +60,7 @@ def text_of(path: Path) -> str:
 
 
 def refuse_no_page(page: Path) -> None:
-    """Raise SettingsError now, not after hours of work, if the reports cannot be written; makes their directory."""
+    """Create the directory of the reports; raise SettingsError now, not after hours of work, if that fails."""
     if page.suffix == ".json":
         text = f"{page} is where the JSON report goes, next to the HTML one; name that, for example "
         raise SettingsError([Problem("--report", text + str(page.with_suffix(".html")))])
@@ -81,7 +81,7 @@ def write_report(page: Path, html: str, json: str) -> None:
 
 @contextlib.contextmanager
 def reading_bar(console: Console, *, disable: bool = False) -> Iterator[OnProgress]:
-    """Yield the callback that moves a progress bar of records read."""
+    """Yield the callback that updates a progress bar of records read."""
     from rich.progress import Progress
 
     with Progress(console=console, transient=True, disable=disable) as bar:

@@ -1,4 +1,4 @@
-"""The command line: assembles the commands, and turns each error into a sentence and an exit code."""
+"""The command line, which assembles the commands and turns each error into a message and an exit code."""
 
 from __future__ import annotations
 
@@ -26,7 +26,9 @@ COMMANDS: Final = (
     "dedup.cli.spark",
     "dedup.cli.connectors",
 )
-"""Each has `register(app)`. They import what a command needs only when it runs, to keep `--help` quick."""
+"""Each module has `register(app)`. It imports a command's dependencies only when the command runs, to keep `--help`
+fast.
+"""
 
 _PANELS: Final = {
     "Start here": ("demo", "check", "describe", "try", "schema", "size", "broker"),
@@ -36,10 +38,10 @@ _PANELS: Final = {
     "Connect": ("ingest", "sink"),
     "Spark": ("spark",),
 }
-"""Panel of `dedup --help` -> its commands; both in the order shown."""
+"""Maps each panel of `dedup --help` to its commands, in display order."""
 
 _EXIT_CODES: Final = (
-    "Exit codes: 0 success, 1 unexpected error, 2 mistake in a file or on the command line, 3 incompatible state, "
+    "Exit codes: 0 success, 1 unexpected error, 2 error in a file or on the command line, 3 incompatible state, "
     "4 verification found a violation, 5 broker unreachable or request refused, 130 interrupted."
 )
 
@@ -71,7 +73,7 @@ def create_app() -> typer.Typer:
 
 
 def main() -> None:
-    """Run the command line; ends the process with the exit code that fits the outcome."""
+    """Run the command line, and end the process with the exit code for the outcome."""
     try:
         create_app()()
     except DedupError as error:

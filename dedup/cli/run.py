@@ -1,4 +1,4 @@
-"""`dedup run`: a worker, or a supervisor of several."""
+"""Implements `dedup run`, which runs a worker or a supervisor of several workers."""
 
 from __future__ import annotations
 
@@ -55,10 +55,10 @@ def run(
     ] = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="Only log; show no progress line.")] = False,
 ) -> None:
-    """Deduplicate a topology's topics: one worker, or N supervised ones, until a signal comes.
+    """Deduplicate a topology's topics with one worker, or N supervised ones, until a signal arrives.
 
-    A new group is refused if its output already holds records: a renamed topology, or a second one with the same
-    output, would forward them again. --onto-existing-output allows it; once is enough, it is remembered for seven days.
+    A new group is refused if its output already holds records, because a renamed topology, or a second one with the
+    same output, would forward them again. --onto-existing-output allows it, and is remembered for seven days.
     """
     from dataclasses import replace
 
@@ -90,7 +90,7 @@ def _run_one(parsed: Topology, settings: Settings, *, exit_when_done: bool, onto
 
 
 class RunProgress:
-    """The progress line of a worker: rates and verdicts on a terminal; without one only the closing line."""
+    """The progress line of a worker, with rates and verdicts; without a terminal, only the closing line."""
 
     def __init__(self, *, enabled: bool) -> None:
         self._console: Final = Console(stderr=True)
@@ -112,7 +112,7 @@ class RunProgress:
             self._live.stop()
 
     def tick(self, app: DedupApp) -> None:
-        """Update the line if it is due; cheap enough to be called often."""
+        """Update the line if it is due; cheap enough to call often."""
         for task in app.tasks.running.values():
             self._of_tasks[id(task.numbers)] = task.numbers.verdicts
         now_s = time.monotonic()
@@ -139,7 +139,7 @@ class RunProgress:
 
 
 def restore_bar(numbers: Sequence[TaskNumbers]) -> list[RenderableType]:
-    """Return a progress bar over all running restores; an empty list if there are none."""
+    """Return a progress bar for all running restores; empty if there are none."""
     restoring = [each for each in numbers if each.restore_remaining > 0]
     if not restoring:
         return []

@@ -1,8 +1,8 @@
-"""`dedup size`: predicts the size of a topology's state from the number and length of its IDs.
+"""Implements `dedup size`, which predicts the size of a topology's state from the number and length of its IDs.
 
-The constants are measured on the store itself, with IDs that have nothing in common, such as UUIDs and hashes, which do
-not compress; tests/unit/cli/test_size.py checks them to within 20 %. Sequential IDs share prefixes and take as
-little as half, so the prediction errs on the safe side.
+The constants are measured on the store itself, with IDs that do not compress because they have nothing in common, such
+as UUIDs and hashes. tests/unit/cli/test_size.py checks that they are within 20 %. Sequential IDs share prefixes and
+take as little as half, so the prediction errs on the safe side.
 """
 
 from __future__ import annotations
@@ -22,22 +22,23 @@ if TYPE_CHECKING:
     from dedup.topology.model import Topology
 
 _PER_KEY_BYTE: Final = 1.05
-"""A key's bytes in a sorted file, hardly shared, plus its part of the block index."""
+"""A key's bytes in a sorted file, which shares few prefixes, plus the key's part of the block index."""
 _PER_SIGHTING_BYTES: Final = 16.0
 """Value after compression, sequence number, lengths, and ten bits of Bloom filter."""
 _FINGERPRINT_BYTES: Final = 8
 _FILTER_BYTES: Final = 2.7
-"""Per ID in the Bloom filter in memory: 16 bits, plus the empty part of its newest layer."""
+"""Memory per ID in the Bloom filter, which is 16 bits plus the empty part of the newest layer."""
 _TAG_BYTES: Final = 1
 _UUID_KEY_BYTES: Final = 17
 _INTEGER_KEY_BYTES: Final = 6
-"""For numbers up to a trillion."""
+"""Bytes of a number up to a trillion."""
 _KINDS: Final = "uuid, integer or text:LENGTH"
 
-_HELP: Final = """Predict state on disk and in memory from a record rate, a guard period and the length of an ID.
+_HELP: Final = """Predict the size of state on disk and in memory from a record rate, a guard period, and an ID length.
 
-If TOPOLOGY is given, its guard period and grace are used, and the prediction is compared with its state limit. Accurate
-to 20 % for IDs that have nothing in common; sequential IDs take as little as half. Makes no connections.
+If TOPOLOGY is given, its guard period and grace are used, and the prediction is compared with its state limit. The
+prediction is accurate to 20 % for IDs that have nothing in common; sequential IDs take as little as half. The command
+makes no connections.
 
 Examples: dedup size topologies/orders.yaml --rate 2000
 
@@ -47,17 +48,17 @@ dedup size --rate 500 --guard 24h --id text:20 --duplicates 0.3 --partitions 12
 
 @dataclass(frozen=True, slots=True)
 class Predicted:
-    """A state in steady flow, all partitions together."""
+    """The state at a steady rate, for all partitions together."""
 
     ids_least: int
-    """Right after a segment was dropped: the IDs of one retention."""
+    """Size right after a segment was dropped, with the IDs of one retention period."""
     ids_most: int
-    """Right before one is dropped: the IDs of one and a half retentions."""
+    """Size right before a segment is dropped, with the IDs of one and a half retention periods."""
     bytes_an_id: float
     disk_least_bytes: int
     disk_most_bytes: int
     filter_most_bytes: int
-    """In the workers' memory, in addition to 128 MiB per worker for buffers and cache."""
+    """Size in the workers' memory, in addition to 128 MiB per worker for buffers and cache."""
 
 
 def register(app: typer.Typer) -> None:
@@ -69,7 +70,7 @@ def size(
     topology: OptionalTopology = None,
     *,
     rate: Annotated[float, typer.Option(min=0, help="Records per second.")] = 1000,
-    duplicates: Annotated[float, typer.Option(min=0, max=1, help="Share of records without a new ID.")] = 0,
+    duplicates: Annotated[float, typer.Option(min=0, max=1, help="Share of records whose ID is not new.")] = 0,
     kind: Annotated[str, typer.Option("--id", metavar="KIND", help=f"Kind of ID: {_KINDS}.")] = "uuid",
     guard: Annotated[
         str | None, typer.Option(metavar="DURATION", help="Guard period; the topology's by default.")
@@ -111,7 +112,7 @@ def predict(window: Window, ids_per_s: float, key_length: int, *, fingerprints: 
 
 
 def key_bytes(id_bytes: int) -> int:
-    """Return the length of the state key of a string or bytes of this length; long ones are kept as digests."""
+    """Return the length of the state key for a string or bytes of this length; long ones are stored as digests."""
     return min(id_bytes + _TAG_BYTES, KEPT_BYTES + 1)
 
 

@@ -1,6 +1,6 @@
-"""`dedup spark run`, `backfill`, `seed`, `audit` and `upsert`: a topology on Spark.
+"""Implements `dedup spark run`, `backfill`, `seed`, `audit`, and `upsert`.
 
-PySpark is imported when a command runs: `--help` must be quick, and work without it.
+PySpark is imported when a command runs, because `--help` must be fast and work without it.
 """
 
 from __future__ import annotations
@@ -81,13 +81,13 @@ Examples:
   dedup spark upsert t.yaml --input verdicts/run=backfill/verdict=unique --jdbc jdbc:sqlite:shop.db --table orders
 """
 
-_Topology = Annotated[Path, typer.Argument(help="The topology file.", metavar="TOPOLOGY")]
-_Config = Annotated[Path | None, typer.Option(help="The config file; config/local.yaml if not given.")]
-_Overrides = Annotated[list[str] | None, typer.Option("--set", help="Override a key of the config: key=value.")]
-_Master = Annotated[str | None, typer.Option(help="Spark's master; if not given, this machine or spark-submit's.")]
-_Conf = Annotated[list[str] | None, typer.Option("--conf", help="A setting of Spark: key=value.")]
+_Topology = Annotated[Path, typer.Argument(help="Topology file.", metavar="TOPOLOGY")]
+_Config = Annotated[Path | None, typer.Option(help="Config file; config/local.yaml by default.")]
+_Overrides = Annotated[list[str] | None, typer.Option("--set", help="Override a config key: key=value. Repeatable.")]
+_Master = Annotated[str | None, typer.Option(help="Spark master; this machine or spark-submit's by default.")]
+_Conf = Annotated[list[str] | None, typer.Option("--conf", help="Spark setting: key=value. Repeatable.")]
 _RowsAreEvents = Annotated[
-    bool, typer.Option("--rows-are-events", help="The table has no column `value`: each row, as JSON, is an event.")
+    bool, typer.Option("--rows-are-events", help="Each row of the table, as JSON, is an event (no column `value`).")
 ]
 _Quiet = Annotated[bool, typer.Option("--quiet", help="Show no progress.")]
 
@@ -111,7 +111,10 @@ class OutputFormat(Enum):
 def open_session(
     topology: Topology, master: str | None, conf: list[str] | None, packages: Iterable[Package]
 ) -> SparkSession:
-    """Return a session with the settings ``--conf key=value``. Raises SettingsError for one without a value."""
+    """Return a session with the settings in ``--conf key=value``.
+
+    Raises SettingsError for a setting without a value.
+    """
     from dedup.spark.session import session_for
 
     wrong = [text for text in conf or () if "=" not in text]
@@ -125,7 +128,7 @@ def open_session(
 def _job(
     topology: Topology, master: str | None, conf: list[str] | None, packages: Iterable[Package], *, quiet: bool
 ) -> Iterator[SparkSession]:
-    """Yield a session with a progress bar; errors of executors are raised as what they are."""
+    """Yield a session with a progress bar; dedup's own errors from executors are raised unchanged."""
     from dedup.spark.session import JobProgress, translated_errors
 
     spark = open_session(topology, master, conf, packages)
@@ -137,7 +140,7 @@ def _job(
 
 
 def _parse_until(text: str) -> Until:
-    """Return ``--until``: `earliest`, `latest`, a time in ms, or the offsets of `topic/partition=offset,...`."""
+    """Parse ``--until``: `earliest`, `latest`, a time in ms, or the offsets of `topic/partition=offset,...`."""
     match text:
         case "earliest" | "latest":
             return text
@@ -148,12 +151,12 @@ def _parse_until(text: str) -> Until:
 
 
 def _parse_time(text: str, option: str, write: str) -> int:
-    """Return a time in ms. Raises SettingsError, with ``write`` as what to write instead."""
+    """Return a time in ms. Raises SettingsError, in which ``write`` says what to write instead."""
     from dedup.core.event_time import rfc3339_ms
 
     found = int(text) if text.isdecimal() else rfc3339_ms(text)
     if found is None:
-        raise SettingsError([Problem(option, f'"{text}" is no time; write {write}')])
+        raise SettingsError([Problem(option, f'"{text}" is not a time; write {write}')])
     return found
 
 
@@ -166,7 +169,7 @@ def _parse_offsets(text: str, option: str) -> dict[TopicPartition, int]:
         place, _, offset = each.strip().partition("=")
         topic, _, partition = place.rpartition("/")
         if not (topic and partition.isdecimal() and offset.isdecimal()):
-            raise SettingsError([Problem(option, f'"{each}" is no offset; write topic/partition=offset')])
+            raise SettingsError([Problem(option, f'"{each}" is not an offset; write topic/partition=offset')])
         found[TopicPartition(topic, int(partition))] = int(offset)
     return found
 
@@ -174,7 +177,7 @@ def _parse_offsets(text: str, option: str) -> dict[TopicPartition, int]:
 def run(
     topology: _Topology,
     *,
-    checkpoint: Annotated[str, typer.Option(help="Spark's checkpoint: a directory for this topology alone.")],
+    checkpoint: Annotated[str, typer.Option(help="Directory for Spark's checkpoint, used by this topology only.")],
     config: _Config = None,
     overrides: _Overrides = None,
     master: _Master = None,
@@ -182,8 +185,8 @@ def run(
     exit_when_done: Annotated[
         bool, typer.Option("--exit-when-done", help="Stop at the end offsets seen at the start.")
     ] = False,
-    most_offsets: Annotated[int, typer.Option(min=1, help="At most this many offsets in a micro-batch.")] = 1_000_000,
-    commit_rows: Annotated[int, typer.Option(min=1, help="About this many records in a transaction.")] = 100_000,
+    most_offsets: Annotated[int, typer.Option(min=1, help="Maximum number of offsets in a micro-batch.")] = 1_000_000,
+    commit_rows: Annotated[int, typer.Option(min=1, help="Approximate number of records in a transaction.")] = 100_000,
     onto_existing_output: Annotated[
         bool, typer.Option("--onto-existing-output", help="Let a new group write to an output that holds records.")
     ] = False,
@@ -213,7 +216,7 @@ def run(
 
 @contextmanager
 def _stopped_by_signals(stop: Callable[[], None]) -> Iterator[None]:
-    """Inside ``with``, SIGTERM and SIGINT call ``stop``."""
+    """Call ``stop`` on SIGTERM and SIGINT inside ``with``."""
 
     def stopped(_number: int, _frame: object) -> None:
         stop()
@@ -227,7 +230,7 @@ def _stopped_by_signals(stop: Callable[[], None]) -> Iterator[None]:
 
 
 class _StreamProgress:
-    """A line on a terminal while the stream runs, and one at the end."""
+    """Prints a progress line on a terminal while the stream runs, and a closing line."""
 
     def __init__(self, *, enabled: bool) -> None:
         self._console: Final = Console(stderr=True)
@@ -260,7 +263,7 @@ class _StreamProgress:
         return "  ".join(f"{name} {count:,}" for name, count in sorted(self._verdicts.items()) if count)
 
     def closing_line(self) -> None:
-        """Print what this run judged."""
+        """Print the number of judged records."""
         judged = sum(self._verdicts[name] for name in _VERDICTS)
         self._console.print(f"judged {judged:,}: {self._split() or 'nothing'}", highlight=False)
 
@@ -268,9 +271,9 @@ class _StreamProgress:
 def backfill_command(
     topology: _Topology,
     *,
-    out: Annotated[str, typer.Option(help="Where verdicts are written: a directory, or a Delta table's path.")],
+    out: Annotated[str, typer.Option(help="Directory, or path of a Delta table, for the verdicts.")],
     inputs: Annotated[
-        list[str] | None, typer.Option("--input", help="Files or directories. Without it the topics are read.")
+        list[str] | None, typer.Option("--input", help="Files or directories; the topics by default.")
     ] = None,
     fmt: Annotated[
         InputFormat, typer.Option("--format", help="Format of --input. json: each line is an event.")
@@ -279,20 +282,20 @@ def backfill_command(
     out_format: Annotated[OutputFormat, typer.Option(help="Format of the verdicts.")] = OutputFormat.PARQUET,
     run: Annotated[str, typer.Option(help="Name of this run; a run that exists is not written again.")] = "backfill",
     start: Annotated[
-        str, typer.Option(help="Where topics are read from: whole (offset 0), earliest (what is left), or a time.")
+        str, typer.Option(help="Where to start in topics: whole (offset 0), earliest (what is left), or a time.")
     ] = "whole",
-    until: Annotated[str, typer.Option(help="Where topics are read to: now, or a time.")] = "now",
+    until: Annotated[str, typer.Option(help="Where to stop in topics: now, or a time.")] = "now",
     repartitioned: Annotated[
-        bool, typer.Option("--repartitioned", help="Read the repartition topic, in whose order a fleet judged.")
+        bool, typer.Option("--repartitioned", help="Read the repartition topic, in the order in which a fleet judged.")
     ] = False,
-    now: Annotated[str | None, typer.Option(help="The time that decides which event times are in the future.")] = None,
+    now: Annotated[str | None, typer.Option(help="Current time, after which event times are in the future.")] = None,
     config: _Config = None,
     overrides: _Overrides = None,
     master: _Master = None,
     conf: _Conf = None,
     quiet: _Quiet = False,
 ) -> None:
-    """Judge a history exactly (files, Delta tables or ranges of Kafka), and publish every record's verdict once."""
+    """Judge a history (files, Delta tables, or Kafka offsets) exactly, and publish each record's verdict once."""
     if inputs:
         _refuse_topic_options(start, until, repartitioned=repartitioned)
 
@@ -356,20 +359,20 @@ def seed_command(  # noqa: PLR0917  # one parameter per option
         ),
     ],
     history: Annotated[
-        list[str] | None, typer.Option(help="Files or directories. Without it the source topics are read.")
+        list[str] | None, typer.Option(help="Files or directories; the source topics by default.")
     ] = None,
     fmt: Annotated[InputFormat, typer.Option("--format", help="Format of --history.")] = InputFormat.PARQUET,
     rows_are_events: _RowsAreEvents = False,
     config: _Config = None,
     overrides: _Overrides = None,
-    commit_rows: Annotated[int, typer.Option(min=1, help="Changelog records in a transaction.")] = 50_000,
+    commit_rows: Annotated[int, typer.Option(min=1, help="Number of changelog records in a transaction.")] = 50_000,
     master: _Master = None,
     conf: _Conf = None,
     quiet: _Quiet = False,
 ) -> None:
-    """Write a history's sightings into the fleet's changelog, so that live records continue it without gap or overlap.
+    """Write a history's sightings into a fleet's changelog, so that live records continue it without gap or overlap.
 
-    The fleet must be stopped and new: no offsets, no changelog. To finish a seed that was killed, run it again.
+    The fleet must be stopped and new, without offsets or a changelog. To finish a seed that was killed, run it again.
     """
     from dedup.settings import load_settings
     from dedup.spark.files import read_files
@@ -397,7 +400,7 @@ def _print_seed(done: Seeded) -> None:
 
 def audit_command(  # noqa: PLR0917  # one parameter per option
     topology: _Topology,
-    history: Annotated[list[str] | None, typer.Option(help="The files that the fleet was seeded from, if any.")] = None,
+    history: Annotated[list[str] | None, typer.Option(help="Files from which the fleet was seeded, if any.")] = None,
     fmt: Annotated[InputFormat, typer.Option("--format", help="Format of --history.")] = InputFormat.PARQUET,
     rows_are_events: _RowsAreEvents = False,
     begins: Annotated[
@@ -407,14 +410,14 @@ def audit_command(  # noqa: PLR0917  # one parameter per option
     overrides: _Overrides = None,
     report: Annotated[
         Path | None,
-        typer.Option(help="The HTML report; the JSON report is written beside it. audit-NAME.html if not given."),
+        typer.Option(help="HTML report, with a JSON report next to it; audit-NAME.html by default."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print only the report, as JSON.")] = False,
     master: _Master = None,
     conf: _Conf = None,
     quiet: _Quiet = False,
 ) -> None:
-    """Prove from everything in the topics that nothing was lost or duplicated. Exit code 4 on any finding."""
+    """Prove from all records in the topics that nothing was lost or duplicated. Exit code 4 on any finding."""
     from dedup.errors import VerificationFailed
     from dedup.settings import load_settings
 
@@ -452,25 +455,25 @@ def _write(found: Report, page: Path, *, as_json: bool) -> None:
 
 def upsert_command(  # noqa: PLR0917  # one parameter per option
     topology: _Topology,
-    delta: Annotated[str | None, typer.Option(metavar="PATH", help="A Delta table.")] = None,
+    delta: Annotated[str | None, typer.Option(metavar="PATH", help="Path of a Delta table.")] = None,
     jdbc: Annotated[
-        str | None, typer.Option(metavar="URL", help="A database: jdbc:postgresql://HOST/DB or jdbc:sqlite:FILE.")
+        str | None, typer.Option(metavar="URL", help="Database: jdbc:postgresql://HOST/DB or jdbc:sqlite:FILE.")
     ] = None,
-    table: Annotated[str | None, typer.Option(help="The database table.")] = None,
-    user: Annotated[str | None, typer.Option(help=f"The database user; the password is read from {_PASSWORD}.")] = None,
+    table: Annotated[str | None, typer.Option(help="Table in the database.")] = None,
+    user: Annotated[str | None, typer.Option(help=f"Database user; the password is read from {_PASSWORD}.")] = None,
     inputs: Annotated[
-        list[str] | None, typer.Option("--input", help="Files or directories. Without it the output topic is read.")
+        list[str] | None, typer.Option("--input", help="Files or directories; the output topic by default.")
     ] = None,
     fmt: Annotated[InputFormat, typer.Option("--format", help="Format of --input.")] = InputFormat.PARQUET,
     schema: Annotated[
         str | None,
-        typer.Option(metavar="DDL", help="Members of the JSON value as columns. Without it: key and value, as bytes."),
+        typer.Option(metavar="DDL", help="Members of the JSON value as columns; key and value as bytes by default."),
     ] = None,
     order: Annotated[
         str, typer.Option(metavar="event_time|offset|COLUMN", help="What decides which record is newest.")
     ] = "event_time",
     rejected: Annotated[
-        str | None, typer.Option(metavar="PATH", help="Where to put records that cannot be rows.")
+        str | None, typer.Option(metavar="PATH", help="Directory for records that cannot become rows.")
     ] = None,
     config: _Config = None,
     overrides: _Overrides = None,
@@ -478,7 +481,7 @@ def upsert_command(  # noqa: PLR0917  # one parameter per option
     conf: _Conf = None,
     quiet: _Quiet = False,
 ) -> None:
-    """Write records to a table with one row per tracking ID: the newest record wins, and a run may be repeated."""
+    """Write the newest record of each tracking ID to a table as one row. Runs can be repeated."""
     from dedup.settings import load_settings
     from dedup.spark.files import read_files
     from dedup.spark.tables import keep_rejected, output_records, table_rows, upsert_delta, upsert_jdbc

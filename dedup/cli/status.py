@@ -1,4 +1,4 @@
-"""`dedup status` and `dedup lookup`: what the brokers say about a topology's tasks, and what its workers say."""
+"""Implements `dedup status` and `dedup lookup`, with data from the brokers and from the workers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 WATCH_S: Final = 2.0
 PATIENCE_S: Final = 5.0
-"""Timeout of a request to a worker."""
+"""Time-out of a request to a worker."""
 _BAD_REQUEST: Final = 400
 _UNAUTHORIZED: Final = 401
 _FROM_WORKER: Final = (
@@ -48,7 +48,7 @@ _FROM_WORKER: Final = (
 
 
 class NotReached(DedupError):
-    """No worker answers at an address."""
+    """No worker responds at an address."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ class SurveyedTask:
     committed: int | None
     end: int
     lag: int
-    """Offsets from the committed one to the end; 0 if they hold only transaction markers and aborted records."""
+    """Number of offsets from the committed one to the end; 0 if they hold only markers and aborted records."""
     changelog_begin: int | None
     changelog_end: int | None
 
@@ -121,7 +121,7 @@ async def _task(
 
 
 async def _only_markers(wire: KafkaWire, feeding: TopicPartition, offset: int) -> bool:
-    """Tell whether only markers and aborted records follow: no task sees those, so no task commits them."""
+    """Whether only markers and aborted records follow, which no task sees and therefore no task commits."""
     try:
         found = await wire.fetch(feeding, offset, max_bytes=1, wait_ms=0)
     except NoAnswer:
@@ -160,7 +160,7 @@ def ask(url: str, page: str, settings: Settings) -> dict[str, Any]:
 
 
 def ask_fleet(topology: str, urls: Sequence[str], settings: Settings) -> list[dict[str, Any]]:
-    """Return the status of each reachable worker of a topology: those at ``urls``, and those that they know."""
+    """Return the status of each reachable worker of a topology, at ``urls`` and at the addresses that these know."""
     left, asked, found = list(urls), set[str](), dict[str, dict[str, Any]]()
     while left:
         url = left.pop(0).rstrip("/")
@@ -179,7 +179,7 @@ def ask_fleet(topology: str, urls: Sequence[str], settings: Settings) -> list[di
 
 
 def ask_id(topology: Topology, tracking_id: str, urls: Sequence[str], settings: Settings) -> dict[str, Any]:
-    """Return the merged answers of the workers about an ID. Raises NotReached if one does not answer."""
+    """Return the merged answers of the workers about an ID. Raises NotReached if a worker does not respond."""
     if not urls:
         raise NotReached("web.port is 0 or web is off, so no worker's address is known. Name it with --url.")
     together: dict[str, Any] = {
@@ -253,7 +253,7 @@ def looked(survey: Survey, pages: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _summed(pages: Sequence[dict[str, Any]], name: str) -> dict[str, int]:
-    """Return the sum of the workers' counters, largest first; an older worker may not have them."""
+    """Return the sum of the workers' counters, largest first; workers of older versions may not have them."""
     found: Counter[str] = Counter()
     for page in pages:
         found.update(page.get(name) or {})
@@ -261,7 +261,7 @@ def _summed(pages: Sequence[dict[str, Any]], name: str) -> dict[str, int]:
 
 
 class Shown:
-    """Prints the status, or refreshes it in place while it is watched on a terminal. Use as a context manager."""
+    """Prints the status, or refreshes it in place with --watch on a terminal. Use it as a context manager."""
 
     def __init__(self, *, watch: bool, as_json: bool) -> None:
         self._watch: Final = watch
@@ -281,7 +281,7 @@ class Shown:
             self._live.stop()
 
     def show(self, seen: dict[str, Any]) -> None:
-        """Show a status; watched in a pipe, each one is a line of JSON or a table of its own."""
+        """Show a status; with --watch in a pipe, each status is a separate line of JSON or a separate table."""
         if self._live is not None:
             self._live.update(table(seen), refresh=True)
         elif self._as_json:

@@ -1,4 +1,4 @@
-"""`dedup verify` and `dedup explain`: proofs from Kafka alone, of a whole topology and of one tracking ID."""
+"""Implements `dedup verify` and `dedup explain`, which check a topology and one tracking ID from Kafka alone."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ if TYPE_CHECKING:
     from dedup.topology.model import Topology
     from dedup.verify.explanation import ExplainedRecord, Explanation
 
-_EXPLAIN_HELP: Final = """Explain one tracking ID from Kafka alone: its records, each verdict and why, where each went.
+_EXPLAIN_HELP: Final = """Explain one tracking ID from Kafka alone: its records, their verdicts, and where each went.
 
-No worker has to run. All topics of the topology are read from the beginning; memory is bounded by the records with this
-ID. A composite ID is a JSON list of its parts. Exit code 4 if the topics contradict the rule; otherwise 0, even if no
-topic holds the ID.
+No worker needs to run. All topics of the topology are read from the beginning, and memory is bounded by the records
+with this ID. A composite ID is a JSON list of its parts. The exit code is 4 if the topics contradict the rule, and 0
+otherwise, even if no topic holds the ID.
 
 Examples: dedup explain topologies/orders.yaml 8d5e957f-297893487bd98fa830fa6413
 
@@ -148,9 +148,10 @@ def _why(record: ExplainedRecord, topology: Topology) -> str:
 
 _VERIFY_HELP: Final = """Prove from Kafka alone that nothing was lost or duplicated.
 
-Reads the source topics, the written topics and the group's offsets with a Kafka client other than the worker's, replays
-the exact model, and compares key, value, headers, timestamps and order. Exit code 4 if anything violates the guarantee.
-Memory is bounded whatever the size of the topics: files in --scratch take about 200 bytes plus the key per record.
+Reads the source topics, the written topics, and the group's offsets with a different Kafka client than the worker's,
+replays the exact model, and compares key, value, headers, timestamps, and order. The exit code is 4 if anything
+violates the guarantee. Memory is bounded for topics of any size, because temporary files are used. They take about 200
+bytes plus the key per record.
 
 Examples: dedup verify topologies/orders.yaml --report reports/orders.html
 

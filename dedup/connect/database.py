@@ -1,10 +1,10 @@
-"""What all databases share: the connection's interface, tables, and the offsets that make each transaction count once.
+"""The interface of database connections, and the tables and offsets that make each transaction take effect once.
 
-Rows and the offsets read from Kafka are committed in one transaction. The fence is a row of `dedup_offsets` for each
-partition. A process that takes a partition raises the epoch in this row before it reads the position; every transaction
-first moves the row from (own epoch, expected position) to the next position. If no row matches, another process owns
-the partition, and the transaction is rolled back with TaskMigrated. An open transaction locks the row, so nobody can
-take the partition in the middle of one.
+Rows and the offsets read from Kafka are committed in one transaction. For each partition, a row of `dedup_offsets` is
+the fence. A process that takes over a partition raises the epoch in this row before it reads the position. Every
+transaction first updates the row from (own epoch, expected position) to the next position. If no row matches, another
+process owns the partition, and the transaction is rolled back with TaskMigrated. An open transaction locks the row, so
+nobody can take over the partition in the middle of a transaction.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ Row = tuple[Any, ...]
 
 
 class DatabaseAway(Exception):
-    """The database did not answer, or is busy; whether a commit happened is known once it answers again."""
+    """The database did not respond or is busy; whether a commit happened is known when it responds again."""
 
 
 class RowsRefused(Exception):
-    """The database will never accept one of the rows it was given."""
+    """The database will never accept one of the given rows."""
 
     def __init__(self, code: str, detail: str) -> None:
         self.code: Final = code
@@ -50,7 +50,7 @@ class Table:
 
     name: str
     columns: tuple[tuple[str, str], ...]
-    """Name and SQL type; in a sink's table `tracking_id` and `event_time_ms` come first."""
+    """Names and SQL types; in a sink's table, `tracking_id` and `event_time_ms` are first."""
     key: tuple[str, ...]
     append: bool
 
@@ -62,16 +62,16 @@ class Table:
 
 @dataclass(slots=True)
 class Taken:
-    """The row of `dedup_offsets` of a partition that this process owns."""
+    """The row of `dedup_offsets` for a partition that this process owns."""
 
     epoch: int
     position: int
-    """Everything below this offset is in the database; -1 before the first record."""
+    """All records below this offset are in the database; -1 before the first record."""
 
 
 @dataclass(frozen=True, slots=True)
 class Owned:
-    """Which reader reads which topic."""
+    """A reader and the topic that it reads."""
 
     reader: str
     topic: str
@@ -80,13 +80,13 @@ class Owned:
 
 @dataclass(slots=True)
 class WriteOutcome:
-    """How many rows were inserted, updated, unchanged, and which were refused."""
+    """The numbers of inserted, updated, and unchanged rows, and the refused rows."""
 
     inserted: int = 0
     updated: int = 0
     unchanged: int = 0
     refused: dict[int, RowsRefused] = field(default_factory=dict)
-    """By the row's index."""
+    """The refused rows, by index."""
 
     def add(self, other: WriteOutcome) -> None:
         """Add the outcome of other rows from the same list."""
@@ -97,10 +97,10 @@ class WriteOutcome:
 
 
 class DatabaseConnection(Protocol):
-    """One connection to a database; blocking, used by one thread at a time.
+    """One connection to a database. It blocks, and one thread at a time may use it.
 
     Every method raises DatabaseAway for a temporary failure such as a lost connection, RowsRefused for values that the
-    database rejects, and StateIncompatible for errors that no retry cures.
+    database rejects, and StateIncompatible for errors that a retry cannot fix.
     """
 
     types: Mapping[str, str]
@@ -111,7 +111,7 @@ class DatabaseConnection(Protocol):
     """The schema of temporary tables."""
 
     def execute(self, sql: str, parameters: Sequence[Any] = ()) -> int:
-        """Run a statement; return how many rows it touched."""
+        """Run a statement; return the number of affected rows."""
 
     def query(self, sql: str, parameters: Sequence[Any] = ()) -> list[Row]:
         """Return the rows of a query."""
@@ -120,7 +120,7 @@ class DatabaseConnection(Protocol):
         """Return whether the table exists."""
 
     def columns(self, sql: str) -> list[str]:
-        """Return the names of a query's columns; reads no rows."""
+        """Return the names of a query's columns without reading rows."""
 
     def stage(self, table: Table, rows: Sequence[Row]) -> None:
         """Replace the content of the staging table."""
@@ -129,10 +129,10 @@ class DatabaseConnection(Protocol):
         """Begin a transaction that writes."""
 
     def commit(self) -> None:
-        """Commit what was done since `begin`."""
+        """Commit the changes since `begin`."""
 
     def rollback(self) -> None:
-        """Undo what was done since `begin`; do nothing if no transaction can be open."""
+        """Undo the changes since `begin`; do nothing if no transaction can be open."""
 
     def close(self) -> None:
         """Close the connection."""
@@ -143,7 +143,7 @@ Connect = Callable[[], DatabaseConnection]
 
 @contextmanager
 def transaction(connection: DatabaseConnection) -> Iterator[None]:
-    """Commit at the end of the block what it did, or roll everything back."""
+    """Commit the changes at the end of the block, or roll them back after an exception."""
     connection.begin()
     try:
         yield
@@ -162,7 +162,7 @@ def make_staging(connection: DatabaseConnection, table: Table) -> None:
 
 
 def make(connection: DatabaseConnection, table: str, statement: str) -> None:
-    """Create the table if it is missing; for an existing one, no permission to create tables is needed."""
+    """Create the table if it is missing; no permission to create tables is needed if it exists."""
     if connection.has(table):
         return
     try:
@@ -179,9 +179,9 @@ def make_offsets(connection: DatabaseConnection) -> None:
 
 
 def take(connection: DatabaseConnection, owned: Owned, partitions: Sequence[int]) -> dict[int, Taken]:
-    """Fence the partitions' earlier owners, and return the positions.
+    """Fence the earlier owners of the partitions, and return the positions.
 
-    Raises StateIncompatible if the topic was deleted and created again since it was read.
+    Raises StateIncompatible if the topic was deleted and recreated since it was read.
     """
     mark = connection.mark
     found: dict[int, Taken] = {}
@@ -201,7 +201,7 @@ def take(connection: DatabaseConnection, owned: Owned, partitions: Sequence[int]
             if topic_id != owned.topic_id:
                 raise StateIncompatible(
                     f"the database has read another topic {owned.topic!r} than the one there is now: it was deleted "
-                    f"and created again. Nothing was touched. To read its records from the start, delete the rows of "
+                    f"and created again. Nothing was changed. To read its records from the start, delete the rows of "
                     f"reader {owned.reader!r} from {OFFSETS}; existing rows of other tables stay as they are."
                 )
             found[partition] = Taken(epoch, position)
@@ -223,9 +223,9 @@ def advance(connection: DatabaseConnection, owned: Owned, taken: Mapping[int, Ta
 
 
 def happened(connection: DatabaseConnection, owned: Owned, taken: Mapping[int, Taken], ends: Mapping[int, int]) -> bool:
-    """Return whether a transaction without an answer was committed.
+    """Return whether a transaction without a response was committed.
 
-    Raises TaskMigrated if another process has taken a partition since.
+    Raises TaskMigrated if another process has taken over a partition since then.
     """
     mark = connection.mark
     moved: set[bool] = set()

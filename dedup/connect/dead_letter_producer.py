@@ -1,9 +1,9 @@
-"""Sends a sink's dead letters exactly once, although the rows around them go into another system.
+"""Sends a sink's dead letters exactly once, although the rows around them are written to another system.
 
 They are sent while the database's transaction is open, so nobody else can own the partition. In the same Kafka
-transaction the sink's consumer group commits the offset after the last dead letter. If the database is behind that
-offset when a sink starts (the process died before the database committed, or it is another database), it reads records
-that may already have dead letters; then it looks them up in the dead letter topic.
+transaction, the sink's consumer group commits the offset after the last dead letter. When a sink starts, the database
+may be behind that offset, because the process died before the database committed or because it is a different database.
+The sink then reads records that may already have dead letters, so it looks them up in the dead-letter topic.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ log: Final = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class RejectedRecord:
-    """A record of the source topic that cannot become a row, unchanged, and why."""
+    """An unchanged record of the source topic that cannot become a row, and the reason."""
 
     source: TopicPartition
     offset: int
@@ -50,9 +50,9 @@ class RejectedRecord:
 class _Partition:
     session: Session
     sent_to: int
-    """The group's offset: after the last dead letter of any owner."""
+    """The group's offset, which is after the last dead letter of any owner."""
     sent: set[int]
-    """Source offsets, from the database's position at the start, whose dead letters are in the topic."""
+    """Source offsets, from the database's position at startup on, whose dead letters are in the topic."""
 
 
 class DeadLetterProducer:
@@ -69,7 +69,8 @@ class DeadLetterProducer:
     async def open(self, positions: Mapping[TopicPartition, int]) -> None:
         """Fence earlier owners, and find the dead letters of records that are not in the database yet.
 
-        ``positions``: the database's, by source partition. Raises CommitUnknown if no broker answers in time.
+        ``positions`` are the database's positions by source partition. Raises CommitUnknown if no broker responds in
+        time.
         """
         for source, position in positions.items():
             session = Session(
@@ -105,7 +106,7 @@ class DeadLetterProducer:
         return TopicPartition(self._topic, source.partition % self._partition_count)
 
     async def send(self, rejected: Sequence[RejectedRecord]) -> int:
-        """Send the dead letters that are not in the topic yet; return their number. Raises TaskMigrated when fenced."""
+        """Send the dead letters that are not in the topic yet; return their number. Raises TaskMigrated if fenced."""
         by_source: defaultdict[TopicPartition, list[RejectedRecord]] = defaultdict(list)
         for record in rejected:
             if record.offset not in self._partitions[record.source].sent:
@@ -115,7 +116,7 @@ class DeadLetterProducer:
         return sum(map(len, by_source.values()))
 
     def settled(self, positions: Mapping[TopicPartition, int]) -> None:
-        """Forget what is below these offsets: the database has committed it."""
+        """Forget everything below these offsets, because the database has committed it."""
         for source, position in positions.items():
             state = self._partitions[source]
             state.sent = {offset for offset in state.sent if offset >= position}
@@ -138,7 +139,7 @@ class DeadLetterProducer:
         state.sent_to = end
 
     async def _sent_of(self, source: TopicPartition, state: _Partition, offsets: set[int]) -> set[int]:
-        """Return which of these offsets have their dead letter in the topic, after beginning a new epoch."""
+        """Begin a new epoch, and return those of the offsets whose dead letters are in the topic."""
         while True:
             try:
                 # This cannot fence a successor: it would have to fence the database first, whose row we have locked.
@@ -149,7 +150,7 @@ class DeadLetterProducer:
                 await asyncio.sleep(PAUSE_S)
 
     async def close(self) -> None:
-        """Abort what was not committed."""
+        """Abort everything that was not committed."""
         for state in self._partitions.values():
             await state.session.drop()
 

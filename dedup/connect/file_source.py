@@ -1,10 +1,10 @@
-"""A source of growing files in one directory: lines are read as they are, or as CSV rows that become JSON objects.
+"""A source that reads growing files in one directory, as lines or as CSV rows that are converted to JSON objects.
 
 `Files` follows the directory, `_LineReader` reads the complete lines of one file, `_CsvRows` converts them. A file is
-identified by its inode and a digest of its first bytes, not by its name. A renamed file is read on; it is read to its
-end even if its new name does not match the pattern, or it was deleted while open. A file that got shorter, or begins
-with other bytes, is another file under an old inode. Whether bytes of the old one were lost is unknown, so ingest stops
-unless the author sets `changed: start_over`.
+identified by its inode and a digest of its first bytes, not by its name. Reading continues in a renamed file, up to its
+end, even if its new name does not match the pattern or it was deleted while open. A file that became shorter, or begins
+with different bytes, is another file under an old inode. Whether bytes of the old file were lost is unknown, so ingest
+stops unless the author sets `changed: start_over`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ log: Final = logging.getLogger(__name__)
 
 
 class _FilePosition(msgspec.Struct, frozen=True):
-    """How far one file was read, and how to recognize it; stored as JSON in the positions topic."""
+    """The read position in a file and the file's identity, stored as JSON in the positions topic."""
 
     path: str
     inode: int
@@ -46,9 +46,9 @@ class _FilePosition(msgspec.Struct, frozen=True):
     head_bytes: int = 0
     head: str = ""
     generation: int = 0
-    """How many files had this inode before it."""
+    """The number of earlier files with this inode."""
     deleted: bool = False
-    """The file was read to its end and deleted: the next file with this inode is another one."""
+    """Whether the file was read to its end and deleted, so that the next file with this inode is a different one."""
 
     @property
     def part(self) -> str:
@@ -63,7 +63,7 @@ class _Open:
     known: _FilePosition
     rows: _CsvRows | None
     gone: bool = False
-    """It was deleted, or no name of it matches any more: it is read to its end."""
+    """Whether it was deleted, or has no matching name any more, in which case it is read to its end."""
     warned: bool = False
 
 
@@ -75,14 +75,14 @@ class Files:
         self._spec: Final = spec
         self._most_bytes: Final = most_bytes
         self._known: dict[int, _FilePosition] = {}
-        """By inode: the latest file that had it."""
+        """The latest file for each inode."""
         self._open: dict[int, _Open] = {}
         self._turn: list[int] = []
         self._inodes: set[int] = set()
-        """Of all files in the directory."""
+        """Inodes of all files in the directory."""
 
     def restore(self, positions: Mapping[str, bytes]) -> None:
-        """See `RecordSource`; files that were deleted while open stay open, because nobody could open them again."""
+        """See `RecordSource`; files that were deleted while open stay open, because they could not be opened again."""
         without_name = [each for each in self._open.values() if each.gone or not os.fstat(each.descriptor).st_nlink]
         for each in without_name:
             del self._open[each.known.inode]
@@ -97,7 +97,7 @@ class Files:
             self._rewind(each)
 
     def _rewind(self, opened: _Open) -> None:
-        """Rewind an open file to its committed position, or to its beginning if nothing of it was committed."""
+        """Rewind an open file to its committed position, or to its beginning if it has none."""
         inode, descriptor = opened.known.inode, opened.descriptor
         known = self._known.get(inode)
         if known is None or known.generation < opened.known.generation:
@@ -110,7 +110,7 @@ class Files:
         self._open[known.inode] = _Open(descriptor, reader, known, rows, gone=gone)
 
     def poll(self) -> SourceRecords | None:
-        """See `RecordSource`: returns a chunk of one file, each file in its turn."""
+        """See `RecordSource`; returns a chunk of one file, with the files taking turns."""
         if not self._turn:
             self._scan()
             self._turn = list(self._open)
@@ -222,7 +222,7 @@ class Files:
         return msgspec.structs.replace(known, path=path)
 
     def _refuse_copy(self, descriptor: int, path: str) -> None:
-        """Raise AuthorMistake if a file replaced one that began with the same bytes: its lines may be sent already."""
+        """Raise AuthorMistake if a file replaced one that began with the same bytes; its lines may already be sent."""
         if self._spec.start_over:
             return
         for old in self._known.values():
@@ -242,7 +242,7 @@ class Files:
         return os.pread(descriptor, _HEAD_BYTES, 0).find(b"\n") + 1
 
     def _start_over(self, known: _FilePosition, path: str, descriptor: int) -> _FilePosition:
-        """Return the position of a changed file, at its beginning. Raises AuthorMistake unless that is allowed."""
+        """Return a changed file's position at its beginning. Raises AuthorMistake unless this is allowed."""
         size = os.fstat(descriptor).st_size
         what = f"has {size} bytes now" if size < known.position else "begins with other bytes now"
         # With another name and other bytes, it is a new file that got the inode of a deleted one.
@@ -280,7 +280,7 @@ class Files:
         """Close a file that was read to its end; if it was deleted, commit that, because its inode will be reused."""
         if opened.reader.rest_bytes:
             if not opened.warned:
-                text = "%s is gone; the %d bytes after its last line feed are not sent before a line feed follows"
+                text = "%s was deleted; the %d bytes after its last line feed are not sent until a line feed follows"
                 log.warning(text, opened.known.path, opened.reader.rest_bytes)
                 opened.warned = True
             return None
@@ -295,7 +295,7 @@ class Files:
         return SourceRecords(known.part, "", [], [], positions, lambda _: positions)
 
     def _records(self, opened: _Open, chunk: _Chunk) -> SourceRecords:
-        """Return a chunk as records, and move the file's position after it. A record's place is its byte offset."""
+        """Return a chunk as records, and advance the file's position. A record's place is its byte offset."""
         head_bytes = min(chunk.next_position, _HEAD_BYTES)
         known = opened.known
         if head_bytes != known.head_bytes:
@@ -326,14 +326,14 @@ class Files:
 
 
 def _changed(descriptor: int, known: _FilePosition) -> bool:
-    """Return whether a file no longer holds what was read of it, judged by its size and its first bytes."""
+    """Return whether a file no longer contains what was read from it, according to its size and its first bytes."""
     if os.fstat(descriptor).st_size < known.position:
         return True
     return bool(known.head_bytes) and _head_digest(descriptor, known.head_bytes) != known.head
 
 
 def _without_blank(values: list[bytes], places: list[int]) -> tuple[list[bytes], list[int]]:
-    """Return the lines without blank ones, and without the carriage returns of Windows."""
+    """Return the lines without blank lines and without the carriage returns of Windows."""
     if any(value.endswith(b"\r") for value in values):
         values = [value.removesuffix(b"\r") for value in values]
     if all(values) and not any(value.isspace() for value in values):
@@ -361,13 +361,13 @@ class _Chunk:
     offsets: list[int]
     next_position: int
     long_lines: list[DeadRecord] = field(default_factory=list)
-    """Their places have no prefix yet."""
+    """Lines that are too long; their places have no prefix yet."""
 
 
 class _LineReader:
-    """Reads complete lines of one open file, from any byte on.
+    """Reads complete lines from one open file, starting at any byte.
 
-    A line ends with a line feed. A line that is too long for a record is read but not kept: a dead letter reports its
+    A line ends with a line feed. A line that is too long for a record is read but not kept; a dead letter reports its
     length and digest.
     """
 
@@ -375,11 +375,11 @@ class _LineReader:
         self._descriptor: Final = descriptor
         self._most_bytes: Final = most_bytes
         self._position = position
-        """Where the first line that was not returned begins."""
+        """The offset of the first line that was not returned yet."""
         self._rest = b""
-        """The part of it that was read."""
+        """The part of this line that was read."""
         self._digest: Any = None
-        """Of a line that is too long, as far as it was read; `_rest` is then empty."""
+        """Digest of the part read so far of a line that is too long; `_rest` is then empty."""
         self._digested_bytes = 0
 
     @property
@@ -413,7 +413,7 @@ class _LineReader:
         return self._chunk(data[:end].split(b"\n"))
 
     def last_line(self) -> _Chunk | None:
-        """Return what follows the last line feed as a line; None if nothing does."""
+        """Return the data after the last line feed as a line; None if there is none."""
         if self._digest is not None:
             return self._end_long_line(b"", feed=0)
         if not self._rest:
@@ -466,7 +466,7 @@ class _CsvRows:
         self._first = 0
 
     def ready(self) -> bool:
-        """Return whether the header line is complete. Raises AuthorMistake if it names other columns."""
+        """Return whether the header line is complete. Raises AuthorMistake if it has different columns."""
         if self._names is not None:
             return True
         head = os.pread(self._descriptor, self._most_bytes, 0)
@@ -488,7 +488,7 @@ class _CsvRows:
         return True
 
     def read(self, lines: Sequence[bytes], offsets: Sequence[int]) -> tuple[list[bytes], list[int], list[DeadRecord]]:
-        """Return rows as JSON, their offsets, and the lines that are no rows, whose places have no prefix yet."""
+        """Return rows as JSON with their offsets, and lines that are not rows; their places have no prefix yet."""
         names = self._names or []
         converters = [_converter(self._columns[name]) for name in names]
         values: list[bytes] = []
@@ -507,7 +507,7 @@ class _CsvRows:
 
 
 def _row(line: bytes, names: Sequence[str], converters: Sequence[Callable[[str], Any]]) -> bytes | tuple[str, str]:
-    """Return the row as JSON, or the code and detail of its dead letter."""
+    """Return the row as JSON, or the code and detail for its dead letter."""
     try:
         cells = _cells(line)
     except UnicodeDecodeError as error:

@@ -1,4 +1,4 @@
-"""`IdempotentReader`: hands each event of a topic to an application once, within the application's own transaction."""
+"""`IdempotentReader` passes each event of a topic to an application once, within the application's own transaction."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ log: Final = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """A record whose tracking ID this reader has not handed over before."""
+    """A record whose tracking ID this reader has not passed to the application before."""
 
     tracking_id: bytes
     event_time_ms: int
@@ -59,13 +59,16 @@ class Event:
 
 
 class Work:
-    """The open database transaction: the application's statements are committed together with the events."""
+    """The open database transaction, in which the application's statements are committed together with the events."""
 
     def __init__(self, connection: DatabaseConnection) -> None:
         self._connection: Final = connection
 
     def execute(self, sql: str, parameters: Sequence[Any] = ()) -> int:
-        """Run a statement; return how many rows it changed. Parameters are ``?`` in SQLite, ``%s`` in PostgreSQL."""
+        """Run a statement; return the number of changed rows.
+
+        Parameters are ``?`` in SQLite and ``%s`` in PostgreSQL.
+        """
         return self._connection.execute(sql, parameters)
 
     def query(self, sql: str, parameters: Sequence[Any] = ()) -> list[Row]:
@@ -77,10 +80,10 @@ Handle = Callable[[Work, list[Event]], None]
 
 
 class IdempotentReader:
-    """A consumer that keeps its offsets, and the IDs it has seen, in the application's database.
+    """A consumer that stores its offsets, and the IDs that it has seen, in the application's database.
 
-    Use it with ``async with``. ``topology`` says what a tracking ID is; no worker has to run. A record without one, or
-    one that cannot be read, stops the reader: no record is skipped silently.
+    Use it with ``async with``. ``topology`` defines the tracking ID; no worker needs to run. A record that has no ID or
+    cannot be read stops the reader, because no record is skipped silently.
     """
 
     def __init__(self, name: str, *, topic: str, topology: Topology, url: str, settings: Settings) -> None:
@@ -102,10 +105,10 @@ class IdempotentReader:
         self._interrupted = False
 
     async def __aenter__(self) -> Self:
-        """Fence older processes of this name; their next transaction raises TaskMigrated.
+        """Fence older processes with this name; their next transaction raises TaskMigrated.
 
-        Raises StateIncompatible for a topic that does not exist or was created again, DatabaseUnavailable or
-        BrokerUnavailable if there is no answer in time.
+        Raises StateIncompatible if the topic does not exist or was recreated, and DatabaseUnavailable or
+        BrokerUnavailable if there is no response in time.
         """
         await self._wire.start()
         try:
@@ -135,7 +138,7 @@ class IdempotentReader:
     async def __aexit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Roll back what was not committed."""
+        """Roll back everything that was not committed."""
         await self._close()
 
     async def _close(self) -> None:
@@ -147,14 +150,15 @@ class IdempotentReader:
         await self._wire.stop()
 
     async def run(self, handle: Handle, *, until_end: bool = False) -> int:
-        """Hand over every event once; with ``until_end``, return how many at the end that the topic had at the start.
+        """Pass every event to ``handle`` once; with ``until_end``, stop at the topic's end as of the start.
 
-        ``handle`` runs in a thread, inside the transaction that marks the events as seen; if it raises, the batch is
-        rolled back, and the exception is passed on. It is called again for a batch whose transaction did not happen, so
-        it must have no effect outside the database. Raises InvariantBroken after a run that was interrupted by an
-        exception or a cancellation, because the records that it had fetched would be skipped: open a new reader.
-        Raises StateIncompatible if the topic was deleted, created again, or given partitions that this reader does not
-        read, TaskMigrated if another process of this name has taken over.
+        Returns the number of events. ``handle`` runs in a thread, inside the transaction that marks the events as seen.
+        If it raises an exception, the batch is rolled back and the exception is passed on. It is called again for a
+        batch whose transaction did not happen, so it must have no effect outside the database. Raises InvariantBroken
+        after a run that was interrupted by an exception or a cancellation, because the records that it had fetched
+        would be skipped; open a new reader instead. Raises StateIncompatible if the topic was deleted or recreated, or
+        has new partitions that this reader does not read. Raises TaskMigrated if another process with this name has
+        taken over.
         """
         if self._interrupted:
             raise InvariantBroken(
@@ -173,7 +177,7 @@ class IdempotentReader:
         return handled
 
     async def _confirmed(self) -> None:
-        """Raise StateIncompatible if the topic has changed; wait while no broker answers."""
+        """Raise StateIncompatible if the topic has changed; wait while no broker responds."""
         while True:
             try:
                 return await self._check.confirm()

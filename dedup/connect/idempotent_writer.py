@@ -1,4 +1,4 @@
-"""`IdempotentWriter`: sends an application's own records exactly once, across retries and restarts."""
+"""`IdempotentWriter` sends an application's records exactly once, across retries and restarts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from dedup.worker.record_collector import ID
 
 
 class Transaction:
-    """Records and positions that become visible together, at the end of ``async with writer.transaction()``."""
+    """Records and positions that become visible together at the end of ``async with writer.transaction()``."""
 
     def __init__(self, partition_counts: dict[str, int]) -> None:
         self.lines: Final[defaultdict[TopicPartition, list[Line]]] = defaultdict(list)
@@ -41,8 +41,9 @@ class Transaction:
     ) -> None:
         """Add a record to the transaction; ``tracking_id`` becomes its header `dedup-id`.
 
-        Kafka's default partitioner chooses the partition by the key, else by the tracking ID. A record without either
-        goes to a fixed partition. Raises InvariantBroken for a topic that was not passed to the writer.
+        Kafka's default partitioner chooses the partition by the key or, without a key, by the tracking ID. A record
+        without either is sent to a fixed partition. Raises InvariantBroken for a topic that was not passed to the
+        writer.
         """
         if topic not in self._partition_counts:
             raise InvariantBroken(f"topic {topic!r} was not passed to the writer: add it to `topics`.")
@@ -53,15 +54,15 @@ class Transaction:
         self.lines[target].append((-1, now_ms if timestamp_ms is None else timestamp_ms, key, value, all_headers))
 
     def keep(self, name: str, position: str) -> None:
-        """Store a position in the application's own input with the transaction; `IdempotentWriter.kept` returns it."""
+        """Store a position in the application's input with the transaction; `IdempotentWriter.kept` returns it."""
         self.positions[name] = position.encode()
 
 
 class IdempotentWriter:
     """A transactional producer whose name stays the same across restarts. Use it with ``async with``.
 
-    If another process opens a writer of the same name, this one's next transaction raises TaskMigrated. When an answer
-    is lost, the writer finds out whether the transaction happened, and repeats it if it did not.
+    If another process opens a writer with the same name, this writer's next transaction raises TaskMigrated. If a
+    response is lost, the writer finds out whether the transaction happened, and repeats it if it did not.
     """
 
     def __init__(self, name: str, *, topics: Sequence[str], settings: Settings) -> None:
@@ -73,9 +74,9 @@ class IdempotentWriter:
         self._partition_counts: dict[str, int] = {}
 
     async def __aenter__(self) -> Self:
-        """Fence older processes of this name and abort their open transactions.
+        """Fence older processes with this name and abort their open transactions.
 
-        Raises StateIncompatible for a missing topic, BrokerUnavailable if no broker answers in time.
+        Raises StateIncompatible for a missing topic, and BrokerUnavailable if no broker responds in time.
         """
         await self._wire.start()
         try:
@@ -101,16 +102,16 @@ class IdempotentWriter:
     async def __aexit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Abort what was not committed."""
+        """Abort everything that was not committed."""
         if self._outbox is not None:
             await self._outbox.close()
         await self._wire.stop()
 
     @asynccontextmanager
     async def transaction(self) -> AsyncIterator[Transaction]:
-        """Commit at the end of the block what was sent in it, exactly once; after an exception nothing is visible.
+        """Commit everything sent in the block at its end, exactly once; after an exception, nothing becomes visible.
 
-        Raises TaskMigrated when another process of this name has taken over.
+        Raises TaskMigrated if another process with this name has taken over.
         """
         made = Transaction(self._partition_counts)
         yield made
@@ -118,7 +119,7 @@ class IdempotentWriter:
             await self._opened().commit(made.lines, made.positions)
 
     def kept(self, name: str) -> str | None:
-        """Return a position as of the last committed transaction of any process; None if it was never kept."""
+        """Return a position as of the last committed transaction of any process; None if it was never stored."""
         found = self._opened().positions.values.get(name)
         return None if found is None else found.decode()
 

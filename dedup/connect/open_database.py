@@ -10,7 +10,7 @@ POSTGRES: tuple[str, ...] = ("postgresql://", "postgres://")
 
 
 def connect(url: str, *, read_only: bool = False) -> DatabaseConnection:
-    """Return a new connection. Raises SettingsError for another kind of URL, DatabaseAway if there is no answer."""
+    """Return a new connection. Raises SettingsError for another kind of URL, DatabaseAway if there is no response."""
     if url.startswith(sqlite.PREFIX):
         return sqlite.SqliteConnection(url, read_only=read_only)
     if url.startswith(POSTGRES):

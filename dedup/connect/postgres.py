@@ -1,4 +1,4 @@
-"""A connection to PostgreSQL through psycopg 3; rows are written by COPY into a temporary table."""
+"""A connection to PostgreSQL through psycopg 3, which writes rows with COPY into a temporary table."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ AWAY: Final = (
     pg.OutOfMemory,
     pg.ReadOnlySqlTransaction,
 )
-"""Temporary errors with a cause outside the transaction, which is then repeated as a whole."""
+"""Temporary errors with a cause outside the transaction; the whole transaction is then repeated."""
 
 
 class PostgresConnection:

@@ -1,4 +1,4 @@
-"""Retries for a database that goes away and comes back: each transaction is repeated until it has happened once."""
+"""Repeats each transaction until it has happened once, while a database may be temporarily unavailable."""
 
 from __future__ import annotations
 
@@ -27,7 +27,10 @@ class RetryingDatabase:
         self._pause_s = FIRST_PAUSE_S
 
     def first(self, work: Callable[[DatabaseConnection], T]) -> T:
-        """Return what the work returns; it may run several times. Raises DatabaseUnavailable after 30 s of retries."""
+        """Return the result of the work, which may run several times.
+
+        Raises DatabaseUnavailable after 30 s of retries.
+        """
         deadline_s = time.monotonic() + START_WITHIN_S
         while True:
             try:
@@ -41,7 +44,7 @@ class RetryingDatabase:
                 time.sleep(FIRST_PAUSE_S)
 
     def insist(self, work: Callable[[DatabaseConnection], T | None]) -> T | None:
-        """Return what read-only work returns, however long the database is away; None once `stopped` says so."""
+        """Return the result of read-only work, no matter how long the database is unavailable; None after `stopped`."""
         self._pause_s = FIRST_PAUSE_S
         while not self._stopped():
             try:
@@ -59,10 +62,11 @@ class RetryingDatabase:
         taken: Mapping[int, Taken],
         ends: Mapping[int, int],
     ) -> T | None:
-        """Run a transaction, which moves positions to ``ends``, exactly once; return what the work returned.
+        """Run a transaction that moves positions to ``ends`` exactly once; return the result of the work.
 
-        Returns None if the transaction happened but its answer was lost. While the database is away, it waits;
-        ``prepare`` gets each new connection first. Raises DatabaseUnavailable once `stopped` says so in the meantime.
+        Returns None if the transaction happened but its response was lost. Waits while the database is unavailable;
+        ``prepare`` is called with each new connection first. Raises DatabaseUnavailable if `stopped` becomes true in
+        the meantime.
         """
         self._pause_s = FIRST_PAUSE_S
         while True:

@@ -1,7 +1,7 @@
-"""`dedup sink`, a sink connector: writes a topic into a table, one row per tracking ID.
+"""Implements `dedup sink`, a sink connector that writes a topic into a table with one row per tracking ID.
 
-The topic's offsets are committed in the database transaction of the rows. `run_sink` fetches on while a transaction is
-written. A record that cannot become a row becomes a dead letter; see `dead_letter_producer`.
+The topic's offsets are committed in the same database transaction as the rows. `run_sink` continues to fetch while a
+transaction is written. A record that cannot become a row becomes a dead letter; see `dead_letter_producer`.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from dedup.settings import Settings
 
 MOST_ROWS: Final = 20_000
-"""In a transaction."""
+"""Maximum number of records in a transaction."""
 WAIT_MS: Final = 200
 GATHER_MS: Final = 50
 T = TypeVar("T")
@@ -67,11 +67,11 @@ class Sunk:
 
 @dataclass(slots=True)
 class _Transaction:
-    """What the next transaction writes: records of several partitions."""
+    """The records of several partitions that the next transaction writes."""
 
     batches: list[tuple[TopicPartition, Columns]] = field(default_factory=list)
     ends: dict[int, int] = field(default_factory=dict)
-    """By partition, the offset after the last record."""
+    """For each partition, the offset after the last record."""
     records: int = 0
 
 
@@ -94,9 +94,9 @@ async def run_sink(
 ) -> Sunk:
     """Run until SIGTERM or SIGINT or, with ``exit_when_done``, until the topic is read to its end at the start.
 
-    ``spec.url`` has its references resolved. Raises TaskMigrated when another process takes over a partition,
-    StateIncompatible for a table or topic that does not fit, DatabaseUnavailable or BrokerUnavailable when there is no
-    answer at the start.
+    References in ``spec.url`` are already resolved. Raises TaskMigrated if another process takes over a partition,
+    StateIncompatible for an unsuitable table or topic, and DatabaseUnavailable or BrokerUnavailable if there is no
+    response at startup.
     """
     wire = KafkaWire(Cluster.of(settings, client_id=f"dedup-sink-{topology.name}"))
     await wire.start()
@@ -214,7 +214,7 @@ class _Run:
             current = following
 
     async def _gather(self, sources: list[TopicPartition]) -> _Transaction:
-        """Return what comes within the commit interval after the first record; nothing if none comes for a while."""
+        """Return the records that arrive within the commit interval after the first one; empty if none arrives."""
         gathered = _Transaction()
         loop = asyncio.get_running_loop()
         until_s: float | None = None
@@ -230,9 +230,9 @@ class _Run:
         return gathered
 
     async def _write(self, current: _Transaction) -> None:
-        """Write the transaction into the table; write nothing if we are stopped while no broker answers.
+        """Write the transaction into the table; write nothing if the sink is stopped while no broker responds.
 
-        Raises StateIncompatible if the topic was created again, or has new partitions that nobody reads.
+        Raises StateIncompatible if the topic was recreated, or has new partitions that nobody reads.
         """
         loop = asyncio.get_running_loop()
         while True:

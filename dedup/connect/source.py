@@ -1,4 +1,4 @@
-"""The interface between a source and the source connector: records, dead records, and positions to commit."""
+"""The interface between a source and the source connector, with records, dead records, and positions to commit."""
 
 from __future__ import annotations
 
@@ -12,29 +12,31 @@ class DeadRecord:
     """A part of the source that cannot become a record; it becomes a dead letter."""
 
     place: str
-    """Its place in the source, with the prefix."""
+    """The place in the source, with the prefix."""
     code: str
     detail: str
     value: bytes | None
-    """None if it is too large; then ``detail`` has its length and digest."""
+    """None if the value is too large; ``detail`` then contains its length and digest."""
     row: int = 0
-    """How many records of the same poll come before it."""
+    """The number of records of the same poll that precede it."""
 
 
 @dataclass(frozen=True, slots=True)
 class SourceRecords:
-    """What one poll returns: records of one part of the source, in its order."""
+    """The result of one poll, with records of one part of the source in their order."""
 
     part: str
-    """A file or table. Records without a tracking ID keep their order because a part goes to one partition."""
+    """A file or a table. Records without a tracking ID keep their order, because each part is sent to one partition."""
     prefix: str
     values: list[bytes]
     places: Sequence[int | str]
-    """The place of each record, after the prefix: unique in the source, and the same whenever it is read."""
+    """The place of each record, after the prefix, which is unique in the source and the same in every read."""
     positions: Mapping[str, bytes | None]
-    """What `restore` needs once all of this is committed; None for a position to delete."""
+    """The positions for `restore` when all of this is committed; None for a position to delete."""
     after: Callable[[int], Mapping[str, bytes | None]]
-    """Returns the positions for when only the records up to a row, and the dead ones before it, are committed."""
+    """Returns the positions for the case that only the records up to a row, and the dead records before it, are
+    committed.
+    """
     dead: list[DeadRecord] = field(default_factory=list)
 
     def place(self, row: int) -> str:
@@ -43,19 +45,19 @@ class SourceRecords:
 
 
 class RecordSource(Protocol):
-    """Files or a table. Blocking; used from one thread at a time."""
+    """Files or a table. It blocks, and is used from one thread at a time."""
 
     def restore(self, positions: Mapping[str, bytes]) -> None:
-        """Continue from committed positions: what was polled and not committed is polled again."""
+        """Continue from committed positions, so that uncommitted records are polled again."""
 
     def poll(self) -> SourceRecords | None:
-        """Return what comes next; None if nothing has come since.
+        """Return the next records; None if there are none yet.
 
-        Raises AuthorMistake or StateIncompatible when the source cannot be read without loss.
+        Raises AuthorMistake or StateIncompatible if the source cannot be read without loss.
         """
 
     def waiting(self) -> list[str]:
-        """Return what cannot be read yet, one sentence each."""
+        """Return one sentence for each thing that cannot be read yet."""
 
     def close(self) -> None:
         """Close files and connections."""

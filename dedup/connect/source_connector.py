@@ -1,8 +1,8 @@
-"""`dedup ingest`, a source connector: sends a source's records and its position in Kafka transactions.
+"""Implements `dedup ingest`, a source connector that sends a source's records and its position in Kafka transactions.
 
-`run_ingest` runs one source, and reads on while a transaction is committed. `TransactionBoundary` lets markers in the
-source decide where a transaction ends; `_RecordMaker` turns what was read into records and dead letters. If two
-processes run one source, the one that started later fences the other, which stops with TaskMigrated.
+`run_ingest` runs one source, and continues to read while a transaction is committed. `TransactionBoundary` lets markers
+in the source decide where a transaction ends. `_RecordMaker` turns the data that was read into records and dead
+letters. If two processes run the same source, the later one fences the other, which stops with TaskMigrated.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ if TYPE_CHECKING:
 
 Lines = dict[TopicPartition, list[Line]]
 HEADERS_BYTES: Final = 512
-"""Space for the key, the headers and the record's own fields, beside its value."""
+"""Space for the key, the headers, and the record's own fields, in addition to its value."""
 RECORDS_AT_ONCE: Final = 40_000
-"""In one transaction."""
+"""Maximum number of records in one transaction."""
 MOST_RECORDS: Final = 500_000
 MOST_BYTES: Final = 256 << 20
-"""Between two markers: these records are held in memory."""
+"""Limits for the records between two markers, which are kept in memory."""
 LOOK_AGAIN_S: Final = 0.2
 NO_RETENTION_LIMIT: Final = "-1"
 log: Final = logging.getLogger(__name__)
@@ -62,27 +62,27 @@ class Ingested:
     dead_letters: int = 0
     transactions: int = 0
     waiting: list[str] = field(default_factory=list)
-    """What was in the source at the end but could not be read yet, one sentence each."""
+    """One sentence for each thing in the source that could not be read by the end."""
 
 
 @dataclass(slots=True)
 class _Transaction:
-    """What the next transaction commits."""
+    """The content of the next transaction."""
 
     lines: Lines = field(default_factory=dict)
     positions: dict[str, bytes | None] = field(default_factory=dict)
     last: SourceRecords | None = None
-    """The last that was polled; after a refusal, all that is in the transaction."""
+    """The last poll; after a refusal, everything in the transaction."""
     records: int = 0
     dead_letters: int = 0
 
 
 OpenSource = Callable[[Ingest, int, Callable[[], bool]], RecordSource]
-"""Opens the source, given the maximum bytes of a record's value, and a function that says when to stop."""
+"""Opens the source, given the maximum size of a record's value and a function that says when to stop."""
 
 
 def open_source(ingest: Ingest, most_bytes: int, stopped: Callable[[], bool], *, url: str = "") -> RecordSource:
-    """Return the source of an ingest file; ``url`` is a table's, with its references resolved. Blocks for a table."""
+    """Return the source of an ingest file; ``url`` is the resolved URL of a table. Blocks for a table."""
     source: RecordSource
     match ingest.source:
         case FilesSource() as files:
@@ -97,10 +97,10 @@ def open_source(ingest: Ingest, most_bytes: int, stopped: Callable[[], bool], *,
 async def run_ingest(
     ingest: Ingest, settings: Settings, make_source: OpenSource, *, exit_when_done: bool = False
 ) -> Ingested:
-    """Run until SIGTERM or SIGINT or, with ``exit_when_done``, until the whole source is sent; return what was done.
+    """Run until SIGTERM or SIGINT or, with ``exit_when_done``, until the whole source is sent; return the result.
 
-    Raises TaskMigrated when another process takes over the source, AuthorMistake or StateIncompatible when the source
-    cannot be read without loss, BrokerUnavailable when no broker answers at the start.
+    Raises TaskMigrated if another process takes over the source, AuthorMistake or StateIncompatible if the source
+    cannot be read without loss, and BrokerUnavailable if no broker responds at startup.
     """
     wire = KafkaWire(Connection.of(settings, client_id=f"dedup-ingest-{ingest.name}"))
     await wire.start()
@@ -130,7 +130,7 @@ async def run_ingest(
 
 @contextmanager
 def set_by_signals(stop: asyncio.Event) -> Iterator[None]:
-    """Within the block, SIGTERM and SIGINT set the event."""
+    """Make SIGTERM and SIGINT set the event within the block."""
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
@@ -163,7 +163,7 @@ class _Run:
         interval_ms: int | None,
         stop: asyncio.Event,
     ) -> None:
-        """``interval_ms``: how long a transaction's records are collected; None: each poll is a transaction."""
+        """``interval_ms`` is how long a transaction's records are collected; None makes each poll a transaction."""
         self._outbox: Final = outbox
         self._source: Final = source
         self._maker: Final = maker
@@ -171,7 +171,9 @@ class _Run:
         self._done: Final = Ingested()
         self._stop: Final = stop
         self._single = False
-        """After a refusal: one poll per transaction, one record per batch, so that the broker's answer names it."""
+        """After a refusal, one poll per transaction and one record per batch, so that the broker's response identifies
+        it.
+        """
 
     async def until_over(self, *, exit_when_done: bool) -> Ingested:
         self._source.restore(self._outbox.positions.values)
@@ -214,7 +216,7 @@ class _Run:
         return made if made.positions else None
 
     async def _commit(self, current: _Transaction) -> _Transaction | None:
-        """Commit a transaction; return the next one, read in the meantime."""
+        """Commit a transaction; return the next one, which is read in the meantime."""
         most_rows = 1 if self._single else None
         sending = asyncio.create_task(self._outbox.commit(current.lines, current.positions, most_rows=most_rows))
         try:
@@ -248,7 +250,7 @@ class _Run:
 
 @dataclass(slots=True)
 class _Pending:
-    """Records of one part of the source whose marker has not come yet."""
+    """Records of one part of the source whose marker has not arrived yet."""
 
     values: list[bytes] = field(default_factory=list)
     places: list[int | str] = field(default_factory=list)
@@ -259,7 +261,7 @@ class _Pending:
         return bool(self.values or self.dead)
 
     def add(self, found: SourceRecords, first: int, end: int | None = None) -> None:
-        """Add the records from row ``first`` up to ``end``, and the dead ones between them."""
+        """Add the records from row ``first`` up to ``end``, and the dead records between them."""
         # A dead record before the row after a marker comes after that marker.
         last = len(found.values) if end is None else end - 1
         self.dead += [each for each in found.dead if first <= each.row <= last]
@@ -270,9 +272,10 @@ class _Pending:
 
 
 class TransactionBoundary:
-    """A source whose own records mark where a transaction ends: each poll returns what one transaction sends.
+    """A source whose own records mark where a transaction ends, so that each poll returns one transaction.
 
-    As `transaction.boundary=connector` of KIP-618, but the marker is a field of a record, which is sent as any other.
+    This is like `transaction.boundary=connector` of KIP-618, but the marker is a field of a record that is sent like
+    any other.
     """
 
     def __init__(self, source: RecordSource, marker: Marker) -> None:
@@ -288,7 +291,7 @@ class TransactionBoundary:
         self._source.restore(positions)
 
     def poll(self) -> SourceRecords | None:
-        """See `RecordSource`. Raises StateIncompatible when no marker comes."""
+        """See `RecordSource`. Raises StateIncompatible if no marker arrives."""
         while not self._ready:
             found = self._source.poll()
             if found is None:
@@ -340,7 +343,7 @@ class TransactionBoundary:
 
 
 class _RecordMaker:
-    """Turns what was read from a source into Kafka records per partition: keys, timestamps, dead letters."""
+    """Turns data from a source into Kafka records per partition, with keys, timestamps, and dead letters."""
 
     def __init__(self, ingest: Ingest, topics: Mapping[str, Topic], most_bytes: int) -> None:
         self.topic: Final = ingest.topic
@@ -351,10 +354,10 @@ class _RecordMaker:
         rule = ingest.tracking_id or RawContentRule()
         self._extract: Final = compile_extractor(TrackingId(rule), ingest.event_time, fmt="json", fingerprint=False)
         self.refused: Final[dict[str, str]] = {}
-        """By place: why the broker refused a record."""
+        """Maps the place of a record to the reason why the broker refused it."""
 
     def lines(self, found: SourceRecords) -> Lines:
-        """Return the records and dead letters of one poll, in the order of the source."""
+        """Return the records and dead letters of one poll in source order."""
         count = len(found.values)
         now_ms = time.time_ns() // 1_000_000
         no_keys: list[Any] = [None] * count

@@ -1,4 +1,4 @@
-"""A connection to SQLite, the embedded default. It has one writer at a time; others wait for the lock."""
+"""A connection to SQLite, the embedded default. SQLite allows one writer at a time; others wait for the lock."""
 
 from __future__ import annotations
 

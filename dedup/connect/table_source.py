@@ -1,14 +1,15 @@
-"""A source that reads the rows of a growing table, or of a query, in the order of their numbers, without a gap.
+"""A source that reads the rows of a growing table or of a query in the order of their numbers, without a gap.
 
-A row can be committed after one with a higher number was read, because its transaction took the lower number first. So
-a bound is set before rows are read. In PostgreSQL the bound is the greatest number, and then every transaction that
-holds a lock for writing rows of the table is waited for, as CREATE INDEX CONCURRENTLY does. A transaction takes that
-lock before it takes a number, so later transactions get greater numbers, and everything below the bound is decided.
-(The snapshot's xmin would not do: a transaction that has its number may not have its transaction id yet, and then no
-snapshot contains it; see docs/decisions/0012-edges.md.) SQLite has one writer at a time, so everything is decided at
-once. If the INSERT itself does not take the number, `settle` waits for as long as the author says, which is not exact.
+A row may be committed after a row with a higher number was read, because its transaction took the lower number earlier.
+Therefore, a bound is set before rows are read. In PostgreSQL, the bound is the greatest number. The source then waits
+for every transaction that holds a lock for writing rows of the table, as CREATE INDEX CONCURRENTLY does. A transaction
+takes that lock before it takes a number, so later transactions get greater numbers, and all rows below the bound are
+final. (The snapshot's xmin would not work, because a transaction that has its number may not have its transaction id
+yet, and then no snapshot contains it; see docs/decisions/0012-edges.md.) SQLite has one writer at a time, so rows are
+final at once. If the INSERT itself does not take the number, `settle` waits for as long as the author says, which is
+not exact.
 
-`_readable_columns` refuses, before the first row is sent, what cannot be read this way.
+Before the first row is sent, `_readable_columns` refuses tables and queries that cannot be read this way.
 """
 
 from __future__ import annotations
@@ -34,13 +35,13 @@ MOST_ROWS: Final = 5_000
 LOOK_AGAIN_S: Final = 0.02
 PART: Final = "table"
 FIRST_USER_OID: Final = 16_384
-"""Lower oids are PostgreSQL's own relations."""
+"""Relations with lower oids are PostgreSQL's own."""
 WRITE_LOCKS: Final = "'RowExclusiveLock', 'ShareRowExclusiveLock', 'ExclusiveLock', 'AccessExclusiveLock'"
 log: Final = logging.getLogger(__name__)
 
 
 class NumberedRows:
-    """See `RecordSource`: the rows of one table or query, read in the order of one or two integer columns."""
+    """A `RecordSource` that reads the rows of one table or query in the order of one or two integer columns."""
 
     def __init__(self, name: str, spec: TableSource, url: str, stopped: Callable[[], bool]) -> None:
         self._name: Final = name
@@ -77,7 +78,7 @@ class NumberedRows:
         self._bound = None
 
     def poll(self) -> SourceRecords | None:
-        """See `RecordSource`. Waits while the database is away."""
+        """See `RecordSource`. Waits while the database is unavailable."""
         return self._database.insist(self._next)
 
     def waiting(self) -> list[str]:
@@ -138,7 +139,7 @@ class NumberedRows:
         return True
 
     def _decided(self, connection: DatabaseConnection) -> bool:
-        """Wait until no transaction can commit a lower number any more; return False if stopped."""
+        """Wait until no transaction can still commit a lower number; return False if stopped."""
         until_s = time.monotonic() + self._spec.settle_ms / 1000
         while time.monotonic() < until_s and not self._stopped():
             time.sleep(LOOK_AGAIN_S)
@@ -221,7 +222,7 @@ def _as_json(names: Sequence[str], row: Sequence[Any]) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class _Shape:
-    """What a table's definition says of its columns."""
+    """The columns and keys in a table's definition."""
 
     columns: list[str]
     whole: set[str]
@@ -232,7 +233,7 @@ class _Shape:
 
 
 def _refusal(name: str, spec: TableSource, why: str) -> StateIncompatible:
-    """Return the error that says why a table or query cannot be read."""
+    """Return the error for a table or query that cannot be read."""
     what = f"table {spec.table}" if spec.table else "the query"
     return StateIncompatible(f"{name}: {what}: {why}. Nothing was sent.")
 
@@ -264,8 +265,8 @@ def _readable_columns(connection: DatabaseConnection, name: str, spec: TableSour
 def _relations_of(connection: DatabaseConnection, spec: TableSource) -> list[int]:
     """Return the oids of the relations in PostgreSQL whose writers may still add rows with lower numbers.
 
-    For a query these are the relations that planning it locks: those behind views, and partitions, but not those that a
-    function reads.
+    For a query, these are the relations that its planning locks. They include relations used by views and partitions,
+    but not those that a function reads.
     """
     if spec.table:
         rows = connection.query(
@@ -287,7 +288,7 @@ def _relations_of(connection: DatabaseConnection, spec: TableSource) -> list[int
 
 
 def _refuse_unknown_writers(connection: DatabaseConnection, name: str, spec: TableSource) -> None:
-    """Raise StateIncompatible if PostgreSQL does not know who may still add a lower number."""
+    """Raise StateIncompatible if PostgreSQL does not know which transactions may still add a lower number."""
     ((standby,),) = connection.query("SELECT pg_is_in_recovery()")
     if standby:
         text = "this server is a standby, which does not know who writes; use the primary, or set `settle`"

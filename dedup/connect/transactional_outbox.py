@@ -1,11 +1,11 @@
-"""The transactional outbox: commits records and source positions together, exactly once, even if answers are lost.
+"""The transactional outbox, which commits records and source positions together exactly once, even without a response.
 
-How far a source was read is kept in a compacted topic and written in the transaction of the records themselves, as in
-Kafka Connect's exactly-once sources (KIP-618). But each source has its own topic, and each transaction also writes who
-wrote it and its number. `Session` sends nothing twice: if an answer is missing it raises CommitUnknown, and the epoch
-is over. The outbox then begins a new epoch and reads the last transaction's number in the positions topic, which tells
-whether the commit happened. If it did not, the outbox sends the same records again. So the caller sees one of two
-results: the transaction is committed, or TaskMigrated because another process has taken over the source.
+The position in a source is stored in a compacted topic and written in the same transaction as the records, as in Kafka
+Connect's exactly-once sources (KIP-618). Unlike there, each source has its own topic, and each transaction also writes
+its owner and its number. `Session` sends nothing twice. If a response is missing, it raises CommitUnknown and the epoch
+ends. The outbox then begins a new epoch and reads the last transaction's number from the positions topic, which shows
+whether the commit happened. If it did not, the outbox sends the same records again. The caller therefore sees one of
+two results: the transaction is committed, or TaskMigrated is raised because another process has taken over the source.
 
 `wanted` and `provide` create the connectors' topics.
 """
@@ -49,14 +49,14 @@ log: Final = logging.getLogger(__name__)
 
 
 def wanted(name: str, partitions: int | None, settings: Settings, configs: Mapping[str, str]) -> WantedTopic:
-    """Return a topic with the replication that the config asks for; partitions None is the brokers' default."""
+    """Return a topic with the configured replication; ``partitions`` None means the brokers' default."""
     least = settings.topics.min_insync_replicas
     base = {} if least is None else {"min.insync.replicas": str(least)}
     return WantedTopic(name, partitions or BROKER_DEFAULT, settings.topics.replication_factor, {**base, **configs})
 
 
 async def provide(admin: Admin, topics: Sequence[WantedTopic], settings: Settings) -> dict[str, Topic]:
-    """Create missing topics, and return all. Raises StateIncompatible if one is missing and creation is not allowed."""
+    """Create missing topics and return all. Raises StateIncompatible if one is missing and may not be created."""
     names = [topic.name for topic in topics]
     have = await admin.topics(names)
     missing = [topic for topic in topics if topic.name not in have]
@@ -69,10 +69,10 @@ async def provide(admin: Admin, topics: Sequence[WantedTopic], settings: Setting
 
 
 class _Owner(msgspec.Struct, frozen=True):
-    """Who wrote a transaction, and its number among that process's transactions."""
+    """The process that wrote a transaction, and the transaction's number within that process."""
 
     run: str
-    """Unique to one process."""
+    """An id that is unique to one process."""
     transaction: int
 
 
@@ -82,16 +82,17 @@ class Positions:
 
     owner: _Owner | None = None
     values: dict[str, bytes] = field(default_factory=dict)
-    """By the names that the source gives its parts."""
+    """Positions, by the source's names of its parts."""
     read_to: int = 0
 
 
 async def _read_positions(wire: Wire, topic: str, known: Positions, *, stable: bool = False) -> Positions:
-    """Return all committed positions, reading on from what is known.
+    """Return all committed positions; reading continues from those already known.
 
-    Call it after beginning a new epoch: then no older write can still arrive. It reads to the high watermark, because
-    another writer's open transaction could hide our committed records behind the last stable offset. With ``stable`` it
-    does not wait for what an open transaction hides, which may be our own.
+    Call this after a new epoch has begun, because no older write can then still arrive. It reads up to the high
+    watermark, because another writer's open transaction could hide this source's committed records behind the last
+    stable offset. With ``stable``, it does not wait for records that an open transaction hides, because that
+    transaction may be its own.
     """
     place = TopicPartition(topic, 0)
     found = Positions(known.owner, dict(known.values), known.read_to)
@@ -144,7 +145,7 @@ class TransactionalOutbox:
         stopped: Callable[[], bool] = lambda: False,
     ) -> None:
         self.positions = Positions()
-        """As of the last commit."""
+        """Positions as of the last commit."""
         self._stopped: Final = stopped
         self._wire: Final = wire
         self._topic: Final = offsets_topic
@@ -152,7 +153,7 @@ class TransactionalOutbox:
         self._run: Final = uuid.uuid4().hex
         self._number = 0
         self._unsure = False
-        """A commit failed or was canceled: only a new epoch can tell whether it happened."""
+        """Whether a commit failed or was canceled, so that only a new epoch can show whether it happened."""
         self._one_at_a_time: Final = asyncio.Lock()
         self._session: Final = Session(
             wire, transactional_id, None, timeout_ms=settings.transaction_timeout_ms, deadline_ms=DEADLINE_MS
@@ -161,7 +162,7 @@ class TransactionalOutbox:
     async def open(self) -> None:
         """Fence earlier owners, abort their open transactions, and read the positions.
 
-        Raises BrokerUnavailable if no broker answers in time.
+        Raises BrokerUnavailable if no broker responds in time.
         """
         try:
             await self._session.open()
@@ -180,9 +181,9 @@ class TransactionalOutbox:
     ) -> None:
         """Make the records and positions visible, exactly once; a position of None is deleted.
 
-        ``most_rows`` limits the records per batch: with 1, a refusal names the record. Raises TaskMigrated when another
-        process has taken over the source, RecordRefused with nothing committed. A canceled commit happens completely or
-        not at all. Concurrent callers wait for each other.
+        ``most_rows`` limits the records per batch; with 1, a refusal identifies the record. Raises TaskMigrated if
+        another process has taken over the source, and RecordRefused with nothing committed. A canceled commit happens
+        completely or not at all. Concurrent callers wait for each other.
         """
         async with self._one_at_a_time:
             if self._unsure:
@@ -226,7 +227,7 @@ class TransactionalOutbox:
         await self._session.commit({})
 
     async def _happened(self, unknown: CommitUnknown) -> bool:
-        """Return whether the commit without an answer happened; retries until a broker answers."""
+        """Return whether a commit without a response happened; retries until a broker responds."""
         log.warning("%s", unknown)
         # A fenced writer must stop, not fence its successor in turn, so it also checks before the new epoch.
         return (await self._begin_epoch(check_before=True)).transaction == self._number
@@ -263,5 +264,5 @@ class TransactionalOutbox:
         )
 
     async def close(self) -> None:
-        """Abort what was not committed."""
+        """Abort everything that was not committed."""
         await self._session.drop()

@@ -1,6 +1,6 @@
-"""Upserts into a sink's table: records become rows, the table is created, and rows are written by tracking ID.
+"""Creates a sink's table, turns records into rows, and upserts the rows by tracking ID.
 
-`RowMaker` turns records into rows; `make_tables` and `plan_tables` create the tables; `write_rows` upserts, and finds
+`RowMaker` turns records into rows. `plan_tables` and `make_tables` create the tables. `write_rows` upserts, and finds
 the rows that the database refuses.
 """
 
@@ -61,7 +61,7 @@ class SinkRows:
 
 
 class RowMaker:
-    """Makes rows from one topology's records: tracking ID, event time, then the payload's columns."""
+    """Makes rows from one topology's records, with tracking ID, event time, and the payload's columns."""
 
     def __init__(self, topology: Topology, columns: Sequence[SinkColumn]) -> None:
         self._extract: Final = extractor_of(topology)
@@ -69,7 +69,7 @@ class RowMaker:
         self._exact: Final = any(column.type == "json" for column in columns)
 
     def rows(self, columns: Columns) -> SinkRows:
-        """Return the rows of a batch, in its order, and the records that cannot become rows."""
+        """Return the rows of a batch in order, and the records that cannot become rows."""
         found = self._extract(columns.keys, columns.values, columns.headers, columns.timestamps_ms)
         made = SinkRows([], [])
         records = zip(found.ids, found.times_ms, columns.keys, columns.values, strict=True)
@@ -171,7 +171,7 @@ def _kind(found: Any) -> str:  # noqa: ANN401 - any JSON value
 
 
 def _plain(found: Any) -> Any:  # noqa: ANN401 - any JSON value
-    """Return an exactly decoded number as Python's int or float; one with too many digits as infinity."""
+    """Return an exactly decoded number as a Python int or float; a number with too many digits becomes infinity."""
     if not isinstance(found, Number):
         return found
     return int(found.text) if found.is_integer and len(found.text) <= _MOST_DIGITS else float(found.text)
@@ -188,7 +188,7 @@ _CONVERTERS: Final[Mapping[str, Callable[[Any], Any]]] = {
 
 
 def table_of(spec: SinkSpec, types: dict[str, str]) -> Table:
-    """Return the table of a sink; ``types`` are the database's, as `DatabaseConnection.types`."""
+    """Return the table of a sink; ``types`` are the database's types, as in `DatabaseConnection.types`."""
     columns = [(column.name, types[column.type]) for column in spec.columns]
     payload = columns or [("key", types["bytes"]), ("value", types["bytes"])]
     fixed = ((ID, types["bytes"]), (TIME, types["integer"]))
@@ -204,7 +204,7 @@ def _create_statement(table: Table) -> str:
 def make_table(connection: DatabaseConnection, table: Table) -> None:
     """Create the table if it is missing, and the staging table.
 
-    Raises StateIncompatible for a table with other columns or another key.
+    Raises StateIncompatible for a table with different columns or a different key.
     """
     make(connection, table.name, _create_statement(table))
     make_staging(connection, table)
@@ -213,7 +213,7 @@ def make_table(connection: DatabaseConnection, table: Table) -> None:
 
 
 def refuse_lost_table(connection: DatabaseConnection, table: Table, owned: Owned) -> None:
-    """Raise StateIncompatible if rows were written but the table is gone: dropped, or renamed."""
+    """Raise StateIncompatible if rows were written but the table was dropped or renamed."""
     if connection.has(table.name):
         return
     mark = connection.mark
@@ -227,20 +227,20 @@ def refuse_lost_table(connection: DatabaseConnection, table: Table, owned: Owned
         raise StateIncompatible(
             f"there is no table {table.name}, but {OFFSETS} says that {owned.reader!r} has read "
             f"{owned.topic}/{partition} up to offset {position}: the table was dropped, or `sink.table` has another "
-            f"name now. Nothing was touched. Restore the table; or, to fill a new one from the topic's start, delete "
+            f"name now. Nothing was changed. Restore the table; or, to fill a new one from the topic's start, delete "
             f"the rows of reader {owned.reader!r} from {OFFSETS}."
         )
 
 
 def plan_tables(connection: DatabaseConnection, spec: SinkSpec) -> dict[str, str]:
-    """Return the CREATE statements of the sink's missing tables, by name; creates nothing."""
+    """Return the CREATE statements of the sink's missing tables by name, without running them."""
     table = table_of(spec, dict(connection.types))
     statements = {OFFSETS: OFFSETS_STATEMENT, table.name: _create_statement(table)}
     return {name: statement for name, statement in statements.items() if not connection.has(name)}
 
 
 def make_tables(connection: DatabaseConnection, spec: SinkSpec) -> None:
-    """Create the sink's missing tables. Raises StateIncompatible for an existing one that does not fit."""
+    """Create the sink's missing tables. Raises StateIncompatible if an existing table is unsuitable."""
     make_offsets(connection)
     make_table(connection, table_of(spec, dict(connection.types)))
 
@@ -257,7 +257,7 @@ def _upsert_statement(table: Table) -> str:
 
 
 def write_rows(connection: DatabaseConnection, table: Table, rows: Sequence[Row]) -> WriteOutcome:
-    """Upsert the rows within the open transaction, except those that the database refuses; the outcome names them."""
+    """Upsert the rows in the open transaction, except those that the database refuses, which the outcome contains."""
     written = WriteOutcome()
     left = list(range(len(rows)))
     while left:
@@ -273,7 +273,7 @@ def write_rows(connection: DatabaseConnection, table: Table, rows: Sequence[Row]
 
 
 def _one_a_key(table: Table, rows: Sequence[Row], numbers: Sequence[int]) -> list[int]:
-    """Return the indexes of the rows that count: the newest of each key, the first of equally new ones."""
+    """Return the indexes of the rows that count, which are the newest of each key and the first of equally new ones."""
     chosen: dict[Row, int] = {}
     width = len(table.key)
     for number in numbers:
@@ -286,7 +286,7 @@ def _one_a_key(table: Table, rows: Sequence[Row], numbers: Sequence[int]) -> lis
 
 
 def _write(connection: DatabaseConnection, table: Table, rows: Sequence[Row], numbers: list[int]) -> WriteOutcome:
-    """Write these rows; bisect them to find those that the database refuses."""
+    """Write these rows, and bisect them to find those that the database refuses."""
     connection.execute("SAVEPOINT dedup_rows")
     try:
         written = _write_all(connection, table, [rows[number] for number in numbers])

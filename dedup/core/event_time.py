@@ -1,6 +1,6 @@
-"""Event time: where a record carries it, and how it becomes milliseconds since 1970 UTC.
+"""Finds a record's event time and converts it to milliseconds since 1970 UTC.
 
-Fractions of a millisecond are rounded down. A negative time is returned as it is; `fold` decides what it means.
+Fractions of a millisecond are rounded down. A negative time is returned unchanged; `fold` decides what it means.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ MIN_MS: Final = -(1 << 63)
 MAX_MS: Final = (1 << 63) - 1
 
 _POWER: Final = {"s": 3, "ms": 0, "us": -3}
-"""Power of ten that turns a unit into milliseconds."""
+"""The power of ten that converts a unit to milliseconds."""
 
 _MONTH_DAYS: Final = np.array([0, 31, 28, 31, 30, 31, 30, 31, 31, 30, 31, 30, 31])
 _FRACTION_AT: Final = 19
-"""Index of the decimal point in an RFC 3339 text with fractions of a second."""
+"""Index of the decimal point in an RFC 3339 string with fractions of a second."""
 
 _RFC3339: Final = re.compile(
     r"(\d{4})-(\d\d)-(\d\d)[Tt](\d\d):(\d\d):(\d\d)(?:\.(\d+))?(?:[Zz]|([+-])(\d\d):(\d\d))", re.ASCII
@@ -35,7 +35,7 @@ _RFC3339: Final = re.compile(
 
 
 class BadTime(Exception):
-    """The record carries no usable event time; has a stable code, and a sentence without payload."""
+    """The record has no usable event time. Contains a stable code, and a sentence without payload."""
 
     def __init__(self, code: str, detail: str) -> None:
         self.code: Final = code
@@ -60,7 +60,7 @@ EventTime = RecordTime | FieldTime
 
 
 def time_ms_of(found: JsonValue | Absent, time: FieldTime) -> int:
-    """Return the time found at a field. Raises BadTime if it is missing, of the wrong type or out of range."""
+    """Return the time in a field. Raises BadTime if it is missing, has the wrong type, or is out of range."""
     place = format_path(time.path)
     if found is ABSENT:
         raise BadTime("time_missing", f"no event time at {place}")
@@ -85,10 +85,10 @@ def time_ms_of(found: JsonValue | Absent, time: FieldTime) -> int:
 
 
 def rfc3339_ms(text: str) -> int | None:
-    """Return the time of an RFC 3339 text; None if it is not one.
+    """Return the time of an RFC 3339 string; None for any other string.
 
-    Strict: ``T`` between date and time, an offset, a day that exists. A leap second is allowed only at 23:59:60 UTC and
-    counts as the first second of the next minute. Digits beyond milliseconds are cut off.
+    The format is strict, with ``T`` between date and time, an offset, and a day that exists. A leap second is allowed
+    only at 23:59:60 UTC and counts as the first second of the next minute. Digits beyond milliseconds are cut off.
     """
     match = _RFC3339.fullmatch(text)
     if match is None:
@@ -110,9 +110,9 @@ def rfc3339_ms(text: str) -> int | None:
 
 
 def rfc3339_column_ms(texts: list[str]) -> list[int] | None:
-    """Return the times of many texts with the same layout; None if any row needs `rfc3339_ms`.
+    """Return the times of many strings with the same layout; None if any row needs `rfc3339_ms`.
 
-    The layout is ``YYYY-MM-DDTHH:MM:SS[.f…](Z|±HH:MM)`` in capitals, equally long in every row, no leap second.
+    The layout is ``YYYY-MM-DDTHH:MM:SS[.f…](Z|±HH:MM)`` in capitals, equally long in every row, without leap seconds.
     """
     lines = ("\n".join(texts) + "\n").encode("utf-8", "surrogatepass")
     utc = texts[0].endswith("Z")
@@ -146,7 +146,7 @@ def rfc3339_column_ms(texts: list[str]) -> list[int] | None:
 def _layout_holds(lines: bytes, count: int, zone: int, *, utc: bool) -> bool:
     """Whether every line has digits and separators where the layout of this width has them.
 
-    Separators are checked at their places, then removed everywhere: if there were others, digits would be missing.
+    Separators are checked at their positions and then removed everywhere; any others would leave digits missing.
     """
     marks = {4: b"-", 7: b"-", 10: b"T", 13: b":", 16: b":"}
     if zone > _FRACTION_AT:
@@ -172,7 +172,7 @@ def _two(digits: npt.NDArray[np.uint8], at: int) -> _Integers:
 
 
 def _days(year: _Count, month: _Count, day: _Count) -> _Count:
-    """Days since 1970-01-01, Gregorian throughout and with a year 0 (Hinnant, days_from_civil); also of columns."""
+    """Days since 1970-01-01 in the proleptic Gregorian calendar (Hinnant, days_from_civil); also for columns."""
     shifted = year - (month <= 2)  # noqa: PLR2004 - the year begins in March, so that leap days end it
     era = shifted // 400
     of_era = shifted - era * 400
@@ -187,7 +187,7 @@ def _days_in(year: int, month: int) -> int:
 
 
 def _number_ms(number: Number, power: int) -> int | None:
-    """Return floor(number * 10**power); None if it does not fit 64 bits, or its exponent is absurdly long."""
+    """Return floor(number * 10**power); None if it does not fit in 64 bits or its exponent is absurdly long."""
     if power == 0 and number.is_integer and len(number.text) <= 18:  # noqa: PLR2004 - surely within 64 bits
         return int(number.text)
     try:

@@ -1,10 +1,11 @@
-"""Exact JSON, one value at a time: decoding by RFC 8259, look-up by path, canonical content, and what else a value is.
+"""Exact JSON, one value at a time, with decoding by RFC 8259, look-up by path, and canonical content.
 
-Slow and exact: every number is kept as written. The column extractor (extract.py) is fast because it decides only what
-it is sure to decide as this module would, and leaves every other row to it.
+This module is slow and exact, and keeps every number as written. The column extractor (extract.py) is fast because it
+only decides rows for which it is certain to agree with this module, and leaves all other rows to this module.
 
-A value that is not JSON is compared with the first bytes of other formats. That is a guess, wrong now and then for
-random bytes, so it never decides what happens to a record; it tells the reader of a dead letter where to look first.
+A value that is not JSON is compared with the first bytes of other formats. The result is a guess, which is sometimes
+wrong for random bytes, so it never decides what happens to a record. It only tells the reader of a dead letter where to
+look first.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Final, NoReturn
 from dedup.core.json_path import Path, format_path
 
 MAX_DEPTH: Final = 512
-"""Greatest nesting of containers; deeper values are refused before anything recurses."""
+"""Maximum nesting depth of containers; deeper values are refused before any recursion."""
 
 _EXPONENT_DIGITS: Final = 18
 """Longer exponents are refused if the number matters (RFC 8259, section 6, leaves the range to implementations)."""
@@ -29,7 +30,7 @@ _BLANK: Final = " \t\n\r"
 _FRAME_BYTES: Final = 5
 """Schema Registry framing: byte 0, then the schema id, big-endian."""
 _OPENINGS: Final = b'{["'
-"""First bytes of JSON texts in records."""
+"""Possible first bytes of JSON texts in records."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,9 +38,9 @@ class _Foreign:
     """A format that is not JSON in UTF-8."""
 
     name: str
-    """Stable, snake_case, one of few: a metric label."""
+    """Stable name in snake_case for use as a metric label, one of few."""
     words: str
-    """What the value begins with, and what that means; completes "it begins with"."""
+    """The first bytes of the value and their meaning; completes "it begins with"."""
 
 
 _MAGIC: Final[tuple[tuple[bytes, _Foreign], ...]] = (
@@ -68,7 +69,7 @@ _UTF_16_LE: Final = _Foreign("utf_16", "a character before byte 0: UTF-16 withou
 
 
 def foreign_format(value: bytes) -> _Foreign | None:
-    """Return the format that a value other than JSON seems to have; None if its first bytes are of no known format."""
+    """Return the format that a value other than JSON seems to have; None if its first bytes match no known format."""
     for magic, found in _MAGIC:
         if value.startswith(magic):
             return found
@@ -83,7 +84,7 @@ def foreign_format(value: bytes) -> _Foreign | None:
 
 
 class Unreadable(Exception):
-    """The value cannot be judged; has a stable code, and a sentence without payload."""
+    """The value cannot be judged. Contains a stable code, and a sentence without payload."""
 
     def __init__(self, code: str, detail: str, *, format_name: str = "") -> None:
         self.code: Final = code
@@ -95,22 +96,22 @@ class Unreadable(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Number:
-    """A number as written in the document: not rounded, of any size."""
+    """A number of any size as written in the document, without rounding."""
 
     text: str
 
     @property
     def is_integer(self) -> bool:
-        """Whether it is written without fraction and exponent: ``1`` and ``1.0`` differ."""
+        """Whether it is written without fraction and exponent; ``1`` and ``1.0`` differ."""
         text = self.text
         return "." not in text and "e" not in text and "E" not in text
 
     def integer_text(self) -> str:
-        """Return the digits of an integer, sign first; ``-0`` is ``0``."""
+        """Return the digits of an integer after its sign, if any; ``-0`` becomes ``0``."""
         return "0" if self.text == "-0" else self.text
 
     def parts(self) -> tuple[str, str, int]:
-        """Return sign ("" or "-"), digits without zeros at either end, and the power of ten they are multiplied by.
+        """Return the sign ("" or "-"), the digits without leading and trailing zeros, and the power of ten as a factor.
 
         Zero is ("", "0", 0). Raises Unreadable if the exponent has more than 18 digits.
         """
@@ -155,7 +156,7 @@ ABSENT: Final = Absent()
 
 
 def decode(value: bytes) -> JsonValue:
-    """Return the value exactly as written. Raises Unreadable unless RFC 8259 allows every byte of it."""
+    """Return the value exactly as written. Raises Unreadable unless it is valid according to RFC 8259."""
     try:
         text = value.decode()
     except UnicodeDecodeError as error:
@@ -176,7 +177,7 @@ def decode(value: bytes) -> JsonValue:
 
 
 def _no_json(value: bytes, code: str, detail: str) -> Unreadable:
-    """Return the error for a value, with what it seems to be instead. The code stays: `dedup verify` compares it."""
+    """Return the error for a value, with the format that it seems to have. `dedup verify` compares the code."""
     found = foreign_format(value)
     if found is None:
         return Unreadable(code, detail)
@@ -201,7 +202,7 @@ def look_up(value: JsonValue, path: Path) -> JsonValue | Absent:
 
 
 Excluded = Mapping[str | int, "Excluded | None"]
-"""Paths to leave out, as a tree; None at the end of a path."""
+"""Paths to exclude, as a tree; None at the end of a path."""
 
 
 @cache
@@ -217,11 +218,12 @@ def excluded(paths: tuple[Path, ...]) -> Excluded:
 
 
 def canonical_json(value: JsonValue, exclude: Excluded) -> bytes:
-    """Return bytes that are equal if and only if the content is equal.
+    """Return bytes that are equal if and only if the contents are equal.
 
-    Members are sorted by name at every level, no white space, text escaped only as JSON requires, integers as written
-    (``-0`` is ``0``), other numbers as `Number.decimal_text`. Excluded members and elements are left out. Raises
-    Unreadable for a repeated member anywhere, and for text that UTF-8 cannot encode.
+    Members are sorted by name at every level, there is no white space, strings are escaped only as JSON requires,
+    integers are as written (``-0`` becomes ``0``), and other numbers are written by `Number.decimal_text`. Excluded
+    members and elements are left out. Raises Unreadable for a repeated member anywhere, and for a string that UTF-8
+    cannot encode.
     """
     parts: list[str] = []
     # An explicit stack: a value may be nested deeper than Python can recurse.
@@ -248,7 +250,7 @@ class _Verbatim:
 
 
 def _inside(here: Members | list[JsonValue], without: Excluded) -> list[_Verbatim | tuple[JsonValue, Excluded]]:
-    """Return the brackets, names, commas and values of an object or array, without what is excluded."""
+    """Return the brackets, names, commas, and values of an object or array, without the excluded parts."""
     pairs: Iterable[tuple[str | int, JsonValue]] = enumerate(here)
     opening, closing = "[", "]"
     if isinstance(here, Members):
@@ -305,7 +307,7 @@ def _repeated(pairs: Sequence[tuple[str, JsonValue]]) -> frozenset[str]:
 
 
 def _depth(text: str) -> int:
-    """Return the nesting, at least up to the first syntax error: strings are skipped as the decoder skips them."""
+    """Return the nesting depth, at least up to the first syntax error; strings are skipped as in the decoder."""
     depth = deepest = 0
     for match in _BRACKETS.finditer(text):
         found = match[0]

@@ -1,22 +1,24 @@
-"""The hot path: tracking IDs, event times and fingerprints of a batch, as columns.
+"""The hot path, which extracts tracking IDs, event times, and fingerprints of a batch as columns.
 
-Theory of operation. A batch is decided as a whole in C, or it is halved; what is left at the end goes row by row
-through `extract_one`. So the fast way only has to know when it is *sure* to agree with the slow one:
+Theory of operation. A batch is either processed as a whole in C or halved. Rows that remain at the end are processed
+one by one by `extract_one`. So the fast path only has to know when it is *certain* to agree with the slow path:
 
 * One call decodes all values, joined by line feeds (msgspec, one struct with the named members only). It cannot mix up
-  rows: every value begins with ``{`` and ends with ``}``, and ``}`` LF ``{`` can occur neither in a string (a raw line
-  feed is not JSON) nor inside a container (a comma is missing), so it separates two values. If as many values come out
-  as rows went in, there are no other boundaries.
-* msgspec skips members it is not asked for, and accepts invalid UTF-8 in them: the joined bytes must be UTF-8.
-* It takes the last of repeated members: each quoted name must occur exactly once per row (and per place where the
-  struct has it). Every row has it at least once, unless it is spelled with an escape, so those are excluded.
-* Depth: a short value cannot be deep; in a long one the brackets are counted.
-* Types are narrow: texts and 64-bit integers. Anything else (numbers with a fraction, true, null, absent) is an error
-  of the decoder and left to the slow path, like every fault.
+  rows. Every value begins with ``{`` and ends with ``}``. The sequence ``}`` LF ``{`` can occur neither in a string (a
+  raw line feed is not JSON) nor inside a container (a comma is missing), so it always separates two values. If the
+  decoder returns as many values as there are rows, there are no other boundaries.
+* msgspec skips other members and accepts invalid UTF-8 in them, so the joined bytes are checked to be UTF-8.
+* If a member is repeated, msgspec uses the last one, so each quoted name must occur exactly once per row (and per place
+  where the struct has it). Every row has it at least once, unless it is spelled with an escape, and such rows are
+  excluded.
+* A short value cannot be nested deeply, and in a long value the brackets are counted.
+* Only strings and 64-bit integers are accepted. Anything else (numbers with a fraction, true, null, absent) is an error
+  in the decoder and is left to the slow path, like every fault.
 
-Canonical content (`content_of`) is fast where that is sure to be exact: the decoder keeps numbers with a fraction as
-written, and the encoder sorts members at every level. Only repeated members remain to be checked, of which the decoder
-takes the last. In a value without backslashes, every text and name is two quotes, so dropping a member loses quotes.
+Canonical content (`content_of`) uses the fast path if the result is certain to be exact. The decoder keeps numbers with
+a fraction as written, and the encoder sorts members at every level. Only repeated members must be checked, because the
+decoder uses the last one. In a value without backslashes, every string and name has two quotes, so a dropped member
+reduces the number of quotes.
 """
 
 from __future__ import annotations
@@ -61,9 +63,9 @@ from dedup.core.tracking_id import (
 __all__ = ["Extracted", "Extractor", "Fault", "FaultKind", "Recipe", "compile_extractor"]
 
 _FEW: Final = 4
-"""So few rows are not worth another attempt in columns."""
+"""With this few rows, another attempt in columns is not worthwhile."""
 _REFUSALS: Final = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, OverflowError, Unreadable)
-"""What the fast way may raise; the exact way then decides."""
+"""Exceptions of the fast path, after which the exact path decides."""
 _SHORT_BYTES: Final = 2 * MAX_DEPTH
 
 
@@ -95,7 +97,7 @@ def _is_shallow(value: bytes) -> bool:
 
 
 def _leave_out(content: object, without: Excluded) -> None:
-    """Remove the excluded members and elements from a decoded value. Recurses only as deep as the paths."""
+    """Remove the excluded members and elements from a decoded value. The recursion is only as deep as the paths."""
     if isinstance(content, dict):
         for name in [step for step in without if step in content]:
             _leave_out_at(content, name, without[name])
@@ -124,14 +126,14 @@ _ENCODER: Final = msgspec.json.Encoder(order="sorted")
 
 @dataclass(frozen=True, slots=True)
 class Extracted:
-    """Columns of one batch, with one entry per record."""
+    """The columns of one batch, with one entry per record."""
 
     ids: list[bytes | None]
     """State keys, at most 33 bytes; None for rows in `faults`."""
     times_ms: list[int]
     """Event times; 0 for rows in `faults`."""
     fingerprints: list[bytes] | None
-    """Eight bytes each, empty for rows in `faults`; None unless requested."""
+    """Fingerprints of eight bytes each, empty for rows in `faults`; None unless requested."""
     faults: dict[int, Fault]
 
 
@@ -143,12 +145,12 @@ def compile_extractor(
     fingerprint: bool,
     fingerprint_exclude: tuple[Path, ...] = (),
 ) -> Extractor:
-    """Return the extractor of a topology. Raises ValueError with a sentence for what can never find an ID or a time."""
+    """Return the extractor of a topology. Raises ValueError with a sentence if it could never find an ID or a time."""
     return Extractor(Recipe(tracking_id, event_time, fmt, fingerprint, fingerprint_exclude))
 
 
 class Extractor:
-    """Extracts IDs, times and fingerprints from batches; equals `extract_one` on every row."""
+    """Extracts IDs, times, and fingerprints from batches, with the same result as `extract_one` for every row."""
 
     def __init__(self, recipe: Recipe) -> None:
         self.recipe: Final = recipe
@@ -204,7 +206,7 @@ class Extractor:
         headers: Sequence[Headers],
         timestamps_ms: Sequence[int],
     ) -> Extracted:
-        """Extract each half, so that one odd record slows down only few rows."""
+        """Extract each half, so that one unusual record slows down only a few rows."""
         half = len(values) // 2
         first = self(keys[:half], values[:half], headers[:half], timestamps_ms[:half])
         second = self(keys[half:], values[half:], headers[half:], timestamps_ms[half:])
@@ -221,7 +223,7 @@ class Extractor:
         headers: Sequence[Headers],
         timestamps_ms: Sequence[int],
     ) -> Extracted:
-        """Extract null values one by one, the others as columns."""
+        """Extract null values one by one, and the others as columns."""
         count = len(values)
         ids: list[bytes | None] = [None] * count
         times_ms = [0] * count
@@ -246,7 +248,7 @@ class Extractor:
 
 
 class _Columns:
-    """The fast way of one recipe; decides a whole batch or nothing."""
+    """The fast path of one recipe, which decides a whole batch or nothing."""
 
     def __init__(self, recipe: Recipe, json_columns: JsonColumns | None) -> None:
         self._recipe = recipe
@@ -263,7 +265,7 @@ class _Columns:
         headers: Sequence[Headers],
         timestamps_ms: Sequence[int],
     ) -> Extracted | None:
-        """Return the columns if every row is sure to be decided as `extract_one` would; otherwise None."""
+        """Return the columns if they are certain to equal the result of `extract_one` for every row; otherwise None."""
         if self._recipe.fmt == "bytes" and None in values:
             return None
         members: list[list[str | int]] = []
@@ -334,7 +336,7 @@ def _only(headers: Headers, name: str) -> bytes | None:
 
 
 def _compile(recipe: Recipe) -> _Columns | None:
-    """Return the fast way; None if only the slow one can decide."""
+    """Return the fast path; None if only the slow path can decide."""
     rule = recipe.tracking_id.rule
     if recipe.fmt == "bytes":
         return _Columns(recipe, None)

@@ -1,6 +1,7 @@
-"""Tracking ID, event time and fingerprint of one record, the slow and obvious way; also the values of extraction.
+"""Extracts tracking ID, event time, and fingerprint of one record in the slow, obvious way.
 
-The column extractor (extract.py) must agree with this module on every record; tests compare them.
+It also defines the values of extraction. The column extractor (extract.py) must agree with this module on every record;
+tests compare them.
 """
 
 from __future__ import annotations
@@ -46,13 +47,13 @@ class FaultKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """What is wrong with one record."""
+    """The reason why one record cannot be judged."""
 
     kind: FaultKind
     code: str
-    """Stable, snake_case: the header ``dedup-reason``."""
+    """Stable code in snake_case, for the header ``dedup-reason``."""
     detail: str
-    """A sentence; of the payload it contains at most a path and a schema id."""
+    """A sentence that contains at most a path and a schema id from the payload."""
     format_name: str = ""
     """The format that a value other than JSON seems to have; empty if unknown."""
 
@@ -67,18 +68,18 @@ ODD_HEADER_NAME: Final = Fault(
 
 @dataclass(frozen=True, slots=True)
 class One:
-    """What one record carries."""
+    """The values extracted from one record."""
 
     id: bytes
     """The state key, at most 33 bytes."""
     time_ms: int
     fingerprint: bytes
-    """Eight bytes; empty unless requested."""
+    """Fingerprint of eight bytes; empty unless requested."""
 
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """What to extract from records, and how to parse them."""
+    """The values to extract from records, and the format of the records."""
 
     tracking_id: TrackingId
     event_time: EventTime = field(default_factory=RecordTime)
@@ -87,7 +88,7 @@ class Recipe:
     fingerprint_exclude: tuple[Path, ...] = ()
 
     def __post_init__(self) -> None:
-        """Raise ValueError, with a sentence, for what could never find an ID or a time."""
+        """Raise ValueError with a sentence if the recipe could never find an ID or a time."""
         if self.fmt == "bytes" and isinstance(self.tracking_id.rule, FieldRule | FieldsRule | ContentRule):
             raise ValueError("format bytes has no fields; use format json, or the key, a header or content: true as ID")
         if self.fmt == "bytes" and isinstance(self.event_time, FieldTime):
@@ -97,7 +98,7 @@ class Recipe:
 
 
 class _MissingId(Exception):
-    """The record has no ID; has a stable code, and a sentence without payload."""
+    """The record has no ID. Contains a stable code, and a sentence without payload."""
 
     def __init__(self, code: str, detail: str) -> None:
         self.code: Final = code
@@ -108,10 +109,10 @@ class _MissingId(Exception):
 def extract_one(
     recipe: Recipe, key: bytes | None, value: bytes | None, headers: Headers, timestamp_ms: int
 ) -> One | Fault:
-    """Return what the record carries, or the first fault in this order: TOMBSTONE, UNREADABLE, MISSING_ID, BAD_TIME.
+    """Return the record's values, or the first fault in this order: TOMBSTONE, UNREADABLE, MISSING_ID, BAD_TIME.
 
-    A null value is a TOMBSTONE if the ID or the time would be read from it; with a key or header rule, a missing ID is
-    reported before that. With format json every value must be JSON, whatever the rule.
+    A null value is a TOMBSTONE if the ID or the time would be read from it. With a key or header rule, a missing ID is
+    reported first. With format json, every value must be JSON, regardless of the rule.
     """
     try:
         if value is None:
@@ -203,7 +204,7 @@ def normalize_bytes(value: bytes, normalize: Callable[[str], str]) -> bytes:
 
 
 def _of_fields(paths: Sequence[Path], tracking_id: TrackingId, content: JsonValue | Absent) -> list[bytes]:
-    """Return the canonical bytes of every path; an unreadable one is reported before a missing one."""
+    """Return the canonical bytes for every path; an unreadable part is reported before a missing one."""
     parts: list[bytes] = []
     missing: _MissingId | None = None
     for path in paths:
@@ -257,9 +258,9 @@ def _canonical_content(content: JsonValue | Absent, exclude: tuple[Path, ...]) -
 
 
 def _fingerprint(recipe: Recipe, value: bytes, content: JsonValue | Absent) -> bytes:
-    """Return eight bytes that differ if the content does; of the raw value if it has no canonical content.
+    """Return eight bytes that differ if the content differs; without canonical content, those of the raw value.
 
-    Comparing payloads must not change which records can be judged, so nothing is refused here.
+    The comparison of payloads must not change which records can be judged, so nothing is refused here.
     """
     if not recipe.fingerprint:
         return b""

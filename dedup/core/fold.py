@@ -1,12 +1,12 @@
-"""A batch judged as columns: the verdicts of its records, and the sightings they leave.
+"""Judges a batch as columns, and returns the verdicts of its records and the sightings that they leave.
 
-`fold` is the hot path and does per record only what the rule needs. `reference_model` states the same rule the slow
-way; property tests keep the two equal.
+`fold` is the hot path, so it does only what the rule needs for each record. `reference_model` implements the same rule
+in a slow way; property tests check that both are equal.
 
-The usual batch is judged as a whole (`judged_at_once`): its records are close together in event time, none is near a
-bound of the window, and what is known of its IDs is well within the guard period. Then a record is a duplicate if its
-ID is known or occurs earlier in the batch, and unique otherwise: a question for a dict, answered in C. Other batches
-are judged record by record.
+The usual batch is judged as a whole (`judged_at_once`). Its records are close together in event time, none of them is
+near a bound of the window, and the known sightings of its IDs are well within the guard period. A record is then a
+duplicate if its ID is known or occurs earlier in the batch, and unique otherwise. A dict look-up in C decides this.
+Other batches are judged record by record.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from dedup.errors import DedupError
 
 Sightings = tuple[Sighting, ...]
 Lookup = Callable[[Sequence[bytes], int], Mapping[bytes, Sightings]]
-"""(IDs, least event time of the batch) -> the known sightings of the IDs that have any."""
+"""Maps (IDs, smallest event time of the batch) to the known sightings of those IDs that have any."""
 
 
 class OnMissing(enum.Enum):
-    """What happens to a record without a usable ID."""
+    """The policy for a record without a usable ID."""
 
     DEAD_LETTER = "dead_letter"
     FORWARD = "forward"
@@ -36,21 +36,21 @@ class OnMissing(enum.Enum):
 
 
 class OnTombstone(enum.Enum):
-    """What happens to a null value if the ID is read from the value."""
+    """The policy for a null value if the ID is read from the value."""
 
     FORWARD = "forward"
     DEAD_LETTER = "dead_letter"
 
 
 class OnFuture(enum.Enum):
-    """What happens to an event time too far ahead of the clock."""
+    """The policy for an event time too far ahead of the clock."""
 
     DEAD_LETTER = "dead_letter"
     CLAMP = "clamp"
 
 
 class OnConflict(enum.Enum):
-    """What happens to a duplicate with another payload."""
+    """The policy for a duplicate with a different payload."""
 
     DUPLICATE = "duplicate"
     FORWARD = "forward"
@@ -58,12 +58,12 @@ class OnConflict(enum.Enum):
 
 
 class RecordFailed(DedupError):
-    """A record met a policy `fail`: the worker stops before it, and nothing of it is committed."""
+    """A record met a policy `fail`, so the worker stops before it and commits nothing of it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """Everything in a topology that a verdict depends on."""
+    """Everything in a topology on which a verdict depends."""
 
     window: Window
     missing: OnMissing = OnMissing.DEAD_LETTER
@@ -86,18 +86,18 @@ class Rows:
     """Rows that are idle markers instead of records."""
 
     def source(self, row: int) -> Source:
-        """Return where a record came from."""
+        """Return the source of a record."""
         feed = self.feeds[row] if len(self.feeds) > 1 else self.feeds[0]
         return Source(feed.topic, feed.partition, self.sources[row])
 
     def sources_of(self, rows: Iterable[int]) -> list[Source]:
-        """Return where these records came from."""
+        """Return the sources of these records."""
         return [self.source(row) for row in rows]
 
 
 @dataclass(frozen=True, slots=True)
 class DeadLetter:
-    """A record that cannot be judged: the code of the reason, and a sentence."""
+    """A record that cannot be judged, with a reason code and a sentence."""
 
     code: str
     detail: str
@@ -105,20 +105,20 @@ class DeadLetter:
 
 @dataclass(frozen=True, slots=True)
 class Exempt:
-    """Forwarded unjudged because a policy says so; a header marks it."""
+    """A record that a policy forwards without a verdict; a header marks it."""
 
     why: str
 
 
 @dataclass(slots=True)
 class Outcome:
-    """The result of `fold`: rows by verdict, and the sightings they leave."""
+    """The result of `fold`: rows by verdict, and the sightings that they leave."""
 
     unique: list[int] = field(default_factory=list)
     exempt: dict[int, Exempt] = field(default_factory=dict)
     """Rows to forward with a mark; forwarded conflicts are also in `unique`."""
     duplicates: list[tuple[int, Sighting]] = field(default_factory=list)
-    """Rows that repeat a sighting, with the sighting as it was before; without those in `conflicts`."""
+    """Rows that repeat a sighting, with the sighting as it was before; rows in `conflicts` are excluded."""
     repeats: list[tuple[int, int]] = field(default_factory=list)
     """Further duplicates: rows that repeat a row of this batch. `all_duplicates` returns both kinds."""
     conflicts: list[tuple[int, Sighting]] = field(default_factory=list)
@@ -126,17 +126,17 @@ class Outcome:
     late: list[tuple[int, Late]] = field(default_factory=list)
     dead: list[tuple[int, DeadLetter]] = field(default_factory=list)
     clamped: dict[int, int] = field(default_factory=dict)
-    """Rows whose event time was replaced, with the time they were judged with."""
+    """Rows whose event time was replaced, with the time by which they were judged."""
     singles: list[int] = field(default_factory=list)
-    """Rows whose sighting is the only one of their ID in its segment, at their own event time."""
+    """Rows whose sighting, at their own event time, is the only one of their ID in its segment."""
     rewritten: dict[tuple[int, bytes], Sightings] = field(default_factory=dict)
     """(segment, ID) -> all sightings there, if more than one row or an older sighting is involved."""
     stream_time: StreamTime = field(default_factory=lambda: StreamTime.before(()))
     judged_times_ms: list[int] = field(default_factory=list)
-    """Event time of each row, as judged."""
+    """Event time of each row, as it was judged."""
 
     def all_duplicates(self, rows: Rows) -> list[tuple[int, Sighting]]:
-        """Return the duplicates that are not conflicts, in the log's order, each with what it repeats."""
+        """Return the duplicates that are not conflicts, in log order, each with the sighting that it repeats."""
         inside = [(row, sighting_of(rows, self.judged_times_ms, first)) for row, first in self.repeats]
         return sorted(self.duplicates + inside) if inside else self.duplicates
 
@@ -154,9 +154,9 @@ class AtOnce:
 
     unique: list[int]
     duplicates: list[tuple[int, Sighting]]
-    """Rows with known IDs, each with the sighting it repeats."""
+    """Rows with known IDs, each with the sighting that it repeats."""
     repeats: list[tuple[int, int]]
-    """Rows with other IDs that occur earlier in the batch, each with the row it repeats."""
+    """Rows with other IDs that occur earlier in the batch, each with the row that it repeats."""
 
 
 def judged_at_once(
@@ -166,10 +166,10 @@ def judged_at_once(
     window: Window,
     stream_time_ms: int,
 ) -> AtOnce | None:
-    """Return the verdicts that judging record by record would give; None unless that is sure.
+    """Return the same verdicts as judging record by record; None if that is not certain.
 
-    ``known`` has the sightings of these IDs and no others, ``stream_time_ms`` is stream time after the batch. The
-    window must not extend.
+    ``known`` contains the sightings of exactly these IDs, and ``stream_time_ms`` is stream time after the batch. The
+    window must not use extension.
     """
     least_ms, greatest_ms = min(times_ms), max(times_ms)
     if least_ms < stream_time_ms - window.grace_ms or greatest_ms - least_ms >= window.guard_ms:
@@ -197,7 +197,7 @@ def judged_at_once(
 
 
 def fold(rows: Rows, rules: Rules, before: StreamTime, lookup: Lookup, *, ceiling_ms: int) -> Outcome:
-    """Return the verdicts of a batch, judged in the log's order: each record sees the sightings of those before it.
+    """Return the verdicts of a batch, judged in log order, where each record sees the sightings of earlier records.
 
     ``ceiling_ms`` is the greatest event time accepted. Raises RecordFailed if a policy says `fail`.
     """
@@ -227,7 +227,7 @@ def _is_plain(rules: Rules) -> bool:
 
 
 def screen(rows: Rows, rules: Rules, *, ceiling_ms: int) -> tuple[Outcome, set[int]]:
-    """Return an outcome with only faults and impossible times handled, and the rows not to be judged.
+    """Return an outcome that only contains faults and impossible times, and the rows that must not be judged.
 
     Raises RecordFailed if a policy says `fail`.
     """
@@ -245,16 +245,16 @@ def judge(
     stream_times: list[int],
     skipped: set[int],
 ) -> None:
-    """Add the verdicts of all rows not skipped to the outcome, each judged at its own stream time.
+    """Judge all rows that are not skipped, each at its own stream time, and add their verdicts to the outcome.
 
-    Updates `known`, except for the IDs of `outcome.singles`. For engines that group rows by ID and know the stream time
-    of each row without its neighbors. Raises RecordFailed if a policy says `fail`.
+    Updates `known`, except for the IDs of `outcome.singles`. This is for engines that group rows by ID and already know
+    the stream time of each row. Raises RecordFailed if a policy says `fail`.
     """
     _Judging(rows, rules, outcome, known).run(stream_times, skipped)
 
 
 def _faults(rows: Rows, rules: Rules, outcome: Outcome) -> set[int]:
-    """Handle rows without an ID or time; return the rows not to be judged."""
+    """Handle rows without an ID or time; return the rows that must not be judged."""
     skipped = set(rows.idle_rows)
     for row, fault in sorted(rows.extracted.faults.items()):
         if row in rows.idle_rows:
@@ -298,7 +298,7 @@ def _accepted_times(rows: Rows, rules: Rules, skipped: set[int], outcome: Outcom
 def _stream_times(
     rows: Rows, times_ms: list[int], skipped: set[int], before: StreamTime
 ) -> tuple[list[int], StreamTime]:
-    """Return stream time at every row; rows not judged repeat the previous value."""
+    """Return stream time at every row; rows that are not judged repeat the previous value."""
     if len(before.feeds) > 1 or rows.idle_rows:
         feeds = rows.feeds if len(rows.feeds) == len(times_ms) else [rows.feeds[0]] * len(times_ms)
         return before.after(
@@ -314,7 +314,7 @@ def _stream_times(
 
 
 class _Judging:
-    """One pass over a batch; `known` grows by the sightings of the batch itself."""
+    """One pass over a batch, which adds the batch's own sightings to `known`."""
 
     def __init__(self, rows: Rows, rules: Rules, outcome: Outcome, known: dict[bytes, Sightings]) -> None:
         self._rows: Final = rows
@@ -323,12 +323,12 @@ class _Judging:
         self._outcome: Final = outcome
         self._known: Final = known
         self._fresh: Final[dict[bytes, int]] = {}
-        """ID -> row, for IDs that first occur in this batch and have occurred once: most never need a Sighting."""
+        """Maps each ID that has occurred only once, in this batch, to its row; most of them never need a Sighting."""
 
     def run(self, stream_times: list[int], skipped: set[int]) -> None:
         """Judge every row that is not skipped.
 
-        The usual cases are decided in the loop itself, by the rule of `Window.decide` for a single plain interval.
+        The loop itself decides the usual cases, by the rule of `Window.decide` for a single interval.
         """
         known, fresh = self._known, self._fresh
         window, times_ms, outcome = self._window, self._outcome.judged_times_ms, self._outcome
@@ -386,7 +386,7 @@ class _Judging:
                 self._remember(key, (*known, self._sighting(row)), self._window.segment_of(time_ms))
 
     def _conflicts(self, known: Sightings, time_ms: int, stream_time_ms: int, fingerprint: bytes) -> bool:
-        """Tell whether no sighting in range has this payload; the caller knows that there is one in range."""
+        """Whether no sighting in range has this payload; the caller knows that at least one sighting is in range."""
         if not self._rules.fingerprints:
             return False
         return not isinstance(self._window.decide(time_ms, _like(known, fingerprint), stream_time_ms), Duplicate)

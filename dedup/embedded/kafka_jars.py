@@ -1,7 +1,7 @@
-"""Kafka's jars, downloaded from Maven Central once per user and cached.
+"""Downloads Kafka's jars from Maven Central once per user and caches them.
 
-`kafka-jars.lock` names every jar with its SHA-256, so what runs is what was tested: jgo's resolver only warns when a
-checksum differs. `python -m dedup.embedded.kafka_jars` prints a new lock file, resolved by jgo.
+`kafka-jars.lock` lists every jar with its SHA-256, so that the tested jars run. jgo's resolver only warns if a checksum
+differs. `python -m dedup.embedded.kafka_jars` prints a new lock file, resolved by jgo.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _ANSWER_WITHIN_S: Final = 60
 
 @dataclass(frozen=True, slots=True)
 class Jar:
-    """One line of the lock file."""
+    """A line of the lock file."""
 
     sha256: str
     size_bytes: int
@@ -50,7 +50,7 @@ class Jar:
 
 
 def cache_dir(environ: Mapping[str, str]) -> Path:
-    """Return this user's directory for Kafka's jars; it need not exist."""
+    """Return this user's directory for Kafka's jars, which may not exist yet."""
     base = environ.get("XDG_CACHE_HOME")
     root = Path(base) if base else Path.home() / ".cache"
     return root / "dedup" / f"kafka-{_KAFKA_VERSION}"
@@ -62,7 +62,7 @@ def locked_jars() -> tuple[Jar, ...]:
 
 
 def read_lock(text: str) -> tuple[Jar, ...]:
-    """Return the jars of a lock file's text: lines of SHA-256, size in bytes, coordinate."""
+    """Return the jars in a lock file's text, which has lines of SHA-256, size in bytes, and coordinate."""
     rows = (line.split() for line in text.splitlines() if line and not line.startswith("#"))
     return tuple(Jar(sha256, int(size_bytes), coordinate) for sha256, size_bytes, coordinate in rows)
 
@@ -70,7 +70,7 @@ def read_lock(text: str) -> tuple[Jar, ...]:
 def install_jars(directory: Path, progress: Progress | None = None) -> Path:
     """Download all locked jars into `directory`, unless it is complete, and return it.
 
-    Safe when several processes do it at once: one downloads, the others wait. Raises BrokerUnavailable.
+    Safe in several processes at once, because one downloads and the others wait. Raises BrokerUnavailable.
     """
     jars = locked_jars()
     if _complete(directory, jars):
@@ -134,7 +134,7 @@ def _fetch(context: MavenContext, jar: Jar) -> Path:
 
 
 class _Meter:
-    """Turns jgo's progress per file into bytes of the total."""
+    """Converts jgo's progress per file to bytes of the total."""
 
     def __init__(self, total_bytes: int, progress: Progress | None) -> None:
         self._total_bytes = total_bytes
@@ -164,7 +164,7 @@ def locked(artifact: Artifact) -> Jar:
 
 
 def _print_lock_file() -> None:
-    """Print the roots and everything they need at run time, each downloaded to compute its SHA-256."""
+    """Print the roots and their runtime dependencies, each downloaded to compute its SHA-256."""
     with tempfile.TemporaryDirectory() as temporary:
         context = _maven(Path(temporary), _Meter(0, None))
         roots = [context.create_dependency(replace(Coordinate.parse(root), scope="compile")) for root in _ROOTS]

@@ -1,4 +1,4 @@
-"""A real Apache Kafka on this machine: one KRaft node, broker and controller in one process."""
+"""A real Apache Kafka on this machine, with one KRaft node that is broker and controller in one process."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from dedup.embedded.kafka_jars import Progress, cache_dir, install_jars
 from dedup.errors import BrokerUnavailable, InvariantBroken
 
 Profile = Literal["test", "bench"]
-"""test: starts soonest. bench: Kafka's own choice of compiler and collector."""
+"""``test`` starts fastest; ``bench`` uses Kafka's own choice of compiler and collector."""
 
 HOST: Final = "127.0.0.1"
 _STARTED: Final = "Kafka Server started"
 _STARTS_WITHIN_S: Final = 60.0
 _STOPS_WITHIN_S: Final = 60.0  # half a second on an idle machine; 4 s where Java writes its class archive
 _CLEAN_EXITS: Final = frozenset({0, 143})
-"""Exit codes of a Java that has ended by itself, or after SIGTERM."""
+"""Exit codes of a Java process that has ended normally or after SIGTERM."""
 _POLL_EVERY_S: Final = 0.02
 _PORT_TRIES: Final = 3
 
@@ -80,7 +80,7 @@ class ProxiedListener:
 
 @dataclass(frozen=True, slots=True)
 class QuorumMember:
-    """One node of a cluster of several; its ports are chosen before the first node starts, so that all know them."""
+    """A node of a cluster; its ports are chosen before the first node starts, so that all nodes know them."""
 
     node_id: int
     cluster_id: str
@@ -91,12 +91,12 @@ class QuorumMember:
 
 
 class EmbeddedKafka:
-    """One Kafka node in its own process, which ends when this process does, however this process ends.
+    """A Kafka node in its own process, which ends when this process ends for any reason.
 
-    Blocking; not for use from two threads at once. `port` 0 takes a free one. Without `data_dir` the data live in a
-    temporary directory, which `stop()` removes. `proxied` adds that many listeners for fault proxies. Without `member`
-    the node is a cluster by itself. Every method raises BrokerUnavailable when Java or the jars are not available, or
-    the node does not start.
+    It blocks, and must not be used from two threads at once. `port` 0 chooses a free port. Without `data_dir`, the data
+    is in a temporary directory, which `stop()` removes. `proxied` adds that many listeners for fault proxies. Without
+    `member`, the node is a cluster of one. Every method raises BrokerUnavailable if Java or the jars are not available
+    or the node does not start.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class EmbeddedKafka:
 
     @property
     def bootstrap(self) -> str:
-        """Return ``host:port`` for clients; known once started, the same after a restart."""
+        """Return ``host:port`` for clients, which is known after the start and stays the same after a restart."""
         return f"{HOST}:{self._port(0)}"
 
     @property
@@ -135,12 +135,12 @@ class EmbeddedKafka:
 
     @property
     def log_file(self) -> Path:
-        """Return the node's log file, which all its starts append to."""
+        """Return the node's log file, to which each start appends."""
         return self._directory() / "kafka.log"
 
     @property
     def running(self) -> bool:
-        """Return whether the process has not exited yet; a paused one has not."""
+        """Return whether the process is still running; a paused process counts as running."""
         return self._process is not None and self._process.running
 
     @property
@@ -149,7 +149,7 @@ class EmbeddedKafka:
         return self._process
 
     def start(self) -> Self:
-        """Start the node and wait until it answers clients: about 2 s, and some seconds more where jars are missing."""
+        """Start the node and wait until it responds to clients; takes about 2 s, and longer if jars are missing."""
         if self.running:
             raise InvariantBroken("this embedded Kafka already runs; call stop() or kill() first")
         self.kill()  # cleans up after a node that died by itself
@@ -171,27 +171,27 @@ class EmbeddedKafka:
         raise InvariantBroken("unreachable: the last attempt returns or raises")
 
     def check(self) -> None:
-        """Raise BrokerUnavailable, with the end of the node's log, when it died."""
+        """Raise BrokerUnavailable, with the end of the node's log, if the node has died."""
         if not self.running:
             raise BrokerUnavailable(
-                f"The embedded Kafka ended by itself. The end of {self.log_file}:\n{self._log_tail(0)}\n"
+                f"The embedded Kafka ended unexpectedly. The end of {self.log_file}:\n{self._log_tail(0)}\n"
                 f"Fix what it names and start again."
             )
 
     def stop(self) -> None:
-        """Shut the node down in good order and delete temporary data; its ports are free afterwards. Idempotent."""
+        """Shut the node down cleanly and delete temporary data; its ports are free afterward. Idempotent."""
         self._shut_down()
         if self._given_dir is None and self._dir is not None:
             shutil.rmtree(self._dir, ignore_errors=True)
             self._dir, self._ports = None, ()
 
     def kill(self) -> None:
-        """Kill the node by SIGKILL; its data stay for restart()."""
+        """Kill the node with SIGKILL; its data is kept for restart()."""
         if self._process is not None:
             self._ended(self._process.kill())
 
     def restart(self) -> None:
-        """Shut the node down if it runs, and start it at the same addresses with the same data."""
+        """Shut the node down if it runs, and start it with the same addresses and the same data."""
         self._shut_down()
         self.start()
 
@@ -305,20 +305,20 @@ class EmbeddedKafka:
 
 @dataclass(frozen=True, slots=True)
 class ClassArchive:
-    """The archive of Kafka's parsed and verified classes (JEP 350) that one node starts with, or creates.
+    """The archive of Kafka's parsed and verified classes (JEP 350), which a node uses or creates.
 
-    Java writes it when a user's first node shuts down in good order, which takes that node some 4 s longer; later nodes
-    map it. It holds for one Java and one set of jars; without it nodes start as usual. Measured on 2 cores: a start in
-    1.8 s and 1.5 CPU-s instead of 3.8 s and 2.6 CPU-s, for a file of 49 MB.
+    Java writes it when a user's first node shuts down cleanly, which takes about 4 s longer; later nodes map it. It is
+    valid for one Java version and one set of jars. Without it, nodes start as usual. On 2 cores, a start took 1.8 s and
+    1.5 CPU-s instead of 3.8 s and 2.6 CPU-s, with a file of 49 MB.
     """
 
     file: Path
     made: Path | None
-    """Where this node's Java writes an archive when it exits; None where there is one already."""
+    """The path to which this node's Java writes an archive at exit; None if there already is one."""
 
     @classmethod
     def of(cls, java: Path, jars: Path) -> Self:
-        """Return the archive of a Java and a directory of jars; it need not exist."""
+        """Return the archive for a Java and a directory of jars, which may not exist yet."""
         file = jars.parent / f"{jars.name}-classes-{_digest(java, jars)}.jsa"
         return cls(file, None if file.is_file() else file.with_name(f"{file.name}.{os.getpid()}-{os.urandom(4).hex()}"))
 
@@ -331,7 +331,7 @@ class ClassArchive:
         return (f"-XX:ArchiveClassesAtExit={self.made}", silent)
 
     def keep(self, exit_code: int) -> None:
-        """Publish the archive that the node has written, or delete what a killed node has left."""
+        """Publish the archive that the node has written, or delete the incomplete one of a killed node."""
         if self.made is None:
             return
         if exit_code in _CLEAN_EXITS and self.made.is_file():
@@ -342,7 +342,7 @@ class ClassArchive:
 
 
 def _digest(java: Path, jars: Path) -> str:
-    """Return a digest of what makes Java refuse an archive: another Java, or a changed jar."""
+    """Return a digest of the Java version and the jars, because Java refuses an archive if any of them changes."""
     digest = blake2b(digest_size=8)
     release = java.resolve().parents[1] / "release"
     digest.update(release.read_bytes() if release.is_file() else str(java.resolve()).encode())
@@ -353,10 +353,10 @@ def _digest(java: Path, jars: Path) -> str:
 
 
 def free_ports(count: int) -> tuple[int, ...]:
-    """Return ports that nothing listens on now, all below the range that the system assigns to outgoing connections.
+    """Return ports on which nothing listens, below the range that the system assigns to outgoing connections.
 
-    A client that keeps trying to reach a dead broker on a port in that range can be assigned this port as its own,
-    connect to itself, and so keep the broker from ever coming back.
+    A client that keeps trying to reach a dead broker on a port in that range may get this port as its own, connect to
+    itself, and thereby prevent the broker from ever restarting.
     """
     ports: set[int] = set()
     while len(ports) < count:
@@ -384,9 +384,9 @@ def _logging_options() -> tuple[str, ...]:
 
 
 def _bootstrap_checkpoint(java: Path, jars: Path) -> Path:
-    """Return the file with the feature levels of a new cluster; Kafka's storage tool writes it once.
+    """Return the file with the feature levels of a new cluster, which Kafka's storage tool writes once.
 
-    The tool takes a second for each new data directory, and this file is the same in all of them.
+    The tool would take a second for each new data directory, although the file is always the same.
     """
     kept = jars / "bootstrap.checkpoint"
     if kept.exists():
@@ -416,7 +416,7 @@ def _bootstrap_checkpoint(java: Path, jars: Path) -> Path:
 
 
 def new_id() -> str:
-    """Return a new cluster or directory id: Kafka's Uuid text, 16 bytes in URL-safe base 64."""
+    """Return a new cluster or directory id as Kafka's Uuid text, which is 16 bytes in URL-safe base 64."""
     # An id that starts with a dash would look like an option.
     while True:
         text = base64.urlsafe_b64encode(uuid.uuid4().bytes).decode().rstrip("=")

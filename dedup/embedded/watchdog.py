@@ -1,8 +1,8 @@
 """A process that runs one program and kills it when the process that started the watchdog ends.
 
 It is started by path with `python -I -S` and imports only the standard library, so it starts in about 20 ms. The parent
-holds the other end of its stdin: each byte is an order (see ORDERS), and the end of the stream means that the parent
-has ended. On Linux the kernel also kills the program if the watchdog itself is killed.
+holds the other end of its stdin. Each byte is an order (see ORDERS), and the end of the stream means that the parent
+has ended. On Linux, the kernel also kills the program if the watchdog itself is killed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _PR_SET_PDEATHSIG: Final = 1
 
 
 def main(command: list[str]) -> int:
-    """Run the program to its end; return its exit code, 128 + the signal's number if one killed it."""
+    """Run the program to its end; return its exit code, or 128 + the number of the signal that killed it."""
     parent = os.getppid()
     ended, wakeup = os.pipe()
     os.set_blocking(wakeup, False)
@@ -55,7 +55,7 @@ def main(command: list[str]) -> int:
 
 
 def _tie_to_parent() -> Callable[[], None] | None:
-    """Return a function that makes a new process die with this one; None where the kernel cannot do that."""
+    """Return a function that makes a new process die with this one; None if the kernel cannot do that."""
     if sys.platform != "linux":
         return None
     import ctypes  # noqa: PLC0415  other systems may lack it

@@ -1,7 +1,7 @@
-"""Asks what a principal may do and what a broker supports, without disturbing anything that runs.
+"""Checks what a principal may do and what a broker supports, without disturbing running workers.
 
-Brokers say which operations a caller may perform on topics and groups (KIP-430). For transactional ids they do not:
-the only way to find out is an `InitProducerId`, under an id that no task has, so that it fences nobody.
+Brokers say which operations a caller may perform on topics and groups (KIP-430). They do not say this for transactional
+ids. The only test is to send an `InitProducerId` with an id that no task uses, so that it fences nobody.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ REFUSED_ID: Final = 53
 TIMEOUT_TOO_LONG: Final = 50
 LOOK_AGAIN_S: Final = 0.2
 _OPERATIONS: Final = {3: "Read", 4: "Write", 5: "Create", 6: "Delete", 8: "Describe", 10: "DescribeConfigs"}
-"""Kafka's numbers of operations, which are bit positions in an answer."""
+"""Kafka's operation numbers, which are also their bit positions in a response."""
 _NOT_IMPLYING_DESCRIBE: Final = frozenset({"DescribeConfigs"})
 _NEEDED: Final[tuple[type[Any], ...]] = (
     ProduceRequest,
@@ -59,7 +59,7 @@ _NEEDED: Final[tuple[type[Any], ...]] = (
 
 
 class Rights:
-    """Asks over one connection; use with ``async with``. Every method raises BrokerUnavailable."""
+    """Sends its requests over one connection; use it with ``async with``. Every method raises BrokerUnavailable."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection: Final = connection
@@ -85,7 +85,7 @@ class Rights:
         return tuple(sorted(named))
 
     async def lacking(self) -> dict[str, list[str]]:
-        """Return, per broker, the requests that we send and it does not know, or not in a version that we do.
+        """Return, for each broker, the requests that it does not support in any version that dedup sends.
 
         Raises BrokerUnavailable.
         """
@@ -126,7 +126,7 @@ class Rights:
         return _operations(0 if code == _REFUSED_GROUP else operations)
 
     async def try_transactional_id(self, name: str, timeout_ms: int) -> int:
-        """Return the error code that `InitProducerId` gets; it fences any other user of this id."""
+        """Send an `InitProducerId`, which fences any other user of this id, and return its error code."""
         node = await self._coordinator(CoordinationType.TRANSACTION, name)
         if node is None:
             return REFUSED_ID
@@ -134,7 +134,7 @@ class Rights:
         return int(answer.error_code)
 
     async def _coordinator(self, kind: int, key: str) -> int | None:
-        """Return the coordinator; None if the caller may not ask for it."""
+        """Return the group coordinator; None if the caller is not authorized to look it up."""
         deadline_s = asyncio.get_running_loop().time() + self._connection.request_timeout_ms / 1000
         while True:
             try:

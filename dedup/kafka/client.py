@@ -1,7 +1,7 @@
-"""A Kafka cluster behind aiokafka's client: each method of `Wire` as one request, and the fetch that readers share.
+"""Implements `Wire` with aiokafka's client, one request per method, and the fetch that all readers share.
 
-aiokafka's own producer is not used: it silently repeats EndTxn, commits past a refused record and has no deadlines
-(docs/decisions/0002-own-transactions.md). Its client, protocol structures and record batches are used.
+It uses aiokafka's client, protocol structures, and record batches. It does not use aiokafka's producer, which silently
+repeats EndTxn, commits in spite of a rejected record, and has no deadlines (docs/decisions/0002-own-transactions.md).
 """
 
 from __future__ import annotations
@@ -68,17 +68,19 @@ _TOPIC_RESOURCE: Final = 2
 _LEADER_MOVED: Final = frozenset({3, 5, 6, 9, 13, 56, 74, 75})
 _LOOK_AGAIN_S: Final = 0.05
 _RESTORE_LANE: Final = "restore"
-"""A connection of its own: a broker answers the requests of one connection one after the other."""
+"""These requests use a separate connection, because a broker processes the requests of one connection one at a time."""
 _METADATA_LANE: Final = "metadata"
 _METADATA_WITHIN_S: Final = 2.0
-"""Every broker can answer, so a frozen one must not hold up every commit."""
+"""Any broker can respond, so a frozen broker must not delay every commit."""
 _THROTTLE_BYTES: Final = 4
 _DIVERGING_EPOCH: Final = 0
-"""Tag of a fetch answer: the epoch and the offset at which the broker's log differs from the one that was read."""
+"""Tag in a fetch response that contains the epoch and the offset at which the broker's log diverges from the log that
+was read.
+"""
 
 
 class _UnparsedMetadata(Response):  # type: ignore[misc]  # untyped base
-    """`MetadataResponse_v10` as bytes: asked for at each commit, and nearly always equal to the one before."""
+    """`MetadataResponse_v10` as bytes. Each commit requests it, and it nearly always equals the previous one."""
 
     API_KEY = MetadataResponse_v10.API_KEY
     API_VERSION = MetadataResponse_v10.API_VERSION
@@ -86,19 +88,19 @@ class _UnparsedMetadata(Response):  # type: ignore[misc]  # untyped base
 
     def __init__(self, body: bytes) -> None:
         self.body: Final = body
-        """All but the throttle time."""
+        """The response without the throttle time."""
 
     def __repr__(self) -> str:
         return f"_UnparsedMetadata({len(self.body)} bytes)"
 
     @classmethod
     def decode(cls, data: BytesIO | bytes) -> Self:
-        """Keep the answer as it is."""
+        """Keep the response as bytes."""
         body = data if isinstance(data, bytes) else data.read()
         return cls(body[_THROTTLE_BYTES:])
 
     def topics(self) -> dict[str, TopicNow | int]:
-        """Return each topic asked for, or the error code in its place."""
+        """Return each requested topic, or its error code."""
         answer: Any = MetadataResponse_v10.decode(BytesIO(bytes(_THROTTLE_BYTES) + self.body))
         return {
             name: code or TopicNow(hex_id(high, low), len(partitions))
@@ -111,13 +113,13 @@ class _UnparsedMetadataRequest(MetadataRequest_v10):
 
 
 class _OneVersion:
-    """Stands in for aiokafka's `Request`, which would choose among several versions of a structure."""
+    """Replaces aiokafka's `Request`, which would choose among several versions of a structure."""
 
     def __init__(self, structure: Any) -> None:  # noqa: ANN401  # untyped protocol structures
         self._structure: Final = structure
 
     def prepare(self, versions: Mapping[int, tuple[int, int]]) -> Any:  # noqa: ANN401  # untyped protocol structures
-        """Return the structure; raises IncompatibleBrokerVersion where the broker does not know its version."""
+        """Return the structure; raises IncompatibleBrokerVersion if the broker does not support its version."""
         structure = self._structure
         least, most = versions.get(structure.API_KEY, (0, -1))
         if not least <= structure.API_VERSION <= most:
@@ -126,7 +128,7 @@ class _OneVersion:
 
 
 def sendable(request: Any) -> Any:  # noqa: ANN401  # untyped protocol structures
-    """Return what aiokafka's clients accept: a structure is sent in its own version or not at all."""
+    """Wrap a structure so that aiokafka's clients send it in exactly this version or not at all."""
     return _OneVersion(request) if isinstance(request, RequestStruct) else request
 
 
@@ -136,7 +138,7 @@ def hex_id(high: int, low: int) -> str:
 
 
 class KafkaWire:
-    """A cluster behind one aiokafka client, which all sessions and readers of a process share."""
+    """A cluster accessed through one aiokafka client, which all sessions and readers of a process share."""
 
     leader_moved: Final = _LEADER_MOVED
 
@@ -145,14 +147,14 @@ class KafkaWire:
         self._client: AIOKafkaClient
         self._coordinators: dict[tuple[int, str], int] = {}
         self._topics: dict[tuple[str, ...], tuple[bytes, Mapping[str, TopicNow | int]]] = {}
-        """Topic names -> the last answer about them, as bytes and parsed."""
+        """Maps topic names to the last response about them, as bytes and parsed."""
         self._topic_ids: dict[str, str] = {}
         """The ids of pinned topics."""
 
     async def start(self) -> None:
-        """Connect; raises BrokerUnavailable when no broker answers within the connection's patience.
+        """Connect; raises BrokerUnavailable if no broker responds within the connection's time limit.
 
-        What waiting cannot cure, such as a wrong password or an untrusted certificate, is raised at once.
+        Errors that waiting cannot resolve, such as a wrong password or an untrusted certificate, are raised at once.
         """
         client = AIOKafkaClient(**self.connection.client_options())
         deadline = asyncio.get_running_loop().time() + self.connection.patience_ms / 1000
@@ -239,7 +241,7 @@ class KafkaWire:
         return ProduceRequest_v8(transactional_id, _ACKS_ALL, timeout_ms, list(by_topic.items()))
 
     async def _write_produce(self, node: int, request: ProduceRequest_v8) -> asyncio.Future[Any]:
-        """Return once the request is in the connection's buffer, so that one caller's requests keep their order."""
+        """Return when the request is in the connection's buffer, so that one caller's requests keep their order."""
         if not await self._client.ready(node, group=ConnectionGroup.DEFAULT):
             raise NoAnswer(f"broker {node} is not reachable")
         # The client's `send` would wait for the answer before the next request could follow.
@@ -336,7 +338,7 @@ class KafkaWire:
         return offset if offset >= 0 else None
 
     async def topics(self, names: tuple[str, ...]) -> Mapping[str, TopicNow | int]:
-        """See `Wire`; asks any broker."""
+        """See `Wire`; any broker may respond."""
         node = self._client.get_random_node()
         if node is None:
             raise NoAnswer("no broker is known")
@@ -352,7 +354,7 @@ class KafkaWire:
         return known[1]
 
     async def stable_end(self, source: TopicPartition) -> int:
-        """Return the last stable offset: below it every transaction has ended. Raises NoAnswer."""
+        """Return the last stable offset, below which every transaction has ended. Raises NoAnswer."""
         return await self._list_offset(source, _LATEST, READ_COMMITTED)
 
     async def _list_offset(self, source: TopicPartition, timestamp: int, isolation: int = READ_UNCOMMITTED) -> int:
@@ -365,7 +367,7 @@ class KafkaWire:
         return int(offset)
 
     async def fetch(self, source: TopicPartition, offset: int, *, max_bytes: int, wait_ms: int) -> Fetched:
-        """See `Wire`; raises StateIncompatible where the offset is no longer in the log, or the topic was replaced."""
+        """See `Wire`; raises StateIncompatible if the offset is no longer in the log or the topic was replaced."""
         topic_id = self._topic_ids.get(source.topic)
         if topic_id is not None:
             return await self._fetch_by_id(source, offset, topic_id, max_bytes, wait_ms)
@@ -400,8 +402,8 @@ class KafkaWire:
             now = (await self.topics((source.topic,)))[source.topic]
             if isinstance(now, TopicNow) and now.topic_id != topic_id:
                 raise StateIncompatible(
-                    f"topic {source.topic!r} was deleted and made again while it was read: it had id {topic_id} and "
-                    f"has id {now.topic_id} now. Nothing of the new topic was read; start over with `dedup reset`."
+                    f"topic {source.topic!r} was deleted and recreated while it was read: it had id {topic_id} and "
+                    f"has id {now.topic_id} now. No record of the new topic was read; start over with `dedup reset`."
                 )
             raise NoAnswer(f"broker {node} does not know {source.topic} (code {part.error_code})")
         if part.error_code:
@@ -413,9 +415,9 @@ class KafkaWire:
     async def fetch_partitions(
         self, node: int, wanted: Sequence[FetchFrom], *, wait_ms: int, least_bytes: int, most_bytes: int, lane: str
     ) -> tuple[int, list[FetchedPartition]]:
-        """Fetch committed records from a broker, which fills its answer in the order of ``wanted``.
+        """Fetch committed records from a broker, which fills its response in the order of ``wanted``.
 
-        Returns the error code of the whole answer, and the partitions in it. Raises NoAnswer.
+        Returns the error code of the whole response and the partitions in it. Raises NoAnswer.
         """
         by_topic: defaultdict[str, list[tuple[Any, ...]]] = defaultdict(list)
         for topic_id, partition, position, leader_epoch, most in wanted:
@@ -451,7 +453,7 @@ class KafkaWire:
         )
 
     async def leader(self, target: TopicPartition) -> int:
-        """Return the broker that leads a partition; raises NoAnswer while none does."""
+        """Return the leader of a partition; raises NoAnswer while it has none."""
         leader = self._client.cluster.leader_for_partition(target)
         if leader is None or leader == -1:
             await self._client.add_topic(target.topic)
@@ -475,7 +477,10 @@ class KafkaWire:
             raise
 
     async def _coordinator(self, kind: int, key: str) -> int:
-        """Find a coordinator, asking again while the cluster has none, which is safe: nothing was sent to it yet."""
+        """Find a coordinator, and retry while the cluster has none.
+
+        Retrying is safe because nothing was sent to it yet.
+        """
         known = self._coordinators.get((kind, key))
         if known is not None:
             return known
@@ -495,7 +500,7 @@ class KafkaWire:
 
     @property
     def one_broker(self) -> bool:
-        """Whether the cluster has a single broker, so that no other broker can become a leader."""
+        """Whether the cluster has only one broker, so that no other broker can become a leader."""
         return len(self._client.cluster.brokers()) <= 1
 
     async def refresh(self) -> None:
@@ -503,7 +508,10 @@ class KafkaWire:
         await self._client.force_metadata_update()
 
     async def send(self, node: int, request: Any, group: Any) -> Any:  # noqa: ANN401  # untyped protocol structures
-        """Send one request on the connection of a lane; raises NoAnswer, or BrokerUnavailable for an old broker."""
+        """Send one request on the connection of a lane.
+
+        Raises NoAnswer, or BrokerUnavailable if the broker is too old.
+        """
         try:
             return await self._client.send(node, sendable(request), group=group)
         except (kafka_errors.IncompatibleBrokerVersion, NotImplementedError) as error:
@@ -515,7 +523,7 @@ class KafkaWire:
 
 
 def _close_if_silent(connection: Any, answer: asyncio.Future[Any]) -> None:  # noqa: ANN401  # untyped client
-    """Close a connection that gives no answer in time; otherwise every new epoch would use it again."""
+    """Close a connection on which no response arrives in time; otherwise every new epoch would reuse it."""
     if not answer.cancelled() and isinstance(answer.exception(), TimeoutError):
         connection.close(reason=CloseReason.CONNECTION_TIMEOUT)
 

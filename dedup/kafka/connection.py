@@ -1,4 +1,4 @@
-"""How to reach and authenticate the cluster: the settings as options of aiokafka's clients."""
+"""Converts the settings for reaching and authenticating a cluster to options of aiokafka's clients."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _PATIENCE_MS: Final = 30_000
 
 
 class _Token(AbstractTokenProvider):  # type: ignore[misc]  # untyped base
-    """Gives every connection the token in the settings."""
+    """Provides the token in the settings to every connection."""
 
     def __init__(self, secret: Secret) -> None:
         self._secret: Final = secret
@@ -28,14 +28,14 @@ class _Token(AbstractTokenProvider):  # type: ignore[misc]  # untyped base
 
 @dataclass(frozen=True, slots=True)
 class Connection:
-    """One cluster and the credentials for it."""
+    """A cluster and its credentials."""
 
     brokers: tuple[str, ...]
     security: Security
     client_id: str = "dedup"
     request_timeout_ms: int = _REQUEST_TIMEOUT_MS
     patience_ms: int = _PATIENCE_MS
-    """How long a start waits for a broker before giving up."""
+    """How long a startup waits for a broker before it fails."""
 
     @classmethod
     def of(cls, settings: Settings, *, client_id: str = "dedup") -> Connection:

@@ -1,7 +1,8 @@
-"""Reads feeding partitions as columns, and checks that their topics have not changed meanwhile.
+"""Reads feeding partitions as columns, and checks that their topics have not changed in the meantime.
 
-One fetch per broker is in flight while the records of the last one are judged. aiokafka's consumer keeps the group
-membership, but its fetcher makes an object of twelve fields from every record, which took a quarter of the whole loop.
+One fetch per broker is in flight while the records of the previous one are judged. aiokafka's consumer maintains the
+group membership. Its fetcher is not used, because it creates an object with twelve fields for every record, which took
+a quarter of the event loop's time.
 """
 
 from __future__ import annotations
@@ -25,47 +26,50 @@ if TYPE_CHECKING:
 
 UNAUTHORIZED: Final = 29
 _LEAST_GAP_S: Final = 0.01
-"""Between an answer and the next question; tasks that commit meanwhile share that question."""
+"""The pause between a response and the next request; tasks that commit in the meantime share that request."""
 PAUSE_MS: Final = 100
 MOST_PAUSES: Final = 200
-"""About 20 s without an answer; then the transaction is given up."""
+"""After about 20 s without a response, the transaction is abandoned."""
 _MOST_ABSENT: Final = 20
-"""A broker that has just started may know no topic for a moment; nothing is committed meanwhile."""
+"""A broker that has just started may briefly know no topics; nothing is committed in the meantime."""
 _PARTITION_BYTES: Final = 1 << 20
 _REQUEST_BYTES: Final = 16 << 20
 _OUT_OF_RANGE: Final = 1
 _AGAIN_PAUSE_MS: Final = 100
 MOST_DOUBTS: Final = 3
-"""Consecutive answers that the log does not hold a position, before they are believed."""
+"""Number of consecutive responses that must say that the log does not hold a position before they are believed."""
 _FEED_LANE: Final = "feed"
 _FLOW_BYTES: Final = 512 << 10
-"""While records flow, a broker waits a moment for this much: a batch of a few rows costs nearly what hundreds do."""
+"""While records arrive, a broker waits briefly for this many bytes, because a batch of a few rows costs nearly as much
+as one of hundreds.
+"""
 
 
 class TopicCheck:
-    """Checks that topics are the ones a process started with: not deleted, recreated or given more partitions.
+    """Checks that topics were not deleted, recreated, or given more partitions since the process started.
 
-    A worker reads by topic id, so it never reads records of a recreated topic. But it must not commit what it judged
-    under an assignment of IDs to partitions that no longer holds: a producer that knows of new partitions may send an
-    ID elsewhere, among the old partitions too. So every transaction asks, after its last fetch and before its end,
-    whether the topics are unchanged. Tasks that commit at the same time share one question.
+    A worker reads by topic id, so it never reads records of a recreated topic. But it must also not commit what it
+    judged if partitions were added, because a producer that knows of the new partitions may send an ID to a different
+    partition, old or new. So every transaction checks, after its last fetch and before its end, that the topics are
+    unchanged. Tasks that commit at the same time share one request.
 
-    It goes to one broker, which learns of a change from the controller's log. A record that a producer has placed by
-    a partition count that this broker does not know yet goes unnoticed; Kafka has no request that would tell.
+    The request is sent to one broker, which learns of changes from the controller's log. If a producer has placed a
+    record by a partition count that this broker does not know yet, the check does not notice it; Kafka has no request
+    that would reveal it.
     """
 
     def __init__(self, wire: Wire, expected: Mapping[str, TopicNow]) -> None:
         self._wire: Final = wire
         self._expected: Final = dict(expected)
         self._names: Final = tuple(sorted(expected))
-        """Always asked for in the same order, so that equal answers are equal bytes."""
+        """Always requested in the same order, so that equal responses are equal bytes."""
         self._asking: asyncio.Task[None] | None = None
         self._next: asyncio.Task[None] | None = None
-        """Not sent yet, so its answer will be newer than any call made now."""
+        """A request that is not sent yet, so its response will be newer than any call made now."""
 
     @classmethod
     async def of(cls, wire: Wire, *names: str) -> Self:
-        """Return a check that topics stay as they are now; raises BrokerUnavailable where one cannot be described."""
+        """Return a check that topics stay as they are now; raises BrokerUnavailable if one cannot be described."""
         expected: dict[str, TopicNow] = {}
         for name in names:
             for _ in range(MOST_PAUSES):
@@ -83,18 +87,18 @@ class TopicCheck:
 
     @property
     def topic_ids(self) -> dict[str, str]:
-        """Topic name -> the id it must have."""
+        """Maps each topic name to the id that it must have."""
         return {name: topic.topic_id for name, topic in self._expected.items()}
 
     async def look(self) -> None:
-        """Raise StateIncompatible if a topic has changed; return if none has, or if no broker answers."""
+        """Raise StateIncompatible if a topic has changed; return if none has changed or no broker responds."""
         await self._ask(most_silent=1)
 
     async def confirm(self) -> None:
-        """Confirm, as of a moment after the call, that every topic has the id and the number of partitions it had.
+        """Confirm with a request sent after the call that every topic still has its id and its number of partitions.
 
-        Raises StateIncompatible if one has changed, BrokerUnavailable if we are not allowed to ask, CommitUnknown if
-        no broker answers for about 20 s.
+        Raises StateIncompatible if one has changed, BrokerUnavailable if the worker is not authorized to ask, and
+        CommitUnknown if no broker responds for about 20 s.
         """
         if self._next is None:
             self._next = asyncio.create_task(self._ask_after(self._asking), name="topic check")
@@ -111,7 +115,7 @@ class TopicCheck:
             raise CommitUnknown(f"no broker has described the topics for {MOST_PAUSES * PAUSE_MS // 1000} s.")
 
     async def _ask(self, *, most_silent: int) -> bool:
-        """Return True once a broker says that nothing has changed, False after ``most_silent`` attempts without it."""
+        """Return True when a broker reports no change, False after ``most_silent`` attempts without such a response."""
         silent = absent = 0
         loop = asyncio.get_running_loop()
         until_s = loop.time() + MOST_PAUSES * PAUSE_MS / 1000
@@ -133,7 +137,7 @@ class TopicCheck:
         return False
 
     def _settled(self, name: str, found: TopicNow | int) -> bool:
-        """Return True if the topic is unchanged, False if the broker has to be asked again."""
+        """Return True if the topic is unchanged, False if the request must be repeated."""
         expected = self._expected[name]
         match found:
             case TopicNow(topic_id, _) if topic_id != expected.topic_id:
@@ -152,22 +156,22 @@ class TopicCheck:
 
 
 def _looked_at(asked: asyncio.Task[None]) -> None:
-    """Mark a failure as seen: if all who waited are gone, the next question will show it."""
+    """Mark an exception as retrieved; if nobody waits for it any more, the next request will raise it again."""
     if not asked.cancelled():
         asked.exception()
 
 
 def _deleted(name: str) -> StateIncompatible:
     return StateIncompatible(
-        f"topic {name!r} was deleted while this worker used it. What was committed before stays; nothing more was "
-        f"committed. If it is created again, it is another topic: start over with `dedup reset`."
+        f"topic {name!r} was deleted while this worker used it. Earlier commits are kept; nothing more was committed. "
+        "If it is recreated, it is a different topic: start over with `dedup reset`."
     )
 
 
 def _another(name: str, had: str, has: str) -> StateIncompatible:
     return StateIncompatible(
-        f"topic {name!r} was deleted and made again while this worker used it: it had id {had} and has id {has} now. "
-        f"What was committed before stays; nothing of the new topic was judged. Start over with `dedup reset`."
+        f"topic {name!r} was deleted and recreated while this worker used it: it had id {had} and has id {has} now. "
+        f"Earlier commits are kept; no record of the new topic was judged. Start over with `dedup reset`."
     )
 
 
@@ -180,45 +184,45 @@ def _grown(name: str, had: int, has: int) -> StateIncompatible:
 
 
 class FeedEnd(NamedTuple):
-    """Where a partition ends, for all readers and for readers of committed records."""
+    """The end offsets of a partition, for all readers and for `read_committed` readers."""
 
     high_watermark: int
     last_stable_offset: int
     seen_s: float
-    """When the leader answered, by the event loop's clock."""
+    """When the leader responded, by the event loop's clock."""
 
 
 @dataclass(slots=True, eq=False)
 class Reading:
-    """One reading of a partition, from a `begin` to the next."""
+    """The state of reading a partition, from one `begin` to the next."""
 
     topic_id: str
     position: int
     """The next offset to fetch."""
     leader_epoch: int
-    """Of the record before the position; -1 if unknown."""
+    """Leader epoch of the record before the position; -1 if unknown."""
     life: int
     """Unique to this reading."""
     over: bool = False
     """True once the partition is no longer read, or is read anew: what this reading fetched must not be judged."""
     doubts: int = 0
-    """Consecutive answers that the log does not hold the position."""
+    """Number of consecutive responses that said that the log does not hold the position."""
 
 
 class Answer(NamedTuple):
-    """The records of one partition in a fetch answer."""
+    """The records of one partition in a fetch response."""
 
     source: TopicPartition
     columns: Columns
-    """Empty where the answer held only markers and aborted records."""
+    """Empty if the response held only markers and aborted records."""
     begun: int
-    """The offset asked for, which is where the previous answer ended."""
+    """The requested offset, which is where the previous response ended."""
     next_offset: int
-    """The offset after the records, and after markers and aborted records behind them."""
+    """The offset after the records and after any markers and aborted records that follow them."""
     reading: Reading
     """The reading it belongs to."""
     leader_epoch: int
-    """Of all records of the answer; -1 where they differ."""
+    """Leader epoch of all records in the response; -1 if they differ."""
 
 
 class FeedFetcher:
@@ -227,28 +231,28 @@ class FeedFetcher:
     def __init__(self, wire: KafkaWire, check: TopicCheck, *, wait_ms: int, gather_ms: int = 0) -> None:
         self._wire: Final = wire
         self._check: Final = check
-        """Tells what became of a topic that a broker does not know."""
+        """Finds out what happened to a topic that a broker does not know."""
         self._topic_ids: Final = check.topic_ids
         self._wait_ms: Final = wait_ms
-        """How long a broker may wait for a first record."""
+        """Maximum time that a broker may wait for the first record."""
         self._gather_ms: Final = gather_ms
-        """How long a broker may wait for more while records flow."""
+        """Maximum time that a broker may wait for more data while records arrive."""
         self._flowing: Final[set[int]] = set()
-        """Brokers whose last answer held records."""
+        """Brokers whose last response contained records."""
         self._readings: dict[TopicPartition, Reading] = {}
         self._ends: dict[TopicPartition, FeedEnd] = {}
         self._flights: dict[int, asyncio.Task[list[Answer]]] = {}
         self._looking: asyncio.Task[None] | None = None
         self.life = 0
-        """Changes with every `forget`, so that answers requested before it are thrown away."""
+        """Changes with every `forget`, so that responses to earlier requests are discarded."""
         self._lives = 0
         self._turn = 0
 
     def begin(self, source: TopicPartition, offset: int, *, leader_epoch: int = NO_EPOCH) -> int:
-        """Read a partition from an offset on; return the life of this reading.
+        """Start to read a partition at an offset, and return the number that identifies this reading.
 
-        ``leader_epoch`` is that of the record before the offset, as committed with it. Answers that belong to an
-        older reading of the partition are thrown away.
+        ``leader_epoch`` is the epoch of the record before the offset, as committed with the offset. Responses that
+        belong to an older reading of the partition are discarded.
         """
         self.halt(source)
         self._lives += 1
@@ -256,13 +260,13 @@ class FeedFetcher:
         return self._lives
 
     def halt(self, source: TopicPartition) -> None:
-        """Stop reading a partition; answers still in flight are thrown away."""
+        """Stop reading a partition; responses still in flight are discarded."""
         reading = self._readings.pop(source, None)
         if reading is not None:
             reading.over = True
 
     def forget(self) -> None:
-        """Stop reading everything; answers still in flight are thrown away."""
+        """Stop reading all partitions; responses still in flight are discarded."""
         for flight in self._flights.values():
             flight.cancel()
         if self._looking is not None:
@@ -274,7 +278,7 @@ class FeedFetcher:
         self.life += 1
 
     def end(self, source: TopicPartition) -> FeedEnd | None:
-        """Return where a partition ended at its leader's last answer; None before the first."""
+        """Return the partition's end in its leader's last response; None before the first response."""
         return self._ends.get(source)
 
     def position(self, source: TopicPartition) -> int | None:
@@ -283,9 +287,9 @@ class FeedFetcher:
         return None if reading is None else reading.position
 
     async def poll(self, wanted: Collection[TopicPartition]) -> list[Answer]:
-        """Return the records of the wanted partitions in the first answer that comes; empty if none comes in time.
+        """Return the records of the wanted partitions in the first response; empty if none arrives in time.
 
-        Raises StateIncompatible if the log no longer holds a position or holds other records there, and if the topic
+        Raises StateIncompatible if the log no longer holds a position, if it holds other records there, or if the topic
         was deleted or recreated.
         """
         await self._launch(wanted)
@@ -327,7 +331,7 @@ class FeedFetcher:
                 self._flights[node] = asyncio.create_task(self._fetch(node, sources), name=f"fetch from {node}")
 
     def _look_beside(self) -> None:
-        """Check the topics in the background while reading goes on from the partitions that have a leader.
+        """Check the topics in the background while partitions that have a leader are still read.
 
         Raises StateIncompatible if an earlier check found a change.
         """
@@ -414,7 +418,7 @@ class FeedFetcher:
 
 
 def _taken(source: TopicPartition, reading: Reading, begun: int, part: FetchedPartition) -> Answer:
-    """Return the records of an answer, and move the reading past them."""
+    """Return the records of a response, and advance the reading past them."""
     columns, position = columns_of(source, part.records, part.aborted, begun)
     first, last = leader_epochs(part.records)
     if position > begun:

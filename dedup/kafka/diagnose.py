@@ -1,7 +1,8 @@
-"""Why a broker cannot be reached: host name, network, TLS or authentication, with a sentence for each.
+"""Finds out why a broker cannot be reached (host name, network, TLS, or authentication), with a message for each case.
 
-aiokafka reports most of it as "unable to bootstrap". Each broker gets its own connection; where the error of that says
-too little, a bare TLS handshake and a bare ApiVersions request find out what the listener speaks.
+aiokafka reports most of these cases as "unable to bootstrap". Each broker is therefore tested over its own connection.
+If the resulting error is not specific enough, a plain TLS handshake and a plain ApiVersions request find out which
+protocol the listener uses.
 """
 
 from __future__ import annotations
@@ -49,7 +50,9 @@ class Trouble(enum.Enum):
 
 
 PASSING: Final = frozenset({Trouble.NAME, Trouble.UNREACHABLE, Trouble.SILENT})
-"""What may pass, as when a broker or a name server is starting. Waiting cures nothing else."""
+"""Problems that may be temporary, for example while a broker or a name server starts. Waiting does not help with any
+other problem.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,24 +65,24 @@ class Diagnosis:
 
     @property
     def passing(self) -> bool:
-        """Whether waiting may help."""
+        """Whether the problem may be temporary."""
         return self.trouble in PASSING
 
 
 async def diagnose(connection: Connection) -> list[Diagnosis]:
-    """Return a finding for each broker that cannot be used; an empty list when all answer."""
+    """Return a diagnosis for each broker that cannot be used; an empty list if all respond."""
     found = await asyncio.gather(*(_examined(connection, broker) for broker in connection.brokers))
     return [finding for finding in found if finding is not None]
 
 
 def most_telling(findings: Sequence[Diagnosis]) -> Diagnosis | None:
-    """Return the one finding to show: what waiting does not cure comes first."""
+    """Return the most important diagnosis: permanent problems take precedence over temporary ones."""
     return min(findings, key=lambda finding: finding.passing, default=None)
 
 
 @contextlib.asynccontextmanager
 async def probing(connection: Connection, host: str, port: int) -> AsyncIterator[AIOKafkaConnection]:
-    """Connect to one broker, and learn its API versions; raises what aiokafka or the socket raises."""
+    """Connect to one broker and read its API versions; exceptions of aiokafka and of the socket are passed on."""
     made = await create_conn(
         host,
         port,
@@ -106,7 +109,7 @@ async def _examined(connection: Connection, broker: str) -> Diagnosis | None:
 
 
 async def _named(connection: Connection, host: str, port: int, error: BaseException) -> tuple[Trouble, str]:
-    """Return what an error means, plus the other side's own message if it adds anything."""
+    """Return the meaning of an error, with the broker's own message if it adds information."""
     match error:
         case socket.gaierror():
             return Trouble.NAME, f" ({error.strerror})"
@@ -169,7 +172,7 @@ async def _of_network(host: str, port: int) -> tuple[Trouble, str]:
 
 
 def _trusting_all() -> ssl.SSLContext:
-    """Return a context only for finding out whether TLS is spoken; nothing is sent over it."""
+    """Return a context that is only used to find out whether the listener uses TLS; no data is sent with it."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE
@@ -177,7 +180,7 @@ def _trusting_all() -> ssl.SSLContext:
 
 
 async def _handshake(host: str, port: int, context: ssl.SSLContext) -> OSError | None:
-    """Return None when a TLS handshake succeeds, else what ended it."""
+    """Return None if a TLS handshake succeeds, otherwise the error that ended it."""
     try:
         async with asyncio.timeout(PROBE_WITHIN_S):
             _, writer = await asyncio.open_connection(host, port, ssl=context)
@@ -190,7 +193,7 @@ async def _handshake(host: str, port: int, context: ssl.SSLContext) -> OSError |
 
 
 async def _answers(host: str, port: int, context: ssl.SSLContext | None) -> bool:
-    """Tell whether the listener answers ApiVersions, over TLS if there is a context."""
+    """Whether the listener responds to an ApiVersions request, over TLS if a context is given."""
     try:
         async with asyncio.timeout(PROBE_WITHIN_S):
             reader, writer = await asyncio.open_connection(host, port, ssl=context)
@@ -210,7 +213,7 @@ def _sentence(trouble: Trouble, connection: Connection) -> str:
     texts: dict[Trouble, str] = {
         Trouble.NAME: "the host name is not known here. Correct `brokers`, or the name server",
         Trouble.UNREACHABLE: "nothing can be reached there. Start the broker, correct `brokers`, or open the firewall",
-        Trouble.SILENT: "something listens there, but gives no answer Kafka would give. Correct the port in `brokers`",
+        Trouble.SILENT: "something listens there, but does not respond like Kafka. Correct the port in `brokers`",
         Trouble.PLAINTEXT_TO_TLS: (
             f"the listener speaks TLS, and security.protocol is {security.protocol}. Write SSL or SASL_SSL"
         ),

@@ -1,7 +1,8 @@
-"""Which producer epochs wrote the committed batches of a partition: proof that no fenced owner added to it.
+"""Lists the producer epochs that wrote the committed batches of a partition, to prove that no fenced owner wrote to it.
 
-A task's transactional id is the only writer of its changelog partition, and each take-over begins a newer epoch
-(KIP-98). So epochs only grow along the partition; a batch of an older epoch behind a newer one is a zombie's.
+Only a task's transactional id writes to its changelog partition, and each takeover begins a newer epoch (KIP-98).
+Epochs therefore never decrease along the partition. A batch of an older epoch after a batch of a newer one was written
+by a zombie.
 """
 
 from __future__ import annotations
@@ -43,9 +44,9 @@ class Epochs:
 
     batches: int
     owners: int
-    """How many distinct epochs wrote them."""
+    """Number of different epochs that wrote the batches."""
     behind: tuple[int, ...]
-    """Base offsets of batches behind a batch of a newer epoch."""
+    """Base offsets of batches that follow a batch of a newer epoch."""
 
 
 def in_order(batches: Iterable[WrittenBatch]) -> Epochs:
@@ -70,7 +71,7 @@ def in_order(batches: Iterable[WrittenBatch]) -> Epochs:
 
 
 async def epochs_of(wire: KafkaWire, source: TopicPartition) -> Epochs:
-    """Return the writers of a partition, from its start to its present end. Raises BrokerUnavailable."""
+    """Return the writers of a partition, from its start to its current end. Raises BrokerUnavailable."""
     found: list[WrittenBatch] = []
     try:
         bounds = await wire.bounds(source)

@@ -1,9 +1,9 @@
 # ruff: noqa: N801  # aiokafka's naming of versions
 # mypy: disallow-subclassing-any=False
-"""The versions of Kafka's requests that aiokafka does not send; structures from Kafka's protocol guide.
+"""Defines versions of Kafka's requests that aiokafka does not have, according to Kafka's protocol guide.
 
-`dedup.kafka.client` fills them in and reads the answers. A broker that lacks one of these versions is refused; all of
-them exist from Kafka 3.1 on.
+`dedup.kafka.client` fills them in and reads the responses. A broker that lacks one of these versions is refused; Kafka
+3.1 and later has all of them.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from aiokafka.protocol.types import (
 )
 
 CONSUMER: Final = -1
-"""The replica id of a client that is no broker."""
+"""The replica id of a client that is not a broker."""
 NO_SESSION: Final = 0
 UNKNOWN_TOPIC: Final = 3
 OTHER_TOPIC: Final = frozenset({100, 103})
-"""Error codes of a fetch: unknown topic id, inconsistent topic id."""
+"""Error codes of a fetch for an unknown topic id and an inconsistent topic id."""
 READ_CONFIGS: Final = (
     "max.message.bytes",
     "retention.ms",
@@ -69,7 +69,7 @@ class CreateTopicsRequest_v4(RequestStruct):
 
 
 class DescribeGroupRightsRequest_v3(DescribeGroupsRequest_v3):
-    """Groups with the operations that the caller may perform (KIP-430); aiokafka decodes the v3 answer as v2."""
+    """Groups with the operations that the caller may perform (KIP-430); aiokafka decodes the v3 response as v2."""
 
     RESPONSE_TYPE = DescribeGroupsResponse_v3
 
@@ -124,7 +124,7 @@ class MetadataResponse_v10(Response):
 
 
 class MetadataRequest_v10(RequestStruct):
-    """Topics by name, with the ids that tell a topic from an earlier one of the same name (KIP-516)."""
+    """Topics by name, with the ids that distinguish a topic from an earlier one with the same name (KIP-516)."""
 
     FLEXIBLE_VERSION = True
     API_KEY = 3
@@ -175,10 +175,10 @@ class OffsetFetchResponse_v7(Response):
 
 
 class OffsetFetchRequest_v7(RequestStruct):
-    """A group's committed offsets; with `require_stable`, refused while a transaction is about to change one (KIP-447).
+    """A group's committed offsets, or with `require_stable` an error while a transaction may change one (KIP-447).
 
-    Without it the answer may be what was committed before: brokers before Kafka 4 apply a transaction's offsets a
-    moment after they have told the next InitProducerId that the transaction has ended.
+    Without it, the response may contain outdated offsets, because brokers before Kafka 4 apply a transaction's offsets
+    shortly after they have told the next InitProducerId that the transaction has ended.
     """
 
     FLEXIBLE_VERSION = True
@@ -213,7 +213,7 @@ class TxnOffsetCommitResponse_v2(Response):
 
 
 class TxnOffsetCommitRequest_v2(RequestStruct):
-    """A group's offsets as part of a transaction, with the leader epochs (KIP-320) that v0 lacks."""
+    """A group's offsets as part of a transaction, with leader epochs (KIP-320), which v0 lacks."""
 
     API_KEY = 28
     API_VERSION = 2
@@ -250,12 +250,12 @@ class FetchFrom(NamedTuple):
     position: int
     """The first offset to read."""
     leader_epoch: int
-    """Of the record before the position; -1 if unknown."""
+    """Leader epoch of the record before the position; -1 if unknown."""
     most_bytes: int
 
 
 class FetchedPartition(NamedTuple):
-    """The part of a fetch answer that belongs to one partition."""
+    """The part of a fetch response that belongs to one partition."""
 
     topic_id: str
     partition: int
@@ -266,7 +266,7 @@ class FetchedPartition(NamedTuple):
     """(producer id, first offset) of aborted transactions in ``records``."""
     records: bytes
     parts_at: int | None
-    """The offset from which the broker's log differs from the records read before; None where it does not."""
+    """The offset from which the broker's log diverges from the records read before; None if it does not."""
 
 
 class FetchResponse_v13(Response):
@@ -310,9 +310,9 @@ class FetchResponse_v13(Response):
 class FetchRequest_v13(RequestStruct):
     """Records of partitions, by topic id (KIP-516) and with the leader epoch of the record before each (KIP-320).
 
-    A fetch by name would go on in another topic that was given the name, and a fetch by offset alone in a log that was
-    truncated and filled again. Here the broker answers UNKNOWN_TOPIC_ID to the first, and to the second the offset
-    where its log differs.
+    A fetch by name would continue in another topic with the same name, and a fetch by offset alone would continue in a
+    log that was truncated and filled again. With ids and epochs, the broker responds with UNKNOWN_TOPIC_ID in the first
+    case, and with the offset where its log diverges in the second.
     """
 
     FLEXIBLE_VERSION = True

@@ -1,6 +1,6 @@
 """Describes, creates and deletes topics, and manages consumer groups from outside.
 
-Every error code in an answer is checked: aiokafka's admin client returns normally when a creation was refused.
+Every error code in a response is checked here, because aiokafka's admin client returns normally if a creation fails.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ PAUSE_MS: Final = 100
 DEADLINE_MS: Final = 30_000
 _BROKERS_RETENTION: Final = -1
 FOR_EVER_MS: Final = 100 * 365 * 86_400_000
-"""The broker adds it to the current time: the greatest number possible would overflow."""
+"""The broker adds it to the current time, so the largest possible number would overflow."""
 _MADE_BY_THE_BROKER: Final = re.compile(r"-[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}$")
 
 
 @dataclass(frozen=True, slots=True)
 class Topic:
-    """A topic of the cluster."""
+    """A topic in the cluster."""
 
     name: str
     topic_id: str
@@ -61,7 +61,7 @@ class Topic:
 
     @property
     def limit(self) -> Limit | None:
-        """What the topic accepts; None if its configs may not be read."""
+        """The topic's limits; None if its configs may not be read."""
         return Limit.of(self.configs)
 
 
@@ -76,7 +76,7 @@ class WantedTopic:
 
 
 class Admin:
-    """Administers topics; use with ``async with``, which raises BrokerUnavailable."""
+    """Administers topics; use it with ``async with``, which raises BrokerUnavailable."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection: Final = connection
@@ -100,7 +100,7 @@ class Admin:
         await self._client.close()
 
     async def topics(self, names: Iterable[str]) -> dict[str, Topic]:
-        """Return those of the named topics that exist, with their ids and `READ_CONFIGS`."""
+        """Return the named topics that exist, with their ids and `READ_CONFIGS`."""
         wanted = sorted(set(names))
         request = MetadataRequest_v10([(0, 0, name, {}) for name in wanted], False, False, False, {})  # noqa: FBT003  # positional protocol fields
         answer = await self._ask(request)
@@ -117,9 +117,9 @@ class Admin:
         }
 
     async def settled(self, names: Iterable[str]) -> dict[str, Topic]:
-        """Return the named topics once all are known: a topic just created shows up a little later.
+        """Return the named topics when all are known, because a new topic appears with a short delay.
 
-        Raises BrokerUnavailable if one does not within the connection's patience.
+        Raises BrokerUnavailable if one does not appear within the connection's time limit.
         """
         wanted = set(names)
         deadline = asyncio.get_running_loop().time() + self._connection.patience_ms / 1000
@@ -158,7 +158,10 @@ class Admin:
         return found
 
     async def create(self, topics: Sequence[WantedTopic]) -> list[str]:
-        """Create topics; return the names created, without those that exist. Raises BrokerUnavailable if refused."""
+        """Create the topics that do not exist, and return their names.
+
+        Raises BrokerUnavailable if the broker refuses.
+        """
         if not topics:
             return []
         wanted: list[Any] = [
@@ -177,7 +180,7 @@ class Admin:
         return made
 
     async def delete(self, names: Sequence[str]) -> None:
-        """Delete topics; those that do not exist are ignored. Raises BrokerUnavailable if refused."""
+        """Delete topics, and ignore those that do not exist. Raises BrokerUnavailable if the broker refuses."""
         if not names:
             return
         answer = await self._client.delete_topics(list(names))
@@ -207,7 +210,7 @@ def _refused(what: str, code: int, why: str = "") -> BrokerUnavailable:
 
 
 def on_cluster(settings: Settings, client_id: str, work: Callable[[KafkaWire, Admin], Awaitable[T]]) -> T:
-    """Connect, and return the result of ``work``; raises BrokerUnavailable when no broker answers."""
+    """Connect, and return the result of ``work``; raises BrokerUnavailable if no broker responds."""
 
     async def run() -> T:
         wire = KafkaWire(Connection.of(settings, client_id=client_id))
@@ -226,13 +229,16 @@ class GroupMember:
     """A member of a consumer group."""
 
     worker_id: str
-    """Its static id, or its client id if it has none."""
+    """The static id, or the client id if the member has no static id."""
     host: str
     partitions: tuple[TopicPartition, ...]
 
 
 class Group:
-    """A consumer group, seen from outside; every method raises BrokerUnavailable if refused or not answered."""
+    """A consumer group, managed from outside.
+
+    Methods raise BrokerUnavailable if a request fails or gets no response.
+    """
 
     def __init__(self, wire: KafkaWire, name: str) -> None:
         self._wire: Final = wire
@@ -255,7 +261,7 @@ class Group:
             raise self._refused("deleting", _NON_EMPTY)
 
     async def delete_unless_joined(self) -> bool:
-        """Delete the group and its offsets unless it has members; tell whether it is gone."""
+        """Delete the group and its offsets unless it has members; return whether it no longer exists."""
 
         async def ask() -> tuple[int, bool]:
             answer = await self._wire.ask_group(self._name, DeleteGroupsRequest([self._name]))
@@ -269,8 +275,8 @@ class Group:
     ) -> None:
         """Set offsets of a group that has no members, each with ``note`` as its metadata.
 
-        ``for_ever``: `offsets.retention.minutes` does not apply to them. An OffsetCommit of version 2 to 4 states its
-        own retention, which brokers still respect (KIP-211).
+        With ``for_ever``, `offsets.retention.minutes` does not apply to them, because an OffsetCommit of version 2 to 4
+        sets its own retention, which brokers still respect (KIP-211).
         """
         by_topic: defaultdict[str, list[tuple[int, int, str]]] = defaultdict(list)
         for (topic, partition), offset in offsets.items():
@@ -286,7 +292,7 @@ class Group:
         await self._insist("setting offsets of", ask)
 
     async def _insist(self, what: str, ask: Callable[[], Awaitable[tuple[int, T]]]) -> T:
-        """Ask until the coordinator is available; each of these requests may safely be repeated."""
+        """Repeat a request until the coordinator is available; each of these requests can be repeated safely."""
         deadline_s = asyncio.get_running_loop().time() + DEADLINE_MS / 1000
         while True:
             try:

@@ -1,23 +1,24 @@
-"""A transactional session: all that a task writes (output, changelog, offsets) becomes visible at once or never.
+"""A transactional session makes everything a task writes (output, changelog, offsets) visible at once or not at all.
 
-Theory of operation. A session has one transactional id for as long as its task's partition exists. `open` sends
-InitProducerId: older epochs of the id are fenced, the transaction they left open is ended and its markers are written
-(KIP-98). In an epoch:
+Theory of operation. The partition determines the transactional id of a session. `open` sends InitProducerId, upon which
+the broker fences older epochs of the id, ends a transaction they left open, and writes its markers (KIP-98). Within an
+epoch:
 
     add(batches)       AddPartitions for partitions not announced yet, Produce, then AddOffsets once a transaction;
                        in order, in the background
     commit(offsets)    TxnOffsetCommit, and every produce answered without error -> EndTxn
 
-AddPartitions, AddOffsets, TxnOffsetCommit and EndTxn are never sent while an earlier copy may still be on its way. They
-are repeated in the same epoch only after an *answer*: 14, 15 and 16 (coordinator loading, not available, moved) and 51
-(still ending the previous transaction). Such an answer does not always mean that nothing was done: a coordinator that
-answers 15 may have appended its record all the same. Repeating is sound because the answered request is finished, it
-asks for the same outcome, and the next transaction does not begin before the answer is OK. *No answer* is different: a
-late EndTxn could commit half of the next transaction. Then the epoch is over, `CommitUnknown` is raised, and only a new
-InitProducerId finds out what happened. A produce is never repeated either, although sequence numbers would allow it:
-one rule is easier to trust than two.
+AddPartitions, AddOffsets, TxnOffsetCommit, and EndTxn are never sent while an earlier copy may still be in flight. They
+are repeated in the same epoch only after a *response* with error 14, 15, or 16 (coordinator loading, not available,
+moved) or 51 (still ending the previous transaction). Such a response does not always mean that nothing was done,
+because a coordinator that responds with 15 may still have appended its record. Repeating the request is safe because
+the first request is finished, both ask for the same outcome, and the next transaction does not begin until the response
+is OK. A *missing response* is different, because a late EndTxn could commit half of the next transaction. The epoch
+then ends, `CommitUnknown` is raised, and only a new InitProducerId can find out what happened. A produce request is not
+repeated either. Sequence numbers would allow it, but one rule for all requests is easier to trust.
 
-To abort is to start a new epoch: InitProducerId ends the open transaction, so there is no second way out of one.
+To abort a transaction, the session starts a new epoch, because InitProducerId ends the open transaction. There is no
+other way to abort.
 """
 
 from __future__ import annotations
@@ -88,7 +89,7 @@ class Session:
         self.transactional_id: Final = transactional_id
         self._wire: Final = wire
         self._group: Final = group
-        """Whose offsets are part of the transactions; None for a writer that reads no topic."""
+        """The group whose offsets are part of the transactions; None for a writer that reads no topic."""
         self._timeout_ms: Final = timeout_ms
         self._deadline_ms: Final = deadline_ms
         self._identity = ProducerIdentity(-1, -1)
@@ -105,15 +106,15 @@ class Session:
         self._refused: RecordRefused | None = None
         self._refused_by: set[TopicPartition] = set()
         self.append_time_ms = -1
-        """The latest time at which a broker says it appended a batch of the open transaction; -1 if none says so."""
+        """The latest time at which a broker appended a batch of the open transaction; -1 if no broker reported one."""
 
     @property
     def epoch(self) -> int:
-        """The producer epoch in force; -1 before `open`."""
+        """The current producer epoch; -1 before `open`."""
         return self._identity.epoch
 
     async def open(self) -> None:
-        """Start a new epoch: older owners are fenced, and any transaction they or we left open is aborted."""
+        """Start a new epoch, which fences older owners and aborts any transaction that is still open under this id."""
         await self.drop()
         self._identity = await self._init_producer_id()
         self._sequences = {}
@@ -140,7 +141,7 @@ class Session:
             waited_ms, pause_ms = waited_ms + pause_ms, min(2 * pause_ms, LONGEST_PAUSE_MS)
 
     def add(self, batches: Sequence[RecordBatch]) -> None:
-        """Add batches to the open transaction, which the first one opens; `settle` and `commit` raise the errors."""
+        """Add batches to the open transaction, or open one; errors are raised by `settle` and `commit`."""
         if self._identity.epoch < 0:
             raise InvariantBroken(f"{self.transactional_id}: batches were added before the session was opened.")
         self._queue.extend(batches)
@@ -168,7 +169,7 @@ class Session:
                 await self._announce_group()
 
     def _next_wave(self) -> list[RecordBatch]:
-        """Take, in order, at most one batch per partition: a produce request can hold no more."""
+        """Take the next batches in order, at most one per partition, because a produce request cannot hold more."""
         wave: dict[TopicPartition, RecordBatch] = {}
         rest: list[RecordBatch] = []
         for batch in self._queue:
@@ -225,7 +226,7 @@ class Session:
                 raise self._failed(f"Produce to {batch.target.topic}/{batch.target.partition}", produced.error_code)
 
     def _note_refused(self, refused: RecordRefused, target: TopicPartition) -> None:
-        """Keep it for `settle`: by then the broker has seen every batch, and all that it refuses is known."""
+        """Keep the refusal for `settle`. By then, the broker has received every batch, so all refusals are known."""
         self._refused_by.add(target)
         if self._refused is None:
             self._refused = refused
@@ -233,9 +234,10 @@ class Session:
             self._refused.also.append(refused)
 
     async def settle(self) -> Mapping[TopicPartition, int]:
-        """Wait until every batch is acknowledged; return the offset after the last record for each partition.
+        """Wait until every batch is acknowledged, and return the offset after the last record of each partition.
 
-        Raises RecordRefused, TaskMigrated, CommitUnknown or BrokerUnavailable; then the transaction is void.
+        After RecordRefused, TaskMigrated, CommitUnknown, or BrokerUnavailable is raised, the transaction cannot be
+        committed.
         """
         if self._sender is not None:
             await self._sender
@@ -248,11 +250,11 @@ class Session:
     async def commit(
         self, offsets: Mapping[TopicPartition, Position], *, before_end: Callable[[], Awaitable[None]] | None = None
     ) -> Mapping[TopicPartition, int]:
-        """Make everything added since the last commit visible, with the offsets; return what `settle` does.
+        """Make everything added since the last commit visible together with the offsets; return the result of `settle`.
 
-        ``before_end`` is awaited when everything is written and nothing is visible yet; if it raises, the transaction
-        is not committed and the error is passed on. Raises what `settle` does: TaskMigrated if another owner has
-        fenced us, CommitUnknown if an answer is missing.
+        ``before_end`` is awaited when everything is written but nothing is visible yet. If it raises an exception, the
+        transaction is not committed and the exception is passed on. Raises the same errors as `settle`, such as
+        TaskMigrated if another owner has fenced this session, and CommitUnknown if a response is missing.
         """
         if self._sender is not None:
             await self._sender
@@ -285,9 +287,10 @@ class Session:
     async def _appended_everywhere(self) -> None:
         """Wait until every partition of the transaction has accepted a batch.
 
-        At the first one a broker asks the coordinator whether the partition was announced. If the offsets reach the
-        same broker meanwhile, it asks for them as well and drops the earlier question: it answers the produce with
-        NotEnoughReplicas, as if replicas were missing (KIP-890, `AddPartitionsToTxnManager` of Kafka 4.1).
+        At the first batch, a broker asks the coordinator whether the partition was added to the transaction. If the
+        offsets reach the same broker in the meantime, the broker asks about them as well and drops the earlier
+        question. It then responds to the produce request with NotEnoughReplicas, as if replicas were missing (KIP-890,
+        `AddPartitionsToTxnManager` of Kafka 4.1).
         """
         while any(batch.target not in self._ends for flight in self._unanswered for batch in flight.batches):
             await self._take_answer()
@@ -304,7 +307,7 @@ class Session:
         )
 
     async def drop(self) -> None:
-        """Forget the transaction on our side; the broker aborts it at any owner's next `open`, or on time-out."""
+        """Forget the transaction locally. The broker aborts it at any owner's next `open`, or after the time-out."""
         work: list[asyncio.Future[Any]] = [flight.answer for flight in self._unanswered]
         if self._sender is not None:
             work.append(self._sender)
@@ -314,7 +317,7 @@ class Session:
         self._forget_transaction()
 
     async def _once(self, name: str, ask: Callable[[], Awaitable[int]], *, again: frozenset[int] = AGAIN) -> None:
-        """Send a transactional request; repeat it only after an answer that says so, never without one."""
+        """Send a transactional request; repeat it only after a response that allows it, never without a response."""
         waited_ms, pause_ms = 0, PAUSE_MS
         while True:
             try:
@@ -333,7 +336,7 @@ class Session:
 
     def _unanswered_by(self, name: str, error: NoAnswer) -> CommitUnknown:
         return CommitUnknown(
-            f"{self.transactional_id}: {name} got no answer ({error}); a new epoch will tell what happened."
+            f"{self.transactional_id}: {name} got no answer ({error}); a new epoch will find out what happened."
         )
 
     def _failed(self, name: str, code: int) -> Exception:
@@ -356,8 +359,8 @@ class Session:
                 f"Nothing was committed. Set `topics.compression` to another one (lz4, snappy, gzip or none)."
             )
         return BrokerUnavailable(
-            f"{self.transactional_id}: {name} answered {answer} (code {code}), which no retry can cure. "
-            f"The transaction was not committed; see the broker's log."
+            f"{self.transactional_id}: {name} answered {answer} (code {code}), which a retry cannot fix. The "
+            "transaction was not committed; see the broker's log."
         )
 
 

@@ -1,8 +1,8 @@
-"""What the exactly-once protocol needs of a Kafka cluster, one method per request.
+"""Defines what the exactly-once protocol needs from a Kafka cluster, with one method per request.
 
 `client.KafkaWire` talks to brokers; the simulator's log implements the same methods. A method sends its request once
-and returns the error code of the answer as it is; `transactional_producer.py` decides what a code means. A request
-without an answer raises `NoAnswer`, and then nothing is known about its effect.
+and returns the error code of the response unchanged; `transactional_producer.py` interprets it. If a request gets no
+response, the method raises `NoAnswer`, and the effect of the request is unknown.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ __all__ = [
 ]
 
 COORDINATOR_MOVED: Final = frozenset({14, 15, 16})
-"""The coordinator is loading, not available or has moved: ask again."""
+"""The coordinator is loading, not available, or has moved, so the request must be repeated."""
 
 UNSTABLE_OFFSET: Final = 88
 """An open transaction is about to change the requested offset."""
 
 
 class NoAnswer(Exception):
-    """A request was sent, or may have been, and got no answer."""
+    """A request was sent, or may have been sent, and got no response."""
 
 
 class FetchedRecord(NamedTuple):
-    """A committed record as restore reads it."""
+    """A committed record as a restore reads it."""
 
     offset: int
     timestamp_ms: int
@@ -54,26 +54,26 @@ class FetchedRecord(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Fetched:
-    """One fetch answer: committed records column by column, and where to go on."""
+    """One fetch response: committed records column by column, and the next offset to fetch."""
 
     offsets: list[int]
     timestamps_ms: list[int]
     keys: list[bytes | None]
     values: list[bytes | None]
     next_offset: int
-    """The offset after everything read, including control batches and aborted records."""
+    """The offset after all data read, including control batches and aborted records."""
     high_watermark: int
     last_stable_offset: int
 
     @classmethod
     def of(cls, records: Sequence[FetchedRecord], next_offset: int, high_watermark: int, stable: int) -> Fetched:
-        """Return an answer with these records."""
+        """Return a response with these records."""
         columns = [list(column) for column in zip(*records, strict=True)] or [[], [], [], []]
         return cls(*columns, next_offset, high_watermark, stable)  # type: ignore[arg-type, call-arg]
 
     @property
     def records(self) -> list[FetchedRecord]:
-        """The records one by one; built at each call."""
+        """The records as objects, which are built at each call."""
         return list(map(FetchedRecord, self.offsets, self.timestamps_ms, self.keys, self.values))
 
 
@@ -87,14 +87,16 @@ class LogBounds:
 
 @dataclass(frozen=True, slots=True)
 class Produced:
-    """The broker's answer for one batch of a produce request."""
+    """The broker's response for one batch of a produce request."""
 
     error_code: int
     base_offset: int
     refused: tuple[tuple[int, str], ...] = ()
-    """Index in the batch and reason of each record for which the broker refused it, if it says so (KIP-467)."""
+    """The index and the reason of each record because of which the broker rejected the batch, if it names them
+    (KIP-467).
+    """
     append_time_ms: int = -1
-    """When the broker appended it, by its clock; -1 if the topic keeps the producer's timestamps."""
+    """When the broker appended the batch, by its own clock; -1 if the topic keeps the producer's timestamps."""
 
 
 class TopicNow(NamedTuple):
@@ -110,14 +112,14 @@ class Position(NamedTuple):
 
     offset: int
     leader_epoch: int = -1
-    """Of the record before the offset (KIP-320); -1 if unknown."""
+    """Leader epoch of the record before the offset (KIP-320); -1 if unknown."""
     note: str = ""
     """The metadata that Kafka stores with an offset."""
 
 
 @dataclass(frozen=True, slots=True)
 class CommittedOffset:
-    """The answer for a group's committed offset; the position is None if the group has none."""
+    """The response for a group's committed offset; the position is None if the group has none."""
 
     error_code: int
     position: Position | None
@@ -132,24 +134,24 @@ class Wire(Protocol):
     """A Kafka cluster; every method may raise NoAnswer."""
 
     async def init_producer_id(self, transactional_id: str, timeout_ms: int) -> tuple[int, ProducerIdentity]:
-        """Start a new epoch of the id, which fences older ones and ends the transaction they left open."""
+        """Start a new epoch of the id, which fences older epochs and ends a transaction that they left open."""
 
     async def add_partitions(
         self, transactional_id: str, identity: ProducerIdentity, partitions: Sequence[TopicPartition]
     ) -> dict[TopicPartition, int]:
-        """Announce partitions to the open transaction; return an error code for each."""
+        """Add partitions to the open transaction; return an error code for each."""
 
     async def produce(
         self, transactional_id: str, batches: Sequence[tuple[TopicPartition, bytes]]
     ) -> Awaitable[dict[TopicPartition, Produced]]:
         """Write one batch to each of several partitions, to be acknowledged by all in-sync replicas.
 
-        Returns once the request is sent, with its answer to await: successive calls keep their order on the wire
-        without waiting for each other's answers.
+        Returns an awaitable response as soon as the request is sent, so that successive calls are sent in order without
+        waiting for each other's responses.
         """
 
     async def add_offsets(self, transactional_id: str, identity: ProducerIdentity, group: str) -> int:
-        """Announce a consumer group's offsets to the open transaction; return an error code."""
+        """Add a consumer group's offsets to the open transaction; return an error code."""
 
     async def commit_offsets(
         self, transactional_id: str, identity: ProducerIdentity, group: str, offsets: Mapping[TopicPartition, Position]
@@ -162,7 +164,8 @@ class Wire(Protocol):
     async def committed_offset(self, group: str, source: TopicPartition, *, stable: bool) -> CommittedOffset:
         """Read the group's committed offset from its coordinator.
 
-        ``stable``: the answer is `UNSTABLE_OFFSET` while an open transaction is about to change it (KIP-447).
+        With ``stable``, the response is `UNSTABLE_OFFSET` while an open transaction is about to change the offset
+        (KIP-447).
         """
 
     async def limit(self, target: TopicPartition) -> Limit | None:
@@ -175,13 +178,13 @@ class Wire(Protocol):
         """Return the first offset whose timestamp is at or after ``time_ms``; None if there is none."""
 
     async def topics(self, names: tuple[str, ...]) -> Mapping[str, TopicNow | int]:
-        """Return each topic as one broker currently knows it, or its error code; asking creates none."""
+        """Return each topic as one broker currently knows it, or its error code; the request creates no topic."""
 
     async def fetch(self, source: TopicPartition, offset: int, *, max_bytes: int, wait_ms: int) -> Fetched:
         """Read committed records from an offset on; waits up to ``wait_ms`` for some to arrive."""
 
     def pin(self, topic_ids: Mapping[str, str]) -> None:
-        """Make `fetch` read these topics by id from now on, so never a later topic of the same name."""
+        """Make `fetch` read these topics by id from now on, so that it never reads a later topic with the same name."""
 
     async def pause(self, delay_ms: int) -> None:
         """Wait before a request is repeated."""

@@ -1,10 +1,11 @@
-"""`dedup spark audit`: the findings of `dedup verify` at cluster scale, with the history of a seeded fleet.
+"""Implements `dedup spark audit`, the findings of `dedup verify` at cluster scale, including a seeded fleet's history.
 
-Theory of operation. Everything is read up to one cut: the group's offsets first, then the ends of the topics. The log
-is judged by `batch_verdicts.judged`, which the tests compare with the exact model row by row. What each record must
-look like in each topic is a digest. Expected and found digests are joined and counted: one found less often than
-expected is lost, more often duplicated, without any reason a phantom. Late records and dead letters name their source
-record, so these are compared one by one. What the log cannot prove is counted as not provable, never as passed.
+Theory of operation. Everything is read up to one cut, for which the group's offsets are read first and the ends of the
+topics second. `batch_verdicts.judged` judges the log; the tests compare it with the exact model row by row. A digest
+represents how each record must look in each topic. Expected and found digests are joined and counted. A digest that is
+found less often than expected is lost, one that is found more often is duplicated, and one that is not expected at all
+is a phantom. Late records and dead letters contain the position of their source record, so they are compared one by
+one. Records that the log cannot prove are counted as not provable, never as passed.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ _VERDICTS: Final[Mapping[str, int]] = {"unique": 0, "duplicate": 1, "conflict": 
 
 @dataclass(frozen=True, slots=True)
 class _Topics:
-    """What the topics that a fleet writes hold within the cut."""
+    """The content, within the cut, of the topics that a fleet writes."""
 
     output: DataFrame | None
     late: Side | None
@@ -85,11 +86,11 @@ def audit(
     history: History | DataFrame | None = None,
     begins: Mapping[TopicPartition, int] | None = None,
 ) -> Report:
-    """Return the report of an audit of everything in the topics; writes nothing.
+    """Audit everything in the topics without writing anything, and return the report.
 
-    ``history`` is what the fleet was seeded from, if that was files. ``begins``: the offsets at which the fleet began,
-    if neither the topology's start nor a seed says so. Raises StateIncompatible if there is nothing to audit or
-    retention deletes records meanwhile, SettingsError if the start is not known, BrokerUnavailable.
+    ``history`` contains the files from which the fleet was seeded, if any. ``begins`` are the offsets at which the
+    fleet began, if neither the topology's start nor a seed says so. Raises StateIncompatible if there is nothing to
+    audit or retention deletes records in the meantime, SettingsError if the start is not known, and BrokerUnavailable.
     """
     began_s = time.time()
     report = Report(topology.name, ", ".join(settings.brokers), "audit on Spark", int(began_s * 1000))
@@ -137,7 +138,7 @@ def _topics(cut: AuditCut) -> _Topics:
 
 
 def _side_facts(sides: Sequence[Side]) -> list[Row]:
-    """Return what decides which findings are looked for in the side topics; one job for all of them."""
+    """Return the facts that decide which findings are looked for in the side topics, with one job for all of them."""
     parts = [each.filed.select(fn.lit(each.name).alias("name"), "stand_in", "filed_reason") for each in sides]
     unexplained = fn.col("filed_reason").isin("future_time", REFUSED_BY_THE_BROKER)
     grouped = reduce(DataFrame.unionByName, parts).groupBy("name")
@@ -153,7 +154,7 @@ def _found_in(records: DataFrame, name: str, value: Column, *, direct: bool) -> 
 
 
 def _log(cut: AuditCut, topics: _Topics, history: History | None) -> AuditedLog:
-    """Return the log that the fleet judged, with what is known of the time before it."""
+    """Return the log that the fleet judged, with what is known about the time before it."""
     topology = cut.topology
     if not topology.direct:
         name = topology.repartition_topic
@@ -258,7 +259,7 @@ def _repartitioned(cut: AuditCut, topics: _Topics, rows: DataFrame) -> DataFrame
 
 
 def _grouped(rows: DataFrame) -> list[Row]:
-    """Return the number of records of each kind, and their least and greatest event time, `first_ms` and `last_ms`."""
+    """Return the number of records of each kind, with the smallest and greatest event time (`first_ms`, `last_ms`)."""
     time_ms = _event_time_ms()
     return (
         rows.groupBy("task", "history", "pending", "doubtful", "verdict")
@@ -300,7 +301,7 @@ def _keep_books(report: Report, cut: AuditCut, grouped: Sequence[Row], topics: _
 
 
 def _count_ended(cut: AuditCut, books: Mapping[int, Books], topics: _Topics) -> None:
-    """Count in which topics the records of each fully judged partition are found."""
+    """Count, for each fully judged partition, the topics in which its records are found."""
     topology = cut.topology
     if topics.output is None or topology.output is None or not cut.complete(topology.output.topic):
         return
@@ -340,7 +341,7 @@ def _keep_timeline(report: Report, rows: DataFrame, grouped: Sequence[Row]) -> N
 
 
 def _note(report: Report, findings: DataFrame) -> None:
-    """Put findings into the report: the number of all, and a sample of each kind."""
+    """Add the number of findings and a sample of each kind to the report."""
     try:
         text = fn.when(fn.col("kind") == NOT_PROVABLE, fn.col("text"))
         sums = findings.groupBy("kind", text.alias("text")).agg(fn.sum("number").alias("number")).collect()

@@ -1,6 +1,6 @@
-"""What one audit reads: a cut through a topology's topics, and a seed's history before the log.
+"""The input of an audit: a cut through a topology's topics, and the history of a seed before the log.
 
-The driver takes the cut, the group's offsets first, then the ends of the topics.
+The driver takes the cut, and reads the group's offsets before the ends of the topics.
 """
 
 from __future__ import annotations
@@ -35,28 +35,28 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class AuditCut:
-    """Up to where one audit reads each topic, and what the driver knows of the topics."""
+    """The offsets up to which an audit reads each topic, and what the driver knows about the topics."""
 
     spark: SparkSession
     topology: Topology
     settings: Settings
     partitions: Mapping[str, int]
-    """Topic -> partition count; 0 for a topic that does not exist."""
+    """Maps each topic to its partition count, which is 0 if the topic does not exist."""
     committed: Mapping[str, Mapping[int, int]]
     bounds: Mapping[str, Mapping[int, Bounds]]
     begins: Mapping[str, Mapping[int, int]]
-    """Source topic -> where the fleet began."""
+    """Maps each source topic to the offsets at which the fleet began."""
     marks: Mapping[int, SeedMark]
-    """Of a seeded fleet, by changelog partition; empty for others."""
+    """Seed marks by changelog partition; empty for a fleet that was not seeded."""
     broker_times: frozenset[str]
     """Topics in which the broker replaces timestamps (LogAppendTime)."""
 
     def complete(self, topic: str) -> bool:
-        """Tell whether a topic still has its beginning."""
+        """Whether a topic still has its beginning."""
         return all(each.low == 0 for each in self.bounds[topic].values())
 
     def read(self, topic: str, begins: Mapping[int, int] | None = None) -> DataFrame:
-        """Return the committed records of a topic within the cut, from ``begins`` on; none if it does not exist."""
+        """Return the committed records of a topic within the cut, from ``begins`` on; empty if it does not exist."""
         bounds = self.bounds[topic]
         if not bounds:
             return self.spark.createDataFrame([], RECORDS)
@@ -66,7 +66,7 @@ class AuditCut:
 
 
 def _written_topics(topology: Topology) -> list[str]:
-    """Return the topics that records are written to by their verdict, the output first."""
+    """Return the topics to which records are written by verdict, the output first."""
     late = topology.late.topic if isinstance(topology.late, LateTo) else None
     output = topology.output.topic if topology.output is not None else None
     named = (output, late, topology.dead_letter, topology.duplicates, topology.conflicts)
@@ -98,7 +98,7 @@ def take_cut(
 
 
 def _broker_time(reader: KafkaReader, topic: str, bounds: Mapping[int, Bounds]) -> bool:
-    """Tell by the first record whether a topic has LogAppendTime."""
+    """Return whether a topic uses LogAppendTime, according to its first record."""
     for partition, each in bounds.items():
         for columns in reader.read(topic, partition, each.low, min(each.high, each.low + 1)):
             return columns.broker_time
@@ -135,9 +135,9 @@ def _starts(
 
 
 def before_the_log(history: History, cut: AuditCut) -> DataFrame:
-    """Return a history with coordinates before the log: its own if it has any, else by event time.
+    """Return a history with coordinates before the log, which are its own or, if it has none, follow the event time.
 
-    Records that the log still holds are left out: they are judged there.
+    Records that the log still holds are left out, because they are judged there.
     """
     topology, topic = cut.topology, cut.topology.source.topics[0]
     if history.placed:
@@ -157,9 +157,9 @@ def before_the_log(history: History, cut: AuditCut) -> DataFrame:
 
 
 def accepted_by_seed(history: DataFrame, cut: AuditCut) -> DataFrame:
-    """Return a seed's history without the records that the seed refused for a future time.
+    """Return a seed's history without the records that the seed refused because of a future time.
 
-    An audit judges without a clock: one such record would make every later record late.
+    An audit judges without a clock, so one such record would make every later record late.
     """
     topology = cut.topology
     if not cut.marks or topology.future is not OnFuture.DEAD_LETTER:

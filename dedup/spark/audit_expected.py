@@ -1,4 +1,4 @@
-"""What the topics must hold by the rule: each record of the log with its verdict, and digests to compare records by."""
+"""Computes the records that the topics must contain by the rule, with verdicts and digests for the comparison."""
 
 from __future__ import annotations
 
@@ -34,17 +34,19 @@ if TYPE_CHECKING:
     from dedup.topology.model import Topology
 
 _NO_CEILING_MS: Final = 1 << 48
-"""Judging refuses no future time: only the dead-letter topic says which times a worker's clock refused."""
+"""The ceiling with which no future time is refused, because only the dead-letter topic shows which times a worker
+refused.
+"""
 _PATH: Final = r"^(.*)/(\d+)/(\d+)$"
 _DIGITS: Final = 32
-"""Of SHA-256, in hexadecimal: 128 bits, as in `dedup verify`."""
+"""Number of hexadecimal digits of SHA-256 that are used, for 128 bits as in `dedup verify`."""
 
 
 def as_leaf(rows: DataFrame) -> DataFrame:
-    """Return the rows, persisted, as a leaf of the plans that use them.
+    """Persist the rows, and return them as a leaf of the plans that use them.
 
-    An audit runs a dozen queries on the same rows. With everything before the rows in each plan, planning takes longer
-    than the queries. The RDD keeps its lineage: what a lost executor held is computed again.
+    An audit runs a dozen queries on the same rows. If each plan contained everything before the rows, planning would
+    take longer than the queries. The RDD keeps its lineage, so the data of a lost executor is computed again.
     """
     session, plan = rows.sparkSession, rows._jdf  # noqa: SLF001  only the JVM makes a DataFrame of such an RDD
     made = session._jsparkSession.internalCreateDataFrame(  # noqa: SLF001
@@ -61,15 +63,15 @@ def headers_or_none(column: str = "headers") -> Column:
 
 
 def _with_header(headers: Column, name: str, value: Column) -> Column:
-    """Return the headers with one more at the end."""
+    """Return the headers with another header at the end."""
     added = fn.array(fn.struct(fn.lit(name).alias("key"), value.cast("binary").alias("value"))).cast(HEADERS)
     return fn.concat(headers, added)
 
 
 def digest(headers: Column, timestamp_ms: Column) -> Column:
-    """Return a digest of key, value, headers and timestamp; the lengths of key and value (-1 for null) are in it.
+    """Return a digest of key, value, headers, and timestamp, which covers the lengths of key and value (-1 for null).
 
-    It is SHA-256, not a fast checksum: a chosen collision would hide a change.
+    It uses SHA-256 rather than a fast checksum, because a chosen collision would hide a change.
     """
     parts = [
         timestamp_ms.cast("string").cast("binary"),
@@ -86,14 +88,14 @@ def _length(name: str) -> Column:
 
 
 def _last_header(name: str, headers: Column | None = None) -> Column:
-    """Return the value of the last header of a name as text; null if there is none."""
+    """Return the value of the last header with this name as text; null if there is none."""
     own = headers_or_none() if headers is None else headers
     named = fn.filter(own, lambda each: each["key"] == name)
     return fn.try_element_at(named, fn.lit(-1))["value"].cast("string")
 
 
 def _source_columns(text: Column) -> list[Column]:
-    """Return topic, partition and offset of a text such as ``orders/0/12``; nulls for any other text."""
+    """Return the topic, partition, and offset in a string such as ``orders/0/12``; nulls for any other string."""
     kinds = [("string", "source_topic"), ("int", "source_partition"), ("long", "source_offset")]
     return [
         fn.nullif(fn.regexp_extract(text, _PATH, group + 1), fn.lit("")).cast(kind).alias(name)
@@ -102,9 +104,10 @@ def _source_columns(text: Column) -> list[Column]:
 
 
 def filed(records: DataFrame, topics: Sequence[str], tail: Sequence[str]) -> DataFrame:
-    """Return the records of a side topic: the source record they name, their reason, and a digest of the original.
+    """Return the records of a side topic with their source record, their reason, and a digest of the original.
 
-    ``unknown_source``: they name no record of the source topics. ``stand_in``: the digest that replaces the value.
+    ``unknown_source`` says that a record names no record of the source topics. ``stand_in`` is the digest that replaces
+    the value.
     """
     headers = headers_or_none()
     replaced = _last_header(DIGEST_HEADER)
@@ -126,7 +129,7 @@ def filed(records: DataFrame, topics: Sequence[str], tail: Sequence[str]) -> Dat
 
 
 def forwarded_by_replay(topics: Sequence[str]) -> Column:
-    """Tell whether `dedup replay --late --forward` put a record into the output, by its two headers, which are last."""
+    """Whether `dedup replay --late --forward` wrote a record to the output, according to its last two headers."""
     headers = headers_or_none()
     last, before = fn.try_element_at(headers, fn.lit(-1)), fn.try_element_at(headers, fn.lit(-2))
     place = fn.regexp_extract(last["value"].cast("string"), _PATH, 1).isin(*topics)
@@ -136,30 +139,31 @@ def forwarded_by_replay(topics: Sequence[str]) -> Column:
 
 @dataclass(frozen=True, slots=True)
 class AuditedLog:
-    """The records to judge, and what is known of the time before them."""
+    """The records to judge, and what is known about the time before them."""
 
     records: DataFrame
-    """`rows.RECORDS`, history before the log included."""
+    """`rows.RECORDS`, including the history before the log."""
     feeds: tuple[Feed, ...]
-    """Not empty for the repartition topic."""
+    """The feeds of the repartition topic; otherwise empty."""
     committed: Mapping[int, int]
-    """Log partition -> the group's offset; records from there on may be judged or not."""
+    """Maps each log partition to the group's offset; records from there on may or may not be judged."""
     begins: Mapping[int, int]
-    """Log partition -> where the fleet began; a seed judged what is before, and forwarded nothing."""
+    """Maps each log partition to where the fleet began; a seed judged earlier records and forwarded nothing."""
     known: Mapping[int, bool]
-    """Log partition -> whether nothing is missing before its first record."""
+    """Maps each log partition to whether nothing is missing before its first record."""
     stamped: bool
-    """The output keeps the source's timestamps."""
+    """Whether the output keeps the source's timestamps."""
 
 
 def expected(
     log: AuditedLog, topology: Topology, filed_dead: DataFrame, filed_late: DataFrame | None, *, unexplained: bool
 ) -> DataFrame:
-    """Return every record of the log with its verdict, and what it must look like in each topic.
+    """Return every record of the log with its verdict and its expected form in each topic.
 
-    ``unexplained``: there are dead letters that the record itself does not explain. Columns: `COORDINATES`, `verdict`,
-    `reason`, `time_ms`, `stream_ms`, `id`, `task`, `at` (the log's offset), `pending`, `history`, `doubtful`,
-    `forwards`, and digests of the record: `raw` as it was, `out` in the output, `copy` among the duplicates.
+    ``unexplained`` says that there are dead letters that the record itself does not explain. Columns: `COORDINATES`,
+    `verdict`, `reason`, `time_ms`, `stream_ms`, `id`, `task`, `at` (the log's offset), `pending`, `history`,
+    `doubtful`, `forwards`, and digests of the record: `raw` as it was, `out` in the output, `copy` among the
+    duplicates.
     """
     explained, others = log.records, None
     if unexplained and not log.feeds:
@@ -188,7 +192,7 @@ def expected(
 
 
 def by_task(values: Mapping[int, int], column: str, otherwise: int) -> Column:
-    """Return the value of the task or partition in a column; ``otherwise`` for one without a value."""
+    """Return the value for the task or partition in a column; ``otherwise`` if it has no value."""
     if not values:
         return fn.lit(otherwise)
     mapped = fn.create_map(*(fn.lit(each) for pair in sorted(values.items()) for each in pair))
@@ -196,9 +200,9 @@ def by_task(values: Mapping[int, int], column: str, otherwise: int) -> Column:
 
 
 def _split_unexplained(records: DataFrame, topology: Topology, filed_dead: DataFrame) -> tuple[DataFrame, DataFrame]:
-    """Return the records to judge, and those that, by the dead-letter topic, the broker or a worker's clock refused.
+    """Return the records to judge and, according to the dead-letter topic, those that a broker or a clock refused.
 
-    The latter left no sighting and did not advance stream time, so they are not judged with the others.
+    The refused records left no sighting and did not advance stream time, so they are not judged with the others.
     """
     reasons = [REFUSED_BY_THE_BROKER, *(["future_time"] if topology.future is OnFuture.DEAD_LETTER else [])]
     refused = filed_dead.where(fn.col("filed_reason").isin(*reasons)).select(
@@ -256,11 +260,11 @@ def _digests(topology: Topology, *, stamped: bool) -> list[Column]:
 
 
 def _with_doubt(rows: DataFrame, log: AuditedLog, topology: Topology, filed_late: DataFrame | None) -> DataFrame:
-    """Return the rows with `doubtful`: another verdict is possible, because the log's beginning is not known.
+    """Return the rows with `doubtful`. It says that the log's missing beginning makes another verdict possible.
 
-    Before a log whose beginning is gone there may have been any sighting, up to its first record that was not late plus
-    grace. An ID in that range stays doubtful to the end; `dedup verify`, which claims more, follows it until the doubt
-    expires.
+    If the beginning of a log was deleted, there may have been any sighting before it, up to the first record that was
+    not late plus grace. An ID in that range stays doubtful to the end. `dedup verify` claims more, because it follows
+    the ID until that sighting must have expired.
     """
     unknown = [task for task, known in log.known.items() if not known]
     clamped = topology.future is OnFuture.CLAMP
@@ -291,9 +295,9 @@ def _with_doubt(rows: DataFrame, log: AuditedLog, topology: Topology, filed_late
 
 
 def _not_filed_late(rows: DataFrame, filed_late: DataFrame | None) -> tuple[DataFrame, Column]:
-    """Return the rows, and whether a row is known not to be late: a late one does not say how far stream time was.
+    """Return the rows, with whether a row is known not to be late. A late one does not show how far stream time was.
 
-    If late records are dropped or forwarded, no topic says which they were: any row may have been late.
+    If late records are dropped or forwarded, no topic shows which records were late, so any row may have been late.
     """
     if filed_late is None:
         return rows, fn.expr("false")

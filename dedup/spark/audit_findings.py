@@ -1,6 +1,6 @@
-"""The differences between what the rule expects and what the topics hold, as rows: kind, place, text, number.
+"""The differences between what the rule expects and what the topics hold, as rows with kind, place, text, and number.
 
-A kind of `verify.report.MEANINGS` is a violation; `not_provable` is a record about which the audit claims nothing.
+A kind in `verify.report.MEANINGS` is a violation; `not_provable` is a record about which the audit claims nothing.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ class Side:
 
     name: str
     filed: DataFrame
-    """As `audit_expected.filed` returns it."""
+    """Records of the topic, as returned by `audit_expected.filed`."""
     complete: bool
-    """Nothing was deleted from its beginning, so what is not there never was."""
+    """Whether nothing was deleted from its beginning, so that a missing record was never there."""
 
 
 def _place_of(*columns: str) -> Column:
@@ -51,7 +51,7 @@ def _filed_place() -> Column:
 
 @dataclass(frozen=True, slots=True)
 class _Claim:
-    """What is wrong with the rows for which ``where`` is true."""
+    """The finding for the rows for which ``where`` is true."""
 
     where: Column
     kind: Column | str
@@ -81,12 +81,12 @@ def _same_source() -> list[Column]:
 
 
 def _found(rows: DataFrame, *claims: _Claim) -> DataFrame:
-    """Return the findings of all claims in one pass over the rows: a pass for each would repeat the joins before."""
+    """Return the findings of all claims in one pass over the rows; a pass for each claim would repeat the joins."""
     return rows.select(fn.inline(fn.array_compact(fn.array(*(claim.finding() for claim in claims)))))
 
 
 def side_findings(rows: DataFrame, side: Side, verdict: str, wrong: str) -> list[DataFrame]:
-    """Return what a side topic holds that it should not, and what it lacks. ``rows``: `audit_expected.expected`."""
+    """Return unexpected and missing records of a side topic. ``rows`` are those of `audit_expected.expected`."""
     by_source = side.filed.where("NOT unknown_source").groupBy(*_SOURCE)
     once = by_source.agg(
         fn.count(fn.lit(1)).alias("times"),
@@ -125,7 +125,7 @@ def _filed_claims(side: Side, verdict: str, wrong: str) -> list[_Claim]:
 
 
 def stand_in_findings(records: DataFrame, side: Side) -> DataFrame:
-    """Return the source records whose value does not have the digest that replaces it in a side topic."""
+    """Return the source records whose value does not match the digest that replaces it in a side topic."""
     standing = side.filed.where("NOT unknown_source AND stand_in IS NOT NULL")
     words = fn.udf(lambda value: stand_in(value).decode(), "string")
     other = words(fn.col("value")) != fn.col("stand_in")
@@ -142,8 +142,8 @@ def unaccounted_findings(
 ) -> DataFrame:
     """Return records of a side topic that name no source record, or one that is not in the log.
 
-    ``kept`` has the offset at which each source partition begins now, ``committed`` the group's offset. ``why``: the
-    reason not to call such records phantoms.
+    ``kept`` contains the offset at which each source partition begins now, and ``committed`` the group's offset.
+    ``why`` is the reason not to count such records as phantoms.
     """
     left = side.filed.join(rows.select(*COORDINATES), [~fn.col("unknown_source"), *_same_source()], "left_anti")
     partition = ["source_topic", "source_partition"]
@@ -163,7 +163,7 @@ def unaccounted_findings(
 
 
 def evidence_findings(rows: DataFrame, topology: Topology, *, wanted: bool) -> list[DataFrame]:
-    """Return dead letters that the record itself does not explain: refused by the broker or by a worker's clock."""
+    """Return dead letters that the record itself does not explain, because a broker or a worker's clock refused it."""
     if not wanted:
         return []
     before = Window.partitionBy("task").orderBy("at").rowsBetween(Window.unboundedPreceding, -1)
@@ -187,7 +187,7 @@ def output_findings(
 ) -> list[DataFrame]:
     """Return records that are missing in the output, repeated, unexpected, or out of order.
 
-    A digest is looked for among the ``output`` rows of the same `scope`; these have `scope`, `out` and the columns
+    A digest is looked for among the ``output`` rows with the same `scope`; these have `scope`, `out`, and the columns
     `out_topic`, `out_partition`, `out_offset`.
     """
     live = rows.where("NOT history AND out IS NOT NULL")
@@ -237,7 +237,7 @@ def _output_claims(*, complete: bool, sources_whole: bool) -> list[_Claim]:
 
 
 def _order_findings(both: DataFrame) -> DataFrame:
-    """Return records that overtook another one of their task; only records that occur once are compared."""
+    """Return records that overtook another record of their task; only records that occur once are compared."""
     by_place = Window.partitionBy("task", "out_partition").orderBy("out_offset")
     placed = both.where("sure = 1 AND times = 1").withColumn("before", fn.lag("at").over(by_place))
     text = "it comes after a record that is later in the log of its task"
@@ -245,7 +245,7 @@ def _order_findings(both: DataFrame) -> DataFrame:
 
 
 def copy_findings(rows: DataFrame, copies: DataFrame, topic: str, *, complete: bool, whole: bool) -> DataFrame:
-    """Return differences of the duplicates or conflicts topic: ``copies`` has `scope`, `copy` and where each one is."""
+    """Return differences in the duplicates or conflicts topic; ``copies`` has `scope`, `copy`, and record places."""
     live = rows.where("NOT history")
     sure = ~fn.col("pending") & ~fn.col("doubtful")
     wanted = live.groupBy("scope", "copy").agg(
@@ -273,8 +273,8 @@ def copy_findings(rows: DataFrame, copies: DataFrame, topic: str, *, complete: b
 def repartition_findings(source: DataFrame, log: DataFrame, *, purged: bool, dead: DataFrame) -> DataFrame:
     """Return source records that are not in the repartition topic exactly once and unchanged.
 
-    Both have `COORDINATES` and `raw`. What was purged there, or is a dead letter of the repartition step, is not
-    provable.
+    Both inputs have `COORDINATES` and `raw`. Records that were purged there, or are dead letters of the repartition
+    step, are not provable.
     """
     position = [fn.col(f"source_{name}").alias(name) for name in COORDINATES]
     dead_letters = (

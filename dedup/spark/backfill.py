@@ -1,13 +1,13 @@
-"""`dedup spark backfill`: a history is judged as a whole, and its verdicts are published once, all of them or none.
+"""Implements `dedup spark backfill`, which judges a whole history and publishes all of its verdicts once, or none.
 
-Theory of operation. A run writes to a directory of its own attempt, which Spark ignores because of its name, and
-publishes it by one rename. A run that was published under the same name is not written again; one that was killed is
-written from the start, with the clock of its first attempt. Rename is atomic on local disks and HDFS; on object stores
-it is not: use Delta there, whose log makes a run visible.
+Theory of operation. Each attempt of a run writes to its own directory, which Spark ignores because of its name, and
+publishes it with one rename. A run that was already published under the same name is not written again. A run that was
+killed is written from the start, with the clock of its first attempt. A rename is atomic on local disks and HDFS but
+not on object stores. Use Delta there, because its log makes a run visible atomically.
 
-On a local file system Arrow writes the Parquet files, in the tasks that judge. A task writes files under names of its
-own attempt and reports them; the driver moves the reported files to where they are read. What a failed or second
-attempt of a task wrote is never among them.
+On a local file system, Arrow writes the Parquet files in the tasks that judge. A task writes files under names that are
+unique to its attempt and reports them. The driver moves the reported files to their final place, so files of a failed
+or second attempt of a task are never included.
 """
 
 from __future__ import annotations
@@ -55,30 +55,30 @@ _CODECS: Final = {
     "lz4_raw": "lz4",
     "brotli": "brotli",
 }
-"""Spark's name -> Arrow's name."""
+"""Maps Spark's name of a codec to Arrow's name."""
 _WRITTEN: Final = "file string, verdict string"
 _GROUP_ROWS: Final = 131_072
 _GROUP_BYTES: Final = 64 << 20
 _FEW_VALUES: Final = ("topic", "partition", "reason", "detail", "dedup_partition", "first_topic", "first_partition")
-"""Columns worth a dictionary."""
+"""Columns that benefit from dictionary encoding."""
 _WITHOUT_STATISTICS: Final = frozenset({"value", "headers", "detail"})
-"""Columns that nobody filters by a minimum or maximum."""
+"""Columns without statistics, because nobody filters them by minimum or maximum."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunReport:
-    """What a run published."""
+    """The content that a run published."""
 
     run: str
     identity: str
-    """Identifies topology, input and order; a run of the same name must have the same."""
+    """Identifies topology, input, and order, which must be the same in all runs with this name."""
     now_ms: int
-    """The clock that decided which event times were in the future."""
+    """The clock time that decided which event times were in the future."""
     order: str
     verdicts: Mapping[str, int]
     path: str
     fresh: bool = True
-    """False if the run was published before, and nothing was written now."""
+    """False if the run was already published, so that nothing was written now."""
 
 
 def backfill(
@@ -93,18 +93,18 @@ def backfill(
 ) -> RunReport:
     """Publish the verdict of every record of the history under ``path``, exactly once, and return the counts.
 
-    ``history`` is what `files.read_files` or `kafka_source.read_kafka` returned, or a DataFrame of `rows.RECORDS` with
-    coordinates in every row or in none. The columns are those of `batch_verdicts.judged`, partitioned by verdict. All
-    is published at once, under ``run=<run>``; a run that exists is not written again. ``now_ms``: the clock that
-    decides which event times are in the future (now, if None). Publishes nothing and raises
+    ``history`` is the result of `files.read_files` or `kafka_source.read_kafka`, or a DataFrame of `rows.RECORDS` with
+    coordinates in every row or in none. The columns are those of `batch_verdicts.judged`, partitioned by verdict.
+    Everything is published at once, under ``run=<run>``; a run that exists is not written again. ``now_ms`` is the
+    clock time that decides which event times are in the future (now, if None). Publishes nothing and raises
 
-    * StateIncompatible: an earlier run of this name had another input or topology; rows are repeated or belong to other
-      topics; retention deleted records while they were read,
-    * RecordFailed: a record met a policy `fail`,
-    * SettingsError, TopologyError: damaged files, a table of another shape, a run name that no directory can have.
+    * StateIncompatible if an earlier run with this name had another input or topology, if rows are repeated or belong
+      to other topics, or if retention deleted records while they were read,
+    * RecordFailed if a record met a policy `fail`,
+    * SettingsError or TopologyError for damaged files, an unsuitable table, or a run name that no directory can have.
     """
     if not _RUN.fullmatch(run):
-        raise SettingsError([Problem(f"--run {run}", "is no name for a directory; use letters, digits, - and _")])
+        raise SettingsError([Problem(f"--run {run}", "is not a valid directory name; use letters, digits, - and _")])
     source = history if isinstance(history, History) else _history_of(history)
     order: Order = "offsets" if source.placed else "event_time"
     mode = mode_of(topology, order, source.feeds)
@@ -151,16 +151,16 @@ def _history_of(df: DataFrame) -> History:
 
 
 def _refuse_unbalanced(source: History, counts: Mapping[str, int]) -> None:
-    """Raise InvariantBroken unless there are as many verdicts as records, counted by another job.
+    """Raise InvariantBroken unless there are as many verdicts as records, which another job counts.
 
-    Kafka is not read a second time for it.
+    For input from Kafka this is skipped, because it would be read a second time.
     """
     if source.countable:
         rows = source.records.count()
         if rows != sum(counts.values()):
             raise InvariantBroken(
                 f"{source.place} has {rows:,} records, and {sum(counts.values()):,} verdicts were written. Nothing was "
-                f"published. If nobody changed the input meanwhile, this is a defect: please report it."
+                f"published. If nobody changed the input in the meantime, this is a defect: please report it."
             )
 
 
@@ -176,13 +176,13 @@ class RunDirectory:
 
     @property
     def path(self) -> str:
-        """Where the run's files are after it is published."""
+        """The path of the run's files after publication."""
         return str(self._root.path if self._fmt == "delta" else self._root.at(f"run={self._run}"))
 
     def begin(self, identity: str, now_ms: int) -> RunReport | int:
-        """Return the report of this run if it was published, else the clock to judge by, in ms.
+        """Return the report of this run if it was published; otherwise the clock time in ms by which to judge.
 
-        Raises StateIncompatible if a run of this name was begun with another input, topology or order.
+        Raises StateIncompatible if a run with this name was begun with another input, topology, or order.
         """
         published = self._published()
         if published is not None:
@@ -198,7 +198,7 @@ class RunDirectory:
         return now_ms
 
     def publish(self, verdicts: Judging, report: Callable[[Mapping[str, int]], RunReport]) -> RunReport:
-        """Write the verdicts, a directory for each, make them visible, and return the report made of their counts."""
+        """Write the verdicts, with a directory for each, make them visible, and return the report with their counts."""
         write = self._publish_delta if self._fmt == "delta" else self._publish_files
         made = write(verdicts, report)
         self._files.delete(self._root.at(f"_started-{self._run}.json"), False)  # noqa: FBT003 - not recursive
@@ -226,7 +226,7 @@ class RunDirectory:
         return made
 
     def _moved(self, attempt: Any, target: Any) -> bool:  # noqa: ANN401 - paths of Hadoop's
-        """Rename, and tell whether the attempt is the target now; Hadoop moves it into a target that exists."""
+        """Rename, and return whether the attempt is now the target; Hadoop would move it into an existing target."""
         # HADOOP-11452: rename does not fail then.
         return self._files.rename(attempt, target) and not self._files.exists(self._root.at(attempt.getName(), target))
 
@@ -250,7 +250,7 @@ class RunDirectory:
     def _refuse_other(self, identity: str, before: str, what: str) -> None:
         if identity != before:
             raise StateIncompatible(
-                f"run {self._run} {what} at {self.path} with another topology, input or order. Nothing was touched. "
+                f"run {self._run} {what} at {self.path} with another topology, input or order. Nothing was changed. "
                 f"Then: {before}. Now: {identity}. Choose another --run, or delete the old one."
             )
 
@@ -262,19 +262,19 @@ class RunDirectory:
 
 
 def _counts(published: DataFrame) -> dict[str, int]:
-    """Return the number of rows by verdict, counted in what was written."""
+    """Return the number of written rows by verdict."""
     rows = published.groupBy("verdict").count().collect()
     return {row["verdict"]: row["count"] for row in sorted(rows, key=lambda row: str(row["verdict"]))}
 
 
 def codec_of(spark: SparkSession) -> str | None:
-    """Return Arrow's name of the Parquet codec that Spark is set to; None if Arrow lacks it."""
+    """Return Arrow's name of Spark's configured Parquet codec; None if Arrow does not support it."""
     name = spark.conf.get("spark.sql.parquet.compression.codec") or "snappy"
     return _CODECS.get(name.lower())
 
 
 def _write_files(verdicts: Judging, attempt: Path, codec: str) -> int:
-    """Write the verdicts to files in ``attempt``, a directory for each verdict; return the number of files."""
+    """Write the verdicts to files in ``attempt``, with a directory for each verdict; return the number of files."""
     work = attempt / "_work"
     work.mkdir(parents=True)
     write = _writing(reduce_function(verdicts.plan), work, codec)
@@ -290,7 +290,7 @@ def _write_files(verdicts: Judging, attempt: Path, codec: str) -> int:
 
 
 class _VerdictFile:
-    """The file of one verdict and attempt; rows are gathered into row groups of a size that suits readers."""
+    """The file of one verdict and attempt, which gathers rows into row groups of a suitable size for readers."""
 
     def __init__(self, path: Path, schema: pa.Schema, codec: str) -> None:
         self._writer: Final = pq.ParquetWriter(

@@ -1,9 +1,8 @@
-"""Exact verdicts over a finished table of records: the same as a worker's and the model's, row by row.
+"""Exact verdicts on a finished table of records, which equal those of a worker and of the model, row by row.
 
 Theory of operation. A verdict depends on the sightings of the record's own ID and on stream time. Stream time is a
-property of the log, so the map side finds it first (`map_side`). One shuffle then brings the rows of an ID together,
-and the reduce side sorts them in the order in which they are judged and folds them (`reduce_side`, `columnar_fold`).
-The order is:
+property of the log, so the map side computes it first (`map_side`). One shuffle then brings the rows of an ID together.
+The reduce side sorts them into judging order and folds them (`reduce_side`, `columnar_fold`). The order is:
 
 * for a direct topology: each source partition in the order of its offsets, as its task does;
 * for the repartition topic: each of its partitions in the order of its offsets, with stream time by the skew rule over
@@ -37,7 +36,7 @@ from dedup.spark.rows import COORDINATES, RECORDS, headers_of
 from dedup.topology.model import Topology
 
 Order = Literal["offsets", "event_time"]
-"""``offsets``: rows with Kafka coordinates, in the log's order. ``event_time``: without; nothing is late."""
+"""``offsets`` is for rows with Kafka coordinates, in log order. ``event_time`` is for rows without; nothing is late."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +44,7 @@ class Judging:
     """Records after the shuffle, for the reduce side to judge."""
 
     packed: DataFrame
-    """`map_side.PACKED_ROWS`, each in the Spark partition of its reduce task."""
+    """Rows of `map_side.PACKED_ROWS`, each in the Spark partition of its reduce task."""
     plan: ReducePlan
     schema: StructType
 
@@ -63,16 +62,17 @@ def judged(
     contiguous: bool = False,
     feeds: Sequence[Feed] = (),
 ) -> DataFrame:
-    """Return the records (`rows.RECORDS`, more columns are kept) with `JUDGED` after them; one row each, in no order.
+    """Return the records (`rows.RECORDS` and any other columns) with `JUDGED` after them, one row each, in no order.
 
-    `verdict` is unique, duplicate, conflict, late, dead_letter, or exempt: forwarded unjudged by policy, with the
-    reason missing_id or tombstone. A forwarded conflict is ``unique`` with the reason conflict.
+    `verdict` is unique, duplicate, conflict, late, dead_letter, or exempt. Exempt records are forwarded by policy
+    without being judged, with the reason missing_id or tombstone. A forwarded conflict is ``unique`` with the reason
+    conflict.
 
-    ``now_ms`` is the wall clock that future times are compared with. ``contiguous``: each Spark partition of ``df``
-    holds ascending offsets of its Kafka partitions, and no two overlap, as with Spark's Kafka source; this saves a
-    sort, and the job checks it while it runs. ``feeds``: for the repartition topic, every source partition. Raises
-    TopologyError for a table of another shape, SettingsError for unusable settings of Spark; the running job raises
-    what `backfill` lists.
+    ``now_ms`` is the wall-clock time with which future times are compared. ``contiguous`` says that each Spark
+    partition of ``df`` holds ascending offsets of its Kafka partitions and that no two overlap, as with Spark's Kafka
+    source. This saves a sort, and the job checks it while it runs. ``feeds`` are all source partitions of the
+    repartition topic. Raises TopologyError for an unsuitable table and SettingsError for unusable settings of Spark.
+    The running job raises the errors that `backfill` lists.
     """
     return judging(df, topology, now_ms=now_ms, order=order, contiguous=contiguous, feeds=feeds).frame()
 
@@ -87,7 +87,7 @@ def judging(
     feeds: Sequence[Feed] = (),
     pieces: InputSplits | None = None,
 ) -> Judging:
-    """Return what `judged` does before the reduce side; ``pieces``: the same records as files that tasks can read."""
+    """Return the state of `judged` before the reduce side; ``pieces`` are the same records as files for tasks."""
     refuse_other_shape(df)
     mode = mode_of(topology, order, feeds)
     reducers, batch_rows = _shuffle_settings(df.sparkSession)
@@ -118,7 +118,7 @@ def mode_of(topology: Topology, order: Order, feeds: Sequence[Feed]) -> Mode:
 
 
 def order_text(mode: Mode) -> str:
-    """Return a sentence that says in which order rows are judged."""
+    """Return a sentence about the order in which rows are judged."""
     match mode:
         case "direct":
             return "judged in the order of offsets, each source partition by itself, as a worker does"
@@ -164,7 +164,7 @@ def _in_log_order(df: DataFrame, mode: Mode, reducers: int, *, contiguous: bool)
 
 
 def _shuffle_settings(spark: SparkSession) -> tuple[int, int]:
-    """Return the number of reduce tasks, and the number of rows that Spark hands to Python at once."""
+    """Return the number of reduce tasks, and the number of rows that Spark passes to Python at once."""
     reducers = int(spark.conf.get("spark.sql.shuffle.partitions") or "200")
     batch_rows = int(spark.conf.get("spark.sql.execution.arrow.maxRecordsPerBatch") or "10000")
     problems = []

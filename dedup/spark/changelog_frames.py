@@ -1,6 +1,6 @@
-"""A fleet's changelog as DataFrames: its sightings and seed marks, and sightings as changelog records.
+"""Reads the sightings and seed marks of a fleet's changelog as DataFrames, and turns sightings into changelog records.
 
-The bytes are those of `dedup.store.changelog`, written and read by the same code as a worker's.
+The bytes are those of `dedup.store.changelog`, and the same code writes and reads them as in a worker.
 """
 
 from __future__ import annotations
@@ -52,8 +52,9 @@ SIGHTINGS: Final = t.StructType(
         t.StructField("fingerprint", _BYTES),
     ]
 )
-"""A sighting: the changelog partition (the task), the state key, the interval in ms of event time, the coordinates of
-its record (the topic as its position in `source.topics`), eight bytes of the payload's digest or none."""
+"""A sighting, with the changelog partition (the task), the state key, the interval in ms of event time, the coordinates
+of its record (the topic as its position in `source.topics`), and eight bytes of the payload's digest or none.
+"""
 
 OUTSIDE_KAFKA: Final = (1 << 63) - 1
 """The source offset of a sighting whose record was read from files without Kafka coordinates."""
@@ -95,7 +96,7 @@ def read_changelog(spark: SparkSession, topology: Topology, settings: Settings) 
 
 
 def live_sightings(sightings: DataFrame, window: Window, stream_times_ms: Mapping[int, int]) -> DataFrame:
-    """Return the sightings that still count at each task's stream time, which is given by task."""
+    """Return the sightings that still count, given the stream time of each task."""
     if not stream_times_ms:
         return sightings.limit(0)
     pairs = ((task, window.oldest_live_ms(time_ms)) for task, time_ms in stream_times_ms.items())
@@ -117,7 +118,7 @@ def _records(spark: SparkSession, topology: Topology, settings: Settings) -> Dat
 
 
 def _task_records(records: DataFrame) -> DataFrame:
-    """Return a row for each changelog partition: its task record (`task`), or an unfinished seed's mark (`seeding`)."""
+    """Return a row per changelog partition with its task record (`task`) or an unfinished seed's mark (`seeding`)."""
     few = records.where(fn.length("key") == 1).mapInArrow(_decoded_tasks, _TASKS)
     # A seed's last transaction also holds the task record: if there is one, the mark has no meaning.
     return few.groupBy("dedup_partition").agg(
@@ -199,7 +200,7 @@ def _encoded(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
 
 
 def _encoded_values(lists: pa.ListArray) -> list[bytes]:
-    """Return the state values of a column of sighting lists; fast if each holds one sighting, not extended."""
+    """Return the state values for a column of sighting lists; fast if each list holds one unextended sighting."""
     flat = lists.flatten()
     first, last = (flat.field(name).to_numpy(zero_copy_only=False) for name in ("first_ms", "last_ms"))
     places = [flat.field(name).to_numpy() for name in ("source_topic", "source_partition", "source_offset")]

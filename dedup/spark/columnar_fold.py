@@ -1,7 +1,7 @@
-"""Verdicts over rows sorted by ID, and within an ID in the order in which they are judged.
+"""Judges rows that are sorted by ID and, within an ID, in judging order.
 
-numpy decides, in columns, IDs that occur once and IDs of which every row repeats the first. The others go through the
-worker's fold, with the stream time of each row.
+numpy decides, in columns, IDs that occur once and IDs for which every row repeats the first. The worker's fold judges
+the others, with the stream time of each row.
 """
 
 from __future__ import annotations
@@ -28,32 +28,32 @@ LATE: Final = 3
 FORWARDED_CONFLICT: Final = 4
 _CHUNK_ROWS: Final = 4096
 _LONG_GROUP: Final = 256
-"""Rows of one ID that are judged at a time: the cost grows with the square of their number."""
+"""Number of rows of one ID that are judged at a time, because the cost grows with the square of their number."""
 
 
 @dataclass(frozen=True, slots=True)
 class SortedRows:
-    """All rows of some IDs as columns, an entry per record."""
+    """All rows of some IDs as columns, with one entry per record."""
 
     groups: Integers
-    """Equal for rows of the same ID and, if tasks judge separately, of the same task."""
+    """A number that is equal for rows of the same ID and, if tasks judge separately, of the same task."""
     times_ms: Integers
     stream_ms: Integers
     topics: Integers
     """Position in ``source.topics``."""
     partitions: Integers
-    """Of the source; -1 if a row has no coordinates."""
+    """Partition in the source; -1 if a row has no coordinates."""
     offsets: Integers
     fingerprints: pa.Array | pa.ChunkedArray | None
 
 
 @dataclass(frozen=True, slots=True)
 class Decided:
-    """Verdicts as columns, an entry per record."""
+    """Verdicts as columns, with one entry per record."""
 
     verdicts: npt.NDArray[np.int8]
     has_first: npt.NDArray[np.bool_]
-    """Whether the record repeats a sighting, which the next four columns describe."""
+    """Whether the record repeats a sighting; the next four columns describe the sighting."""
     first_ms: Integers
     first_topics: Integers
     first_partitions: Integers
@@ -61,7 +61,7 @@ class Decided:
 
     @classmethod
     def of(cls, verdicts: npt.NDArray[np.int8]) -> Decided:
-        """Return these verdicts, with no record repeating a sighting."""
+        """Return these verdicts without repeated sightings."""
         count = len(verdicts)
         return cls(verdicts, np.zeros(count, np.bool_), *(np.zeros(count, np.int64) for _ in range(4)))
 
@@ -98,7 +98,7 @@ def _decide_plain_groups(
 ) -> Booleans:
     """Decide, in columns, the groups in which every row repeats the first by the plain rule.
 
-    Return which of the other groups have several rows.
+    Returns which of the other groups have several rows.
     """
     several: Booleans = lengths > 1
     window = rules.window
@@ -154,7 +154,7 @@ def _note(decided: Decided, chunk: list[int], columns: Rows, outcome: Outcome) -
 
 
 def _chunks(starts: Integers, lengths: Integers, marked: list[int]) -> Iterator[tuple[Integers, Integers]]:
-    """Yield (rows, the group of each row) of the marked groups: short groups together, a long one in parts."""
+    """Yield (rows, the group of each row) of the marked groups, with short groups together and long ones in parts."""
     taken: list[int] = []
     rows = 0
     for group, size in zip(marked, lengths[marked].tolist(), strict=True):

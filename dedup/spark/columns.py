@@ -1,8 +1,8 @@
-"""Arrow columns of records as the worker's code takes them, and what it finds in them as Arrow columns.
+"""Converts Arrow columns of records for the worker's code, and its results back to Arrow columns.
 
-`feed_batches` makes of Spark's Kafka source the batches that a task judges. `identified` adds tracking ID, event time
-and fingerprint to a table. It runs the code of `dedup.core.extract`, so the golden vectors of tests/vectors/ hold here
-as they do there.
+`feed_batches` turns rows of Spark's Kafka source into the batches that a task judges. `identified` adds tracking ID,
+event time, and fingerprint to a table. It runs the code of `dedup.core.extract`, so the golden vectors in
+tests/vectors/ apply to it, too.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from dedup.topology.model import Topology, extractor_of
 
 Batches = Iterator[pa.RecordBatch]
 BatchFunction = Callable[[Iterable[pa.RecordBatch]], Batches]
-"""What `mapInArrow` takes."""
+"""The type of a function for `mapInArrow`."""
 
 IDENTIFIED: Final = (
     StructField("dedup_id", BinaryType()),
@@ -39,12 +39,13 @@ IDENTIFIED: Final = (
     StructField("dedup_detail", StringType()),
 )
 """State key (null if there is a fault), event time (ms), eight bytes of the payload's digest (null unless the topology
-compares payloads), and for a fault its code, its kind (`dedup.core.extract.FaultKind`) and a sentence."""
+compares payloads), and for a fault its code, its kind (`dedup.core.extract.FaultKind`), and a sentence.
+"""
 
 _REPLACEMENT: Final = "\ufffd"
 _US_PER_MS: Final = 1_000
 _BATCH_ROWS: Final = 4_000
-"""As many as one fetch of a worker returns: few enough to stay in the processor's caches."""
+"""As many rows as one fetch of a worker returns, which is few enough for the processor's caches."""
 
 
 def feeding_columns(rows: DataFrame) -> DataFrame:
@@ -53,9 +54,9 @@ def feeding_columns(rows: DataFrame) -> DataFrame:
 
 
 def feed_batches(arrow: Iterable[pa.RecordBatch]) -> Iterator[FeedBatch]:
-    """Yield the records of one feeding partition in the log's order; `follows` is left for the caller to fill in.
+    """Yield the records of one feeding partition in log order; the caller must fill in `follows`.
 
-    Raises InvariantBroken if a Spark partition holds more than one Kafka partition, or holds it out of order.
+    Raises InvariantBroken if a Spark partition holds more than one Kafka partition or is out of order.
     """
     feeding: TopicPartition | None = None
     reached = -1
@@ -93,9 +94,9 @@ def _feed_batch(batch: pa.RecordBatch) -> FeedBatch:
 
 
 def _odd_rows(column: Any) -> list[int]:  # noqa: ANN401  # pyarrow's list array has no useful type
-    """Return the rows with a header name that is not UTF-8: Java has replaced what it cannot read by U+FFFD.
+    """Return the rows with a header name that is not UTF-8, in which Java has replaced invalid bytes with U+FFFD.
 
-    They become dead letters, as in a worker: forwarded, they would have other names than they came with.
+    They become dead letters, as in a worker, because their header names would otherwise change.
     """
     names = [each or b"" for each in binary_column(column.flatten().field("key").cast(pa.binary()))]
     if not _is_odd(b"\n".join(names)):
@@ -114,13 +115,13 @@ def _is_odd(name: bytes) -> bool:
 
 
 def binary_column(column: pa.Array) -> list[bytes | None]:
-    """Return the entries as bytes, None for null; numpy makes this five times as fast as `to_pylist`."""
+    """Return the entries as bytes, with None for null; with numpy this is five times as fast as `to_pylist`."""
     found: list[bytes | None] = column.to_numpy(zero_copy_only=False).tolist()
     return found
 
 
 def _headers_column(column: Any) -> list[list[Header]]:  # noqa: ANN401  # pyarrow's list array has no useful type
-    """Return each record's headers in order; none for null."""
+    """Return each record's headers in order; empty for null."""
     if column.null_count == len(column):
         return [[]] * len(column)
     flat = column.flatten()
@@ -159,7 +160,7 @@ def _digest(key: bytes | None, value: bytes | None, headers: list[Header], time_
 
 
 def identified(df: DataFrame, topology: Topology) -> DataFrame:
-    """Return the records (`rows.RECORDS`, more columns are kept) with the columns `IDENTIFIED` after them."""
+    """Return the records (`rows.RECORDS` and any other columns) with the columns `IDENTIFIED` after them."""
     schema = StructType([*df.schema.fields, *IDENTIFIED])
 
     def run(batches: Iterable[pa.RecordBatch]) -> Batches:
@@ -173,9 +174,9 @@ def identified(df: DataFrame, topology: Topology) -> DataFrame:
 
 
 def extract_batch(extractor: Extractor, batch: pa.RecordBatch) -> Extracted:
-    """Return what the extractor finds in Arrow columns `key`, `value`, `headers`, `timestamp_ms`.
+    """Return the result of the extractor for the Arrow columns `key`, `value`, `headers`, `timestamp_ms`.
 
-    A row without a timestamp has the time -1, which makes a dead letter if the topology takes the record's time.
+    A row without a timestamp gets the time -1, so it becomes a dead letter if the topology uses the record's time.
     """
     count = batch.num_rows
     timestamps = batch.column("timestamp_ms")
@@ -194,7 +195,7 @@ def extract_batch(extractor: Extractor, batch: pa.RecordBatch) -> Extracted:
 
 
 def _without_odd_names(extracted: Extracted, odd: list[int]) -> Extracted:
-    """Return what was extracted, with the rows ``odd`` as faults."""
+    """Return the extracted columns with the rows in ``odd`` as faults."""
     for row in odd:
         extracted.ids[row] = None
         extracted.times_ms[row] = 0

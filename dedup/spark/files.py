@@ -1,8 +1,8 @@
-"""History in files: Parquet, JSON lines, Delta tables. Damaged files and differing schemas are refused before the job.
+"""Reads history from Parquet, JSON lines, or Delta tables; refuses damaged files and different schemas before the job.
 
-Spark reads a file into rows, and hands rows to Python one value at a time; Arrow reads it into the columns that are
-judged. So plain Parquet tables on a file system that every executor sees are read by Arrow, in the task that judges
-them (`InputSplits`); other types, other file systems and Delta tables are left to Spark.
+Spark reads a file into rows and passes rows to Python one value at a time, while Arrow reads it into the columns that
+are judged. If every executor sees the file system, the task that judges a plain Parquet table therefore reads it with
+Arrow (`InputSplits`). Spark reads other types, other file systems, and Delta tables.
 """
 
 from __future__ import annotations
@@ -47,14 +47,16 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 FileFormat = Literal["parquet", "json", "json-records", "delta"]
-"""``json``: each line is an event. ``json-records``: each line is a row with the columns of `rows.RECORDS`, as text."""
+"""In ``json``, each line is an event. In ``json-records``, each line is a row with the columns of `rows.RECORDS` as
+text.
+"""
 
 _LOSSLESS: Final = {"ignoreCorruptFiles": "false", "ignoreMissingFiles": "false"}
 _FOOTERS_AT_ONCE: Final = 8
 _ORDER_SCHEMA: Final = "counts array<bigint>, notice binary, topics binary"
 
 _SHOWN: Final = 200
-"""Characters of a refused line."""
+"""Number of characters shown of a refused line."""
 _MS_LENGTH: Final = len("2024-01-01T00:00:00.000")
 _JSON_RECORD: Final = (
     "key string, value string, headers array<struct<key:string,value:string>>, timestamp_ms bigint, topic string, "
@@ -71,7 +73,7 @@ _ARROW_TYPES: Final[Mapping[str, tuple[pa.DataType, ...]]] = {
     "partition": (pa.int32(), pa.int16(), pa.int8()),
     "offset": (pa.int64(), pa.int32()),
 }
-"""Of the columns of `rows.RECORDS`: their own type first, then those that Arrow may read and cast to it."""
+"""Types of the columns of `rows.RECORDS`, with the column's own type first, then those that Arrow may cast to it."""
 _BATCH_ROWS: Final = 8_192
 _SPLIT: Final = StructType([StructField("file", StringType()), StructField("row_group", IntegerType())])
 _TASK_BYTES: Final = 128 << 20
@@ -79,7 +81,7 @@ _TASKS_PER_CORE: Final = 4
 
 
 class DamagedFile(Exception):
-    """A file cannot be read to its end. `session.translated_errors` makes a sentence of it."""
+    """A file cannot be read to its end. `session.translated_errors` turns this into a sentence."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,29 +89,29 @@ class InputSplits:
     """The row groups of Parquet files, ordered by file name."""
 
     frame: DataFrame
-    """A row per row group: `file`, `row_group`; in as many Spark partitions as tasks should read."""
+    """A row (`file`, `row_group`) per row group, in as many Spark partitions as tasks should read."""
     columns: tuple[str, ...]
-    """The columns of `rows.RECORDS` that the files have; the others are null, headers empty."""
+    """The columns of `rows.RECORDS` that the files have; the others are null, and headers are empty."""
 
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """Records to judge, and what is known of their order."""
+    """Records to judge, and what is known about their order."""
 
     records: DataFrame
     """`rows.RECORDS`."""
     placed: bool
     """Whether rows have Kafka coordinates."""
     contiguous: bool
-    """Whether Spark reads them in the log's order without a sort; see `batch_verdicts.judged`."""
+    """Whether Spark reads them in log order without a sort; see `batch_verdicts.judged`."""
     identity: str
-    """Identifies what was read; the same input has the same identity."""
+    """Identifies the input; the same input has the same identity."""
     place: str
-    """Where the records come from, for messages."""
+    """The origin of the records, for messages."""
     feeds: tuple[Feed, ...] = ()
-    """For the repartition topic: every source partition that feeds it."""
+    """For the repartition topic, every source partition that feeds it."""
     countable: bool = False
-    """Whether counting the records is cheap, and always gives the same number."""
+    """Whether it is cheap to count the records, and the number is always the same."""
     pieces: InputSplits | None = None
     """The same records, if tasks can read the files themselves."""
 
@@ -117,9 +119,9 @@ class History:
 def read_files(spark: SparkSession, paths: Sequence[str], fmt: FileFormat, *, rows_are_events: bool = False) -> History:
     """Return the records of files or directories.
 
-    ``rows_are_events``: the table has no column `value`; each row, as JSON without its null columns, is an event.
-    Raises SettingsError naming every file that is damaged or has another schema than the first, and TopologyError for
-    columns that are missing or have another type.
+    With ``rows_are_events``, the table has no column `value`, and each row, as JSON without its null columns, is an
+    event. Raises SettingsError with every file that is damaged or has a different schema than the first, and
+    TopologyError for columns that are missing or have a wrong type.
     """
     place = ", ".join(paths)
     if rows_are_events and fmt.startswith("json"):
@@ -162,8 +164,8 @@ def _table(spark: SparkSession, paths: Sequence[str], fmt: FileFormat, place: st
 def _refuse_drift(spark: SparkSession, files: Sequence[str]) -> None:
     """Raise SettingsError unless all Parquet files have the columns of the first.
 
-    Spark would fill in nulls for a column that one file lacks. A null value is a tombstone, and a null time is no time,
-    so verdicts would change.
+    Spark would fill in nulls for a column that a file lacks. A null value is a tombstone, and a null time is a missing
+    time, so verdicts would change.
     """
     with ThreadPoolExecutor(_FOOTERS_AT_ONCE) as pool:
         found = list(pool.map(lambda file: _footer(spark, file), files))
@@ -181,7 +183,7 @@ def _refuse_drift(spark: SparkSession, files: Sequence[str]) -> None:
 
 
 def _footer(spark: SparkSession, file: str) -> tuple[dict[str, str], str]:
-    """Return the columns of a Parquet file with their types, or why they cannot be read."""
+    """Return the columns of a Parquet file with their types, or the reason why they cannot be read."""
     jvm: Any = spark._jvm  # noqa: SLF001 - the only way to Hadoop's file systems
     conf = spark._jsparkSession.sessionState().newHadoopConf()  # noqa: SLF001
     reader: Any = None
@@ -215,10 +217,10 @@ def _delta_version(spark: SparkSession, paths: Sequence[str]) -> str:
 
 
 def _log_order(records: DataFrame, place: str, splits: InputSplits | None) -> tuple[bool, bool]:
-    """Return whether rows have coordinates, and whether Spark reads them in the log's order without a sort.
+    """Return whether rows have coordinates, and whether Spark reads them in log order without a sort.
 
-    In the log's order each Spark partition has ascending offsets, and no two overlap. A wrong answer would be noticed:
-    the job checks it while it runs. Reads three columns of the input. Raises SettingsError if only some rows have
+    In log order, each Spark partition has ascending offsets and no two overlap. The job checks this while it runs, so a
+    wrong result would be noticed. Reads three columns of the input. Raises SettingsError if only some rows have
     coordinates.
     """
     if splits is None:
@@ -248,7 +250,7 @@ def _log_order(records: DataFrame, place: str, splits: InputSplits | None) -> tu
 
 
 def _offset_runs(batches: Iterable[pa.RecordBatch]) -> Iterable[pa.RecordBatch]:
-    """Yield one row: [rows, those with all coordinates, those with any], the offset runs or null, and their topics."""
+    """Yield one row: [rows, rows with all coordinates, rows with any coordinates], offset runs or null, and topics."""
     context = TaskContext.get()
     runs = OffsetRuns(0 if context is None else context.partitionId())
     topics: list[str] = []
@@ -284,10 +286,10 @@ def _take(runs: OffsetRuns, batch: pa.RecordBatch, topics: list[str]) -> None:
 
 
 def _json_rows(lines: DataFrame) -> DataFrame:
-    """Return lines (`value`) as rows of `rows.RECORDS` as text; the job fails at a line that is not such a row.
+    """Return lines (`value`) as rows of `rows.RECORDS` as text; the job fails if a line is not such a row.
 
-    A line without the member `value` would become a tombstone, and a member of another name, such as a misspelled
-    timestamp, would be ignored: both are refused, with the line.
+    A line without the member `value` would become a tombstone, and a member with another name, such as a misspelled
+    timestamp, would be ignored. Both are refused, and the message shows the line.
     """
     members = F.json_object_keys("value")
     unknown = F.array_except(members, F.array(*map(F.lit, RECORDS.fieldNames())))
@@ -303,14 +305,15 @@ def _json_rows(lines: DataFrame) -> DataFrame:
 def as_events(table: DataFrame) -> Column:
     """Return each row as JSON without its null columns, as bytes.
 
-    A time finer than milliseconds keeps all its digits; Spark would cut them off, and two events could become one.
+    A time with more digits than milliseconds keeps all of them. Spark would cut them off, so two events could become
+    one.
     """
     columns = [_exact(F.col(f"`{field.name}`"), field.dataType).alias(field.name) for field in table.schema.fields]
     return F.to_json(F.struct(*columns)).cast(BinaryType())
 
 
 def _exact(column: Column, kind: DataType) -> Column:
-    """Return a column whose times are text in Spark's own format, with more digits if milliseconds are not exact."""
+    """Return a column with times as text in Spark's own format, with more digits if milliseconds are not exact."""
     match kind:
         case TimestampType():
             return F.concat(_time(column), F.date_format(column, "XXX"))
@@ -334,7 +337,7 @@ def _time(column: Column) -> Column:
 
 
 def _input_splits(spark: SparkSession, files: Sequence[str], table: DataFrame) -> InputSplits | None:
-    """Return the row groups of these files (URIs); None if they must be left to Spark."""
+    """Return the row groups of these files (URIs); None if Spark must read them."""
     if not files or any(urlsplit(file).scheme != "file" for file in files):
         return None
     columns = tuple(name for name in RECORDS.names if name in table.columns)
@@ -357,9 +360,9 @@ def _input_splits(spark: SparkSession, files: Sequence[str], table: DataFrame) -
 
 
 def opened(columns: Sequence[str], wanted: Sequence[str] = tuple(RECORDS.names)) -> BatchFunction:
-    """Return a function for `mapInArrow`: rows of `InputSplits.frame` in, the `wanted` columns of `rows.RECORDS` out.
+    """Return a function for `mapInArrow` from rows of `InputSplits.frame` to the `wanted` columns of `rows.RECORDS`.
 
-    ``columns`` are those that the files have. The function raises DamagedFile.
+    ``columns`` are the columns in the files. The function raises DamagedFile.
     """
     there = [name for name in wanted if name in columns]
 

@@ -1,4 +1,4 @@
-"""Kafka as a source of Spark: options that reach the cluster, and ranges of offsets as records to judge.
+"""Kafka as a source for Spark, with the options to reach the cluster and ranges of offsets as records to judge.
 
 A range is read completely, or refused with the offsets that retention has deleted.
 """
@@ -24,10 +24,12 @@ if TYPE_CHECKING:
     from dedup.topology.model import Topology
 
 Start = Literal["whole", "earliest"] | int
-"""``whole``: from offset 0, refused if retention deleted it. ``earliest``: what is left. A number: a time in ms."""
+"""``whole`` is from offset 0, and is refused if retention deleted it; ``earliest`` is what is left; a number is a time
+in ms.
+"""
 Until = Literal["now"] | int
 Offsets = Mapping[str, Mapping[int, int]]
-"""By topic and partition."""
+"""Offsets by topic and partition."""
 
 _SHOWN: Final = 5
 _LOGIN: Final[Mapping[str, str]] = {
@@ -38,9 +40,9 @@ _LOGIN: Final[Mapping[str, str]] = {
 
 
 def kafka_options(settings: Settings) -> dict[str, str]:
-    """Return the options of Spark's Kafka source for these settings; certificates are in them as PEM text.
+    """Return the options of Spark's Kafka source for these settings, with certificates as PEM text.
 
-    Raises SettingsError for what Spark's connector does not support, and for certificates that cannot be read.
+    Raises SettingsError for settings that Spark's connector does not support, and for unreadable certificates.
     """
     security = settings.security
     options = {
@@ -144,7 +146,7 @@ def feeds_of(topology: Topology, counts: Mapping[str, int]) -> tuple[Feed, ...]:
 
 
 def history_of_range(spark: SparkSession, settings: Settings, begins: Offsets, ends: Offsets) -> History:
-    """Return the committed records of these offsets, ends not included."""
+    """Return the committed records of these offsets, not including the ends."""
     ranges = {
         f"{topic}/{partition}": [begin, ends[topic][partition]]
         for topic, part in begins.items()

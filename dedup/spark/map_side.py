@@ -1,7 +1,7 @@
-"""The map side of a batch job: IDs, event times and stream time of records in input order, packed for the shuffle.
+"""The map side of a batch job, which finds IDs, event times, and stream time in input order and packs the rows.
 
-A map task extracts what each record carries, decides the records that cannot be judged, finds stream time as far as it
-can know it (`OffsetRuns`), and packs the rows for the reduce task that judges their IDs.
+A map task extracts the values of each record, decides the records that cannot be judged, computes stream time as far as
+it can know it (`OffsetRuns`), and packs the rows for the reduce task that judges their IDs.
 """
 
 from __future__ import annotations
@@ -34,19 +34,20 @@ from dedup.topology.model import Topology, extractor_of
 from dedup.worker.record_collector import IDLE, SOURCE, TIMESTAMP
 
 Mode = Literal["direct", "merged", "log", "event_time"]
-"""``direct``: each source partition is a log of its own. ``merged``: several, judged in step. ``log``: the repartition
-topic, with its feeds. ``event_time``: rows without coordinates."""
+"""In ``direct``, each source partition is a separate log. In ``merged``, several are judged in step. ``log`` is for the
+repartition topic with its feeds, and ``event_time`` for rows without coordinates.
+"""
 
 ID: Final = StructField("dedup_id", BinaryType())
 TIME: Final = StructField("dedup_time_ms", LongType())
 FINGERPRINT: Final = StructField("dedup_fingerprint", BinaryType())
 STREAM: Final = StructField("_dedup_stream_ms", LongType())
-"""Stream time; where rows have `RUN`, the running maximum within the offset run."""
+"""Stream time or, if rows have `RUN`, the running maximum within the offset run."""
 UNJUDGED: Final = StructField("_dedup_unjudged", StringType())
-"""Verdict, reason and detail of a row that is not to be judged, separated by `SEPARATOR`; null for nearly all rows."""
+"""Verdict, reason, and detail of a row that must not be judged, separated by `SEPARATOR`; null for nearly all rows."""
 TASK: Final = StructField("_dedup_task", IntegerType())
 PLACE: Final = StructField("_dedup_place", LongType())
-"""Partition and offset in the repartition topic, where that is read."""
+"""Partition and offset in the repartition topic, if that is read."""
 RUN: Final = StructField("_dedup_run", LongType())
 """Number of the offset run."""
 SEPARATOR: Final = "\n"
@@ -58,12 +59,12 @@ PACKED_ROWS: Final = StructType(
 _PACKED_SCHEMA: Final = pa.schema([(TARGET, pa.int32()), ("packed", pa.binary()), ("notice", pa.binary())])
 MOST_REDUCERS: Final = 1 << 16
 BATCH_BYTES: Final = 64 << 20
-"""Of packed rows that Spark hands over at once."""
+"""Maximum size of the packed rows that Spark passes to Python at once."""
 _WRITE_OPTIONS: Final = pa.ipc.IpcWriteOptions(compression="lz4", use_threads=False)
-"""Compression halves the bytes, each of which is copied eight times on its way."""
+"""Compression halves the number of bytes, and each byte is copied eight times between tasks."""
 _READ_OPTIONS: Final = pa.ipc.IpcReadOptions(use_threads=False)
 _BATCH_ROWS: Final = 8_192
-"""Screened at once: few enough to stay in the processor's caches."""
+"""Number of rows that are screened at once, which is few enough for the processor's caches."""
 _ROWS_PER_REDUCER: Final = 4_096
 _MOST_ROWS: Final = 131_072
 _MOST_BYTES: Final = 64 << 20
@@ -76,7 +77,7 @@ _MOST_PACKED_BYTES: Final = 16 << 20
 _IN_MEMORY_BYTES: Final = 256 << 20
 """A task keeps this much of its packed or waiting rows in memory, and all of them in a file if there are more."""
 _MOST_RUNS: Final = 10_000
-"""In one Spark task; a log read in order has one for each Kafka partition."""
+"""Maximum number of offset runs in one Spark task; a log that is read in order has one for each Kafka partition."""
 
 _ReducerIndexes = npt.NDArray[np.uint16]
 
@@ -90,7 +91,7 @@ _ReducerIndexes = npt.NDArray[np.uint16]
 
 @dataclass(slots=True)
 class OffsetRun:
-    """A run of ascending offsets of one Kafka partition, and the greatest event time accepted in it."""
+    """A run of ascending offsets in one Kafka partition, and the greatest event time accepted in it."""
 
     number: int
     topic: int
@@ -112,8 +113,8 @@ class OffsetRuns:
     def take(self, topics: Integers, partitions: Integers, offsets: Integers, times_ms: Integers) -> list[Integers]:
         """Return, for each record, the number of its offset run and the running maximum within the run.
 
-        ``times_ms`` is `BEFORE_ALL_TIME` where a record does not move stream time. Raises StateIncompatible if the
-        offsets are out of order too often for the rows to be in the log's order.
+        ``times_ms`` is `BEFORE_ALL_TIME` for a record that does not advance stream time. Raises StateIncompatible if
+        the offsets are out of order too often for the rows to be in log order.
         """
         numbers = np.empty(len(offsets), np.int64)
         running = np.empty(len(offsets), np.int64)
@@ -175,9 +176,9 @@ def overlap(runs: Iterable[OffsetRun]) -> tuple[OffsetRun, OffsetRun] | None:
 
 
 def before_each(runs: Sequence[OffsetRun], topics: Sequence[str]) -> Mapping[int, int]:
-    """Return, by the number of each offset run, the greatest time in ms of those before it in its Kafka partition.
+    """Return, by the number of each offset run, the greatest time in ms of earlier runs in its Kafka partition.
 
-    Raises StateIncompatible if two overlap: a record is there twice, or the rows were not in the log's order.
+    Raises StateIncompatible if two overlap, because a record occurs twice or the rows were not in log order.
     """
     both = overlap(runs)
     if both is not None:
@@ -197,7 +198,7 @@ def before_each(runs: Sequence[OffsetRun], topics: Sequence[str]) -> Mapping[int
 
 
 def resolved(before: Mapping[int, int], numbers: Integers, running: Integers) -> Integers:
-    """Return the running maximum over the whole log, given that within each offset run (`before_each` has the rest)."""
+    """Return the running maximum over the whole log, given the one within each offset run (and `before_each`)."""
     met, where = np.unique(numbers, return_inverse=True)
     known = np.array([before[number] for number in met.tolist()], np.int64)
     result: Integers = np.maximum(known[where], running)
@@ -205,9 +206,9 @@ def resolved(before: Mapping[int, int], numbers: Integers, running: Integers) ->
 
 
 def _unwrapped(batch: pa.RecordBatch) -> tuple[pa.RecordBatch, frozenset[int]]:
-    """Return records of the repartition topic as in the source topics, and which rows are idle markers.
+    """Return records of the repartition topic as they were in the source topics, and which rows are idle markers.
 
-    Original coordinates and timestamp are in the last two headers. Raises InvariantBroken for a record that no
+    The original coordinates and timestamp are in the last two headers. Raises InvariantBroken for a record that no
     repartition task wrote.
     """
     places: list[tuple[str, int, int]] = []
@@ -307,7 +308,7 @@ class _Packer:
     """
 
     def __init__(self, targets: Sequence[int], batch_rows: int) -> None:
-        """``batch_rows``: as many rows as Spark hands to Python at once."""
+        """``batch_rows`` is the number of rows that Spark passes to Python at once."""
         self._targets: Final = targets
         self._batch_rows: Final = batch_rows
         self._full: Final = min(_MOST_ROWS, _ROWS_PER_REDUCER * len(targets))
@@ -326,7 +327,7 @@ class _Packer:
         self._waiting.clear()
 
     def add(self, batch: pa.RecordBatch, reducers: _ReducerIndexes) -> Batches:
-        """Take rows, and yield packed rows once there are enough; ``reducers`` are positions in the targets."""
+        """Add rows, and yield packed rows when there are enough; ``reducers`` are positions in the targets."""
         self._held.append((batch, reducers))
         self._rows += batch.num_rows
         self._bytes += batch.nbytes
@@ -421,7 +422,7 @@ class ReceivedRows:
     def __init__(self) -> None:
         self._packed: Final = _Buffers()
         self.notices: Final[list[bytes]] = []
-        """As `read_notice` takes them."""
+        """Notices in the form that `read_notice` accepts."""
 
     def __enter__(self) -> Self:
         return self
@@ -430,7 +431,7 @@ class ReceivedRows:
         self._packed.clear()
 
     def take(self, batches: Iterable[pa.RecordBatch]) -> None:
-        """Hold what is in these rows of `PACKED_ROWS`, notices included."""
+        """Add the content of these rows of `PACKED_ROWS`, including notices."""
         for batch in batches:
             notices = batch.column("notice")
             if notices.null_count < len(notices):
@@ -460,28 +461,28 @@ def _together(batches: Sequence[pa.RecordBatch]) -> pa.RecordBatch:
 
 
 def _local_directory() -> Path | None:
-    """Return the directory that Spark spills to; None, for the system's temporary directory, outside an executor."""
+    """Return Spark's spill directory; None outside an executor, for the system's temporary directory."""
     first = os.environ.get("SPARK_LOCAL_DIRS", "").split(",")[0]
     return Path(first) if first and Path(first).is_dir() else None
 
 
 @dataclass(frozen=True, slots=True)
 class MapPlan:
-    """What a map task must know."""
+    """The parameters of a map task."""
 
     topology: Topology
     mode: Mode
     ceiling_ms: int
     targets: tuple[int, ...] = (0,)
-    """A value of `TARGET` for every reduce task."""
+    """The value of `TARGET` for each reduce task."""
     batch_rows: int = 10_000
-    """As many rows as Spark hands to Python at once."""
+    """The number of rows that Spark passes to Python at once."""
     feeds: tuple[Feed, ...] = ()
-    """For the repartition topic: every source partition."""
+    """For the repartition topic, every source partition."""
 
 
 def _added_fields(plan: MapPlan) -> list[StructField]:
-    """Return the columns that the map side adds; as few as the mode needs, since each costs time in every row."""
+    """Return the columns that the map side adds, as few as the mode allows, because each costs time in every row."""
     fields = [ID, TIME, *([FINGERPRINT] if plan.topology.fingerprints_wanted else []), STREAM, UNJUDGED]
     if plan.mode == "log":
         fields += [TASK, PLACE]
@@ -491,7 +492,7 @@ def _added_fields(plan: MapPlan) -> list[StructField]:
 
 
 def map_function(plan: MapPlan) -> BatchFunction:
-    """Return the function for `mapInArrow`: records (`rows.RECORDS`) in, `PACKED_ROWS` out."""
+    """Return the function for `mapInArrow` from records (`rows.RECORDS`) to `PACKED_ROWS`."""
 
     def run(batches: Iterable[pa.RecordBatch]) -> Batches:
         context = TaskContext.get()
@@ -509,7 +510,7 @@ def map_function(plan: MapPlan) -> BatchFunction:
 
 
 def _reducers(screened: pa.RecordBatch, reducers: int) -> _ReducerIndexes:
-    """Return the reduce task of each row: by its ID, or any for a row without one."""
+    """Return the reduce task of each row, which depends on its ID; a row without an ID may be sent to any task."""
     ids = binary_column(screened.column(ID.name))
     if None in ids:
         ids = [b"%d" % row if each is None else each for row, each in enumerate(ids)]
@@ -518,12 +519,12 @@ def _reducers(screened: pa.RecordBatch, reducers: int) -> _ReducerIndexes:
 
 
 def write_notice(runs: Sequence[OffsetRun]) -> bytes:
-    """Return offset runs as `read_notice` reads them."""
+    """Return offset runs in the form that `read_notice` reads."""
     return orjson.dumps([asdict(each) for each in runs])
 
 
 def read_notice(values: Iterable[bytes]) -> list[OffsetRun]:
-    """Return the offset runs that several tasks have written by `write_notice`."""
+    """Return the offset runs that several tasks have written with `write_notice`."""
     return [OffsetRun(**each) for value in values for each in orjson.loads(value)]
 
 
@@ -579,7 +580,7 @@ class _Screener:
         return result.filter(_without(idle, batch.num_rows)) if idle else result
 
     def _along_log(self, partitions: Integers, rows: Rows, times_ms: Integers, skipped: set[int]) -> Integers:
-        """Return stream time at every row of the repartition topic, whose partitions come one after the other."""
+        """Return stream time at every row of the repartition topic, whose partitions are read one after another."""
         result = np.empty(len(partitions), np.int64)
         borders = [0, *(np.flatnonzero(partitions[1:] != partitions[:-1]) + 1).tolist(), len(partitions)]
         for begin, end in pairwise(borders):
@@ -620,7 +621,7 @@ def _integers(batch: pa.RecordBatch, name: str) -> Integers:
 
 
 def _topics(batch: pa.RecordBatch, topics: tuple[str, ...], *, needed: bool) -> Integers:
-    """Return the positions in ``source.topics``; 0 for all where there are no coordinates."""
+    """Return the positions in ``source.topics``; 0 for all rows if there are no coordinates."""
     if not needed:
         return np.zeros(batch.num_rows, np.int64)
     column = batch.column("topic")

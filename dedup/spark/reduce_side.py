@@ -1,4 +1,4 @@
-"""The reduce side of a batch job: verdicts, once all rows of an ID are in one Spark task."""
+"""The reduce side of a batch job, which judges records when all rows of an ID are in one Spark task."""
 
 from __future__ import annotations
 
@@ -48,11 +48,12 @@ JUDGED: Final = (
     StructField("first_partition", IntegerType()),
     StructField("first_offset", LongType()),
 )
-"""`dedup_time_ms` is the time as judged (the ceiling if a future time was clamped; 0 without a time), `reason` the code
-of a dead letter, an exemption or a forwarded conflict, `detail` a dead letter's sentence. `dedup_partition` and
-`dedup_offset` are the position in the task's log, null where rows are not judged in the order of one task;
-`stream_time_ms` is the task's stream time after this record. The `first_*` columns describe
-the sighting that a duplicate repeats."""
+"""`dedup_time_ms` is the time as judged (the ceiling if a future time was clamped; 0 without a time). `reason` is the
+code of a dead letter, an exemption, or a forwarded conflict, and `detail` is a dead letter's sentence.
+`dedup_partition` and `dedup_offset` are the position in the task's log, or null if rows are not judged in the order of
+one task. `stream_time_ms` is the task's stream time after this record. The `first_*` columns describe the sighting that
+a duplicate repeats.
+"""
 _NAMES: Final = pa.array(["unique", "duplicate", "conflict", "late", "unique"])
 _REASONS: Final = pa.array([None, None, None, None, "conflict"], pa.string())
 _NO_TEXT: Final = pa.scalar(None, pa.string())
@@ -60,7 +61,7 @@ _NO_TEXT: Final = pa.scalar(None, pa.string())
 
 @dataclass(frozen=True, slots=True)
 class ReducePlan:
-    """What a reduce task must know."""
+    """The parameters of a reduce task."""
 
     topology: Topology
     mode: Mode
@@ -69,7 +70,7 @@ class ReducePlan:
 
 
 def reduce_function(plan: ReducePlan) -> BatchFunction:
-    """Return the function for `mapInArrow`: `map_side.PACKED_ROWS` in, records with `JUDGED` after them out."""
+    """Return the function for `mapInArrow` from `map_side.PACKED_ROWS` to records with `JUDGED` after them."""
 
     def run(batches: Iterable[pa.RecordBatch]) -> Batches:
         with ReceivedRows() as received:
@@ -80,7 +81,7 @@ def reduce_function(plan: ReducePlan) -> BatchFunction:
 
 
 class _Reducer:
-    """Judges all rows of one Spark task; a table in memory has only the columns that judging needs."""
+    """Judges all rows of one Spark task; only the columns that are needed for this are kept as a table in memory."""
 
     def __init__(self, plan: ReducePlan, received: ReceivedRows) -> None:
         self._plan: Final = plan
@@ -112,7 +113,7 @@ class _Reducer:
         return resolved(before, _numbers(rows, RUN.name), within)
 
     def _sorted(self, rows: pa.Table, open_rows: Integers, stream_ms: Integers) -> tuple[Integers, SortedRows]:
-        """Return the rows to judge, grouped by ID and within an ID in the order in which they are judged."""
+        """Return the rows to judge, grouped by ID and, within an ID, in judging order."""
         if len(open_rows) < rows.num_rows:
             rows, stream_ms = rows.take(pa.array(open_rows)), stream_ms[open_rows]
         groups, lengths = _groups(rows.column(ID.name))
@@ -125,7 +126,7 @@ class _Reducer:
         return open_rows[order], taken
 
     def _judging_order(self, rows: pa.Table, several: Integers, stream_ms: Integers) -> list[Integers]:
-        """Return the columns to sort an ID's rows by, the last one first."""
+        """Return the columns by which to sort an ID's rows, the last one first."""
         match self._plan.mode:
             case "direct":
                 return [_numbers(rows, "offset")[several], _numbers(rows, "partition")[several]]
@@ -230,7 +231,7 @@ def _columns_to_judge(plan: ReducePlan) -> list[str]:
 
 
 def _groups(ids: pa.ChunkedArray) -> tuple[Integers, Integers]:
-    """Return for each row a number of its ID, and for each number how many rows have it."""
+    """Return a number for the ID of each row, and how many rows have each number."""
     chunks = ids.dictionary_encode().chunks
     groups = [chunk.indices.to_numpy().astype(np.int64) for chunk in chunks]
     together: Integers = np.concatenate(groups) if groups else np.empty(0, np.int64)
@@ -238,7 +239,7 @@ def _groups(ids: pa.ChunkedArray) -> tuple[Integers, Integers]:
 
 
 def _scattered(decided: Decided, order: Integers, count: int) -> Decided:
-    """Return the verdicts in the order before sorting; rows that were not judged have a meaningless one."""
+    """Return the verdicts in the order before sorting; those of rows that were not judged are meaningless."""
     result = Decided.of(np.zeros(count, np.int8))
     for before, after in zip(_columns(decided), _columns(result), strict=True):
         after[order] = before
@@ -269,7 +270,7 @@ def _found(decided: Decided, topics: tuple[str, ...]) -> dict[str, pa.Array]:
 
 
 def _with_unjudged(unjudged: pa.Array, found: dict[str, pa.Array]) -> dict[str, pa.Array]:
-    """Return verdict, reason and detail, for rows that were not to be judged as `UNJUDGED` says."""
+    """Return verdict, reason, and detail; those of rows that must not be judged come from `UNJUDGED`."""
     parts = [(None, None, None) if text is None else text.split(SEPARATOR, 2) for text in unjudged.to_pylist()]
     verdicts, reasons, details = (pa.array([part[at] or None for part in parts], pa.string()) for at in range(3))
     judged = unjudged.is_null()

@@ -1,6 +1,6 @@
-"""The shape that all Spark jobs share: a Kafka record as a row, whether it comes from Kafka or from files.
+"""The schema that all Spark jobs share for a Kafka record as a row, from Kafka or from files.
 
-Coordinates (topic, partition, offset) are null for rows that never were in Kafka, or whose coordinates were not kept.
+Coordinates (topic, partition, offset) are null for rows that were never in Kafka or whose coordinates were not kept.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ RECORDS: Final = StructType(
         StructField("offset", LongType()),
     ]
 )
-"""Key and value as bytes, null kept; headers empty if there are none; timestamp in ms since 1970 UTC."""
+"""Key and value are bytes or null, headers are empty if there are none, and the timestamp is in ms since 1970 UTC."""
 
 COORDINATES: Final = ("topic", "partition", "offset")
 
@@ -53,7 +53,7 @@ _TYPES: Final[dict[str, tuple[str, ...]]] = {
 
 
 def records_of_kafka(df: DataFrame) -> DataFrame:
-    """Return what Spark's Kafka source read as `RECORDS`; headers need its option `includeHeaders`."""
+    """Return rows of Spark's Kafka source as `RECORDS`; headers need its option `includeHeaders`."""
     return df.select(
         F.col("key").cast(BinaryType()),
         F.col("value").cast(BinaryType()),
@@ -88,7 +88,7 @@ def records_of_files(df: DataFrame, *, place: str = "the input", keep: Sequence[
 def headers_of(df: DataFrame) -> Column:
     """Return the column `headers`, empty if it is null or missing.
 
-    Spark 4.0 needs 16 µs to hand a null array to Python, and 1 µs for an empty one (bench/README.md).
+    Spark 4.0 needs 16 µs to pass a null array to Python, and 1 µs for an empty one (bench/README.md).
     """
     none = F.array().cast(HEADERS)
     return F.coalesce(F.col("headers").cast(HEADERS), none) if "headers" in df.columns else none

@@ -1,19 +1,19 @@
-"""`dedup spark seed`: a history becomes the state that a fleet starts from, without gap or overlap between the two.
+"""Implements `dedup spark seed`, which turns a history into the state from which a fleet starts.
 
-Theory of operation. The history is judged as a backfill judges it and folded into the sightings that still count. Then,
-in this order: one transaction writes `seeding` into every changelog partition; if the topology repartitions, the source
-offsets are committed; Spark tasks write each partition under the fleet's transactional id; its last transaction holds
-the task record, `seeded` and the group's offset. Before that transaction a task that starts refuses with
+Theory of operation. The history is judged as in a backfill and folded into the sightings that still count. Then one
+transaction writes `seeding` into every changelog partition. If the topology repartitions, the source offsets are
+committed. Spark tasks then write each partition under the fleet's transactional id. The last transaction of a partition
+contains the task record, `seeded`, and the group's offset. A task that starts before that transaction stops with
 StateIncompatible.
 
-To finish a seed that was killed, run it again: the marks say which seed it was, with the offsets and the clock it was
-judged by, and the second run writes the same records. Another history or other offsets are refused, since the records
-of the first run would stay.
+To finish a seed that was killed, run it again. The marks identify the seed, with its offsets and its clock, so the
+second run writes the same records. A different history or different offsets are refused, because the records of the
+first run would stay.
 
-Opening the session of a partition fences whoever holds it. An attempt always writes all of a partition: a changelog
-record written twice says the same, so attempts may be repeated, killed or run twice at once. A task that failed
-upstream looks to Python like a normal end of its input, so the last transaction is committed only if count and digest
-are those of the mark.
+To open the session of a partition fences its owner. An attempt always writes a whole partition. A changelog record that
+is written twice has the same meaning, so attempts may be repeated, killed, or run twice at once. To Python, a task that
+failed upstream looks like a normal end of its input, so the last transaction is committed only if count and digest
+match the mark.
 """
 
 from __future__ import annotations
@@ -67,10 +67,10 @@ if TYPE_CHECKING:
     from dedup.topology.model import Topology
 
 Until = Mapping[TopicPartition, int] | int | Literal["earliest", "latest"]
-"""Where the fleet begins: an offset for each source partition, a record time in ms, or the ends as they are now."""
+"""Where the fleet begins: an offset for each source partition, a record time in ms, or the current ends."""
 
 Row = tuple[int, bytes, bytes, int]
-"""Changelog partition, key, value, hash of both."""
+"""Columns: changelog partition, key, value, hash of both."""
 
 T = TypeVar("T")
 _COMMIT_ROWS: Final = 50_000
@@ -87,30 +87,32 @@ _WRITTEN_DDL: Final = "partition int, records long, was_there boolean"
 
 
 class PartitionTruncated(DedupError):
-    """Rows of a partition are missing, because an earlier Spark task failed: Spark tries again."""
+    """Rows of a partition are missing because an earlier Spark task failed, so Spark tries again."""
 
 
 @dataclass(frozen=True, slots=True)
 class SeedOptions:
-    """How to seed."""
+    """Options of a seed."""
 
     until: Until
     now_ms: int | None = None
-    """The wall clock that decides which times are in the future; now, if None. A second run uses that of the first."""
+    """The wall-clock time that decides which times are in the future; now, if None. A second run uses that of the
+    first.
+    """
     commit_rows: int = _COMMIT_ROWS
 
 
 @dataclass(frozen=True, slots=True)
 class SeededPartition:
-    """What a seed left in one changelog partition."""
+    """The result of a seed in one changelog partition."""
 
     partition: int
     sightings: int
-    """Changelog records, one for each ID and segment."""
+    """Number of changelog records, one for each ID and segment."""
     stream_time_ms: int
     next_offset: int
     was_there: bool
-    """Finished by an earlier run."""
+    """Whether an earlier run finished this partition."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,32 +123,32 @@ class Seeded:
     partitions: tuple[SeededPartition, ...]
     begins: Mapping[TopicPartition, int]
     verdicts: Mapping[str, int]
-    """Of the part of the history that was judged."""
+    """Verdicts on the part of the history that was judged."""
 
 
 @dataclass(frozen=True, slots=True)
 class _ClusterState:
-    """A cluster that can be seeded, or whose seed can be finished."""
+    """A cluster that can be seeded or whose seed can be finished."""
 
     cluster: Cluster
     tasks: int
     begins: Mapping[TopicPartition, int]
     """Where the fleet will begin in each source partition."""
     next_offsets: Mapping[int, int]
-    """Task -> the offset of its feeding partition at which it will begin."""
+    """Maps each task to the offset of its feeding partition at which it will begin."""
     judged_at_ms: int
     marks: Mapping[int, SeedMark] = field(default_factory=dict)
-    """Of an earlier run, by partition; empty if this is the first."""
+    """Marks of an earlier run, by partition; empty if this is the first run."""
 
 
 @dataclass(frozen=True, slots=True)
 class WritePlan:
-    """What every attempt must know; sent to the executors with the task."""
+    """The parameters of an attempt, which are sent to the executors with the task."""
 
     topology: Topology
     settings: PicklableSettings
     marks: Mapping[int, SeedMark]
-    """By changelog partition, in phase `seeding`."""
+    """Marks in phase `seeding`, by changelog partition."""
     records: Mapping[int, TaskRecord]
     commit_rows: int
 
@@ -160,10 +162,10 @@ def seed(
     history: History | DataFrame | None = None,
     tell: Callable[[str], None] = lambda _: None,
 ) -> Seeded:
-    """Write changelog and offsets as of a fleet that has judged the history and continues at `until`.
+    """Write the changelog and offsets of a fleet that has judged the history and continues at `until`.
 
-    ``history`` is files, a DataFrame of `rows.RECORDS`, or, if None, the source topics from their start. Rows that the
-    fleet will read itself, by their offset or else by their timestamp, are left out. Writes nothing and raises
+    ``history`` is files, a DataFrame of `rows.RECORDS`, or None for the source topics from their start. Rows that the
+    fleet will read itself, according to their offset or timestamp, are left out. Writes nothing and raises
     StateIncompatible if the group has offsets, the changelog is not new, or another seed is unfinished.
     """
     found = _on_cluster(topology, settings, partial(_cluster_state, topology, settings, options))
@@ -215,7 +217,7 @@ def _of_topics(spark: SparkSession, settings: Settings, found: _ClusterState) ->
 
 
 def _before(history: History, found: _ClusterState, until: Until) -> History:
-    """Return the history without the rows that the fleet will read itself, by their offset or else by their time."""
+    """Return the history without the rows that the fleet will read itself, according to their offset or time."""
     pairs = [
         fn.lit(each) for place, offset in found.begins.items() for each in (f"{place.topic}/{place.partition}", offset)
     ]
@@ -291,7 +293,7 @@ def _refuse_other_seed(topology: Topology, found: _ClusterState, plan: WritePlan
 
 
 def _write_sightings(rows: DataFrame, plan: WritePlan, tasks: int) -> dict[int, bool]:
-    """Write every partition that has sightings; return, by partition, whether an earlier run had finished it."""
+    """Write every partition that has sightings; return for each partition whether an earlier run had finished it."""
     placed = rows.repartition(tasks, "dedup_partition").sortWithinPartitions("dedup_partition")
     try:
         with translated_errors():
@@ -306,7 +308,7 @@ def _write_sightings(rows: DataFrame, plan: WritePlan, tasks: int) -> dict[int, 
 
 
 async def _write_empty(plan: WritePlan, settings: Settings, wire: KafkaWire) -> dict[int, bool]:
-    """Finish the partitions that have no sightings, since no Spark task sees them."""
+    """Finish the partitions that have no sightings, because no Spark task sees them."""
     written = {}
     for task, mark in plan.marks.items():
         if not mark.sightings:
@@ -318,15 +320,15 @@ async def _write_empty(plan: WritePlan, settings: Settings, wire: KafkaWire) -> 
 async def _cluster_state(
     topology: Topology, settings: Settings, options: SeedOptions, wire: KafkaWire, admin: Admin
 ) -> _ClusterState:
-    """Return the state of the cluster; missing topics are created.
+    """Create missing topics, and return the state of the cluster.
 
-    Raises StateIncompatible if the group has offsets or the changelog has records that no seed wrote, DedupError while
-    the group has members.
+    Raises StateIncompatible if the group has offsets or the changelog has records that no seed wrote, and DedupError
+    while the group has members.
     """
     members = await Group(wire, topology.name).members()
     if members:
         names = ", ".join(f"{member.worker_id} at {member.host}" for member in members)
-        raise DedupError(f"the group {topology.name!r} has members: {names}. Nothing was touched. Stop these workers.")
+        raise DedupError(f"the group {topology.name!r} has members: {names}. Nothing was changed. Stop these workers.")
     fresh = await group_is_new(topology, wire, admin)
     cluster = await prepare(topology, settings, admin, may_create_changelog=fresh)
     tasks = cluster.topics[topology.feeding_topics[0]].partitions
@@ -361,7 +363,7 @@ def _not_new(topology: Topology, why: str) -> StateIncompatible:
 
 
 async def _mark(topology: Topology, wire: KafkaWire, task: int) -> SeedMark | None:
-    """Return the mark with which a changelog partition begins; None if the partition is empty."""
+    """Return the mark at the beginning of a changelog partition; None if the partition is empty."""
     first = await _first_record(wire, TopicPartition(topology.changelog_topic, task))
     if first is None:
         return None
@@ -386,9 +388,9 @@ async def _first_record(wire: KafkaWire, partition: TopicPartition) -> FetchedRe
 
 
 def _refuse_other_begins(topology: Topology, until: Until, begins: Mapping[TopicPartition, int]) -> None:
-    """Raise StateIncompatible if ``until`` gives other offsets than the earlier run.
+    """Raise StateIncompatible if ``until`` has different offsets than the earlier run.
 
-    `latest`, `earliest` and a time are resolved once, by the first run: there is nothing to compare them with.
+    The first run resolves `latest`, `earliest`, and a time, so these are not compared.
     """
     if not isinstance(until, Mapping) or dict(until) == dict(begins):
         return
@@ -398,7 +400,7 @@ def _refuse_other_begins(topology: Topology, until: Until, begins: Mapping[Topic
     )
     raise StateIncompatible(
         f"{topology.changelog_topic} holds a seed after which the fleet begins at {first}, and --until says {now}. "
-        f"Nothing was touched. Finish that seed with --until {first}, or run `dedup reset` and seed again."
+        f"Nothing was changed. Finish that seed with --until {first}, or run `dedup reset` and seed again."
     )
 
 
@@ -434,7 +436,7 @@ async def _begins(topology: Topology, cluster: Cluster, wire: KafkaWire, until: 
         bounds = await bounds_of(wire, place) if place in places else None
         name = f"{place.topic}/{place.partition}"
         if bounds is None:
-            problems.append(f"{name} is no source partition of {topology.name}")
+            problems.append(f"{name} is not a source partition of {topology.name}")
         elif place not in until:
             problems.append(f"{name} is missing: give an offset for every source partition")
         elif not bounds.start <= until[place] <= bounds.end:
@@ -449,8 +451,8 @@ async def _begins(topology: Topology, cluster: Cluster, wire: KafkaWire, until: 
 async def _begin(plan: WritePlan, settings: Settings, wire: KafkaWire, found: _ClusterState) -> None:
     """Mark every partition and, if records are repartitioned, commit the source offsets.
 
-    The offsets are committed before a task can start on any partition: a fleet that starts meanwhile must not
-    repartition the history again.
+    The offsets are committed before a task can start on any partition, because a fleet that starts in the meantime must
+    not repartition the history again.
     """
     topology = plan.topology
     if not found.marks:
@@ -467,7 +469,7 @@ async def _begin(plan: WritePlan, settings: Settings, wire: KafkaWire, found: _C
 
 
 async def _announce(topology: Topology, settings: Settings, wire: KafkaWire, marks: Mapping[int, SeedMark]) -> None:
-    """Write `seeding` into every partition, in one transaction: no task can start before its partition is seeded."""
+    """Write `seeding` into every partition in one transaction. No task then starts before its partition is seeded."""
     for partition in marks:
         # An open transaction of a stopped worker must not be committed after the marks.
         await _task_session(topology, settings, wire, partition).open()
@@ -488,7 +490,7 @@ def _session(topology: Topology, settings: Settings, wire: KafkaWire, transactio
 
 
 def _task_session(topology: Topology, settings: Settings, wire: KafkaWire, partition: int) -> Session:
-    """Return the session of the fleet's `dedup` task of a partition."""
+    """Return the session of the fleet's `dedup` task for a partition."""
     return _session(topology, settings, wire, topology.transactional_id("dedup", partition))
 
 
@@ -516,9 +518,9 @@ async def _write(plan: WritePlan, partition: int, rows: Iterable[Row]) -> dict[s
 async def _write_partition(
     plan: WritePlan, settings: Settings, wire: KafkaWire, partition: int, rows: Iterable[Row]
 ) -> dict[str, int | bool]:
-    """Seed the partition; if it is seeded already, only read its rows to the end.
+    """Seed the partition; if it is already seeded, only read its rows to the end.
 
-    Raises PartitionTruncated, TaskMigrated or CommitUnknown; another attempt writes the partition again.
+    Raises PartitionTruncated, TaskMigrated, or CommitUnknown; another attempt then writes the partition again.
     """
     topology = plan.topology
     session = _task_session(topology, settings, wire, partition)
@@ -572,8 +574,8 @@ async def _insist(
 ) -> None:
     """Commit lines and offsets, in a new epoch if needed.
 
-    Lines may be written twice; ``is_committed`` tells before another attempt whether the one before succeeded. Raises
-    TaskMigrated if another owner has taken the partition, CommitUnknown after `_MOST_ATTEMPTS`.
+    Lines may be written twice; ``is_committed`` returns, before another attempt, whether the previous one succeeded.
+    Raises TaskMigrated if another owner has taken over the partition, and CommitUnknown after `_MOST_ATTEMPTS`.
     """
     for attempt in range(_MOST_ATTEMPTS):
         try:
@@ -594,7 +596,7 @@ async def _insist(
 
 
 async def _finish(plan: WritePlan, session: Session, wire: KafkaWire, partition: int, kept_from: int) -> None:
-    """Commit the last transaction; from then on a task may start."""
+    """Commit the last transaction, after which a task may start."""
     topology, record = plan.topology, replace(plan.records[partition], kept_from=kept_from)
     mark = replace(plan.marks[partition], phase="seeded")
     now_ms = int(time.time() * 1000)

@@ -1,4 +1,4 @@
-"""History folded into a fleet's state: the sightings that still count, and the progress of each task's feeds."""
+"""Folds a history into a fleet's state: the sightings that still count, and the progress of each task's feeds."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _PLACED: Final = t.StructField("_placed", t.IntegerType())
 
 @dataclass(frozen=True, slots=True)
 class SeedProgress:
-    """What the task of one partition knows after the history, except its sightings."""
+    """The state of one partition's task after the history, except for its sightings."""
 
     stream_time_ms: int
     feeds: tuple[FeedTime, ...]
@@ -40,19 +40,19 @@ NOTHING_YET: Final = SeedProgress(BEFORE_ALL_TIME, ())
 
 @dataclass(frozen=True, slots=True)
 class Folded:
-    """The state that a history leaves, and its verdicts."""
+    """The state after a history, and the verdicts."""
 
     sightings: DataFrame
-    """`changelog_frames.SIGHTINGS`: those that still count."""
+    """The sightings that still count, as `changelog_frames.SIGHTINGS`."""
     progress: Mapping[int, SeedProgress]
-    """By task, without tasks that had no records."""
+    """Progress by task, without tasks that had no records."""
     verdicts: Mapping[str, int]
 
 
 def as_history(df: DataFrame) -> History:
     """Return a DataFrame of `rows.RECORDS` as a history.
 
-    Raises StateIncompatible if only some rows have Kafka coordinates: no order holds both.
+    Raises StateIncompatible if only some rows have Kafka coordinates, because there is no common order.
     """
     row = df.agg(fn.count("offset").alias("placed"), fn.count(fn.lit(1)).alias("all")).first()
     placed, rows = (0, 0) if row is None else (row["placed"], row["all"])
@@ -67,10 +67,10 @@ def as_history(df: DataFrame) -> History:
 def fold_history(
     history: History, topology: Topology, *, tasks: int, source_partitions: Mapping[str, int], now_ms: int
 ) -> Folded:
-    """Return the state that judging a history (`rows.RECORDS`) leaves in each of ``tasks`` tasks.
+    """Return the state of each of ``tasks`` tasks after judging a history (`rows.RECORDS`).
 
-    Rows with Kafka coordinates are judged in the log's order, others by event time. Raises StateIncompatible if the
-    task of a row cannot be found: the row is of no source topic, or has no key where the key decides the partition.
+    Rows with Kafka coordinates are judged in log order, others by event time. Raises StateIncompatible if the task of a
+    row cannot be determined, because the row belongs to no source topic or lacks the key that decides the partition.
     """
     order: Order = "offsets" if history.placed else "event_time"
     _refuse_unplaceable(history.records, topology, source_partitions, order)
@@ -111,7 +111,7 @@ def _refuse_unplaceable(
 
 
 def placed(verdicts: DataFrame, topology: Topology, *, tasks: int, order: Order) -> DataFrame:
-    """Return the rows with `dedup_partition`: the task that the ID belongs to, by the log, its key or its hash."""
+    """Return the rows with `dedup_partition`, the task of the ID according to the log, the key, or the hash."""
     if topology.direct and order == "offsets":
         return verdicts.withColumn("dedup_partition", fn.col("partition"))
     column = "key" if topology.direct else "dedup_id"
@@ -134,7 +134,7 @@ def _topic_position(topology: Topology, column: str) -> Column:
 
 
 def _sightings(verdicts: DataFrame, topology: Topology, order: Order) -> DataFrame:
-    """Return every sighting that judging left, extended if the topology says so."""
+    """Return every sighting after judging, extended if the topology says so."""
     outside = order == "event_time"
     fingerprint = fn.coalesce("dedup_fingerprint", fn.lit(b"")) if topology.fingerprints_wanted else fn.lit(b"")
     first = verdicts.where("verdict = 'unique'").select(

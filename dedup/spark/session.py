@@ -1,4 +1,4 @@
-"""What every Spark job needs: the session, settings for executors, their errors, a progress bar, files, connections."""
+"""Shared code of Spark jobs: session, settings for executors, their errors, progress bar, files, and connections."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 ERRORS_BY_NAME: Final[Mapping[str, type[DedupError]]] = {
     kind.__name__: kind for kind in (StateIncompatible, RecordFailed, InvariantBroken, BrokerUnavailable)
 }
-"""What an executor may raise that no other attempt can cure."""
+"""Errors of an executor that another attempt cannot fix."""
 _RAISED: Final = re.compile(rf"^dedup\.[\w.]+\.({'|'.join(ERRORS_BY_NAME)}): (.*)$", re.MULTILINE)
 _UNREADABLE: Final = re.compile(
     r"(?:FAILED_READ_FILE|CANNOT_READ_FILE|Error while reading file|is not a Parquet file|Could not read footer)"
@@ -55,18 +55,18 @@ _WORKER_CONF: Final = {
     "spark.executorEnv.MALLOC_MMAP_THRESHOLD_": str(1 << 30),
     "spark.executorEnv.MALLOC_TRIM_THRESHOLD_": str(1 << 30),
 }
-"""Python workers keep freed memory for the next batch, which saves a sixth of their time."""
+"""Makes Python workers keep freed memory for the next batch, which saves a sixth of their time."""
 _LOCAL_CONF: Final = {"spark.driver.host": "127.0.0.1", "spark.driver.bindAddress": "127.0.0.1"}
-"""A session inside this machine must not depend on what the machine's name resolves to."""
+"""A session on this machine must not depend on the resolution of the machine's name."""
 _LOOK_S: Final = 0.5
 
 
 @dataclass(frozen=True, slots=True)
 class PicklableSettings:
-    """Settings with their secrets as text, since a `Secret` refuses to be pickled; sent to executors inside a task.
+    """Settings with secrets as text, for executors, because a `Secret` cannot be pickled.
 
-    Spark's own connections carry them: encrypt these (`spark.network.crypto.enabled`) if the network is not trusted.
-    No repr shows a secret.
+    They are sent over Spark's own connections, which must be encrypted (`spark.network.crypto.enabled`) if the network
+    is not trusted. No repr shows a secret.
     """
 
     plain: Settings
@@ -75,7 +75,7 @@ class PicklableSettings:
 
     @classmethod
     def of(cls, settings: Settings) -> Self:
-        """Return the settings ready to be pickled, without what only a worker's web pages need."""
+        """Return the settings in a form that can be pickled, without those that only a worker's web pages need."""
         security = settings.security
         plain = replace(settings, security=replace(security, password=None, key_password=None), web=Web())
         password, key_password = (
@@ -84,14 +84,14 @@ class PicklableSettings:
         return cls(plain, password, key_password)
 
     def reveal(self) -> Settings:
-        """Return the settings as they were."""
+        """Return the original settings."""
         password, key_password = (None if text is None else Secret(text) for text in (self.password, self.key_password))
         security = replace(self.plain.security, password=password, key_password=key_password)
         return replace(self.plain, security=security)
 
 
 class JobProgress:
-    """Shows a progress bar for each running stage inside ``with``; nothing without a terminal."""
+    """Shows a progress bar for each running stage inside ``with``; shows nothing without a terminal."""
 
     def __init__(self, spark: SparkSession, *, enabled: bool) -> None:
         console = Console(stderr=True)
@@ -128,7 +128,7 @@ class JobProgress:
 
 
 class HadoopDirectory:
-    """A directory on any file system that Hadoop knows, and the text files in it; all paths are Hadoop's."""
+    """A directory with text files on any file system that Hadoop supports; all paths are Hadoop paths."""
 
     def __init__(self, spark: SparkSession, path: str) -> None:
         jvm: Any = spark._jvm  # noqa: SLF001  # PySpark's only way to Hadoop's file systems
@@ -138,7 +138,7 @@ class HadoopDirectory:
         self.files: Final[Any] = self.path.getFileSystem(conf)
 
     def at(self, name: str, parent: Any = None) -> Any:  # noqa: ANN401
-        """Return the path of a file in ``parent``, which is this directory if None."""
+        """Return the path of a file in ``parent``, or in this directory if it is None."""
         return self._jvm.org.apache.hadoop.fs.Path(self.path if parent is None else parent, name)
 
     def read(self, path: Any) -> str:  # noqa: ANN401
@@ -150,7 +150,7 @@ class HadoopDirectory:
             stream.close()
 
     def write(self, path: Any, text: str, part_name: str) -> None:  # noqa: ANN401
-        """Write a file under another name first, then rename it: nobody finds a half-written file."""
+        """Write a file under another name, then rename it, so that nobody finds a half-written file."""
         part = self.at(part_name, path.getParent())
         stream = self.files.create(part, True)  # noqa: FBT003  # Java has no keywords: overwrite
         try:
@@ -163,7 +163,7 @@ class HadoopDirectory:
 
 @asynccontextmanager
 async def connected(settings: Settings, client_id: str) -> AsyncIterator[KafkaWire]:
-    """Yield a started connection to the cluster; it is closed at the end."""
+    """Yield a started connection to the cluster, and close it at the end."""
     wire = KafkaWire(Connection.of(settings, client_id=client_id))
     await wire.start()
     try:
@@ -174,9 +174,10 @@ async def connected(settings: Settings, client_id: str) -> AsyncIterator[KafkaWi
 
 @contextmanager
 def translated_errors() -> Iterator[None]:
-    """Inside ``with``, raise what an executor raised on purpose as itself, and SettingsError for unreadable files.
+    """Inside ``with``, raise dedup's own errors from executors unchanged, and SettingsError for unreadable files.
 
-    Raises StateIncompatible if Kafka deleted records while they were read. Other errors of Spark pass unchanged.
+    Raises StateIncompatible if Kafka deleted records while they were read. Other errors from Spark are passed on
+    unchanged.
     """
     try:
         yield
@@ -211,11 +212,11 @@ def session_for(
     packages: Iterable[Package] = (),
     conf: Mapping[str, str] | None = None,
 ) -> SparkSession:
-    """Return a session with the right Java, Python and jars: that of this process, or a new one.
+    """Return a session with the right Java, Python, and jars: this process's session, or a new one.
 
-    ``conf`` overrides what is set here. ``master`` None means ``local[*]``, or what spark-submit says. Under
-    spark-submit no jars are fetched: pass them to it (`--packages`). Raises BrokerUnavailable if Java or jars cannot be
-    obtained.
+    ``conf`` overrides the settings made here. ``master`` None means ``local[*]`` or the master of spark-submit. Under
+    spark-submit no jars are downloaded; pass them to it (`--packages`). Raises BrokerUnavailable if Java or jars cannot
+    be obtained.
     """
     wanted = tuple(packages)
     submitted = "PYSPARK_GATEWAY_PORT" in os.environ

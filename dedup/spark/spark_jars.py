@@ -1,11 +1,10 @@
-"""The jars that are not part of Spark: its Kafka connector, Delta, JDBC drivers.
+"""The jars that are not part of Spark (its Kafka connector, Delta, JDBC drivers).
 
-jgo downloads them from Maven Central into this user's cache, and Spark gets them as local paths. Spark's own resolver,
-Ivy, fails with a Maven cache that has descriptions without jars, and asks for a jar that some mirrors lack; jgo does
-not.
+jgo downloads them from Maven Central into the user's cache, and Spark gets them as local paths. Spark's own resolver,
+Ivy, fails if a Maven cache has descriptions without jars, and requests a jar that some mirrors lack; jgo does neither.
 
-`spark-jars.lock` lists the jars of the tested version of Spark with their SHA-256; those of another version are used as
-Maven Central has them. `python -m dedup.spark.spark_jars` prints a new lock file.
+`spark-jars.lock` lists the jars for the tested version of Spark with their SHA-256; jars for other versions are not
+checked. `python -m dedup.spark.spark_jars` prints a new lock file.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ Package = Literal["kafka", "delta", "jdbc"]
 
 _SCALA: Final = "2.13"
 _DELTA_OF: Final = {"4.0": "4.0.0"}
-"""Delta's version for a minor version of Spark: they must match."""
+"""Delta's version for a minor version of Spark, because the two must match."""
 _JDBC: Final = ("org.postgresql:postgresql:42.7.4", "org.xerial:sqlite-jdbc:3.46.1.3")
 _LOCK_FILE: Final = "spark-jars.lock"
 _ANSWER_WITHIN_S: Final = 60
@@ -65,9 +64,9 @@ def _cache_dir(environ: Mapping[str, str]) -> Path:
 
 
 def jars_for(packages: Iterable[Package], environ: Mapping[str, str] | None = None) -> list[Path]:
-    """Return the jars of these packages without those that are part of Spark; download what the cache lacks.
+    """Return the jars of these packages that are not part of Spark, and download those that the cache lacks.
 
-    Raises BrokerUnavailable, naming the coordinates, if Maven Central cannot be reached or lacks one.
+    Raises BrokerUnavailable with the coordinates if Maven Central cannot be reached or lacks a jar.
     """
     found: dict[str, Path] = {}
     for package in packages:
@@ -101,7 +100,7 @@ def _fetch(wanted: tuple[str, ...], directory: Path) -> None:
 
 
 def _locks(wanted: Iterable[str]) -> Mapping[str, Jar] | None:
-    """Return the locked jars by coordinate; None for a version of Spark that the lock file does not list."""
+    """Return the locked jars by coordinate; None for a version of Spark that is not in the lock file."""
     text = resources.files(__package__).joinpath(_LOCK_FILE).read_text(encoding="utf-8")
     locks = {jar.coordinate: jar for jar in read_lock(text)}
     return locks if all(root in locks for root in wanted) else None

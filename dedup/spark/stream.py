@@ -1,16 +1,17 @@
-"""`dedup spark run`: Structured Streaming from Kafka to Kafka with a fleet's verdicts, state and exactly-once protocol.
+"""Implements `dedup spark run`, Structured Streaming with a fleet's verdicts, state, and exactly-once protocol.
 
-Theory of operation. Spark reads the topics, schedules the work, retries, and keeps the offsets of a micro-batch. A
-Spark task judges its Kafka partition as a worker does (`task_attempt`) and commits records, sightings, task record and
-group offset in one transaction of the fleet's transactional id. So a fleet can take over where the stream stops, and
-the other way round, but not at the same time: they would fence each other. `dedup status` and `verify` work.
+Theory of operation. Spark reads the topics, schedules the work, retries, and stores the offsets of a micro-batch. A
+Spark task judges its Kafka partition as a worker does (`task_attempt`) and commits records, sightings, task record, and
+group offset in one transaction of the fleet's transactional id. A fleet can therefore take over where the stream stops,
+and vice versa, but the two cannot run at the same time, because they would fence each other. `dedup status` and
+`verify` work for both.
 
-A topology that is not direct runs two queries, as a fleet runs two kinds of task: `repartition` puts records into the
-topic in which equal IDs meet, `dedup` judges in that topic's order.
+A topology that is not direct runs two queries, just as a fleet runs two kinds of task. `repartition` writes records to
+the topic in which equal IDs share a partition, and `dedup` judges in that topic's order.
 
-Spark itself would resume any query from any checkpoint, and take another topology's offsets for this one's. So the
-checkpoint directory, on any file system that Hadoop knows, gets a file with its identity, which is compared at every
-start.
+Spark itself would resume any query from any checkpoint, and would mistake another topology's offsets for this
+topology's. Therefore, the checkpoint directory, on any file system that Hadoop supports, contains a file with its
+identity, which is compared at every start.
 """
 
 from __future__ import annotations
@@ -64,21 +65,21 @@ _ERROR_LINES: Final = 12
 
 @dataclass(frozen=True, slots=True)
 class CheckpointIdentity:
-    """What must be the same for a stream to continue a checkpoint."""
+    """The values that must be the same for a stream to continue from a checkpoint."""
 
     topology: str
     state: str
-    """`Topology.state_identity`: rules and partition counts."""
+    """`Topology.state_identity`, which contains rules and partition counts."""
     topics: Mapping[str, str]
-    """Kafka's ids of the topics read: a topic created again has other records at the same offsets."""
+    """Kafka's ids of the topics read, because a recreated topic has different records at the same offsets."""
     semantics: str = "exact"
-    """Always the same; existing checkpoints contain it."""
+    """A constant, kept because existing checkpoints contain it."""
 
 
 def _claim(checkpoint: HadoopDirectory, identity: CheckpointIdentity) -> None:
     """Write the identity into a new checkpoint directory.
 
-    Raises StateIncompatible, with nothing touched, if the directory has another identity or other files.
+    Raises StateIncompatible, with nothing changed, if the directory has a different identity or other files.
     """
     path, files = checkpoint.at(_IDENTITY_FILE), checkpoint.files
     if files.exists(path):
@@ -89,7 +90,7 @@ def _claim(checkpoint: HadoopDirectory, identity: CheckpointIdentity) -> None:
     if any(status.getPath().getName() != _PART_FILE for status in found):
         raise StateIncompatible(
             f"{checkpoint.path}: is not empty, and no checkpoint of `dedup spark run`: {_IDENTITY_FILE} is missing. "
-            f"Nothing was touched. Use a directory for this topology alone."
+            f"Nothing was changed. Use a directory for this topology alone."
         )
     facts = {"version": _VERSION, "id": uuid.uuid4().hex, **asdict(identity)}
     checkpoint.write(path, json.dumps(facts, sort_keys=True), _PART_FILE)
@@ -107,9 +108,8 @@ def _refuse_other(checkpoint: HadoopDirectory, identity: CheckpointIdentity) -> 
     if differs:
         differences = "; ".join(f"{name}: {found.get(name)!r}, now {wanted[name]!r}" for name in differs)
         raise StateIncompatible(
-            f"{checkpoint.path}: is the checkpoint of another topology ({differences}). Nothing was touched. Go back "
-            f"to that topology, or use an empty directory: the position is in the state, so nothing is read twice or "
-            f"lost."
+            f"{checkpoint.path}: is the checkpoint of another topology ({differences}). Nothing was changed. Use that "
+            "topology, or use an empty directory. The position is in the state, so nothing is read twice or lost."
         )
 
 
@@ -121,12 +121,13 @@ class Prepared:
     settings: Settings
     cluster: Cluster
     positions: Mapping[TopicPartition, int]
-    """Where each partition begins without a checkpoint: at the group's committed offset, or the topology's start."""
+    """Where each partition begins without a checkpoint, which is the group's committed offset or the topology's start.
+    """
     unpinned: tuple[TopicPartition, ...]
-    """Partitions without a committed offset whose start depends on the time: after a crash it would be another."""
+    """Partitions without a committed offset whose start depends on the time, so that it would differ after a crash."""
 
     def starting_offsets(self, topics: Iterable[str]) -> dict[str, dict[str, int]]:
-        """Return the positions as Spark's `startingOffsets` wants them."""
+        """Return the positions in the format of Spark's `startingOffsets`."""
         return {
             topic: {str(at.partition): offset for at, offset in self.positions.items() if at.topic == topic}
             for topic in topics
@@ -139,7 +140,7 @@ class Prepared:
         return CheckpointIdentity(self.topology.name, self.topology.state_identity(partitions), ids)
 
     def pin_start(self) -> None:
-        """Commit the offsets that `latest` or a time means now."""
+        """Commit the offsets that `latest` or a time currently resolves to."""
         if self.unpinned:
             asyncio.run(_pin(self))
 
@@ -147,11 +148,11 @@ class Prepared:
 def prepared(
     topology: Topology, settings: Settings, *, onto_existing_output: bool = False, begun: bool = False
 ) -> Prepared:
-    """Return the topology on its cluster; missing topics are created.
+    """Create missing topics, and return the topology on its cluster.
 
-    ``begun``: there is a checkpoint, whose identity is compared instead of looking into the output. Raises
-    StateIncompatible if topics do not fit each other, retention deleted records unjudged, or a new group's output holds
-    records without ``onto_existing_output``; BrokerUnavailable if no broker answers.
+    ``begun`` says that there is a checkpoint, whose identity is compared instead of checking the output. Raises
+    StateIncompatible if topics do not match, if retention deleted records that were not judged, or if a new group's
+    output holds records without ``onto_existing_output``. Raises BrokerUnavailable if no broker responds.
     """
     return asyncio.run(_prepared(topology, settings, meant=onto_existing_output, begun=begun))
 
@@ -218,17 +219,17 @@ class _Quiet:
 
 
 class _IdleMarks:
-    """Marks silent source partitions as idle in the repartition topic, as a worker does; a thread of the driver.
+    """Marks source partitions without new records as idle in the repartition topic, in a thread of the driver.
 
-    Behind a repartition topic stream time is the least over the feeds. Without a marker a silent partition would hold
-    it back: nothing would be late, and nothing would expire. The marker goes through the partition's own `repartition`
-    task while no micro-batch runs, since it must not fence a task that is judging.
+    With a repartition topic, stream time is the minimum over the feeds. Without a marker, a partition without new
+    records would hold it back, so that nothing would be late and nothing would expire. The partition's own
+    `repartition` task writes the marker while no micro-batch runs, because it must not fence a task that is judging.
     """
 
     def __init__(self, ready: Prepared) -> None:
         self._ready: Final = ready
         self.busy: Final = threading.Lock()
-        """Held by whoever writes to the repartition topic."""
+        """Lock for writing to the repartition topic."""
         self._over: Final = threading.Event()
         self._quiet: dict[TopicPartition, _Quiet] = {}
         self._thread: Final = threading.Thread(target=self._run, name="idle-marks", daemon=True)
@@ -238,7 +239,7 @@ class _IdleMarks:
         self._thread.start()
 
     def stop(self) -> None:
-        """Return when no more marker is written."""
+        """Stop, and return when no more markers are written."""
         self._over.set()
         self._thread.join()
 
@@ -272,7 +273,7 @@ class _IdleMarks:
             quiet.marked = await self._mark(wire, feeding, position)
 
     async def _caught_up_at(self, wire: KafkaWire, feeding: TopicPartition) -> int | None:
-        """Return the position of a partition after which only transaction markers follow; None if it has lag."""
+        """Return the position of a partition if only transaction markers follow; None if the partition has lag."""
         committed = await committed_offset(wire, self._ready.topology.name, feeding)
         bounds = await bounds_of(wire, feeding)
         position = max(bounds.start, self._ready.positions[feeding] if committed is None else committed)
@@ -282,7 +283,7 @@ class _IdleMarks:
         return position if not fetched.records and fetched.next_offset >= bounds.end else None
 
     async def _mark(self, wire: KafkaWire, feeding: TopicPartition, position: int) -> bool:
-        """Write the marker unless a micro-batch runs or has moved the position; tell whether it was written."""
+        """Write the marker unless a micro-batch runs or has moved the position; return whether it was written."""
         if not self.busy.acquire(blocking=False):
             return False
         try:
@@ -305,12 +306,12 @@ class Running:
     ) -> None:
         self._starters: Final = starters
         self._in_turn: Final = in_turn
-        """Each query starts when the one before has read all its input."""
+        """Whether each query starts only when the previous one has read all its input."""
         self._idle_marks: Final = idle_marks
         self._queries: list[StreamingQuery] = []
         self._stopping: Final = threading.Event()
         self.failure: DedupError | None = None
-        """An error that no retry can cure."""
+        """An error that a retry cannot fix."""
 
     @property
     def queries(self) -> Sequence[StreamingQuery]:
@@ -325,7 +326,7 @@ class Running:
             self._idle_marks.start()
 
     def wait(self) -> None:
-        """Return when every query was stopped or has read all its input. Raises what made one fail."""
+        """Return when every query was stopped or has read all its input. Raises the error of a query that failed."""
         try:
             self._watch()
             for starter in self._starters[1:] if self._in_turn else ():
@@ -340,7 +341,7 @@ class Running:
         self._raise_failure()
 
     def stop(self) -> None:
-        """Make `wait` return soon; the next run judges what was not committed. Signal handlers may call it."""
+        """Make `wait` return soon; the next run judges uncommitted records. Signal handlers may call this."""
         self._stopping.set()
 
     def _watch(self) -> None:
@@ -366,7 +367,7 @@ class Running:
 
 @dataclass(frozen=True, slots=True)
 class BatchReport:
-    """What one micro-batch did."""
+    """The result of one micro-batch."""
 
     sub_topology: SubTopology
     batch_id: int
@@ -380,16 +381,16 @@ class BatchReport:
 
 @dataclass(frozen=True, slots=True)
 class StreamOptions:
-    """How to run a stream."""
+    """Options of a stream."""
 
     checkpoint: str
-    """A directory for this topology alone, on any file system that Hadoop knows."""
+    """A directory for this topology only, on any file system that Hadoop supports."""
     exit_when_done: bool = False
     """Stop at the end offsets seen at the start."""
     most_offsets: int = 1_000_000
-    """In a micro-batch."""
+    """Maximum number of offsets in a micro-batch."""
     commit_rows: int = 100_000
-    """In a transaction, which may not be open longer than `transaction_timeout`."""
+    """Number of rows in a transaction, which may not be open longer than `transaction_timeout`."""
     onto_existing_output: bool = False
     """Let a new group write to an output that already holds records; see `dedup.worker.topics`."""
     trigger_ms: int = 0
@@ -409,7 +410,7 @@ class _Batches:
     def run(self, rows: DataFrame, batch_id: int) -> None:
         """Judge and send a micro-batch.
 
-        An error that no retry can cure is also kept in `running`, since Spark passes on only its text.
+        An error that a retry cannot fix is also stored in `running`, because Spark passes on only its text.
         """
         try:
             with self.busy:
@@ -423,7 +424,7 @@ class _Batches:
 
 
 def _run_batch(rows: DataFrame, plan: AttemptPlan) -> tuple[dict[str, Any], ...]:
-    """Judge and send a micro-batch; return the reports of its partitions. Raises what an attempt reported."""
+    """Judge and send a micro-batch; return the reports of its partitions. Raises errors that attempts reported."""
     judged = feeding_columns(rows).mapInArrow(partial(judge_partition, plan), REPORT_DDL)
     reports = tuple(row.asDict() for row in judged.collect())
     for report in reports:
@@ -433,11 +434,11 @@ def _run_batch(rows: DataFrame, plan: AttemptPlan) -> tuple[dict[str, Any], ...]
 
 
 def start_stream(spark: SparkSession, topology: Topology, settings: Settings, options: StreamOptions) -> Running:
-    """Start the stream of a topology; missing topics are created.
+    """Create missing topics, and start the stream of a topology.
 
-    With `exit_when_done` the second query starts when the first has ended. Raises StateIncompatible, with nothing
-    touched, if the checkpoint belongs to another topology, topics do not fit each other, a new group's output already
-    holds records, or retention deleted records unjudged; BrokerUnavailable if no broker answers.
+    With `exit_when_done`, the second query starts when the first has ended. Raises StateIncompatible, with nothing
+    changed, if the checkpoint belongs to another topology, topics do not match, a new group's output already holds
+    records, or retention deleted records that were not judged. Raises BrokerUnavailable if no broker responds.
     """
     checkpoint = HadoopDirectory(spark, options.checkpoint)
     begun = bool(checkpoint.files.exists(checkpoint.at(_IDENTITY_FILE)))

@@ -1,12 +1,12 @@
-"""`dedup spark upsert`: tables with one row per tracking ID, in Delta by MERGE, in PostgreSQL and SQLite by JDBC.
+"""Implements `dedup spark upsert`, which keeps one row per tracking ID, in Delta by MERGE or in a database by JDBC.
 
-Of several records of one ID the table keeps the newest by a *stated* order. The order is stored in the table
-(`order_value`, `order_partition`, `order_offset`), so that a record older than the row there changes nothing: runs may
-be repeated, killed, and done in any order, and the table ends the same. A record that equals the row in all three
-changes nothing either.
+If several records have the same ID, the table keeps the newest by an *explicit* order. The order is stored in the table
+(`order_value`, `order_partition`, `order_offset`), so a record that is older than the existing row changes nothing.
+Runs may be repeated, killed, and done in any order, with the same result. A record that equals the row in all three
+columns changes nothing either.
 
-Spark's JDBC writer has no upsert. Rows go into a staging table of this run, and one statement in one database
-transaction moves them over; a killed run leaves its staging table behind and the target untouched.
+Spark's JDBC writer has no upsert. Rows are written to a staging table of this run, and one statement in one database
+transaction moves them to the target. A killed run leaves its staging table behind and the target unchanged.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from dedup.verify.kafka_reader import KafkaReader
 
 ID: Final = "tracking_id"
 ORDER: Final = ("order_value", "order_partition", "order_offset")
-"""The columns that decide which of two rows of one ID is newer; partition and offset are -1 for records of files."""
+"""The columns that decide which of two rows of one ID is newer; partition and offset are -1 for records from files."""
 _EVENT_TIME, _OFFSET = "event_time", "offset"
 _NAME: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)?")
 _BAD_JSON: Final = "_dedup_bad_json"
@@ -41,7 +41,7 @@ _BAD_JSON: Final = "_dedup_bad_json"
 
 @dataclass(frozen=True, slots=True)
 class Jdbc:
-    """One table of one database."""
+    """A table in a database."""
 
     url: str
     """`jdbc:postgresql://…` or `jdbc:sqlite:FILE`."""
@@ -65,25 +65,25 @@ class Jdbc:
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """Where the SQL of the databases differs."""
+    """The differences in SQL between the databases."""
 
     prefix: str
     driver: str
     binary: str
     double: str
     binary_collation: str
-    """Compares text as Spark does: by its bytes."""
+    """The collation that compares text by its bytes, as Spark does."""
     digits: int
-    """Most digits of a decimal that are stored exactly."""
+    """Maximum number of digits of a decimal that are stored exactly."""
     one_writer: bool
-    """Only one task may write at a time."""
+    """Whether only one task may write at a time."""
 
     def collated(self, kind: t.DataType) -> str:
-        """Return the COLLATE clause for a column of this type that decides an order; empty if it needs none."""
+        """Return the COLLATE clause for an order column of this type; empty if it needs none."""
         return f" COLLATE {self.binary_collation}" if isinstance(kind, t.StringType) else ""
 
     def column(self, kind: t.DataType) -> str:
-        """Return the SQL type of a Spark type. Raises SettingsError for one that no column can hold."""
+        """Return the SQL type for a Spark type. Raises SettingsError for a type that no column can hold."""
         match kind:
             case t.BinaryType():
                 return self.binary
@@ -122,21 +122,21 @@ _SQLITE: Final = Dialect("jdbc:sqlite:", "org.sqlite.JDBC", "BLOB", "DOUBLE", "B
 
 @dataclass(frozen=True, slots=True)
 class TableRows:
-    """Records as rows of a table, and the records that cannot be rows."""
+    """Records as rows of a table, and records that cannot become rows."""
 
     rows: DataFrame
     """`tracking_id`, the payload's columns, `event_time_ms`, the three order columns."""
     rejected: DataFrame
-    """The records unchanged, with `reason` and `detail`."""
+    """The unchanged records, with `reason` and `detail`."""
 
 
 def table_rows(records: DataFrame, topology: Topology, *, schema: str | None = None, order: str) -> TableRows:
     """Return records (`rows.RECORDS`) as rows of a table.
 
-    ``schema`` is Spark DDL: members of the JSON value become columns, and a value that does not fit is rejected.
-    Without it the columns are `key` and `value`, bytes. A null value makes a row whose payload columns are null.
-    ``order`` is `event_time`, `offset` (of Kafka; an ID must stay in its partition) or a column of ``schema``. Raises
-    SettingsError for a schema or an order that cannot be used.
+    ``schema`` is Spark DDL that turns members of the JSON value into columns; values of other types are rejected.
+    Without it, the columns are `key` and `value` as bytes. A null value becomes a row whose payload columns are null.
+    ``order`` is `event_time`, `offset` (in Kafka; an ID must stay in its partition), or a column of ``schema``. Raises
+    SettingsError for an unusable schema or order.
     """
     payload = _schema(schema)
     _refuse_order(order, payload)
@@ -172,7 +172,10 @@ def table_rows(records: DataFrame, topology: Topology, *, schema: str | None = N
 
 
 def output_records(spark: SparkSession, topology: Topology, settings: Settings) -> DataFrame:
-    """Return the committed records of a topology's output topic. Raises StateIncompatible if there is no such topic."""
+    """Return the committed records of a topology's output topic.
+
+    Raises StateIncompatible if the topic does not exist.
+    """
     topic = topology.output.topic if topology.output is not None else None
     with KafkaReader(settings) as reader:
         count = reader.partitions([topic])[topic] if topic is not None else 0
@@ -184,9 +187,9 @@ def output_records(spark: SparkSession, topology: Topology, settings: Settings) 
 
 
 def keep_rejected(found: TableRows, path: str | None) -> int:
-    """Return the number of rejected records, after replacing the Parquet files at ``path`` by them.
+    """Replace the Parquet files at ``path`` with the rejected records, and return their number.
 
-    Raises DedupError if there are any and no path: no record may be left out silently.
+    Raises DedupError if there are any but no path, because no record may be left out silently.
     """
     rejected = found.rejected
     if path is not None:
@@ -223,7 +226,7 @@ def _schema(ddl: str | None) -> t.StructType | None:
 
 
 def _is_unfit(kind: t.DataType) -> bool:
-    """Tell whether Spark cannot read the type from JSON, or cannot hash it, which `_newest` needs."""
+    """Whether Spark cannot read the type from JSON or cannot hash it, which `_newest` requires."""
     match kind:
         case t.MapType() | t.VariantType() | t.CharType() | t.VarcharType():
             return True
@@ -242,7 +245,7 @@ def _refuse_order(order: str, payload: t.StructType | None) -> None:
 
 
 def _newest(rows: DataFrame) -> DataFrame:
-    """Return one row per tracking ID: the greatest by `ORDER`; of equal ones every run takes the same."""
+    """Return one row per tracking ID, the greatest by `ORDER`; every run chooses the same of several equal ones."""
     others = [name for name in rows.columns if name != ID]
     by = fn.struct(*ORDER, fn.xxhash64(*others).alias("tie"))
     best = rows.groupBy(ID).agg(fn.max_by(fn.struct(*others), by).alias("best"))
@@ -250,9 +253,9 @@ def _newest(rows: DataFrame) -> DataFrame:
 
 
 def upsert_delta(rows: DataFrame, path: str) -> None:
-    """Make the Delta table at ``path`` hold the newest row of every ID; create it if it does not exist.
+    """Bring the newest row of every ID into the Delta table at ``path``, and create the table if it does not exist.
 
-    Raises StateIncompatible if the table has other columns.
+    Raises StateIncompatible if the table has different columns.
     """
     spark = rows.sparkSession
     source = _newest(rows)
@@ -285,14 +288,19 @@ def _refuse_other_columns(table: str, wanted: Sequence[str], found: Sequence[str
 
 
 def upsert_jdbc(rows: DataFrame, to: Jdbc) -> None:
-    """Make the table hold the newest row of every ID; create it, with `tracking_id` as its key, if it does not exist.
+    """Bring the newest row of every ID into the table, and create it with the key `tracking_id` if it does not exist.
 
-    Raises StateIncompatible if the table has other columns or no unique `tracking_id`. Then, and whenever the run ends
-    before the last statement, the table is unchanged.
+    Raises StateIncompatible if the table has different columns or no unique `tracking_id`. In this case, and whenever
+    the run ends before the last statement, the table is unchanged.
     """
     if not _NAME.fullmatch(to.table):
         raise SettingsError(
-            [Problem("--table", f"{to.table!r} is no name; write letters, digits and _, such as orders or shop.orders")]
+            [
+                Problem(
+                    "--table",
+                    f"{to.table!r} is not a valid name; write letters, digits and _, such as orders or shop.orders",
+                )
+            ]
         )
     source = _newest(rows)
     staging = f"{to.table}_dedup_{uuid.uuid4().hex[:8]}"
@@ -317,13 +325,13 @@ def upsert_jdbc(rows: DataFrame, to: Jdbc) -> None:
 
 
 def _column(dialect: Dialect, field: t.StructField) -> str:
-    """Return a column's definition; text that decides the order is compared by its bytes, as in `_newest`."""
+    """Return a column's definition; text in order columns is compared by its bytes, as in `_newest`."""
     collation = dialect.collated(field.dataType) if field.name in ORDER else ""
     return f'"{field.name}" {dialect.column(field.dataType)}{collation}'
 
 
 def _moving(staging: str, to: Jdbc, schema: t.StructType) -> str:
-    """Return the statement that moves the staged rows over."""
+    """Return the statement that moves the staged rows to the target."""
     table, names = to.table, schema.names
     listed = ", ".join(f'"{name}"' for name in names)
     changed = ", ".join(f'"{name}" = excluded."{name}"' for name in names if name != ID)
@@ -338,7 +346,7 @@ def _moving(staging: str, to: Jdbc, schema: t.StructType) -> str:
 
 
 def _move(connection: Any, staging: str, table: str, move: str, expected: int) -> None:  # noqa: ANN401  # Java's
-    """Move the staged rows over in one transaction. Raises StateIncompatible unless all of them are staged."""
+    """Move the staged rows to the target in one transaction. Raises StateIncompatible unless all of them are staged."""
     found = _number(connection, f'SELECT count(DISTINCT "{ID}") FROM {staging}')  # noqa: S608  # checked names
     if found != expected:
         raise StateIncompatible(
@@ -350,7 +358,7 @@ def _move(connection: Any, staging: str, table: str, move: str, expected: int) -
 
 @contextlib.contextmanager
 def _connected(spark: SparkSession, to: Jdbc) -> Iterator[Any]:
-    """Yield a connection of the driver's JVM; each statement is a transaction."""
+    """Yield a connection in the driver's JVM; each statement is a transaction."""
     java: Any = spark._jvm  # noqa: SLF001  # PySpark's only way to its JVM
     # DriverManager does not find drivers in Spark's jars, which are not on the system class path; this registers them.
     java.org.apache.spark.sql.execution.datasources.jdbc.DriverRegistry.register(to.dialect.driver)
@@ -365,7 +373,7 @@ def _connected(spark: SparkSession, to: Jdbc) -> Iterator[Any]:
 
 @contextlib.contextmanager
 def _explained(what: str) -> Iterator[None]:
-    """Inside ``with``, raise StateIncompatible for an error of the database."""
+    """Inside ``with``, raise StateIncompatible for database errors."""
     try:
         yield
     except Py4JJavaError as error:

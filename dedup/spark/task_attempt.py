@@ -1,19 +1,19 @@
-"""One attempt of a Spark task: a partition of a micro-batch, judged by the task that a worker of a fleet would run.
+"""One attempt of a Spark task, which judges a partition of a micro-batch with the task that a worker would run.
 
-Theory of operation. Every transaction holds the records it sends, their sightings, the task record that names the next
-offset, and the group's offset, so the position of a partition is part of its state. Whatever Spark does with attempts,
-each begins where the last committed transaction ended:
+Theory of operation. Every transaction contains the sent records, their sightings, the task record with the next offset,
+and the group's offset, so the position of a partition is part of its state. Each attempt begins where the last
+committed transaction ended, regardless of what Spark does:
 
-* A micro-batch is run again after a crash: rows below the position are skipped, the rest is judged.
-* A task that fails upstream looks to Python like a normal end of its input (measured: a writer that marked epochs lost
-  10,000 of 40,000 rows this way). Here a shorter input is a shorter prefix of the log and may be committed: the next
-  attempt continues after it.
-* The broker's answer to a commit is lost: a new epoch finds out what was committed, and the rest is judged again, as in
-  a worker.
-* A speculative copy runs, or an executor has lost its driver: InitProducerId fences the older attempt, which can no
-  longer commit.
-* Rows begin *after* the position: the attempt reads from the log what is between. If that is more than transaction
-  markers, it refuses, as these records would be lost.
+* If a micro-batch is run again after a crash, rows below the position are skipped and the rest are judged.
+* To Python, a task that fails upstream looks like a normal end of its input. (In a test, a writer that marked epochs
+  lost 10,000 of 40,000 rows this way.) Here, a shorter input is a shorter prefix of the log, which may be committed
+  because the next attempt continues after it.
+* If the broker's response to a commit is lost, a new epoch finds out what was committed, and the rest is judged again,
+  as in a worker.
+* If a speculative copy runs, or an executor has lost its driver, InitProducerId fences the older attempt, which can
+  then no longer commit.
+* If rows begin *after* the position, the attempt reads the gap from the log. If the gap contains more than transaction
+  markers, the attempt stops, because these records would be lost.
 """
 
 from __future__ import annotations
@@ -50,22 +50,22 @@ if TYPE_CHECKING:
     from dedup.worker.topics import Cluster
 
 _GC_THRESHOLD: Final = 100_000
-"""As in a worker: a batch makes tens of thousands of objects, none of them in a cycle."""
+"""As in a worker, because a batch creates tens of thousands of objects, none of them in a cycle."""
 _MOST_RENEWALS: Final = 3
-"""New epochs in which one commit is tried again; after that the attempt fails and Spark starts another."""
+"""Number of new epochs in which a commit is retried; after that, the attempt fails and Spark starts another one."""
 _MARGIN: Final = 4
-"""The broker aborts a transaction at its time-out; the attempt commits when a quarter of that has passed."""
+"""The broker aborts a transaction after its time-out, so the attempt commits when a quarter of that time has passed."""
 _GAP_BYTES: Final = 1 << 16
 _GAP_WAIT_MS: Final = 100
 _BROKER_TROUBLE: Final = 5
-"""Exit code of BrokerUnavailable, the only error of ours that another attempt may cure."""
+"""Exit code of BrokerUnavailable, which is the only one of dedup's errors that another attempt may fix."""
 
 REPORT_DDL: Final = (
     "topic string, partition int, first_offset long, next_offset long, judged long, replayed long, unique long, "
     "duplicate long, late long, dead_letter long, exempt long, conflicts long, repartitioned long, restored long, "
     "stream_time_ms long, took_ms long, failure string, failure_text string"
 )
-"""What an attempt reports to the driver, in one row."""
+"""The columns of the row that an attempt reports to the driver."""
 _ARROW_TYPES: Final = {"string": pa.string(), "int": pa.int32(), "long": pa.int64()}
 REPORT: Final = pa.schema(
     [(name, _ARROW_TYPES[kind]) for name, kind in (column.split() for column in REPORT_DDL.split(", "))]
@@ -74,13 +74,13 @@ REPORT: Final = pa.schema(
 
 @dataclass(frozen=True, slots=True)
 class AttemptPlan:
-    """What every attempt must know; sent to the executors with the task."""
+    """The parameters of an attempt, which are sent to the executors with the task."""
 
     topology: Topology
     settings: PicklableSettings
     cluster: Cluster
     commit_rows: int
-    """A transaction is committed after this many rows, since it may not be open longer than its time-out."""
+    """A transaction is committed after this many rows, because it may not be open longer than its time-out."""
 
 
 @cache
@@ -94,10 +94,10 @@ def _memory() -> RocksMemory:
 
 
 def judge_partition(plan: AttemptPlan, arrow: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-    """Judge and send the rows of one Spark partition; yield one row of `REPORT`, or none if there were no rows.
+    """Judge and send the rows of one Spark partition; yield one row of `REPORT`, or none if there are no rows.
 
-    An error that another attempt may cure is raised, so that Spark tries again. Any other becomes part of the report,
-    and the driver raises it.
+    An error that another attempt may fix is raised, so that Spark tries again. Any other error becomes part of the
+    report, and the driver raises it.
     """
     gc.set_threshold(_GC_THRESHOLD)
     batches = feed_batches(arrow)
@@ -137,7 +137,7 @@ async def _judge(plan: AttemptPlan, first: FeedBatch, batches: Iterator[FeedBatc
 
 
 def _refuse_growth(plan: AttemptPlan, feeding: TopicPartition) -> None:
-    """Raise StateIncompatible for a partition that did not exist when the stream started: IDs may have moved to it."""
+    """Raise StateIncompatible for a partition that did not exist when the stream started; IDs may have moved to it."""
     had = plan.cluster.topics[feeding.topic].partitions
     if feeding.partition >= had:
         raise StateIncompatible(
@@ -158,7 +158,7 @@ class _Attempt:
         self._longest_s: Final = plan.settings.plain.transaction_timeout_ms / 1000 / _MARGIN
         self._committed_s = asyncio.get_running_loop().time()
         self._done: Final[Counter[str]] = Counter()
-        """Counts of earlier tasks of this attempt, of what is known to be committed."""
+        """Counts of records that earlier tasks of this attempt are known to have committed."""
         self._uncommitted: list[FeedBatch] = []
         self._task = factory.build(feeding)
 
@@ -182,9 +182,9 @@ class _Attempt:
         return self._report()
 
     async def _next(self, batches: Iterator[FeedBatch]) -> FeedBatch | None:
-        """Return the next batch; None at the end. Commit meanwhile if the transaction has been open for long.
+        """Return the next batch; None at the end. Commit while waiting if the transaction has been open for long.
 
-        A thread reads from Spark, so that judged records are sent at the same time.
+        A thread reads from Spark, so that judged records are sent in the meantime.
         """
         coming = asyncio.ensure_future(asyncio.to_thread(next, batches, None))
         if self._uncommitted:
@@ -218,7 +218,7 @@ class _Attempt:
                 return
 
     async def _renew(self) -> None:
-        """Open a new epoch, which finds out what the last commit did, and judge again what was not committed."""
+        """Open a new epoch, which finds out whether the last commit happened, and judge uncommitted records again."""
         self._done.update(_counts(self._task))
         await self._task.close(drain=False)
         self._task = self._factory.build(self._feeding)
@@ -262,14 +262,14 @@ async def _refuse_gap(wire: KafkaWire, task: Task, first: FeedBatch) -> None:
             raise StateIncompatible(
                 f"{task.task_id}: the checkpoint continues at offset {begins}, but the state has judged records only "
                 f"below {task.next_offset}; {missed[0]} is the first that would be lost. State and checkpoint do not "
-                f"belong together. Nothing was touched. Start with an empty checkpoint directory: the stream then "
+                "match. Nothing was changed. Start with an empty checkpoint directory: the stream then "
                 f"begins where the state ends."
             )
         position = fetched.next_offset
 
 
 def deleted_unjudged(task_id: TaskId, position: int, kept: int) -> StateIncompatible:
-    """Return the error for a log whose retention deleted records before they were judged."""
+    """Return the error for a log in which retention deleted records before they were judged."""
     feeding = task_id.feeding
     return StateIncompatible(
         f"{feeding.topic}/{feeding.partition} no longer holds offset {position}, which is to be judged next: it begins "
@@ -280,10 +280,10 @@ def deleted_unjudged(task_id: TaskId, position: int, kept: int) -> StateIncompat
 
 @contextmanager
 def _own_directory(state_dir: Path, topology: str, feeding: TopicPartition) -> Iterator[Path]:
-    """Yield a directory in which, inside ``with``, nobody else keeps the partition's state.
+    """Yield a directory that is reserved for the partition's state inside ``with``.
 
-    Micro-batches on one machine use the same directory. While a fenced attempt is still ending there, a temporary one
-    is used, and the state is restored from the changelog.
+    Micro-batches on one machine use the same directory. If a fenced attempt still uses it, a temporary directory is
+    used instead, and the state is restored from the changelog.
     """
     shared = state_dir / ".spark"
     shared.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -1,8 +1,9 @@
-"""The interface of a task's state store, and the values that it keeps; it knows bytes and times, not Kafka.
+"""The interface of a task's state store and the values that it keeps. It is independent of Kafka.
 
-State is divided into *segments*: a sighting that ends at ``last_ms`` is stored under its state key in the segment that
-starts at ``Window.segment_of(last_ms)``. Segments are dropped whole. The store never holds an uncommitted sighting, and
-its changelog position is never newer than its keys: ``apply`` writes keys, task record and position atomically.
+State is divided into *segments*. A sighting that ends at ``last_ms`` is stored under its state key in the segment that
+starts at ``Window.segment_of(last_ms)``. Segments are dropped as a whole. The store never contains an uncommitted
+sighting, and its changelog position is never newer than its keys, because ``apply`` writes keys, task record, and
+position atomically.
 """
 
 from __future__ import annotations
@@ -12,15 +13,16 @@ from dataclasses import dataclass
 from typing import Final, Protocol
 
 Writes = Mapping[int, Mapping[bytes, bytes]]
-"""Segment start in ms -> state key -> encoded value: *all* sightings of that ID that end in that segment."""
+"""Segment start in ms -> state key -> encoded value, which holds *all* sightings of that ID that end in that segment.
+"""
 
 NOT_SAID: Final = -1
-"""A task record that does not say from where on its changelog is needed."""
+"""Value for a task record that does not say from which offset on its changelog is needed."""
 
 
 @dataclass(frozen=True, slots=True)
 class FeedTime:
-    """How far one feed (a partition of a source topic) has brought stream time."""
+    """The greatest event time of one feed (a partition of a source topic)."""
 
     topic: int
     """Position of the topic in ``source.topics``."""
@@ -31,18 +33,18 @@ class FeedTime:
 
 @dataclass(frozen=True, slots=True)
 class TaskRecord:
-    """What a task needs to continue as if it had never stopped; every transaction writes one."""
+    """The values with which a task continues as if it had never stopped; every transaction writes a task record."""
 
     fingerprint: bytes
     """`Topology.state_fingerprint`; state with another fingerprint is refused."""
     stream_time_ms: int
     feeds: tuple[FeedTime, ...]
     next_offset: int
-    """Of the feeding partition: everything below it is judged."""
+    """Offset of the feeding partition below which everything is judged."""
     segment_ms: int
     """Width of the segments for new sightings."""
     kept_from: int = NOT_SAID
-    """The changelog offset at or above which everything in live segments was written; `NOT_SAID` in a new state."""
+    """The changelog offset at or above which all data of live segments was written; `NOT_SAID` in new state."""
     feeding_topic_id: str = ""
     """Kafka's id of the feeding topic, 32 hex digits; empty in records of earlier releases."""
 
@@ -53,19 +55,19 @@ class TaskRecord:
 
 @dataclass(frozen=True, slots=True)
 class StoreIdentity:
-    """Whose state a directory holds; the store of another owner is refused."""
+    """The owner of the state in a directory; the store of another owner is refused."""
 
     topology: str
     partition: int
     changelog_topic_id: str
-    """Kafka's id of the changelog topic: a deleted and recreated topic has another."""
+    """Kafka's id of the changelog topic, because a recreated topic has a different id."""
 
     def __str__(self) -> str:
         return f"{self.topology} partition {self.partition} (changelog topic id {self.changelog_topic_id})"
 
 
 class Store(Protocol):
-    """The applied state of one task. Not thread-safe: one task owns it."""
+    """The applied state of one task. Not thread-safe, because one task owns it."""
 
     @property
     def task_record(self) -> TaskRecord | None:
@@ -82,25 +84,26 @@ class Store(Protocol):
         """Return all segments, ascending: start -> a changelog offset at or below the first record in it."""
 
     def apply(self, writes: Writes, record: TaskRecord | None, position: int) -> None:
-        """Write sightings, task record and position atomically; they survive a SIGKILL.
+        """Write sightings, task record, and position atomically; they survive a SIGKILL.
 
-        ``record`` None keeps the stored one. Raises InvariantBroken if the position moves back.
+        If ``record`` is None, the stored one is kept. Raises InvariantBroken if the position decreases.
         """
 
     def drop_below(self, oldest_live_ms: int, segment_ms: int) -> tuple[int, ...]:
-        """Drop every segment that ends at or before ``oldest_live_ms``; return their starts, ascending.
+        """Drop every segment that ends at or before ``oldest_live_ms``; return their starts in ascending order.
 
-        A segment ends at its start plus the greatest of ``segment_ms`` and the widths it was written with.
+        A segment ends at its start plus ``segment_ms`` or the greatest width with which it was written, whichever is
+        greater.
         """
 
     def clear(self) -> None:
-        """Delete sightings, task record and position atomically; the store stays open."""
+        """Delete sightings, task record, and position atomically; the store stays open."""
 
     def warm(self, ids: int) -> bool:
         """Load filters for up to ``ids`` more IDs, which makes look-ups faster; True when all are loaded."""
 
     def approximate_bytes(self) -> int:
-        """Return an estimate of the bytes that the state takes."""
+        """Return an estimate of the state's size in bytes."""
 
     def count_ids(self) -> int:
         """Return an estimate of the number of (segment, ID) pairs."""

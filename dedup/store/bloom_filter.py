@@ -1,11 +1,12 @@
 """A Bloom filter over the IDs of one segment, queried for a whole batch at once.
 
-A filter that has seen every ID of a segment answers "unknown", the usual answer, without RocksDB. It is a blocked
-Bloom filter (Putze, Sanders, Singler 2007): one 64-bit word per ID with four bits set, so one cache miss per ID; about
-16 bits per ID, 0.5 % false positives. It grows by layers, each as large as all earlier ones together.
+If the filter contains every ID of a segment, it can usually answer "unknown" without a read from RocksDB. It is a
+blocked Bloom filter (Putze, Sanders, Singler 2007). Each ID sets four bits in one 64-bit word, which causes one cache
+miss per ID. It takes about 16 bits per ID and has 0.5 % false positives. It grows by layers, each as large as all
+earlier ones together.
 
-The hash is Python's own hash of the bytes: dict look-ups compute it anyway, and it is keyed per process, so nobody can
-choose IDs that collide. For the same reason a filter cannot be stored.
+The hash is Python's own hash of the bytes, because dict look-ups compute it anyway. It is keyed per process, so nobody
+can choose IDs that collide. For the same reason, a filter cannot be stored.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ _Words = npt.NDArray[np.uint64]
 _IDS_PER_WORD: Final = 4
 _FIRST_WORDS: Final = 1 << 11
 _QUICK_GROWTH_WORDS: Final = 1 << 16
-"""Below this size a new layer is three times as large as all earlier ones: few layers, little waste."""
+"""Below this size, a new layer is three times as large as all earlier ones, which keeps the layers few at little waste.
+"""
 
 _PAIR_BITS: Final = 12
 _PAIR_MASK: Final = np.uint64((1 << _PAIR_BITS) - 1)
@@ -35,11 +37,11 @@ def _pairs_of_bits() -> _Words:
 
 
 _PAIRS: Final = _pairs_of_bits()
-"""12 bits of a hash -> a word with the two bits they select."""
+"""Maps 12 bits of a hash to a word with the two bits that they select."""
 
 
 class Hashed:
-    """The hashes of a batch of IDs: computed once, used for several segments."""
+    """The hashes of a batch of IDs, which are computed once and used for several segments."""
 
     __slots__ = ("bits", "words")
 
@@ -49,12 +51,12 @@ class Hashed:
         self.bits: Final = _PAIRS[hashes & _PAIR_MASK] | _PAIRS[hashes >> np.uint64(_PAIR_BITS) & _PAIR_MASK]
 
     def in_layer(self, words: int) -> npt.NDArray[np.uint64]:
-        """Return the index of each ID's word in a layer: 40 bits of its hash, scaled to any layer size."""
+        """Return the index of each ID's word in a layer, which is 40 bits of the hash scaled to the layer's size."""
         return self.words * np.uint64(words) >> _WORD_BITS
 
 
 class BloomFilter:
-    """Tells which IDs of a batch may have been added before; no false negatives."""
+    """Tells which IDs of a batch may have been added before, without false negatives."""
 
     __slots__ = ("_capacity", "_layers", "_total_words", "added")
 
@@ -67,7 +69,7 @@ class BloomFilter:
 
     @property
     def size_bytes(self) -> int:
-        """Memory that the filter takes."""
+        """Memory used by the filter."""
         return self._total_words * 8
 
     def add(self, hashed: Hashed) -> None:

@@ -1,6 +1,6 @@
-"""The encoding of the changelog, and of the values in the store: keys, sightings, task records, seed marks.
+"""The encoding of the changelog and of the values in the store, with keys, sightings, task records, and seed marks.
 
-A sighting value is one or more entries. An entry, integers big-endian and unsigned::
+A sighting value consists of one or more entries. An entry has these fields, with big-endian unsigned integers::
 
     1 byte   version in the high nibble (1); flags: 1 wide source, 2 extended, 4 fingerprint
     7 bytes  first_ms
@@ -10,17 +10,19 @@ A sighting value is one or more entries. An entry, integers big-endian and unsig
     8 bytes  last_ms, only if extended: otherwise last_ms is first_ms
     8 bytes  fingerprint, only with its flag
 
-so the usual entry takes 15 bytes, and reading it is one unpack. Times are in [0, 2**48) ms: a negative time is a dead
-letter and one beyond the year 10889 is too far in the future, so here both are bugs. A value lists *all* sightings of
-its ID that end in its segment; a later record with the same key replaces an earlier one.
+The usual entry therefore takes 15 bytes and is read with one unpack call. Times are in [0, 2**48) ms. A record with a
+negative time is a dead letter, and a time beyond the year 10889 is too far in the future, so either of them is a bug
+here. A value lists *all* sightings of its ID that end in its segment. A later record with the same key replaces an
+earlier one.
 
 Keys: ``S``, segment start (8 bytes), state key; ``T`` alone for the task record; ``H`` alone for the seed mark. Task
 record and seed mark start with a version byte and end with a CRC-32; the body of a seed mark is a JSON object.
 
 Seed marks. `dedup spark seed` writes a seed in many transactions. Its first record in a changelog partition is a mark
-`seeding`; the last transaction holds the task record and a mark `seeded`. All marks have the same key, so compaction
-keeps the newest. A partition with `seeding` and no task record holds half a history: no task may start on it. The mark
-carries what a repeated run needs to do the same: which seed it is, where the fleet starts, how many sightings it has.
+`seeding`; the last transaction contains the task record and a mark `seeded`. All marks have the same key, so compaction
+keeps the newest. A partition with `seeding` but no task record contains half a history, so no task may start on it. The
+mark contains what a repeated run needs to produce the same seed: the identity of the seed, where the fleet starts, and
+the number of sightings.
 """
 
 from __future__ import annotations
@@ -57,7 +59,7 @@ _ENTRIES: Final = {
     for extended in (0, _EXTENDED)
     for printed in (0, _FINGERPRINT)
 }
-"""Header -> layout; the header is the top byte of the first field."""
+"""Maps a header, which is the top byte of the first field, to a layout."""
 
 _NARROW_COLUMNS: Final = [("head", ">u8"), ("topic", "u1"), ("partition", ">u2"), ("offset", ">u4")]
 _WIDE_COLUMNS: Final = [("head", ">u8"), ("topic", ">u2"), ("partition", ">u4"), ("offset", ">u8")]
@@ -90,24 +92,24 @@ _CHECKSUM_BYTES: Final = 4
 
 @dataclass(frozen=True, slots=True)
 class SeedMark:
-    """How far the seed of one changelog partition has come, and which seed it is."""
+    """The progress of the seed of one changelog partition, and its identity."""
 
     phase: Literal["seeding", "seeded"]
     seed: str
-    """Identifies the history and the offsets where the fleet takes over."""
+    """Identifies the history and the offsets at which the fleet takes over."""
     next_offset: int
-    """Of the feeding partition: where the fleet starts."""
+    """Offset of the feeding partition at which the fleet starts."""
     stream_time_ms: int
     sightings: int
-    """Changelog records of sightings in this partition."""
+    """Number of changelog records with sightings in this partition."""
     digest: str
-    """Of these records, in any order."""
+    """Digest of these records, independent of their order."""
     judged_at_ms: int
-    """The wall clock that decided which event times are in the future."""
+    """The wall-clock time that decided which event times are in the future."""
     begins: dict[str, list[int]]
-    """Source topic -> per partition, the offset where the fleet starts."""
+    """Maps each source topic to the offsets at which the fleet starts, one per partition."""
     history: Literal["topics", "files"]
-    """What was judged: the source topics below `begins`, or files."""
+    """The history that was judged, either the source topics below `begins` or files."""
 
 
 def encode_seed_mark(mark: SeedMark) -> bytes:
@@ -138,7 +140,7 @@ def decode_seed_mark(value: bytes) -> SeedMark:
 
 
 def encode_sighting(sightings: Sighting | Iterable[Sighting]) -> bytes:
-    """Return the value of one sighting, or of all sightings of an ID in one segment."""
+    """Return the value for one sighting, or for all sightings of an ID in one segment."""
     if isinstance(sightings, Sighting):
         return _encode_entry(sightings)
     value = b"".join(map(_encode_entry, sightings))
@@ -233,7 +235,7 @@ def encode_single_column(
     offsets: Integers,
     fingerprints: Sequence[bytes] | None = None,
 ) -> list[bytes]:
-    """Return ``encode_sighting`` of one unextended sighting per row.
+    """Return the values of ``encode_sighting`` for one unextended sighting per row.
 
     Topic and partition are a single value for all rows, or a column. Raises InvariantBroken like ``encode_sighting``.
     """
@@ -272,7 +274,7 @@ def _encode_rows(
     offsets: npt.NDArray[np.int64],
     fingerprints: Sequence[bytes] | None,
 ) -> list[bytes]:
-    """Encode row by row: for narrow and wide sources mixed, or to name the row that is refused."""
+    """Encode row by row, for a mix of narrow and wide sources, or to name the refused row."""
     rows = len(times)
     prints = [b""] * rows if fingerprints is None else fingerprints
     columns = (times, np.broadcast_to(topics, rows), np.broadcast_to(partitions, rows), offsets)
@@ -288,7 +290,7 @@ class SightingKey(NamedTuple):
     """Key of a changelog record that holds the sightings of one ID in one segment."""
 
     segment: int
-    """Start in ms of event time."""
+    """Start of the segment in ms of event time."""
     state_key: bytes
 
 
@@ -299,7 +301,7 @@ class TaskRecordKey:
 
 @dataclass(frozen=True, slots=True)
 class SeedMarkKey:
-    """Key of the changelog record that says how far a seed has progressed."""
+    """Key of the changelog record with the progress of a seed."""
 
 
 def sighting_key(segment: int, state_key: bytes) -> bytes:
@@ -326,7 +328,7 @@ def segment_prefix(segment: int) -> bytes:
 
 
 def parse_key(key: bytes) -> SightingKey | TaskRecordKey | SeedMarkKey:
-    """Return what a changelog key names. Raises StateIncompatible for a key that this release never writes."""
+    """Return the parsed changelog key. Raises StateIncompatible for a key that this release never writes."""
     if key == _TASK_RECORD_KEY:
         return TaskRecordKey()
     if key == SEED_MARK_KEY:
@@ -345,15 +347,16 @@ class Collected:
 
     writes: dict[int, dict[bytes, bytes]]
     task_record: TaskRecord | None
-    """The last one."""
+    """The last one of these records."""
     seed_mark: SeedMark | None = None
-    """The last one."""
+    """The last one of these records."""
 
 
 def collect(keys: Sequence[bytes | None], values: Sequence[bytes | None]) -> Collected:
-    """Return the writes of consecutive changelog records; of several with the same key the last counts.
+    """Return the writes of consecutive changelog records; the last of several records with the same key counts.
 
-    Raises StateIncompatible for a record that dedup does not write: no key, no value, unknown key or version.
+    Raises StateIncompatible for a record that dedup does not write, because its key or value is missing or its key or
+    version is unknown.
     """
     if None in keys or None in values:
         raise StateIncompatible(
@@ -403,7 +406,7 @@ def _last(keys: Sequence[bytes], values: Sequence[bytes], key: bytes) -> bytes:
 
 
 def encode_task_record(record: TaskRecord) -> bytes:
-    """Return the encoded task record: version, fields, topic id if there is one, CRC-32."""
+    """Return the encoded task record, with version, fields, topic id if there is one, and CRC-32."""
     topic_id = bytes.fromhex(record.feeding_topic_id)
     if len(topic_id) not in {0, _TOPIC_ID_BYTES}:
         raise InvariantBroken(f"a task record cannot be written: {record.feeding_topic_id!r} is not a topic id.")
@@ -463,9 +466,9 @@ def rebucket(
 ) -> dict[int, dict[bytes, bytes]]:
     """Return writes that move (state key, encoded value) pairs into segments of another width, ``segment_ms``.
 
-    Needed after a topology's guard period was changed. ``known`` is what the new segments already hold for these IDs;
-    the writes include it. Sightings of one ID with the same first time, source and fingerprint become one sighting,
-    extended to the latest of their ends.
+    This is needed after a topology's guard period was changed. ``known`` is what the new segments already hold for
+    these IDs; the writes include it. Sightings of one ID with the same first time, source, and fingerprint become one
+    sighting that is extended to the latest of their ends.
     """
     intervals: dict[bytes, dict[tuple[int, Source, bytes], int]] = {}
     for state_key, value in _with_known(entries, known):

@@ -1,11 +1,12 @@
-"""A checkpoint: the archive of one task's closed store, and the description that says whose state it is.
+"""A checkpoint consists of an archive of one task's closed store and a description that says whose state it is.
 
-The archive is a tar of the store's files. The description (`manifest.json`) is written after it, so whoever finds a
-description finds a complete archive.
+The archive is a tar file of the store's files. The description (`manifest.json`) is written after it, so if there is a
+description, the archive is complete.
 
-An archive may come from anywhere, so nothing in it is trusted. Only regular files with the names of RocksDB's own files
-are accepted, only into an empty directory, and never more bytes than the description announces. rocksdict's settings,
-RocksDB's options and its event log are left out: a store is opened with our options, and events name the machine.
+An archive may come from anywhere, so nothing in it is trusted. Only regular files with RocksDB's file names are
+accepted, only into an empty directory, and never more bytes than the description announces. rocksdict's settings,
+RocksDB's options, and its event log are left out, because a store is opened with dedup's own options and events contain
+the machine's name.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from dedup.store.base import StoreIdentity
 
 _FORMAT: Final = 1
 MOST_BYTES: Final = 64 << 10
-"""Upper limit of a description's size, so that a foreign file cannot fill the memory."""
+"""Maximum size of a description, so that a foreign file cannot fill the memory."""
 _STORE_FILES: Final = re.compile(r"CURRENT|IDENTITY|MANIFEST-\d{1,20}|\d{1,20}\.(sst|log)", re.ASCII)
 _PIECE_BYTES: Final = 1 << 20
 _PLAIN: Final = frozenset({tarfile.REGTYPE, tarfile.AREGTYPE})
@@ -37,18 +38,18 @@ _MOST_FILES: Final = 100_000
 _Count = Annotated[int, msgspec.Meta(ge=0)]
 _Hex = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{2,128}\Z")]
 Moved = Callable[[int], None]
-"""Called with the number of bytes of each transferred piece; may raise to stop the transfer."""
+"""Called with the number of bytes of each transferred piece; may raise an exception to stop the transfer."""
 
 
 class _ByteSource(Protocol):
-    """What an archive is read from."""
+    """A stream from which an archive is read."""
 
     def read(self, size: int, /) -> bytes:
-        """Return up to ``size`` bytes; none at the end."""
+        """Return up to ``size`` bytes; empty at the end."""
 
 
 class _Counted:
-    """A stream that counts and hashes the bytes passing through."""
+    """A stream that counts and hashes the bytes that pass through it."""
 
     def __init__(self, moved: Moved) -> None:
         self._hash: Final = hashlib.sha256()
@@ -93,7 +94,7 @@ class _In(_Counted):
 
 
 def pack(directory: Path, target: IO[bytes], moved: Moved) -> tuple[int, str]:
-    """Write the files of a closed store as a tar; return its length in bytes and its SHA-256 in hex."""
+    """Write the files of a closed store as a tar file; return its length in bytes and its SHA-256 in hex."""
     out = _Out(target, moved)
     # Not compressed, since the files already are; USTAR is the format without extensions.
     with tarfile.open(fileobj=out, mode="w|", format=tarfile.USTAR_FORMAT, bufsize=_PIECE_BYTES) as archive:  # type: ignore[call-overload]
@@ -111,8 +112,8 @@ def pack(directory: Path, target: IO[bytes], moved: Moved) -> tuple[int, str]:
 def unpack(source: _ByteSource, directory: Path, *, size_bytes: int, sha256: str, moved: Moved) -> None:
     """Unpack an archive into an existing, empty directory, and sync the files to disk.
 
-    Raises CheckpointUnusable, leaving some files behind, if the archive is not the announced one or contains anything
-    but regular files of a store.
+    Raises CheckpointUnusable, leaving some files behind, if the archive differs from the announced one or contains
+    anything but regular files of a store.
     """
     reader = _In(source, size_bytes, moved)
     with _archive(reader) as archive:
@@ -175,7 +176,7 @@ def _sync(directory: Path) -> None:
 
 
 class _Written(msgspec.Struct, frozen=True):
-    """The description as JSON; unknown members are ignored."""
+    """The description in its JSON form; unknown members are ignored."""
 
     topology: str
     partition: _Count
@@ -195,11 +196,11 @@ class _Head(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """The description: one partition's state, up to one position of its changelog."""
+    """The description of one partition's state up to one position of its changelog."""
 
     identity: StoreIdentity
     fingerprint: bytes
-    """Of the last task record in the store."""
+    """Fingerprint of the last task record in the store."""
     segment_ms: int
     """Width of the segments of the store."""
     position: int
@@ -229,7 +230,7 @@ class Checkpoint:
 
     @classmethod
     def decode(cls, data: bytes, place: str) -> Self:
-        """Return the description read from ``place``; raises CheckpointUnusable if it is unreadable."""
+        """Return the description that was read from ``place``; raises CheckpointUnusable if it is unreadable."""
         try:
             version = msgspec.json.decode(data, type=_Head).format
             if version != _FORMAT:

@@ -1,11 +1,11 @@
-"""Where checkpoints are stored: a directory or an object store, through fsspec.
+"""Stores checkpoints in a directory or an object store, through fsspec.
 
-``URL/TOPOLOGY/PARTITION/`` holds archives, each with a unique name, and `manifest.json`, which names the current one.
-An archive is never overwritten, so a reader can finish while a newer one is written. The description is written last
-and atomically; in a file system by renaming.
+``URL/TOPOLOGY/PARTITION/`` contains archives with unique names, and `manifest.json`, which names the current one. An
+archive is never overwritten, so a reader can finish while a newer one is written. The description is written last and
+atomically, in a file system by renaming.
 
-The libraries of object stores raise all kinds of errors; each becomes CheckpointUnusable, since the caller can only
-continue without a checkpoint. Calls block, possibly for minutes: do not call them from an event loop.
+The libraries of object stores raise all kinds of errors. Each becomes CheckpointUnusable, because the caller can only
+continue without a checkpoint. Calls may block for minutes, so do not call them from an event loop.
 """
 
 from __future__ import annotations
@@ -26,14 +26,16 @@ from dedup.store.checkpoint import MOST_BYTES, Checkpoint, Moved, pack
 _MANIFEST: Final = "manifest.json"
 _ARCHIVE: Final = re.compile(r"([0-9]{1,20})-[0-9a-f]{8}\.tar", re.ASCII)
 _DIRECTORIES: Final = frozenset({"file", "ftp", "hdfs", "memory", "sftp", "smb", "webhdfs"})
-"""Protocols that need a directory for a file. Elsewhere none is created: s3fs would create a misspelled bucket."""
+"""Protocols that need a directory for a file. For others, none is created, because s3fs would create a misspelled
+bucket.
+"""
 
 
 class CheckpointStorage:
     """The checkpoints under one URL."""
 
     def __init__(self, url: str) -> None:
-        """Does not connect. Raises SettingsError if no installed package can read such a URL."""
+        """Make no connection yet. Raises SettingsError if no installed package can read such a URL."""
         self._url: Final = url.rstrip("/") or "/"
         self._fs: Any = None
         refuse_unreadable(url)
@@ -46,9 +48,9 @@ class CheckpointStorage:
         return f"{self._url}/{topology}/{partition}"
 
     def find(self, topology: str, partition: int) -> Checkpoint | None:
-        """Return the current checkpoint, None if there is none.
+        """Return the current checkpoint; None if there is none.
 
-        Raises CheckpointUnusable if it is damaged or the storage does not answer.
+        Raises CheckpointUnusable if it is damaged or the storage does not respond.
         """
         place = f"{self.place(topology, partition)}/{_MANIFEST}"
         with _answers(place):
@@ -63,7 +65,7 @@ class CheckpointStorage:
 
     @contextmanager
     def reading(self, checkpoint: Checkpoint) -> Iterator[IO[bytes]]:
-        """Open the archive for reading, from its beginning; raises CheckpointUnusable."""
+        """Open the archive for reading from its beginning; raises CheckpointUnusable."""
         identity = checkpoint.identity
         place = f"{self.place(identity.topology, identity.partition)}/{checkpoint.archive}"
         with _answers(place), self._files().open(self._path(place), "rb") as file:
@@ -79,10 +81,10 @@ class CheckpointStorage:
         ids: int,
         moved: Moved = lambda _: None,
     ) -> Checkpoint:
-        """Make the closed store in the directory the partition's current checkpoint, and return it.
+        """Make the closed store in the directory the partition's current checkpoint, and return the checkpoint.
 
-        The previous one stays readable, older ones are deleted. If the process is killed, the previous one stays
-        current. Raises CheckpointUnusable.
+        The previous checkpoint stays readable, and older ones are deleted. If the process is killed, the previous one
+        stays current. Raises CheckpointUnusable.
         """
         place = self.place(identity.topology, identity.partition)
         before = self._in_force(identity)
@@ -103,7 +105,7 @@ class CheckpointStorage:
         return made
 
     def holds(self, checkpoint: Checkpoint) -> bool:
-        """Tell whether the archive that a description names exists with the right length."""
+        """Whether the archive that a description names exists with the right length."""
         identity = checkpoint.identity
         place = f"{self.place(identity.topology, identity.partition)}/{checkpoint.archive}"
         with _answers(place):
@@ -115,7 +117,7 @@ class CheckpointStorage:
                 return False
 
     def partitions(self, topology: str) -> list[int]:
-        """Return the partitions of a topology that have a checkpoint, or files left of one, ascending."""
+        """Return the partitions of a topology that have a checkpoint or leftover files, in ascending order."""
         place = f"{self._url}/{topology}"
         with _answers(place):
             path = self._path(place)
@@ -139,7 +141,7 @@ class CheckpointStorage:
             return None
 
     def _delete_old(self, path: str, made: Checkpoint, before: Checkpoint | None) -> None:
-        """Delete archives older than the previous checkpoint, and what killed runs left behind."""
+        """Delete archives older than the previous checkpoint, and files that killed runs left behind."""
         oldest = made.position if before is None else min(before.position, made.position)
         kept = {made.archive, *(() if before is None else (before.archive,))}
         for name in self._names(path):
@@ -161,7 +163,7 @@ class CheckpointStorage:
         return [each.rstrip("/").rpartition("/")[2] for each in found]
 
     def _put(self, path: str, data: bytes) -> None:
-        """Write a small file atomically; writing an object is atomic in any case."""
+        """Write a small file atomically; in an object store, every write is atomic."""
         if "file" in _protocols(self._files()):
             self._files().pipe_file(f"{path}.new", data)
             self._files().mv(f"{path}.new", path)
@@ -192,7 +194,7 @@ def refuse_unreadable(url: str) -> None:
 
 
 def _options(url: str) -> dict[str, Any]:
-    """Return the connection options that the URL itself contains, such as a host."""
+    """Return the connection options in the URL itself, such as a host."""
     found = fsspec.get_filesystem_class(fsspec.utils.get_protocol(url))._get_kwargs_from_urls(url)  # noqa: SLF001
     return dict(found)
 
@@ -204,7 +206,7 @@ def _protocols(files: Any) -> tuple[str, ...]:  # noqa: ANN401  # untyped
 
 @contextmanager
 def _answers(place: str) -> Iterator[None]:
-    """Turn whatever a storage library raises into CheckpointUnusable; these errors have no common base class."""
+    """Turn every exception of a storage library into CheckpointUnusable; these exceptions have no common base class."""
     try:
         yield
     except DedupError:

@@ -1,7 +1,7 @@
-"""The directory of one task's store: its name, who may use it, how it is deleted, and the pool of open stores.
+"""The directory of one task's store, with its name, ownership, and deletion, and the pool of open stores.
 
-A store's directory can always be restored from the changelog, so it may be deleted; nothing else may. Whatever does not
-look like a store (a symbolic link, foreign files) is refused and left alone.
+A store's directory may be deleted, because it can always be restored from the changelog; nothing else may be deleted.
+Anything that does not look like a store (a symbolic link, foreign files) is refused and left unchanged.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def store_directory(state_dir: Path, identity: StoreIdentity) -> Path:
 
 
 def prepare_directory(directory: Path) -> None:
-    """Create the directory if needed; StateIncompatible if it is a link, not ours, not writable or not a store's."""
+    """Create the directory if needed. StateIncompatible if it is a link, another user's, not writable, or no store."""
     for path in (directory, directory.parent):
         if path.is_symlink():
             raise StateIncompatible(
@@ -73,7 +73,7 @@ def _refuse_anothers(path: Path) -> None:
         ) from error
     if owner != os.geteuid():
         raise StateIncompatible(
-            f"{path}: belongs to user {owner}, and this worker is user {os.geteuid()}. Nothing was touched; run it as "
+            f"{path}: belongs to user {owner}, and this worker is user {os.geteuid()}. Nothing was changed; run it as "
             f"that user, give the directory to this one, or set another state_dir."
         )
 
@@ -99,9 +99,10 @@ def delete_store(directory: Path) -> None:
 
 @contextmanager
 def own_state(state_dir: Path, topology: str) -> Iterator[None]:
-    """Reserve the topology's state for this process; raises StateIncompatible if another process has it.
+    """Reserve the topology's state for this process; raises StateIncompatible if another process uses it.
 
-    Each store has its own lock, but it is free while a partition moves: two workers would take stores from each other.
+    Each store has its own lock, but that is free while a partition moves, so two workers would take stores from each
+    other.
     """
     directory = state_dir / topology
     try:
@@ -127,7 +128,7 @@ def _lock(directory: Path, lock: int) -> None:
 
 
 def in_use(directory: Path) -> StateIncompatible:
-    """Return the error for a directory that another process has open."""
+    """Return the error for a directory that another process uses."""
     return StateIncompatible(
         f"{directory}: is in use by another process. Two workers share a state_dir; stop one, or give each its own "
         "state_dir and worker_id."
@@ -147,43 +148,43 @@ def _refuse_foreign(directory: Path, names: list[str]) -> None:
     for name in names:
         if _STORE_FILE.fullmatch(name) is None or not (directory / name).is_file() or (directory / name).is_symlink():
             raise StateIncompatible(
-                f"{directory}: holds {name!r}, which is not part of a store. Nothing was touched; "
+                f"{directory}: holds {name!r}, which is not part of a store. Nothing was changed; "
                 "empty the directory or set another state_dir."
             )
 
 
 @dataclass(frozen=True, slots=True)
 class Keeping:
-    """How a task gets its partition's store, and what happens to it afterwards."""
+    """How a task gets its partition's store and releases it afterward."""
 
     open: Callable[[], Store]
     prepare: Callable[[], Awaitable[None]] | None = None
-    """Awaited before the store is opened; provides local state if there is none."""
+    """Awaited before the store is opened, to provide local state if there is none."""
     release: Callable[[Store], None] = lambda store: store.close()
 
 
 class StorePool:
-    """Open stores that wait for their next owner in this process: a task or a standby.
+    """Open stores that wait for their next owner in this process, which is a task or a standby.
 
-    A rebalance takes every task and standby away and returns most of them. Closing and reopening a store costs a flush
-    and reading its keys into filters, on the event loop. Kafka Streams recycles its tasks for the same reason
-    (KAFKA-10199). A store holds only committed sightings, so the next owner continues from its position.
+    A rebalance removes all tasks and standbys and then returns most of them. To close and reopen a store would take a
+    flush and a read of its keys into filters, which blocks the event loop. Kafka Streams recycles its tasks for the
+    same reason (KAFKA-10199). A store contains only committed sightings, so the next owner continues from its position.
     """
 
     def __init__(self) -> None:
         self._stores: Final[dict[int, Store]] = {}
 
     def put(self, partition: int, store: Store) -> None:
-        """Keep an open store for its next owner; the caller must not use it any more.
+        """Keep an open store for its next owner; the caller must no longer use it.
 
-        Raises InvariantBroken if there is one already: a partition has one store in a process.
+        Raises InvariantBroken if there is one already, because a partition has only one store in a process.
         """
         if partition in self._stores:
             raise InvariantBroken(f"two stores of partition {partition} are open in this process. Restart the worker.")
         self._stores[partition] = store
 
     def take(self, partition: int) -> Store | None:
-        """Hand over the partition's store; None if it is not open."""
+        """Remove and return the partition's store; None if it is not open."""
         return self._stores.pop(partition, None)
 
     def keep_only(self, partitions: Collection[int]) -> None:

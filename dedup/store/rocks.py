@@ -1,16 +1,17 @@
-"""The store on disk: RocksDB with one column family per segment, so that a segment is dropped whole.
+"""The store on disk, a RocksDB with one column family per segment, so that a segment can be dropped as a whole.
 
-One apply is one write batch over all families with the write-ahead log on (docs/decisions/0001-wal.md): keys, task
-record and position become durable together and survive a SIGKILL. A power cut may lose the newest batches, but only
-whole ones; the position is lost with them, and the changelog restores them.
+One apply is one write batch over all families with the write-ahead log on (docs/decisions/0001-wal.md), so keys, task
+record, and position become durable together and survive a SIGKILL. A power failure may lose the newest batches, but
+only complete ones. Their position is lost with them, and the changelog restores them.
 
-The default family holds the identity, the task record with the position, and an entry about each segment. Damaged
-files may open as if nothing were wrong. If the position is lost with the keys, the restore replays them: harmless. What
-would leave a hole raises TaskCorrupted: a segment whose own position (under the empty key) is older than its entry
-says; a missing segment; a MANIFEST shorter than at the last apply (measured: a truncated one opens without the files of
-its last entries, while the write-ahead log still restores newer keys).
+The default family contains the identity, the task record with the position, and an entry about each segment. RocksDB
+may open damaged files without an error. If the position is lost together with the keys, the restore replays them, so no
+harm is done. Damage that would leave a gap raises TaskCorrupted. This is a segment whose own position (under the empty
+key) is older than its entry says, a missing segment, or a MANIFEST that is shorter than at the last apply. (In a test,
+RocksDB opened a truncated MANIFEST without the files of its last entries, while the write-ahead log still restored
+newer keys.)
 
-rocksdict holds the GIL during every call, so a thread would not help: callers keep their batches small.
+rocksdict holds the GIL during every call, so a thread would not help. Callers therefore keep their batches small.
 """
 
 from __future__ import annotations
@@ -59,21 +60,23 @@ _IDENTITY_KEY: Final = b"identity"
 _STATE_KEY: Final = b"state"
 _SEGMENT_PREFIX: Final = b"segment/"
 _LAST_POSITION: Final = b""
-"""Key of a segment's own position: no state key is empty, and the empty key sorts first."""
+"""Key of a segment's own position; no state key is empty, and the empty key sorts first."""
 
 _FILTERED_ON_OPEN_IDS: Final = 300_000
-"""IDs that opening a store reads into a segment's filter, which takes about 0.15 s; `warm` reads the rest."""
+"""Number of IDs that `open` reads into a segment's filter, which takes about 0.15 s; `warm` reads the rest."""
 _FEW_IDS: Final = 16
 """For fewer IDs, querying RocksDB is faster than hashing the batch."""
 
 _MEMTABLE_BYTES: Final = 4 << 20
 _MEMTABLES: Final = 4
-"""Per family, before writes wait for a flush."""
+"""Write buffers per family before writes wait for a flush."""
 _ARENA_BLOCK_BYTES: Final = 64 << 10
 _WAL_BYTES: Final = 16 << 20
 _FILES_TO_MERGE: Final = 12
-"""New files of a segment before a merge with its older ones, which rewrites the whole segment: with RocksDB's default
-of 4, each ID several times. Look-ups pass our own and RocksDB's Bloom filters before they read a file."""
+"""Number of new files of a segment before they are merged with its older files, which rewrites the whole segment.
+RocksDB's default of 4 would rewrite each ID several times. Look-ups check dedup's and RocksDB's Bloom filters before
+they read a file.
+"""
 _FILES_TO_SLOW_DOWN: Final = 40
 _FILES_TO_STOP: Final = 60
 _OPEN_FILES: Final = 64
@@ -82,13 +85,14 @@ _BUCKETS: Final = 1 << 14
 _TABLE_BYTES: Final = 8 * _BUCKETS
 """Memory of an empty hashed memtable."""
 _TABLES_SHARE: Final = 4
-"""A quarter of the write buffers may go to the tables of hashed memtables."""
+"""The tables of hashed memtables may take a quarter of the write buffers."""
 _LONGEST_KEY: Final = 33
-"""Longest state key in bytes: the key's prefix is the whole key, so a hashed memtable finds it directly."""
+"""Length of the longest state key in bytes; a key's prefix is the whole key, so a hashed memtable finds it directly."""
 _NICEST: Final = 19
 _NICER_BY: Final = 10
-"""A tenth of the worker's own weight. RocksDB's own low priority is 15 to 19 steps: next to other busy processes a
-flush then gets no CPU time, and a worker that closes a store waits for it (measured: over 10 s)."""
+"""A tenth of the worker's own weight. RocksDB's own low priority is 15 to 19 steps lower. Next to other busy processes,
+a flush then gets no CPU time, and a worker that closes a store waits for it (over 10 s in a measurement).
+"""
 
 _NOT_THE_STORES_FAULT: Final = (
     "No space left",
@@ -165,10 +169,10 @@ class ErrorsOf:
 
 @dataclass(frozen=True, slots=True)
 class _SegmentEntry:
-    """What the default family says about a segment."""
+    """The default family's entry about a segment."""
 
     width_ms: int
-    """The greatest segment width it was written with; 0 while unknown."""
+    """The greatest segment width with which it was written; 0 while unknown."""
     birth: int
     """The store's position before the first write to it."""
     last_position: int
@@ -211,7 +215,7 @@ class _StateEntry:
 
 
 def _encode_identity(identity: StoreIdentity) -> bytes:
-    """Return the owner's name as the store keeps it."""
+    """Return the owner's name as it is stored."""
     return "\n".join((_FORMAT, identity.topology, str(identity.partition), identity.changelog_topic_id)).encode()
 
 
@@ -229,7 +233,7 @@ def _refuse_other_owner(stored: bytes, identity: StoreIdentity, directory: Path)
     if owner[:2] == [identity.topology, str(identity.partition)]:
         raise StateIncompatible(
             f"{directory}: was written with another changelog topic (id {theirs.changelog_topic_id}, now "
-            f"{identity.changelog_topic_id}): the changelog was deleted and recreated. Nothing was touched. "
+            f"{identity.changelog_topic_id}): the changelog was deleted and recreated. Nothing was changed. "
             "Bring the old topic back, or start over with `dedup reset`."
         )
     raise TaskCorrupted(f"{directory}: belongs to {theirs}, not to {identity}. {RESTORE}")
@@ -247,9 +251,9 @@ def _unsealed(sealed: bytes, what: str) -> bytes:
 
 
 def _yield_to_records() -> None:
-    """Give RocksDB's threads a lower priority than the worker's own; on Linux, each thread has its own priority.
+    """Give RocksDB's threads a lower priority than the worker's threads; on Linux, each thread has its own priority.
 
-    A flush sorts a memtable for some 100 ms; it can take seconds, a record cannot.
+    A flush sorts a memtable for about 100 ms. A flush may be delayed by seconds, but a record may not.
     """
     wanted = min(_NICEST, os.getpriority(os.PRIO_PROCESS, os.getpid()) + _NICER_BY)
     for thread in Path("/proc/self/task").glob("*"):
@@ -260,7 +264,7 @@ def _yield_to_records() -> None:
 
 
 class RocksMemory:
-    """The memory that all stores of one worker share: cached blocks, and writes not yet in files."""
+    """The memory that all stores of one worker share for cached blocks and for writes that are not in files yet."""
 
     def __init__(self, *, cache_bytes: int = 64 << 20, write_buffer_bytes: int = 64 << 20) -> None:
         self.cache: Final = Cache(cache_bytes)
@@ -272,7 +276,7 @@ class RocksMemory:
         self._tables = write_buffer_bytes // _TABLES_SHARE // _TABLE_BYTES
 
     def take_table(self) -> bool:
-        """Tell whether one more family may have a hashed memtable; if so, it counts until `give_tables`."""
+        """Whether another family may have a hashed memtable; if so, it is counted until `give_tables`."""
         if self._tables <= 0:
             return False
         self._tables -= 1
@@ -284,10 +288,10 @@ class RocksMemory:
 
 
 def _rocks_options(memory: RocksMemory, *, hashed: bool, segment: bool = True) -> Options:
-    """Return the options of a segment's family, or of the store itself; small, as one worker may hold 256 stores.
+    """Return the options of a segment's family or of the store itself; sizes are small, for 256 stores per worker.
 
-    A hashed memtable is faster than a skip list, in any key order (measured: 0.6 against 1.0 us to insert a key, 1.5
-    against 2.3 us to find one). Reading it in key order needs `total_order_seek`.
+    A hashed memtable is faster than a skip list in any key order (in a measurement, 0.6 instead of 1.0 us to insert a
+    key, and 1.5 instead of 2.3 us to find one). To read it in key order, `total_order_seek` is needed.
     """
     table = BlockBasedOptions()
     table.set_bloom_filter(_BLOOM_BITS, block_based=False)
@@ -330,7 +334,7 @@ class _Segment:
     entry: _SegmentEntry
     filter: BloomFilter = field(default_factory=BloomFilter)
     filtered_to: bytes | None = None
-    """Every key up to this one is in the filter; None: all keys are."""
+    """Every key up to this one is in the filter; None means all keys."""
 
 
 class RocksStore:
@@ -341,7 +345,7 @@ class RocksStore:
         self._db: Final = db
         self._memory: Final = memory
         self._hashed: Final = set(hashed)
-        """Families with a hashed memtable, which inserts keys in any order at the same speed."""
+        """Families with a hashed memtable, which inserts keys at the same speed in any order."""
         self._write_options: Final = WriteOptions()
         self._write_options.sync = False
         self._segments: dict[int, _Segment] = {}
@@ -354,8 +358,8 @@ class RocksStore:
     def open(cls, directory: Path, *, identity: StoreIdentity, memory: RocksMemory | None = None) -> Self:
         """Return the store of a directory, a fresh one if it is empty.
 
-        Raises TaskCorrupted if the store is damaged or another task's, StateIncompatible if the directory cannot be
-        used: it is in use, a symbolic link, not writable, or holds foreign files.
+        Raises TaskCorrupted if the store is damaged or belongs to another task. Raises StateIncompatible if the
+        directory is in use, is a symbolic link, is not writable, or contains foreign files.
         """
         prepare_directory(directory)
         memory = memory or RocksMemory()
@@ -429,7 +433,7 @@ class RocksStore:
         return {start: held.entry.birth for start, held in sorted(self._segments.items())}
 
     def apply(self, writes: Writes, record: TaskRecord | None, position: int) -> None:
-        """Write sightings, task record and position atomically."""
+        """Write sightings, task record, and position atomically."""
         self._refuse_if_closed()
         refuse_unstorable(self._position, writes, position)
         current = record or self._task_record
@@ -464,7 +468,7 @@ class RocksStore:
         self._position = position
 
     def drop_below(self, oldest_live_ms: int, segment_ms: int) -> tuple[int, ...]:
-        """Drop every segment that ends at or before ``oldest_live_ms``; return their starts, ascending."""
+        """Drop every segment that ends at or before ``oldest_live_ms``; return their starts in ascending order."""
         self._refuse_if_closed()
         dropped = tuple(
             start
@@ -481,7 +485,7 @@ class RocksStore:
         return dropped
 
     def clear(self) -> None:
-        """Delete sightings, task record and position atomically."""
+        """Delete sightings, task record, and position atomically."""
         self._refuse_if_closed()
         batch = WriteBatch(raw_mode=True)
         with ErrorsOf(self._directory):
@@ -497,7 +501,7 @@ class RocksStore:
                 self._drop_family(str(start))
 
     def approximate_bytes(self) -> int:
-        """Return the bytes that the segments take in files and in memtables."""
+        """Return the size of the segments in files and in memtables, in bytes."""
         self._refuse_if_closed()
         names = ("rocksdb.live-sst-files-size", "rocksdb.cur-size-all-mem-tables")
         with ErrorsOf(self._directory):
@@ -520,9 +524,9 @@ class RocksStore:
                 _refuse_early_end(held.family, state_key)
 
     def warm(self, ids: int) -> bool:
-        """Read up to ``ids`` more keys into the filters of a reopened store; True when all keys are in.
+        """Read up to ``ids`` more keys into the filters of a reopened store; True when the filters hold all keys.
 
-        For idle moments: 1 M keys take about 0.5 s. Until then look-ups are correct, only slower.
+        Call this in idle moments, because 1 M keys take about 0.5 s. Until then, look-ups are correct but slower.
         """
         self._refuse_if_closed()
         for held in self._segments.values():
@@ -554,7 +558,7 @@ class RocksStore:
             raise InvariantBroken("a closed store was used: its task was revoked. Build a new task instead.")
 
     def _create(self, start: int) -> _Segment:
-        """Return a new, empty segment; if it is never written to, the next `open` drops it."""
+        """Return a new, empty segment; if nothing is written to it, the next `open` drops it."""
         name, hashed = str(start), self._memory.take_table()
         if hashed:
             self._hashed.add(name)
@@ -607,7 +611,7 @@ class RocksStore:
         _refuse_early_end(self._db, key)
 
     def _loaded(self, name: str, entry: _SegmentEntry) -> _Segment:
-        """Return a segment found on disk. Raises TaskCorrupted if it lacks keys that were stored."""
+        """Return a segment that was found on disk. Raises TaskCorrupted if it lacks keys that were stored."""
         family = self._db.get_column_family(name)
         stored = family.get(_LAST_POSITION)
         if stored is None or _POSITION.unpack(stored)[0] < entry.last_position or self._position < entry.last_position:
@@ -641,14 +645,14 @@ def _pairs(family: Rdict) -> Iterator[tuple[bytes, bytes]]:
 
 
 def _in_order() -> ReadOptions:
-    """Return options for reading a family in key order, whatever its memtable."""
+    """Return options for reading a family in key order, with any kind of memtable."""
     options = ReadOptions()
     options.set_total_order_seek(True)
     return options
 
 
 def _refuse_early_end(family: Rdict, last_key: bytes) -> None:
-    """Raise RocksDB's error if a damaged block ended an iteration at ``last_key``; the iteration itself is silent."""
+    """Raise RocksDB's error if a damaged block ended an iteration at ``last_key``; the iteration itself raises none."""
     iterator = family.iter(_in_order())
     iterator.seek(last_key)
     if iterator.valid():

@@ -1,4 +1,4 @@
-"""Sightings that a task has judged but not yet applied, in generations in front of the store.
+"""Sightings that a task has judged but not applied yet, in generations in front of the store.
 
     open  --freeze-->  committing  --applied-->  store
 
@@ -6,8 +6,8 @@
 sees them while the commit is in flight. ``applied`` writes them to the store and only then drops them. A newer
 generation hides an older one for the same (segment, ID), because a value lists all sightings of the ID there.
 
-There is no cache of applied sightings: the store's filters answer for unknown IDs, and its memtables for recent ones,
-in less time than maintaining a cache took (measured: 7 % of the hot path).
+There is no cache of applied sightings. The store's filters handle unknown IDs, and its memtables handle recent ones, in
+less time than it took to maintain a cache (7 % of the hot path in a measurement).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Generation:
 
 
 class WriteBuffer:
-    """Answers look-ups as if everything judged were already stored. Not thread-safe: one task owns it."""
+    """Answers look-ups as if everything judged were already stored. Not thread-safe, because one task owns it."""
 
     def __init__(self, store: Store) -> None:
         self._store: Final = store
@@ -77,7 +77,7 @@ class WriteBuffer:
     def applied(self, generation: Generation, record: TaskRecord | None, position: int) -> None:
         """Apply a committed generation to the store, atomically, and drop it.
 
-        Raises InvariantBroken for a generation that is not the one in flight, and whatever the store raises: the
+        Raises InvariantBroken if this generation is not the one in flight. Errors of the store are passed on; the
         generation then stays visible.
         """
         if generation is not self._committing:
@@ -86,12 +86,12 @@ class WriteBuffer:
         self._committing = None
 
     def discard(self) -> None:
-        """Drop everything that is not in the store: the transaction was aborted, or the task has lost its partition."""
+        """Drop everything not in the store, because the transaction was aborted or the task lost its partition."""
         self._open = {}
         self._committing = None
 
     def _tiers(self) -> tuple[Mapping[int, Mapping[bytes, bytes]], ...]:
-        """Return what look-ups read before the store, older first."""
+        """Return the generations that look-ups read before the store, older ones first."""
         return ({} if self._committing is None else self._committing.writes), self._open
 
     def _in_tiers(self, segment: int, ids: Sequence[bytes]) -> dict[bytes, bytes]:

@@ -1,6 +1,6 @@
-"""Findings about ingest files, and about several files as one chain: which stages are not exactly-once.
+"""Findings about ingest files, and about the stages of a chain of several files that are not exactly-once.
 
-A chain is source → topic → deduplication → topic → table. `lint` has the findings about a single topology.
+A chain is source → topic → deduplication → topic → table. `lint` returns the findings about a single topology.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ _WEAK: Final = frozenset(
         "nobody_writes",
     }
 )
-"""Codes of findings that mean: a record may pass twice, or not at all."""
+"""Codes of findings which mean that a record may get through twice or not at all."""
 
 
 @dataclass(frozen=True, slots=True)
 class Named:
-    """A file, and the stage it describes."""
+    """A file, and the stage that it describes."""
 
     file: str
     stage: Stage
@@ -84,16 +84,16 @@ def _lint_table(table: TableSource) -> Iterator[Finding]:
 
 
 def lint_chain(files: Sequence[Named]) -> list[tuple[str, Finding]]:
-    """Return the findings that only several files together show, each with the file of its stage."""
+    """Return the findings that need several files together, each with the file of its stage."""
     if len(files) < 2:  # noqa: PLR2004  # one file is no chain
         return []
     return [*_weak_joints(files), *_loose_ends(files), *_same_files(files), *_same_names(files), *_shared_topics(files)]
 
 
 def describe_chain(files: Sequence[Named], weak: frozenset[str]) -> list[str]:
-    """Return a line per chain, from its source on: the stages, and whether each is exactly-once.
+    """Return a line per chain, with its stages from the source on and whether each is exactly-once.
 
-    ``weak`` names the files of the stages whose findings say that they are not.
+    ``weak`` contains the files of the stages that are not exactly-once according to their findings.
     """
     lines: list[str] = []
     for start in files:
@@ -104,7 +104,7 @@ def describe_chain(files: Sequence[Named], weak: frozenset[str]) -> list[str]:
 
 
 def _paths(files: Sequence[Named], topic: str, text: str, passed: list[str], weak: frozenset[str]) -> list[str]:
-    """Return a line per path from a topic on; ``text`` and ``passed`` are the stages before it."""
+    """Return a line per path that starts at a topic; ``text`` and ``passed`` are the stages before it."""
     after = [each for each in _readers_of(files, topic) if each.file not in passed]
     if not after:
         bad = [file for file in passed if file in weak]
@@ -121,7 +121,7 @@ def _paths(files: Sequence[Named], topic: str, text: str, passed: list[str], wea
 
 
 def is_weak(finding: Finding) -> bool:
-    """Tell whether a finding says that a stage is not exactly-once."""
+    """Whether a finding says that a stage is not exactly-once."""
     return finding.level == "error" or finding.code in _WEAK
 
 
@@ -181,7 +181,7 @@ def _loose_ends(files: Sequence[Named]) -> Iterator[tuple[str, Finding]]:
 
 
 def _same_files(files: Sequence[Named]) -> Iterator[tuple[str, Finding]]:
-    """Yield sources that share a directory: a file renamed from one pattern to the other would be sent by both."""
+    """Yield sources that share a directory. Both would send a file that is renamed from one pattern to the other."""
     seen: dict[str, Named] = {}
     for each in files:
         if not isinstance(each.stage, Ingest) or not isinstance(each.stage.source, FilesSource):
@@ -211,8 +211,9 @@ def _same_names(files: Sequence[Named]) -> Iterator[tuple[str, Finding]]:
 def _shared_topics(files: Sequence[Named]) -> Iterator[tuple[str, Finding]]:
     """Yield pairs of topologies that write the same topics, with one finding per pair.
 
-    In a shared output, neither topology deduplicates against the other, and `dedup verify` takes the other's records
-    for its own. Only dead letters may be shared on purpose, to have one place to look at.
+    With a shared output, neither topology deduplicates against the other, and `dedup verify` attributes the other's
+    records to its own topology. Only a dead-letter topic may be shared on purpose, to collect all dead letters in one
+    place.
     """
     topologies = [(each.file, each.stage) for each in files if isinstance(each.stage, Topology)]
     for at, (file, topology) in enumerate(topologies):

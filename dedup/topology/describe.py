@@ -1,4 +1,4 @@
-"""A topology described in words, as plain data, and as a drawing (Graphviz, SVG): agents, topics, table, verdicts."""
+"""Describes a topology's agents, topics, table, and verdicts in words, as data, and as a drawing (Graphviz, SVG)."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Edge:
-    """An arrow: from where to where records go, and which ones."""
+    """An arrow, with its two ends and the kind of records that take it."""
 
     start: str
     end: str
@@ -55,7 +55,7 @@ class Graph:
 
 
 def graph(topology: Topology) -> Graph:
-    """Return the boxes and arrows of a topology."""
+    """Return the drawing of a topology as boxes and arrows."""
     first = 0 if topology.direct else 2
     nodes = [Node(topic, "topic", 0) for topic in topology.source.topics]
     edges: list[Edge] = []
@@ -219,7 +219,7 @@ def _table_facts(topology: Topology) -> Iterator[tuple[str, str]]:
 
 
 def _outlets(topology: Topology) -> Iterator[tuple[str, str]]:
-    """Yield the topics the dedup agent writes, with what goes there."""
+    """Yield the topics that the dedup agent writes, with the kind of records in each."""
     if topology.output is not None:
         yield topology.output.topic, "unique records"
     if topology.duplicates is not None:
@@ -232,7 +232,7 @@ def _outlets(topology: Topology) -> Iterator[tuple[str, str]]:
 
 
 def _corners(drawing: Graph) -> dict[str, tuple[int, int]]:
-    """Return the upper left corner of every box: columns side by side, each centered."""
+    """Return the upper left corner of every box, in columns side by side that are each centered."""
     columns: dict[int, list[Node]] = {}
     for node in drawing.nodes:
         columns.setdefault(node.column, []).append(node)

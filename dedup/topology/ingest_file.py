@@ -1,4 +1,4 @@
-"""The file of `dedup ingest` as the program works with it, and how it is parsed; `schema` has its shape."""
+"""The values of an ingest file, and how the file is parsed; `schema` defines its structure."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _INGEST_KEY: Final = re.compile(r"^ingest\s*:", re.MULTILINE)
 
 @dataclass(frozen=True, slots=True)
 class FilesSource:
-    """Files of one directory."""
+    """Files in one directory."""
 
     directory: str
     pattern: str
     columns: tuple[tuple[str, CsvType], ...] | None
-    """Of CSV; None: one JSON value per line."""
+    """The columns of CSV files; None means one JSON value per line."""
     start_over: bool
     """Whether a truncated or replaced file is read from its beginning; otherwise ingest stops."""
     take_last_line: bool
@@ -38,14 +38,14 @@ class TableSource:
     """A table or a query to which rows are only added, each with a greater number."""
 
     url: str
-    """As written: a reference such as ``${env:DATABASE_URL}`` is resolved where it is used."""
+    """The URL as written; a reference such as ``${env:DATABASE_URL}`` is resolved when it is used."""
     table: str
     """Empty if there is a query."""
     column: str
     unique: str | None
     query: str = ""
     settle_ms: int = 0
-    """How long after its number is taken a row may become visible; 0: the INSERT itself takes the number."""
+    """How long after its number is taken a row may become visible; 0 means that the INSERT itself takes the number."""
 
     @property
     def named(self) -> str:
@@ -58,7 +58,7 @@ Source = FilesSource | TableSource
 
 @dataclass(frozen=True, slots=True)
 class Marker:
-    """The record in which this member has this value is the last of its transaction."""
+    """A record in which this member has this value is the last one of its transaction."""
 
     path: Path
     equals: str | int | bool
@@ -88,17 +88,17 @@ class Ingest:
 
     @property
     def has_header(self) -> bool:
-        """Whether records get the header `dedup-id`, because no member is their ID."""
+        """Whether records get the header `dedup-id`, because none of their members is their ID."""
         return self.tracking_id is None
 
 
 def is_ingest(text: str) -> bool:
-    """Tell whether a file is one of `dedup ingest`, even if it is invalid otherwise."""
+    """Whether a file is an ingest file, even if it is invalid otherwise."""
     return _INGEST_KEY.search(text) is not None
 
 
 def parse_ingest(text: str, *, name: str) -> Ingest:
-    """Return the source that a file describes. Raises TopologyError with every problem of the file."""
+    """Return the source that a file describes. Raises TopologyError with every problem in the file."""
     document = read(text, name=name)
     problems = document.problems
     if not isinstance(document.value, dict):
@@ -180,7 +180,7 @@ def _rule(file: IngestIdFile | None) -> FieldRule | FieldsRule | None:
 
 
 def place_of(source: Source) -> str:
-    """Return a source in a few words, for messages."""
+    """Return a short name of a source, for messages."""
     match source:
         case FilesSource():
             return f"{source.directory}/{source.pattern}"

@@ -1,4 +1,4 @@
-"""Findings about a valid topology: what is allowed, but costs or weakens something the author may not expect.
+"""Findings about a valid topology: settings that are allowed but have a cost or a risk that the author may not expect.
 
 `parse` decides whether a file describes a topology at all.
 """
@@ -15,14 +15,14 @@ from dedup.quantities import format_duration
 from dedup.topology.model import LateDrop, LateForward, Topology
 
 LARGEST_CHANGELOG_RECORD_BYTES: Final = 900_000
-"""Below the broker's default `max.message.bytes`, leaving room for the record batch's own bytes."""
+"""A size below the broker's default `max.message.bytes` that leaves room for the record batch's own bytes."""
 _SIGHTING_BYTES: Final = 24
 _FINGERPRINT_BYTES: Final = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Something to fix (error) or to know (warning)."""
+    """An error, which must be fixed, or a warning."""
 
     level: Literal["error", "warning"]
     code: str
@@ -42,7 +42,7 @@ def lint(topology: Topology) -> list[Finding]:
 
 
 def worst_record_bytes(topology: Topology) -> int:
-    """Return the size of a changelog value if one ID is reused every guard period, throughout a segment."""
+    """Return the size of a changelog value if one ID is reused in every guard period throughout a segment."""
     window = topology.window
     sightings = window.segment_ms // window.guard_ms + 2
     return sightings * (_SIGHTING_BYTES + (_FINGERPRINT_BYTES if topology.fingerprints_wanted else 0))
@@ -77,15 +77,13 @@ def _policies(topology: Topology) -> Iterator[Finding]:
         )
         yield _warning("late_dropped", text)
     if topology.missing is OnMissing.FORWARD:
-        text = (
-            f"tracking_id.missing: forward sends records without an ID to the output, each time they come. {outside}."
-        )
+        text = f"tracking_id.missing: forward sends every record without an ID to the output. {outside}."
         yield _warning("missing_forwarded", text)
     if topology.missing is OnMissing.FAIL:
         text = "tracking_id.missing: fail stops the worker at the first record without an ID, until the cause is fixed."
         yield _warning("missing_stops", text)
     if topology.id_in_value and topology.tombstones is OnTombstone.FORWARD:
-        text = f"tracking_id.tombstones: forward (the default) sends null values on, each time they come. {outside}."
+        text = f"tracking_id.tombstones: forward (the default) sends every null value to the output. {outside}."
         yield _warning("tombstones_forwarded", text)
     if topology.on_conflict is OnConflict.FORWARD:
         text = (

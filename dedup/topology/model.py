@@ -1,4 +1,4 @@
-"""A topology as the program works with it: every key of the file checked and with its value, defaults included."""
+"""A topology as the program uses it, with the checked value of every key of the file, including defaults."""
 
 from __future__ import annotations
 
@@ -29,45 +29,45 @@ from dedup.topology.schema import ColumnType
 
 _FINGERPRINT_BYTES: Final = 16
 _WINDOW_RULE: Final = 1
-"""Version of the meaning of a stored sighting; state of another version cannot be used."""
+"""Version of the meaning of stored sightings; state of another version cannot be used."""
 
 Format = Literal["json", "bytes"]
 Start = Literal["earliest", "latest"] | int
-"""Where a topology without state starts to read; a number is a record time in ms."""
+"""Where a topology without state starts to read; a number is the time of a record in ms."""
 SubTopology = Literal["dedup", "repartition"]
 """The two kinds of task."""
 
 
 @dataclass(frozen=True, slots=True)
 class SourceSpec:
-    """Where records come from."""
+    """The source of records."""
 
     topics: tuple[str, ...]
     format: Format = "json"
     partitioned_by_tracking_id: bool = False
-    """The producers put equal IDs into the same partition."""
+    """Whether the producers put equal IDs into the same partition."""
     start: Start = "earliest"
 
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """Where unique records go."""
+    """The output for unique records."""
 
     topic: str
     headers: bool = False
-    """Adds `dedup-source` to every record."""
+    """Whether every record gets the header `dedup-source`."""
 
 
 @dataclass(frozen=True, slots=True)
 class LateTo:
-    """Late records go to their own topic."""
+    """Late records are sent to their own topic."""
 
     topic: str
 
 
 @dataclass(frozen=True, slots=True)
 class LateForward:
-    """Late records go to the output, marked; duplicates among them are not found."""
+    """Late records are sent to the output with a mark; duplicates among them are not detected."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,16 +80,16 @@ Late = LateTo | LateForward | LateDrop
 
 @dataclass(frozen=True, slots=True)
 class StateSpec:
-    """How state is kept."""
+    """Settings for state."""
 
     standby_replicas: int = 1
     max_bytes_per_partition: int | None = None
-    """The worker stops, losing nothing, before a partition's state exceeds this; None: no limit."""
+    """The worker stops without a loss before a partition's state exceeds this; None means no limit."""
 
 
 @dataclass(frozen=True, slots=True)
 class SinkColumn:
-    """A column of a sink's table: the member it holds, and the required kind of value."""
+    """A column of a sink's table, with the member that it holds and the required type of its values."""
 
     name: str
     path: Path
@@ -104,10 +104,11 @@ class SinkSpec:
     """As written: a reference such as ``${env:DATABASE_URL}`` is resolved where it is used."""
     table: str
     columns: tuple[SinkColumn, ...]
-    """Empty: the record's key and value, as bytes."""
+    """If empty, the columns are the record's key and value, as bytes."""
     topic: str
     append: bool
-    """Whether an ID forwarded again after its guard period becomes another row, distinguished by its event time."""
+    """Whether an ID that is forwarded again after its guard period gets another row, distinguished by its event time.
+    """
     dead_letter: str
 
 
@@ -131,7 +132,7 @@ class Topology:
     duplicates: str | None = None
     conflicts: str | None = None
     conflicts_counted: bool = False
-    """The file has `conflicts`, with or without a topic: payloads are compared."""
+    """Whether the file has `conflicts`, with or without a topic, so that payloads are compared."""
     fingerprint_exclude: tuple[Path, ...] = ()
     """Members ignored when payloads are compared."""
     on_conflict: OnConflict = OnConflict.DUPLICATE
@@ -150,22 +151,22 @@ class Topology:
 
     @property
     def reset_group(self) -> str:
-        """The group whose offsets say how far the last `dedup reset` went, in source topics and in written topics."""
+        """The group whose offsets record where source topics and written topics stood at the last `dedup reset`."""
         return f"{self.name}.reset"
 
     @property
     def replay_group(self) -> str:
-        """The group whose offsets say how far `dedup replay` is in the late and the dead-letter topic."""
+        """The group whose offsets record how far `dedup replay` has read the late and the dead-letter topic."""
         return f"{self.name}.replay"
 
     @property
     def replay_mark_group(self) -> str:
-        """The group whose lasting offsets say that there was a replay, and where the last one ended."""
+        """The group whose offsets, which do not expire, record that there was a replay and where the last one ended."""
         return f"{self.name}.replay-mark"
 
     @property
     def repartition_topic(self) -> str:
-        """The topic in which equal IDs meet; used unless `direct`."""
+        """The topic in which equal IDs are in the same partition; used unless `direct`."""
         return f"{self.name}.repartition"
 
     @property
@@ -191,7 +192,7 @@ class Topology:
 
     @property
     def conflicts_go_to(self) -> str | None:
-        """The topic of duplicates with another payload: their own, else that of all duplicates; None: counted only."""
+        """The topic for conflicts: their own or, without one, the topic for duplicates; None if only counted."""
         return self.duplicates if self.conflicts is None else self.conflicts
 
     @property
@@ -201,7 +202,7 @@ class Topology:
 
     @cached_property
     def rules(self) -> Rules:
-        """What `fold` needs of this topology."""
+        """The rules that `fold` needs."""
         return Rules(
             self.window, self.missing, self.tombstones, self.future, self.on_conflict, self.fingerprints_wanted
         )
@@ -214,13 +215,14 @@ class Topology:
     def state_fingerprint(self, partitions: Mapping[str, int]) -> bytes:
         """Return 16 bytes that differ between topologies that cannot use each other's state.
 
-        ``partitions`` has the partition count of every source topic and feeding topic. Event time and payload
-        comparison are part of it: sightings stored with another clock, or without payloads, would give wrong verdicts.
+        ``partitions`` contains the partition count of every source topic and feeding topic. The fingerprint includes
+        the event time and the comparison of payloads, because sightings that were stored with another time or without
+        payloads would give wrong verdicts.
         """
         return blake2b(self.state_identity(partitions).encode(), digest_size=_FINGERPRINT_BYTES).digest()
 
     def state_identity(self, partitions: Mapping[str, int]) -> str:
-        """Return the text behind `state_fingerprint`, so that a message can say what differs."""
+        """Return the text from which `state_fingerprint` is computed, so that a message can say what differs."""
         identity = {
             "encoding": ENCODING_VERSION,
             "window_rule": _WINDOW_RULE,
@@ -236,7 +238,10 @@ class Topology:
 
 
 def rule_text(rule: Rule) -> str:
-    """Return a tracking-ID rule as the topology file writes it. Part of the state fingerprint: do not reword."""
+    """Return a tracking-ID rule in the notation of the topology file.
+
+    It is part of the state fingerprint, so do not reword it.
+    """
     match rule:
         case KeyRule():
             return "key: true"
@@ -255,7 +260,10 @@ def rule_text(rule: Rule) -> str:
 
 
 def _event_time_text(event_time: EventTime) -> str:
-    """Return an event time as the topology file writes it. Part of the state fingerprint: do not reword."""
+    """Return an event time in the notation of the topology file.
+
+    It is part of the state fingerprint, so do not reword it.
+    """
     match event_time:
         case RecordTime():
             return "record"
@@ -269,7 +277,7 @@ def _event_time_text(event_time: EventTime) -> str:
 
 
 def extractor_of(topology: Topology) -> Extractor:
-    """Return what extracts IDs, times and fingerprints; it fingerprints only if the topology compares payloads."""
+    """Return the extractor of IDs and times, and of fingerprints if the topology compares payloads."""
     return compile_extractor(
         topology.tracking_id,
         topology.event_time,

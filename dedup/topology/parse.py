@@ -1,7 +1,7 @@
-"""How a topology file becomes a `Topology`; one error reports everything wrong with it, each problem with its place.
+"""Turns a topology file into a `Topology`, or raises one error that reports every problem with its position.
 
-The shape checks single keys. What only several keys show (rules that exclude each other, a topic with two roles) is
-checked in the file as written, so that both kinds of problems are reported together.
+The schema checks single keys. Problems that involve several keys (rules that exclude each other, a topic with two
+roles) are checked in the file as written, so that both kinds of problems are reported together.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ _SINK_LETTERS: Final = "the topic of the sink's dead letters"
 def parse(text: str, *, name: str) -> Topology:
     """Return the topology that a file describes; problems are reported under the file's ``name``.
 
-    Raises TopologyError with every problem of the file.
+    Raises TopologyError with every problem in the file.
     """
     document = read(text, name=name)
     problems = document.problems
@@ -215,7 +215,7 @@ def _bytes_have_no_fields(document: Document) -> Iterator[Problem]:
 
 
 def _one_role_each(document: Document) -> Iterator[Problem]:
-    """Refuse a topic with two roles: one that is both read and written would feed itself."""
+    """Refuse a topic with two roles, because a topic that is both read and written would feed itself."""
     roles: dict[str, str] = {}
     for at, topic, role in _topics(document):
         # Kafka refuses two topics that differ only in "." and "_": their metrics would collide.
@@ -238,7 +238,7 @@ def _one_role_each(document: Document) -> Iterator[Problem]:
 
 
 def _topics(document: Document) -> Iterator[tuple[At, str, str]]:
-    """Yield path, topic and role of every topic, as far as the file can be understood."""
+    """Yield the path, name, and role of every topic, as far as the file can be understood."""
     sources = document.get(("source", "topics"))
     for row, topic in enumerate(sources if isinstance(sources, list) else ()):
         if isinstance(topic, str):

@@ -1,7 +1,7 @@
-"""The least permissions that a worker's principal needs: `dedup apply --acls`.
+"""The minimum permissions that a worker's principal needs, for `dedup apply --acls`.
 
-Read, Write and Delete imply Describe (Kafka's authorizer); an idempotent producer needs nothing more since KIP-679.
-`dedup apply` creates topics under another principal, which needs Create.
+In Kafka's authorizer, Read, Write, and Delete imply Describe. Since KIP-679, an idempotent producer needs no other
+permission. `dedup apply` creates topics under another principal, which needs Create.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dedup.topology.model import Topology
 
 
 class Resource(enum.Enum):
-    """A resource type of Kafka's authorizer; the value is the option of kafka-acls that names it."""
+    """A resource type of Kafka's authorizer; the value is its option of kafka-acls."""
 
     TOPIC = "topic"
     GROUP = "group"
@@ -29,12 +29,12 @@ class Permission:
     name: str
     prefixed: bool
     operations: tuple[str, ...]
-    """As kafka-acls spells them."""
+    """Operations as kafka-acls spells them."""
     why: str
 
 
 def worker_permissions(topology: Topology) -> tuple[Permission, ...]:
-    """Return what `dedup run` needs if its topics exist."""
+    """Return the permissions that `dedup run` needs if its topics exist."""
     return tuple(_permissions(topology))
 
 

@@ -1,7 +1,7 @@
-"""The shapes of topology files and ingest files: their keys, what each key takes, its default and its description.
+"""The schemas of topology files and ingest files, with each key's values, default, and description.
 
-These pydantic models are also published as JSON Schemas; editors show the descriptions while someone writes a file.
-`model` and `ingest_file` hold the values that the program works with.
+These pydantic models are also published as JSON Schemas, and editors show the descriptions. `model` and `ingest_file`
+define the values that the program uses.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def _version(number: Any) -> Any:  # noqa: ANN401 - any value in the file
 
 
 def _number_as_text(value: Any) -> Any:  # noqa: ANN401 - any value in the file
-    """Pass a bare number on as text, so that its missing unit is reported."""
+    """Convert a bare number to text, so that its missing unit is reported."""
     return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
 
 
@@ -204,7 +204,7 @@ class _Keys(BaseModel):
 
 
 class _ExactlyOne(_Keys):
-    """A mapping of which exactly one of two keys must be given."""
+    """A mapping that must have exactly one of two keys."""
 
     one_of: ClassVar[tuple[str, str]]
 
@@ -220,7 +220,7 @@ class FieldTimeFile(_Keys):
     """The event time is a member of the JSON value."""
 
     field: _Path = Field(description="Path of the member, such as order.placed_at.")
-    unit: TimeUnit = Field(description="rfc3339: text; s, ms, us: a number of seconds, milliseconds, microseconds.")
+    unit: TimeUnit = Field(description="rfc3339 is text; s, ms, us are numbers of seconds, milliseconds, microseconds.")
 
 
 class ColumnFile(_Keys):
@@ -239,14 +239,14 @@ class SinkFile(_Keys):
     table: _Table = Field(description="The table or schema.table; created if it does not exist.")
     columns: (
         dict[_SinkColumn, Annotated[Annotated[_Path, _PLAIN] | Annotated[ColumnFile, _MAPPING], _BY_SHAPE]] | None
-    ) = Field(default=None, description="Column: a path, or {field, type}. Without it: key and value, as bytes.")
+    ) = Field(default=None, description="Column: a path, or {field, type}. Default: key and value, as bytes.")
     topic: _Topic | None = Field(default=None, description="Topic to read. Default: the output topic.")
     on_reuse: Literal["update", "append"] = Field(
         default="update",
-        description="When an ID is forwarded again after its guard period: update its row, or append another.",
+        description="If an ID is forwarded again after its guard period, update its row or append another.",
     )
     dead_letter: _Topic | None = Field(
-        default=None, description="Topic for records the table cannot hold. Default: <name>.sink.dead-letter."
+        default=None, description="Topic for records that the table cannot hold. Default: <name>.sink.dead-letter."
     )
 
 
@@ -254,11 +254,11 @@ class SourceFile(_Keys):
     """Where records come from."""
 
     topics: Annotated[list[_Topic], AfterValidator(_topics)] = Field(
-        description="Topics to read. Several are always repartitioned.", json_schema_extra={"minItems": 1}
+        description="Topics to read. Several topics are always repartitioned.", json_schema_extra={"minItems": 1}
     )
     format: Annotated[Literal["json", "bytes"], BeforeValidator(_format)] = Field(
         default="json",
-        description="How values are parsed; bytes: not at all, the ID is the key, a header or the whole value.",
+        description="Format of values; bytes are not parsed: the ID is the key, a header, or the whole value.",
     )
     partitioned_by: Literal["tracking_id"] | None = Field(
         default=None,
@@ -273,9 +273,7 @@ class SourceFile(_Keys):
 class ContentFile(_Keys):
     """The canonical content of the JSON value is the ID."""
 
-    exclude: list[_Path] = Field(
-        description="Members left out of the ID because they differ each time the event is sent."
-    )
+    exclude: list[_Path] = Field(description="Members that are not part of the ID because they differ in each send.")
 
 
 class TrackingIdFile(_Keys):
@@ -293,7 +291,7 @@ class TrackingIdFile(_Keys):
         default=None, description='A member of the JSON value: order.id, items[0].id, a["b.c"].'
     )
     fields: Annotated[list[_Path], AfterValidator(_distinct_paths)] | None = Field(
-        default=None, description="Several members together, in this order, such as tenant and order number."
+        default=None, description="Several members in this order, such as tenant and order number."
     )
     content: (
         Annotated[
@@ -302,7 +300,7 @@ class TrackingIdFile(_Keys):
         | None
     ) = Field(
         default=None,
-        description="true: the raw bytes of the value; {exclude: [...]}: its JSON content without these members.",
+        description="true is the raw bytes of the value; {exclude: [...]} is its JSON content without these members.",
     )
     normalize: list[Normalizing] = Field(
         default_factory=list, description="Applied to IDs, in this order, before they are compared."
@@ -318,7 +316,7 @@ class TrackingIdFile(_Keys):
 class OutputFile(_Keys):
     """Where unique records go."""
 
-    topic: _Topic = Field(description="Topic for unique records; key, value, headers and timestamp stay unchanged.")
+    topic: _Topic = Field(description="Topic for unique records; key, value, headers, and timestamp stay unchanged.")
     headers: bool = Field(default=False, description="Adds the header dedup-source to every record.")
 
 
@@ -326,7 +324,7 @@ class ConflictsFile(_Keys):
     """Duplicates whose payload differs."""
 
     topic: _Topic | None = Field(
-        default=None, description="Topic for them. Default: the topic for duplicates. They are counted in any case."
+        default=None, description="Topic for conflicts. Default: the topic for duplicates. They are always counted."
     )
     exclude: list[_Path] = Field(
         default_factory=list, description="Members ignored when payloads are compared, such as the send time."
@@ -353,7 +351,9 @@ class TopologyFile(_Keys):
     )
     source: SourceFile = Field(description="Where records come from.")
     tracking_id: TrackingIdFile = Field(description="What identifies the logical event.")
-    guard_period: _PositiveDuration = Field(description="For how long a second sighting is a duplicate: 15m, 24h, 7d.")
+    guard_period: _PositiveDuration = Field(
+        description="How long another record with the same ID is a duplicate: 15m, 24h, 7d."
+    )
     grace: _Duration | None = Field(
         default=None,
         description="How far behind stream time a record may be and still be judged. Default: the guard period.",
@@ -371,7 +371,7 @@ class TopologyFile(_Keys):
     max_clock_skew: _Duration = Field(default="1h", description="How far ahead of the clock an event time may be.")
     idle_after: _PositiveDuration = Field(
         default="1m",
-        description="When a source partition without lag no longer holds stream time back (repartitioned only).",
+        description="After this time, a source partition without lag no longer holds stream time back.",
     )
     output: OutputFile | None = Field(
         default=None, description="Where unique records go. Without it, the topology only observes."
@@ -387,7 +387,7 @@ class TopologyFile(_Keys):
     )
     late: Annotated[str, AfterValidator(_late)] | None = Field(
         default=None,
-        description="What happens to late records: a topic, forward or drop. Default: <output topic>.late.",
+        description="What happens to late records: a topic, forward, or drop. Default: <output topic>.late.",
     )
     dead_letter: _Topic | None = Field(
         default=None, description="Topic for dead letters. Default: <output topic>.dead-letter."
@@ -399,14 +399,14 @@ class TopologyFile(_Keys):
 class FilesFile(_Keys):
     """Files of one directory that are only appended to, and renamed when they are full."""
 
-    directory: str = Field(description="Directory of the files; relative to where the command runs.")
+    directory: str = Field(description="Directory of the files, relative to the current directory of the command.")
     pattern: Annotated[str, AfterValidator(_file_pattern)] = Field(
         default="*.jsonl",
-        description='Which file names are read: "*.jsonl". A file that is renamed away is still read to its end.',
+        description='Names of files to read: "*.jsonl". A file that is renamed is still read to its end.',
     )
     format: Literal["jsonl", "csv"] = Field(
         default="jsonl",
-        description="jsonl: one JSON value per line; csv: one row per line, below a line of column names.",
+        description="jsonl is one JSON value per line; csv is one row per line, after a line of column names.",
     )
     columns: dict[_Column, CsvType] | None = Field(
         default=None, description="All columns of a CSV file, each with its type in JSON."
@@ -416,7 +416,7 @@ class FilesFile(_Keys):
     )
     last_line: Literal["wait", "take"] = Field(
         default="wait",
-        description="A last line without a line feed: wait until it has one, or take it because files arrive complete.",
+        description="If the last line has no line feed, wait for it, or read the line because files arrive complete.",
     )
 
     @model_validator(mode="after")
@@ -437,13 +437,11 @@ class TableFile(_ExactlyOne):
     table: _Table | None = Field(default=None, description="The table or schema.table.")
     query: _Query | None = Field(
         default=None,
-        description="A SELECT instead of a table; each row must become visible by the INSERT that takes its number.",
+        description="A SELECT instead of a table. The INSERT that takes a row's number must make it visible.",
     )
-    column: _Column = Field(
-        description="Column of increasing whole numbers: an identity, a sequence, an AUTOINCREMENT key."
-    )
+    column: _Column = Field(description="Column of increasing integers: an identity, a sequence, an AUTOINCREMENT key.")
     unique: _Column | None = Field(
-        default=None, description="Second whole-number column that distinguishes rows with the same number."
+        default=None, description="Second integer column that distinguishes rows with the same number."
     )
     settle: _PositiveDuration | None = Field(
         default=None,
@@ -499,7 +497,7 @@ class IngestFile(_Keys):
     output: IngestOutputFile = Field(description="Where records go.")
     tracking_id: IngestIdFile | None = Field(
         default=None,
-        description="Becomes the record's key. Without it, records get the header dedup-id: the place in the source.",
+        description="The record's key. Without it, the header dedup-id contains the place in the source.",
     )
     event_time: Annotated[Annotated[Literal["now"], _PLAIN] | Annotated[FieldTimeFile, _MAPPING], _BY_SHAPE] = Field(
         default="now", description="The record's timestamp: now, when it is sent, or a member of the value."

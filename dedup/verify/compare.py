@@ -1,4 +1,4 @@
-"""Compares what the model expects in a topic with what is in it: pure functions on digests of records."""
+"""Compares the records that the model expects in a topic with those in it, with pure functions on digests."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ DIGEST_BYTES: Final = 16
 
 
 def digest(key: bytes | None, value: bytes | None, headers: Headers, timestamp_ms: int) -> bytes:
-    """Return a digest of a whole record, in which each part carries its length, so that parts cannot be confused.
+    """Return a digest of a whole record. Each part is preceded by its length, so that parts cannot be confused.
 
-    BLAKE2b and not a fast checksum, since a forged collision would hide a change.
+    It uses BLAKE2b rather than a fast checksum, because a forged collision would hide a change.
     """
     key_bytes = -1 if key is None else len(key)
     value_bytes = -1 if value is None else len(value)
@@ -32,7 +32,7 @@ def digest(key: bytes | None, value: bytes | None, headers: Headers, timestamp_m
 
 
 class Place(NamedTuple):
-    """A row of one of several sequences."""
+    """A row in one of several sequences."""
 
     sequence: int
     row: int
@@ -40,31 +40,31 @@ class Place(NamedTuple):
 
 @dataclass(slots=True)
 class Expected:
-    """What one task must have written to a topic, in its order."""
+    """The records that one task must have written to a topic, in order."""
 
     digests: list[bytes] = field(default_factory=list)
     optional: set[int] = field(default_factory=set)
     """Rows that cannot be proved to be present or absent."""
     positions: list[int] = field(default_factory=list)
-    """Row -> its position in the log, if the caller needs it."""
+    """Maps each row to its position in the log, if the caller needs it."""
 
 
 @dataclass(slots=True)
 class Comparison:
-    """How the records of a topic differ from those expected, whatever their order; empty lists if they do not."""
+    """The differences between the records of a topic and the expected ones, regardless of order."""
 
     missing: list[Place] = field(default_factory=list)
     """Expected (task, row) that are absent."""
     extra: list[Place] = field(default_factory=list)
-    """Present (partition, row) that are not expected, or more often than expected."""
+    """Present (partition, row) that are not expected, or are present more often than expected."""
     matched: list[tuple[Place, Place]] = field(default_factory=list)
     """Present (partition, row), and where it was expected (task, row)."""
 
 
 def matched(expected: Sequence[Expected], actual: Sequence[Sequence[bytes]], *, from_end: bool = False) -> Comparison:
-    """Match the records of each partition with those expected of each task, whatever their order.
+    """Match the records of each partition with those expected from each task, regardless of order.
 
-    ``from_end``: of equal records that are present more often than expected, the first ones count as extra.
+    With ``from_end``, if equal records are present more often than expected, the first ones count as extra.
     """
     rows_of = _candidates(expected, actual)
     if from_end:
@@ -85,7 +85,7 @@ def matched(expected: Sequence[Expected], actual: Sequence[Sequence[bytes]], *, 
 
 
 def _candidates(expected: Sequence[Expected], actual: Sequence[Sequence[bytes]]) -> dict[bytes, list[Place]]:
-    """Return digest -> where it is expected, last first; optional rows only if enough equal records are present."""
+    """Map each digest to where it is expected, last first; optional rows only if enough equal records are present."""
     rows_of: dict[bytes, list[Place]] = {}
     for task, wanted in enumerate(expected):
         for row, each in enumerate(wanted.digests):
@@ -105,7 +105,7 @@ def _candidates(expected: Sequence[Expected], actual: Sequence[Sequence[bytes]])
 
 
 def out_of_order(wanted: array[int]) -> Iterator[int]:
-    """Yield the fewest indexes whose removal leaves the rest ascending (patience sorting, in flat arrays)."""
+    """Yield the smallest set of indexes whose removal leaves the rest ascending (patience sorting, in flat arrays)."""
     tops, top_places, previous = array("q"), array("q"), array("q")
     for at, each in enumerate(wanted):
         pile = bisect_left(tops, each)

@@ -1,7 +1,7 @@
-"""One cut through a topology's topics: offsets and bounds taken once, and the written records read within them.
+"""A cut through a topology's topics, with offsets and bounds that are read once, and the written records within them.
 
-Records go to buckets by tracking ID (`spill`). Their order is checked from positions alone: for each record written,
-where in which task's log it comes from, in columns on disk.
+Records are sorted into buckets by tracking ID (`spill`). Their order is checked by positions alone. For each written
+record, columns on disk contain its task and its position in that task's log.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _MOST_LATE: Final = 100_000
 
 @dataclass(frozen=True, slots=True)
 class ReadProgress:
-    """Progress of a verification: records read of those to read."""
+    """Progress of a verification, as the number of records read and of all records to read."""
 
     doing: str
     done: int
@@ -100,14 +100,14 @@ class Column:
 
 
 class Order:
-    """For each row of one written partition: which task's log it comes from, and its position there."""
+    """For each row of one written partition, the task whose log it comes from and its position there."""
 
     def __init__(self, directory: str) -> None:
         self._tasks: Final = Column(directory)
         self._positions: Final = Column(directory)
 
     def expect(self, rows: int) -> None:
-        """Add rows, none of them matched yet."""
+        """Add rows that are not matched yet."""
         for start in range(0, rows, _STEP):
             blank = [UNMATCHED] * min(_STEP, rows - start)
             self._tasks.extend(blank)
@@ -121,7 +121,7 @@ class Order:
                 column.put(rows, np.full(len(rows), UNMATCHED, dtype=np.int64))
 
     def match(self, found: list[tuple[int, int, int]]) -> None:
-        """Note (row, task, position) of expected records."""
+        """Record (row, task, position) of expected records."""
         if not found:
             return
         matched = np.array(sorted(found), dtype=np.int64)
@@ -145,7 +145,7 @@ class Order:
         return None
 
     def displaced(self) -> list[int]:
-        """Return the fewest rows whose removal leaves the records of each task in order."""
+        """Return the smallest set of rows whose removal leaves the records of each task in order."""
         last: dict[int, int] = {}
         unsorted: set[int] = set()
         for start in range(0, len(self._positions), _STEP):
@@ -177,7 +177,7 @@ class Order:
 
 
 def disorder(rows: Positions, positions: Positions) -> list[int]:
-    """Return the fewest rows out of order; only the runs in which a record passed another are searched one by one."""
+    """Return the smallest set of rows out of order; only runs in which a record passed another are searched."""
     greatest = np.maximum.accumulate(positions)
     least = np.minimum.accumulate(positions[::-1])[::-1]
     # Everything before a border is less than everything after it.
@@ -193,7 +193,7 @@ def disorder(rows: Positions, positions: Positions) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """One record that the worker wrote."""
+    """A record that the worker wrote."""
 
     row: int
     """Its index among the sampled records of its partition."""
@@ -201,12 +201,12 @@ class Seen:
     id: bytes | None
     time_ms: int
     exempt: bool
-    """Its header says that it was forwarded outside the guarantee."""
+    """Whether its header says that it was forwarded outside the guarantee."""
 
 
 @dataclass(slots=True)
 class WrittenPartition:
-    """The records in one partition of a topic that the worker writes, within the cut: in buckets, and in order."""
+    """The records within the cut in one partition of a topic that the worker writes, in buckets and in order."""
 
     topic: str
     partition: int
@@ -216,21 +216,21 @@ class WrittenPartition:
     order: Order
     broker_time: bool = False
     first_digests: frozenset[bytes] = frozenset()
-    """Of the first record, sampled or not: as it is, and without the verdict that a worker may have added."""
+    """Digests of the first record, sampled or not: as it is, and without the verdict that a worker may have added."""
     first_kept: tuple[int, bytes] | None = None
     """Place and digest of the first sampled record."""
     truncated: bool = False
-    """A transaction stays open, so the records after it are unknown."""
+    """Whether a transaction stays open, so that the records after it are unknown."""
     late: set[bytes] | None = field(default_factory=set)
     """Digests of records marked as forwarded late, sampled or not; None if there are too many."""
 
     @property
     def late_digests(self) -> frozenset[bytes] | None:
-        """Digests of all records marked as forwarded late; None if some may be deleted, or not readable yet."""
+        """Digests of all records marked as forwarded late; None if some may be deleted or not readable yet."""
         return None if self.late is None or self.bounds.start_deleted or self.truncated else frozenset(self.late)
 
     def note_late(self, digest: bytes) -> None:
-        """Note a record that is marked as forwarded late."""
+        """Add a record that is marked as forwarded late."""
         if self.late is not None:
             self.late.add(digest)
             if len(self.late) > _MOST_LATE:
@@ -240,7 +240,7 @@ class WrittenPartition:
         return len(self.offsets)
 
     def place(self, row: int) -> str:
-        """Return the position of a record, as reports show it."""
+        """Return the position of a record as shown in reports."""
         return f"{self.topic}/{self.partition} offset {self.offsets[row]}"
 
     def bucket(self, number: int) -> list[Seen]:
@@ -256,35 +256,35 @@ class WrittenPartition:
 
 @dataclass(slots=True)
 class Cut:
-    """What one verification reads."""
+    """The data that one verification reads."""
 
     topology: Topology
     reader: KafkaReader
     report: Report
     progress: OnProgress
     partitions: dict[str, int]
-    """Topic -> number of partitions; 0 for a topic that does not exist."""
+    """Maps each topic to its number of partitions, which is 0 if the topic does not exist."""
     committed: dict[str, dict[int, int]]
-    """Feeding topic -> partition -> the group's committed offset when the cut was taken."""
+    """Maps feeding topic and partition to the group's committed offset at the time of the cut."""
     bounds: dict[str, dict[int, Bounds]]
-    """Topic -> partition -> bounds, taken after the committed offsets."""
+    """Maps topic and partition to bounds, which are read after the committed offsets."""
     begins: dict[str, dict[int, int]]
-    """Source topic -> partition -> the start offset set by `dedup reset --to`."""
+    """Maps source topic and partition to the start offset set by `dedup reset --to`."""
     compacted: frozenset[str]
     """Topics in which compaction may have removed records between others."""
     plan: Plan
     scratch: str
-    """Directory for what does not fit into memory."""
+    """Directory for data that does not fit into memory."""
     sample: int = 1
-    """One ID in so many is judged."""
+    """One ID in this many is judged."""
     total: int = 0
     done: int = 0
     starts: dict[int, int] = field(default_factory=dict)
-    """Source partition -> the first offset with a trace, if the traces of earlier records may be deleted."""
+    """Maps each source partition to the first offset with a trace, if the traces of earlier records may be deleted."""
     unread: set[tuple[str, int]] = field(default_factory=set)
     """Partitions that could not be read to their end."""
     held: list[Spill | WrittenPartition] = field(default_factory=list)
-    """Everything that holds a file, to be closed if the verification fails midway."""
+    """All objects that hold a file, to be closed if the verification fails midway."""
 
     def read(self, topic: str, partition: int, start: int, end: int) -> Iterable[RecordColumns]:
         """Yield the committed records of [start, end), and report progress."""
@@ -298,7 +298,7 @@ class Cut:
             self.report.unprovable(f"{WHY_OPEN}: {fact}")
 
     def sampled(self, place: int) -> bool:
-        """Tell whether a record with this place (`spill.place_of`) is in the sample."""
+        """Whether a record with this place (`spill.place_of`) is in the sample."""
         return self.sample == 1 or (place >> 32) % self.sample == 0
 
     def spill(self, buckets: int) -> Spill:
@@ -308,7 +308,10 @@ class Cut:
         return made
 
     def written(self, topic: str, partition: int, buckets: int, *, stamped: bool) -> WrittenPartition:
-        """Read a written partition; ``stamped``: digests include timestamps, if the topic keeps them (CreateTime)."""
+        """Read a written partition.
+
+        With ``stamped``, digests include timestamps if the topic keeps them (CreateTime).
+        """
         bounds, scratch = self.bounds[topic][partition], self.scratch
         found = WrittenPartition(topic, partition, bounds, self.spill(buckets), Column(scratch), Order(scratch))
         self.held.append(found)
@@ -357,7 +360,7 @@ class Cut:
             yield place, offset, (row + at, content, tracking_id, extracted.times_ms[at], exempt)
 
     def _of_workers(self, columns: RecordColumns) -> RecordColumns:
-        """Return the records without those that `dedup replay` forwarded, which no verdict accounts for."""
+        """Return the records without those that `dedup replay` forwarded, because no verdict accounts for them."""
         topics = self.topology.source.topics
         replayed = {row for row, own in enumerate(columns.headers) if own and forwarded_by_replay(own, topics)}
         return (
@@ -373,7 +376,7 @@ class Cut:
                 side.close()
 
     def pending(self, topic: str, partition: int) -> int:
-        """Return the lag of a feeding partition, counted as by `dedup status`."""
+        """Return the lag of a feeding partition, counted as in `dedup status`."""
         bounds, committed = self.bounds[topic][partition], self.committed[topic].get(partition)
         begin = max(bounds.low, committed or 0)
         if committed is None or begin >= bounds.high:
@@ -381,7 +384,7 @@ class Cut:
         return bounds.high - begin if self.reader.holds_records(topic, partition, begin, bounds.high) else 0
 
     def configured_start(self, topic: str, partition: int) -> int | None:
-        """Return the first source offset judged, by reset or `source.start`; None for `latest`: it is not recorded."""
+        """Return the first judged source offset by reset or `source.start`; None for `latest`, which is not stored."""
         bounds, begin = self.bounds[topic][partition], self.begins[topic].get(partition)
         if begin is not None:
             return max(begin, bounds.low)
@@ -395,7 +398,7 @@ class Cut:
                 return None
 
     def still_committed(self, topic: str, partition: int) -> int:
-        """Return the group's committed offset now; records between the cut's and this one are pending."""
+        """Return the group's current committed offset; records between the cut's offset and this one are pending."""
         now = self.reader.committed(self.topology.name, topic, [partition])
         return now.get(partition, self.committed[topic].get(partition, 0))
 
@@ -403,9 +406,9 @@ class Cut:
 def take_cut(
     topology: Topology, reader: KafkaReader, report: Report, progress: OnProgress, scratch: str, sample: int
 ) -> Cut:
-    """Take the cut: committed offsets first, then the bounds of all topics, then the records of the side topics.
+    """Read the committed offsets, then the bounds of all topics, then the records of the side topics.
 
-    Raises StateIncompatible if topology and cluster do not fit.
+    Raises StateIncompatible if topology and cluster do not match.
     """
     feeding = topology.feeding_topics
     output = [topology.output.topic] if topology.output is not None else []

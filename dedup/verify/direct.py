@@ -1,8 +1,8 @@
-"""Verifies a topology that reads its one source topic directly: each partition is replayed in the order of its log.
+"""Verifies a topology that reads its source topic directly, by replaying each partition in the order of its log.
 
-A partition's records, and what the worker wrote of them, are read once and sorted into buckets by tracking ID
-(`spill`), each with the stream time at which it was judged (`log_scan`). Then the buckets are judged and compared one
-by one. A compacted source gets the checks that need no order.
+A partition's records, and the records that the worker wrote for them, are read once and sorted into buckets by tracking
+ID (`spill`), each with the stream time at which it was judged (`log_scan`). Then the buckets are judged and compared
+one by one. For a compacted source, only the checks that need no order are made.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ WHY_OUTPUT_GONE: Final = _OUTPUT_GONE
 
 
 def verify_direct(cut: Cut) -> None:
-    """Replay every partition of the source, then report what the side topics hold beyond that."""
+    """Replay every partition of the source, then report unexpected records of the side topics."""
     source = cut.topology.source.topics[0]
     if cut.compacted:
         _verify_compacted(cut, source)
@@ -46,7 +46,7 @@ def verify_direct(cut: Cut) -> None:
 
 @dataclass(slots=True)
 class _Partition:
-    """One source partition, and everything that was written of it."""
+    """One source partition, and everything that was written for it."""
 
     cut: Cut
     plan: Plan
@@ -56,9 +56,9 @@ class _Partition:
     duplicates: WrittenPartition | None
     conflicts: WrittenPartition | None
     known: bool
-    """Nothing before the first record read was judged."""
+    """Whether nothing before the first record read was judged."""
     excused_rows: int | None = None
-    """Rows at the output's start that came from deleted source records; None until that is known."""
+    """Number of rows at the output's start that came from deleted source records; None until known."""
     gone_position: int = -1
     """Records from below this position may have been forwarded to the deleted start of the output."""
     uncertain: bool = False
@@ -106,7 +106,7 @@ def _verify_partition(cut: Cut, source: str, partition: int) -> None:
 def _read_log(
     cut: Cut, plan: Plan, number: tuple[int, int], span: tuple[int, int], *, known: bool
 ) -> tuple[Spill, int]:
-    """Return the log in buckets, and how many of its records are in the late and dead-letter topics."""
+    """Return the log in buckets, and the number of its records in the late and dead-letter topics."""
     (partition, buckets), (start, committed) = number, span
     source = cut.topology.source.topics[0]
     scan = LogScan(plan, ((0, partition),), from_start=known)
@@ -219,7 +219,7 @@ def _gone_position(held: _Partition, output: WrittenPartition) -> int:
 
 
 def _excuse_deleted(held: _Partition, task: TaskReplay, report: Report) -> None:
-    """Make records optional that precede the first one the output still holds: they may have been deleted there."""
+    """Make records optional that precede the first one in the output, because they may have been deleted there."""
     optional = task.forwarded.expected.optional
     early = (row for row, position in enumerate(task.forwarded.positions) if position < held.gone_position)
     fresh = set(early) - optional
@@ -229,7 +229,7 @@ def _excuse_deleted(held: _Partition, task: TaskReplay, report: Report) -> None:
 
 
 def _copies(cut: Cut, partition: int, buckets: int) -> dict[str, WrittenPartition]:
-    """Return the duplicates and conflicts of a partition: they are written in order, to the same partition number."""
+    """Return the duplicates and conflicts of a partition, which are written in order to the same partition number."""
     found: dict[str, WrittenPartition] = {}
     for name, topic in (("duplicates", cut.topology.duplicates), ("conflicts", cut.topology.conflicts)):
         if topic is None or not cut.partitions[topic]:
@@ -262,7 +262,7 @@ def _compare_copies(
 
 
 def _verify_compacted(cut: Cut, source: str) -> None:
-    """Make the checks that need neither order nor neighbors: removed records influenced the verdicts on the others."""
+    """Make only the checks that need no order, because removed records influenced the verdicts on the others."""
     cut.report.method = f"order-free checks: {' and '.join(sorted(cut.compacted))} is compacted"
     buckets = buckets_for(sum(each.high - each.low for each in cut.bounds[source].values()))
     numbers = range(cut.partitions[source])
@@ -302,7 +302,7 @@ def _judgeable(cut: Cut, columns: RecordColumns, partition: int) -> Iterator[tup
 
 
 def output_of(cut: Cut, partition: int, buckets: int) -> WrittenPartition | None:
-    """Return the output's partition of the same number; None if nothing is forwarded."""
+    """Return the output's partition with the same number; None if nothing is forwarded."""
     output = cut.topology.output
     if output is None:
         return None
@@ -319,7 +319,7 @@ def _plan_for(plan: Plan, output: WrittenPartition | None) -> Plan:
 
 
 def start_of(cut: Cut, bounds: Bounds, partition: int, output: WrittenPartition | None) -> tuple[int, bool]:
-    """Return the first offset that was judged, and whether it is certain that nothing before it was."""
+    """Return the first offset that was judged, and whether it is certain that nothing before it was judged."""
     topic = cut.topology.source.topics[0]
     start = cut.configured_start(topic, partition)
     begin = cut.begins[topic].get(partition)
@@ -335,7 +335,7 @@ def start_of(cut: Cut, bounds: Bounds, partition: int, output: WrittenPartition 
 
 
 def _first_judged(cut: Cut, plan: Plan, bounds: Bounds, partition: int, output: WrittenPartition | None) -> int:
-    """Return where ``start: latest`` began, which is not recorded: the first record that left a trace."""
+    """Return where ``start: latest`` began. This is not recorded, so it is the first record that left a trace."""
     first_letter = plan.dead_letters.first_offset(partition)
     if first_letter is None:
         first_letter = bounds.high

@@ -1,4 +1,4 @@
-"""Late records and dead letters as their topics hold them, indexed by the source record they came from."""
+"""The records of the late and dead-letter topics, indexed by the source record that they came from."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ FIRST_TIME_HEADER: Final = "dedup-first-time"
 FIRST_SOURCE_HEADER: Final = "dedup-first-source"
 LATE_TAIL: Final = (SOURCE_HEADER, TIMESTAMP_HEADER)
 DEAD_TAIL: Final = (REASON_HEADER, DETAIL_HEADER, SOURCE_HEADER, TIMESTAMP_HEADER)
-"""The headers that the worker appends, in this order, after those of the source record."""
+"""The headers that the worker appends, in this order, to those of the source record."""
 
 _MOST_DIGITS: Final = 18
 _NO_TIME_MS: Final = -(1 << 62)
@@ -46,12 +46,12 @@ class Filed(NamedTuple):
     digest: bytes
     """Digest of the record as it was in the source, with its original timestamp."""
     stands_for: bytes
-    """What replaces a value that is too large for the topic; empty if the record is whole."""
+    """The digest that replaces a value that is too large for the topic; empty if the record is complete."""
     reason: str
     partition: int
     offset: int
     at_ms: int | None = None
-    """When the broker appended it; None if the topic does not keep LogAppendTime."""
+    """When the broker appended the record; None if the topic does not use LogAppendTime."""
 
 
 class SideTopic:
@@ -60,7 +60,7 @@ class SideTopic:
     def __init__(self, name: str, path: str, *, complete: bool) -> None:
         self.name: Final = name
         self.complete = complete
-        """False if retention deleted its beginning, so that absence proves nothing."""
+        """False if retention deleted its beginning, so that a missing record proves nothing."""
         # No journal: no other process reads it, and it is deleted with its directory.
         self._db: Final = sqlite3.connect(path, isolation_level=None)
         self._db.executescript(f"PRAGMA journal_mode=OFF; PRAGMA synchronous=OFF; PRAGMA cache_size=-{_CACHE_KIB};")
@@ -68,11 +68,11 @@ class SideTopic:
         self._empty = True
 
     def place(self, filed: Filed) -> str:
-        """Return the position of a record, as reports show it."""
+        """Return the position of a record as shown in reports."""
         return f"{self.name}/{filed.partition} offset {filed.offset}"
 
     def file(self, rows: Sequence[tuple[Source, Filed]], strangers: Sequence[tuple[int, int]]) -> None:
-        """Keep records by source position; ``strangers``: (partition, offset) of those that name no source record."""
+        """Store records by source position; ``strangers`` are (partition, offset) of those without a source record."""
         self._empty = self._empty and not rows
         self._db.executemany(
             "INSERT INTO filed VALUES (?,?,?,?,?,?,?,?,?,0)", [(*source, *filed) for source, filed in rows]
@@ -80,7 +80,7 @@ class SideTopic:
         self._db.executemany("INSERT INTO strangers VALUES (?,?)", strangers)
 
     def take(self, sources: Sequence[Source]) -> dict[Source, Filed]:
-        """Return and remove what is filed of these records; what is left at the end belongs to no record read."""
+        """Remove and return the entries of these records. Entries that remain at the end belong to no record read."""
         if self._empty:
             return {}
         wanted: dict[tuple[int, int], list[int]] = {}
@@ -104,23 +104,23 @@ class SideTopic:
         return self._db.execute(f"SELECT {columns} FROM filed WHERE {where} ORDER BY rowid", (*feed, first, last))  # noqa: S608
 
     def holds(self, source: Source) -> bool:
-        """Tell whether a record is filed and not yet taken."""
+        """Whether a record has an entry that is not taken yet."""
         ask = "SELECT 1 FROM filed WHERE topic=? AND feed=? AND position=? LIMIT 1"
         return not self._empty and self._db.execute(ask, source).fetchone() is not None
 
     def first_offset(self, partition: int) -> int | None:
-        """Return the lowest source offset filed of a partition of the first source topic; None if there is none."""
+        """Return the lowest source offset of the entries for a partition of the first source topic; None if empty."""
         ask = "SELECT min(position) FROM filed WHERE topic=0 AND feed=?"
         found: int | None = self._db.execute(ask, (partition,)).fetchone()[0]
         return found
 
     def count_below(self, feed: tuple[int, int], offset: int) -> int:
-        """Return how many records of a source partition below an offset are filed and not yet taken."""
+        """Return the number of entries that are not taken yet for a source partition below an offset."""
         ask = "SELECT count(*) FROM filed WHERE topic=? AND feed=? AND position<?"
         return int(self._db.execute(ask, (*feed, offset)).fetchone()[0])
 
     def left(self) -> Iterator[tuple[Source, Filed, bool]]:
-        """Yield what was not taken, and whether another copy of the same record was."""
+        """Yield the entries that were not taken, and whether another copy of the same record was taken."""
         for row in self._db.execute("SELECT * FROM filed ORDER BY part, at"):
             yield Source(*row[:3]), Filed(*row[3:9]), bool(row[9])
 
@@ -134,7 +134,7 @@ class SideTopic:
 
 
 def extracted_of(extract: Extractor, columns: RecordColumns) -> Extracted:
-    """Return IDs, times and faults of records as a worker finds them, also for header names that are not UTF-8."""
+    """Return IDs, times, and faults of records as in a worker, including faults for header names that are not UTF-8."""
     extracted = extract(columns.keys, columns.values, columns.headers, columns.timestamps_ms)
     if not columns.odd_names:
         return extracted
@@ -143,7 +143,7 @@ def extracted_of(extract: Extractor, columns: RecordColumns) -> Extracted:
 
 
 def header(headers: Headers, name: str) -> bytes | None:
-    """Return the last header of a name: the worker appends its own after those of the producer."""
+    """Return the last header with a name, because the worker appends its headers to those of the producer."""
     for each, content in reversed(headers):
         if each == name:
             return content
@@ -151,7 +151,7 @@ def header(headers: Headers, name: str) -> bytes | None:
 
 
 def parse_source(content: bytes | None, topics: Sequence[str]) -> Source | None:
-    """Return the position named by ``topic/partition/offset``; None if it names none of these topics."""
+    """Return the position in ``topic/partition/offset``; None if the topic is not one of these topics."""
     if content is None:
         return None
     topic, _, position = content.decode("utf-8", "replace").partition("/")
@@ -164,7 +164,7 @@ def parse_source(content: bytes | None, topics: Sequence[str]) -> Source | None:
 
 
 def forwarded_by_replay(headers: Headers, topics: Sequence[str]) -> bool:
-    """Tell whether `dedup replay --late --forward` wrote this record to the output: its two headers come last."""
+    """Whether `dedup replay --late --forward` wrote this record to the output, according to its last two headers."""
     if len(headers) < 2 or tuple(headers[-2]) != (VERDICT_HEADER, b"late"):  # noqa: PLR2004  # verdict and position
         return False
     name, place = headers[-1]
@@ -172,14 +172,14 @@ def forwarded_by_replay(headers: Headers, topics: Sequence[str]) -> bool:
 
 
 def parse_time_ms(content: bytes | None) -> int | None:
-    """Return a time written as ASCII decimal milliseconds; None if it is not one."""
+    """Return a time in ms that is written in ASCII decimal digits; None for anything else."""
     if content is None or not content.removeprefix(b"-").isdigit():
         return None
     return int(content)
 
 
 def stand_in(value: bytes | None) -> bytes:
-    """Return what is written in place of a value that is too large for the side topic."""
+    """Return the digest that is written in place of a value that is too large for the side topic."""
     content = value or b""
     return f"blake2b-256:{blake2b(content, digest_size=32).hexdigest()} of {len(content)} bytes".encode()
 
@@ -187,7 +187,7 @@ def stand_in(value: bytes | None) -> bytes:
 def read_side_topic(
     reader: KafkaReader, side: SideTopic, bounds: Mapping[int, Bounds], topics: Sequence[str], tail: Sequence[str]
 ) -> None:
-    """File the committed records of a side topic within bounds."""
+    """Store the committed records of a side topic within bounds."""
     for partition, each in bounds.items():
         try:
             for columns in reader.read(side.name, partition, each.low, each.high):

@@ -1,7 +1,8 @@
-"""Everything that Kafka knows about one tracking ID: its records, the verdict on each and why, and where each went.
+"""Finds everything that Kafka holds about one tracking ID: its records, their verdicts with reasons, and their copies.
 
-Reads the topics from the beginning and keeps only records with the ID, so memory is bounded by the ID's own records.
-Verdicts come from the exact model, and what happened to the records from the topics, so contradictions show.
+It reads the topics from the beginning and keeps only records with the ID, so memory is bounded by the ID's own records.
+The verdicts come from the exact model, and what happened to the records comes from the topics, so contradictions are
+visible.
 """
 
 from __future__ import annotations
@@ -28,23 +29,23 @@ from dedup.verify.report import Report
 from dedup.verify.spill import condensed
 
 _MOST_LISTED: Final = 1_000
-"""Records of one ID that are listed; the rest are counted."""
+"""Maximum number of records that are listed for one ID; the others are only counted."""
 
 
 @dataclass(slots=True)
 class ExplainedRecord:
-    """One record with the ID."""
+    """A record with the ID."""
 
     place: str
     """``topic/partition offset n`` in the source."""
     timestamp_ms: int
     event_time_ms: int
     stream_time_ms: int
-    """After this record, in the log in which it was judged."""
+    """Stream time after this record, in the log in which it was judged."""
     verdict: str
-    """The model's: unique, duplicate, late, dead_letter, exempt or fail; `pending` if it is not judged yet."""
+    """The model's verdict: unique, duplicate, late, dead_letter, exempt, or fail; `pending` if it is not judged yet."""
     of: str | None = None
-    """The record that a duplicate repeats, or that a forwarded conflict contradicts."""
+    """The record that a duplicate repeats or that a forwarded conflict contradicts."""
     of_ms: int | None = None
     conflict: bool = False
     reason: str = ""
@@ -56,12 +57,12 @@ class ExplainedRecord:
     doubt: str = ""
     """Why the verdict may have been a different one."""
     wrong: str = ""
-    """How the topics contradict the verdict."""
+    """Descriptions of how the topics contradict the verdict."""
 
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """One sighting in the changelog."""
+    """A sighting in the changelog."""
 
     place: str
     first_ms: int
@@ -69,12 +70,12 @@ class Kept:
     source: str
     guarded_until_ms: int
     live: bool
-    """Stream time has not passed the end of its retention."""
+    """Whether stream time has not passed the end of its retention."""
 
 
 @dataclass(slots=True)
 class Explanation:
-    """What is known about an ID."""
+    """Everything known about an ID."""
 
     topology: str
     id: str
@@ -82,14 +83,14 @@ class Explanation:
     more: int = 0
     """Number of records that are not listed."""
     strays: list[str] = field(default_factory=list)
-    """Written records with this ID that no listed record accounts for."""
+    """Written records with this ID for which no listed record accounts."""
     sightings: list[Kept] = field(default_factory=list)
     whole: bool = True
-    """The logs hold all records that were ever judged."""
+    """Whether the logs contain all records that were ever judged."""
 
     @property
     def contradictions(self) -> int:
-        """How often topics and model disagree; strays count only if every record that was judged is listed."""
+        """Number of disagreements between topics and model; strays count only if every judged record is listed."""
         complete = self.whole and not self.more
         return sum(bool(explained.wrong) for explained in self.records) + (len(self.strays) if complete else 0)
 
@@ -109,7 +110,7 @@ def explain_id(
 ) -> Explanation:
     """Return what the topics say about an ID; ``keys`` are the state keys that its text may stand for.
 
-    Raises StateIncompatible if topology and cluster do not fit, BrokerUnavailable if the cluster cannot be read.
+    Raises StateIncompatible if topology and cluster do not match, BrokerUnavailable if the cluster cannot be read.
     """
     found = Explanation(topology.name, text)
     report = Report(topology.name, "", "", 0)
@@ -137,7 +138,7 @@ def _whole(cut: Cut, topic: str) -> bool:
 
 
 def _logs(cut: Cut) -> Iterator[tuple[str, Iterator[Row]]]:
-    """Yield each log that is judged: its name ("" for a source partition), and its records up to now."""
+    """Yield each judged log, with its name ("" for a source partition) and its records up to now."""
     if not cut.topology.direct:
         for partition in range(cut.partitions[cut.topology.repartition_topic]):
             yield f"{cut.topology.repartition_topic}/{partition}", log_rows(cut, partition)
@@ -212,7 +213,7 @@ def _explain_verdict(cut: Cut, judges: tuple[ReferenceModel, Doubt], row: Row, e
 
 
 def _find_uncarried(search: _Search) -> None:
-    """List source records that are not yet, or no longer, in the repartition topic."""
+    """List source records that are not yet or no longer in the repartition topic."""
     cut, found = search.cut, search.found
     known = {explained.place for explained in found.records}
     for position, topic in enumerate(cut.topology.source.topics):
@@ -238,7 +239,7 @@ def _find_uncarried(search: _Search) -> None:
 
 
 def _find_written(search: _Search) -> None:
-    """Find the ID in the output, duplicates and conflicts topics, and match it with the listed records."""
+    """Find the ID in the output, duplicates, and conflicts topics, and match the records with the listed ones."""
     cut, topology = search.cut, search.cut.topology
     # The output's timestamps may come from another clock, so records are compared without them.
     plan = replace(cut.plan, output_stamped=False)

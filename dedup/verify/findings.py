@@ -1,8 +1,8 @@
-"""Turns differences into findings: of replayed tasks, of records without order, and of the copies of duplicates.
+"""Turns differences into findings, for replayed tasks, for records without order, and for copies of duplicates.
 
-`explain` reports what a comparison found in the output. `OrderFree` makes the checks that need no order: no ID twice
-within a guard period, and for each judged record its ID is somewhere. `Copies` checks the duplicates and conflicts
-topics behind a repartition topic.
+`explain` reports the result of a comparison of the output. `OrderFree` makes the checks that need no order: no ID
+occurs twice within a guard period, and the ID of each judged record occurs somewhere. `Copies` checks the duplicates
+and conflicts topics of a topology with a repartition topic.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ def explain(
     *,
     absent_are: list[Place] | None = None,
 ) -> None:
-    """Report every difference between what tasks had to forward and what is in the output, for one bucket.
+    """Report every difference between the records that tasks had to forward and those in the output, for one bucket.
 
-    ``absent_are`` receives what is not in the output, instead of reporting it as lost.
+    If ``absent_are`` is given, it receives the records that are not in the output, instead of reporting them as lost.
     """
     absent = _absent_by_id(comparison, tasks)
     known = {each for task in tasks for each in task.forwarded.ids if each is not None} if comparison.extra else set()
@@ -70,7 +70,7 @@ def report_lost(written: Sequence[WrittenPartition], place: str, report: Report)
 
 
 def report_displaced(written: Sequence[WrittenPartition], report: Report) -> None:
-    """Report the records that passed others of their task; call it when all buckets are matched."""
+    """Report the records that passed others of their task. Call this when all buckets are matched."""
     for each in written:
         for row in each.order.displaced():
             report.violation("reordered", each.place(row), "passed a record that came before it")
@@ -90,9 +90,9 @@ def match_copies(
     seen: Sequence[Seen],
     report: Report,
 ) -> list[Seen]:
-    """Report the copies of duplicates that a bucket lacks, and note the order of the others; return those in excess.
+    """Report the copies of duplicates that a bucket lacks, record the order of the others, and return excess copies.
 
-    ``expected``: for each of the tasks that write to this partition, the copies it had to write there.
+    ``expected`` contains, for each task that writes to this partition, the copies that it had to write there.
     """
     found = matched(expected, [[each.digest for each in seen]])
     written.order.match(
@@ -112,7 +112,7 @@ def match_copies(
 
 
 class OrderFree:
-    """The output of one bucket by tracking ID; reports at once the IDs that were forwarded twice."""
+    """The output of one bucket by tracking ID; IDs that were forwarded twice are reported at once."""
 
     def __init__(self, cut: Cut, written: Sequence[WrittenPartition], seen: Iterable[Sequence[Seen]]) -> None:
         self._cut: Final = cut
@@ -124,7 +124,7 @@ class OrderFree:
         late = cut.plan.late
         self._sides_complete: Final = late is not None and late.complete and cut.plan.dead_letters.complete
         self._timeless: Final = any(each.broker_time for each in written) or cut.plan.rules.future == "clamp"
-        """The output's times may come from a clock."""
+        """Whether the output's times may come from a clock."""
         self._exempt: Final[set[bytes]] = set()
         for records in seen:
             self._collect(records)
@@ -134,7 +134,7 @@ class OrderFree:
             self._report_too_near()
 
     def must_be_somewhere(self, place: str, tracking_id: bytes, time_ms: int, source: Source) -> None:
-        """Report a judged record as lost unless it was forwarded, is late, or repeats one that was forwarded."""
+        """Report a judged record as lost unless it was forwarded, is late, or repeats a forwarded record."""
         late = self._cut.plan.late
         if late is not None and late.take([source]):
             return
@@ -178,10 +178,10 @@ class OrderFree:
 
 @dataclass(slots=True)
 class Copies:
-    """The duplicates and conflicts topics behind a repartition topic, by partition.
+    """The duplicates and conflicts topics of a topology with a repartition topic, by partition.
 
-    A task writes its copies in the order of its log, to the partition of its own number modulo the topic's number of
-    partitions. So a partition is compared with the tasks that write to it, whatever the tracking ID is taken from.
+    A task writes its copies in the order of its log, to the partition with its own number modulo the topic's number of
+    partitions. A partition is therefore compared with the tasks that write to it, for every kind of tracking ID.
     """
 
     cut: Cut
@@ -189,11 +189,11 @@ class Copies:
     purged: Collection[int]
     """Partitions of the repartition topic that are not replayed."""
     gone: dict[str, int] = field(default_factory=dict)
-    """Topic that has lost its beginning -> copies that it should have received."""
+    """Maps each topic that has lost its beginning to the number of copies that it should have received."""
 
     @classmethod
     def of(cls, cut: Cut, buckets: int, purged: Collection[int]) -> Copies:
-        """Read the topics; one that does not exist is left out, since nothing can have been written to it."""
+        """Read the topics; one that does not exist is skipped, because nothing can have been written to it."""
         found: dict[Kind, list[WrittenPartition]] = {}
         named: tuple[tuple[Kind, str | None], ...] = (
             ("duplicates", cut.topology.duplicates),
@@ -206,7 +206,7 @@ class Copies:
         return cls(cut, found, purged)
 
     def judge(self, number: int, tasks: Sequence[TaskReplay]) -> None:
-        """Compare the copies of one bucket with what the tasks of the repartition topic had to write."""
+        """Compare the copies of one bucket with those that the tasks of the repartition topic had to write."""
         for kind, parts in self.written.items():
             for written in parts:
                 own = [task for task in tasks if task.books.partition % len(parts) == written.partition]
@@ -230,7 +230,7 @@ class Copies:
                 report.violation("wrong_duplicate", written.place(copy.row), NOT_EXPECTED)
 
     def conclude(self) -> None:
-        """Report copies that passed others of their task or may have been deleted, and free the files."""
+        """Report copies that passed others of their task or may have been deleted, and delete the files."""
         for topic, number in self.gone.items():
             self.cut.report.unprovable(f"{topic} has lost its beginning", number)
         for parts in self.written.values():

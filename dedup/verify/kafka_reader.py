@@ -1,4 +1,4 @@
-"""Reads Kafka with librdkafka: a different client than the worker's, so that neither can hide a bug in the other."""
+"""Reads Kafka with librdkafka, a different client than the worker's, so that neither can hide a bug in the other."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from dedup.verify.compare import Headers
 _TOKEN_FOR_S: Final = 3600.0
 _ANSWER_WITHIN_S: Final = 30.0
 _NO_PROGRESS_S: Final = 60.0
-"""Longer than dedup's settings let any transaction stay open."""
+"""A time longer than dedup's settings let any transaction stay open."""
 _BATCH: Final = 10_000
 _POLL_S: Final = 0.1
 _AGAIN: Final = frozenset(
@@ -50,11 +50,11 @@ class Bounds:
 
     low: int
     high: int
-    """The high watermark: open transactions included."""
+    """The high watermark, which includes open transactions."""
     start_deleted: bool
-    """Records before ``low`` were deleted, by retention or by hand."""
+    """Whether records before ``low`` were deleted, by retention or by hand."""
     before: int = 0
-    """Offsets below ``low`` that still exist: written before a reset."""
+    """Number of offsets below ``low`` that still exist because they were written before a reset."""
 
 
 @dataclass(slots=True)
@@ -67,7 +67,7 @@ class RecordColumns:
     headers: list[Headers] = field(default_factory=list)
     timestamps_ms: list[int] = field(default_factory=list)
     broker_time: bool = False
-    """The broker sets the timestamps (LogAppendTime)."""
+    """Whether the broker sets the timestamps (LogAppendTime)."""
     odd_names: frozenset[int] = frozenset()
     """Offsets of records with a header name that is not UTF-8; the client returns none of their headers."""
 
@@ -118,13 +118,13 @@ def _headers(messages: list[Message]) -> tuple[list[Headers], frozenset[int]]:
 
 
 class OpenTransaction(Exception):  # a fact about a partition, to be reported, and not an error
-    """A partition could not be read to its end, since a transaction there stays open."""
+    """A partition could not be read to its end because a transaction in it stays open."""
 
 
 class KafkaReader:
-    """A read-only view of a cluster: blocking, for one thread. Use as a context manager.
+    """A read-only view of a cluster. It blocks, and is for one thread. Use it as a context manager.
 
-    Every method raises BrokerUnavailable if no answer comes in time or the broker refuses.
+    Every method raises BrokerUnavailable if no response arrives in time or the broker refuses.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -132,7 +132,7 @@ class KafkaReader:
         self._brokers: Final = ", ".join(settings.brokers)
         self._admin: Final = AdminClient(dict(self._config))
         self._askers: Final[dict[str, Consumer]] = {}
-        """Group -> a consumer that asks for its offsets and never joins."""
+        """Maps each group to a consumer that reads its offsets and never joins."""
         self._consumer: Final = Consumer(
             {
                 **self._config,
@@ -170,7 +170,7 @@ class KafkaReader:
     def bounds(
         self, topic: str, partitions: Iterable[int], since: Mapping[int, int] | None = None
     ) -> dict[int, Bounds]:
-        """Return the current bounds of each partition; those in ``since`` begin at that offset at the earliest."""
+        """Return the current bounds of each partition; partitions in ``since`` begin no earlier than that offset."""
         places = [TopicPartition(topic, partition) for partition in partitions]
         if not places:
             return {}
@@ -183,7 +183,7 @@ class KafkaReader:
         return found
 
     def compacted(self, topics: Iterable[str]) -> frozenset[str]:
-        """Return those of the topics that are compacted, so that records between others may be missing."""
+        """Return those of the topics that are compacted, in which records between others may be missing."""
         asked = self._admin.describe_configs(
             [ConfigResource(ResourceType.TOPIC, topic) for topic in topics], request_timeout=_ANSWER_WITHIN_S
         )
@@ -204,7 +204,7 @@ class KafkaReader:
         return found if found >= 0 else None
 
     def committed(self, group: str, topic: str, partitions: Iterable[int]) -> dict[int, int]:
-        """Return partition -> committed offset of the group; partitions without one are absent."""
+        """Map each partition to the group's committed offset; partitions without one are absent."""
         places = [TopicPartition(topic, partition) for partition in partitions]
         if not places:
             return {}
@@ -212,9 +212,9 @@ class KafkaReader:
         return {place.partition: place.offset for place in found if place.offset >= 0}
 
     def _committed(self, group: str, places: list[TopicPartition]) -> list[TopicPartition]:
-        """Ask by a consumer that never joins. Raises KafkaException.
+        """Read the offsets with a consumer that never joins. Raises KafkaException.
 
-        The admin client would crash the process with SIGSEGV when the coordinator answers that it is loading or has
+        The admin client would crash the process with SIGSEGV if the coordinator responds that it is loading or has
         moved (librdkafka issue 5040; seen with 2.16.0).
         """
         if group not in self._askers:
@@ -228,7 +228,7 @@ class KafkaReader:
         return found
 
     def _patiently(self, doing: str, ask: Callable[[], T]) -> T:
-        """Return the answer, and retry as long as the error is a passing one."""
+        """Return the response; retry as long as the error is temporary."""
         deadline = time.monotonic() + _NO_PROGRESS_S
         while True:
             try:
@@ -241,9 +241,9 @@ class KafkaReader:
                 time.sleep(_POLL_S)
 
     def holds_records(self, topic: str, partition: int, start: int, end: int) -> bool:
-        """Tell whether [start, end) holds a committed record, or an open transaction that may yet commit one.
+        """Whether [start, end) contains a committed record, or an open transaction that may still commit one.
 
-        Markers and aborted records do not count: no worker sees them, so no offset after them is ever committed.
+        Markers and aborted records do not count. No worker sees them, so no offset after them is ever committed.
         """
         latest = OffsetSpec.latest()  # type: ignore[no-untyped-call]
         stable = self._list_offsets({TopicPartition(topic, partition): latest}, IsolationLevel.READ_COMMITTED)
@@ -252,7 +252,7 @@ class KafkaReader:
     def read(self, topic: str, partition: int, start: int, end: int) -> Iterator[RecordColumns]:
         """Yield the committed records with offsets in [start, end).
 
-        Raises OpenTransaction if the end is not reached, since a transaction stays open for longer than allowed.
+        Raises OpenTransaction if the end is not reached because a transaction stays open for longer than allowed.
         """
         if start >= end:
             return
@@ -277,7 +277,7 @@ class KafkaReader:
             self._consumer.unassign()
 
     def _refuse_silence(self, topic: str, partition: int, reached: int) -> None:
-        """Raise BrokerUnavailable if no open transaction holds the records back: then the broker does not send them."""
+        """Raise BrokerUnavailable if no open transaction holds the records back; the broker should then send them."""
         place = TopicPartition(topic, partition)
         latest = OffsetSpec.latest()  # type: ignore[no-untyped-call]
         stable = self._list_offsets({place: latest}, IsolationLevel.READ_COMMITTED)[partition]
@@ -288,9 +288,9 @@ class KafkaReader:
             )
 
     def _fetched(self, most: int) -> list[Message]:
-        """Return what has arrived, and wait only if that is nothing.
+        """Return the messages that have arrived; wait only if there are none.
 
-        Waiting for a whole batch would be in vain if the partition ends with markers instead of records.
+        To wait for a whole batch would be useless if the partition ends with markers instead of records.
         """
         first = self._consumer.consume(1, _POLL_S)
         return [*first, *self._consumer.consume(most - 1, 0)] if first and most > 1 else first
@@ -338,7 +338,7 @@ class KafkaReader:
 
 
 def client_config(settings: Settings) -> dict[str, Any]:
-    """Return librdkafka's configuration for the cluster of the settings."""
+    """Return librdkafka's configuration for the cluster in the settings."""
     security = settings.security
     by_token = security.mechanism == "OAUTHBEARER"
     wanted = {

@@ -1,6 +1,6 @@
-"""Scans a log once for what depends on its order: stream time before and after each record.
+"""Scans a log once to compute stream time before and after each record, which depends on the order of the log.
 
-Given that, a record can be judged apart from the log: the exact model only needs the records of the same tracking ID.
+With this, a record can be judged apart from the log, because the exact model only needs the records with the same ID.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _MODEL_FAULTS: Final[Mapping[str, ModelFault]] = {
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a replay needs to know of a topology and of the topics it writes."""
+    """The properties of a topology and its written topics that a replay needs."""
 
     rules: ModelRules
     extract: Extractor
@@ -45,21 +45,21 @@ class Plan:
     """The source topics, by position."""
     max_clock_skew_ms: int
     source_header: bool
-    """Forwarded records carry their source position."""
+    """Whether forwarded records contain their source position."""
     late: SideTopic | None
     late_forwarded: bool
     dead_letters: SideTopic
     late_digests: frozenset[bytes] | None = None
-    """Digests of all records that were forwarded as late; None if that is not known."""
+    """Digests of all records that were forwarded as late; None if these are not known."""
     output_stamped: bool = True
-    """The output keeps timestamps (CreateTime), so they can be compared."""
+    """Whether the output keeps timestamps (CreateTime), so that they can be compared."""
     duplicates: bool = False
     conflicts: bool = False
 
 
 @dataclass(slots=True)
 class Log:
-    """Some records of a task's log, in order, with the source position of each."""
+    """Some records of a task's log in order, with their source positions."""
 
     columns: RecordColumns
     sources: Sequence[Source]
@@ -77,10 +77,10 @@ class Original(NamedTuple):
 
 
 class Row(NamedTuple):
-    """One record of a log, with all that its verdict depends on except other records of its ID; plain values."""
+    """A record of a log, with everything that determines its verdict except other records with its ID."""
 
     position: int
-    """Its offset in the log."""
+    """The offset in the log."""
     source: tuple[int, int, int]
     key: bytes | None
     value: bytes | None
@@ -94,22 +94,22 @@ class Row(NamedTuple):
     code: str
     """Code of the fault; empty if there is none."""
     pending: bool
-    """Beyond the committed offset, so it may or may not be judged."""
+    """Whether it is beyond the committed offset, so that it may or may not be judged."""
     replayed: bool
     before_ms: int
     """Stream time before this record."""
     after_ms: int
     doubt_ms: int | None
-    """Sightings up to this event time may be unknown, since the log no longer holds them; None if all are known."""
+    """Sightings up to this event time may be unknown, because the log no longer holds them; None if all are known."""
     doubt_by_clock: bool
-    """The doubt arises from a time that may have been clamped to the worker's clock."""
+    """Whether the doubt arises from a time that may have been clamped to the worker's clock."""
     late: Filed | None
     letter: Filed | None
-    """This record in the late and in the dead-letter topic."""
+    """This record's entries in the late and dead-letter topics."""
 
     @classmethod
     def of(cls, values: list[object]) -> Row:
-        """Return a row from the plain values it was stored as."""
+        """Return a row from its stored plain values."""
         row = cls._make(values)
         return row._replace(
             source=Source(*row.source),
@@ -119,12 +119,12 @@ class Row(NamedTuple):
 
 
 class LogScan:
-    """Reads one task's log in order, and tracks its stream time and how much of it is in doubt."""
+    """Reads one task's log in order, and tracks its stream time and how much of the stream time is in doubt."""
 
     def __init__(self, plan: Plan, feeds: Sequence[Feed], *, from_start: bool) -> None:
         self._plan: Final = plan
         self._model: Final = ReferenceModel(plan.rules, feeds)
-        """Judges records of one made-up ID, to compute stream time."""
+        """Judges records with one made-up ID, to compute stream time."""
         self._from_start: Final = from_start
         self._anchor_ms: int | None = None
         self._clamped = False
@@ -192,12 +192,12 @@ class LogScan:
         self._model.sightings.clear()
 
     def _begins_in_doubt(self, record: ModelRecord, fault: Fault | None, letter: Filed | None) -> bool:
-        """Tell whether stream time before a judged record is unknown, since the log has lost its beginning."""
+        """Whether stream time before a judged record is unknown because the log has lost its beginning."""
         judged = fault is None and record.id is not None and record.time_ms >= 0 and letter is None
         return judged and not self._from_start and self._anchor_ms is None
 
     def _perhaps_late(self, log: Log, at: int, late: Mapping[Source, Filed]) -> bool:
-        """Tell whether a record may have been late; one that is dropped as late leaves no trace."""
+        """Whether a record may have been late; a record that is dropped as late leaves no trace."""
         plan, columns, source = self._plan, log.columns, log.sources[at]
         if plan.late is not None:
             return source in late
@@ -208,7 +208,7 @@ class LogScan:
         return forwarded_digest(plan, original, "late") in plan.late_digests
 
     def _doubt_from(self, time_ms: int) -> None:
-        """Note that sightings up to this event time may be unknown."""
+        """Record that sightings up to this event time may be unknown."""
         if self._anchor_ms is None or time_ms > self._anchor_ms:
             self._anchor_ms = time_ms
 
@@ -219,7 +219,7 @@ class LogScan:
 
 
 def forwarded_digest(plan: Plan, row: Row | Original, why: str = "") -> bytes:
-    """Return the digest that a record must have in the output: its own headers first, then the worker's."""
+    """Return the digest that a record must have in the output, with its own headers first and then the worker's."""
     headers = row.headers
     if why:
         headers = [*headers, (VERDICT_HEADER, why.encode())]

@@ -1,4 +1,4 @@
-"""Renders a report: a table on the terminal, and an HTML page that loads nothing else."""
+"""Renders a report as a table on the terminal and as a self-contained HTML page."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ svg{width:100%;height:auto}svg text{fill:var(--soft);font:12px system-ui,sans-se
 
 
 def print_report(report: Report, console: Console) -> None:
-    """Print the books, the violations, what is not provable, and the closing line."""
+    """Print the books, the violations, the records that are not provable, and the closing line."""
     table = Table(title=f"{report.topology}: {report.method}, {report.read:,} records in {report.seconds:.1f} s")
     sums = [sum(column) for column in zip(*map(_numbers, report.books), strict=True)]
     # Empty columns would take the space of others on a narrow terminal.
@@ -67,7 +67,7 @@ def print_report(report: Report, console: Console) -> None:
 
 
 def to_html(report: Report, command: str = "dedup verify") -> str:
-    """Return the report of a command as one HTML page that loads nothing else."""
+    """Return the report of a command as one self-contained HTML page."""
     when = datetime.fromtimestamp(report.started_at_ms / 1000, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
     facts = f"{report.read:,} records judged · {report.method} · {report.cluster} · {when} · {report.seconds:.1f} s"
     parts = [
@@ -97,7 +97,7 @@ def page(title: str, parts: Iterable[str]) -> str:
 
 
 def _bars(books: Sequence[Books]) -> str:
-    """Return a bar per partition that shows how its records ended; unbalanced partitions are labeled in red."""
+    """Return a bar per partition that shows the verdicts on its records; unbalanced partitions are labeled in red."""
     shown = [each for each in books if each.read][:_MOST_BARS]
     if not shown:
         return ""

@@ -1,8 +1,8 @@
-"""Verifies a topology that repartitions: the repartition topic is the log that was judged, if it still holds records.
+"""Verifies a topology that repartitions, whose judged log is the repartition topic if that still holds the records.
 
-Two steps are checked separately. From the source to the repartition topic: every record once and unchanged, in buckets
-by source position. From there to the output: the model's verdicts, in buckets by tracking ID. Records purged from the
-repartition topic are checked without order (`findings.OrderFree`).
+Two steps are checked separately. From the source to the repartition topic, every record must arrive once and unchanged;
+this is checked in buckets by source position. From there to the output, the model's verdicts are checked in buckets by
+tracking ID. Records that were purged from the repartition topic are checked without order (`findings.OrderFree`).
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from dedup.verify.report import Books
 from dedup.verify.spill import Spill, buckets_for, condensed, place_of
 
 _APPENDED: Final = 2
-"""Number of headers that a repartition task appends: source position or idle feed, and timestamp."""
+"""Number of headers that a repartition task appends (source position or idle feed, and timestamp)."""
 WHY_PURGED: Final = "purged from the repartition topic; checked without order: nothing lost, no ID twice"
 _AFTER_ALL: Final = 1 << 62
 _REPORTED: Final = -1
 _SPREAD: Final = 0x9E3779B97F4A7C15
-"""Knuth's multiplicative hash, to spread source positions over buckets."""
+"""Factor of Knuth's multiplicative hash, which spreads source positions over buckets."""
 
 
 @dataclass(slots=True)
@@ -47,24 +47,24 @@ class _Step:
 
     feeds: list[Feed]
     logs: list[tuple[Books, Spill]]
-    """For each complete partition of the repartition topic: the records judged there."""
+    """The judged records of each complete partition of the repartition topic."""
     without_id: tuple[Books, Spill]
     """Source records without an ID, which bypass the repartition topic."""
     carried: Spill
-    """Records of the repartition topic: source position and digest."""
+    """Records of the repartition topic, with source position and digest."""
     judged: Spill
-    """Records of the sources: the same, plus ID and event time."""
+    """Records of the sources, with source position, digest, ID, and event time."""
     purged: bool
     firsts: dict[Feed, int]
-    """Source partition -> lowest offset found in the repartition topic."""
+    """Maps each source partition to the lowest offset found in the repartition topic."""
     spans: dict[Feed, tuple[int, int]]
-    """Source partition -> [first, end) of the offsets read."""
+    """Maps each source partition to [first, end) of the offsets read."""
     unseen: Spill
-    """Records that are absent from an output of which a part is missing: task, position, source position."""
+    """Records (task, position, source position) that are absent from an output of which a part is missing."""
 
 
 def verify_repartitioned(cut: Cut) -> None:
-    """Replay what the repartition topic holds, compare the output, and account for every source record."""
+    """Replay the records in the repartition topic, compare the output, and account for every source record."""
     log = cut.topology.repartition_topic
     sources = cut.topology.source.topics
     feeds = [(at, partition) for at, topic in enumerate(sources) for partition in range(cut.partitions[topic])]
@@ -102,7 +102,7 @@ def verify_repartitioned(cut: Cut) -> None:
 
 
 def _count_pending(cut: Cut, log: str) -> None:
-    """Count the pending offsets of both steps; a partition without books gets some if it has any."""
+    """Count the pending offsets of both steps; a partition without books gets them if it has pending offsets."""
     known = {(books.topic, books.partition): books for books in cut.report.books}
     for topic in (*cut.topology.source.topics, log):
         for partition in range(cut.partitions[topic]):
@@ -199,7 +199,7 @@ def _origin(cut: Cut, headers: Headers) -> tuple[Source | None, bool]:
 
 
 def _read_sources(cut: Cut, step: _Step) -> None:
-    """Put every judged source record into buckets; those without an ID bypass the repartition topic."""
+    """Add every judged source record to a bucket; records without an ID bypass the repartition topic."""
     for feed in step.feeds:
         topic, partition = cut.topology.source.topics[feed[0]], feed[1]
         committed = cut.committed[topic].get(partition)
@@ -280,7 +280,7 @@ def _report_unsent(cut: Cut, step: _Step, source: Source) -> None:
 
 
 def _judge(cut: Cut, step: _Step, there: tuple[list[WrittenPartition], Copies], number: int, absent: Spill) -> None:
-    """Judge the records of a bucket, and compare what was forwarded of them, and their copies."""
+    """Judge the records of a bucket, and compare the forwarded records and the copies."""
     written, copies = there
     tasks: list[TaskReplay] = []
     owners: dict[bytes, int] = {}
@@ -322,7 +322,7 @@ def _track(step: _Step, tasks: list[TaskReplay], wanted: Place) -> tuple[int, in
 
 
 def _report_unseen(cut: Cut, step: _Step, written: list[WrittenPartition]) -> None:
-    """Report absent records as lost, unless they precede what partitions with a deleted start still hold of a task."""
+    """Report absent records as lost unless they precede a task's remaining records in truncated partitions."""
     truncated = any(each.truncated for each in written)
     gone: dict[int, int] = {}
     for task in range(len(step.logs)):
@@ -339,9 +339,10 @@ def _report_unseen(cut: Cut, step: _Step, written: list[WrittenPartition]) -> No
 
 
 def _checked_owner(cut: Cut, books: Books, rows: Iterator[Row], owners: dict[bytes, int]) -> Iterator[Row]:
-    """Yield the rows, and report an ID that is in two partitions: tasks are judged alone, so both would forward it.
+    """Yield the rows, and report an ID that is in two partitions, because both tasks would forward it.
 
-    ``owners``: ID -> partition in which it was found first; `_REPORTED` once it was found in another.
+    ``owners`` maps each ID to the partition in which it was found first, or to `_REPORTED` if it was also found in
+    another.
     """
     for row in rows:
         owner = _REPORTED if row.id is None else owners.setdefault(row.id, books.partition)

@@ -1,4 +1,4 @@
-"""Replays a task's records with the exact model, bucket by bucket, and derives what the other topics must hold."""
+"""Replays a task's records with the exact model, bucket by bucket, and derives the expected content of other topics."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dedup.verify.spill import stand_in_of
 
 _UNIQUE, _DUPLICATES, _LATE, _DEAD_LETTERS = range(4)
 REFUSED_BY_THE_BROKER: Final = "refused_by_broker"
-"""Reason of dead letters that the record does not explain; the replay accepts them as they are."""
+"""Reason of dead letters that the record itself does not explain; the replay accepts them."""
 FUTURE: Final = "future_time"
 """Reason of dead letters whose event time is too far in the future."""
 _FORGET_EVERY: Final = 200_000
@@ -31,7 +31,7 @@ WHY_SIDE_GONE: Final = "the late or dead-letter topic has lost its beginning, or
 
 @dataclass(slots=True)
 class Forwarded:
-    """What must be in the output, row by row."""
+    """The expected records of the output, row by row."""
 
     expected: Expected = field(default_factory=Expected)
     ids: list[bytes | None] = field(default_factory=list)
@@ -54,9 +54,9 @@ class Doubt:
         self._longest_ms: Final = rules.extend_at_most_ms if rules.extend else 0
 
     def about(self, tracking_id: bytes, time_ms: int, stream_time_ms: int, unseen_ms: int) -> bool:
-        """Tell whether the verdict on a record may differ from the model's, and remember it if so.
+        """Return whether the verdict on a record may differ from the model's, and remember this.
 
-        ``unseen_ms``: sightings up to this event time may be unknown.
+        Sightings up to the event time ``unseen_ms`` may be unknown.
         """
         oldest_ms = stream_time_ms - self._retention_ms
         doubtful = oldest_ms <= unseen_ms or self._ids.get(tracking_id, BEFORE_ALL_TIME) >= oldest_ms
@@ -70,7 +70,7 @@ class Doubt:
 
 
 class TaskReplay:
-    """Judges the records of a task's log that share a bucket, and collects what each topic must hold of them."""
+    """Judges the records of a task's log that share a bucket, and collects the expected records of each topic."""
 
     def __init__(self, plan: Plan, books: Books, report: Report, feeds: Sequence[Feed]) -> None:
         self.books: Final = books
@@ -78,7 +78,7 @@ class TaskReplay:
         self.duplicates: Final = Expected()
         self.conflicts: Final = Expected()
         self.uncertain = False
-        """Some verdict is not the only possible one, so counts need not agree."""
+        """Whether some verdict is not the only possible one, so that counts may differ."""
         self._plan: Final = plan
         self._report: Final = report
         self._model: Final = ReferenceModel(plan.rules, feeds)
@@ -86,7 +86,7 @@ class TaskReplay:
         self._pending = False
         self._taken = 0
         self._forget_at: Final[dict[bytes, int]] = {}
-        """ID with many sightings -> at how many its expired ones are dropped."""
+        """Maps each ID with many sightings to the number at which expired ones are dropped."""
 
     def take(self, rows: Iterable[Row]) -> None:
         """Judge records in log order."""
@@ -100,7 +100,7 @@ class TaskReplay:
                 self._model.forget()
 
     def _forget(self, tracking_id: bytes | None) -> None:
-        """Drop expired sightings of a frequent ID: each verdict on it goes through all its sightings."""
+        """Drop expired sightings of a frequent ID, because each verdict on it iterates over all its sightings."""
         known = [] if tracking_id is None else self._model.sightings.get(tracking_id, [])
         if tracking_id is None or len(known) < self._forget_at.get(tracking_id, _MANY_SIGHTINGS):
             return
@@ -109,11 +109,11 @@ class TaskReplay:
         self._forget_at[tracking_id] = max(_MANY_SIGHTINGS, 2 * len(known))
 
     def place(self, source: Source) -> str:
-        """Return a source position, as reports show it."""
+        """Return a source position as shown in reports."""
         return f"{self._plan.topics[source.topic]}/{source.partition} offset {source.offset}"
 
     def doubtful(self, tracking_id: bytes | None, time_ms: int, *, timed: bool) -> bool:
-        """Tell whether the verdict on a record of an ID was in doubt; if not ``timed``, on any record of the ID."""
+        """Whether the verdict on a record with an ID was in doubt; if not ``timed``, on any record with the ID."""
         until_ms = BEFORE_ALL_TIME if tracking_id is None else self._doubt.until_ms(tracking_id)
         return time_ms <= until_ms if timed else until_ms > BEFORE_ALL_TIME
 
@@ -146,7 +146,7 @@ class TaskReplay:
                 self._failed(row, verdict)
 
     def _certain(self, row: Row, verdict: ModelVerdict) -> bool:
-        """Tell whether the verdict is the only possible one; count it as not provable otherwise."""
+        """Return whether the verdict is the only possible one; otherwise count it as not provable."""
         if self._pending:
             return False
         if row.doubt_ms is None or row.id is None or verdict.kind == "dead_letter":
@@ -163,7 +163,7 @@ class TaskReplay:
         return True
 
     def _dead_by_evidence(self, row: Row, letter: Filed) -> None:
-        """Handle a dead letter that the record does not explain: caused by the clock or the broker, or wrong."""
+        """Handle a dead letter that the record does not explain: the clock or the broker caused it, or it is wrong."""
         far_ahead = row.time_ms > row.before_ms + self._plan.max_clock_skew_ms
         by_clock = letter.reason == FUTURE and self._plan.rules.future == "dead_letter"
         if letter.reason == REFUSED_BY_THE_BROKER:
@@ -197,7 +197,7 @@ class TaskReplay:
             self._report.timeline.add(verdict.time_ms, _UNIQUE)
 
     def _expect(self, row: Row, why: str = "", *, certain: bool) -> None:
-        """Note a record that must be in the output; ``why``: the verdict that its header must name."""
+        """Expect a record in the output; ``why`` is the verdict that its header must contain."""
         forwarded = self.forwarded
         if not certain:
             forwarded.expected.optional.add(len(forwarded.ids))
@@ -210,7 +210,7 @@ class TaskReplay:
         forwarded.positions.append(row.position)
 
     def _expect_otherwise(self, row: Row, *besides: str) -> None:
-        """Note that a record may have been forwarded for any reason other than ``besides``."""
+        """Allow that a record was forwarded for any reason other than ``besides``."""
         possible = {"", "late" if self._plan.late_forwarded else ""}
         possible.add("conflict" if self._plan.rules.on_conflict == "forward" else "")
         for why in sorted(possible.difference(besides)):
@@ -278,7 +278,7 @@ class TaskReplay:
             self._violation("wrong_dead_letter", row, text)
 
     def _same(self, row: Row, filed: Filed, side: SideTopic) -> None:
-        """Check that a side topic holds the record unchanged, with its timestamp in a header."""
+        """Check that a side topic contains the record unchanged, with its timestamp in a header."""
         if filed.stands_for:
             same = filed.stands_for == stand_in_of(row.value)
         else:

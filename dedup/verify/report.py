@@ -1,4 +1,4 @@
-"""The outcome of a verification: books, violations, and what is not provable."""
+"""The result of a verification, with books, violations, and records that are not provable."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ VERDICTS: Final = ("unique", "duplicates", "late", "dead_letters")
 
 @dataclass(frozen=True, slots=True)
 class Violation:
-    """One record that contradicts the model."""
+    """A record that contradicts the model."""
 
     kind: ViolationKind
     place: str
@@ -48,54 +48,54 @@ class Violation:
 
 @dataclass(slots=True)
 class Books:
-    """Where the records of one judged partition ended, by the model."""
+    """The counts of verdicts on the records of one judged partition, by the model."""
 
     topic: str
     partition: int
     read: int = 0
     unique: int = 0
-    """Forwarded as the first of their IDs, including conflicts that the topology forwards."""
+    """Records forwarded as the first with their IDs, including conflicts that the topology forwards."""
     exempt: int = 0
-    """Forwarded without judging and marked so, since the topology says so for records without an ID or a value."""
+    """Records without an ID or a value that the topology forwards without a verdict, with a mark."""
     duplicates: int = 0
     conflicts: int = 0
-    """Of ``duplicates``: with a different payload."""
+    """The part of ``duplicates`` with a different payload."""
     late: int = 0
     dead_letters: int = 0
     replayed: int = 0
-    """Of ``read``: sent again by ``dedup replay``."""
+    """The part of ``read`` that ``dedup replay`` sent again."""
     pending: int = 0
-    """Offsets beyond the committed one, counted like the lag of `dedup status`: 0 if they hold no record."""
+    """Offsets beyond the committed one, counted like the lag in `dedup status`; 0 if they hold no record."""
     skipped: int = 0
-    """Offsets before the one at which the topology started: never judged."""
+    """Offsets before the one at which the topology started, which were never judged."""
     not_provable: int = 0
-    """Of ``read``: judged, but the log no longer shows what the verdict had to be."""
+    """The part of ``read`` that was judged but whose correct verdict the log no longer shows."""
     ended: int | None = None
-    """Records found where they ended, including dropped duplicates; None if that cannot be determined."""
+    """Records found in their final place, including dropped duplicates; None if this cannot be determined."""
 
     @property
     def balanced(self) -> bool:
-        """Whether every record read ended in exactly one place, by the model and, if it can be determined, in Kafka."""
+        """Whether every record ended in exactly one place, by the model and, if this can be determined, in Kafka."""
         by_model = self.unique + self.exempt + self.duplicates + self.late + self.dead_letters
         return self.read == by_model and self.ended in {None, self.read}
 
 
 @dataclass(slots=True)
 class Timeline:
-    """Verdicts over event time, in at most a few hundred steps whatever its span."""
+    """Verdicts over event time, in at most a few hundred steps for any time span."""
 
     step_ms: int = _FIRST_BUCKET_MS
     counts: dict[int, list[int]] = field(default_factory=dict)
-    """Start of the step in ms -> records by verdict, in the order of ``VERDICTS``."""
+    """Maps the start of each step in ms to the number of records by verdict, in the order of ``VERDICTS``."""
     undated: dict[str, int] = field(default_factory=dict)
-    """Outcome -> number of records without a usable event time, which no time axis can show."""
+    """Maps each outcome to its number of records without a usable event time, which no time axis can show."""
 
     def add_undated(self, outcome: str, number: int = 1) -> None:
         """Count records without a usable event time."""
         self.undated[outcome] = self.undated.get(outcome, 0) + number
 
     def add(self, time_ms: int, verdict: int, number: int = 1) -> None:
-        """Count records; when there are too many steps, they are made twice as wide."""
+        """Count records; if there are too many steps, make them twice as wide."""
         start = time_ms - time_ms % self.step_ms
         counts = self.counts.get(start)
         if counts is None:
@@ -116,23 +116,23 @@ class Timeline:
 
 @dataclass(slots=True)
 class Report:
-    """The outcome of a verification. All violations are counted; samples are kept up to a limit per kind."""
+    """The result of a verification. All violations are counted, and samples are kept up to a limit per kind."""
 
     topology: str
     cluster: str
     method: str
-    """What was replayed, and where only order-free checks were possible."""
+    """Which parts were replayed, and for which parts only order-free checks were possible."""
     started_at_ms: int
     seconds: float = 0.0
     books: list[Books] = field(default_factory=list)
     counts: dict[ViolationKind, int] = field(default_factory=lambda: dict.fromkeys(MEANINGS, 0))
     samples: list[Violation] = field(default_factory=list)
     sample: int = 1
-    """One tracking ID in so many was judged."""
+    """One tracking ID in this many was judged."""
     unsampled: int = 0
-    """Records that were not judged, since their IDs are not in the sample."""
+    """Number of records that were not judged because their IDs are not in the sample."""
     not_provable: dict[str, int] = field(default_factory=dict)
-    """Reason -> number of records."""
+    """Maps each reason to a number of records."""
     timeline: Timeline = field(default_factory=Timeline)
 
     @property
@@ -146,7 +146,7 @@ class Report:
         return sum(books.read for books in self.books)
 
     def violation(self, kind: ViolationKind, place: str, text: str) -> None:
-        """Count a violation, and keep it as a sample if there are not many of its kind yet."""
+        """Count a violation, and keep it as a sample if there are only a few of its kind so far."""
         self.counts[kind] += 1
         if self.counts[kind] <= SAMPLES_PER_KIND:
             self.samples.append(Violation(kind, place, text))
@@ -157,7 +157,7 @@ class Report:
             self.not_provable[reason] = self.not_provable.get(reason, 0) + number
 
     def closing_line(self) -> str:
-        """Return the numbers of lost and duplicated records, and all others that are not 0."""
+        """Return the numbers of lost and duplicated records, and all other numbers that are not 0."""
         others = "".join(
             f"  {kind} {number}"
             for kind, number in self.counts.items()
@@ -169,7 +169,7 @@ class Report:
         return f"lost {self.counts['lost']}  duplicated {self.counts['duplicated']}{others}{tail}"
 
     def blind_spots(self) -> list[str]:
-        """Return what a sample cannot see, as sentences; an empty list for a full verification."""
+        """Return sentences about what a sample cannot show; empty for a full verification."""
         if self.sample == 1:
             return []
         sampled = (

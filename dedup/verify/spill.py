@@ -1,7 +1,7 @@
-"""Rows on disk, in as many buckets as needed for one bucket to fit into memory.
+"""Keeps rows on disk, in so many buckets that each bucket fits into memory.
 
-A bucket holds everything about some tracking IDs, so every question about an ID is answered within its bucket, and
-questions about order by the positions that rows carry (`cut.Order`). So memory is bounded by the size of a bucket.
+A bucket contains everything about some tracking IDs, so each ID can be checked within its bucket. The order is checked
+by the positions in the rows (`cut.Order`). Memory is therefore bounded by the size of a bucket.
 """
 
 from __future__ import annotations
@@ -14,37 +14,37 @@ from typing import Any, BinaryIO, Final
 import msgspec
 
 BUCKET_ROWS: Final = 60_000
-"""Average number of log rows per bucket; replaying them takes some tens of MB."""
+"""Average number of log rows per bucket; a replay of them takes tens of MB."""
 _PENDING_ROWS: Final = 20_000
 _PENDING_BYTES: Final = 8 << 20
 _LENGTH_BYTES: Final = 8
 _WHOLE_BYTES: Final = 48
-"""Values up to this length are kept as they are, longer ones as length and digest."""
+"""Values up to this length are kept unchanged, and longer ones as length and digest."""
 
 _pack = msgspec.msgpack.Encoder().encode
 _unpack = msgspec.msgpack.Decoder().decode
 
 
 def buckets_for(rows: int) -> int:
-    """Return the number of buckets for so many rows."""
+    """Return the number of buckets for this many rows."""
     return 1 + rows // BUCKET_ROWS
 
 
 def place_of(tracking_id: bytes | None, key: bytes | None, value: bytes | None) -> int:
-    """Return a 64-bit hash that places a record: of its ID, or of key and value if it has none."""
+    """Return a 64-bit hash of a record's ID, or of key and value if it has none, which decides its bucket."""
     content = tracking_id if tracking_id is not None else b"\0%b\0%b" % (key or b"", value or b"")
     return int.from_bytes(blake2b(content, digest_size=8).digest(), "little")
 
 
 def condensed(value: bytes | None) -> bytes | None:
-    """Return a value, or the length and 256-bit digest of a long one; equal only for equal values."""
+    """Return a value, or the length and 256-bit digest of a long value; results are equal only for equal values."""
     if value is None or len(value) <= _WHOLE_BYTES:
         return None if value is None else b"=" + value
     return b"#%d " % len(value) + blake2b(value, digest_size=32).digest()
 
 
 def stand_in_of(value: bytes | None) -> bytes:
-    """Return what a worker writes in place of a value that is too large for a side topic, from the condensed value."""
+    """Return the digest that a worker writes in place of a too large value, computed from the condensed value."""
     if value is not None and value.startswith(b"#"):
         length, _, digest = value[1:].partition(b" ")
         return b"blake2b-256:%b of %b bytes" % (digest.hex().encode(), length)
@@ -53,7 +53,7 @@ def stand_in_of(value: bytes | None) -> bytes:
 
 
 class Spill:
-    """Rows of plain values, written to buckets in any order, and read bucket by bucket in the order written."""
+    """Rows of plain values, which are written to buckets in any order and read bucket by bucket in writing order."""
 
     def __init__(self, directory: str, buckets: int) -> None:
         self.buckets: Final = buckets
@@ -63,10 +63,10 @@ class Spill:
         self._pending_rows = 0
         self._pending_bytes = 0
         self._chunks: Final[list[list[int]]] = [[] for _ in range(buckets)]
-        """Bucket -> file offsets of its chunks."""
+        """Maps each bucket to the file offsets of its chunks."""
 
     def add(self, place: int, row: Sequence[Any], size_bytes: int = 0) -> None:
-        """Add a row to the bucket of its place; ``size_bytes``: the approximate size of its long parts."""
+        """Add a row to the bucket for its place; ``size_bytes`` is the approximate size of its long parts."""
         self._pending[place % self.buckets].append(row)
         self.rows += 1
         self._pending_rows += 1
@@ -75,7 +75,7 @@ class Spill:
             self._flush()
 
     def bucket(self, number: int) -> Iterator[list[Any]]:
-        """Yield the rows of a bucket; tuples come back as lists."""
+        """Yield the rows of a bucket; tuples are returned as lists."""
         self._flush()
         for start in self._chunks[number]:
             self._file.seek(start)

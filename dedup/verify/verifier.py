@@ -1,15 +1,16 @@
-"""The verifier: reads only Kafka, replays the exact model, and reports what is lost, duplicated, changed or reordered.
+"""The verifier, which reads only Kafka, replays the exact model, and reports lost, duplicated, or changed records.
 
-Everything is read up to one cut (`cut`). First the group's committed offsets: only judged records can be expected. Then
-the ends of the topics that the worker writes, open transactions included: what belongs to the committed offsets was
-written below those ends. Reading ``read_committed`` up to them waits for transactions that are still open. What the
-worker commits meanwhile is *pending*: it may or may not be there.
+Everything is read up to one cut (`cut`). The group's committed offsets are read first, because only judged records can
+be expected. Then the ends of the topics that the worker writes are read, including open transactions. The records for
+the committed offsets are below those ends. Reading up to them with ``read_committed`` waits for transactions that are
+still open. Records that the worker commits in the meantime are *pending*, because they may or may not be there.
 
-A partition whose order is in a log is replayed (`direct`, `repartitioned`). Otherwise checks that need no order are
-made (`findings.OrderFree`), and what they leave open is counted as not provable, never as passed.
+A partition is replayed if a log contains its order (`direct`, `repartitioned`). Otherwise, checks that need no order
+are made (`findings.OrderFree`). Records that these checks cannot decide are counted as not provable, never as passed.
 
-Memory is bounded whatever the topics hold: records go to files in buckets by tracking ID (`spill`), and one bucket at a
-time is judged and compared. What depends on the order of all records is a column of integers in a file (`cut.Order`).
+Memory is bounded regardless of the size of the topics. Records are written to files in buckets by tracking ID
+(`spill`), and one bucket at a time is judged and compared. Data that depends on the order of all records is a column of
+integers in a file (`cut.Order`).
 """
 
 from __future__ import annotations
@@ -36,11 +37,12 @@ def verify(
     sample: int = 1,
     scratch: Path | None = None,
 ) -> Report:
-    """Return what a verification found; reads only Kafka, and blocks until everything is read.
+    """Verify a topology by reading only Kafka, and return the report; blocks until everything is read.
 
-    ``sample``: one tracking ID in so many is judged, with all its records. ``scratch``: directory for what does not fit
-    into memory, about 200 bytes plus the key per record; the system's temporary directory by default.
-    Raises StateIncompatible if topology and cluster do not fit, BrokerUnavailable if the cluster cannot be read.
+    With ``sample``, one tracking ID in this many is judged, with all its records. ``scratch`` is a directory for data
+    that does not fit into memory, which is about 200 bytes plus the key per record; the default is the system's
+    temporary directory. Raises StateIncompatible if topology and cluster do not match, and BrokerUnavailable if the
+    cluster cannot be read.
     """
     began_s = time.time()
     report = Report(topology.name, ", ".join(settings.brokers), "replay", int(began_s * 1000), sample=sample)

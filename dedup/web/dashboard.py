@@ -1,4 +1,4 @@
-"""What the dashboard shows, as plain data: the issues that need attention, tasks, totals, latest cases, plots."""
+"""The content of the dashboard as plain data: issues that need attention, tasks, totals, latest cases, and plots."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ from dedup.worker_view import Noted, Peer, TaskPulse
 
 EVERY_S: Final = 1.0
 KEPT: Final = 300
-"""Samples: five minutes."""
+"""Number of samples, for five minutes."""
 PLOTTED: Final = ("unique", "duplicate", "late", "dead_letter", "exempt")
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One moment; rates are per second since the previous sample."""
+    """The values at one moment; rates are per second since the previous sample."""
 
     time_ms: int
     rates: Mapping[str, float]
     lag_records: int | None
     """None while no task knows the end of its partition."""
     median_s: float | None
-    """End-to-end latency of what was committed since the previous sample; None if nothing was."""
+    """End-to-end latency of the records committed since the previous sample; None if there are none."""
     p99_s: float | None
 
 
 @dataclass(slots=True)
 class _Counted:
     numbers: TaskNumbers
-    """A reference, so that no other task's counters can get the same id()."""
+    """A reference to the counters, so that no other task's counters can get the same id()."""
     verdicts: Mapping[str, int]
     latencies: Sequence[int]
 
@@ -102,7 +102,7 @@ def quantile(counts: Sequence[int], share: float) -> float | None:
 
 
 FORMAT = 1
-"""Of the snapshot: a page that stayed open over an upgrade notices another format."""
+"""Format of the snapshot, so that a page that stayed open during an upgrade notices a change."""
 STUCK_S: Final = 30.0
 BEHIND_S: Final = 60.0
 NEARLY_FULL: Final = 0.8
@@ -116,12 +116,12 @@ _NULLABLE: Final = (
     "state_bytes",
     "state_max_bytes",
 )
-"""Fields of a task that are null where this worker does not know them."""
+"""Fields of a task that are null if this worker does not know them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Notice:
-    """One issue that needs attention, in a sentence."""
+    """An issue that needs attention, in a sentence."""
 
     level: Literal["error", "warning"]
     text: str
@@ -186,7 +186,7 @@ def _fleet(peers: Sequence[Peer]) -> Iterator[Notice]:
 def board(
     seen: WorkerSeen, history: MetricHistory, latest: Iterable[Noted], peers: Sequence[Peer], *, now_ms: int
 ) -> dict[str, Any]:
-    """Return the snapshot for one request; its shape is that of `FORMAT`, times are in ms."""
+    """Return the snapshot for one request, in the structure of `FORMAT` and with times in ms."""
     # As in /metrics, the counts include tasks that this worker has closed.
     counted = TaskNumbers()
     for numbers in seen.counters().values():

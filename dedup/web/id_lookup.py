@@ -1,7 +1,7 @@
-"""Looks up an ID in this worker's state and at the owners of the partitions that it does not have.
+"""Looks up an ID in this worker's state and at the owners of the other partitions.
 
-Owners are asked for their own state only, so a request is never forwarded twice. The answer names the partitions that
-could not be asked: an ID is "not known" only if every partition that may hold it was asked.
+Owners are asked only for their own state, so a request is never forwarded twice. The answer contains the partitions
+that could not be asked. An ID is "not known" only if every partition that may hold it was asked.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ OK: Final = 200
 
 
 async def ask_owners(own: LookedUp, peers: Sequence[Peer], token: Secret | None) -> dict[str, Any]:
-    """Return what this worker and the owners of the other partitions know of an ID, as plain data.
+    """Return what this worker and the owners of the other partitions know about an ID, as plain data.
 
-    ``unreached`` lists the partitions that were not asked, and why. Raises nothing for workers that do not answer.
+    ``unreached`` lists the partitions that were not asked, with reasons. No error is raised if a worker does not
+    respond.
     """
     whole = asdict(own)
     whole["sightings"] = [{**seen, "worker": own.worker} for seen in whole["sightings"]]
@@ -67,7 +68,7 @@ def _partitions(peer: Peer, own: LookedUp) -> set[int]:
 
 
 async def _ask(session: ClientSession, peer: Peer, own: LookedUp) -> dict[str, Any] | str:
-    """Return an owner's answer, or why there is none."""
+    """Return an owner's answer, or the reason why there is none."""
     if peer.url is None:
         return "it serves no pages"
     # Slashes in the ID are encoded, too, because they do not separate path segments.

@@ -1,4 +1,4 @@
-"""The web server of a worker: read-only pages, on loopback, or on other addresses behind a token.
+"""The web server of a worker, with read-only pages on loopback, or on other addresses with a token.
 
     /live           the event loop runs
     /ready          every task of this worker runs; 503 with the reason if not
@@ -9,10 +9,10 @@
     /api/records/{topic}/{partition}/{offset}   one source record
     /               the dashboard
 
-Probes need no token and reveal only yes or no. The dashboard's own files need none either: they contain no data, and
-the page asks for the token before it gets any. Pages on loopback refuse other Host headers, so that a web page in
-somebody's browser cannot read them through a host name of its own (DNS rebinding). The plotting library is uPlot 1.6.32
-from npm. The content security policy allows files from this host only, and no inline scripts or styles.
+Probes need no token and reveal only yes or no. The dashboard's own files need none either, because they contain no data
+and the page asks for the token before it gets any. Pages on loopback refuse other Host headers, so that a web page in
+somebody's browser cannot read them through its own host name (DNS rebinding). The plotting library is uPlot 1.6.32 from
+npm. The content security policy allows files from this host only, and no inline scripts or styles.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ FILES: Final[Mapping[str, str]] = {
         )
     },
 }
-"""Path -> file in static/; nothing else of the directory is served."""
+"""Maps each path to a file in static/; no other files in the directory are served."""
 _CONTENT_TYPES: Final[Mapping[str, str]] = {
     "html": "text/html",
     "css": "text/css",
@@ -80,14 +80,14 @@ _SECURITY_HEADERS: Final[Mapping[str, str]] = {
 }
 OPEN_PAGES: Final = frozenset({"/live", "/ready"})
 _SHARED_S: Final = 0.5
-"""How long one snapshot serves all requests: summing the sizes of 256 stores takes a while."""
+"""How long one snapshot is used for all requests, because adding up the sizes of 256 stores takes a while."""
 _MOST_ID_BYTES: Final = 65_536
 log: Final = logging.getLogger(__name__)
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class Answers(Protocol):
-    """Where the pages get their data from: the worker."""
+    """The worker's interface from which the pages get their data."""
 
     def not_ready(self) -> str | None:
         """Return why the worker is not ready; None if it is."""
@@ -99,13 +99,13 @@ class Answers(Protocol):
         """Return the metrics in Prometheus' text format."""
 
     def look_up(self, text: str) -> LookedUp:
-        """Return what this worker's state says of an ID. Raises SettingsError for text that cannot be an ID."""
+        """Return what this worker's state says about an ID. Raises SettingsError for text that cannot be an ID."""
 
     def pulse(self) -> Iterable[TaskPulse]:
         """Return the counters and the lag of every task, which are cheap to read."""
 
     def latest(self) -> Iterable[Noted]:
-        """Return the latest duplicates, conflicts, late records and dead letters."""
+        """Return the latest duplicates, conflicts, late records, and dead letters."""
 
     def peers(self) -> tuple[Peer, ...]:
         """Return the members of the group."""
@@ -126,11 +126,11 @@ class WebServer:
         self._sampling: asyncio.Task[None] | None = None
         self._board: tuple[float, dict[str, Any]] = (0.0, {})
         self.url: str | None = None
-        """Where it listens; None while it does not."""
+        """The address on which it listens; None while it does not."""
 
     @property
     def advertised(self) -> str | None:
-        """Where others find these pages: `web.advertise`, else the address, or the host name if it listens on all."""
+        """The URL for others: `web.advertise`, or the address, or the host name if it listens on all addresses."""
         if self.url is None or self._settings.advertise is not None:
             return None if self.url is None else self._settings.advertise
         if self._settings.host.strip("[]") not in {"0.0.0.0", "::"}:  # noqa: S104  # compared, not listened on
@@ -138,7 +138,7 @@ class WebServer:
         return f"http://{socket.gethostname()}:{self.url.rpartition(':')[2]}"
 
     async def __aenter__(self) -> Self:
-        """Listen at ``url``, unless the address is not available."""
+        """Start to listen at ``url`` if the address is available."""
         host = self._settings.host.strip("[]")
         await self._runner.setup()
         try:

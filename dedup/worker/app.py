@@ -1,7 +1,7 @@
-"""The Faust app of a topology: agents that pass batches to their tasks, the table of sightings, the group's members.
+"""The Faust app of a topology, with agents that pass batches to tasks, the table of sightings, and the group members.
 
-Reading a key of the table asks the task that has it. Writing is refused: a sighting is kept only in the transaction of
-its record. Tasks restore themselves, so Faust's recovery service is never started.
+A read of a table key is answered by the task that owns the key. Writes are refused, because a sighting is only stored
+in the transaction of its record. Tasks restore themselves, so Faust's recovery service is never started.
 """
 
 from __future__ import annotations
@@ -48,19 +48,19 @@ if TYPE_CHECKING:
     from dedup.worker.transport import Consumer
 
 NOWHERE: Final = "no-pages.invalid"
-"""The host of a worker without pages: a name that never exists (RFC 2606)."""
+"""The host name of a worker without pages, which can never exist (RFC 2606)."""
 
 
 def identity(worker_id: str | None, url: str | None) -> str:
-    """Return a worker's name in the group: the address of its pages, and its id, so that no two are equal."""
+    """Return a worker's unique name in the group, which consists of the address of its pages and its id."""
     return str(URL(url or f"http://{NOWHERE}").with_fragment(worker_id))
 
 
 def peers_of(app: DedupApp) -> tuple[Peer, ...]:
-    """Return the members of the group, by name, as of the last assignment; none before the first.
+    """Return the members of the group by name, as of the last assignment; empty before the first assignment.
 
-    Each member announces an address when it joins, and the assignment carries them to all: Faust's metadata does what
-    `application.server` does in Kafka Streams (KIP-67). Only a request shows whether a worker has died since.
+    Each member announces an address when it joins, and the assignment distributes the addresses to all members, as
+    `application.server` does in Kafka Streams (KIP-67). Only a request shows whether a worker has died since then.
     """
     partitions: defaultdict[str, set[tuple[str, int]]] = defaultdict(set)
     assignor = cast("PartitionAssignor", app.assignor)
@@ -88,7 +88,7 @@ class BatchSchema(faust.Schema[Any, Any]):
     """Messages are already `FeedBatch` values; there is nothing to decode."""
 
     def compile(self, app: AppT, **_: Any) -> Callable[..., Any]:
-        """Return a decoder that passes the batch on."""
+        """Return a decoder that returns the batch unchanged."""
         create_event = app.create_event
 
         async def decode(message: Any, *, propagate: bool = False) -> Any:  # Faust's signature
@@ -98,7 +98,7 @@ class BatchSchema(faust.Schema[Any, Any]):
 
 
 def _attach_agents(app: DedupApp) -> None:
-    """Declare one agent per sub-topology; a failure in one crashes the app instead of skipping the batch."""
+    """Declare one agent per sub-topology. If an agent fails, it crashes the app instead of skipping the batch."""
     for sub_topology, topics in app.sub_topologies.items():
         channel = app.topic(*topics, schema=BatchSchema(), acks=False, internal=False)
 
@@ -111,7 +111,7 @@ def _attach_agents(app: DedupApp) -> None:
 
 
 class SightingsStore(FaustStore[Any, Any]):
-    """The store behind the URL ``dedup://``: all sightings that this worker's tasks have applied."""
+    """The store for the URL ``dedup://``, which contains all sightings that this worker's tasks have applied."""
 
     app: DedupApp
 
@@ -142,23 +142,23 @@ class SightingsStore(FaustStore[Any, Any]):
                 yield task.work
 
     def reset_state(self) -> None:
-        """Do nothing: `dedup reset` deletes state."""
+        """Do nothing, because `dedup reset` deletes state."""
 
     async def backup_partition(self, *_: Any, **__: Any) -> NoReturn:
-        """Raise InvariantBroken: the changelog is the backup."""
+        """Raise InvariantBroken, because the changelog is the backup."""
         raise InvariantBroken("Faust must not make a backup here; the changelog topic holds all state.")
 
     def restore_backup(self, *_: Any, **__: Any) -> NoReturn:
-        """Raise InvariantBroken: the changelog is the backup."""
+        """Raise InvariantBroken, because the changelog is the backup."""
         raise InvariantBroken("Faust must not restore a backup here; the changelog topic holds all state.")
 
     def apply_changelog_batch(self, *_: Any, **__: Any) -> NoReturn:
-        """Raise InvariantBroken: tasks restore themselves."""
+        """Raise InvariantBroken, because tasks restore themselves."""
         raise InvariantBroken("Faust's recovery must not write the store; restore belongs to the tasks.")
 
 
 class SightingsTable(faust.Table[Any, Any]):
-    """A `faust.Table` whose every write is refused."""
+    """A `faust.Table` that refuses all writes."""
 
     def on_key_set(self, key: object, value: object) -> NoReturn:
         """Raise InvariantBroken."""
@@ -170,7 +170,7 @@ class SightingsTable(faust.Table[Any, Any]):
 
 
 class TableManager(FaustTableManager):
-    """Faust's table manager without its recovery: tasks restore themselves, partition by partition."""
+    """Faust's table manager without recovery, because tasks restore themselves, partition by partition."""
 
     app: DedupApp
 
@@ -181,7 +181,7 @@ class TableManager(FaustTableManager):
     async def on_rebalance(
         self, assigned: set[TP], revoked: set[TP], newly_assigned: set[TP], generation_id: int = 0
     ) -> None:
-        """Resume Faust's flow at once: a partition is read when its own task is running."""
+        """Resume Faust's flow at once, because a partition is only read when its own task is running."""
         app = self.app
         self._recovery_started.set()
         await self._update_channels()
@@ -197,7 +197,7 @@ class TableManager(FaustTableManager):
         self.on_standbys_ready()
 
     def on_partitions_revoked(self, revoked: set[TP]) -> None:
-        """Stop the standbys; a task that is about to open needs their stores."""
+        """Stop the standbys, because tasks that are about to open need their stores."""
         self.app.standbys.release()
 
     async def on_stop(self) -> None:
@@ -207,7 +207,7 @@ class TableManager(FaustTableManager):
             await table.stop()
 
     async def wait_until_recovery_completed(self) -> bool:
-        """Return at once: no app-wide recovery exists."""
+        """Return at once, because there is no app-wide recovery."""
         return False
 
 
@@ -233,13 +233,13 @@ class DedupApp(faust.App):
     store_pool: StorePool
     topic_check: TopicCheck
     alert: DeadLetterAlert | None = None
-    """Raised while nearly all records become dead letters."""
+    """The alert that is active while nearly all records become dead letters."""
     sub_topologies: dict[str, tuple[str, ...]]
     """Name -> feeding topics."""
 
     @property
     def member(self) -> Consumer:
-        """The consumer, typed as our transport's."""
+        """The consumer, with the type of dedup's own transport."""
         return cast("Consumer", self.consumer)
 
     @property
@@ -249,7 +249,7 @@ class DedupApp(faust.App):
 
 
 def create_app(topology: Topology, settings: Settings, cluster: Cluster, wire: KafkaWire) -> DedupApp:
-    """Return the app of a topology, not started; call it in the event loop that will run it."""
+    """Return the app of a topology without starting it. Call this in the event loop that will run the app."""
     connection = Connection.of(settings, client_id=f"dedup-{topology.name}")
     # Faust needs a directory. A topology's name has no dot, so this one collides with no state; absolute, since Faust
     # puts a relative table directory below the data directory, where it creates none.

@@ -1,12 +1,12 @@
-"""Local state from a checkpoint, for a partition that has none.
+"""Fetches local state from a checkpoint for a partition that has none.
 
-A checkpoint is never needed: the changelog holds everything. A damaged or unreachable checkpoint only costs time: a
-warning, a counter, and the ordinary restore. But if state, changelog and topology do not belong together, a checkpoint
-is refused as local state would be: StateIncompatible.
+A checkpoint is never required, because the changelog contains everything. If a checkpoint is damaged or unreachable,
+the worker logs a warning, increments a counter, and restores as usual. But if a checkpoint does not match the changelog
+or the topology, it is refused with StateIncompatible, as local state would be.
 
-The archive is unpacked next to the state, under a different name, and renamed into place once all of it was read and
-its digest is right. The event loop does the renaming, so an abandoned thread cannot change anything that a later owner
-of the partition could see.
+The archive is unpacked next to the state, under a different name, and is renamed when all of it has been read and its
+digest is correct. The event loop does the renaming, so an abandoned thread cannot change anything that a later owner of
+the partition could see.
 """
 
 from __future__ import annotations
@@ -38,29 +38,31 @@ _STALLED_S: Final = 60.0
 T = TypeVar("T")
 _MOST_AT_ONCE: Final = 4
 SCRATCH: Final = ".bootstrap"
-_INSTEAD: Final = "It is restored from the changelog instead, which holds all of it: nothing is lost, it takes longer."
+_INSTEAD: Final = (
+    "It is restored from the changelog instead, which contains everything. Nothing is lost, but it takes longer."
+)
 
 
 class _Movement:
-    """How much the thread has moved, and whether it should continue."""
+    """The number of bytes that the thread has transferred, and whether it should continue."""
 
     def __init__(self) -> None:
         self.count = 0
         self.given_up = False
 
     def moved(self, size_bytes: int) -> None:
-        """Add moved bytes; raises CheckpointUnusable if the transfer was given up."""
+        """Add transferred bytes; raises CheckpointUnusable if the transfer was abandoned."""
         self.count += size_bytes
         if self.given_up:
-            raise CheckpointUnusable("the transfer was given up.")
+            raise CheckpointUnusable("the transfer was abandoned.")
 
 
 async def transfer(work: Callable[[Moved], T], what: str, *, stalled_s: float = _STALLED_S) -> T:
-    """Return what the blocking function ``work`` returns; it reports the bytes it moves to its argument.
+    """Return the result of the blocking function ``work``, which reports transferred bytes to its argument.
 
-    Raises what ``work`` raises, and CheckpointUnusable if nothing moves for ``stalled_s``. The thread is not of the
-    event loop's pool, which resolves brokers' names and which unresponsive storage would exhaust; and it is a daemon,
-    so that one that hangs does not keep a worker from ending.
+    Raises what ``work`` raises, and CheckpointUnusable if no bytes are transferred for ``stalled_s``. The thread does
+    not belong to the event loop's pool, because unresponsive storage would exhaust the pool, which also resolves host
+    names. It is a daemon thread, so a hanging thread does not keep the worker from exiting.
     """
     loop = asyncio.get_running_loop()
     done: asyncio.Future[T] = loop.create_future()
@@ -90,7 +92,7 @@ async def transfer(work: Callable[[Moved], T], what: str, *, stalled_s: float = 
 
 @dataclass(frozen=True, slots=True)
 class WantedCheckpoint:
-    """What the checkpoint of a partition that is about to open its store must match."""
+    """The values that a checkpoint must match before a partition opens its store."""
 
     identity: StoreIdentity
     fingerprint: bytes
@@ -99,26 +101,26 @@ class WantedCheckpoint:
     changelog: TopicPartition
     state_dir: Path
     directory: Path
-    """Where the store will be opened."""
+    """The directory in which the store will be opened."""
 
 
 class Bootstrap:
-    """Takes checkpoints, and remembers which ones this process took."""
+    """Fetches checkpoints, and remembers which ones this process used."""
 
     def __init__(self) -> None:
         self.unusable = 0
-        """Checkpoints that existed, or may have, and were not taken."""
+        """Number of checkpoints that existed, or may have existed, and could not be used."""
         self._slots: Final = asyncio.Semaphore(_MOST_AT_ONCE)
         self._tried: Final[set[str]] = set()
-        """Archives by digest: one whose store was found damaged is not taken again."""
+        """Digests of archives with damaged stores, which are not used again."""
         self._fresh: Final[dict[Path, Checkpoint]] = {}
-        """Put into place and not opened yet."""
+        """Checkpoints that are in place but not opened yet."""
         self._swept: Final[set[Path]] = set()
 
     async def prepare(self, url: str, wire: Wire, wanted: WantedCheckpoint) -> None:
-        """Fill the partition's directory from its checkpoint, if it is empty and the checkpoint can be taken.
+        """Fill the partition's directory from its checkpoint if the directory is empty and the checkpoint is usable.
 
-        Raises StateIncompatible, with nothing touched, if the checkpoint is another changelog's or topology's.
+        Raises StateIncompatible, with nothing changed, if the checkpoint belongs to another changelog or topology.
         """
         self._sweep(wanted)
         if _has_state(wanted.directory):
@@ -130,7 +132,7 @@ class Bootstrap:
             self._count(wanted, str(error))
 
     def opened(self, directory: Path, open_store: Callable[[], Store]) -> Store:
-        """Return the opened store; one just taken that turns out unusable is deleted first, and then empty."""
+        """Return the opened store. If a store from a checkpoint is unusable, delete it and return an empty store."""
         taken = self._fresh.pop(directory, None)
         if taken is None:
             return open_store()
@@ -141,7 +143,7 @@ class Bootstrap:
         else:
             if store.position == taken.position:
                 return store
-            why = f"{directory}: is at changelog position {store.position}, and should be at {taken.position}."
+            why = f"{directory}: is at changelog position {store.position}, but should be at {taken.position}."
             store.close()
         self._count(taken, why)
         delete_store(directory)
@@ -149,7 +151,7 @@ class Bootstrap:
 
     def _count(self, whose: WantedCheckpoint | Checkpoint, why: str) -> None:
         self.unusable += 1
-        log.warning("the checkpoint of %s was not taken: %s %s", whose.identity, why, _INSTEAD)
+        log.warning("the checkpoint of %s was not used: %s %s", whose.identity, why, _INSTEAD)
 
     async def _try(self, storage: CheckpointStorage, wire: Wire, wanted: WantedCheckpoint) -> None:
         identity = wanted.identity
@@ -162,7 +164,7 @@ class Bootstrap:
         refuse_anothers(found, wanted, bounds, place)
         useless = self._useless(found, wanted, bounds)
         if useless:
-            log.warning("%s: the checkpoint at %s was not taken: %s", identity, place, useless)
+            log.warning("%s: the checkpoint at %s was not used: %s", identity, place, useless)
             return
         self._tried.add(found.sha256)
         began_s = time.monotonic()
@@ -178,16 +180,16 @@ class Bootstrap:
         )
 
     def _useless(self, found: Checkpoint, wanted: WantedCheckpoint, bounds: LogBounds) -> str:
-        """Return why the checkpoint does not help; empty if it does."""
+        """Return why the checkpoint would not help; empty if it would."""
         if found.sha256 in self._tried:
-            return f"it was taken before, and its state is gone or was damaged. {_INSTEAD}"
+            return f"it was used before, and its state was lost or damaged. {_INSTEAD}"
         if found.segment_ms != wanted.segment_ms:
-            return "it was made under another guard period or grace: sightings stand in other segments now."
+            return "it was made with another guard period or grace, so sightings now belong to different segments."
         if found.position < bounds.start:
             # The owner deletes what no live segment needs: all that is left counts, and has to be read anyway.
             return (
-                f"it ends at changelog position {found.position}, and the changelog begins at {bounds.start} by now: "
-                f"nothing in it counts any more. Run `dedup checkpoint` more often."
+                f"it ends at changelog position {found.position}, and the changelog begins at {bounds.start} now, so "
+                "nothing in it counts any more. Run `dedup checkpoint` more often."
             )
         return ""
 
@@ -213,7 +215,7 @@ class Bootstrap:
         self._fresh[wanted.directory] = found
 
     def _sweep(self, wanted: WantedCheckpoint) -> None:
-        """Delete, once, what an earlier process left half unpacked: only this process uses the directory now."""
+        """Once, delete partly unpacked archives of earlier processes. Only this process uses the directory now."""
         home = _scratch_home(wanted)
         if home not in self._swept:
             self._swept.add(home)
@@ -226,7 +228,7 @@ def _scratch_home(wanted: WantedCheckpoint) -> Path:
 
 
 def _has_state(directory: Path) -> bool:
-    """Tell whether anything is in a store's directory."""
+    """Whether a store's directory contains anything."""
     try:
         return any(directory.iterdir())
     except FileNotFoundError:
@@ -236,21 +238,21 @@ def _has_state(directory: Path) -> bool:
 
 
 def refuse_anothers(found: Checkpoint, wanted: WantedCheckpoint, bounds: LogBounds, place: str) -> None:
-    """Raise StateIncompatible for a checkpoint of another partition, changelog or topology."""
+    """Raise StateIncompatible for a checkpoint of another partition, changelog, or topology."""
     theirs, ours = found.identity, wanted.identity
     if (theirs.topology, theirs.partition) != (ours.topology, ours.partition):
         raise StateIncompatible(
-            f"{place}: is the checkpoint of {theirs}, not of {ours}: somebody has moved it. Nothing was touched. Put "
+            f"{place}: is the checkpoint of {theirs}, not of {ours}: somebody has moved it. Nothing was changed. Put "
             f"it back, or set another state.checkpoint."
         )
     remedy = (
-        f"Nothing was touched. Bring the old changelog back; or, if it was given up on purpose, delete the directory "
+        f"Nothing was changed. Bring the old changelog back. If it was discarded on purpose, delete the directory "
         f"{place}, which `dedup reset` does where state.checkpoint is set."
     )
     if theirs.changelog_topic_id != ours.changelog_topic_id:
         raise StateIncompatible(
             f"{place}: is a checkpoint of another changelog topic (id {theirs.changelog_topic_id}, now "
-            f"{ours.changelog_topic_id}): the changelog was deleted and made again. {remedy}"
+            f"{ours.changelog_topic_id}): the changelog was deleted and recreated. {remedy}"
         )
     refuse_other_fingerprint(found.fingerprint, wanted.fingerprint, wanted.feeding)
     if found.position > bounds.end:

@@ -1,8 +1,9 @@
-"""Making a checkpoint: restore a changelog partition into a separate store, then pack and upload it.
+"""Makes a checkpoint by restoring a changelog partition into a separate store, which is then packed and uploaded.
 
-It is built from the changelog, by the code that workers restore with, not from a worker's disk: no worker is paused or
-needed, and what only a disk holds never becomes part of a checkpoint (docs/decisions/0014-checkpoints.md). The store is
-kept, so that the next checkpoint reads only what came after, as a standby does.
+A checkpoint is built from the changelog, with the code that workers use for a restore, rather than from a worker's
+disk. This way, no worker is needed or paused, and data that exists only on a disk never becomes part of a checkpoint
+(docs/decisions/0014-checkpoints.md). The store is kept, so the next checkpoint reads only newer records, as a standby
+does.
 """
 
 from __future__ import annotations
@@ -27,15 +28,15 @@ log: Final = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class MadeCheckpoint:
-    """What was done for one partition."""
+    """The result for one partition."""
 
     partition: int
     records: int
-    """Changelog records read for it."""
+    """Number of changelog records read."""
     checkpoint: Checkpoint | None
-    """The one in force now; None if the partition has no state yet."""
+    """The current checkpoint; None if the partition has no state yet."""
     written: bool
-    """Whether it is new; without changes since the last one, none is made."""
+    """Whether the checkpoint is new; if nothing has changed since the last one, none is made."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,11 +55,12 @@ async def make_checkpoint(
     restoring: Progress,
     packing: Callable[[int, int], None],
 ) -> MadeCheckpoint:
-    """Make the partition's checkpoint: its state at the changelog's present end.
+    """Make a checkpoint of the partition's state at the current end of the changelog.
 
-    Nobody else may use the state directory of the factory's settings. Progress goes to ``restoring`` in changelog
-    offsets and to ``packing`` in bytes, each as (done, total). Raises StateIncompatible if changelog, topology and an
-    older checkpoint do not belong together, and CheckpointUnusable if it cannot be stored: the older one stays.
+    No other process may use the state directory of the factory's settings. Progress is reported to ``restoring`` in
+    changelog offsets and to ``packing`` in bytes, each as (done, total). Raises StateIncompatible if the changelog, the
+    topology, and an older checkpoint do not match. Raises CheckpointUnusable if the checkpoint cannot be stored; the
+    older one then stays in force.
     """
     wanted = factory.wanted(partition)
     place = storage.place(wanted.identity.topology, partition)
@@ -98,16 +100,16 @@ async def make_checkpoint(
 
 
 def _in_force(storage: CheckpointStorage, topology: str, partition: int) -> Checkpoint | None:
-    """Return the checkpoint to be replaced; None for a damaged one, which is replaced in any case."""
+    """Return the checkpoint to be replaced; None if it is damaged, because it is then replaced in any case."""
     try:
         return storage.find(topology, partition)
     except CheckpointUnusable as error:
-        log.warning("the checkpoint in force cannot be read, a new one takes its place: %s", error)
+        log.warning("the current checkpoint cannot be read, so a new one replaces it: %s", error)
         return None
 
 
 async def _restored(factory: TaskFactory, partition: int, progress: Progress) -> _Restored:
-    """Bring our store to the changelog's end, drop what has expired, and close it."""
+    """Restore the store to the changelog's end, drop expired segments, and close it."""
     wanted, window = factory.wanted(partition), factory.topology.window
     store = factory.open_store(partition)
 

@@ -1,8 +1,9 @@
-"""The wall clock as tasks see it: read once, continued by the boot clock, advanced by brokers' times.
+"""The wall clock as tasks see it, which is read once, continued by the boot clock, and advanced by brokers' times.
 
-The wall clock is read once, since it may be set back while the process runs. The boot clock continues it, because the
-monotonic clock stops while the machine is suspended. If the wall clock was behind, or the whole machine was paused, a
-broker's time corrects it: the answer for a transaction's changelog batch says when the broker appended it.
+The wall clock is read only once, because it may be set back while the process runs. The boot clock continues it,
+because the monotonic clock stops while the machine is suspended. If the wall clock was behind, or the whole machine was
+paused, a broker's time corrects it. The response for a transaction's changelog batch says when the broker appended the
+batch.
 """
 
 from __future__ import annotations
@@ -13,20 +14,20 @@ from typing import Final, Protocol
 
 log: Final = logging.getLogger(__name__)
 _TELL_MS: Final = 1_000
-"""Smallest lag behind the broker that is logged."""
+"""The smallest lag behind the broker's clock that is logged."""
 
 
 class Clock(Protocol):
-    """Where tasks get their time from."""
+    """The source of time for tasks."""
 
     put_forward_ms: int
-    """How far brokers' times have advanced it in total."""
+    """By how much brokers' times have advanced the clock in total."""
 
     def now_ms(self) -> int:
-        """Return milliseconds since 1970; never moves back within a process."""
+        """Return milliseconds since 1970; never decreases within a process."""
 
     def heard(self, broker_ms: int) -> None:
-        """Advance to a broker's time: from now on `now_ms` is not before it."""
+        """Advance to a broker's time, so that from now on `now_ms` is not earlier than it."""
 
 
 def _since_boot_s() -> float:
@@ -34,7 +35,7 @@ def _since_boot_s() -> float:
 
 
 class SteadyClock:
-    """Wall time at the start of the process plus the time since, never behind a broker's time that was heard."""
+    """Wall time at the start of the process plus the elapsed time, and never behind a broker's reported time."""
 
     def __init__(self) -> None:
         self._offset_s = time.time() - _since_boot_s()
@@ -53,7 +54,7 @@ class SteadyClock:
         self.put_forward_ms += behind_ms
         if behind_ms >= _TELL_MS:
             log.warning(
-                "this machine's clock is %d ms behind the broker's: future event times are judged by the broker's from "
-                "now on. Look at the machine's time synchronization.",
+                "this machine's clock is %d ms behind the broker's: from now on, future event times are judged by "
+                "the broker's clock. Check the machine's time synchronization.",
                 behind_ms,
             )

@@ -1,16 +1,18 @@
-"""`dedup replay`: send dead letters back to their source, or forward late records, exactly once across any crash.
+"""Implements `dedup replay`, which sends dead letters back to their source, or forwards late records, exactly once.
 
-What is sent and the offset of what was read are one transaction, with a separate transactional id. A dead letter goes
-back to its source partition, unchanged, and is judged like any record; the header `dedup-replayed` keeps its first
-position. A late record would be late again, so it goes to the output instead, marked as outside the guarantee. A record
-that cannot be sent (a digest in place of a value, a timestamp that the source refuses) is reported and stays.
+The sent records and the offset of the records read are written in one transaction, with a separate transactional id. A
+dead letter is sent back to its source partition unchanged and is judged like any record; the header `dedup-replayed`
+keeps its original position. A late record would be late again, so it is sent to the output instead, marked as outside
+the guarantee. A record that cannot be sent (a digest in place of a value, a timestamp that the source rejects) is
+reported and stays in the topic.
 
-The position is an offset of the group `NAME.replay`. A transactional commit cannot set how long an offset is kept: the
-broker forgets it `offsets.retention.minutes` after the last replay, and a replay without it would send everything
-again. So before anything is sent, and again where the replay ends, a mark is set in the group `NAME.replay-mark`, by a
-plain commit without expiry. A mark without a position means that the position was forgotten: nothing is sent until the
-user says where to begin. The source is no safer evidence: retention deletes records there, and a dead letter that was
-replayed and refused again keeps its first position. The mark may be behind the position, never ahead of it.
+The position is an offset of the group `NAME.replay`. A transactional commit cannot set how long an offset is kept, so
+the broker forgets it `offsets.retention.minutes` after the last replay, and a replay without it would send everything
+again. Therefore, a plain commit without expiry sets a mark in the group `NAME.replay-mark` before anything is sent and
+again at the end of the replay. A mark without a position means that the position was forgotten, and nothing is sent
+until the user says where to begin. The source would not be safer evidence, because retention deletes its records, and a
+dead letter that was replayed and became a dead letter again keeps its original position. The mark may be behind the
+position but never ahead of it.
 """
 
 from __future__ import annotations
@@ -41,8 +43,9 @@ DEADLINE_MS: Final = 20_000
 WAIT_MS: Final = 200
 _MOST_UNKNOWN: Final = 10
 Begin = Literal["last", "start"]
-"""Where to begin in a partition whose position the broker has forgotten: where the last replay known to have finished
-ended, or at the first record left."""
+"""Where to begin if the broker has forgotten a partition's position: at the end of the last replay that is known to
+have finished, or at the first remaining record.
+"""
 BEGINNINGS: Final[tuple[Begin, ...]] = get_args(Begin)
 _DEAD_HEADERS: Final = (REASON, DETAIL, SOURCE, TIMESTAMP)
 _LATE_HEADERS: Final = (SOURCE, TIMESTAMP)
@@ -50,16 +53,16 @@ _LATE_HEADERS: Final = (SOURCE, TIMESTAMP)
 
 @dataclass(slots=True)
 class Replayed:
-    """What a replay did."""
+    """The result of a replay."""
 
     sent: int = 0
     left: list[str] = field(default_factory=list)
-    """Records that cannot be sent: their positions, and why."""
+    """The positions of records that cannot be sent, and the reasons."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReplayPlan:
-    """What is replayed: dead letters to their source, or late records to the output."""
+    """The plan of a replay, which sends dead letters to their source or late records to the output."""
 
     topic: str
     group: str
@@ -67,10 +70,10 @@ class ReplayPlan:
     headers: tuple[str, ...]
     forward: bool
     output: str
-    """Where late records are forwarded to; empty for dead letters."""
+    """The topic to which late records are forwarded; empty for dead letters."""
     limit: int | None
     begin: Begin | None = None
-    """None: refuse if the position was forgotten."""
+    """None means that a forgotten position is an error."""
 
 
 class Replay:
@@ -89,10 +92,10 @@ class Replay:
         self._refused: dict[TopicPartition, dict[int, str]] = {}
 
     async def run(self, tell: Callable[[Replayed], None]) -> Replayed:
-        """Send everything there is at the start; ``tell`` is called after each commit.
+        """Send all records that exist at the start; ``tell`` is called after each commit.
 
         Raises StateIncompatible, with nothing sent, if the broker has forgotten the position and the plan does not say
-        where to begin; SettingsError if it says so and no position was forgotten.
+        where to begin. Raises SettingsError if the plan does say so but no position was forgotten.
         """
         topic = self._plan.topic
         sides = [TopicPartition(topic, partition) for partition in range(self._cluster.topics[topic].partitions)]
@@ -101,7 +104,7 @@ class Replay:
         if forgotten and self._plan.begin is None:
             raise self._refusal(forgotten)
         if self._plan.begin is not None and not forgotten:
-            why = f"no position in {topic} is forgotten, so the replay goes on where it was; leave it out"
+            why = f"no position in {topic} is forgotten, so the replay continues where it stopped; omit this option"
             raise SettingsError([Problem("--from", why)])
         for side in sides:
             end = (await bounds_of(self._wire, side)).end
@@ -126,7 +129,7 @@ class Replay:
         )
 
     async def _begin(self, session: Session, side: TopicPartition) -> int:
-        """Return where to begin, after setting the mark that reveals a forgotten position later."""
+        """Set the mark that later reveals a forgotten position, and return where to begin."""
         # Read in the new epoch: a replay that was killed may have had a commit in flight.
         position, mark = await self._known(side, stable=True)
         start = (await bounds_of(self._wire, side)).start
@@ -157,7 +160,7 @@ class Replay:
                 # From now on one record per batch, so that the broker's answer names the next one.
                 found = self._refused.setdefault(side, {})
                 if len(refused.rows) == 1:
-                    found[refused.rows[0]] = "the topic it goes to refuses it"
+                    found[refused.rows[0]] = "its target topic refuses it"
             else:
                 return
 
@@ -220,7 +223,7 @@ class Replay:
         return next_offset
 
     def _line(self, side: TopicPartition, columns: Columns, row: int) -> tuple[TopicPartition, Line] | str:
-        """Return where a record goes and what is sent; or a sentence saying why it cannot be sent."""
+        """Return a record's target and what to send, or a sentence that says why it cannot be sent."""
         names = self._plan.headers
         headers = columns.headers[row]
         own, ours = headers[: -len(names)], headers[-len(names) :]
@@ -232,7 +235,7 @@ class Replay:
         kept = {name: value or b"" for name, value in ours}
         topic, partition, _ = kept[SOURCE].decode().rsplit("/", 2)
         if topic not in self._topology.source.topics:
-            return f"it came from {topic}, which is no source topic any more"
+            return f"it came from {topic}, which is no longer a source topic"
         source = TopicPartition(topic, int(partition))
         target = self._output_of(columns, row, source) if self._plan.forward else source
         added: list[Header] = [(REPLAYED, kept[SOURCE])]
@@ -260,12 +263,12 @@ class Replay:
 
 
 def _lost(position: int | None, mark: int | None) -> bool:
-    """Tell whether the broker has forgotten a position."""
+    """Whether the broker has forgotten a position."""
     return position is None and mark is not None
 
 
 def replay_plan(topology: Topology, *, late: bool, limit: int | None, begin: Begin | None = None) -> ReplayPlan | str:
-    """Return what to replay; or a sentence saying why this topology has nothing to replay."""
+    """Return what to replay, or a sentence that says why this topology has nothing to replay."""
     groups = topology.replay_group, topology.replay_mark_group
     if not late:
         return ReplayPlan(
@@ -273,9 +276,9 @@ def replay_plan(topology: Topology, *, late: bool, limit: int | None, begin: Beg
         )
     topic = getattr(topology.late, "topic", None)
     if topic is None:
-        return "late records of this topology have no topic of their own"
+        return "this topology has no topic for late records"
     if topology.output is None:
-        return "this topology only observes: it has no output to forward late records to"
+        return "this topology only observes, so it has no output for late records"
     return ReplayPlan(
         topic, *groups, _LATE_HEADERS, forward=True, output=topology.output.topic, limit=limit, begin=begin
     )

@@ -1,7 +1,7 @@
-"""The work of a `dedup` task: verdicts based on its state, sightings into the write buffer, records to send.
+"""The work of a `dedup` task, which judges records by its state, buffers sightings, and creates the records to send.
 
-Behind a repartition topic `unwrap` first restores the records as they were in the source topics: their source position
-and timestamp travel in reserved headers.
+With a repartition topic, `unwrap` first restores the records as they were in the source topics. Reserved headers
+contain their source positions and timestamps.
 """
 
 from __future__ import annotations
@@ -45,19 +45,21 @@ from dedup.worker.task import Frozen
 
 log: Final = logging.getLogger(__name__)
 _SAMPLED_IDS: Final = 8
-"""IDs per sample: hashing so few takes less time than judging a few hundred records."""
+"""IDs per sample; hashing this few takes less time than judging a few hundred records."""
 _SAMPLE_EVERY: Final = 1000
-"""Records from one sample to the next, so that not every small batch pays for one."""
+"""Records between two samples, so that not every small batch pays for one."""
 FOREIGN: Final = (
     "{topic}/{partition} offset {offset} was not written by a repartition task: it lacks the headers dedup-source and "
-    "dedup-timestamp. Stop whatever else writes to that topic, then `dedup reset`."
+    "dedup-timestamp. Stop any other program that writes to that topic, then run `dedup reset`."
 )
 _WARM_IDS: Final = 20_000
-"""IDs whose filters each commit after a restart reads back, until all are there: about 10 ms a commit."""
+"""After a restart, each commit loads this many IDs into the filters until all are loaded, which takes about 10 ms per
+commit.
+"""
 _MOST_FOLDS: Final = 3
-"""Of a whole batch; if it holds more records that no topic takes, it is judged in pieces."""
+"""Attempts to judge a whole batch; if it contains more records that no topic accepts, it is judged in parts."""
 PIECE: Final = 64
-"""Records judged together then: each record that no topic takes costs one more fold of its piece."""
+"""Records per part in this case; each record that no topic accepts costs one more fold of its part."""
 _NO_HEADERS: Final[list[Header]] = []
 _CLOCK_TOLERANCE_MS: Final = 1_000
 """A smaller difference between clocks never causes records to be judged again."""
@@ -75,7 +77,7 @@ class Placement:
         """Records since the last sample."""
 
     def sample(self, ids: Sequence[bytes | None]) -> None:
-        """Count the sampled IDs and the misplaced ones; warn at the first of these."""
+        """Count the sampled and the misplaced IDs, and warn about the first misplaced one."""
         if self._count < 2:  # noqa: PLR2004  # with one partition nothing is misplaced
             return
         self._passed += len(ids)
@@ -95,7 +97,7 @@ class Placement:
             log.warning(
                 "%s/%d: %d of %d sampled IDs belong to another partition by Kafka's default partitioner. Is the topic "
                 "keyed by something else? Equal IDs in different partitions are not found; then remove "
-                "`partitioned_by` from the topology. If its producers place IDs by another rule, all is well.",
+                "`partitioned_by` from the topology. If its producers place IDs by another rule, ignore this warning.",
                 self._feeding.topic,
                 self._feeding.partition,
                 misplaced,
@@ -104,7 +106,7 @@ class Placement:
 
 
 def record_key_of(state_key: bytes) -> bytes | None:
-    """Return the record key that a producer writes for an ID; None for a digest, a composite or an unusual type."""
+    """Return the record key that a producer writes for an ID; None for a digest, a composite, or an unusual type."""
     tag, rest = state_key[:1], state_key[1:]
     match tag:
         case encoding.TEXT | encoding.BYTES | encoding.BIG_INTEGER:
@@ -118,13 +120,13 @@ def record_key_of(state_key: bytes) -> bytes | None:
 
 
 class Once:
-    """What the tasks of this process log only once."""
+    """Messages that the tasks of this process log only once."""
 
     def __init__(self) -> None:
         self._logged: Final[set[Hashable]] = set()
 
     def first(self, what: Hashable) -> bool:
-        """Return True the first time this is asked about ``what``."""
+        """Return True at the first call for ``what``."""
         if what in self._logged:
             return False
         self._logged.add(what)
@@ -132,7 +134,7 @@ class Once:
 
 
 def note_format(rows: Rows, row: int, plan: DedupPlan, judged: TaskNumbers) -> None:
-    """Count a dead letter of another format than JSON by that format; log the first of each topic and format."""
+    """Count a dead letter in a format other than JSON by that format; log the first one of each topic and format."""
     fault = rows.extracted.faults.get(row)
     if fault is None or not fault.format_name:
         return
@@ -143,7 +145,7 @@ def note_format(rows: Rows, row: int, plan: DedupPlan, judged: TaskNumbers) -> N
         log.warning(
             "%s/%d/%d is a dead letter: %s. If all records of the topic are so, none of them can be judged: let the "
             "producers write JSON in UTF-8, or take the tracking ID from the key or a header with `format: bytes`. "
-            "This is said once; the metric dedup_other_formats_total counts on.",
+            "This is logged once; the metric dedup_other_formats_total counts all of them.",
             topic,
             source.partition,
             source.offset,
@@ -164,7 +166,7 @@ class Unwrapped:
 
 
 def unwrap(batch: FeedBatch, source_topics: tuple[str, ...]) -> Unwrapped:
-    """Return the records as they were in the source; raises InvariantBroken for one that no repartition task wrote."""
+    """Return the records as they were in the source. InvariantBroken means that no repartition task wrote one."""
     positions = {topic: position for position, topic in enumerate(source_topics)}
     feeds: list[Feed] = []
     sources: list[int] = []
@@ -213,7 +215,7 @@ def sighting_batches(
     compression: str,
     most_bytes: int = BATCH_BYTES,
 ) -> list[RecordBatch]:
-    """Return the changelog records that restore these sightings: segment -> ID -> value."""
+    """Return the changelog records that restore these sightings, given as segment -> ID -> value."""
     if len(writes) == 1:
         # Nearly always: one segment and IDs of one length, which can be laid out in columns.
         ((segment, part),) = writes.items()
@@ -236,15 +238,15 @@ def sighting_batches(
 
 @dataclass(frozen=True, slots=True)
 class DedupPlan:
-    """What a topology prescribes for judging one partition."""
+    """A topology's rules for judging one partition."""
 
     feeding: TopicPartition
     changelog: TopicPartition
     feeds: tuple[Feed, ...]
-    """Every source partition that can reach this task; a single one when it reads the source itself."""
+    """Every source partition whose records can reach this task; only one if the task reads the source itself."""
     source_topics: tuple[str, ...]
     wrapped: bool
-    """The feeding topic is our repartition topic; see `unwrap`."""
+    """Whether the feeding topic is the repartition topic; see `unwrap`."""
     extractor: Extractor
     rules: Rules
     max_clock_skew_ms: int
@@ -252,21 +254,21 @@ class DedupPlan:
     fingerprint: bytes
     compression: str
     feeding_topic_id: str = ""
-    """Kafka's id of the feeding topic: a recreated topic has other records at the same offsets."""
+    """Kafka's id of the feeding topic, because a recreated topic has different records at the same offsets."""
     once: Once = field(default_factory=Once)
     """Shared by all tasks of the worker."""
     partitions: int = 1
-    """Of the source topic if it is read directly, for the sampling of misplaced IDs; else 1."""
+    """Partition count of the source topic if it is read directly, for the sampling of misplaced IDs; otherwise 1."""
 
 
 @dataclass(frozen=True, slots=True)
 class Future:
-    """Records that were judged to be in the future."""
+    """Records that were judged as being in the future."""
 
     least_ms: int
-    """The least of their event times."""
+    """The smallest of their event times."""
     put_forward_ms: int
-    """How far brokers' times had advanced the clock when the first of them was judged."""
+    """By how much brokers' times had advanced the clock when the first of them was judged."""
 
 
 class DedupTask:
@@ -290,34 +292,36 @@ class DedupTask:
         self._clock: Final = clock
         self._numbers: Final = numbers
         self._judged = TaskNumbers()
-        """Verdicts of the open transaction; if it is aborted and judged again, they are counted once."""
+        """Verdicts of the open transaction, kept apart so that they are counted only once if it is aborted and judged
+        again.
+        """
         self.recent: Final = Recent()
         self._store: Store | None = None
         self._began = 0
-        """Start of the changelog at the restore."""
+        """First offset of the changelog at the time of the restore."""
         self._buffer: WriteBuffer | None = None
         self._applied = StreamTime.before(plan.feeds)
         self._stream_time = self._applied
         self._future: Future | None = None
-        """Records of the open transaction that were judged to be in the future."""
+        """Records of the open transaction that were judged as being in the future."""
         self._placement: Final = Placement(plan.feeding, plan.partitions, numbers)
 
     @property
     def oldest_live_ms(self) -> int:
-        """The least event time at which an applied sighting that still counts ends."""
+        """The smallest event time at which an applied sighting can end and still count."""
         return self._window.oldest_live_ms(self._applied.value_ms)
 
     @property
     def changelog(self) -> TopicPartition:
-        """The changelog partition that the state is restored from."""
+        """The changelog partition from which the state is restored."""
         return self._plan.changelog
 
     @property
     def truncate_below(self) -> int | None:
         """The lowest changelog offset that a live segment needs; None if no segment is held.
 
-        Computed from applied state only. Sightings not applied yet are at higher offsets: the store's position is at or
-        above the first offset of every segment, and below the open transaction's records.
+        Computed from applied state only. Sightings that are not applied yet have higher offsets, because the store's
+        position is at or above the first offset of every segment and below the open transaction's records.
         """
         store = self._store
         record = None if store is None else store.task_record
@@ -344,7 +348,7 @@ class DedupTask:
         return self._buffer
 
     async def restore(self, committed: int | None) -> int:
-        """See `TaskWork`; raises StateIncompatible, with nothing touched, if state and topology do not match."""
+        """See `TaskWork`; raises StateIncompatible, with nothing changed, if state and topology do not match."""
         plan = self._plan
         if self._keeping.prepare is not None:
             await self._keeping.prepare()
@@ -361,7 +365,7 @@ class DedupTask:
         return max(committed or 0, record.next_offset)
 
     async def overtaken(self) -> bool:
-        """See `TaskWork`; the changelog holds a task record of every commit."""
+        """See `TaskWork`; the changelog contains a task record for every commit."""
         store = self._opened()
         before = store.task_record
         await self._restore(store)
@@ -378,11 +382,11 @@ class DedupTask:
         return restored.records
 
     def _kept_from(self, stream_time_ms: int) -> int:
-        """Return the changelog offset from which all state that is live at a stream time was written.
+        """Return the changelog offset from which on all state that is live at a given stream time was written.
 
-        At or above `truncate_below` once this is applied, so the owner's own truncation is never taken for a loss. It
-        rises as segments expire, and never because the changelog begins later than before: somebody else may have
-        truncated it, and then only this disk holds what is gone.
+        It is at or above `truncate_below` once this is applied, so a truncation by the owner is never mistaken for a
+        loss. It rises when segments expire, but not when the changelog begins later than before, because somebody else
+        may have truncated it, and then only this disk holds the deleted records.
         """
         store = self._opened()
         oldest_ms = self._window.oldest_live_ms(stream_time_ms)
@@ -404,7 +408,7 @@ class DedupTask:
         raise StateIncompatible(
             f"{changelog.topic}/{changelog.partition} holds no task record, although the group has judged records of "
             f"{self._plan.feeding.topic}/{self._plan.feeding.partition} up to offset {committed}: the changelog was "
-            f"deleted or emptied. Nothing was touched. Bring it back, or start over with `dedup reset`."
+            f"deleted or emptied. Nothing was changed. Bring it back, or start over with `dedup reset`."
         )
 
     def _accept(self, record: TaskRecord) -> None:
@@ -426,10 +430,11 @@ class DedupTask:
         return batches
 
     def _judged_in(self, most_folds: int, batch: FeedBatch, refusals: Refusals) -> list[RecordBatch] | None:
-        """Judge a batch; None, with nothing changed, if the last fold still finds a record that no topic takes.
+        """Judge a batch; None, with nothing changed, if the last fold still finds a record that no topic accepts.
 
         Each fold turns only the first such record into a dead letter. A dead letter leaves no sighting, so later
-        verdicts may change: another record that does not fit may be a duplicate now, and need not go anywhere whole.
+        verdicts may change. For example, another record that is too large may now be a duplicate that need not be sent
+        in full.
         """
         plan = self._plan
         unwrapped = unwrap(batch, plan.source_topics) if plan.wrapped else None
@@ -464,7 +469,7 @@ class DedupTask:
         return self._remember(rows, outcome, now_ms)
 
     def _note_future(self, rows: Rows, outcome: Outcome, ceiling_ms: int) -> None:
-        """Remember verdicts that a broker's clock may still contradict."""
+        """Remember verdicts that a broker's clock may contradict later."""
         if outcome.dead or outcome.clamped:
             future = [time_ms for time_ms in rows.extracted.times_ms if time_ms > ceiling_ms]
             if future:
@@ -473,7 +478,7 @@ class DedupTask:
                 self._future = Future(min(known.least_ms, found.least_ms), known.put_forward_ms)
 
     def _confirm(self, future: Future | None, append_time_ms: int) -> None:
-        """Raise ClockBehind if a record was in the future only because our clock was behind the broker's."""
+        """Raise ClockBehind if a record was in the future only because the worker's clock was behind the broker's."""
         if append_time_ms < 0:
             return  # a changelog without LogAppendTime, created by hand: there is only our clock
         self._clock.heard(append_time_ms)
@@ -482,7 +487,7 @@ class DedupTask:
         if future.least_ms <= append_time_ms + self._plan.max_clock_skew_ms:
             raise ClockBehind(
                 f"{self._plan.feeding}: an event time of {future.least_ms} ms was too far in the future by this "
-                f"machine's clock, and is not by the broker's."
+                "machine's clock, but is not by the broker's."
             )
 
     def _lookup(self, ids: Sequence[bytes], least_ms: int) -> Mapping[bytes, Sightings]:
@@ -495,7 +500,7 @@ class DedupTask:
         }
 
     def _remember(self, rows: Rows, outcome: Outcome, now_ms: int) -> list[RecordBatch]:
-        """Put the new sightings into the open generation; return them as changelog batches."""
+        """Add the new sightings to the open generation, and return them as changelog batches."""
         writes, plan = self._writes(rows, outcome), self._plan
         if not writes:
             return []
@@ -522,7 +527,10 @@ class DedupTask:
         return writes
 
     def _grouped(self, rows: Rows, outcome: Outcome) -> Iterator[tuple[int, Feed, list[int]]]:
-        """Yield (segment, feed, rows); nearly always one segment and one feed, so that is tried first."""
+        """Yield (segment, feed, rows).
+
+        There is nearly always only one segment and one feed, so this case is tried first.
+        """
         times_ms, singles = outcome.judged_times_ms, outcome.singles
         taken = list(map(times_ms.__getitem__, singles))
         least = self._window.segment_of(min(taken))
@@ -578,11 +586,11 @@ class DedupTask:
         )
 
     def _drop_expired(self) -> None:
-        """Drop segments that no longer count, by *applied* stream time: the open transaction may still abort."""
+        """Drop segments that no longer count, by *applied* stream time; the open transaction may still abort."""
         self._opened().drop_below(self.oldest_live_ms, self._segment_ms)
 
     def idle(self) -> list[RecordBatch]:
-        """See `TaskWork`; no other task reads what a dedup task writes."""
+        """See `TaskWork`; no other task reads the output of a dedup task."""
         return []
 
     def discard(self) -> None:
@@ -615,7 +623,10 @@ class DedupTask:
 
 
 def _longest(values: Sequence[bytes]) -> Sightings:
-    """Return an ID's sightings; an extended one is also in its earlier segments, shorter, and the longest counts."""
+    """Return an ID's sightings.
+
+    Earlier segments hold shorter versions of an extended sighting, and the longest counts.
+    """
     longest: dict[tuple[object, ...], Sighting] = {}
     for value in values:
         for seen in decode_sightings(value):

@@ -1,4 +1,4 @@
-"""What a worker says about itself: is it ready, what its tasks do, its metrics, whether an ID was seen."""
+"""Reports a worker's readiness, tasks, and metrics, and whether an ID was seen."""
 
 from __future__ import annotations
 
@@ -36,17 +36,17 @@ STATES: Final = ("created", "restoring", "running", "closed")
 Sample = tuple[tuple[str, ...], "float | Durations"]
 """Label values in the order of the metric's labels, and the value."""
 _FRESH_S: Final = 2.0
-"""Age up to which an answer counts; the leader of a quiet partition answers five times a second."""
+"""Maximum age of a usable response; the leader of a quiet partition responds five times a second."""
 _Record = tuple[bytes | None, bytes | None, list[tuple[str, bytes | None]]]
 
 
 @dataclass(frozen=True, slots=True)
 class Scrape:
-    """What one scrape reads; the counters are summed up once for all metrics."""
+    """The values that one scrape reads; the counters are added up once for all metrics."""
 
     seen: WorkerSeen
     counted: tuple[tuple[tuple[str, str, str], TaskNumbers], ...]
-    """Of every task that is or was in this worker, ordered."""
+    """The counters of every task that is or was in this worker, in order."""
 
     @classmethod
     def of(cls, seen: WorkerSeen) -> Self:
@@ -56,7 +56,7 @@ class Scrape:
 
 
 def _each(read: Callable[[TaskSeen], float | Durations | None]) -> Callable[[Scrape], Iterator[Sample]]:
-    """Return a reader of one value of every task, without unknown ones."""
+    """Return a function that reads one value of every task and omits unknown values."""
 
     def samples(scrape: Scrape) -> Iterator[Sample]:
         for task in scrape.seen.tasks:
@@ -68,7 +68,7 @@ def _each(read: Callable[[TaskSeen], float | Durations | None]) -> Callable[[Scr
 
 
 def _counted(read: Callable[[TaskNumbers], float | Durations]) -> Callable[[Scrape], Iterator[Sample]]:
-    """Return a reader of one counter of every task that is or was here."""
+    """Return a function that reads one counter of every task that is or was in this worker."""
 
     def samples(scrape: Scrape) -> Iterator[Sample]:
         for place, numbers in scrape.counted:
@@ -78,7 +78,7 @@ def _counted(read: Callable[[TaskNumbers], float | Durations]) -> Callable[[Scra
 
 
 def _split(read: Callable[[TaskNumbers], Mapping[str, float]]) -> Callable[[Scrape], Iterator[Sample]]:
-    """Return a reader of several counters, by one more label, of every task that is or was here."""
+    """Return a function that reads several counters, split by a label, of every task that is or was in this worker."""
 
     def samples(scrape: Scrape) -> Iterator[Sample]:
         for place, numbers in scrape.counted:
@@ -137,13 +137,13 @@ READERS: Final[Mapping[str, Callable[[Scrape], Iterable[Sample]]]] = {
 
 
 class WorkerCollector(Collector):
-    """Reads the worker once per scrape; costs nothing between scrapes."""
+    """Reads the worker once per scrape, and does nothing between scrapes."""
 
     def __init__(self, look: Callable[[], WorkerSeen]) -> None:
         self._look: Final = look
 
     def collect(self) -> Iterator[Family]:
-        """Yield every metric of `METRICS`, even without a sample."""
+        """Yield every metric of `METRICS`, even if it has no sample."""
         scrape = Scrape.of(self._look())
         for metric in METRICS:
             yield _family(metric, READERS[metric.name](scrape))
@@ -165,7 +165,7 @@ def _family(metric: Metric, samples: Iterable[Sample]) -> Family:
 
 
 def _cumulated(durations: Durations) -> list[tuple[str, float]]:
-    """Return the buckets as Prometheus expects them: each one includes all below it."""
+    """Return the buckets as Prometheus expects them, where each bucket includes all lower ones."""
     bounds = [*map(floatToGoString, durations.bounds_s), "+Inf"]
     below = 0
     buckets: list[tuple[str, float]] = []
@@ -195,12 +195,12 @@ class Introspection:
         if tasks.failure.done():
             return "the worker is stopping after a failure"
         if not tasks.opened.is_set():
-            return "no assignment yet, or a rebalance is going on"
+            return "there is no assignment yet, or a rebalance is in progress"
         waiting = [task for task in tasks.running.values() if task.state is not TaskState.RUNNING]
         return f"{len(waiting)} of {len(tasks.running)} tasks are not running yet" if waiting else None
 
     def seen(self) -> WorkerSeen:
-        """Return the worker's present state."""
+        """Return the worker's current state."""
         app = self._app
         return WorkerSeen(
             topology=self._topology.name,
@@ -220,7 +220,7 @@ class Introspection:
         return exposition(self.seen)
 
     def caught_up(self, feeding: TopicPartition, task: Task) -> bool:
-        """Tell whether a task has judged and committed all there is of its partition."""
+        """Whether a task has judged and committed all records of its partition."""
         end = self._app.member.fetcher.end(feeding)
         # A leader that does not answer may hold records that nobody has seen.
         if end is None or asyncio.get_running_loop().time() - end.seen_s > _FRESH_S:
@@ -253,7 +253,7 @@ class Introspection:
         )
 
     def look_up(self, text: str) -> LookedUp:
-        """Return what the state of this worker's partitions says of an ID.
+        """Return what the state of this worker's partitions says about an ID.
 
         Raises SettingsError for a text that cannot be an ID of this topology.
         """
@@ -290,12 +290,12 @@ class Introspection:
         return SeenId(partition, sighting.first_ms, sighting.last_ms, guarded_ms, place, live, went)
 
     def pulse(self) -> Iterator[TaskPulse]:
-        """Yield those numbers of every task that are cheap to read."""
+        """Yield the numbers of every task that are cheap to read."""
         for feeding, task in self._app.tasks.running.items():
             yield TaskPulse(task.numbers, self._lag(feeding, task))
 
     def latest(self) -> Iterator[Noted]:
-        """Yield the latest committed duplicates, conflicts, late records and dead letters of every task."""
+        """Yield the latest committed duplicates, conflicts, late records, and dead letters of every task."""
         # If the content is the ID, showing the ID would show the payload.
         ids = not isinstance(self._topology.tracking_id.rule, ContentRule | RawContentRule)
         for task in self._app.tasks.running.values():
@@ -303,16 +303,16 @@ class Introspection:
                 yield from task.work.recent.shown(self._topology.source.topics, ids=ids)
 
     def peers(self) -> tuple[Peer, ...]:
-        """Return the members of the group as of the last assignment; none before it."""
+        """Return the members of the group as of the last assignment; empty before the first."""
         return peers_of(self._app)
 
     async def record(self, topic: str, partition: int, offset: int) -> ShownRecord | None:
-        """Return a source record, truncated if long; None if the log does not hold it (any more).
+        """Return a source record, truncated if it is long; None if the log does not hold it, or no longer does.
 
-        Raises NoAnswer or StateIncompatible, the latter also for a topic that is no source of this topology.
+        Raises NoAnswer or StateIncompatible; the latter also if the topic is not a source of this topology.
         """
         if topic not in self._topology.source.topics:
-            raise StateIncompatible(f"{topic!r} is no source topic of {self._topology.name!r}.")
+            raise StateIncompatible(f"{topic!r} is not a source topic of {self._topology.name!r}.")
         found = await self._app.wire.fetch(TopicPartition(topic, partition), offset, max_bytes=1, wait_ms=0)
         if offset not in found.offsets:
             return None
@@ -322,7 +322,7 @@ class Introspection:
 
 
 def state_keys(topology: Topology, text: str) -> list[bytes]:
-    """Return the state keys that an ID as typed may stand for: ``7`` is the text "7" or the number 7.
+    """Return the state keys that a typed ID may stand for; for example, ``7`` is the text "7" or the number 7.
 
     A composite ID is written as a JSON list of its parts, a content ID as the content itself.
     """
@@ -336,7 +336,7 @@ def state_keys(topology: Topology, text: str) -> list[bytes]:
         elif one.id not in keys:
             keys.append(one.id)
     if not keys:
-        raise SettingsError([Problem("ID", f"{text!r} can be no ID of {topology.name!r}: {why}")])
+        raise SettingsError([Problem("ID", f"{text!r} cannot be an ID of {topology.name!r}: {why}")])
     return keys
 
 
@@ -371,7 +371,7 @@ def _is_json(text: str) -> bool:
 
 
 def _nested(members: list[tuple[Path, str]]) -> str:
-    """Return a JSON value that has these literals at these paths."""
+    """Return a JSON value with these literals at these paths."""
     at_once: dict[str | int, list[tuple[Path, str]]] = {}
     for path, literal in members:
         if not path:

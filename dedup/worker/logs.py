@@ -1,6 +1,6 @@
-"""A worker's logs: one line or JSON object per event, on standard error; record values never appear.
+"""A worker's logs, with one line or JSON object per event, on standard error and without record values.
 
-A JSON object names the task, topic and partition that its message is about, taken from the message's arguments.
+A JSON object contains the task, topic, and partition of its message, which are taken from the message's arguments.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ NOISY: Final = (
     "dedup.worker.app",
     "dedup.worker.transport",
 )
-"""Logged from WARNING on, whatever the level: aiokafka's debug level prints record values."""
+"""Loggers that always have the level WARNING, because aiokafka prints record values at the debug level."""
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object per event: time (UTC), level, logger, worker, message; task, topic and partition where known."""
+    """One JSON object per event, with time (UTC), level, logger, worker, message, and known task, topic, partition."""
 
     def __init__(self, worker_id: str | None = None) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class JsonFormatter(logging.Formatter):
 
 
 def _about(record: logging.LogRecord) -> Iterator[tuple[str, object]]:
-    """Yield the task, topic and partition that a message is about: the first one among its arguments."""
+    """Yield the task, topic, and partition of a message, which are the first ones among its arguments."""
     for argument in record.args if isinstance(record.args, tuple) else ():
         match argument:
             case TaskId(sub_topology, feeding):

@@ -1,10 +1,10 @@
-"""What a worker does periodically beside its tasks: delete what no restore needs, bound the state, raise alerts.
+"""A worker's periodic work: deletes records that no restore needs, limits the state's size, and raises alerts.
 
-Deleting is safe at any moment, even by an owner that is about to be fenced. A changelog record below the first offsets
-of all segments that were live at some applied stream time belongs to segments dropped at or before it; stream time
-never goes back, and the next owner of the partition has applied at least as much. A restore begins at the log's start
-if that is above its position. In the repartition topic only records below a known commit that are older than `KEEP_MS`
-are deleted: `dedup verify` replays from it.
+Deleting is safe at any moment, even by an owner that is about to be fenced. If a changelog record is below the first
+offsets of all segments that were live at some applied stream time, it belongs to segments that are already dropped.
+Stream time never decreases, and the next owner of the partition has applied at least as much. A restore begins at the
+log's start if that is above its position. In the repartition topic, only records that are below a known commit and
+older than `KEEP_MS` are deleted, because `dedup verify` replays that topic.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ SPAN_MS: Final = 60_000
 _LEAST_RECORDS: Final = 100
 _LEAST_SHARE: Final = 0.95
 _NOT_JUDGED: Final = frozenset({"repartitioned"})
-"""Counted on the first hop; judged on the second."""
+"""Verdicts of the first hop are not counted, because the second hop judges the records."""
 EVERY_S: Final = 30.0
 KEEP_MS: Final = 86_400_000
 
 
 @dataclass(frozen=True, slots=True)
 class Counted:
-    """What all tasks had judged at some moment."""
+    """The counts of all tasks at some moment."""
 
     time_ms: int
     judged: int
@@ -59,7 +59,7 @@ class Counted:
 
 
 def alert_between(begin: Counted, end: Counted, *, goes_on: bool) -> DeadLetterAlert | None:
-    """Return the alert, if any, for the records judged between two moments; ``goes_on``: there was one before."""
+    """Return the alert for the records judged between two moments, if any; ``goes_on`` says that one was active."""
     judged = end.judged - begin.judged
     grown = Counter(dict(end.reasons))
     grown.subtract(begin.reasons)
@@ -71,10 +71,10 @@ def alert_between(begin: Counted, end: Counted, *, goes_on: bool) -> DeadLetterA
 
 
 class DeadShare:
-    """Alerts if nearly all records of the last minute are dead letters, which points to a common cause.
+    """Raises an alert if nearly all records of the last minute are dead letters, which suggests a common cause.
 
-    An alert needs enough records to begin, and ends with the first minute whose share is lower or that had none; a slow
-    topic does not make it end and begin repeatedly.
+    An alert begins only with enough records. It ends with the first minute that has a lower share or no records, so
+    that a slow topic does not make it end and begin repeatedly.
     """
 
     def __init__(self) -> None:
@@ -82,7 +82,7 @@ class DeadShare:
         self._looks: Final[deque[Counted]] = deque()
 
     def look(self, now: Counted) -> bool:
-        """Add the counters of a moment; return whether an alert has begun or ended."""
+        """Add the current counters; return whether an alert has begun or ended."""
         last = self._looks[-1] if self._looks else None
         if last is not None and now.judged < last.judged:
             return False  # in a rebalance: the counters of closed tasks are about to be added
@@ -96,20 +96,20 @@ class DeadShare:
 
 
 class Maintenance:
-    """One worker's deletions; `run` until cancelled."""
+    """The periodic work of one worker; `run` works until it is canceled."""
 
     def __init__(self, app: DedupApp, topology: Topology, clock: Clock) -> None:
         self._app: Final = app
         self._topology: Final = topology
         self._clock: Final = clock
         self._deleted: dict[TopicPartition, int] = {}
-        """Partition -> the offset below which records were last deleted."""
+        """Maps each partition to the offset below which records were last deleted."""
         self._warned = False
         self._truncated: Final[set[TopicPartition]] = set()
-        """Changelogs that somebody else has truncated; each is logged once."""
+        """Changelogs that were truncated by somebody else; each is logged once."""
 
     async def run(self) -> None:
-        """Work periodically; state that is too large fails the worker."""
+        """Work periodically; if state is too large, the worker fails."""
         while True:
             await asyncio.sleep(EVERY_S)
             try:
@@ -125,7 +125,7 @@ class Maintenance:
                     self._warned = True
 
     def refuse_too_large(self) -> None:
-        """Raise StateIncompatible if a partition's state has outgrown its bound; all of it is committed."""
+        """Raise StateIncompatible if a partition's committed state exceeds its limit."""
         most = self._topology.state.max_bytes_per_partition
         for feeding, task in self._app.tasks.running.items():
             dedup_task = task.work
@@ -140,12 +140,13 @@ class Maintenance:
             if size > most:
                 raise StateIncompatible(
                     f"the state of {feeding.topic}/{feeding.partition} takes {size:,} bytes, more than "
-                    f"state.max_bytes_per_partition ({format_size(most)}). The worker stops; nothing is lost, what was "
-                    f"judged is committed. Raise the bound if the disk has room, or shorten guard_period or grace."
+                    f"state.max_bytes_per_partition ({format_size(most)}). The worker stops. Nothing is lost, because "
+                    "all judged records are committed. Raise the limit if the disk has room, or shorten guard_period "
+                    "or grace."
                 )
 
     async def delete(self) -> None:
-        """Delete changelog records that no live segment needs, and committed old records of the repartition topic."""
+        """Delete changelog records that no live segment needs, and old committed records of the repartition topic."""
         wanted: dict[TopicPartition, int] = {}
         for feeding, task in list(self._app.tasks.running.items()):
             dedup_task = task.work
@@ -164,15 +165,15 @@ class Maintenance:
             log.info("%s: records below %d are deleted", partition, offset)
 
     def _log_if_truncated(self, dedup_task: DedupTask, begin: int) -> None:
-        """Log an error, once, if the changelog begins after what live segments need: we never delete that."""
+        """Log an error once if the changelog lacks records that live segments need; dedup never deletes those."""
         record = dedup_task.store.task_record if dedup_task.store is not None else None
         if record is None or not record.counts_on_more(begin) or dedup_task.changelog in self._truncated:
             return
         self._truncated.add(dedup_task.changelog)
         log.error(
             "%s begins at offset %d, but state in force was written from offset %d on: somebody has truncated it. Only "
-            "this worker's disk, and warm standbys, hold what is gone: keep the disk until retention has passed, or an "
-            "owner without it will refuse to start.",
+            "this worker's disk, and warm standbys, hold the deleted records. Keep the disk until retention has "
+            "passed; an owner without it will refuse to start.",
             dedup_task.changelog,
             begin,
             record.kept_from,

@@ -1,8 +1,8 @@
-"""Where tasks start to read: committed offsets, the notes kept with them, and `start` if there is no offset.
+"""Finds where tasks start to read, from committed offsets and their notes, or from `start` if there is no offset.
 
-The metadata of each committed offset names the topics it refers to by their ids (KIP-516). Kafka keeps offsets under a
-topic's name: a topic that was deleted and recreated has other records at the same offsets, and a recreated changelog
-holds none of the state behind them.
+The metadata of each committed offset contains the ids of the topics that it refers to (KIP-516), because Kafka stores
+offsets under a topic's name. A recreated topic has different records at the same offsets, and a recreated changelog
+holds none of the state for them.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ T = TypeVar("T")
 _FEEDING: Final = "feeding"
 CHANGELOG: Final = "changelog"
 RESETTING: Final = "dedup-reset-in-progress"
-"""Note on the offsets of a group whose state a `dedup reset` is deleting."""
+"""The note on the offsets of a group while `dedup reset` deletes its state."""
 
 
 async def bounds_of(wire: Wire, partition: TopicPartition) -> LogBounds:
-    """Return a partition's start and high watermark; retries while its leader moves."""
+    """Return a partition's start and high watermark; retries while its leader changes."""
     return await answered(wire, lambda: wire.bounds(partition))
 
 
 async def answered(wire: Wire, ask: Callable[[], Awaitable[T]]) -> T:
-    """Return the answer to an idempotent request; retries while there is none."""
+    """Return the response to an idempotent request; retries until there is one."""
     while True:
         try:
             return await ask()
@@ -37,7 +37,7 @@ async def answered(wire: Wire, ask: Callable[[], Awaitable[T]]) -> T:
 
 
 async def first_offset(wire: Wire, feeding: TopicPartition, start: Start) -> int:
-    """Return the offset that ``start`` means; a time in ms means the first record at or after it."""
+    """Return the offset for ``start``; a time in ms means the first record at or after it."""
     bounds = await bounds_of(wire, feeding)
     match start:
         case "earliest":
@@ -52,16 +52,16 @@ async def first_offset(wire: Wire, feeding: TopicPartition, start: Start) -> int
 
 
 async def committed_offset(wire: Wire, group: str, source: TopicPartition, *, stable: bool = True) -> int | None:
-    """Return the offset of `committed_position` alone."""
+    """Return only the offset of `committed_position`."""
     position = await committed_position(wire, group, source, stable=stable)
     return None if position is None else position.offset
 
 
 async def committed_position(wire: Wire, group: str, source: TopicPartition, *, stable: bool = True) -> Position | None:
-    """Return the group's current committed offset; retries while its coordinator is away.
+    """Return the group's current committed offset; retries while its coordinator is unavailable.
 
-    ``stable`` also retries while an open transaction would change the offset (KIP-447). For an owner, who has ended the
-    transactions of its own id; an observer would wait for a dead worker's transaction to time out.
+    With ``stable``, it also retries while an open transaction may change the offset (KIP-447). Only an owner uses this,
+    after it has ended the transactions of its id; an observer would wait for a dead worker's transaction to time out.
     """
     while True:
         answer = await answered(wire, lambda: wire.committed_offset(group, source, stable=stable))
@@ -76,12 +76,12 @@ async def committed_position(wire: Wire, group: str, source: TopicPartition, *, 
 
 
 def offset_note(feeding_id: str, changelog_id: str | None = None) -> str:
-    """Return the note of a task that reads a topic and, if it keeps state, writes a changelog."""
+    """Return the note of a task, with the id of the topic that it reads and, if it keeps state, of its changelog."""
     return f"{_FEEDING}={feeding_id}" + (f" {CHANGELOG}={changelog_id}" if changelog_id is not None else "")
 
 
 def refuse_other_topics(found: str, ours: str, feeding: TopicPartition) -> None:
-    """Raise StateIncompatible if the note of a committed offset names another topic, or a reset in progress.
+    """Raise StateIncompatible if the note of a committed offset names another topic or an unfinished reset.
 
     An offset without a note was set by hand or by an older release, and is accepted.
     """
@@ -92,7 +92,7 @@ def refuse_other_topics(found: str, ours: str, feeding: TopicPartition) -> None:
             what = f"its source topic {feeding.topic!r}" if kind == _FEEDING else "its changelog"
             raise StateIncompatible(
                 f"the group's offset of {feeding} was committed when {what} had id {theirs[kind]}, and the topic of "
-                f"that name has id {here[kind]} now: it was deleted and made again. Nothing was touched; start over "
+                f"that name has id {here[kind]} now: it was deleted and recreated. Nothing was changed; start over "
                 f"with `dedup reset`."
             )
 
@@ -101,8 +101,8 @@ def refuse_half_reset(note: str, feeding: TopicPartition) -> None:
     """Raise StateIncompatible if a reset of the group was interrupted."""
     if note == RESETTING:
         raise StateIncompatible(
-            f"a `dedup reset` began and did not end: it has marked the group's offset of {feeding}, and the state is "
-            f"partly deleted. Nothing was judged. Run the same `dedup reset` again, which finishes it."
+            f"a `dedup reset` was interrupted: it has marked the group's offset of {feeding}, and the state is "
+            f"partly deleted. Nothing was judged. Run the same `dedup reset` again to finish it."
         )
 
 

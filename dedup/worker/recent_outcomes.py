@@ -1,7 +1,7 @@
-"""The latest duplicates, conflicts, late records and dead letters of a task: samples to show, not counts.
+"""Samples of a task's latest duplicates, conflicts, late records, and dead letters, for display.
 
-A few of each kind are kept per batch, and shown once their transaction is committed. Only positions, IDs and reasons
-are kept, never a payload.
+A few cases of each kind are kept per batch and are shown once their transaction is committed. Only positions, IDs, and
+reasons are kept, never a payload.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dedup.worker_view import Kind, Noted
 
 MOST_OF_A_BATCH: Final = 5
 MOST_KEPT: Final = 20
-"""Of each kind."""
+"""Number of cases kept of each kind."""
 _SECONDS_FROM_MS: Final = 10_000
 _MINUTES_FROM_MS: Final = 600_000
 
@@ -37,24 +37,24 @@ class _Case:
 
 
 class Recent:
-    """One task's latest cases: those of the open transaction and those committed."""
+    """One task's latest cases, those of the open transaction and those that are committed."""
 
     def __init__(self) -> None:
         self._open: list[_Case] = []
         self._committed: Final[dict[Kind, deque[_Case]]] = {}
 
     def note(self, rows: Rows, outcome: Outcome, now_ms: int) -> None:
-        """Keep a few cases of a batch just judged; `commit` shows them."""
+        """Keep a few cases of a batch that was just judged; `commit` makes them visible."""
         if outcome.duplicates or outcome.repeats or outcome.conflicts or outcome.late or outcome.dead:
             self._open.extend(_cases(rows, outcome, now_ms))
 
     def freeze(self) -> list[_Case]:
-        """Return the cases of the transaction that is about to be committed; later ones belong to the next."""
+        """Return the cases of the transaction that is about to be committed; later cases belong to the next one."""
         frozen, self._open = self._open, []
         return frozen
 
     def commit(self, frozen: Iterable[_Case]) -> None:
-        """Show cases whose transaction is known to be committed."""
+        """Make the cases of a transaction that is known to be committed visible."""
         for case in frozen:
             self._committed.setdefault(case.kind, deque(maxlen=MOST_KEPT)).append(case)
 
@@ -63,7 +63,7 @@ class Recent:
         self._open.clear()
 
     def shown(self, source_topics: Sequence[str], *, ids: bool) -> Iterator[Noted]:
-        """Yield the committed cases in words, the oldest of each kind first; ``ids``: IDs may be shown."""
+        """Yield the committed cases as text, the oldest of each kind first; ``ids`` says whether to show IDs."""
         for cases in self._committed.values():
             for case in cases:
                 text = id_text(case.key) if ids and case.key is not None else None
@@ -98,7 +98,7 @@ def _place(source: Source, source_topics: Sequence[str]) -> str:
 
 
 def _about(duration_ms: int) -> str:
-    """Return a rounded duration: to seconds from ten seconds on, to minutes from ten minutes on."""
+    """Return a duration, rounded to seconds from ten seconds on and to minutes from ten minutes on."""
     unit_ms = 1 if duration_ms < _SECONDS_FROM_MS else 1_000 if duration_ms < _MINUTES_FROM_MS else 60_000
     return format_duration(round(duration_ms / unit_ms) * unit_ms)
 

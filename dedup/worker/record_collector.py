@@ -1,6 +1,6 @@
-"""From outcomes to record batches: which record goes where, with which headers, in the broker's own format.
+"""Turns outcomes into record batches in the broker's own format, and decides each record's topic and headers.
 
-Also what a broker refused in the open transaction (`Refusals`), and what topics are known to take (`Limits`).
+Also keeps what brokers refused in the open transaction (`Refusals`) and what topics are known to accept (`Limits`).
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ from dedup.worker.clock import Clock
 
 log: Final = logging.getLogger(__name__)
 _TIME_RANGE: Final = re.compile(r"timestamp should be within \[(-?\d{1,19}), (-?\d{1,19})\]")
-"""How brokers since Kafka 3.6 refuse a timestamp (KIP-937)."""
+"""The message with which brokers since Kafka 3.6 refuse a timestamp (KIP-937)."""
 Misfits = dict[tuple[str, int], str]
-"""Topic and feeding offset -> why that topic does not take the record."""
+"""Maps a topic and a feeding offset to the reason why that topic does not accept the record."""
 TRUSTED_MS: Final = 60_000
 SOURCE: Final = "dedup-source"
 TIMESTAMP: Final = "dedup-timestamp"
@@ -53,15 +53,17 @@ _FIRST_SOURCE: Final = "dedup-first-source"
 IDLE: Final = "dedup-idle"
 DIGEST: Final = "dedup-digest"
 ID: Final = "dedup-id"
-"""On records that `dedup ingest` and `IdempotentWriter` send: the tracking ID, if the record itself holds none."""
+"""Header with the tracking ID on records that `dedup ingest` and `IdempotentWriter` send, if the record itself has
+none.
+"""
 REPLAYED: Final = "dedup-replayed"
-"""On records that `dedup replay` sent: their source position when they were first judged."""
+"""Header on records that `dedup replay` sent, with their source position when they were first judged."""
 SLACK_BYTES: Final = 65_536
-"""Room for our headers: late and dead-letter topics take records this much larger than the source's."""
+"""Late and dead-letter topics accept records this much larger than the source does, to leave room for added headers."""
 _LATE_ADDED: Final = 2
-"""How many headers `RecordCollector` adds to a late record: its source position and its timestamp."""
+"""Number of headers that `RecordCollector` adds to a late record (source position and timestamp)."""
 _DEAD_ADDED: Final = 4
-"""The same for a dead letter, with reason and detail."""
+"""Number of headers that it adds to a dead letter, which also has a reason and a detail."""
 
 
 # What is sent in place of a refused record when the transaction is judged again:
@@ -84,21 +86,21 @@ class SideTopics(NamedTuple):
 
 @dataclass(slots=True)
 class Refusals:
-    """What was learned since the last commit."""
+    """Refusals that were learned since the last commit."""
 
     rows: Misfits = field(default_factory=dict)
-    """What a topic does not take; the verdict decides whether the record would go there."""
+    """Records that a topic does not accept; the verdict decides whether a record would be sent there."""
     digests: set[tuple[str, int]] = field(default_factory=set)
     """Topic and feeding offset of late records and dead letters that are sent as a digest."""
     cuts: dict[TopicPartition, set[int]] = field(default_factory=dict)
-    """Feeding offsets at which a batch ends and the next one begins."""
+    """Feeding offsets at which one batch ends and the next one begins."""
     times_ms: dict[str, tuple[int, int]] = field(default_factory=dict)
-    """Topic -> the least and greatest timestamp it takes, as its broker stated."""
+    """Maps each topic to the smallest and greatest timestamp that its broker says it accepts."""
 
     def learn(self, refusal: RecordRefused, side_topics: SideTopics) -> int | None:
-        """Record one refused batch; return the offset of a record that no topic takes, None if there is none.
+        """Record one refused batch; return the offset of a record that no topic accepts, None if there is none.
 
-        Raises the refusal itself if it concerns our own records and nothing can be changed.
+        Raises the refusal itself if it concerns records that dedup created, because these cannot be replaced.
         """
         topic = refusal.topic
         rows = [row for row in refusal.rows if row != OWN_ROW]
@@ -122,7 +124,7 @@ class Refusals:
         return None
 
     def _learn_row(self, topic: str, row: int, why: str, side_topics: SideTopics, *, too_large: bool) -> bool:
-        """Choose what is sent in place of a record; False if nothing is left to send."""
+        """Choose what to send in place of a record; False if nothing is left to send."""
         whole = too_large and (topic, row) not in self.digests
         if whole and topic in side_topics:
             self.digests.add((topic, row))
@@ -133,7 +135,7 @@ class Refusals:
         return True
 
     def untimely(self, topic: str, timestamp_ms: int) -> str | None:
-        """Return why the broker will refuse a timestamp; None if it takes it, or has not stated a range."""
+        """Return why the broker will refuse a timestamp; None if the broker accepts it or has not stated a range."""
         allowed = self.times_ms.get(topic)
         if allowed is None or allowed[0] <= timestamp_ms <= allowed[1]:
             return None
@@ -155,8 +157,8 @@ def with_faults(extracted: Extracted, batch: FeedBatch, refused: Mapping[int, st
 class Limits:
     """The size limits of the topics that a worker writes to, shared by its tasks.
 
-    A limit is trusted for a minute, so that a larger `max.message.bytes` is found without a restart: after that a
-    record that is too large is sent anyway, and the limit is read again only if the broker refuses it.
+    A limit is trusted for a minute, so that an increase of `max.message.bytes` is noticed without a restart. After
+    that, a record that is too large is sent anyway, and the limit is read again only if the broker refuses the record.
     """
 
     def __init__(self, known: Mapping[str, Limit], clock: Clock, wire: Wire | None) -> None:
@@ -171,7 +173,7 @@ class Limits:
         return BATCH_BYTES if known is None else known.surely_fits_bytes
 
     def refuses(self, batch: RecordBatch, compression: str) -> str | None:
-        """Return why the broker will refuse a batch of one record; None if it takes it, or if that is unknown."""
+        """Return why the broker will refuse a batch of one record; None if it will accept it or that is unknown."""
         topic = batch.target.topic
         limit = self._known.get(topic)
         if limit is None or len(batch.rows) > 1 or batch.builder.size() <= limit.surely_fits_bytes:
@@ -186,13 +188,13 @@ class Limits:
         )
 
     async def look_again(self, target: TopicPartition) -> None:
-        """Read the limit of the partition's topic again; an unanswered request changes nothing."""
+        """Read the limit of the partition's topic again; if there is no response, nothing changes."""
         if self._wire is None:
             return
         try:
             limit = await self._wire.limit(target)
         except NoAnswer as error:
-            log.warning("%s: its limits cannot be read (%s); the broker's refusals decide", target, error)
+            log.warning("%s: its limits cannot be read (%s), so the broker's refusals decide", target, error)
             return
         if limit is not None:
             if limit != self._known.get(target.topic):
@@ -212,7 +214,7 @@ class _NoTime:
 
 
 _NOT_KNOWN: Final = Limits({}, _NoTime(), None)
-"""For topics whose configs are not read: the broker decides."""
+"""For topics whose configs are not read, so that the broker decides."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,7 +227,7 @@ class Route:
 
 @dataclass(frozen=True, slots=True)
 class Routes:
-    """Where each verdict goes; None means nowhere."""
+    """The target of each verdict; None means that nothing is written."""
 
     source_topics: tuple[str, ...]
     output: Route | None
@@ -236,14 +238,14 @@ class Routes:
     conflicts: Route | None = None
     output_headers: bool = False
     keep_partition: bool = True
-    """Output keeps the source's partition number; otherwise the record's key, or its ID, chooses it."""
+    """Whether the output keeps the source's partition number; otherwise the record's key or ID determines it."""
     time_is_record: bool = True
-    """Event time is the record's timestamp, so the output record gets the clamped time."""
+    """Whether the event time is the record's timestamp, in which case the output record gets the clamped time."""
     compression: str = "snappy"
 
 
 class RecordCollector:
-    """Turns what `fold` found into record batches for one task."""
+    """Turns the outcome of `fold` into record batches for one task."""
 
     def __init__(self, routes: Routes, partition: int, limits: Limits = _NOT_KNOWN) -> None:
         self._routes: Final = routes
@@ -252,17 +254,17 @@ class RecordCollector:
 
     @property
     def side_topics(self) -> SideTopics:
-        """The topics that take late records and dead letters."""
+        """The topics for late records and dead letters."""
         late = self._routes.late
         return SideTopics(self._routes.dead_letter.topic, None if late is None else late.topic)
 
     def publish(
         self, batch: FeedBatch, rows: Rows, outcome: Outcome, refusals: Refusals, misfits: Misfits
     ) -> list[RecordBatch]:
-        """Return the batches for output, duplicates, conflicts, late and dead letters, each in the log's order.
+        """Return the batches for output, duplicates, conflicts, late records, and dead letters, all in log order.
 
-        ``misfits`` gains the records that their topic does not take; they are in no batch. A late record or dead
-        letter that does not fit is replaced by its digest.
+        Records that their topic does not accept are left out of the batches and added to ``misfits``. A late record or
+        dead letter that is too large is replaced by its digest.
         """
         routes = self._routes
         outgoing: list[tuple[TopicPartition, Iterable[Line]]] = []
@@ -284,7 +286,7 @@ class RecordCollector:
     def fitting(
         self, target: TopicPartition, lines: Iterable[Line], refusals: Refusals, misfits: Misfits
     ) -> list[RecordBatch]:
-        """Return the lines as batches; ``misfits`` gains those that the topic does not take, which are left out."""
+        """Return the lines as batches; lines that the topic does not accept are left out and added to ``misfits``."""
         if refusals.rows or target.topic in refusals.times_ms:
             lines = list(_taken_there(lines, target.topic, refusals, misfits))
         batches = []
@@ -299,7 +301,7 @@ class RecordCollector:
     def _side_batches(
         self, target: TopicPartition, lines: Iterable[Line], refusals: Refusals, added: int
     ) -> list[RecordBatch]:
-        """Return late records or dead letters as batches; one that does not fit, or was refused, becomes its digest."""
+        """Return late records or dead letters as batches; a record that is too large or refused becomes its digest."""
         if refusals.digests:
             known = refusals.digests
             lines = [_digest(line, added) if (target.topic, line[0]) in known else line for line in lines]
@@ -416,7 +418,7 @@ class RecordCollector:
 
 
 def _taken_there(lines: Iterable[Line], topic: str, refusals: Refusals, misfits: Misfits) -> Iterator[Line]:
-    """Yield the lines that the topic is not known to refuse; ``misfits`` gains the others."""
+    """Yield the lines that the topic is not known to refuse; add the others to ``misfits``."""
     for line in lines:
         why = refusals.rows.get((topic, line[0])) or refusals.untimely(topic, line[1])
         if why is None:
@@ -426,9 +428,9 @@ def _taken_there(lines: Iterable[Line], topic: str, refusals: Refusals, misfits:
 
 
 def _digest(line: Line, added: int) -> Line:
-    """Return what is sent in place of a record that does not fit; its source position leads to the original.
+    """Return what to send in place of a record that is too large; its source position identifies the original.
 
-    Only the last ``added`` headers are kept, which are ours: the source's may be large.
+    Only the last ``added`` headers, which dedup added, are kept, because the source's headers may be large.
     """
     row, timestamp_ms, _, value, headers = line
     digest = blake2b(value or b"", digest_size=32).hexdigest()

@@ -1,4 +1,4 @@
-"""The work of a `repartition` task: it sends each source record, unjudged, to the partition of its tracking ID."""
+"""The work of a `repartition` task, which sends each source record, without judging it, to the partition of its ID."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from dedup.worker.task import Frozen
 
 @dataclass(frozen=True, slots=True)
 class RepartitionPlan:
-    """What a topology prescribes for repartitioning one source partition."""
+    """A topology's rules for repartitioning one source partition."""
 
     feeding: TopicPartition
     target: str
@@ -54,7 +54,9 @@ class RepartitionTask:
         self._clock: Final = clock
         self._numbers: Final = numbers
         self._judged = TaskNumbers()
-        """Counts of the open transaction; if it is aborted and judged again, they are counted once."""
+        """Counts of the open transaction, kept apart so that they are counted only once if it is aborted and judged
+        again.
+        """
         self.recent: Final = Recent()
 
     async def restore(self, committed: int | None) -> int:
@@ -69,7 +71,7 @@ class RepartitionTask:
         return False
 
     def judge(self, batch: FeedBatch, refusals: Refusals) -> list[RecordBatch]:
-        """See `TaskWork`; records keep their order per ID, originals travel in headers."""
+        """See `TaskWork`; records keep their order per ID, and headers contain their original positions."""
         plan = self._plan
         extracted = plan.extractor(batch.keys, batch.values, batch.headers, batch.timestamps_ms)
         # A record without an ID needs a verdict, too: some dedup task makes it a dead letter or follows the policy.
@@ -104,7 +106,7 @@ class RepartitionTask:
     def _dead_letters(
         self, batch: FeedBatch, extracted: Extracted, refusals: Refusals, refused: Mapping[int, str]
     ) -> list[RecordBatch]:
-        """Return dead letters for records that the repartition topic does not take: no dedup task will see them."""
+        """Return dead letters for records that the repartition topic does not accept; no dedup task will see them."""
         dead = []
         for row, offset in enumerate(batch.offsets):
             if offset in refused:
@@ -120,7 +122,7 @@ class RepartitionTask:
         return self.collector.publish(batch, rows, outcome, refusals, {})  # dead letters are replaced, not left out
 
     def idle(self) -> list[RecordBatch]:
-        """Return a marker for every repartition partition: this feed has no more records for now."""
+        """Return a marker for every repartition partition, which says that this feed has no more records for now."""
         topic, partition = self._plan.feeding
         now_ms = self._clock.now_ms()
         headers: list[Header] = [(IDLE, f"{topic}/{partition}".encode()), (TIMESTAMP, str(now_ms).encode())]

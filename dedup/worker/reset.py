@@ -1,7 +1,7 @@
-"""`dedup reset`: delete offsets, changelog, repartition topic and local state, so that a topology starts as if new.
+"""Implements `dedup reset`, which deletes offsets, changelog, repartition topic, and local state of a topology.
 
-An interrupted reset can be run again. Before anything is deleted the group's offsets are marked; a worker that finds
-the mark refuses to start until a reset has finished.
+After a reset, the topology starts as if new. An interrupted reset can be run again. Before anything is deleted, the
+group's offsets are marked, and a worker that finds the mark refuses to start until a reset has finished.
 """
 
 from __future__ import annotations
@@ -43,25 +43,25 @@ LOOK_S: Final = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Doomed:
-    """What a reset will delete."""
+    """Everything that a reset will delete."""
 
     group: str
     topics: tuple[str, ...]
     partitions: tuple[Path, ...]
     """Directories on this machine."""
     checkpoints: tuple[str, ...] = ()
-    """Their places, if `state.checkpoint` is set."""
+    """URLs of the checkpoints, if `state.checkpoint` is set."""
 
 
 def local_state(topology: Topology, state_dir: Path) -> tuple[Path, ...]:
-    """Return the state directories of a topology's partitions, of one worker or of a fleet's, one level below."""
+    """Return the state directories of a topology's partitions, of one worker or, one level below, of a local fleet."""
     homes = [state_dir, *(path for path in state_dir.iterdir() if path.is_dir())] if state_dir.is_dir() else []
     owned = [home / topology.name for home in homes if (home / topology.name).is_dir()]
     return tuple(sorted(path for directory in owned for path in directory.iterdir() if path.name.isdigit()))
 
 
 def delete_local_state(partitions: Sequence[Path]) -> None:
-    """Delete stores and the directories they leave empty; raises StateIncompatible for a store in use."""
+    """Delete stores, and directories that become empty; raises StateIncompatible if a store is in use."""
     for path in partitions:
         delete_store(path)
         with contextlib.suppress(OSError):  # another partition, or something that is not ours, is left
@@ -86,7 +86,7 @@ class Reset:
         if members:
             names = ", ".join(f"{member.worker_id} at {member.host}" for member in members)
             raise DedupError(
-                f"the group {self._topology.name!r} has members: {names}. Nothing was touched; stop these workers, and "
+                f"the group {self._topology.name!r} has members: {names}. Nothing was changed; stop these workers, and "
                 f"wait for the session time-out of one that was killed."
             )
         have = await self._admin.topics(state_topics(self._topology))
@@ -99,7 +99,7 @@ class Reset:
         return Doomed(self._topology.name, tuple(sorted(have)), partitions, places)
 
     async def run(self, doomed: Doomed, to: Start | None) -> dict[TopicPartition, int]:
-        """Delete all of it and recreate the topics; return the offsets set, none if the topology's `start` decides."""
+        """Delete everything and recreate the topics. Return the offsets that were set, empty if `start` decides."""
         topology = self._topology
         await self.look()  # a worker may have joined since
         have = await self._admin.topics(topic_names(topology))
@@ -131,7 +131,7 @@ class Reset:
         return offsets
 
     async def _delete_checkpoints(self) -> None:
-        """Delete the checkpoints: they belong to the deleted changelog, and workers would refuse them."""
+        """Delete the checkpoints, because they belong to the deleted changelog and workers would refuse them."""
         if self._storage is None:
             return
         name, storage = self._topology.name, self._storage
@@ -139,9 +139,9 @@ class Reset:
             await transfer(lambda _, partition=partition: storage.delete(name, partition), str(storage))  # type: ignore[misc]
 
     async def _leave_mark(self, left: Mapping[str, Topic], offsets: Mapping[TopicPartition, int]) -> None:
-        """Mark where the written topics end now: `dedup verify` checks only what comes after.
+        """Mark where the written topics end now, because `dedup verify` checks only later records.
 
-        Called while no changelog exists, so that no new state precedes its mark.
+        This is called while no changelog exists, so that no new state precedes its mark.
         """
         written = [
             TopicPartition(name, partition)
@@ -154,7 +154,7 @@ class Reset:
         await self._mark.set_offsets({**ends, **offsets}, for_ever=True)
 
     async def _fence(self, sources: list[TopicPartition], have: Mapping[str, Topic]) -> None:
-        """End transactions that a worker may still hold open: a suspended one must not write into the new topics."""
+        """End transactions that workers may have left open; a suspended worker must not write to the new topics."""
         topology = self._topology
         feeding = have.get(topology.feeding_topics[0])
         count = 0 if feeding is None else feeding.partitions
@@ -171,7 +171,7 @@ class Reset:
         )
 
     async def _until(self, there: int, names: Sequence[str], what: str) -> None:
-        """Wait until so many of the topics exist: brokers answer before all of them know."""
+        """Wait until the given number of topics exists; brokers respond before all of them know about a change."""
         deadline_s = asyncio.get_running_loop().time() + _KNOWN_WITHIN_S
         while len(await self._admin.topics(names)) != there:
             if asyncio.get_running_loop().time() > deadline_s:
@@ -179,7 +179,7 @@ class Reset:
             await asyncio.sleep(LOOK_S)
 
     async def _begin_at(self, offsets: Mapping[TopicPartition, int]) -> None:
-        """Write each partition's offset and task record in one transaction, as a task that has judged nothing would.
+        """Write each partition's offset and task record in one transaction, like a task that has judged nothing.
 
         Offsets alone would look like an emptied changelog, which no worker accepts.
         """
@@ -204,7 +204,7 @@ class Reset:
     async def _write(
         self, session: Session, changelog: TopicPartition, line: Line, offsets: Mapping[TopicPartition, int]
     ) -> None:
-        """Commit one record; it is idempotent, so an unknown outcome is retried."""
+        """Commit one record; this is idempotent, so it is retried if the outcome is unknown."""
         for attempt in range(MOST_ATTEMPTS):
             try:
                 await session.open()

@@ -1,12 +1,12 @@
-"""Restore: bring the store up to the changelog's true end, in batches, from the store's own position.
+"""Restores a store from its own position up to the changelog's true end, in batches.
 
-The end is the high watermark read after InitProducerId: our transactions on the partition have ended by then, and an
-open transaction of another id hides our records no longer than its time-out. Committed records are read until the
-*position* reaches the end, since the last offsets may be transaction markers or compacted away.
+The end is the high watermark, read after InitProducerId. By then, the task's own transactions on the partition have
+ended, and an open transaction of another id can hide records only until its time-out. Committed records are read until
+the *position* reaches the end, because the last offsets may be transaction markers or compacted away.
 
-Also what is refused instead of restored: state, changelog, topology and offsets that do not belong together; and the
-log messages about a changed guard period or grace. State keeps only the width of its segments, half of guard period
-plus grace: a change that leaves the sum alone is not noticed here, and needs no restore.
+This module also refuses to restore if state, changelog, topology, and offsets do not match, and logs what a changed
+guard period or grace means. State contains only the width of its segments, which is half the sum of guard period and
+grace. A change that keeps the sum is not noticed here and needs no restore.
 """
 
 from __future__ import annotations
@@ -34,36 +34,36 @@ if TYPE_CHECKING:
 
 log: Final = logging.getLogger(__name__)
 _WIDTHS: Final = 2
-"""Segments that cover guard period plus grace."""
+"""Number of segments that cover guard period plus grace."""
 FETCH_BYTES: Final = 8 << 20
 WAIT_MS: Final = 500
 PAUSE_MS: Final = 50
 _LOOK_BACK: Final = 256
-"""Offsets before the changelog's end that are searched first for a task record; then ever more."""
+"""How many offsets before the changelog's end are first searched for a task record; the range then grows."""
 _LOOK_BYTES: Final = 1 << 20
 Progress = Callable[[int, int], None]
-"""(offsets restored, offsets to restore in total)."""
+"""Called with the number of restored offsets and the total number of offsets to restore."""
 
 
 def changed(record: TaskRecord | None, window: Window) -> bool:
-    """Tell whether a task record was written with another sum of guard period and grace."""
+    """Whether a task record was written with a different sum of guard period and grace."""
     return record is not None and record.segment_ms != window.segment_ms
 
 
 def why_restored(changelog: TopicPartition, record: TaskRecord, window: Window) -> str:
-    """Return why local state is read again from the changelog; ``record`` is the local state's."""
+    """Return why local state is read again from the changelog; ``record`` is its task record."""
     return (
-        f"{changelog.topic}/{changelog.partition}: local state is of guard_period + grace = {_before(record)}, and the "
-        f"topology says {format_duration(window.retention_ms)} now. Sightings stand in other segments then, so all of "
-        f"them are read from the changelog again; nothing is lost."
+        f"{changelog.topic}/{changelog.partition}: local state was written with guard_period + grace = "
+        f"{_before(record)}, but the topology now has {format_duration(window.retention_ms)}. Sightings then "
+        "belong to different segments, so all of them are read from the changelog again. Nothing is lost."
     )
 
 
 def what_it_means(changelog: TopicPartition, record: TaskRecord, window: Window) -> str:
-    """Return how another guard period or grace affects verdicts; ``record`` is the newest of the changelog.
+    """Return how a changed guard period or grace affects verdicts; ``record`` is the changelog's newest task record.
 
-    What was forgotten stays forgotten, so a longer sum is in force only after stream time has advanced by the
-    difference: the oldest sighting that counts then was kept under the old sum.
+    Forgotten sightings stay forgotten, so a longer sum is fully in force only after stream time has advanced by the
+    difference, when the oldest sighting that counts was still kept under the old sum.
     """
     before_ms = _WIDTHS * record.segment_ms
     now, guard, grace = map(format_duration, (window.retention_ms, window.guard_ms, window.grace_ms))
@@ -73,17 +73,19 @@ def what_it_means(changelog: TopicPartition, record: TaskRecord, window: Window)
     )
     if window.retention_ms < before_ms:
         return text + (
-            "Shorter: in force at once. An ID last seen a guard_period ago or longer is a new event, and what is "
-            "beyond the sum is forgotten. `dedup verify` judges what lies in the log by the new length, too."
+            "The sum is shorter and takes effect at once. An ID last seen a guard_period ago or longer is a new "
+            "event, and sightings beyond the sum are forgotten. `dedup verify` also judges the whole log by the new "
+            "length."
         )
     longer_ms = window.retention_ms - before_ms
     full = ""
     if record.stream_time_ms > BEFORE_ALL_TIME:
         full = f" (there: {_instant(record.stream_time_ms + longer_ms)})"
     return text + (
-        f"Longer: sightings that were forgotten stay forgotten, so an ID that was last seen before them may be "
-        f"forwarded again. Fully in force once stream time has passed by the difference, {format_duration(longer_ms)}"
-        f"{full}. If it is guard_period that is shorter and grace that is longer, the guard_period is in force at once."
+        "The sum is longer. Sightings that were forgotten stay forgotten, so an ID with such a sighting may be "
+        "forwarded again. The sum takes full effect once stream time has advanced by the difference, "
+        f"{format_duration(longer_ms)}"
+        f"{full}. If guard_period is shorter and grace is longer, the guard_period takes effect at once."
     )
 
 
@@ -100,14 +102,14 @@ def _instant(time_ms: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Restored:
-    """What a restore read."""
+    """The data that a restore has read."""
 
     records: int
     start: int
     """The changelog's first offset."""
     end: int
     record: TaskRecord | None = None
-    """The newest task record read, as written; None if there was none."""
+    """The newest task record that was read, as written; None if there was none."""
 
 
 async def restore(
@@ -121,9 +123,9 @@ async def restore(
 ) -> Restored:
     """Apply all committed changelog records from the store's position to the true end.
 
-    ``accept`` gets the store's task record and those of the changelog before anything that came with them is applied;
-    it may raise. Raises StateIncompatible, with the store untouched, if the changelog is not the one this store was
-    written with, or holds an unfinished seed.
+    ``accept`` receives the task records of the store and of the changelog before anything written with them is applied,
+    and may raise an exception. Raises StateIncompatible, with the store unchanged, if the store was written with
+    another changelog or the changelog holds an unfinished seed.
     """
     bounds = await fitted(wire, changelog, store, window, accept)
     # Without a task record nothing was committed, except perhaps half a seed, whose mark must be read again.
@@ -185,11 +187,11 @@ async def _last_between(wire: Wire, changelog: TopicPartition, begin: int, end: 
 async def fitted(
     wire: Wire, changelog: TopicPartition, store: Store, window: Window, accept: Callable[[TaskRecord], None]
 ) -> LogBounds:
-    """Make sure that the store can be restored from its changelog; return the changelog's bounds.
+    """Ensure that the store can be restored from its changelog, and return the changelog's bounds.
 
-    State in segments of another width, of another guard period, is deleted: it is read again from the changelog.
-    Raises StateIncompatible, with nothing touched, if changelog and store do not belong together, or the changelog no
-    longer holds all that has to be read from it; and what ``accept`` raises, see `restore`.
+    State in segments of a different width, written under a different guard period, is deleted and read again from the
+    changelog. Raises StateIncompatible, with nothing changed, if changelog and store do not match or the changelog no
+    longer holds all records that must be read. Also raises what ``accept`` raises; see `restore`.
     """
     record = store.task_record
     if record is not None:
@@ -206,16 +208,18 @@ async def fitted(
 
 
 async def _refuse_truncated(wire: Wire, changelog: TopicPartition, bounds: LogBounds, held: TaskRecord | None) -> None:
-    """Raise StateIncompatible if the changelog begins after records that its last task record counts on.
+    """Raise StateIncompatible if the changelog lacks records at its start that its last task record requires.
 
-    Also if it holds no task record although the local state has one, ``held``: no owner deletes the last.
+    Also raises it if the changelog has no task record but the local state has one (``held``), because owners never
+    delete the last one.
     """
     record = await _last_task_record(wire, changelog)
     if record is None and held is not None:
         raise StateIncompatible(
             f"{changelog.topic}/{changelog.partition} begins at offset {bounds.start} and holds no task record, but "
-            f"the local state was written with one: somebody has emptied the changelog. What was written after this "
-            f"disk's state is gone. Nothing was touched. Start it where the newest disk is, or accept the loss of "
+            "the local state was written with one: somebody has emptied the changelog. Records written after this "
+            "disk's state are lost. Nothing was changed. Start the worker that has the newest state, or accept the "
+            "loss of "
             f"these sightings with `dedup reset`."
         )
     if record is not None and record.counts_on_more(bounds.start):
@@ -240,10 +244,10 @@ def _refuse_half_seed(changelog: TopicPartition, mark: SeedMark) -> NoReturn:
 async def truncated_to(
     wire: Wire, changelog: TopicPartition, position: int, held: TaskRecord | None, refused: StateIncompatible
 ) -> int:
-    """Return the log's start after its owner has truncated it past ``position``, to what live segments need.
+    """Return the log's start after its owner has truncated it beyond ``position`` to what live segments need.
 
-    Raises ``refused``, the answer to a fetch, if the log still holds the position, and StateIncompatible if somebody
-    else has truncated it past what is needed.
+    Raises ``refused``, the error of a fetch, if the log still holds the position, and StateIncompatible if somebody
+    else has truncated records that are needed.
     """
     bounds = await bounds_of(wire, changelog)
     if bounds.start <= position:
@@ -253,38 +257,39 @@ async def truncated_to(
 
 
 def _refuse_other_changelog(store: Store, changelog: TopicPartition, bounds: LogBounds) -> None:
-    """Raise StateIncompatible if the changelog ends before the position the store was written at."""
+    """Raise StateIncompatible if the changelog ends before the position at which the store was written."""
     if store.position > bounds.end:
         raise StateIncompatible(
             f"{changelog.topic}/{changelog.partition} ends at offset {bounds.end}, but the local state was written at "
-            f"offset {store.position}: the changelog was deleted, recreated or truncated. Nothing was touched. "
+            f"offset {store.position}: the changelog was deleted, recreated or truncated. Nothing was changed. "
             f"Bring the changelog back, or accept the loss of its sightings with `dedup reset`."
         )
 
 
 def refuse_other_fingerprint(found: bytes, ours: bytes, feeding: TopicPartition) -> None:
-    """Raise StateIncompatible for state of a topology that would judge differently."""
+    """Raise StateIncompatible if the state was written by a topology that would judge differently."""
     if found != ours:
         raise StateIncompatible(
             f"the state of {feeding.topic}/{feeding.partition} was written by a topology "
             f"with another ID rule, other source topics or partition counts (fingerprint "
-            f"{found.hex()}, now {ours.hex()}). Nothing was touched. Go back to the "
-            f"old topology, or give the state up with `dedup reset`."
+            f"{found.hex()}, now {ours.hex()}). Nothing was changed. Use the old topology, or discard the state with "
+            "`dedup reset`."
         )
 
 
 def refuse_other_feeding(record: TaskRecord, topic_id: str, feeding: TopicPartition) -> None:
-    """Raise StateIncompatible if a task record's offsets are those of another feeding topic (KIP-516)."""
+    """Raise StateIncompatible if a task record's offsets refer to another feeding topic (KIP-516)."""
     if record.feeding_topic_id not in {"", topic_id}:
         raise StateIncompatible(
-            f"{feeding.topic} was deleted and made again: {feeding} was judged up to offset {record.next_offset} of "
-            f"the topic with id {record.feeding_topic_id}, and the one of that name has id {topic_id} now. To go on at "
-            f"that offset would skip what is below it. Nothing was touched; start over with `dedup reset`."
+            f"{feeding.topic} was deleted and recreated: {feeding} was judged up to offset {record.next_offset} of "
+            f"the topic with id {record.feeding_topic_id}, and the one of that name has id {topic_id} now. To "
+            "continue at that offset would skip the records below it. Nothing was changed; start over with `dedup "
+            "reset`."
         )
 
 
 def apply_changelog(store: Store, window: Window, found: Collected, next_offset: int) -> None:
-    """Apply one fetch of changelog records as a single atomic write, all of it in segments of the window's width."""
+    """Apply the changelog records of one fetch in a single atomic write, in segments of the window's width."""
     writes: Writes = found.writes
     if _other_grid(writes, window):
         # Written under another guard period: sightings move to segments of the current width.
@@ -299,7 +304,7 @@ def apply_changelog(store: Store, window: Window, found: Collected, next_offset:
 
 
 def _other_grid(writes: Writes, window: Window) -> bool:
-    """Tell whether a sighting is in another segment than the current guard period would put it into."""
+    """Whether a sighting is in a different segment than the one for the current guard period."""
     width_ms = window.segment_ms
     return any(
         segment % width_ms or not all_within(part.values(), segment, segment + width_ms)
@@ -314,7 +319,7 @@ def _other_grid(writes: Writes, window: Window) -> bool:
 
 
 class SharedLook:
-    """Shares one reading of the task records among all tasks that need it meanwhile."""
+    """Shares one read of the task records among all tasks that need it at the same time."""
 
     def __init__(self) -> None:
         self._look: asyncio.Task[set[Feed]] | None = None
@@ -328,7 +333,7 @@ class SharedLook:
 
 
 async def refuse_lost_offsets(topology: Topology, cluster: Cluster, wire: Wire) -> None:
-    """Raise StateIncompatible if a source partition has been read, but the group has no offset of it any more."""
+    """Raise StateIncompatible if a source partition was read but the group no longer has an offset for it."""
     if topology.direct:
         return
     missing = [feed for feed in cluster.feeds(topology) if await _offset(topology, wire, feed) is None]
@@ -342,7 +347,7 @@ async def refuse_lost_offsets(topology: Topology, cluster: Cluster, wire: Wire) 
 
 
 async def refuse_lost_offset(topology: Topology, cluster: Cluster, wire: Wire, feed: Feed, shared: SharedLook) -> None:
-    """Raise StateIncompatible if a source partition was read, whose owner has fenced all others and found no offset."""
+    """Raise StateIncompatible if a source partition was read but its owner found no offset after fencing all others."""
     if feed in await shared(lambda: _read_feeds(topology, cluster, wire)):
         raise _lost(topology, [feed])
 
@@ -363,7 +368,7 @@ def _lost(topology: Topology, lost: list[Feed]) -> StateIncompatible:
     names = ", ".join(f"{topology.source.topics[feed.topic]}/{feed.partition}" for feed in lost)
     return StateIncompatible(
         f"the group {topology.name!r} has no offset of {names}, but task records in {topology.changelog_topic} say "
-        f"that records from there were judged: offsets were deleted. Nothing was touched; to begin at `start` once "
+        f"that records from there were judged: offsets were deleted. Nothing was changed; to begin at `start` once "
         f"more would judge all of them twice. Set the group's offsets to where it had come "
         f"(kafka-consumer-groups.sh --reset-offsets), or start over with `dedup reset`."
     )

@@ -1,4 +1,4 @@
-"""Standby replicas: stores of other workers' partitions, kept up to date by reading the changelog as it grows."""
+"""Standby replicas, which are stores of other workers' partitions that are kept up to date from the changelog."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from dedup.worker.restore import apply_changelog, fitted, refuse_other_fingerpri
 log: Final = logging.getLogger(__name__)
 IDLE_MS: Final = 100
 _STEP_BYTES: Final = 256 << 10
-"""Of the changelog per step: the worker's own records wait while a step is applied."""
+"""Bytes of the changelog per step; the worker's own records wait while a step is applied."""
 SHARE: Final = 1.0
-"""All standbys together rest this many times as long as they work."""
+"""All standbys together pause for this many times as long as they work."""
 
 
 class Standbys:
@@ -43,13 +43,13 @@ class Standbys:
         self._fingerprint: Final = fingerprint
         self._open_store: Final = open_store
         self._prepare: Final = prepare
-        """Awaited before a store is opened: fetches a checkpoint if there is no local state."""
+        """Awaited before a store is opened; fetches a checkpoint if there is no local state."""
         self._release_store: Final = release_store
         self._turn: Final = asyncio.Lock()
         self._stores: dict[int, Store] = {}
         self._loops: dict[int, asyncio.Task[None]] = {}
         self.lag: dict[int, int] = {}
-        """Partition -> changelog offsets not yet applied."""
+        """Maps each partition to the number of changelog offsets that are not applied yet."""
 
     def assign(self, partitions: Iterable[int]) -> None:
         """Follow exactly these partitions from now on."""
@@ -58,7 +58,7 @@ class Standbys:
             self._loops[partition] = asyncio.create_task(self._follow(partition), name=f"standby {partition}")
 
     def release(self) -> None:
-        """Release every standby store at once: a task may be about to take it."""
+        """Release every standby store at once, because a task may be about to take it."""
         for loop in self._loops.values():
             loop.cancel()
         stores, self._loops, self._stores, self.lag = self._stores, {}, {}, {}
@@ -89,7 +89,7 @@ class Standbys:
                 self._stores.pop(partition).close()
 
     def _is_own(self, partition: int) -> bool:
-        """Tell whether the calling loop is still the one that follows the partition."""
+        """Whether the calling loop is still the one that follows the partition."""
         return self._loops.get(partition) is asyncio.current_task()
 
     async def _step(self, partition: int, store: Store, position: int) -> int:
@@ -112,7 +112,7 @@ class Standbys:
         return fetched.next_offset
 
     def _apply(self, store: Store, fetched: Fetched) -> float:
-        """Write what was fetched; return for how many seconds that blocked the loop."""
+        """Apply the fetched records; return for how many seconds this blocked the event loop."""
         began_s = time.monotonic()
         apply_changelog(store, self._window, collect(fetched.keys, fetched.values), fetched.next_offset)
         if store.task_record is not None:

@@ -1,4 +1,4 @@
-"""Several workers on one machine: a supervisor that starts them, restarts those that die, and drains on a signal."""
+"""A supervisor that starts several workers on one machine, restarts those that die, and drains them on a signal."""
 
 from __future__ import annotations
 
@@ -21,11 +21,13 @@ LOOK_S: Final = 0.1
 FIRST_BACK_OFF_S: Final = 0.5
 _LONGEST_BACK_OFF_S: Final = 30.0
 _CALM_S: Final = 60.0
-"""A worker that lived this long restarts after the first back-off."""
+"""A worker that ran this long is restarted after the shortest back-off."""
 FINAL: Final = frozenset({2, 3})
-"""Exit codes that no restart cures: a usage error, incompatible state."""
+"""Exit codes after which a restart would not help (a usage error, incompatible state)."""
 NO_BROKER: Final = 5
-"""Final if the worker never lived for `_CALM_S`: a wrong address or password. Later, brokers come back."""
+"""Final if the worker never ran for `_CALM_S`, because the address or password is probably wrong. Later on, brokers
+recover.
+"""
 
 
 @dataclass(slots=True)
@@ -43,19 +45,19 @@ class Child:
 
 @dataclass(frozen=True, slots=True)
 class FleetPlan:
-    """What to run, and in how many workers."""
+    """The topology to run, its settings, and the number of workers."""
 
     topology: Path
     config: Path | None
     overrides: tuple[str, ...]
     settings: Settings
-    """With a `worker_id`, which must differ between machines."""
+    """Settings with a `worker_id`, which must differ between machines."""
     workers: int
     exit_when_done: bool = False
     onto_existing_output: bool = False
 
     def command(self, number: int) -> list[str]:
-        """Return the command line of one worker, with its own worker id, state directory and pages."""
+        """Return the command line of one worker, with its own worker id, state directory, and pages."""
         line = [sys.executable, "-m", "dedup.cli.main", "run", str(self.topology), "--quiet"]
         if self.config is not None:
             line += ["--config", str(self.config)]
@@ -67,7 +69,7 @@ class FleetPlan:
         return [*line, *(option for option, given in flags.items() if given)]
 
     def _pages(self, number: int) -> list[str]:
-        """Return the settings of a worker's pages: port and address, counted up from the configured ones."""
+        """Return the settings of a worker's pages, with port and address counted up from the configured ones."""
         web = self.settings.web
         if web.port == 0:
             return []
@@ -82,7 +84,7 @@ class FleetPlan:
 
 
 def supervise(plan: FleetPlan) -> int:
-    """Run N workers until a signal, or until all are done; return the exit code."""
+    """Run N workers until a signal arrives or all of them are done; return the exit code."""
     stopping = False
 
     def stop(_number: int, _frame: object) -> None:
@@ -108,7 +110,7 @@ def supervise(plan: FleetPlan) -> int:
 
 
 def _look_after(child: Child, line: list[str], now_s: float) -> int:
-    """Restart a dead worker after its back-off; return an exit code that ends the fleet, else 0."""
+    """Restart a dead worker after its back-off; return an exit code that ends the fleet, otherwise 0."""
     if child.finished:
         return 0
     if child.start_at_s is not None:
@@ -126,7 +128,7 @@ def _look_after(child: Child, line: list[str], now_s: float) -> int:
         child.was_calm, child.back_off_s = True, FIRST_BACK_OFF_S
     if code in FINAL or (code == NO_BROKER and not child.was_calm):
         return code
-    log.warning("worker %d ended with %d; it starts again in %.1f s", child.number, code, child.back_off_s)
+    log.warning("worker %d exited with code %d; it restarts in %.1f s", child.number, code, child.back_off_s)
     child.start_at_s = now_s + child.back_off_s
     child.back_off_s = min(2 * child.back_off_s, _LONGEST_BACK_OFF_S)
     return 0

@@ -1,16 +1,16 @@
-"""A task: one feeding partition, one transactional id, one store, one changelog partition, for one assignment.
+"""A task, which has one feeding partition, transactional id, store, and changelog partition, for one assignment.
 
-Theory of operation. The order of `start` is what correctness requires: fence the previous owner (InitProducerId), then
-read the committed offset, restore the store to the true end of the changelog, and only then return where to read from.
-After that each batch takes the same way:
+Theory of operation. Correctness requires the order of steps in `start`: fence the previous owner (InitProducerId), read
+the committed offset, restore the store to the true end of the changelog, and only then return where to read from. After
+that, each batch is processed in the same way:
 
     process(batch)   judge it (pure), keep its sightings in the write buffer's open generation, send what follows
     commit()         freeze the generation, add the task record, settle every send, offsets, EndTxn, apply to the store
 
 While a commit is in flight, the next batches are judged on top of the frozen generation and wait to be sent. The store
-never holds an uncommitted sighting: a crash before EndTxn leaves nothing behind, and after a crash later than that the
-next owner restores from the changelog. A task that is closed, fenced or unsure of its commit is discarded, and a new
-one is built.
+never contains an uncommitted sighting. A crash before EndTxn leaves nothing behind, and after a later crash, the next
+owner restores from the changelog. If a task is closed, is fenced, or does not know the outcome of its commit, it is
+discarded and a new one is built.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from dedup.worker.record_collector import RecordCollector, Refusals
 
 log: Final = logging.getLogger(__name__)
 _MOST_WAITING: Final = 16_000
-"""Records judged while a commit is in flight before the task waits for it."""
+"""Number of records judged while a commit is in flight before the task waits for the commit."""
 
 
 class TaskState(enum.Enum):
-    """The state of a task; it only moves forward."""
+    """The state of a task, which only moves forward."""
 
     CREATED = "created"
     RESTORING = "restoring"
@@ -66,60 +66,60 @@ class TaskId:
 
 @dataclass(frozen=True, slots=True)
 class Frozen:
-    """A transaction's state at capture, to be applied once its commit is known to have happened."""
+    """A transaction's captured state, to be applied once the transaction is known to be committed."""
 
     batches: list[RecordBatch]
-    """The closing records: the task record."""
+    """The last records of the transaction, which hold the task record."""
     apply: Callable[[Mapping[TopicPartition, int]], None]
-    """Applies the generation; takes the offset after the last record of each partition written."""
+    """Applies the generation, given the offset after the last record of each partition written."""
     confirm: Callable[[int], None] = lambda _: None
-    """Raises ClockBehind if a verdict is wrong given the time, in ms, at which a broker appended these records."""
+    """Raises ClockBehind if a verdict is wrong, given the time in ms at which a broker appended these records."""
 
 
 @dataclass(frozen=True, slots=True)
 class Committing:
-    """How a task's offset is committed."""
+    """Settings for committing a task's offset."""
 
     group: str
     confirm: Callable[[], Awaitable[None]]
-    """Raises StateIncompatible if a topic has changed since the process began; see `TopicCheck`."""
+    """Raises StateIncompatible if a topic has changed since the process started; see `TopicCheck`."""
     note: str = ""
     """Metadata of the committed offset; see `offset_note`."""
     pin_start: bool = False
-    """Commit the starting position at once: `latest` would mean another one after a crash."""
+    """Whether to commit the starting position at once, because `latest` would mean a different one after a crash."""
 
 
 class TaskWork(Protocol):
-    """What a kind of task does with records; it reads and keeps state, but commits nothing."""
+    """The processing of records by one kind of task, which reads and keeps state but commits nothing."""
 
     @property
     def collector(self) -> RecordCollector:
-        """Builds the record batches, and knows what topics take."""
+        """Builds the record batches, and knows what topics accept."""
 
     async def restore(self, committed: int | None) -> int:
         """Bring the state up to the changelog's true end; return the feeding offset to start from."""
 
     async def overtaken(self) -> bool:
-        """Tell whether another owner has written state since our last commit; called in a new epoch of ours."""
+        """Whether another owner has written state since this task's last commit; called in a new epoch of this task."""
 
     def judge(self, batch: FeedBatch, refusals: Refusals) -> list[RecordBatch]:
-        """Judge a batch on top of all before it; return what is to be sent. Its state is pending until applied."""
+        """Judge a batch after all earlier ones, and return the batches to send. Its state is pending until applied."""
 
     def freeze(self, next_offset: int) -> Frozen:
-        """Capture all that was judged; later batches go into a new generation, on top of this one."""
+        """Capture everything judged so far; later batches belong to a new generation on top of this one."""
 
     def idle(self) -> list[RecordBatch]:
-        """Return markers that say that this feed has no more records for now; empty if no task needs them."""
+        """Return markers which say that this feed has no more records for now; empty if no task needs them."""
 
     def discard(self) -> None:
-        """Forget everything judged and not applied."""
+        """Forget everything that was judged but not applied."""
 
     def close(self) -> None:
         """Release the store."""
 
 
 class Task:
-    """One partition's processing, from assignment to revocation."""
+    """The processing of one partition, from assignment to revocation."""
 
     def __init__(
         self,
@@ -141,25 +141,27 @@ class Task:
         self._refusals = Refusals()
         self._next_offset = 0
         self._leader_epoch = -1
-        """Of the record before the next offset; -1 if unknown."""
+        """Leader epoch of the record before the next offset; -1 if unknown."""
         self._committed: int | None = None
         """The group's offset as this task last read or wrote it."""
         self._expected = 0
-        """Where the next batch from the transport must begin."""
+        """The offset at which the next batch from the transport must begin."""
         self._held: list[FeedBatch] = []
-        """Batches judged and not known to be committed; after a refused record they are judged again."""
+        """Batches that were judged but are not known to be committed; after a refused record, they are judged again."""
         self._waiting: list[list[RecordBatch]] = []
-        """What is to be sent for each batch judged while a commit is in flight."""
+        """The record batches to send for each batch that was judged while a commit is in flight."""
         self._waiting_records = 0
         self._commit_lock: Final = asyncio.Lock()
         self._sendable: Final = asyncio.Event()
         self._settled: Final = asyncio.Event()
-        """Cleared from a refusal until its commit: the held batches, to be judged again, must not grow meanwhile."""
+        """Cleared from a refusal until its commit, because the batches to be judged again must not grow in the
+        meantime.
+        """
         self._settled.set()
 
     @property
     def epoch(self) -> int:
-        """The producer epoch in force."""
+        """The current producer epoch."""
         return self._session.epoch
 
     @property
@@ -169,12 +171,12 @@ class Task:
 
     @property
     def next_offset(self) -> int:
-        """The feeding offset after everything judged."""
+        """The feeding offset after all judged records."""
         return self._next_offset
 
     @property
     def position(self) -> Position:
-        """`next_offset`, and the leader epoch of the record before it."""
+        """`next_offset` and the leader epoch of the record before it."""
         return Position(self._next_offset, self._leader_epoch, self._committing.note)
 
     @property
@@ -188,9 +190,9 @@ class Task:
         self.state = state
 
     async def start(self) -> int:
-        """Take the partition over; return the feeding offset to read from.
+        """Take over the partition, and return the feeding offset to read from.
 
-        Raises TaskMigrated, CommitUnknown, StateIncompatible, TaskCorrupted or BrokerUnavailable.
+        Raises TaskMigrated, CommitUnknown, StateIncompatible, TaskCorrupted, or BrokerUnavailable.
         """
         self._move(TaskState.RESTORING)
         await self._session.open()
@@ -262,7 +264,7 @@ class Task:
         self.dirty.set()
 
     def say_idle(self) -> bool:
-        """Put the idle markers of this feed into a transaction; False, with nothing done, if one is open."""
+        """Write the idle markers of this feed in a transaction; False, with nothing done, if a transaction is open."""
         if self.state is not TaskState.RUNNING or self.dirty.is_set() or self.committing:
             return False
         self._session.add(self._work.idle())
@@ -276,9 +278,9 @@ class Task:
         self._waiting_records = 0
 
     async def commit(self) -> None:
-        """Make all that was judged so far visible, then apply it; does nothing if there is nothing to commit.
+        """Make everything judged so far visible, then apply it; does nothing if there is nothing to commit.
 
-        Raises TaskMigrated or CommitUnknown: the task must be discarded.
+        After TaskMigrated or CommitUnknown is raised, the task must be discarded.
         """
         async with self._commit_lock:
             try:
@@ -325,7 +327,7 @@ class Task:
             self._sendable.set()
 
     async def _commit_confirmed(self, position: Position, frozen: Frozen) -> Mapping[TopicPartition, int]:
-        """Commit if the topics have not changed: asked after the last fetch, answered before EndTxn."""
+        """Commit if the topics have not changed, which is checked after the last fetch and before EndTxn."""
         asked = asyncio.ensure_future(self._committing.confirm())
 
         async def before_end() -> None:
@@ -339,7 +341,7 @@ class Task:
             await asyncio.gather(asked, return_exceptions=True)
 
     def _may_apply(self) -> bool:
-        """Whether the store is still this task's: the task may have been closed while its commit was in flight."""
+        """Whether the store still belongs to this task, which may have been closed while its commit was in flight."""
         return self.state is TaskState.RUNNING
 
     def _nowhere(self, refusal: RecordRefused, offset: int) -> RecordRefused:
@@ -354,7 +356,7 @@ class Task:
         )
 
     async def _judge_again(self, refused: Sequence[RecordRefused]) -> None:
-        """Start over from the last commit, with a replacement for what was refused."""
+        """Start over from the last commit, with replacements for refused records."""
         self.numbers.aborted += 1
         self._settled.clear()
         self._sendable.clear()
@@ -374,9 +376,9 @@ class Task:
             self._sendable.set()
 
     def _learn(self, refused: Sequence[RecordRefused]) -> None:
-        """Record what was refused; raises RecordRefused if there is nothing left to send in its place."""
+        """Record a refusal; raises RecordRefused if nothing is left to send in place of the refused record."""
         more = f", and {len(refused) - 1} more batches" if len(refused) > 1 else ""
-        text = "%s: %s%s. Records from offset %s on are judged again, with a replacement for what was refused."
+        text = "%s: %s%s. Records from offset %s on are judged again, with replacements for refused records."
         log.warning(text, self.task_id, refused[0], more, self._committed)
         for each in refused:
             offset = self._refusals.learn(each, self._work.collector.side_topics)
@@ -395,7 +397,7 @@ class Task:
         self._send_waiting()
 
     async def _refuse_if_overtaken(self) -> None:
-        """Raise TaskMigrated if the epoch before the new one was not ours: a refusal may reach a zombie late."""
+        """Raise TaskMigrated if the previous epoch was not this task's, because a refusal may reach a zombie late."""
         committed = await committed_offset(self._wire, self._committing.group, self.task_id.feeding)
         if committed != self._committed or await self._work.overtaken():
             raise TaskMigrated(
@@ -411,7 +413,7 @@ class Task:
             self._work.close()
 
     async def close(self, *, drain: bool) -> None:
-        """End the task for good: with ``drain``, commit what was judged; then release session and store."""
+        """End the task. With ``drain``, first commit what was judged; then release session and store."""
         try:
             if drain and self.state is TaskState.RUNNING:
                 await self.commit()

@@ -1,6 +1,6 @@
-"""How a task is built: its store, its session and its work, from a topology, the settings and the cluster.
+"""Builds tasks with their stores, sessions, and work from a topology, the settings, and the cluster.
 
-Independent of Faust: the Spark stream builds its tasks here, too.
+This module is independent of Faust, because the Spark stream also uses it.
 """
 
 from __future__ import annotations
@@ -51,15 +51,17 @@ class TaskFactory:
     lost_offsets: SharedLook = field(default_factory=SharedLook)
     once: Once = field(default_factory=Once)
     store_pool: StorePool | None = None
-    """Keeps released stores open for their next owner; None: they are closed, as another process may be next."""
+    """Keeps released stores open for their next owner. None means that they are closed, because another process may be
+    next.
+    """
     check: TopicCheck = field(init=False)
-    """Checks that the topics read, and the changelog, are still those of `cluster`."""
+    """Checks that the feeding topics and the changelog are still those of `cluster`."""
 
     limits: Limits = field(init=False)
-    """Shared by all tasks: what one learns from a refusal, all know."""
+    """Shared by all tasks, so that all of them learn from a refusal."""
 
     def __post_init__(self) -> None:
-        """Raises SettingsError if nothing installed can read the checkpoint URL, even if none is needed now."""
+        """Raise SettingsError if no installed package can read the checkpoint URL, even if none is needed now."""
         names = {*self.topology.source.topics, *self.topology.feeding_topics, self.topology.changelog_topic}
         topics = {name: self.cluster.topics[name] for name in names}
         expected = {name: TopicNow(topic.topic_id, topic.partitions) for name, topic in topics.items()}
@@ -93,7 +95,7 @@ class TaskFactory:
         )
 
     def open_store(self, partition: int) -> Store:
-        """Return a partition's store: one kept open, else the one on disk, else an empty one.
+        """Return a partition's store: the one that was kept open, or the one on disk, or an empty one.
 
         Raises TaskCorrupted or StateIncompatible.
         """
@@ -118,14 +120,14 @@ class TaskFactory:
         return self.topology.state_fingerprint(self.cluster.source_partitions(self.topology))
 
     def wipe(self, feeding: TopicPartition) -> None:
-        """Delete a partition's local state; the changelog holds all of it."""
+        """Delete a partition's local state, which can be restored from the changelog."""
         waiting = self.store_pool.take(feeding.partition) if self.store_pool is not None else None
         if waiting is not None:
             waiting.close()
         delete_store(store_directory(self.settings.state_dir, self.identity(feeding.partition)))
 
     def build(self, feeding: TopicPartition) -> Task:
-        """Return a new task for a feeding partition; from now on its topics are read by their ids."""
+        """Return a new task for a feeding partition; from now on, its topics are read by id."""
         self.wire.pin(self.check.topic_ids)
         if feeding.topic in self.topology.source.topics and not self.topology.direct:
             return self._repartition(feeding)

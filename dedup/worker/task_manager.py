@@ -1,4 +1,4 @@
-"""The tasks of this worker: opened on assignment, committed at intervals, closed on revocation."""
+"""Manages the tasks of a worker, which are opened on assignment, committed at intervals, and closed on revocation."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ from dedup.worker.task import Task, TaskState
 log: Final = logging.getLogger(__name__)
 CANCEL_AGAIN_S: Final = 0.5
 _TASK_INTERVAL_S: Final = 0.0075
-"""Commit interval per busy task: a transaction costs 0.7-1.5 ms of CPU, so commits take about a fifth."""
+"""Commit interval per busy task. A transaction costs 0.7-1.5 ms of CPU, so commits take about a fifth of a core."""
 _LONGEST_INTERVAL_S: Final = 1.0
-"""A transaction stays open for so long: readers wait for it, and the broker aborts it after its time-out."""
+"""Maximum interval, because readers wait for an open transaction and the broker aborts it after the time-out."""
 _LEAST_REST: Final = 0.5
-"""Share of the interval left for judging, however long the last commit took."""
+"""Share of the interval that is reserved for judging, regardless of how long the last commit took."""
 _MOST_RESTORES: Final = 2
 FIRST_PAUSE_S: Final = 0.2
-"""Pause before a task whose commit had no answer is built again; doubles each time until it commits."""
+"""Pause before a task is rebuilt after a commit without a response; it doubles each time until a commit succeeds."""
 LONGEST_PAUSE_S: Final = 10.0
 Build = Callable[[TopicPartition], Task]
 
 
 async def ended(loops: Iterable[asyncio.Task[Any]]) -> None:
-    """Cancel these asyncio tasks and wait until all have ended, in whatever way.
+    """Cancel these asyncio tasks and wait until all of them have ended.
 
-    Each is cancelled repeatedly: a cancellation that arrives while an aiokafka client closes is lost, since the client
-    awaits a task that it has cancelled itself, and takes our cancellation for that task's.
+    Each task is canceled repeatedly, because a cancellation that arrives while an aiokafka client closes is lost. The
+    client then awaits a task that it has canceled itself, and mistakes our cancellation for that task's.
     """
     left = {loop for loop in loops if not loop.done()}
     while left:
@@ -58,19 +58,19 @@ class Membership(Protocol):
         """Ask for a new assignment."""
 
     async def is_member(self) -> bool | None:
-        """Tell whether the group still counts this worker in; None where its coordinator does not answer."""
+        """Whether this worker is still a member of the group; None if the coordinator does not respond."""
 
 
 @dataclass(slots=True)
 class Outage:
-    """How often a partition's task was built again since its last commit."""
+    """Counts how often a partition's task was rebuilt since its last commit."""
 
     tries: int = 0
     since_s: float = 0.0
     """When the first of them failed."""
 
     def next_pause_s(self, now_s: float) -> float:
-        """Return how long to wait before the next try."""
+        """Return how long to wait before the next attempt."""
         if not self.tries:
             self.since_s = now_s
         self.tries += 1
@@ -78,7 +78,7 @@ class Outage:
 
 
 class TaskManager:
-    """Feeding partition -> task, with the loops that start and commit them."""
+    """Maps feeding partitions to tasks, and runs the loops that start and commit them."""
 
     def __init__(self, build: Build, wipe: Callable[[TopicPartition], None], *, commit_interval_ms: int) -> None:
         self._build: Final = build
@@ -87,17 +87,17 @@ class TaskManager:
         self._tasks: dict[TopicPartition, Task] = {}
         self._loops: dict[TopicPartition, asyncio.Task[None]] = {}
         self._lives: dict[TopicPartition, int] = {}
-        """Which reading of the partition its task judges; batches of another one are dropped."""
+        """Identifies the reading that a partition's task judges; batches of other readings are dropped."""
         self._member: Membership | None = None
         self._damaged: Final[Counter[TopicPartition]] = Counter()
         self.fenced = 0
         self.corrupted = 0
         self.ended: Final[dict[Place, TaskNumbers]] = {}
-        """The counters of tasks that are closed by now."""
+        """The counters of closed tasks."""
         self.opened: Final = asyncio.Event()
-        """Set while an assignment, even an empty one, is in force."""
+        """Set while there is an assignment, even an empty one."""
         self.failure: Final[asyncio.Future[BaseException]] = asyncio.get_running_loop().create_future()
-        """Done when the worker must stop; holds the reason."""
+        """Completed with the reason when the worker must stop."""
 
     def connect(self, member: Membership) -> None:
         """Set the member that reads for the tasks."""
@@ -110,7 +110,7 @@ class TaskManager:
 
     @property
     def running(self) -> Mapping[TopicPartition, Task]:
-        """The tasks by feeding partition, whatever their state."""
+        """The tasks by feeding partition, in any state."""
         return self._tasks
 
     def open(self, feeding: Iterable[TopicPartition]) -> None:
@@ -123,7 +123,7 @@ class TaskManager:
         self.opened.set()
 
     async def process(self, batch: FeedBatch) -> None:
-        """Give a batch to its task; a batch of a partition that was revoked meanwhile is dropped unjudged."""
+        """Pass a batch to its task. If the partition was revoked in the meantime, drop the batch without judging it."""
         task = self._tasks.get(batch.feeding)
         if task is None or batch.life != self._lives.get(batch.feeding):
             return
@@ -136,7 +136,7 @@ class TaskManager:
             raise
 
     async def _live(self, partition: TopicPartition) -> None:
-        """Run a partition's tasks, one after the other; each error has its own way out."""
+        """Run a partition's tasks one after another, with a different reaction to each kind of error."""
         outage = Outage()
         try:
             while True:
@@ -162,9 +162,10 @@ class TaskManager:
             self.fail(error)
 
     async def _build_again(self, partition: TopicPartition, error: CommitUnknown, outage: Outage) -> None:
-        """The partition has a new task, after a pause; other tasks go on meanwhile.
+        """Give the partition a new task after a pause, while other tasks continue.
 
-        Raises TaskMigrated, as `error`, if the group no longer counts this worker in: the new owner must not be fenced.
+        Raises ``error``, a TaskMigrated, if this worker is no longer a group member, because the new owner must not be
+        fenced.
         """
         member, task = self._connected(), self._tasks.get(partition)
         if task is None:
@@ -172,7 +173,7 @@ class TaskManager:
         member.halt(partition)
         await task.close(drain=False)
         if not outage.tries:
-            log.warning("%s: %s Only this partition waits; it is tried again until it commits.", partition, error)
+            log.warning("%s: %s Only this partition waits; it is retried until it commits.", partition, error)
         counted_in: bool | None = None
         while counted_in is None:
             await asyncio.sleep(outage.next_pause_s(time.monotonic()))
@@ -204,7 +205,7 @@ class TaskManager:
                 return
 
     async def _heal(self, partition: TopicPartition, task: Task, error: TaskCorrupted) -> None:
-        """Delete damaged local state and rejoin, so that it is restored; repeated damage stops the worker."""
+        """Delete damaged local state and rejoin the group, so that it is restored; repeated damage stops the worker."""
         await task.close(drain=False)
         self.corrupted += 1
         self._damaged[partition] += 1
@@ -227,11 +228,11 @@ class TaskManager:
             await task.commit()
             task.numbers.took(time.monotonic() - begun)
             if outage.tries:
-                log.info("%s: commits again, after %.1f s", task.task_id, time.monotonic() - outage.since_s)
+                log.info("%s: commits succeed again, after %.1f s", task.task_id, time.monotonic() - outage.since_s)
                 outage.tries = 0
 
     def _interval_s(self) -> float:
-        """The commit interval, longer when so many tasks are busy that commits would take up the core."""
+        """The commit interval, which is longer if so many tasks are busy that commits would occupy the core."""
         busy = sum(1 for task in self._tasks.values() if task.dirty.is_set())
         return max(self._commit_interval_s, min(_TASK_INTERVAL_S * busy, _LONGEST_INTERVAL_S))
 
@@ -241,7 +242,7 @@ class TaskManager:
             self.failure.set_result(error)
 
     async def close_all(self, *, drain: bool) -> None:
-        """End every task; with ``drain``, what was judged is committed first. Tasks that fail to drain are dropped."""
+        """End every task; with ``drain``, judged records are committed first. Tasks that fail to drain are dropped."""
         drain = drain and not self.failure.done()
         self.opened.clear()
         self._lives.clear()

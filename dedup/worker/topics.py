@@ -1,8 +1,8 @@
-"""The topics of a topology in a cluster: partition counts, routes, retention, what is missing and what differs.
+"""The topics of a topology in a cluster: partition counts, routes, retention, and missing or different topics.
 
-Topics that dedup writes keep records at least as long as the sources do. A record keeps its timestamp, and a source
-may hold records far older than another source's, or of any age if it is compacted: a broker soon deletes such a record
-from a topic with a shorter retention.
+Topics that dedup writes keep records at least as long as the sources do. Records keep their timestamps, and one source
+may hold much older records than another, or records of any age if it is compacted. A broker would soon delete such a
+record from a topic with a shorter retention.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 log: Final = logging.getLogger(__name__)
 FOR_EVER: Final = "-1"
 _BROKERS_DEFAULT_MS: Final = 604_800_000
-"""Default of Kafka's `log.retention.ms`; assumed of a topic whose configs may not be read."""
+"""Default of Kafka's `log.retention.ms`, assumed for a topic whose configs may not be read."""
 _FLAG: Final = "--onto-existing-output"
 FETCH_BYTES: Final = 1 << 16
 PAUSE_MS: Final = 50
@@ -40,12 +40,12 @@ PAUSE_MS: Final = 50
 
 @dataclass(frozen=True, slots=True)
 class Retention:
-    """How long records are kept, by their timestamp."""
+    """The time for which records are kept, by their timestamps."""
 
     ms: int | None
-    """None: forever."""
+    """None means forever."""
     why: str
-    """Which source requires it, as part of a sentence."""
+    """The source that requires this retention, as part of a sentence."""
 
     @property
     def config(self) -> str:
@@ -53,11 +53,11 @@ class Retention:
         return FOR_EVER if self.ms is None else str(self.ms)
 
     def at_least(self, least_ms: int) -> Retention:
-        """Return this retention, or the given one if that is longer."""
+        """Return this or the given retention, whichever is longer."""
         return self if self.ms is None else replace(self, ms=max(self.ms, least_ms))
 
     def longer_than(self, other_ms: int | None) -> bool:
-        """Whether a topic with the other retention deletes what this one keeps."""
+        """Whether a topic with the other retention deletes records that this retention keeps."""
         return other_ms is not None and (self.ms is None or self.ms > other_ms)
 
 
@@ -65,7 +65,7 @@ _UNLIMITED: Final = Retention(None, "nothing of it may be deleted by time")
 
 
 def _retention_ms_of(configs: Mapping[str, str]) -> int | None:
-    """Return how long a topic keeps records by their timestamp; None if it deletes none by time."""
+    """Return how long a topic keeps records, by their timestamps; None if it deletes none by time."""
     if "delete" not in configs.get("cleanup.policy", "delete"):
         return None
     kept_ms = int(configs.get("retention.ms", _BROKERS_DEFAULT_MS))
@@ -73,7 +73,7 @@ def _retention_ms_of(configs: Mapping[str, str]) -> int | None:
 
 
 def _longest_retention(sources: Sequence[Topic]) -> Retention:
-    """Return the longest retention of at least one source topic: forever if one of them is compacted."""
+    """Return the longest retention of the source topics (at least one), which is forever if one is compacted."""
     longest: Retention | None = None
     for source in sources:
         if "compact" in source.configs.get("cleanup.policy", ""):
@@ -87,19 +87,20 @@ def _longest_retention(sources: Sequence[Topic]) -> Retention:
 
 
 def _kept_configs(retention: Retention, chosen_ms: int | None) -> dict[str, str]:
-    """Return the configs of a topic that deletes nothing too early; ``chosen_ms`` is `topics.retention`.
+    """Return the configs for a topic that deletes nothing too early; ``chosen_ms`` is `topics.retention`.
 
-    All are set explicitly, since brokers' defaults may differ: a compacted topic keeps one record per key, a limit in
-    bytes deletes records of any age.
+    All configs are set explicitly, because brokers' defaults may differ. For example, a compacted topic keeps only one
+    record per key, and a size limit deletes records of any age.
     """
     kept_ms = retention.config if chosen_ms is None else str(chosen_ms)
     return {"retention.ms": kept_ms, "retention.bytes": FOR_EVER, "cleanup.policy": "delete"}
 
 
 def losing(topology: Topology, have: Mapping[str, Topic], wanted: Sequence[WantedTopic]) -> Iterator[tuple[str, str]]:
-    """Yield the name of each topic that would delete what is sent to it, and a sentence about it.
+    """Yield the name of each topic that would delete records sent to it, and a sentence about it.
 
-    ``wanted`` are topics as they would be created; an existing one is judged as it is. Every source must exist.
+    ``wanted`` are the topics as they would be created; existing topics are checked as they are. Every source must
+    exist.
     """
     longest = _longest_retention([have[name] for name in topology.source.topics])
     output = topology.output.topic if topology.output is not None else None
@@ -122,7 +123,7 @@ def _sentence(name: str, role: str, kept_ms: int, longest: Retention, *, exists:
             f"--add-config retention.ms={longest.config}`"
         )
     else:
-        mend = "It is made so because `topics.retention` says so: lengthen that, or leave it out"
+        mend = "`topics.retention` sets this: increase it or omit it"
     return (
         f"Topic {name!r} ({role}) keeps records for {format_duration(kept_ms)} by their own timestamp (retention.ms "
         f"{kept_ms}), but {longest.why}: the brokers delete an older record as soon as they look, however recently it "
@@ -132,7 +133,7 @@ def _sentence(name: str, role: str, kept_ms: int, longest: Retention, *, exists:
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """The topics that a topology reads and writes, as they are."""
+    """The existing topics that a topology reads and writes."""
 
     topics: Mapping[str, Topic]
 
@@ -145,13 +146,13 @@ class Cluster:
         )
 
     def source_partitions(self, topology: Topology) -> dict[str, int]:
-        """Return the partition count of each source topic, and of the repartition topic where there is one."""
+        """Return the partition count of each source topic and, if there is one, of the repartition topic."""
         names = (*topology.source.topics, *topology.feeding_topics)
         return {name: self.topics[name].partitions for name in names}
 
     @property
     def limits(self) -> dict[str, Limit]:
-        """What each topic takes, if its configs may be read."""
+        """The limits of each topic, if its configs may be read."""
         return {name: topic.limit for name, topic in self.topics.items() if topic.limit is not None}
 
     def route(self, name: str | None) -> Route | None:
@@ -163,7 +164,7 @@ class Cluster:
 
 
 def routes_of(topology: Topology, cluster: Cluster, settings: Settings) -> Routes:
-    """Return where each verdict goes."""
+    """Return the target of each verdict."""
     dead_letter = cluster.route(topology.dead_letter)
     if dead_letter is None:
         raise StateIncompatible(f"topic {topology.dead_letter!r} is missing; run `dedup apply`.")
@@ -184,7 +185,7 @@ def routes_of(topology: Topology, cluster: Cluster, settings: Settings) -> Route
 
 
 def topic_names(topology: Topology) -> list[str]:
-    """Return every topic the topology reads or writes."""
+    """Return every topic that the topology reads or writes."""
     return list(dict.fromkeys((*topology.source.topics, *topology.written_topics)))
 
 
@@ -193,8 +194,8 @@ def missing_topics(topology: Topology, settings: Settings, have: Mapping[str, To
     absent = [name for name in topology.source.topics if name not in have]
     if absent:
         raise StateIncompatible(
-            f"source topic {', '.join(map(repr, absent))} does not exist. Make it, or correct `source.topics`; "
-            f"dedup makes every topic but its sources."
+            f"source topic {', '.join(map(repr, absent))} does not exist. Create it, or correct `source.topics`; "
+            "dedup creates every topic except its sources."
         )
     sources = [have[name] for name in topology.source.topics]
     count = max(topic.partitions for topic in sources)
@@ -233,7 +234,7 @@ def missing_topics(topology: Topology, settings: Settings, have: Mapping[str, To
 
 
 def refuse_misfits(topology: Topology, have: Mapping[str, Topic]) -> None:
-    """Raise StateIncompatible if partition counts do not fit each other."""
+    """Raise StateIncompatible if partition counts do not match."""
     feeding = have[topology.feeding_topics[0]]
     problems = []
     if have[topology.changelog_topic].partitions != feeding.partitions:
@@ -247,11 +248,11 @@ def refuse_misfits(topology: Topology, have: Mapping[str, Topic]) -> None:
             f"but {feeding.name!r} has {feeding.partitions}: output keeps the source's partition"
         )
     if problems:
-        raise StateIncompatible("; ".join(problems) + ". Nothing was touched; mend the topics or `dedup reset`.")
+        raise StateIncompatible("; ".join(problems) + ". Nothing was changed; fix the topics or run `dedup reset`.")
 
 
 async def group_is_new(topology: Topology, wire: Wire, admin: Admin) -> bool:
-    """Tell whether the group has judged nothing yet: it has no offset of a source or a feeding topic."""
+    """Whether the group has judged nothing yet, because it has no offset for a source or a feeding topic."""
     have = await admin.topics([*topology.source.topics, *topology.feeding_topics])
     for topic in have.values():
         for partition in range(topic.partitions):
@@ -263,12 +264,12 @@ async def group_is_new(topology: Topology, wire: Wire, admin: Admin) -> bool:
 
 
 def state_topics(topology: Topology) -> tuple[str, ...]:
-    """Return the topics that hold what has been judged, or read and not judged yet."""
+    """Return the topics that hold state, or records that were read but not judged yet."""
     return (topology.changelog_topic, *(() if topology.direct else (topology.repartition_topic,)))
 
 
 def _refuse_deleted(topology: Topology, have: Collection[str], *, done: str = "touched") -> None:
-    """Raise StateIncompatible if a state topic is missing; ``done``: the verb for the message, such as "touched"."""
+    """Raise StateIncompatible if a state topic is missing; ``done`` is the verb for the message, such as "touched"."""
     if topology.changelog_topic not in have:
         raise StateIncompatible(
             f"the changelog topic {topology.changelog_topic!r} does not exist, but the group {topology.name!r} has "
@@ -286,8 +287,8 @@ def _refuse_deleted(topology: Topology, have: Collection[str], *, done: str = "t
 async def prepare(topology: Topology, settings: Settings, admin: Admin, *, may_create_changelog: bool) -> Cluster:
     """Return the cluster with every topic in place, creating those that are missing.
 
-    Raises StateIncompatible if the changelog or the repartition topic is missing although the group has offsets or
-    there is local state.
+    Raises StateIncompatible if the changelog or the repartition topic is missing but the group has offsets or there is
+    local state.
     """
     have = await admin.topics(topic_names(topology))
     wanted = missing_topics(topology, settings, have)
@@ -307,7 +308,7 @@ async def prepare(topology: Topology, settings: Settings, admin: Admin, *, may_c
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """An existing topic differs from what `dedup apply` would create; it is left as it is."""
+    """A difference between an existing topic, which is left unchanged, and what `dedup apply` would create."""
 
     topic: str
     what: str
@@ -317,7 +318,7 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class TopicPlan:
-    """What `dedup apply` does."""
+    """The actions of `dedup apply`."""
 
     make: tuple[WantedTopic, ...]
     as_wanted: tuple[str, ...]
@@ -326,7 +327,7 @@ class TopicPlan:
 
 
 def plan_topics(topology: Topology, settings: Settings, have: Mapping[str, Topic]) -> TopicPlan:
-    """Return what is missing and what differs; raises StateIncompatible if a source topic is missing."""
+    """Return missing topics and differences; raises StateIncompatible if a source topic is missing."""
     sources = {name: topic for name, topic in have.items() if name in topology.source.topics}
     wanted = missing_topics(topology, settings, sources)
     differences = [each for topic in wanted if topic.name in have for each in _differences(have[topic.name], topic)]
@@ -352,15 +353,15 @@ def _differences(found: Topic, wanted: WantedTopic) -> Iterator[Difference]:
 
 
 async def look(topology: Topology, settings: Settings, admin: Admin) -> TopicPlan:
-    """Return the plan of `dedup apply` for the cluster as it is."""
+    """Return the plan of `dedup apply` for the current cluster."""
     return plan_topics(topology, settings, await admin.topics(topic_names(topology)))
 
 
 async def make(topology: Topology, plan: TopicPlan, wire: Wire, admin: Admin) -> list[str]:
     """Create the topics of the plan; return their names.
 
-    Raises StateIncompatible, with nothing created, if the changelog or the repartition topic is missing although the
-    group has read records; and, after creating, if partition counts do not fit each other.
+    Raises StateIncompatible, with nothing created, if the changelog or the repartition topic is missing but the group
+    has read records. Also raises it, after creating the topics, if partition counts do not match.
     """
     missing = {topic.name for topic in plan.make}
     if not missing.isdisjoint(state_topics(topology)) and not await group_is_new(topology, wire, admin):
@@ -378,13 +379,13 @@ async def broker_findings(topology: Topology, settings: Settings) -> list[Findin
 
 
 def compare(topology: Topology, settings: Settings, have: Mapping[str, Topic]) -> list[Finding]:
-    """Return the findings about existing topics; an error is what makes a worker refuse to start."""
+    """Return the findings about existing topics; a finding is an error if it makes a worker refuse to start."""
     try:
         plan = plan_topics(topology, settings, have)
     except StateIncompatible as error:
         return [Finding("error", "source_missing", str(error))]
     findings = [
-        Finding("warning", "topic_missing", f"Topic {topic.name!r} does not exist; `run` or `apply` makes it.")
+        Finding("warning", "topic_missing", f"Topic {topic.name!r} does not exist; `run` or `apply` creates it.")
         for topic in plan.make
     ]
     lost = dict(losing(topology, have, plan.make))
@@ -414,14 +415,14 @@ def _sources(topology: Topology, have: Mapping[str, Topic]) -> Iterator[Finding]
                 "warning",
                 "retention_below_guard",
                 f"Source topic {name!r} keeps records for {kept_ms} ms, less than the guard period: after `dedup "
-                f"reset` its sightings could not be made again.",
+                "reset` its sightings could not be rebuilt.",
             )
         if "compact" in configs.get("cleanup.policy", ""):
             yield Finding(
                 "warning",
                 "source_compacted",
-                f"Source topic {name!r} is compacted: records may vanish before they are judged, and `verify` cannot "
-                f"tell that from a loss.",
+                f"Source topic {name!r} is compacted: records may be removed before they are judged, and `verify` "
+                "cannot distinguish that from a loss.",
             )
 
 
@@ -439,10 +440,10 @@ def _sources(topology: Topology, have: Mapping[str, Topic]) -> Iterator[Finding]
 
 
 async def refuse_used_output(topology: Topology, wire: KafkaWire, admin: Admin, *, meant: bool) -> None:
-    """Check that a group that has judged nothing may write to the output; ``meant``: the user says so, by the option.
+    """Check that a group that has judged nothing may write to the output; ``meant`` says that the user confirmed it.
 
-    Raises StateIncompatible, with nothing touched, if the output holds committed records that neither this topology nor
-    a mark accounts for. With ``meant`` a mark is left instead.
+    Raises StateIncompatible, with nothing changed, if the output holds committed records that neither this topology nor
+    a mark accounts for. With ``meant``, a mark is written instead.
     """
     if topology.output is None:
         return
@@ -463,7 +464,7 @@ async def refuse_used_output(topology: Topology, wire: KafkaWire, admin: Admin, 
 
 
 async def _has_written(topology: Topology, wire: KafkaWire, admin: Admin) -> bool:
-    """Tell whether a fleet of this topology has begun: it has written to its changelog, or has offsets by now."""
+    """Whether a fleet of this topology has already started, because it has written to its changelog or has offsets."""
     found = await admin.topics([topology.changelog_topic])
     for name, topic in found.items():
         for partition in range(topic.partitions):
@@ -473,7 +474,7 @@ async def _has_written(topology: Topology, wire: KafkaWire, admin: Admin) -> boo
 
 
 async def _holds_records(topology: Topology, wire: KafkaWire, place: TopicPartition, end: int) -> bool:
-    """Tell whether there is a committed record below ``end`` that no mark accounts for."""
+    """Whether there is a committed record below ``end`` that no mark accounts for."""
     marked = await _marked(topology, wire, place)
     position = max((await bounds_of(wire, place)).start, marked)
     while position < end:
@@ -493,7 +494,7 @@ async def _holds_records(topology: Topology, wire: KafkaWire, place: TopicPartit
 
 
 async def _marked(topology: Topology, wire: KafkaWire, place: TopicPartition) -> int:
-    """Return the offset below which a mark accounts for the output; 0 without one, or without permission to ask."""
+    """Return the offset below which a mark accounts for the output; 0 if there is no mark or it may not be read."""
     while True:
         found = await answered(wire, lambda: wire.committed_offset(topology.reset_group, place, stable=False))
         if found.error_code not in COORDINATOR_MOVED:
@@ -513,8 +514,8 @@ async def _leave_mark(topology: Topology, wire: KafkaWire, ends: Mapping[TopicPa
         )
         return
     log.warning(
-        "%s: the group %r begins on topics that hold records; what is below their ends now counts as not this "
-        "topology's. IDs among it are not known here: they are forwarded again if they come again.",
+        "%s: the group %r begins on topics that hold records; records below their current ends do not count as this "
+        "topology's. Their IDs are not known, so they are forwarded again if they arrive again.",
         _FLAG,
         topology.name,
     )
@@ -525,8 +526,8 @@ def _refusal(topology: Topology, used: list[TopicPartition], ends: Mapping[Topic
     return StateIncompatible(
         f"the group {topology.name!r} has judged nothing yet, but its output {first.topic!r} already holds records "
         f"({first.topic}/{first.partition} up to offset {ends[first]}; partitions with records: {len(used)}). Another "
-        f"topology writes there, or this one did under another name; the new group knows none of its IDs, so what was "
-        f"forwarded would be forwarded again. Nothing was touched. Go back to the old name, or give this topology an "
-        f"output of its own; to rename one for good, see Rename in docs/operations.md. If it is meant, "
+        "topology writes there, or this one did under another name; the new group knows none of these IDs, so "
+        "forwarded records would be forwarded again. Nothing was changed. Use the old name, or give this topology "
+        "its own output; to rename it permanently, see Rename in docs/operations.md. If this is intended, run "
         f"`dedup run {_FLAG}`."
     )

@@ -1,8 +1,8 @@
-"""Faust's transport, fed by batches: chosen by the broker URL scheme ``dedup://``.
+"""A Faust transport for batches, which is selected by the broker URL scheme ``dedup://``.
 
-One Faust message is one `FeedBatch`, so Faust's cost per message is paid once per batch. aiokafka keeps the group
-membership, in the app's event loop (Faust's stock driver runs it in a separate thread). Offsets, transactions and sends
-belong to the tasks, not to Faust: everything here that would send or commit refuses or does nothing.
+One Faust message is one `FeedBatch`, so Faust's cost per message arises only once per batch. aiokafka maintains the
+group membership in the app's event loop (Faust's stock driver runs it in a separate thread). Tasks, not Faust, handle
+offsets, transactions, and sends, so every method here that would send or commit refuses or does nothing.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ log: Final = logging.getLogger(__name__)
 BATCH_RECORDS: Final = 4000
 _POLL_MS: Final = 200
 _GATHER_SHARE: Final = 4
-"""While records flow, gathering a larger batch may take the commit interval divided by this."""
+"""While records arrive, gathering a larger batch may take the commit interval divided by this."""
 _MOST_GATHER_MS: Final = 25
 _HEARTBEATS: Final = 5
-"""At least this many within a session time-out."""
+"""Minimum number of heartbeats within a session time-out."""
 _MOST_HEARTBEAT_MS: Final = 500
 _REBALANCE_IN_PROGRESS: Final = 27
-"""Error code of a heartbeat: the member has to join again. Until then partitions wait for it."""
+"""Error code of a heartbeat when the member must rejoin; until then, its partitions wait for it."""
 _NOT_READ: Final = -1
-"""Life of a reading that did not begin."""
+"""Identifies a reading that did not begin."""
 
 
 class RebalanceListener(aiokafka.abc.ConsumerRebalanceListener):  # type: ignore[misc]  # untyped base
@@ -56,13 +56,13 @@ class RebalanceListener(aiokafka.abc.ConsumerRebalanceListener):  # type: ignore
         self._consumer: Final = consumer
 
     async def on_partitions_revoked(self, revoked: Iterable[Any]) -> None:
-        """Close every task: a task lives for one assignment."""
+        """Close every task, because a task exists for one assignment."""
         app = self._consumer.app
         app.on_rebalance_start()
         await self._consumer.on_partitions_revoked({TP(tp.topic, tp.partition) for tp in revoked})
 
     async def on_partitions_assigned(self, assigned: Iterable[Any]) -> None:
-        """Pause everything first: nothing is read before its task says from where."""
+        """Pause all partitions first, because each is read only when its task says where to begin."""
         consumer = self._consumer
         consumer.client.pause(*assigned)
         consumer.app.consumer_generation_id = consumer.client._coordinator.generation  # noqa: SLF001  # Faust's own driver reads it there
@@ -73,7 +73,7 @@ class RebalanceListener(aiokafka.abc.ConsumerRebalanceListener):  # type: ignore
 
 
 class HostApp(Protocol):
-    """What the transport needs of its app, besides Faust's part."""
+    """The interface that the transport needs from its app, in addition to Faust's."""
 
     conf: Any
     assignor: Any
@@ -89,10 +89,10 @@ class HostApp(Protocol):
         """Every topic whose partitions are tasks."""
 
     def on_rebalance_start(self) -> None:
-        """Faust: an assignment ends."""
+        """Faust calls this when an assignment ends."""
 
     def on_rebalance_end(self) -> None:
-        """Faust: an assignment begins."""
+        """Faust calls this when an assignment begins."""
 
 
 class Consumer(FaustConsumer):
@@ -106,9 +106,9 @@ class Consumer(FaustConsumer):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._delivered: dict[TP, int] = {}
-        """Partition -> the offset its next batch must follow."""
+        """Maps each partition to the offset that its next batch must follow."""
         self._passed: dict[TP, int] = {}
-        """Partition -> the offset below which everything was delivered, markers and aborted records left out."""
+        """Maps each partition to the offset below which everything except markers and aborted records was delivered."""
 
     async def on_start(self) -> None:
         """Start without joining; Faust subscribes when its agents are up."""
@@ -138,7 +138,7 @@ class Consumer(FaustConsumer):
         await self.client.stop()
 
     async def _leave(self) -> None:
-        """Leave the group on a clean stop: else a static member's partitions wait for the session time-out."""
+        """Leave the group on a clean stop. Otherwise, a static member's partitions wait for the session time-out."""
         coordinator = self.client._coordinator  # noqa: SLF001  # aiokafka has no public way
         if coordinator.generation > 0 and coordinator.coordinator_id is not None:
             try:
@@ -151,7 +151,7 @@ class Consumer(FaustConsumer):
         self.client.subscribe(topics=sorted(set(topics)), listener=RebalanceListener(self))
 
     def begin(self, feeding: TopicPartition, position: Position) -> int:
-        """Read a partition from a position, now that its task is running; return the life of this reading."""
+        """Start to read a partition at a position, and return the number that identifies this reading."""
         tp = TP(*feeding)
         if tp not in self.assignment():
             return _NOT_READ
@@ -162,13 +162,13 @@ class Consumer(FaustConsumer):
         return life
 
     def halt(self, feeding: TopicPartition) -> None:
-        """Stop reading a partition until `begin`; its task is being built again."""
+        """Stop reading a partition until `begin`, because its task is being rebuilt."""
         self.fetcher.halt(feeding)
 
     async def is_member(self) -> bool | None:
-        """Tell whether this worker is still a member of the group; None if its coordinator does not answer.
+        """Whether this worker is still a member of the group; None if the coordinator does not respond.
 
-        A worker that was frozen has no other way to know.
+        A worker that was frozen cannot know this in any other way.
         """
         coordinator = self.client._coordinator  # noqa: SLF001  # aiokafka has no public way to say so
         if coordinator.generation <= 0:
@@ -181,24 +181,24 @@ class Consumer(FaustConsumer):
         return None if answer.error_code in COORDINATOR_MOVED else answer.error_code in {0, _REBALANCE_IN_PROGRESS}
 
     def passed(self, feeding: TopicPartition, end: int, judged: int) -> bool:
-        """Tell whether everything below ``end`` but transaction markers was delivered, and all of that judged."""
+        """Whether everything below ``end`` except transaction markers was delivered and judged."""
         tp = TP(*feeding)
         return self._passed.get(tp, -1) >= end and self._delivered.get(tp) == judged
 
     def lost_membership(self) -> DedupError | None:
-        """Return why the group membership is gone for good; None while it lives."""
+        """Return why the group membership was lost permanently; None while it exists."""
         coordinator = self.client._coordinator  # noqa: SLF001  # aiokafka shows it only to a caller of getmany
         routine = getattr(coordinator, "_coordination_task", None)
         pending = getattr(coordinator, "_pending_exception", None)
         if pending is None and (routine is None or not routine.done() or self.client._closed):  # noqa: SLF001
             return None
         return BrokerUnavailable(
-            f"this worker is no longer a member of the group {self.app.conf.id!r}: {pending!r}. Restart it; if it "
-            f"happens again, look at the broker's log and at workers of other versions in the group."
+            f"this worker is no longer a member of the group {self.app.conf.id!r}: {pending!r}. Restart it; if this "
+            "recurs, check the broker's log and whether workers of other versions are in the group."
         )
 
     def rejoin(self) -> None:
-        """Ask for a new assignment: a task was fenced or is unsure."""
+        """Ask for a new assignment, because a task was fenced or does not know the outcome of its commit."""
         self.client._coordinator.request_rejoin()  # noqa: SLF001  # aiokafka has no public way to say so
 
     async def getmany(self, timeout: float) -> AsyncIterator[tuple[TP, ConsumerMessage]]:
@@ -262,22 +262,22 @@ class Consumer(FaustConsumer):
         )
 
     async def wait_empty(self) -> None:
-        """Commit and close every task; Faust calls it on revocation and on stop."""
+        """Commit and close every task; Faust calls this on revocation and on stop."""
         self.fetcher.forget()
         await self.app.tasks.close_all(drain=True)
 
     async def commit(self, topics: Any = None, start_new_transaction: bool = True) -> bool:  # Faust's signature
-        """Do nothing: a task commits its offset in its own transaction."""
+        """Do nothing, because a task commits its offset in its own transaction."""
         return False
 
     async def perform_seek(self) -> None:
-        """Do nothing: tasks say where to read."""
+        """Do nothing, because tasks say where to read."""
 
     async def verify_all_partitions_active(self) -> None:
-        """Do nothing: the tasks report lag and the age of the last commit."""
+        """Do nothing, because the tasks report lag and the age of the last commit."""
 
     async def seek_to_committed(self) -> Mapping[TP, int]:
-        """Do nothing: tasks say where to read."""
+        """Do nothing, because tasks say where to read."""
         return {}
 
     def assignment(self) -> set[TP]:
@@ -285,11 +285,11 @@ class Consumer(FaustConsumer):
         return {TP(tp.topic, tp.partition) for tp in self.client.assignment()}
 
     async def position(self, tp: TP) -> int | None:
-        """Return the offset to be fetched next."""
+        """Return the next offset to fetch."""
         return self.fetcher.position(TopicPartition(*tp))
 
     def highwater(self, tp: TP) -> int:
-        """Return 0: the tasks report lag."""
+        """Return 0, because the tasks report lag."""
         return 0
 
     async def earliest_offsets(self, *partitions: TP) -> Mapping[TP, int]:
@@ -298,7 +298,7 @@ class Consumer(FaustConsumer):
         return {TP(tp.topic, tp.partition): offset for tp, offset in found.items()}
 
     async def highwaters(self, *partitions: TP) -> Mapping[TP, int]:
-        """Return the end of each log as a committed reader sees it."""
+        """Return the end of each log as a `read_committed` reader sees it."""
         found = await self.client.end_offsets([_aiokafka(tp) for tp in partitions])
         return {TP(tp.topic, tp.partition): offset for tp, offset in found.items()}
 
@@ -308,7 +308,7 @@ class Consumer(FaustConsumer):
         return None if known is None else len(known)
 
     async def seek_wait(self, partitions: Mapping[TP, int]) -> None:
-        """Raise InvariantBroken: a task says where its partition is read from."""
+        """Raise InvariantBroken, because a task says where its partition is read from."""
         raise _escapes("a seek by Faust")
 
     async def _seek(self, partition: TP, offset: int) -> None:
@@ -327,18 +327,18 @@ class Consumer(FaustConsumer):
         return TP(topic, partition)
 
     async def create_topic(self, *args: Any, **kwargs: Any) -> None:
-        """Do nothing: topics are created by `topic_admin`, which reads the error codes."""
+        """Do nothing, because topics are created by `topic_admin`, which reads the error codes."""
 
     def key_partition(self, topic: str, key: bytes | None, partition: int | None = None) -> int | None:
-        """Return the given partition: our records are placed by the tasks."""
+        """Return the given partition, because tasks choose the partitions of records."""
         return partition
 
     def close(self) -> None:
-        """Nothing is left to close when Faust asks during a stop."""
+        """Do nothing, because nothing is left to close when Faust calls this during a stop."""
 
 
 class Producer(FaustProducer):
-    """Refuses every send: it would not be part of the task's transaction."""
+    """Refuses every send, because it would not be part of the task's transaction."""
 
     async def on_start(self) -> None:
         """Start the buffer that Faust's conductor checks; no connection is opened."""
@@ -355,10 +355,10 @@ class Producer(FaustProducer):
         raise _escapes("send_soon()")
 
     async def flush(self) -> None:
-        """Do nothing: there is nothing to flush."""
+        """Do nothing, because there is nothing to flush."""
 
     async def create_topic(self, *args: Any, **kwargs: Any) -> None:
-        """Do nothing: topics are created by `topic_admin`."""
+        """Do nothing, because topics are created by `topic_admin`."""
 
     def supports_headers(self) -> bool:
         """Return True."""
@@ -366,18 +366,18 @@ class Producer(FaustProducer):
 
 
 class TransactionManager(FaustTransactionManager):
-    """Faust's hook for a new assignment; the transactions belong to the tasks' sessions."""
+    """Faust's hook for a new assignment; the tasks' sessions handle the transactions."""
 
     async def on_rebalance(self, assigned: set[TP], revoked: set[TP], newly_assigned: set[TP]) -> None:
-        """Open a task for each feeding partition; Faust has paused them all."""
+        """Open a task for each feeding partition, all of which Faust has paused."""
         app = cast("HostApp", self.app)
         app.tasks.open({TopicPartition(*tp) for tp in assigned if tp.topic in app.feeding_topics})
 
     async def on_partitions_revoked(self, revoked: set[TP]) -> None:
-        """Do nothing: the tasks were closed when Faust waited for them to be empty."""
+        """Do nothing, because the tasks were closed when Faust waited for them to be empty."""
 
     async def flush(self) -> None:
-        """Do nothing: a task settles its own sends."""
+        """Do nothing, because a task settles its own sends."""
 
     async def send(self, topic: str, *args: Any, **kwargs: Any) -> NoReturn:
         """Raise InvariantBroken."""
@@ -390,12 +390,12 @@ class TransactionManager(FaustTransactionManager):
         raise _escapes("send_soon()")
 
     async def commit(self, offsets: Mapping[TP, int], start_new_transaction: bool = True) -> bool:  # Faust's signature
-        """Raise InvariantBroken: a task commits its own offset."""
+        """Raise InvariantBroken, because a task commits its own offset."""
         raise _escapes("a commit by Faust")
 
 
 class Transport(base.Transport):
-    """The transport behind broker URLs ``dedup://host:port``."""
+    """The transport for broker URLs such as ``dedup://host:port``."""
 
     Consumer = Consumer
     Producer = Producer

@@ -1,6 +1,6 @@
-"""One worker process: it prepares topics, starts the app, and ends by a signal, a failure, or when it is done.
+"""One worker process, which prepares topics, starts the app, and stops on a signal, on a failure, or when it is done.
 
-Also what runs beside the tasks: web pages, maintenance, and the loops that look for idle feeds and dead letters.
+It also runs web pages, maintenance, and the loops that look for idle feeds and dead letters.
 """
 
 from __future__ import annotations
@@ -40,14 +40,16 @@ if TYPE_CHECKING:
 
 log: Final = logging.getLogger(__name__)
 CaughtUp = Callable[[TopicPartition, Task], bool]
-"""Whether a task has judged everything up to the end of its partition, even an empty one."""
+"""Whether a task has judged everything up to the end of its partition, which may be empty."""
 LOOK_S: Final = 0.25
-"""Between two requests about other workers' partitions."""
+"""Pause between two requests about other workers' partitions."""
 _ASK_WITHIN_S: Final = 5.0
 FETCH_BYTES: Final = 1 << 16
 _LONGEST_LOOK_S: Final = 1.0
 GC_THRESHOLD: Final = 100_000
-"""Allocations between young collections: a batch allocates tens of thousands of objects, none in a cycle."""
+"""Allocations between young garbage collections; a batch allocates tens of thousands of objects, none of them in a
+cycle.
+"""
 _END_LOOK_S: Final = 0.05
 
 
@@ -72,8 +74,8 @@ class _Checked:
 class Loop(uvloop.Loop):
     """uvloop with connections that raise OSError once they are closed.
 
-    uvloop raises RuntimeError for a write on a connection that the peer has reset; asyncio's own loop does not.
-    aiokafka handles only OSError there, so a cut connection would end a worker with a traceback.
+    uvloop raises RuntimeError for a write on a connection that the peer has reset, unlike asyncio's own loop. aiokafka
+    handles only OSError in this case, so a lost connection would crash the worker with a traceback.
     """
 
     async def create_connection(self, *args: Any, **options: Any) -> tuple[Any, Any]:  # noqa: ANN401  # uvloop's signature
@@ -83,9 +85,10 @@ class Loop(uvloop.Loop):
 
 
 def kept_worker_id(settings: Settings) -> str:
-    """Return the worker's id: the configured one, or one generated once and kept in the state directory.
+    """Return the worker's id, which is configured, or generated once and kept in the state directory.
 
-    It makes the member static (KIP-345): a worker that was killed gets its partitions back at once when it restarts.
+    The id makes the member static (KIP-345), so a worker that was killed gets its partitions back at once when it
+    restarts.
     """
     if settings.worker_id is not None:
         return settings.worker_id
@@ -113,9 +116,9 @@ class _Quiet:
 class IdleFeeds:
     """The repartition tasks that have had no lag, and since when.
 
-    Behind a repartition topic stream time is the least over the feeds, so a silent source partition would hold it back
-    forever. The partition's task marks it idle in the repartition topic, in its own transaction, so that a replay
-    decides alike.
+    With a repartition topic, stream time is the minimum over the feeds, so a source partition without new records would
+    hold it back forever. The partition's task marks it idle in the repartition topic, in its own transaction, so that a
+    replay makes the same decisions.
     """
 
     def __init__(self, idle_after_ms: int, caught_up: CaughtUp) -> None:
@@ -124,7 +127,7 @@ class IdleFeeds:
         self._quiet: dict[TopicPartition, _Quiet] = {}
 
     def look(self, tasks: Mapping[TopicPartition, Task], now_ms: int) -> None:
-        """Mark each feed idle that has had no lag for long enough, once until its next record."""
+        """Mark each feed idle that has had no lag for long enough, but only once until its next record."""
         for feeding in self._quiet.keys() - tasks.keys():
             del self._quiet[feeding]
         for feeding, task in tasks.items():
@@ -145,14 +148,14 @@ class IdleFeeds:
 
 
 class Finish:
-    """`--exit-when-done`: whether all that was there at the start is done, by whichever workers of the group.
+    """For `--exit-when-done`, checks whether the group has finished everything that existed at the start.
 
-    For partitions of other workers the group's committed offsets are asked for, so that no worker ends while another
-    one still has work: its partitions may still move here. `reached` is polled.
+    For partitions of other workers, it reads the group's committed offsets, so that no worker exits while another one
+    still has work, because partitions may still move between them. `reached` is polled.
     """
 
     def __init__(self, app: DedupApp, ends: Mapping[TopicPartition, int]) -> None:
-        """``ends`` are those of all source partitions at the start."""
+        """``ends`` are the ends of all source partitions at the start."""
         self._app: Final = app
         self._ends = dict(ends)
         self._hops_left = len(app.sub_topologies) - 1
@@ -160,7 +163,7 @@ class Finish:
         self._waits = False
 
     async def reached(self) -> bool:
-        """Tell whether everything below the ends is committed; behind a repartition topic, of both hops."""
+        """Whether everything below the ends is committed, on both hops if there is a repartition topic."""
         try:
             async with asyncio.timeout(_ASK_WITHIN_S):
                 return await self._reached()
@@ -198,12 +201,12 @@ class Finish:
 
     def _log_waiting(self, others: int) -> None:
         if not self._waits:
-            log.info("this worker is done; waiting for other workers, which have %d partitions", others)
+            log.info("this worker is done and waits for other workers, which have %d partitions", others)
             self._waits = True
 
 
 def _own_done(app: DedupApp, ends: Mapping[TopicPartition, int]) -> bool:
-    """Tell whether this worker's tasks have committed everything below the ends."""
+    """Whether this worker's tasks have committed everything below the ends."""
     if not app.tasks.opened.is_set():
         return False
     for feeding, task in app.tasks.running.items():
@@ -218,7 +221,7 @@ def _own_done(app: DedupApp, ends: Mapping[TopicPartition, int]) -> bool:
 
 
 async def _committed_to(wire: Wire, group: str, place: TopicPartition, end: int) -> bool:
-    """Tell whether a group has committed every record below an offset, not counting markers and aborted records."""
+    """Whether a group has committed every record below an offset, not counting markers and aborted records."""
     bounds = await bounds_of(wire, place)
     committed = await committed_offset(wire, group, place, stable=False)
     position = max(committed or 0, bounds.start)
@@ -234,11 +237,11 @@ async def _committed_to(wire: Wire, group: str, place: TopicPartition, end: int)
 
 
 class Pages(Protocol):
-    """What a worker needs to know about its pages."""
+    """The settings of a worker's pages."""
 
     @property
     def advertised(self) -> str | None:
-        """Their address for others; None if they are not served."""
+        """The address at which others reach the pages; None if they are not served."""
 
 
 MakePages = Callable[[Introspection], AbstractAsyncContextManager[Pages]]
@@ -246,7 +249,7 @@ MakePages = Callable[[Introspection], AbstractAsyncContextManager[Pages]]
 
 @asynccontextmanager
 async def served(app: DedupApp, introspection: Introspection, make_pages: MakePages | None) -> AsyncIterator[None]:
-    """Serve the pages and announce their address to the group; enter this before the group is joined."""
+    """Serve the pages and announce their address to the group; must be entered before the worker joins the group."""
     if make_pages is None:
         yield
         return
@@ -256,7 +259,7 @@ async def served(app: DedupApp, introspection: Introspection, make_pages: MakePa
 
 
 class BackgroundLoops:
-    """Loops that run while the block does; an error in one stops the worker."""
+    """Loops that run as long as the ``with`` block; an error in one of them stops the worker."""
 
     def __init__(self, app: DedupApp, topology: Topology, introspection: Introspection) -> None:
         self._app: Final = app
@@ -287,7 +290,7 @@ class BackgroundLoops:
             self._app.tasks.fail(error)
 
     async def _look_for_dead_letters(self) -> None:
-        """Log once when nearly all records become dead letters, and when that is over."""
+        """Log once when nearly all records become dead letters, and again when this ends."""
         share = DeadShare()
         share.look(Counted.of((), self._clock.now_ms()))
         while True:
@@ -299,7 +302,9 @@ class BackgroundLoops:
             if turned and share.alert is not None:
                 log.error("%s", share.alert.text)
             elif turned:
-                log.warning("fewer than 95 % of the records of the last minute are dead letters now, or none came")
+                log.warning(
+                    "fewer than 95 % of the records of the last minute are dead letters now, or no records arrived"
+                )
 
     async def _look_for_idle_feeds(self) -> None:
         idle_after_ms = self._topology.idle_after_ms
@@ -311,19 +316,19 @@ class BackgroundLoops:
 
 @dataclass(frozen=True, slots=True)
 class RunOptions:
-    """How one run differs from a worker that runs forever."""
+    """Options in which one run differs from a worker that runs forever."""
 
     exit_when_done: bool = False
     on_tick: Callable[[DedupApp], None] | None = None
     """Called periodically, for a progress display."""
     make_pages: MakePages | None = None
-    """Makes the web pages out of what the worker introspection; None: none."""
+    """Creates the web pages from the worker's introspection; None means no pages."""
     onto_existing_output: bool = False
-    """A new group may write to an output that already holds records; see `refuse_used_output`."""
+    """Whether a new group may write to an output that already holds records; see `refuse_used_output`."""
 
 
 async def run_worker(topology: Topology, settings: Settings, options: RunOptions) -> DedupApp:
-    """Run until a signal, a failure, or the end of what was there at the start; return the stopped app.
+    """Run until a signal, a failure, or the end of the records that existed at the start; return the stopped app.
 
     Raises the error that made the worker fail.
     """
@@ -406,11 +411,11 @@ async def _until_over(app: DedupApp, stop: asyncio.Event, options: RunOptions, e
         if options.on_tick is not None:
             options.on_tick(app)
         if finish is not None and await finish.reached():
-            log.info("everything that was there at the start is done")
+            log.info("everything that existed at the start is done")
             return
         await asyncio.sleep(_END_LOOK_S)
     if app.crashed:
-        app.tasks.fail(app.crash_reason or DedupError("the Faust app stopped without saying why."))
+        app.tasks.fail(app.crash_reason or DedupError("the Faust app stopped without an error."))
 
 
 def main_loop(topology: Topology, settings: Settings, options: RunOptions) -> DedupApp:

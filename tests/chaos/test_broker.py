@@ -180,9 +180,9 @@ def test_f08_a_crash_loop_at_the_start_backs_off(job: Job) -> None:
         supervisor = job.start("loop", crash_at="after_output:1", supervised=2)
         try:
             for wait in ("0.5 s", "1.0 s", "2.0 s"):
-                supervisor.until_logged(f"it starts again in {wait}", times=2)
-            assert supervisor.log.count("it starts again in 0.5 s") == 2
-            assert supervisor.log.count("it starts again in 1.0 s") == 2
+                supervisor.until_logged(f"it restarts in {wait}", times=2)
+            assert supervisor.log.count("it restarts in 0.5 s") == 2
+            assert supervisor.log.count("it restarts in 1.0 s") == 2
             found = open_transactions(job)
             assert len(found) == len(set(found)) <= job.partitions, found
         finally:

@@ -208,7 +208,9 @@ def test_f61_longer_guard_period(make_job: MakeJob) -> None:
     job.send([at("b", 18), at("a", 19), at("c", 20), at("c", 70), at("c", 80)])
     worker = job.finish()
     assert verdicts(job) == (4, 4, 0)
-    assert "local state is of guard_period + grace = 20s, and the topology says 2m now" in worker.log, worker.log
+    assert "local state was written with guard_period + grace = 20s, but the topology now has 2m" in worker.log, (
+        worker.log
+    )
     assert "guard_period + grace is 2m now (1m + 1m), and was 20s when" in worker.log
     # Five seconds were judged when it changed, and a hundred more make the difference.
     assert "by the difference, 100s (there: 2023-11-14T22:15:05.000Z)" in worker.log
@@ -224,8 +226,10 @@ def test_f62_shorter_guard_period(make_job: MakeJob) -> None:
     job.send([at("a", 30), at("a", 35), at("b", 12), at("b", 13)])
     worker = job.finish()
     assert verdicts(job) == (4, 3, 0)
-    assert "local state is of guard_period + grace = 2m, and the topology says 70s now" in worker.log, worker.log
-    assert "Shorter: in force at once." in worker.log
+    assert "local state was written with guard_period + grace = 2m, but the topology now has 70s" in worker.log, (
+        worker.log
+    )
+    assert "The sum is shorter and takes effect at once." in worker.log
 
 
 @pytest.mark.parametrize("disk", ["kept", "empty"])
@@ -242,7 +246,9 @@ def test_f61_what_a_changed_guard_period_means_is_said_once_and_why_state_is_res
     worker = job.finish()
     assert worker.log.count("WARNING guard_period + grace is 4h now (2h + 2h), and was 2h when") == 1, worker.log
     assert worker.log.count("by the difference, 2h") == 1
-    reasons = [line for line in worker.log.splitlines() if "local state is of guard_period + grace = 2h" in line]
+    reasons = [
+        line for line in worker.log.splitlines() if "local state was written with guard_period + grace = 2h" in line
+    ]
     assert len(reasons) == (4 if disk == "kept" else 0), worker.log
     assert {line.partition("changelog/")[2][0] for line in reasons} == (set("0123") if disk == "kept" else set())
 

@@ -237,7 +237,7 @@ def test_a_dead_letter_that_the_source_refuses_is_named_and_passed_over(make_job
     assert "2 records" in told
     # At which offset it lies depends on how many transactions it took, and whether one was aborted.
     (refused,) = [each for each in job.read(job.topology.dead_letter) if each.value() == b"no json 2"]
-    left = f"left {job.topology.dead_letter}/0/{refused.offset()}: the topic it goes to refuses it"
+    left = f"left {job.topology.dead_letter}/0/{refused.offset()}: its target topic refuses it"
     assert left in told
 
 
@@ -313,7 +313,7 @@ def test_what_cannot_be_sent_is_named_again_after_its_position_is_forgotten(make
     job.finish()
     refuse_the_future(job)
     assert "1 records" in dedup(job, "replay", "--limit", "1")
-    left = "the topic it goes to refuses it"
+    left = "its target topic refuses it"
     assert left in dedup(job, "replay")
     forget_replay(job)
     assert left in dedup(job, "replay", "--from", "last")

@@ -52,7 +52,7 @@ def refused(job: Job, worker_id: str) -> None:
     """A worker ends with exit code 3 and the sentence; nothing was written or made."""
     before = topics(job)
     worker = job.refused(worker_id, code=INCOMPATIBLE, says=SENTENCE)
-    assert "Nothing was touched" in worker.log
+    assert "Nothing was changed" in worker.log
     assert ONTO[0] in worker.log
     assert "Traceback" not in worker.log
     assert topics(job) == before

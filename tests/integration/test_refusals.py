@@ -30,7 +30,7 @@ def done(job: Job) -> Job:
 def test_f39_changelog_deleted_under_intact_state(done: Job) -> None:
     before = tree(done.state_dir("a"))
     done.admin.delete_topic(done.topology.changelog_topic)
-    done.refused(code=INCOMPATIBLE, says="Nothing was touched")
+    done.refused(code=INCOMPATIBLE, says="Nothing was changed")
     assert tree(done.state_dir("a")) == before
 
 
@@ -99,7 +99,7 @@ def test_f19_offsets_of_a_repartitioned_source_deleted(make_job: MakeJob) -> Non
     for future in job.admin.client.delete_consumer_groups([job.name]).values():
         future.result(timeout=30)
     worker = job.refused(code=INCOMPATIBLE, says="has no offset of lost-in/0, but")
-    assert "Nothing was touched" in worker.log
+    assert "Nothing was changed" in worker.log
     job.refused("elsewhere", code=INCOMPATIBLE, says="has no offset of lost-in/0, but")
     # What the message proposes.
     places = [TopicPartition("lost-in", 0, 200)]
@@ -124,12 +124,12 @@ def test_f19_feeding_topic_made_again(make_job: MakeJob, feeding: str) -> None:
     job.admin.create_topic(name, job.partitions, KEPT)
     job.send(workload(35, 600))
     behind = feeding == "repartition"
-    worker = job.refused(code=INCOMPATIBLE, says=f"{name} was deleted and made again", repartitions=behind)
+    worker = job.refused(code=INCOMPATIBLE, says=f"{name} was deleted and recreated", repartitions=behind)
     assert f"the topic with id {old_id}" in worker.log
-    assert "Nothing was touched" in worker.log
+    assert "Nothing was changed" in worker.log
     assert state_of(job, "a", topic_id(job, job.topology.changelog_topic)) == before
     shutil.rmtree(job.state_dir("a"))
-    job.refused(code=INCOMPATIBLE, says=f"{name} was deleted and made again", repartitions=behind)
+    job.refused(code=INCOMPATIBLE, says=f"{name} was deleted and recreated", repartitions=behind)
 
 
 def test_f19_offsets_set_back_to_the_start(done: Job) -> None:

@@ -194,7 +194,7 @@ def test_a_worker_is_done_when_all_workers_are(make_job: MakeJob) -> None:
     others = [job.start(name) for name in ("b", "c")]
     until(lambda: all("running from offset" in worker.log for worker in others), f"both run; {job.logs()}")
     idle = job.start("a", exit_when_done=True)
-    idle.until_logged("waiting for other workers")
+    idle.until_logged("waits for other workers")
     waiting.commit_transaction(30)
     job.sent.extend(workload(6, 400))
     assert idle.wait() == 0, idle.log

@@ -150,7 +150,7 @@ class Cluster:
         """Counts what may have become visible to readers."""
         self.offsets: dict[tuple[str, TopicPartition], Position] = {}
         self.made_again: Counter[str] = Counter()
-        """Topic -> how often it was deleted and made again."""
+        """Topic -> how often it was deleted and recreated."""
         self.added: Counter[str] = Counter()
         """Topic -> partitions added to it; nothing is ever written to them."""
         self.late_markers = False

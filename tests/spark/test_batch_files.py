@@ -349,7 +349,7 @@ def test_a_policy_that_says_fail_ends_the_job_with_the_record(spark, tmp_path):
 
 
 def test_a_run_name_that_is_no_directory_is_refused(spark, tmp_path):
-    with pytest.raises(SettingsError, match="is no name for a directory"):
+    with pytest.raises(SettingsError, match="is not a valid directory name"):
         backfill(spark.createDataFrame([], RECORDS), topology(), str(tmp_path), run="../up")
 
 

@@ -269,7 +269,7 @@ def test_the_database_says_why_in_a_sentence(spark, tmp_path):
         upsert_jdbc(rows, to)
     with pytest.raises(StateIncompatible, match=r"the database says"):
         upsert_jdbc(rows, Jdbc(f"jdbc:sqlite:{tmp_path / 'no' / 'such' / 'place.db'}", "orders"))
-    with pytest.raises(SettingsError, match="is no name"):
+    with pytest.raises(SettingsError, match="is not a valid name"):
         upsert_jdbc(rows, Jdbc(to.url, "orders; DROP TABLE x"))
     with pytest.raises(SettingsError, match="neither"):
         upsert_jdbc(rows, Jdbc("jdbc:mysql://h/d", "orders"))

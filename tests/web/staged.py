@@ -56,7 +56,7 @@ class Staged:
 
     def look_up(self, text: str) -> LookedUp:
         if text == "odd":
-            raise SettingsError([Problem("ID", "'odd' can be no ID of 'orders'")])
+            raise SettingsError([Problem("ID", "'odd' cannot be an ID of 'orders'")])
         found = (self.sightings[text],) if text in self.sightings else ()
         asked = tuple(task.partition for task in self.tasks if task.state == "running")
         every = tuple(range(self.partitions))
@@ -75,7 +75,7 @@ class Staged:
 
     async def record(self, topic: str, partition: int, offset: int) -> ShownRecord | None:
         if topic != "orders":
-            raise StateIncompatible(f"{topic!r} is no source topic of 'orders'.")
+            raise StateIncompatible(f"{topic!r} is not a source topic of 'orders'.")
         return ShownRecord.of(f"{topic}/{partition}/{offset}", NOW_MS, b"k", self.payload)
 
 

@@ -111,7 +111,7 @@ def test_an_id_is_looked_up_by_keyboard(open_page: Open, serve: Serve) -> None:
     expect(answer).to_contain_text("not known: never seen, or its sighting has expired")
     page.get_by_label("Tracking ID").fill("odd")
     page.keyboard.press("Enter")
-    expect(answer).to_contain_text("'odd' can be no ID of 'orders'")
+    expect(answer).to_contain_text("'odd' cannot be an ID of 'orders'")
 
 
 def test_any_worker_answers_by_asking_the_owner(open_page: Open, serve: Serve) -> None:

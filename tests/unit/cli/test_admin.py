@@ -55,7 +55,7 @@ def test_help_has_an_example(command):
     [
         (("reset", SIMPLEST, "--to", "yesterday"), "is not a time"),
         (("replay", SIMPLEST, "--late"), "they would be late again: add --forward"),
-        (("replay", SIMPLEST, "--forward"), "dead letters are judged again: leave it out"),
+        (("replay", SIMPLEST, "--forward"), "dead letters are judged again; omit this option"),
         (("apply", "nowhere.yaml"), "cannot be read"),
         (("lookup", SIMPLEST, "a", "--url", "file:///etc/passwd"), "is not the address of a worker"),
     ],
@@ -73,7 +73,7 @@ def test_a_topology_without_a_late_topic_has_nothing_to_replay(tmp_path):
     )
     code, output = dedup("replay", str(path), "--late", "--forward", "--set", "brokers=localhost:1")
     assert code == 2
-    assert "have no topic of their own" in output
+    assert "has no topic for late records" in output
 
 
 class TestPlan:
@@ -144,7 +144,7 @@ class TestStateKeys:
                 state_keys(topology(rule), deep)
 
     def test_what_can_be_no_id_is_refused_with_the_reason(self):
-        with pytest.raises(SettingsError, match="can be no ID of 't'"):
+        with pytest.raises(SettingsError, match="cannot be an ID of 't'"):
             state_keys(topology("field: id"), "")
 
 

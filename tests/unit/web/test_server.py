@@ -59,7 +59,7 @@ class Worker:
 
     async def record(self, topic, partition, offset):
         if topic != "orders":
-            raise StateIncompatible("is no source topic")
+            raise StateIncompatible("is not a source topic")
         return ShownRecord.of(f"{topic}/{partition}/{offset}", 1, None, b"\xff") if offset < 5 else None
 
 

@@ -204,7 +204,7 @@ async def test_what_can_not_be_used_is_told_and_the_changelog_is_read(log, tmp_p
     with caplog.at_level(logging.WARNING):
         store, read = await restored(shop)
     assert (read, ids_of(store), shop.bootstrap.unusable) == (301, written(log), 1)
-    assert "restored from the changelog instead, which holds all of it" in caplog.text
+    assert "restored from the changelog instead, which contains everything" in caplog.text
     store.close()
     assert list((tmp_path / "worker" / SCRATCH).rglob("0-*")) == []
 

@@ -205,7 +205,7 @@ def test_the_feeding_topic_a_record_names_or_does_not_name_is_taken(said, there)
 
 def test_offsets_of_another_feeding_topic_of_the_same_name_are_refused():
     held = TaskRecord(OURS, 5, (), 7, 100, feeding_topic_id="aa" * 16)
-    with pytest.raises(StateIncompatible, match="in was deleted and made again: in/3 was judged up to offset 7"):
+    with pytest.raises(StateIncompatible, match="in was deleted and recreated: in/3 was judged up to offset 7"):
         refuse_other_feeding(held, "bb" * 16, TopicPartition("in", 3))
 
 

@@ -45,13 +45,13 @@ def test_a_time_beyond_calendars_is_a_number():
 def test_shorter_is_in_force_at_once():
     text = what_it_means(CHANGELOG, record(window(2, 3)), window(1, 1))
     assert "is 2h now (1h + 1h), and was 5h when" in text
-    assert "Shorter: in force at once." in text
+    assert "The sum is shorter and takes effect at once." in text
     assert "Longer" not in text
 
 
 @pytest.mark.parametrize("before", [window(1, 1), window(3, 3)])
 def test_why_state_is_restored(before):
-    assert f"guard_period + grace = {before.retention_ms // HOUR_MS}h, and the topology says 4h now" in why_restored(
+    assert f"guard_period + grace = {before.retention_ms // HOUR_MS}h, but the topology now has 4h." in why_restored(
         CHANGELOG, record(before), window(2, 2)
     )
 

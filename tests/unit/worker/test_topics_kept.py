@@ -94,7 +94,7 @@ def test_a_retention_that_is_asked_for_is_taken_and_told_of_where_it_deletes():
     assert made(have, 7 * DAY_MS)["out"]["retention.ms"] == str(7 * DAY_MS)
     texts = said(have, 7 * DAY_MS)
     assert len(texts) == len(FORWARDED)
-    assert all("keeps records for 7d" in text and "lengthen that" in text for text in texts)
+    assert all("keeps records for 7d" in text and "increase it" in text for text in texts)
     assert "source topic 'b' keeps records for 30d" in texts[0]
     assert said(have, 30 * DAY_MS) == []
     assert said(have) == []
