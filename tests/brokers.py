@@ -66,11 +66,17 @@ class Admin:
     client: AdminClient = field(repr=False)
 
     def create_topic(self, name: str, partitions: int = 1, config: dict[str, str] | None = None) -> str:
-        """The topic exists, with one replica and a leader for every partition; returns its name."""
-        topic = NewTopic(name, num_partitions=partitions, replication_factor=1, config=config or {})
+        """The topic exists, with its replicas and a leader for every partition; returns its name."""
+        placed = self.replicas(name, partitions)
+        topic = NewTopic(name, num_partitions=partitions, replica_assignment=placed, config=config or {})
         self.client.create_topics([topic])[name].result(timeout=30)
         self.until_led(name, partitions)
         return name
+
+    def replicas(self, name: str, partitions: int) -> list[list[int]]:
+        """Return the nodes that hold each partition of a new topic; the first leads it."""
+        del name
+        return [[1]] * partitions
 
     def until_led(self, topic: str, partitions: int) -> None:
         """The broker knows a new topic, and each of its partitions has a leader."""
