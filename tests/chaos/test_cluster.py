@@ -9,13 +9,13 @@ from collections.abc import Callable
 import pytest
 from aiokafka.client import AIOKafkaClient, CoordinationType
 from confluent_kafka import KafkaException
-from confluent_kafka.admin import AdminClient, AlterConfigOpType, ConfigEntry, ConfigResource, ResourceType
+from confluent_kafka.admin import AdminClient
 
 from tests.brokers import Admin, RunningKafka
 from tests.chaos.three_nodes import cluster, kafka
-from tests.chaos.transactions import assert_none_open
 from tests.integration.conftest import MakeJob
 from tests.integration.fleet import KEPT, Job, Worker, until
+from tests.integration.transactions import assert_none_open
 from tests.integration.watch import Watch
 from tests.integration.workload import workload
 from tests.kafka_cluster import KafkaCluster
@@ -130,7 +130,7 @@ def test_f23_a_leader_goes(job: Job, cluster: KafkaCluster, target: str, way: st
 
 def test_f23_below_min_isr(job: Job, cluster: KafkaCluster) -> None:
     """The output takes nothing with a replica missing: the worker stands still, commits nothing, and resumes."""
-    require_all(job)
+    job.admin.configure(job.output, min_insync_replicas="3")
     with Watch(job):
         with job.stream(workload(141, 60_000), per_s=500):
             worker = job.start()
@@ -179,14 +179,6 @@ def stands_still(job: Job) -> bool:
     before = job.committed()
     job.until_sent(len(job.sent) + 1_000)
     return job.committed() == before
-
-
-def require_all(job: Job) -> None:
-    """Every replica of the output must be in sync."""
-    every = ConfigEntry("min.insync.replicas", "3", incremental_operation=AlterConfigOpType.SET)
-    resource = ConfigResource(ResourceType.TOPIC, job.output, incremental_configs=[every])
-    for future in job.admin.client.incremental_alter_configs([resource]).values():
-        future.result(timeout=30)
 
 
 @pytest.mark.long
