@@ -6,7 +6,7 @@ import io
 import tarfile
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -21,10 +21,18 @@ from confluent_kafka import (
     Producer,
     TopicPartition,
 )
-from confluent_kafka.admin import AdminClient, OffsetSpec  # type: ignore[attr-defined]  # exported, undeclared
+from confluent_kafka.admin import (  # type: ignore[attr-defined]  # exported, undeclared
+    AdminClient,
+    AlterConfigOpType,
+    ConfigEntry,
+    ConfigResource,
+    OffsetSpec,
+    ResourceType,
+)
 from confluent_kafka.cimpl import NewTopic
 
 from dedup.embedded.kafka_node import EmbeddedKafka
+from tests.waiting import WITHIN_S, until
 
 if TYPE_CHECKING:
     from testcontainers.core.network import Network
@@ -40,14 +48,6 @@ NO_LEADER_YET = frozenset(
         KafkaError._NOENT,
     }
 )
-LOOK_S = 0.02
-
-
-def _until(condition: Callable[[], bool], otherwise: str) -> None:
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline, f"{otherwise} after 30 s"
-        time.sleep(LOOK_S)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,33 +66,57 @@ class Admin:
     client: AdminClient = field(repr=False)
 
     def create_topic(self, name: str, partitions: int = 1, config: dict[str, str] | None = None) -> str:
-        """The topic exists, with one replica and a leader for every partition; returns its name."""
-        topic = NewTopic(name, num_partitions=partitions, replication_factor=1, config=config or {})
+        """The topic exists, with its replicas and a leader for every partition; returns its name."""
+        placed = self.replicas(name, partitions)
+        topic = NewTopic(name, num_partitions=partitions, replica_assignment=placed, config=config or {})
         self.client.create_topics([topic])[name].result(timeout=30)
         self.until_led(name, partitions)
         return name
 
+    def replicas(self, name: str, partitions: int) -> list[list[int]]:
+        """Return the nodes that hold each partition of a new topic; the first leads it."""
+        del name
+        return [[1]] * partitions
+
     def until_led(self, topic: str, partitions: int) -> None:
         """The broker knows a new topic, and each of its partitions has a leader."""
-        _until(lambda: len(self.end_offsets(topic)) >= partitions, f"{topic}: not known to the broker")
+        until(lambda: len(self.end_offsets(topic)) >= partitions, f"{topic}: not known to the broker")
+
+    def configure(self, topic: str, **configs: str) -> None:
+        """The topic has these configs, names written with ``_`` for a dot; the others stay."""
+        entries = [
+            ConfigEntry(name.replace("_", "."), value, incremental_operation=AlterConfigOpType.SET)
+            for name, value in configs.items()
+        ]
+        resource = ConfigResource(ResourceType.TOPIC, topic, incremental_configs=entries)
+        self.client.incremental_alter_configs([resource])[resource].result(timeout=30)
+
+    def delete_below(self, topic: str, offsets: Mapping[int, int]) -> None:
+        """The partitions begin at these offsets."""
+        places = [TopicPartition(topic, *each) for each in offsets.items()]
+        for future in self.client.delete_records(places).values():
+            future.result(timeout=30)
 
     def delete_topic(self, name: str) -> None:
         """The topic is gone, also from what the broker says of its topics."""
         self.client.delete_topics([name])[name].result(timeout=30)
-        _until(lambda: name not in self.client.list_topics(timeout=30).topics, f"{name}: still known to the broker")
+        until(lambda: name not in self.client.list_topics(timeout=30).topics, f"{name}: still known to the broker")
 
     def end_offsets(self, topic: str) -> dict[int, int]:
         """Return the next offset of each partition, open transactions included."""
-        deadline = time.monotonic() + 30
-        while True:
+        found: dict[int, int] = {}
+
+        def told() -> bool:
             try:
-                return self._end_offsets(topic)
+                found.update(self._end_offsets(topic))
             except KafkaException as error:
                 if not (error.args[0].retriable() or error.args[0].code() in NO_LEADER_YET):
                     raise
-                if time.monotonic() > deadline:
-                    raise
-                time.sleep(LOOK_S)
+                return False
+            return True
+
+        until(told, f"{topic}: its ends are told")
+        return found
 
     def _end_offsets(self, topic: str) -> dict[int, int]:
         # By this client, which is connected: a new consumer takes twenty times as long.
@@ -119,7 +143,7 @@ def producer_of(bootstrap: str) -> Producer:
 def read_all(bootstrap: str, topic: str, *, isolation: str = "read_committed") -> list[Message]:
     """Return every record up to the topic's present end, in offset order within a partition.
 
-    Raises AssertionError when it does not get there within 60 s (an open transaction, for one).
+    Raises AssertionError when it does not get there in time.
     """
     settings = {"enable.auto.commit": False, "isolation.level": isolation, "enable.partition.eof": True}
     # The end of a partition is told when a fetch has waited in vain.
@@ -130,7 +154,7 @@ def read_all(bootstrap: str, topic: str, *, isolation: str = "read_committed") -
         consumer.assign([TopicPartition(topic, number, 0) for number in partitions])
         left = set(partitions)
         records: list[Message] = []
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + WITHIN_S
         while left:
             assert time.monotonic() < deadline, f"{topic}: no end in sight of partitions {left}"
             # What has come, and a wait only where that is nothing: markers at the end are no records to wait for.

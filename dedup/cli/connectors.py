@@ -151,11 +151,10 @@ def apply_tables(spec: SinkSpec, *, dry_run: bool, quiet: bool) -> dict[str, str
     Raises StateIncompatible if an existing table is unsuitable, DatabaseUnavailable if the database does not respond.
     """
     from dedup.connect.database import OFFSETS
-    from dedup.connect.open_database import connect
-    from dedup.connect.retry import RetryingDatabase
+    from dedup.connect.open_database import RetryingDatabase
     from dedup.connect.upsert import make_tables, plan_tables
 
-    database = RetryingDatabase(lambda: connect(spec.url))
+    database = RetryingDatabase(spec.url)
     try:
         missing = database.first(lambda connection: plan_tables(connection, spec))
         if not dry_run:

@@ -10,10 +10,11 @@ nobody can take over the partition in the middle of a transaction.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from dedup.errors import StateIncompatible, TaskMigrated
 from dedup.kafka.wire import TopicPartition
@@ -61,24 +62,6 @@ class Table:
 
 
 @dataclass(slots=True)
-class Taken:
-    """The row of `dedup_offsets` for a partition that this process owns."""
-
-    epoch: int
-    position: int
-    """All records below this offset are in the database; -1 before the first record."""
-
-
-@dataclass(frozen=True, slots=True)
-class Owned:
-    """A reader and the topic that it reads."""
-
-    reader: str
-    topic: str
-    topic_id: str
-
-
-@dataclass(slots=True)
 class WriteOutcome:
     """The numbers of inserted, updated, and unchanged rows, and the refused rows."""
 
@@ -96,8 +79,8 @@ class WriteOutcome:
         self.refused |= other.refused
 
 
-class DatabaseConnection(Protocol):
-    """One connection to a database. It blocks, and one thread at a time may use it.
+class DatabaseConnection(ABC):
+    """One connection to a database; blocking, used by one thread at a time.
 
     Every method raises DatabaseAway for a temporary failure such as a lost connection, RowsRefused for values that the
     database rejects, and StateIncompatible for errors that a retry cannot fix.
@@ -109,36 +92,55 @@ class DatabaseConnection(Protocol):
     """The placeholder of a parameter."""
     temporary: str
     """The schema of temporary tables."""
+    begin_statement: str
+    """Begins a transaction that writes."""
+
+    @abstractmethod
+    def _explained(self) -> AbstractContextManager[None]:
+        """Within the block, the driver's errors become ours."""
+
+    @abstractmethod
+    def _run(self, sql: str, parameters: Sequence[Any]) -> Any:  # noqa: ANN401  # the driver's cursor
+        """Run a statement; return its DB-API cursor."""
 
     def execute(self, sql: str, parameters: Sequence[Any] = ()) -> int:
-        """Run a statement; return the number of affected rows."""
+        """Run a statement; return how many rows it touched."""
+        with self._explained():
+            return int(self._run(sql, parameters).rowcount)
 
     def query(self, sql: str, parameters: Sequence[Any] = ()) -> list[Row]:
         """Return the rows of a query."""
+        with self._explained():
+            return list(self._run(sql, parameters).fetchall())
 
+    def columns(self, sql: str) -> list[str]:
+        """Return the names of a query's columns; reads no rows."""
+        with self._explained():
+            return [column[0] for column in self._run(f"SELECT * FROM ({sql}) t LIMIT 0", ()).description]  # noqa: S608
+
+    @abstractmethod
     def has(self, table: str) -> bool:
         """Return whether the table exists."""
 
-    def columns(self, sql: str) -> list[str]:
-        """Return the names of a query's columns without reading rows."""
-
+    @abstractmethod
     def stage(self, table: Table, rows: Sequence[Row]) -> None:
         """Replace the content of the staging table."""
 
     def begin(self) -> None:
         """Begin a transaction that writes."""
+        self.execute(self.begin_statement)
 
     def commit(self) -> None:
-        """Commit the changes since `begin`."""
+        """Commit what was done since `begin`."""
+        self.execute("COMMIT")
 
+    @abstractmethod
     def rollback(self) -> None:
         """Undo the changes since `begin`; do nothing if no transaction can be open."""
 
+    @abstractmethod
     def close(self) -> None:
         """Close the connection."""
-
-
-Connect = Callable[[], DatabaseConnection]
 
 
 @contextmanager
@@ -178,76 +180,79 @@ def make_offsets(connection: DatabaseConnection) -> None:
     make(connection, OFFSETS, OFFSETS_STATEMENT)
 
 
-def take(connection: DatabaseConnection, owned: Owned, partitions: Sequence[int]) -> dict[int, Taken]:
-    """Fence the earlier owners of the partitions, and return the positions.
+class FencedOffsets:
+    """The rows of `dedup_offsets` that this process owns: those of one reader of a topic."""
 
-    Raises StateIncompatible if the topic was deleted and recreated since it was read.
-    """
-    mark = connection.mark
-    found: dict[int, Taken] = {}
-    with transaction(connection):
-        for partition in sorted(set(partitions)):
-            key = (owned.reader, owned.topic, partition)
-            connection.execute(
-                f"INSERT INTO {OFFSETS} (reader, topic, part, topic_id, epoch, position) "  # noqa: S608  # our own names
-                f"VALUES ({mark}, {mark}, {mark}, {mark}, 0, -1) ON CONFLICT (reader, topic, part) DO NOTHING",
-                (*key, owned.topic_id),
-            )
-            ((epoch, position, topic_id),) = connection.query(
-                f"UPDATE {OFFSETS} SET epoch = epoch + 1 "  # noqa: S608  # our own names
-                f"WHERE reader = {mark} AND topic = {mark} AND part = {mark} RETURNING epoch, position, topic_id",
-                key,
-            )
-            if topic_id != owned.topic_id:
-                raise StateIncompatible(
-                    f"the database has read another topic {owned.topic!r} than the one there is now: it was deleted "
-                    f"and created again. Nothing was changed. To read its records from the start, delete the rows of "
-                    f"reader {owned.reader!r} from {OFFSETS}; existing rows of other tables stay as they are."
+    def __init__(self, reader: str, topic: str, topic_id: str) -> None:
+        self.reader: Final = reader
+        self.topic: Final = topic
+        self.positions: Final[dict[int, int]] = {}
+        """By partition: everything below this offset is in the database; -1 before the first record."""
+        self._topic_id: Final = topic_id
+        self._epochs: Final[dict[int, int]] = {}
+
+    def take(self, connection: DatabaseConnection, partitions: Collection[int]) -> None:
+        """Fence the partitions' earlier owners, and learn the positions.
+
+        Raises StateIncompatible if the topic was deleted and created again since it was read.
+        """
+        mark = connection.mark
+        with transaction(connection):
+            for partition in sorted(partitions):
+                key = (self.reader, self.topic, partition)
+                connection.execute(
+                    f"INSERT INTO {OFFSETS} (reader, topic, part, topic_id, epoch, position) "  # noqa: S608  # our own names
+                    f"VALUES ({mark}, {mark}, {mark}, {mark}, 0, -1) ON CONFLICT (reader, topic, part) DO NOTHING",
+                    (*key, self._topic_id),
                 )
-            found[partition] = Taken(epoch, position)
-    return found
+                ((epoch, position, topic_id),) = connection.query(
+                    f"UPDATE {OFFSETS} SET epoch = epoch + 1 "  # noqa: S608  # our own names
+                    f"WHERE reader = {mark} AND topic = {mark} AND part = {mark} RETURNING epoch, position, topic_id",
+                    key,
+                )
+                if topic_id != self._topic_id:
+                    raise StateIncompatible(
+                        f"the database has read another topic {self.topic!r} than the one there is now: it was deleted "
+                        f"and created again. Nothing was touched. To read its records from the start, delete the rows "
+                        f"of reader {self.reader!r} from {OFFSETS}; existing rows of other tables stay as they are."
+                    )
+                self._epochs[partition], self.positions[partition] = epoch, position
 
+    def advance(self, connection: DatabaseConnection, ends: Mapping[int, int]) -> None:
+        """Move the rows within the open transaction. Raises TaskMigrated if another process owns a partition."""
+        mark = connection.mark
+        for partition, end in sorted(ends.items()):
+            moved = connection.execute(
+                f"UPDATE {OFFSETS} SET position = {mark} WHERE reader = {mark} AND topic = {mark} AND part = {mark} "  # noqa: S608
+                f"AND epoch = {mark} AND position = {mark}",
+                (end, self.reader, self.topic, partition, self._epochs[partition], self.positions[partition]),
+            )
+            if moved != 1:
+                raise self._overtaken(partition)
 
-def advance(connection: DatabaseConnection, owned: Owned, taken: Mapping[int, Taken], ends: Mapping[int, int]) -> None:
-    """Move the positions within the open transaction. Raises TaskMigrated if another process owns a partition."""
-    mark = connection.mark
-    for partition, end in sorted(ends.items()):
-        mine = taken[partition]
-        moved = connection.execute(
-            f"UPDATE {OFFSETS} SET position = {mark} WHERE reader = {mark} AND topic = {mark} AND part = {mark} "  # noqa: S608
-            f"AND epoch = {mark} AND position = {mark}",
-            (end, owned.reader, owned.topic, partition, mine.epoch, mine.position),
+    def happened(self, connection: DatabaseConnection, ends: Mapping[int, int]) -> bool:
+        """Return whether a transaction without an answer was committed.
+
+        Raises TaskMigrated if another process has taken a partition since.
+        """
+        mark = connection.mark
+        for partition, end in ends.items():
+            rows = connection.query(
+                f"SELECT epoch, position FROM {OFFSETS} "  # noqa: S608  # our own names
+                f"WHERE reader = {mark} AND topic = {mark} AND part = {mark}",
+                (self.reader, self.topic, partition),
+            )
+            if rows == [(self._epochs[partition], self.positions[partition])]:
+                return False
+            if rows != [(self._epochs[partition], end)]:
+                raise self._overtaken(partition)
+        return True
+
+    def _overtaken(self, partition: int) -> TaskMigrated:
+        return TaskMigrated(
+            f"{self.reader}: another process has taken over {TopicPartition(self.topic, partition)}; this one stops, "
+            f"and its transaction was rolled back. Run one process per partition of a sink."
         )
-        if moved != 1:
-            raise _overtaken(owned, partition)
-
-
-def happened(connection: DatabaseConnection, owned: Owned, taken: Mapping[int, Taken], ends: Mapping[int, int]) -> bool:
-    """Return whether a transaction without a response was committed.
-
-    Raises TaskMigrated if another process has taken over a partition since then.
-    """
-    mark = connection.mark
-    moved: set[bool] = set()
-    for partition, end in ends.items():
-        rows = connection.query(
-            f"SELECT epoch, position FROM {OFFSETS} "  # noqa: S608  # our own names
-            f"WHERE reader = {mark} AND topic = {mark} AND part = {mark}",
-            (owned.reader, owned.topic, partition),
-        )
-        mine = taken[partition]
-        if rows not in ([(mine.epoch, end)], [(mine.epoch, mine.position)]):
-            raise _overtaken(owned, partition)
-        if end != mine.position:
-            moved.add(rows == [(mine.epoch, end)])
-    return moved == {True}
-
-
-def _overtaken(owned: Owned, partition: int) -> TaskMigrated:
-    return TaskMigrated(
-        f"{owned.reader}: another process has taken over {TopicPartition(owned.topic, partition)}; this one stops, and "
-        f"its transaction was rolled back. Run one process per partition of a sink."
-    )
 
 
 def shown(url: str) -> str:

@@ -15,14 +15,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
+from dedup.connect.fenced_consumer import FROM_START, TopicReader
 from dedup.connect.transactional_outbox import DEADLINE_MS, PAUSE_S
 from dedup.errors import BrokerUnavailable, CommitUnknown
 from dedup.kafka.client import KafkaWire
-from dedup.kafka.consumer import FeedFetcher, TopicCheck
-from dedup.kafka.record_batch import Header, Line, fill
+from dedup.kafka.consumer import TopicCheck
+from dedup.kafka.record_batch import Columns, Header, Line, fill
 from dedup.kafka.transactional_producer import Session
 from dedup.kafka.wire import Position, TopicPartition
-from dedup.worker.offsets import bounds_of, committed_offset
+from dedup.worker.offsets import committed_offset
 from dedup.worker.record_collector import DETAIL, REASON, SOURCE, TIMESTAMP
 
 if TYPE_CHECKING:
@@ -34,16 +35,19 @@ log: Final = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class RejectedRecord:
-    """An unchanged record of the source topic that cannot become a row, and the reason."""
+    """A record of the source topic that cannot become a row, and why."""
 
     source: TopicPartition
-    offset: int
-    timestamp_ms: int
-    key: bytes | None
-    value: bytes | None
-    headers: list[Header]
+    columns: Columns
+    at: int
+    """The record's index in its batch."""
     code: str
     detail: str
+
+    @property
+    def offset(self) -> int:
+        """Its offset in the source topic."""
+        return self.columns.offsets[self.at]
 
 
 @dataclass(slots=True)
@@ -88,18 +92,17 @@ class DeadLetterProducer:
     async def _in_topic(self, source: TopicPartition, begin: int, end: int) -> set[int]:
         """Return the source offsets in a range whose dead letters are in the topic."""
         target, own = self._target(source), f"{source.topic}/{source.partition}/".encode()
-        bounds = await bounds_of(self._wire, target)
-        fetcher = FeedFetcher(self._wire, await TopicCheck.of(self._wire, target.topic), wait_ms=WAIT_MS)
-        fetcher.begin(target, bounds.start)
+        reader = TopicReader(self._wire, await TopicCheck.of(self._wire, target.topic), wait_ms=WAIT_MS)
+        await reader.begin(target, FROM_START)
         found: set[int] = set()
-        while (fetcher.position(target) or 0) < bounds.end:
-            for answer in await fetcher.poll([target]):
+        while not reader.at_end:
+            for answer in await reader.poll():
                 places = [value for headers in answer.columns.headers for name, value in headers if name == SOURCE]
                 offsets = {
                     int(place.removeprefix(own)) for place in places if place is not None and place.startswith(own)
                 }
                 found |= {offset for offset in offsets if begin <= offset < end}
-        fetcher.forget()
+        reader.close()
         return found
 
     def _target(self, source: TopicPartition) -> TopicPartition:
@@ -156,11 +159,12 @@ class DeadLetterProducer:
 
 
 def _line(record: RejectedRecord) -> Line:
-    place = f"{record.source.topic}/{record.source.partition}/{record.offset}"
+    columns, at = record.columns, record.at
+    timestamp_ms = columns.timestamps_ms[at]
     added: list[Header] = [
         (REASON, record.code.encode()),
         (DETAIL, record.detail.encode()),
-        (SOURCE, place.encode()),
-        (TIMESTAMP, str(record.timestamp_ms).encode()),
+        (SOURCE, f"{record.source.topic}/{record.source.partition}/{record.offset}".encode()),
+        (TIMESTAMP, str(timestamp_ms).encode()),
     ]
-    return record.offset, max(0, record.timestamp_ms), record.key, record.value, [*record.headers, *added]
+    return record.offset, max(0, timestamp_ms), columns.keys[at], columns.values[at], [*columns.headers[at], *added]

@@ -16,11 +16,11 @@ import os
 import stat
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from hashlib import blake2b
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, Final, assert_never
+from typing import Any, Final, NamedTuple
 
 import msgspec
 import orjson
@@ -34,6 +34,7 @@ CHUNK_BYTES: Final = 1 << 20
 _HEAD_BYTES: Final = 4096
 _DIGEST_BYTES: Final = 32
 _INTEGER_DIGITS: Final = 400
+_BOOLEANS: Final[Mapping[str, bool]] = {"true": True, "1": True, "false": False, "0": False}
 log: Final = logging.getLogger(__name__)
 
 
@@ -303,21 +304,20 @@ class Files:
             known = msgspec.structs.replace(known, head_bytes=head_bytes, head=head)
         opened.known = self._known[known.inode] = msgspec.structs.replace(known, position=chunk.next_position)
         prefix = f"{self._name}/{known.part}/"
-        dead = chunk.long_lines
+        bad = chunk.long_lines
         if opened.rows is not None:
             values, places, refused = opened.rows.read(chunk.lines, chunk.offsets)
-            dead = dead + refused
+            bad = bad + refused
         else:
             values, places = _without_blank(chunk.lines, chunk.offsets)
-        dead_places = [int(each.place) for each in dead]
         dead = [
-            replace(each, place=f"{prefix}{at}", row=bisect_left(places, at))
-            for each, at in zip(dead, dead_places, strict=True)
+            DeadRecord(f"{prefix}{at}", code, detail, line, row=bisect_left(places, at))
+            for at, code, detail, line in bad
         ]
         read = opened.known
 
         def after(row: int) -> dict[str, bytes | None]:
-            following = [at for at in (*places[row + 1 : row + 2], *dead_places) if at > places[row]]
+            following = [at for at in (*places[row + 1 : row + 2], *(each.offset for each in bad)) if at > places[row]]
             position = min(following, default=read.position)
             return {read.part: msgspec.json.encode(msgspec.structs.replace(read, position=position))}
 
@@ -353,6 +353,16 @@ def _head_digest(descriptor: int, length_bytes: int) -> str:
     return blake2b(head, digest_size=16).hexdigest() if len(head) == length_bytes else ""
 
 
+class _BadLine(NamedTuple):
+    """A line that becomes a dead letter."""
+
+    offset: int
+    code: str
+    detail: str
+    line: bytes | None
+    """None if it is too long to be kept."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Chunk:
     """Consecutive lines without their line feeds, and the byte offset of each."""
@@ -360,8 +370,7 @@ class _Chunk:
     lines: list[bytes]
     offsets: list[int]
     next_position: int
-    long_lines: list[DeadRecord] = field(default_factory=list)
-    """Lines that are too long; their places have no prefix yet."""
+    long_lines: list[_BadLine] = field(default_factory=list)
 
 
 class _LineReader:
@@ -403,11 +412,8 @@ class _LineReader:
         if end < 0:
             self._rest = data
             if len(data) > self._most_bytes:
-                self._digest, self._digested_bytes, self._rest = (
-                    blake2b(data, digest_size=_DIGEST_BYTES),
-                    len(data),
-                    b"",
-                )
+                self._digest, self._digested_bytes = blake2b(data, digest_size=_DIGEST_BYTES), len(data)
+                self._rest = b""
             return None
         self._rest = data[end + 1 :]
         return self._chunk(data[:end].split(b"\n"))
@@ -449,9 +455,9 @@ class _LineReader:
         return _Chunk([], [], self._position, [line])
 
 
-def _too_long(offset: int, length_bytes: int, digest: str) -> DeadRecord:
+def _too_long(offset: int, length_bytes: int, digest: str) -> _BadLine:
     text = f"a line of {length_bytes} bytes, more than a record can hold; blake2b-256:{digest}"
-    return DeadRecord(str(offset), "too_large", text, None)
+    return _BadLine(offset, "too_large", text, None)
 
 
 class _CsvRows:
@@ -487,13 +493,13 @@ class _CsvRows:
         self._names, self._first = cells, end + 1
         return True
 
-    def read(self, lines: Sequence[bytes], offsets: Sequence[int]) -> tuple[list[bytes], list[int], list[DeadRecord]]:
-        """Return rows as JSON with their offsets, and lines that are not rows; their places have no prefix yet."""
+    def read(self, lines: Sequence[bytes], offsets: Sequence[int]) -> tuple[list[bytes], list[int], list[_BadLine]]:
+        """Return rows as JSON, their offsets, and the lines that are no rows."""
         names = self._names or []
-        converters = [_converter(self._columns[name]) for name in names]
+        converters = [_CONVERTERS[self._columns[name]] for name in names]
         values: list[bytes] = []
         kept: list[int] = []
-        dead: list[DeadRecord] = []
+        bad: list[_BadLine] = []
         for line, offset in zip(lines, offsets, strict=True):
             if offset < self._first or not line.strip():
                 continue
@@ -502,8 +508,8 @@ class _CsvRows:
                 values.append(found)
                 kept.append(offset)
             else:
-                dead.append(DeadRecord(str(offset), *found, line))
-        return values, kept, dead
+                bad.append(_BadLine(offset, *found, line))
+        return values, kept, bad
 
 
 def _row(line: bytes, names: Sequence[str], converters: Sequence[Callable[[str], Any]]) -> bytes | tuple[str, str]:
@@ -533,20 +539,6 @@ def _cells(line: bytes) -> list[str]:
     return next(csv.reader([text], strict=True), [])
 
 
-def _converter(kind: CsvType) -> Callable[[str], Any]:
-    match kind:
-        case "text":
-            return str
-        case "integer":
-            return _integer
-        case "number":
-            return _number
-        case "boolean":
-            return _boolean
-        case never:
-            assert_never(never)
-
-
 def _integer(cell: str) -> int:
     if len(cell) > _INTEGER_DIGITS or not cell.removeprefix("-").isascii() or not cell.removeprefix("-").isdigit():
         raise ValueError(cell)
@@ -564,10 +556,14 @@ def _number(cell: str) -> float | int:
 
 
 def _boolean(cell: str) -> bool:
-    match cell.lower():
-        case "true" | "1":
-            return True
-        case "false" | "0":
-            return False
-        case _:
-            raise ValueError(cell)
+    if cell.lower() not in _BOOLEANS:
+        raise ValueError(cell)
+    return _BOOLEANS[cell.lower()]
+
+
+_CONVERTERS: Final[Mapping[CsvType, Callable[[str], Any]]] = {
+    "text": str,
+    "integer": _integer,
+    "number": _number,
+    "boolean": _boolean,
+}

@@ -2,46 +2,25 @@
 
 from __future__ import annotations
 
-import asyncio
-import logging
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
-from typing import Any, Final, Self, TypeVar
+from typing import Any, Final, Self
 
-from dedup.connect.database import (
-    STAGED,
-    DatabaseConnection,
-    Owned,
-    Row,
-    Table,
-    Taken,
-    advance,
-    make_offsets,
-    make_staging,
-    take,
-    transaction,
-)
-from dedup.connect.open_database import connect
-from dedup.connect.retry import RetryingDatabase
-from dedup.errors import CommitUnknown, InvariantBroken, StateIncompatible
+from dedup.connect.database import STAGED, DatabaseConnection, FencedOffsets, Row, Table, make, make_staging
+from dedup.connect.fenced_consumer import FencedConsumer
+from dedup.errors import InvariantBroken, StateIncompatible
 from dedup.kafka.client import KafkaWire
 from dedup.kafka.connection import Connection as Cluster
-from dedup.kafka.consumer import FeedFetcher, TopicCheck
 from dedup.kafka.record_batch import Columns, Header
 from dedup.kafka.topic_admin import Admin
-from dedup.kafka.wire import TopicNow, TopicPartition
+from dedup.kafka.wire import TopicPartition
 from dedup.settings import Settings
 from dedup.topology.model import Topology, extractor_of
-from dedup.worker.offsets import bounds_of
 
 SEEN: Final = "dedup_seen"
-WAIT_MS: Final = 200
 GATHER_MS: Final = 20
-T = TypeVar("T")
-log: Final = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,19 +68,10 @@ class IdempotentReader:
     def __init__(self, name: str, *, topic: str, topology: Topology, url: str, settings: Settings) -> None:
         self._name: Final = name
         self._topic: Final = topic
-        self._settings: Final = settings
+        self._url: Final = url
         self._extract: Final = extractor_of(topology)
         self._wire: Final = KafkaWire(Cluster.of(settings, client_id=f"dedup-reader-{name}"))
-        self._stopping = False
-        self._database: Final = RetryingDatabase(lambda: connect(url), lambda: self._stopping)
-        self._thread: Final = ThreadPoolExecutor(1, "database")
-        self._check: TopicCheck
-        self._fetcher: FeedFetcher
-        self._opened = False
-        self._owned = Owned(name, topic, "")
-        self._taken: dict[int, Taken] = {}
-        self._sources: list[TopicPartition] = []
-        self._ends: dict[TopicPartition, int] = {}
+        self._consumer: FencedConsumer | None = None
         self._interrupted = False
 
     async def __aenter__(self) -> Self:
@@ -123,17 +93,8 @@ class IdempotentReader:
             found = (await admin.topics([self._topic])).get(self._topic)
         if found is None:
             raise StateIncompatible(f"topic {self._topic!r} does not exist; create it first.")
-        self._owned = Owned(self._name, self._topic, found.topic_id)
-        self._check = TopicCheck(self._wire, {self._topic: TopicNow(found.topic_id, found.partitions)})
-        self._fetcher = FeedFetcher(self._wire, self._check, wait_ms=WAIT_MS, gather_ms=GATHER_MS)
-        self._opened = True
-        self._sources = [TopicPartition(self._topic, number) for number in range(found.partitions)]
-        self._taken = await self._in_thread(partial(self._database.first, self._begin))
-        for source in self._sources:
-            bounds = await bounds_of(self._wire, source)
-            position = self._taken[source.partition].position
-            self._fetcher.begin(source, bounds.start if position < 0 else position)
-            self._ends[source] = bounds.end
+        self._consumer = FencedConsumer(self._wire, self._name, found, self._url, _prepare, gather_ms=GATHER_MS)
+        await self._consumer.open(range(found.partitions))
 
     async def __aexit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
@@ -142,11 +103,8 @@ class IdempotentReader:
         await self._close()
 
     async def _close(self) -> None:
-        self._stopping = True
-        if self._opened:
-            self._fetcher.forget()
-        await self._in_thread(self._database.close)
-        self._thread.shutdown()
+        if self._consumer is not None:
+            await self._consumer.close()
         await self._wire.stop()
 
     async def run(self, handle: Handle, *, until_end: bool = False) -> int:
@@ -160,6 +118,9 @@ class IdempotentReader:
         has new partitions that this reader does not read. Raises TaskMigrated if another process with this name has
         taken over.
         """
+        consumer = self._consumer
+        if consumer is None:
+            raise InvariantBroken("this reader was not started; use it in an `async with` statement")
         if self._interrupted:
             raise InvariantBroken(
                 f"{self._name}: this reader was interrupted in the middle of a batch, and would skip records that were "
@@ -167,65 +128,29 @@ class IdempotentReader:
             )
         self._interrupted = True
         handled = 0
-        while not (until_end and self._at_end()):
-            for answer in await self._fetcher.poll(self._sources):
-                if answer.columns.offsets:
-                    await self._confirmed()
-                    work = partial(self._batch, answer.source, answer.columns, answer.next_offset, handle)
-                    handled += await self._in_thread(work)
+        while not (until_end and consumer.at_end):
+            for answer in await consumer.poll():
+                events = await consumer.in_thread(partial(self._events, answer.source, answer.columns))
+                work = partial(self._handled, events, handle)
+                fresh = await consumer.once(work, {answer.source.partition: answer.next_offset})
+                if fresh is None:  # closed meanwhile
+                    return handled
+                handled += fresh
         self._interrupted = False
         return handled
 
-    async def _confirmed(self) -> None:
-        """Raise StateIncompatible if the topic has changed; wait while no broker responds."""
-        while True:
-            try:
-                return await self._check.confirm()
-            except CommitUnknown as silent:
-                log.warning("%s: %s", self._name, silent)
-
-    def _at_end(self) -> bool:
-        return all((self._fetcher.position(source) or 0) >= end for source, end in self._ends.items())
-
-    def _begin(self, connection: DatabaseConnection) -> dict[int, Taken]:
-        make_offsets(connection)
-        kind = connection.types["bytes"]
-        connection.execute(
-            f"CREATE TABLE IF NOT EXISTS {SEEN} "
-            f"(reader VARCHAR(250) NOT NULL, tracking_id {kind} NOT NULL, PRIMARY KEY (reader, tracking_id))"
-        )
-        make_staging(connection, self._seen(connection))
-        return take(connection, self._owned, [source.partition for source in self._sources])
-
-    @staticmethod
-    def _seen(connection: DatabaseConnection) -> Table:
-        return Table(SEEN, (("tracking_id", connection.types["bytes"]),), ("tracking_id",), append=False)
-
-    def _batch(self, source: TopicPartition, columns: Columns, end: int, handle: Handle) -> int:
-        events = self._events(source, columns)
-        ends = {source.partition: end}
-
-        def work(connection: DatabaseConnection) -> int:
-            with transaction(connection):
-                advance(connection, self._owned, self._taken, ends)
-                fresh = self._first_seen(connection, events)
-                if fresh:
-                    handle(Work(connection), fresh)
-            return len(fresh)
-
-        def prepare(connection: DatabaseConnection) -> None:
-            make_staging(connection, self._seen(connection))
-
-        handled = self._database.once(work, prepare, self._owned, self._taken, ends)
-        self._taken[source.partition].position = end
-        return handled or 0
+    def _handled(self, events: Sequence[Event], handle: Handle, connection: DatabaseConnection) -> int:
+        fresh = self._first_seen(connection, events)
+        if fresh:
+            handle(Work(connection), fresh)
+        return len(fresh)
 
     def _first_seen(self, connection: DatabaseConnection, events: Sequence[Event]) -> list[Event]:
         """Store the IDs; return the first event of each ID that was not stored before."""
         first: dict[bytes, Event] = {}
         for event in events:
             first.setdefault(event.tracking_id, event)
-        connection.stage(self._seen(connection), [(tracking_id,) for tracking_id in first])
+        connection.stage(_seen(connection), [(tracking_id,) for tracking_id in first])
         rows = connection.query(
             f"INSERT INTO {SEEN} (reader, tracking_id) SELECT {connection.mark}, tracking_id FROM {STAGED} "  # noqa: S608
             f"WHERE true ON CONFLICT (reader, tracking_id) DO NOTHING RETURNING tracking_id",
@@ -257,5 +182,17 @@ class IdempotentReader:
             for tracking_id, time_ms, key, value, headers, offset in rows
         ]
 
-    async def _in_thread(self, work: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+def _seen(connection: DatabaseConnection) -> Table:
+    return Table(SEEN, (("tracking_id", connection.types["bytes"]),), ("tracking_id",), append=False)
+
+
+def _prepare(connection: DatabaseConnection, _: FencedOffsets) -> None:
+    kind = connection.types["bytes"]
+    make(
+        connection,
+        SEEN,
+        f"CREATE TABLE IF NOT EXISTS {SEEN} "
+        f"(reader VARCHAR(250) NOT NULL, tracking_id {kind} NOT NULL, PRIMARY KEY (reader, tracking_id))",
+    )
+    make_staging(connection, _seen(connection))

@@ -1,12 +1,26 @@
-"""Opens the database that a URL names: SQLite or PostgreSQL."""
+"""Opens the database that a URL names, SQLite or PostgreSQL, and repeats what it was doing when it went away.
+
+A transaction whose commit got no answer is repeated only if it did not happen.
+"""
 
 from __future__ import annotations
 
+import logging
+import math
+import time
+from collections.abc import Callable, Mapping
+from typing import Final, TypeVar
+
 from dedup.connect import sqlite
-from dedup.connect.database import DatabaseConnection, shown
-from dedup.errors import Problem, SettingsError
+from dedup.connect.database import DatabaseAway, DatabaseConnection, FencedOffsets, shown, transaction
+from dedup.errors import DatabaseUnavailable, Problem, SettingsError
 
 POSTGRES: tuple[str, ...] = ("postgresql://", "postgres://")
+START_WITHIN_S: Final = 30.0
+FIRST_PAUSE_S: Final = 0.1
+LONGEST_PAUSE_S: Final = 5.0
+log: Final = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 def connect(url: str, *, read_only: bool = False) -> DatabaseConnection:
@@ -23,3 +37,87 @@ def connect(url: str, *, read_only: bool = False) -> DatabaseConnection:
     raise SettingsError(
         [Problem("url", f"{shown(url)!r} is neither sqlite:///FILE nor postgresql://USER@HOST/DATABASE")]
     )
+
+
+class RetryingDatabase:
+    """At most one connection to a database, replaced when it is lost. Blocking.
+
+    ``prepare`` gets each new connection first.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        stopped: Callable[[], bool] = lambda: False,
+        *,
+        read_only: bool = False,
+        prepare: Callable[[DatabaseConnection], None] = lambda _: None,
+    ) -> None:
+        self._url: Final = url
+        self._stopped: Final = stopped
+        self._read_only: Final = read_only
+        self._prepare: Final = prepare
+        self._connection: DatabaseConnection | None = None
+
+    def first(self, work: Callable[[DatabaseConnection], T]) -> T:
+        """Return what the work returns; it may run several times. Raises DatabaseUnavailable after 30 s of retries."""
+        return self.insist(work, within_s=START_WITHIN_S)
+
+    def insist(self, work: Callable[[DatabaseConnection], T], *, within_s: float = math.inf) -> T:
+        """Return what the work returns, however often it has to run because the database goes away.
+
+        Raises DatabaseUnavailable once `stopped` says so while the database is away.
+        """
+        deadline_s = time.monotonic() + within_s
+        pause_s = FIRST_PAUSE_S
+        while True:
+            try:
+                if self._connection is None:
+                    self._connection = self._connected()
+                    if pause_s > FIRST_PAUSE_S:
+                        log.info("the database answers again")
+                return work(self._connection)
+            except DatabaseAway as away:
+                self.close()
+                if self._stopped() or time.monotonic() > deadline_s:
+                    text = f"the database does not answer: {away}. Start it, or correct `url`."
+                    raise DatabaseUnavailable(text) from away
+                log.warning("the database does not answer, waiting; nothing is lost: %s", away)
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+
+    def once(self, work: Callable[[DatabaseConnection], T], offsets: FencedOffsets, ends: Mapping[int, int]) -> T:
+        """Run the work exactly once in a transaction that also moves the offsets; return its result.
+
+        A transaction that was not committed is repeated. Raises TaskMigrated if another process owns a partition,
+        DatabaseUnavailable as `insist` does.
+        """
+        unanswered: list[T] = []
+        """Results whose commit may have lost its answer."""
+
+        def attempt(connection: DatabaseConnection) -> T:
+            if unanswered and offsets.happened(connection, ends):
+                return unanswered[-1]
+            with transaction(connection):
+                offsets.advance(connection, ends)
+                unanswered.append(work(connection))
+            return unanswered[-1]
+
+        found = self.insist(attempt)
+        offsets.positions.update(ends)
+        return found
+
+    def _connected(self) -> DatabaseConnection:
+        connection = connect(self._url, read_only=self._read_only)
+        try:
+            self._prepare(connection)
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+    def close(self) -> None:
+        """Close the connection, if there is one."""
+        if self._connection is not None:
+            self._connection.close()
+        self._connection = None

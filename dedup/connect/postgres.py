@@ -9,7 +9,7 @@ from typing import Any, Final
 import psycopg
 from psycopg import errors as pg
 
-from dedup.connect.database import STAGED, DatabaseAway, Row, RowsRefused, Table, shown
+from dedup.connect.database import STAGED, DatabaseAway, DatabaseConnection, Row, RowsRefused, Table, shown
 from dedup.errors import StateIncompatible
 
 AWAY: Final = (
@@ -29,7 +29,7 @@ AWAY: Final = (
 """Temporary errors with a cause outside the transaction; the whole transaction is then repeated."""
 
 
-class PostgresConnection:
+class PostgresConnection(DatabaseConnection):
     """See `DatabaseConnection`."""
 
     types: Mapping[str, str] = {
@@ -43,6 +43,7 @@ class PostgresConnection:
     }
     mark = "%s"
     temporary = "pg_temp"
+    begin_statement = "BEGIN"
 
     def __init__(self, url: str) -> None:
         self._shown: Final = shown(url)
@@ -50,25 +51,12 @@ class PostgresConnection:
             self._connection = psycopg.connect(url, autocommit=True, connect_timeout=10, application_name="dedup")
         self._cursor = self._connection.cursor()
 
-    def execute(self, sql: str, parameters: Sequence[Any] = ()) -> int:
-        """See `DatabaseConnection`."""
-        with self._explained():
-            return self._cursor.execute(sql.encode(), parameters or None).rowcount
-
-    def query(self, sql: str, parameters: Sequence[Any] = ()) -> list[Row]:
-        """See `DatabaseConnection`."""
-        with self._explained():
-            return self._cursor.execute(sql.encode(), parameters or None).fetchall()
+    def _run(self, sql: str, parameters: Sequence[Any]) -> psycopg.Cursor[Row]:
+        return self._cursor.execute(sql.encode(), parameters or None)
 
     def has(self, table: str) -> bool:
         """See `DatabaseConnection`."""
         return self.query("SELECT to_regclass(%s) IS NOT NULL", (table,)) == [(True,)]
-
-    def columns(self, sql: str) -> list[str]:
-        """See `DatabaseConnection`."""
-        with self._explained():
-            found = self._cursor.execute(f"SELECT * FROM ({sql}) t LIMIT 0".encode())  # noqa: S608  # the author's
-            return [column.name for column in found.description or ()]
 
     def stage(self, table: Table, rows: Sequence[Row]) -> None:
         """See `DatabaseConnection`."""
@@ -78,14 +66,6 @@ class PostgresConnection:
                 write = copy.write_row
                 for row in rows:
                     write(row)
-
-    def begin(self) -> None:
-        """See `DatabaseConnection`."""
-        self.execute("BEGIN")
-
-    def commit(self) -> None:
-        """See `DatabaseConnection`."""
-        self.execute("COMMIT")
 
     def rollback(self) -> None:
         """See `DatabaseConnection`."""

@@ -26,7 +26,6 @@ from dedup.connect.transactional_outbox import TOPIC_CONFIGS, TransactionalOutbo
 from dedup.connect.upsert import look_up
 from dedup.core.event_time import FieldTime
 from dedup.core.extract import compile_extractor
-from dedup.core.json_path import Path
 from dedup.core.partitioner import partitions
 from dedup.core.tracking_id import FieldRule, FieldsRule, RawContentRule, TrackingId
 from dedup.errors import RecordRefused, StateIncompatible
@@ -417,11 +416,9 @@ class _RecordMaker:
             case FieldRule((str() as name,)) if not bad:
                 return [_text(record[name]) for record in records]
             case FieldRule(path):
-                return [b"" if record is None else _text(_at(record, path)) for record in records]
+                return [_text(look_up(record, path)) for record in records]
             case FieldsRule(paths):
-                return [
-                    b"" if record is None else orjson.dumps([_at(record, path) for path in paths]) for record in records
-                ]
+                return [orjson.dumps([look_up(record, path) for path in paths]) for record in records]
             case never:
                 assert_never(never)
 
@@ -438,12 +435,6 @@ def _dead_letter(dead: DeadRecord, now_ms: int) -> Line:
         (SOURCE, dead.place.encode()),
     ]
     return -1, now_ms, None, dead.value, headers
-
-
-def _at(found: Any, path: Path) -> Any:  # noqa: ANN401 - any JSON value
-    for step in path:
-        found = found[step]
-    return found
 
 
 def _text(found: Any) -> bytes:  # noqa: ANN401 - any JSON value

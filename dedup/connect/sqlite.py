@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
 
-from dedup.connect.database import STAGED, DatabaseAway, Row, RowsRefused, Table
+from dedup.connect.database import STAGED, DatabaseAway, DatabaseConnection, Row, RowsRefused, Table
 from dedup.errors import StateIncompatible
 
 PREFIX: Final = "sqlite:///"
@@ -18,7 +18,7 @@ AWAY: Final = ("SQLITE_BUSY", "SQLITE_LOCKED", "SQLITE_FULL", "SQLITE_IOERR", "S
 _NUMBERED: Final = re.compile(r":\d+\Z")
 
 
-class SqliteConnection:
+class SqliteConnection(DatabaseConnection):
     """See `DatabaseConnection`."""
 
     types: Mapping[str, str] = {
@@ -32,6 +32,7 @@ class SqliteConnection:
     }
     mark = "?"
     temporary = "temp"
+    begin_statement = "BEGIN IMMEDIATE"
 
     def __init__(self, url: str, *, read_only: bool = False) -> None:
         self._path: Final = url.removeprefix(PREFIX)
@@ -41,15 +42,8 @@ class SqliteConnection:
                 f"file:{self._path}{mode}", uri=True, timeout=BUSY_S, isolation_level=None, check_same_thread=False
             )
 
-    def execute(self, sql: str, parameters: Sequence[Any] = ()) -> int:
-        """See `DatabaseConnection`."""
-        with self._explained():
-            return self._connection.execute(sql, parameters).rowcount
-
-    def query(self, sql: str, parameters: Sequence[Any] = ()) -> list[Row]:
-        """See `DatabaseConnection`."""
-        with self._explained():
-            return self._connection.execute(sql, parameters).fetchall()
+    def _run(self, sql: str, parameters: Sequence[Any]) -> sqlite3.Cursor:
+        return self._connection.execute(sql, parameters)
 
     def has(self, table: str) -> bool:
         """See `DatabaseConnection`."""
@@ -57,10 +51,8 @@ class SqliteConnection:
 
     def columns(self, sql: str) -> list[str]:
         """See `DatabaseConnection`."""
-        with self._explained():
-            cursor = self._connection.execute(f"SELECT * FROM ({sql}) LIMIT 0")  # noqa: S608  # the author's query
-            # SQLite calls the second of two columns with one name "name:1".
-            return [_NUMBERED.sub("", name) for name, *_ in cursor.description]
+        # SQLite calls the second of two columns with one name "name:1".
+        return [_NUMBERED.sub("", name) for name in super().columns(sql)]
 
     def stage(self, table: Table, rows: Sequence[Row]) -> None:
         """See `DatabaseConnection`."""
@@ -68,14 +60,6 @@ class SqliteConnection:
         with self._explained():
             self._connection.execute(f"DELETE FROM {STAGED}")  # noqa: S608  # our own name
             self._connection.executemany(f"INSERT INTO {STAGED} VALUES ({marks})", rows)  # noqa: S608  # our own name
-
-    def begin(self) -> None:
-        """See `DatabaseConnection`."""
-        self.execute("BEGIN IMMEDIATE")
-
-    def commit(self) -> None:
-        """See `DatabaseConnection`."""
-        self.execute("COMMIT")
 
     def rollback(self) -> None:
         """See `DatabaseConnection`."""

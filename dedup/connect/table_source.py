@@ -17,6 +17,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Final
@@ -25,10 +26,9 @@ import msgspec
 import orjson
 
 from dedup.connect.database import DatabaseConnection
-from dedup.connect.open_database import POSTGRES, connect
-from dedup.connect.retry import RetryingDatabase
+from dedup.connect.open_database import POSTGRES, RetryingDatabase
 from dedup.connect.source import DeadRecord, SourceRecords
-from dedup.errors import StateIncompatible
+from dedup.errors import DatabaseUnavailable, StateIncompatible
 from dedup.topology.ingest_file import TableSource, settle_sentence
 
 MOST_ROWS: Final = 5_000
@@ -48,7 +48,7 @@ class NumberedRows:
         self._spec: Final = spec
         self._stopped: Final = stopped
         self._postgres: Final = url.startswith(POSTGRES)
-        self._database: Final = RetryingDatabase(lambda: connect(url, read_only=True), stopped)
+        self._database: Final = RetryingDatabase(url, stopped, read_only=True)
         self._at: tuple[int, ...] | None = None
         self._bound: int | None = None
         self._names: list[str] = []
@@ -78,8 +78,10 @@ class NumberedRows:
         self._bound = None
 
     def poll(self) -> SourceRecords | None:
-        """See `RecordSource`. Waits while the database is unavailable."""
-        return self._database.insist(self._next)
+        """See `RecordSource`. Waits while the database is away."""
+        with suppress(DatabaseUnavailable):  # stopped
+            return self._database.insist(self._next)
+        return None
 
     def waiting(self) -> list[str]:
         """See `RecordSource`."""
@@ -129,10 +131,7 @@ class NumberedRows:
         if most is None:
             return False
         if not isinstance(most, int):
-            raise StateIncompatible(
-                f"{self._spec.named}.{self._spec.column} contains a value that is not an integer. Nothing was sent "
-                f"after it; correct that row."
-            )
+            raise self._unfit(f"{self._spec.column} contains a value that is not an integer; correct that row")
         if not self._decided(connection):
             return False
         self._bound = most
@@ -166,10 +165,8 @@ class NumberedRows:
         prefix = f"{self._name}/{self._spec.named}/"
         for row in rows:
             if not all(type(number) is int for number in row[:width]):
-                raise StateIncompatible(
-                    f"{self._spec.named}: {' and '.join(self._order)} of a row after {self._at} is not an integer. "
-                    f"Nothing was sent after it; correct that row."
-                )
+                what = f"{' and '.join(self._order)} of a row after {self._at} is not an integer"
+                raise self._unfit(f"{what}; correct that row")
             place = self._place(row)
             try:
                 value = row[width].encode() if self._postgres else _as_json(self._names, row[width:])
@@ -187,10 +184,12 @@ class NumberedRows:
         return SourceRecords(PART, prefix, values, places, {PART: msgspec.json.encode(self._at)}, after, dead)
 
     def _check(self, connection: DatabaseConnection) -> None:
-        self._names = _readable_columns(connection, self._name, self._spec, postgres=self._postgres)
         if self._postgres:
             ((standby,),) = connection.query("SELECT pg_is_in_recovery()")
             self._knows_writers = not standby
+            if not self._spec.settle_ms:
+                _refuse_unknown_writers(connection, self._name, self._spec, standby=standby)
+        self._names = _readable_columns(connection, self._name, self._spec, postgres=self._postgres)
 
 
 def _order_of(spec: TableSource) -> list[str]:
@@ -240,8 +239,6 @@ def _refusal(name: str, spec: TableSource, why: str) -> StateIncompatible:
 
 def _readable_columns(connection: DatabaseConnection, name: str, spec: TableSource, *, postgres: bool) -> list[str]:
     """Return the columns of a table or query. Raises StateIncompatible if it cannot be read by its numbers."""
-    if postgres and not spec.settle_ms:
-        _refuse_unknown_writers(connection, name, spec)
     if spec.query:
         return _columns_of_query(connection, name, spec)
     shape = _postgres_shape(connection, spec) if postgres else _sqlite_shape(connection, name, spec)
@@ -287,9 +284,8 @@ def _relations_of(connection: DatabaseConnection, spec: TableSource) -> list[int
     return [oid for (oid,) in rows]
 
 
-def _refuse_unknown_writers(connection: DatabaseConnection, name: str, spec: TableSource) -> None:
-    """Raise StateIncompatible if PostgreSQL does not know which transactions may still add a lower number."""
-    ((standby,),) = connection.query("SELECT pg_is_in_recovery()")
+def _refuse_unknown_writers(connection: DatabaseConnection, name: str, spec: TableSource, *, standby: bool) -> None:
+    """Raise StateIncompatible if PostgreSQL does not know who may still add a lower number."""
     if standby:
         text = "this server is a standby, which does not know who writes; use the primary, or set `settle`"
         raise _refusal(name, spec, text)

@@ -18,7 +18,7 @@ from dedup.connect.database import (
     OFFSETS_STATEMENT,
     STAGED,
     DatabaseConnection,
-    Owned,
+    FencedOffsets,
     Row,
     RowsRefused,
     Table,
@@ -27,37 +27,31 @@ from dedup.connect.database import (
     make_offsets,
     make_staging,
 )
+from dedup.connect.dead_letter_producer import RejectedRecord
 from dedup.core.event_time import rfc3339_ms
 from dedup.core.exact_json import Number, Unreadable, canonical_json, decode
 from dedup.core.json_path import Path
 from dedup.errors import StateIncompatible
 from dedup.kafka.record_batch import Columns
+from dedup.kafka.wire import TopicPartition
 from dedup.topology.model import SinkColumn, SinkSpec, Topology, extractor_of
 
 ID: Final = "tracking_id"
 TIME: Final = "event_time_ms"
 _INT64: Final = 1 << 63
 _MOST_DIGITS: Final = 20
-
-
-@dataclass(frozen=True, slots=True)
-class BadRow:
-    """A record that cannot become a row."""
-
-    number: int
-    """The record's index in its batch."""
-    code: str
-    detail: str
+_KINDS: Final[Mapping[type, str]] = {bool: "true or false", str: "text", list: "a list", dict: "an object"}
 
 
 @dataclass(frozen=True, slots=True)
 class SinkRows:
-    """The rows of a batch of records."""
+    """The rows of several batches of records."""
 
-    rows: list[Row]
-    numbers: list[int]
-    """For each row, the index of its record in the batch."""
-    bad: list[BadRow] = field(default_factory=list)
+    rows: list[Row] = field(default_factory=list)
+    records: list[tuple[TopicPartition, Columns, int]] = field(default_factory=list)
+    """For each row, its record: the batch, and the index in it."""
+    bad: list[RejectedRecord] = field(default_factory=list)
+    """Records that cannot become rows."""
 
 
 class RowMaker:
@@ -68,22 +62,23 @@ class RowMaker:
         self._columns: Final = [(column.name, _CONVERTERS[column.type], column.path) for column in columns]
         self._exact: Final = any(column.type == "json" for column in columns)
 
-    def rows(self, columns: Columns) -> SinkRows:
-        """Return the rows of a batch in order, and the records that cannot become rows."""
-        found = self._extract(columns.keys, columns.values, columns.headers, columns.timestamps_ms)
-        made = SinkRows([], [])
-        records = zip(found.ids, found.times_ms, columns.keys, columns.values, strict=True)
-        for number, (tracking_id, time_ms, key, value) in enumerate(records):
-            fault = found.faults.get(number)
-            if fault is not None:
-                made.bad.append(BadRow(number, fault.code, fault.detail))
-                continue
-            payload = self._payload(value) if self._columns else (key, value)
-            if isinstance(payload, tuple):
-                made.rows.append((tracking_id, time_ms, *payload))
-                made.numbers.append(number)
-            else:
-                made.bad.append(BadRow(number, "wrong_type", payload))
+    def rows(self, batches: Sequence[tuple[TopicPartition, Columns]]) -> SinkRows:
+        """Return the rows of batches, in their order, and the records that cannot become rows."""
+        made = SinkRows()
+        for source, columns in batches:
+            found = self._extract(columns.keys, columns.values, columns.headers, columns.timestamps_ms)
+            records = zip(found.ids, found.times_ms, columns.keys, columns.values, strict=True)
+            for at, (tracking_id, time_ms, key, value) in enumerate(records):
+                fault = found.faults.get(at)
+                if fault is not None:
+                    made.bad.append(RejectedRecord(source, columns, at, fault.code, fault.detail))
+                    continue
+                payload = self._payload(value) if self._columns else (key, value)
+                if isinstance(payload, tuple):
+                    made.rows.append((tracking_id, time_ms, *payload))
+                    made.records.append((source, columns, at))
+                else:
+                    made.bad.append(RejectedRecord(source, columns, at, "wrong_type", payload))
         return made
 
     def _payload(self, value: bytes | None) -> Row | str:
@@ -157,17 +152,7 @@ def _json(found: Any) -> str:  # noqa: ANN401 - any JSON value
 
 
 def _kind(found: Any) -> str:  # noqa: ANN401 - any JSON value
-    match found:
-        case bool():
-            return "true or false"
-        case str():
-            return "text"
-        case list():
-            return "a list"
-        case dict():
-            return "an object"
-        case _:
-            return "a number"
+    return _KINDS.get(type(found), "a number")
 
 
 def _plain(found: Any) -> Any:  # noqa: ANN401 - any JSON value
@@ -187,8 +172,8 @@ _CONVERTERS: Final[Mapping[str, Callable[[Any], Any]]] = {
 }
 
 
-def table_of(spec: SinkSpec, types: dict[str, str]) -> Table:
-    """Return the table of a sink; ``types`` are the database's types, as in `DatabaseConnection.types`."""
+def table_of(spec: SinkSpec, types: Mapping[str, str]) -> Table:
+    """Return the table of a sink; ``types`` are the database's, as `DatabaseConnection.types`."""
     columns = [(column.name, types[column.type]) for column in spec.columns]
     payload = columns or [("key", types["bytes"]), ("value", types["bytes"])]
     fixed = ((ID, types["bytes"]), (TIME, types["integer"]))
@@ -212,29 +197,29 @@ def make_table(connection: DatabaseConnection, table: Table) -> None:
     connection.execute(_upsert_statement(table))
 
 
-def refuse_lost_table(connection: DatabaseConnection, table: Table, owned: Owned) -> None:
-    """Raise StateIncompatible if rows were written but the table was dropped or renamed."""
+def refuse_lost_table(connection: DatabaseConnection, table: Table, offsets: FencedOffsets) -> None:
+    """Raise StateIncompatible if rows were written but the table is gone: dropped, or renamed."""
     if connection.has(table.name):
         return
     mark = connection.mark
     read = connection.query(
         f"SELECT part, position FROM {OFFSETS} "  # noqa: S608  # our own names
         f"WHERE reader = {mark} AND topic = {mark} AND position >= 0 ORDER BY part",
-        (owned.reader, owned.topic),
+        (offsets.reader, offsets.topic),
     )
     if read:
         partition, position = read[0]
         raise StateIncompatible(
-            f"there is no table {table.name}, but {OFFSETS} says that {owned.reader!r} has read "
-            f"{owned.topic}/{partition} up to offset {position}: the table was dropped, or `sink.table` has another "
-            f"name now. Nothing was changed. Restore the table; or, to fill a new one from the topic's start, delete "
-            f"the rows of reader {owned.reader!r} from {OFFSETS}."
+            f"there is no table {table.name}, but {OFFSETS} says that {offsets.reader!r} has read "
+            f"{offsets.topic}/{partition} up to offset {position}: the table was dropped, or `sink.table` has another "
+            f"name now. Nothing was touched. Restore the table; or, to fill a new one from the topic's start, delete "
+            f"the rows of reader {offsets.reader!r} from {OFFSETS}."
         )
 
 
 def plan_tables(connection: DatabaseConnection, spec: SinkSpec) -> dict[str, str]:
-    """Return the CREATE statements of the sink's missing tables by name, without running them."""
-    table = table_of(spec, dict(connection.types))
+    """Return the CREATE statements of the sink's missing tables, by name; creates nothing."""
+    table = table_of(spec, connection.types)
     statements = {OFFSETS: OFFSETS_STATEMENT, table.name: _create_statement(table)}
     return {name: statement for name, statement in statements.items() if not connection.has(name)}
 
@@ -242,7 +227,7 @@ def plan_tables(connection: DatabaseConnection, spec: SinkSpec) -> dict[str, str
 def make_tables(connection: DatabaseConnection, spec: SinkSpec) -> None:
     """Create the sink's missing tables. Raises StateIncompatible if an existing table is unsuitable."""
     make_offsets(connection)
-    make_table(connection, table_of(spec, dict(connection.types)))
+    make_table(connection, table_of(spec, connection.types))
 
 
 def _upsert_statement(table: Table) -> str:

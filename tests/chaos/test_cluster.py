@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 
 import pytest
 from aiokafka.client import AIOKafkaClient, CoordinationType
 from confluent_kafka import KafkaException
-from confluent_kafka.admin import AdminClient, AlterConfigOpType, ConfigEntry, ConfigResource, ResourceType
-from confluent_kafka.cimpl import NewTopic
+from confluent_kafka.admin import AdminClient
 
 from tests.brokers import Admin, RunningKafka
-from tests.chaos.transactions import assert_none_open
+from tests.chaos.three_nodes import cluster, kafka
 from tests.integration.conftest import MakeJob
 from tests.integration.fleet import KEPT, Job, Worker, until
+from tests.integration.transactions import assert_none_open
 from tests.integration.watch import Watch
 from tests.integration.workload import workload
 from tests.kafka_cluster import KafkaCluster
 
+__all__ = ["cluster", "kafka"]
 pytestmark = [pytest.mark.broker, pytest.mark.timeout(400)]
 
 IN, OUT, CHANGELOG = "input", "output", "changelog"
@@ -29,31 +29,12 @@ TARGETS = (IN, OUT, CHANGELOG, TRANSACTIONS, GROUP)
 LONG = pytest.mark.long
 
 
-@dataclass(frozen=True, slots=True)
 class ClusterAdmin(Admin):
     """Makes topics with three replicas; each topic is led by another node than the one made before it."""
 
-    def create_topic(self, name: str, partitions: int = 1, config: dict[str, str] | None = None) -> str:
+    def replicas(self, name: str, partitions: int) -> list[list[int]]:
         first = {"in": 0, "out": 1, "changelog": 2}.get(name.rpartition("-")[2].rpartition(".")[2], 0)
-        replicas = [1 + (first + step) % 3 for step in range(3)]
-        topic = NewTopic(
-            name, num_partitions=partitions, replica_assignment=[replicas] * partitions, config=config or {}
-        )
-        self.client.create_topics([topic])[name].result(timeout=30)
-        self.until_led(name, partitions)
-        return name
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[KafkaCluster]:
-    # A dead node is missed two seconds sooner than by the cluster's own setting; most of a test is this wait.
-    with KafkaCluster(properties={"broker.session.timeout.ms": "4000"}) as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def kafka(cluster: KafkaCluster) -> RunningKafka:
-    return RunningKafka(cluster.bootstrap)
+        return [[1 + (first + step) % 3 for step in range(3)]] * partitions
 
 
 @pytest.fixture(scope="module")
@@ -149,7 +130,7 @@ def test_f23_a_leader_goes(job: Job, cluster: KafkaCluster, target: str, way: st
 
 def test_f23_below_min_isr(job: Job, cluster: KafkaCluster) -> None:
     """The output takes nothing with a replica missing: the worker stands still, commits nothing, and resumes."""
-    require_all(job)
+    job.admin.configure(job.output, min_insync_replicas="3")
     with Watch(job):
         with job.stream(workload(141, 60_000), per_s=500):
             worker = job.start()
@@ -198,14 +179,6 @@ def stands_still(job: Job) -> bool:
     before = job.committed()
     job.until_sent(len(job.sent) + 1_000)
     return job.committed() == before
-
-
-def require_all(job: Job) -> None:
-    """Every replica of the output must be in sync."""
-    every = ConfigEntry("min.insync.replicas", "3", incremental_operation=AlterConfigOpType.SET)
-    resource = ConfigResource(ResourceType.TOPIC, job.output, incremental_configs=[every])
-    for future in job.admin.client.incremental_alter_configs([resource]).values():
-        future.result(timeout=30)
 
 
 @pytest.mark.long

@@ -2,48 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-
 import pytest
 from confluent_kafka.admin import AdminClient
-from confluent_kafka.cimpl import NewTopic
 
 from tests.brokers import Admin, RunningKafka
+from tests.chaos.three_nodes import cluster, kafka
 from tests.integration.conftest import MakeJob
 from tests.integration.fleet import Job, until
 from tests.integration.watch import Watch
 from tests.integration.workload import workload
 from tests.kafka_cluster import KafkaCluster
 
+__all__ = ["cluster", "kafka"]
 pytestmark = [pytest.mark.broker, pytest.mark.timeout(400)]
 LONE = 3
 """The node that alone holds partition 1 of the output."""
 
 
-@dataclass(frozen=True, slots=True)
 class OneReplicaOfTheOutput(Admin):
     """Makes topics with three replicas, but partitions of the output on one node each."""
 
+    def replicas(self, name: str, partitions: int) -> list[list[int]]:
+        return [[1], [LONE]] if name.endswith("-out") else [[1, 2, 3]] * partitions
+
     def create_topic(self, name: str, partitions: int = 1, config: dict[str, str] | None = None) -> str:
-        output = name.endswith("-out")
-        replicas = [[1], [LONE]] if output else [[1, 2, 3]] * partitions
-        configs = (config or {}) | ({"min.insync.replicas": "1"} if output else {})
-        topic = NewTopic(name, num_partitions=partitions, replica_assignment=replicas, config=configs)
-        self.client.create_topics([topic])[name].result(timeout=30)
-        self.until_led(name, partitions)
-        return name
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[KafkaCluster]:
-    with KafkaCluster(properties={"broker.session.timeout.ms": "4000"}) as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def kafka(cluster: KafkaCluster) -> RunningKafka:
-    return RunningKafka(cluster.bootstrap)
+        alone = {"min.insync.replicas": "1"} if name.endswith("-out") else {}
+        return super().create_topic(name, partitions, {**(config or {}), **alone})
 
 
 @pytest.fixture(scope="module")

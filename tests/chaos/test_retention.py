@@ -8,7 +8,7 @@ from collections import Counter
 
 import pytest
 from confluent_kafka import TopicPartition
-from confluent_kafka.admin import AlterConfigOpType, ConfigEntry, ConfigResource, OffsetSpec, ResourceType
+from confluent_kafka.admin import OffsetSpec
 
 from dedup.verify.verifier import verify
 from tests.integration.conftest import MakeJob
@@ -56,17 +56,7 @@ def begins(job: Job) -> dict[int, int]:
 
 def shorten(job: Job) -> None:
     """The source keeps its records for an hour."""
-    entry = ConfigEntry("retention.ms", str(HOUR_MS), incremental_operation=AlterConfigOpType.SET)
-    resource = ConfigResource(ResourceType.TOPIC, job.topology.source.topics[0], incremental_configs=[entry])
-    for future in job.admin.client.incremental_alter_configs([resource]).values():
-        future.result(timeout=30)
-
-
-def delete_below(job: Job, offsets: dict[int, int]) -> None:
-    """The source begins at these offsets."""
-    places = [TopicPartition(job.topology.source.topics[0], *each) for each in offsets.items()]
-    for future in job.admin.client.delete_records(places).values():
-        future.result(timeout=30)
+    job.admin.configure(job.topology.source.topics[0], retention_ms=str(HOUR_MS))
 
 
 def forwarded(job: Job) -> Counter[str]:
@@ -98,7 +88,7 @@ def test_f75_records_deleted_before_they_were_read(make_job: MakeJob, hops: str,
     here = job.admin.end_offsets(job.topology.source.topics[0])
     job.send(events("behind", 500, int(time.time() * 1000) - 1_000))
     if way == "DeleteRecords":
-        delete_below(job, here)
+        job.admin.delete_below(job.topology.source.topics[0], here)
     else:
         shorten(job)
     until(lambda: begins(job) == here, lambda: f"the source begins at {here}: {begins(job)}")

@@ -8,7 +8,6 @@ import os
 import sqlite3
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,24 +19,14 @@ from confluent_kafka import Message, Producer
 
 from dedup.connect.sink_connector import Sunk, run_sink, spec_of
 from dedup.connect.source_connector import Ingested, open_source, run_ingest
-from dedup.embedded.child_process import ChildProcess
 from dedup.settings import Settings, load_settings, with_references
 from dedup.topology.ingest_file import Ingest, TableSource, parse_ingest
 from dedup.topology.model import Topology
 from dedup.topology.parse import parse
 from tests.brokers import Admin, RunningKafka, read_all
+from tests.waiting import LoggedProcess
 
-WITHIN_S = 90.0
-LOOK_S = 0.03
 DEDUP = (sys.executable, "-c", "from dedup.cli.main import main; main()")
-
-
-def until(condition: Callable[[], object], what: str, *, within_s: float = WITHIN_S) -> None:
-    """The condition holds. Raises AssertionError with ``what`` if it does not come to."""
-    deadline = time.monotonic() + within_s
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {within_s:.0f} s: {what}"
-        time.sleep(LOOK_S)
 
 
 @dataclass
@@ -48,7 +37,7 @@ class Stage:
     admin: Admin
     directory: Path
     name: str
-    processes: list[ChildProcess] = field(default_factory=list)
+    processes: list[LoggedProcess] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.incoming = self.directory / "incoming"
@@ -135,36 +124,18 @@ class Stage:
 
     # Processes.
 
-    def start(self, *arguments: str, log: str = "run", environ: dict[str, str] | None = None) -> Process:
+    def start(self, *arguments: str, log: str = "run", environ: dict[str, str] | None = None) -> LoggedProcess:
         """A `dedup` of its own, that can not outlive the test run."""
         unset = [part for name in os.environ if name.startswith("DEDUP_") for part in ("-u", name)]
         given = [f"{name}={value}" for name, value in (environ or {}).items()]
         command = ["env", *unset, *given, *DEDUP, *arguments, "--config", str(self.config)]
-        process = Process(command, self.directory / f"{log}.log")
+        process = LoggedProcess(command, self.directory / f"{log}.log")
         self.processes.append(process)
         return process
 
     def end(self) -> None:
         for process in self.processes:
             process.kill()
-
-
-class Process(ChildProcess):
-    """One run of one command."""
-
-    def __init__(self, command: list[str], log_file: Path) -> None:
-        self.log_file = log_file
-        self._begins = log_file.stat().st_size if log_file.exists() else 0
-        super().__init__(command, log_file)
-
-    @property
-    def log(self) -> str:
-        return self.log_file.read_bytes()[self._begins :].decode(errors="replace")
-
-    def wait(self, within_s: float = WITHIN_S) -> int:
-        """Return the exit code, once it has ended by itself."""
-        until(lambda: not self.running, f"it ends; log:\n{self.log[-3000:]}", within_s=within_s)
-        return self.exit_code or 0
 
 
 def maker(parsed: Ingest) -> Any:
@@ -186,6 +157,15 @@ def sqlite_rows(path: Path, sql: str = "SELECT * FROM rows ORDER BY tracking_id"
 def postgres_rows(url: str, sql: str = "SELECT * FROM rows ORDER BY tracking_id") -> list[tuple[Any, ...]]:
     with psycopg.connect(url) as connection:
         return connection.execute(sql.encode()).fetchall()
+
+
+def made(rows: Callable[[str], object]) -> bool:
+    """Tell whether the table is there yet: a process may be killed before it has made it."""
+    try:
+        rows("SELECT 1 FROM rows LIMIT 1")
+    except (sqlite3.OperationalError, psycopg.errors.UndefinedTable):
+        return False
+    return True
 
 
 class FileFeeder:

@@ -9,13 +9,17 @@ import sqlite3
 from dataclasses import replace
 
 import pytest
+from confluent_kafka import Producer
 
 import dedup
 from dedup.connect import transactional_outbox as outbox
+from dedup.connect.database import DatabaseAway
+from dedup.connect.sqlite import SqliteConnection
 from dedup.embedded.fault_proxy import FaultProxy
 from dedup.embedded.kafka_node import EmbeddedKafka
 from dedup.errors import InvariantBroken, StateIncompatible, TaskMigrated
 from dedup.kafka.client import KafkaWire
+from dedup.kafka.consumer import FeedFetcher
 from tests.brokers import admin_of, read_all
 from tests.connect.stage import sqlite_rows
 from tests.connect.test_sink import event, sinking
@@ -190,6 +194,59 @@ async def test_business_logic_counts_each_event_once(stage, admin):
         assert await reader.run(lambda *_: None, until_end=True) == 60
     totals = sqlite_rows(stage.directory / "app.db", "SELECT n FROM totals ORDER BY n")
     assert totals == [(number,) for number in range(60)]
+
+
+@pytest.fixture
+def fetched_ahead(monkeypatch):
+    """The next answer has come before the last one is looked at, as where an application takes its time."""
+    poll = FeedFetcher.poll
+
+    async def and_the_next(fetcher, wanted):
+        found = await poll(fetcher, wanted)
+        await asyncio.wait(fetcher._flights.values())
+        return found
+
+    monkeypatch.setattr(FeedFetcher, "poll", and_the_next)
+
+
+async def test_a_reader_is_at_the_end_when_it_has_handed_over_all_that_was_fetched(stage, admin, fetched_ahead):
+    """Was: it left with records that were fetched, because the position of the fetch counted as its own."""
+    admin.create_topic(stage.topic, 1, {"retention.ms": "-1"})
+    stage.send([event(number, pad="x" * 100_000) for number in range(40)])  # in several answers of at most 1 MiB
+    async with reader_of(stage) as reader:
+        assert await reader.run(lambda *_: None, until_end=True) == 40
+
+
+async def test_a_sink_is_at_the_end_when_it_has_written_all_that_was_fetched(stage, admin, fetched_ahead):
+    """Was: behind an answer without records, such as one of an aborted transaction, it left with the next one."""
+    admin.create_topic(stage.topic, 1, {"retention.ms": "-1"})
+    producer = Producer({"bootstrap.servers": stage.kafka.bootstrap, "transactional.id": stage.name})
+    producer.init_transactions(30)
+    producer.begin_transaction()
+    stage.send([event(number, pad="x" * 100_000) for number in range(15)], producer=producer)
+    producer.abort_transaction(30)
+    stage.send([event(number) for number in range(40)])
+    assert (await stage.sink(sinking(stage, f"sqlite:///{stage.directory}/sink.db"))).inserted == 40
+
+
+async def test_events_whose_commit_has_lost_its_answer_are_counted(stage, admin, monkeypatch):
+    """Was: counted as 0, because the batch is not handed over again."""
+    admin.create_topic(stage.topic, 1, {"retention.ms": "-1"})
+    create_totals(stage)
+    stage.send([event(number) for number in range(10)])
+    commit, lost = SqliteConnection.commit, []
+
+    def committed_in_silence(connection):
+        commit(connection)
+        if not lost:
+            lost.append(connection)
+            raise DatabaseAway("no answer")
+
+    async with reader_of(stage) as reader:
+        monkeypatch.setattr(SqliteConnection, "commit", committed_in_silence)
+        assert await reader.run(count, until_end=True) == 10
+    assert lost
+    assert len(sqlite_rows(stage.directory / "app.db", "SELECT n FROM totals")) == 10
 
 
 async def test_a_reader_that_was_broken_off_does_not_go_on_behind_what_it_dropped(stage, admin):

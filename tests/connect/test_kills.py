@@ -8,18 +8,17 @@ from __future__ import annotations
 import json
 import random
 import signal
-import sqlite3
 import threading
 import time
 from collections import Counter
 from pathlib import Path
 from typing import Self
 
-import psycopg
 import pytest
 
-from tests.connect.stage import FileFeeder, Process, Stage, postgres_rows, sqlite_rows, until
+from tests.connect.stage import FileFeeder, Stage, made, postgres_rows, sqlite_rows
 from tests.integration.fleet import KEPT
+from tests.waiting import LoggedProcess, until
 
 pytestmark = pytest.mark.broker
 KILLS = [
@@ -32,7 +31,7 @@ PER_S = 600
 PER_KILL = 1_500
 
 
-def killed_now_and_then(start, kills: int, alive, seed: int) -> Process:
+def killed_now_and_then(start, kills: int, alive, seed: int) -> LoggedProcess:
     """Each process that ``start`` gives gets SIGKILL after 0.5 to 3 s; the last one is left running.
 
     Every second one is killed that long after it has begun its work: on a busy machine others do not come so far.
@@ -128,15 +127,6 @@ def total(rows) -> int:
 
 def distinct(rows) -> None:
     assert not made(rows) or rows("SELECT count(*) - count(DISTINCT n) FROM rows") == [(0,)]
-
-
-def made(rows) -> bool:
-    """Tell whether the table is there yet: a process may be killed before it has made it."""
-    try:
-        rows("SELECT 1 FROM rows LIMIT 1")
-    except (sqlite3.OperationalError, psycopg.errors.UndefinedTable):
-        return False
-    return True
 
 
 class feeding_topic:  # noqa: N801  # used as a function is

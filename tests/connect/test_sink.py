@@ -14,7 +14,8 @@ from typer.testing import CliRunner
 
 from dedup.cli.main import create_app
 from dedup.errors import StateIncompatible, TaskMigrated
-from tests.connect.stage import postgres_rows, sqlite_rows, until
+from tests.connect.stage import made, postgres_rows, sqlite_rows
+from tests.waiting import until
 
 pytestmark = pytest.mark.broker
 COLUMNS = "  columns: {id: id, n: {field: n, type: integer}, price: {field: price, type: number}, more: {field: more, type: json}}"
@@ -285,13 +286,6 @@ async def test_the_second_of_two_wins_and_the_first_stops_with_task_migrated(sta
     assert "TaskMigrated" in first.log
     until(lambda: rows(count) == [(2_000,)], f"the second writes; log:\n{second.log}")
     assert second.stop() == 0
-
-
-def made(rows):
-    try:
-        return rows("SELECT 1 FROM rows LIMIT 1")
-    except (sqlite3.Error, psycopg.Error):
-        return False
 
 
 async def test_a_database_that_is_away_is_waited_for(stage, admin, postgres):

@@ -11,7 +11,8 @@ from confluent_kafka.cimpl import NewPartitions
 
 import dedup
 from dedup.errors import StateIncompatible
-from tests.connect.stage import sqlite_rows, until
+from tests.connect.stage import sqlite_rows
+from tests.waiting import until
 
 pytestmark = pytest.mark.broker
 COLUMNS = "  columns: {id: id, n: {field: n, type: integer}}"

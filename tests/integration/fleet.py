@@ -14,26 +14,26 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from confluent_kafka import Consumer, KafkaException, Message, Producer, TopicPartition
 
-from dedup.embedded.child_process import ChildProcess
 from dedup.settings import Settings, load_settings
 from dedup.topology.model import Topology
 from dedup.topology.parse import parse
 from dedup.verify.report import Report
 from dedup.verify.verifier import verify
 from tests.brokers import Admin, RunningKafka, producer_of, read_all
+from tests.integration.transactions import until_ended
 from tests.integration.workload import Event, Expected, assert_order_kept, id_of
+from tests.waiting import WITHIN_S, LoggedProcess, until
+
+__all__ = ["CHILD", "DELIVERED_WITHIN_S", "KEPT", "SESSION_S", "WITHIN_S", "Job", "Worker", "until"]
 
 CHILD = Path(__file__).with_name("child.py")
-LOOK_S = 0.03
-WITHIN_S = float(os.environ.get("DEDUP_TEST_WITHIN_S", "90"))
-"""How long a condition may take to come: longer on a machine that is busy with other things."""
 DELIVERED_WITHIN_S = 2 * WITHIN_S
 """How long a producer of a test has: its broker may be frozen for as long as a condition may take."""
 SESSION_S = 6.0
@@ -42,72 +42,24 @@ KEPT = {"retention.ms": "-1"}
 """The workload's event times are in 2023: a broker would delete such records whenever it looks."""
 
 
-def until(condition: Callable[[], object], what: str | Callable[[], str], *, within_s: float = WITHIN_S) -> None:
-    """The condition holds. Raises AssertionError with ``what`` if it does not come to."""
-    deadline = time.monotonic() + within_s
-    while not condition():
-        if time.monotonic() > deadline:
-            raise AssertionError(f"not within {within_s:.0f} s: {what if isinstance(what, str) else what()}")
-        time.sleep(LOOK_S)
-
-
-class Worker:
-    """One `dedup run`, that can not outlive the test run."""
+class Worker(LoggedProcess):
+    """One `dedup run`."""
 
     def __init__(self, job: Job, worker_id: str, command: list[str], log_file: Path) -> None:
         self.id = worker_id
-        self.log_file = log_file
         self.state_dir = job.state_dir(worker_id)
-        self._begins = log_file.stat().st_size if log_file.exists() else 0
-        self._process = ChildProcess(command, log_file)
-
-    @property
-    def log(self) -> str:
-        """What this process wrote so far."""
-        return self.log_file.read_bytes()[self._begins :].decode(errors="replace")
-
-    @property
-    def running(self) -> bool:
-        """Whether the process runs, also while stopped."""
-        return self._process.running
+        super().__init__(command, log_file)
 
     @property
     def frozen(self) -> bool:
         """Whether it was stopped by SIGSTOP."""
-        return Path(f"/proc/{self._process.pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()[0] == "T"
-
-    def wait(self, within_s: float = WITHIN_S) -> int:
-        """Return the exit code once it has ended by itself; 137 is SIGKILL."""
-        until(lambda: not self.running, lambda: f"{self.id} ends; its log:\n{self.log}", within_s=within_s)
-        code = self._process.exit_code
-        assert code is not None
-        return code
+        return Path(f"/proc/{self.pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()[0] == "T"
 
     def signal(self, number: signal.Signals) -> None:
         """Send a signal, if it still runs."""
         if self.running:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(self._process.pid, number)
-
-    def kill(self) -> None:
-        """SIGKILL; it is gone."""
-        self._process.kill()
-
-    def stop(self) -> int:
-        """SIGTERM; return the exit code of the drained worker."""
-        self.signal(signal.SIGTERM)
-        return self.wait()
-
-    def until_logged(self, text: str, *, times: int = 1) -> None:
-        """The text is in the log that often; raises AssertionError if the process ends before."""
-
-        def there() -> bool:
-            ended = not self.running
-            found = self.log.count(text) >= times
-            assert found or not ended, f"{self.id} ended before {text!r}:\n{self.log}"
-            return found
-
-        until(there, lambda: f"{text!r} in the log of {self.id}:\n{self.log}")
+                os.kill(self.pid, number)
 
 
 @dataclass
@@ -307,6 +259,7 @@ class Job:
 
     def written(self, but: Collection[str] = ()) -> dict[str, dict[int, int]]:
         """Return the ends of all topics that tasks write, but for these and those that do not exist."""
+        until_ended(self)
         known = self.admin.client.list_topics(timeout=30).topics
         wanted = [topic for topic in self.topology.written_topics if topic in known and topic not in but]
         return {topic: self.admin.end_offsets(topic) for topic in wanted}

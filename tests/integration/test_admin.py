@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 from confluent_kafka import Consumer, TopicPartition
-from confluent_kafka.admin import AlterConfigOpType, ConfigEntry, ConfigResource, ResourceType
 
 from dedup.crashpoints import VARIABLE
 from dedup.embedded.kafka_node import EmbeddedKafka
@@ -24,7 +23,7 @@ from dedup.verify.cut import WHY_RESET
 from dedup.verify.verifier import verify
 from tests.brokers import RunningKafka, admin_of
 from tests.integration.conftest import MakeJob
-from tests.integration.fleet import Job, Worker, until
+from tests.integration.fleet import WITHIN_S, Job, Worker, until
 from tests.integration.workload import BASE_MS, Event, id_of
 
 pytestmark = pytest.mark.broker
@@ -39,7 +38,7 @@ def dedup(
     line = [*DEDUP, command, str(job.topology_file), *arguments, "--config", str(job.config_file)]
     line += ["--set", f"state_dir={job.state_dir(state_of)}"]
     done = subprocess.run(
-        line, input=stdin, capture_output=True, text=True, timeout=60, env=clean | environ, check=False
+        line, input=stdin, capture_output=True, text=True, timeout=WITHIN_S, env=clean | environ, check=False
     )
     assert done.returncode == code, done.stdout + done.stderr
     return done.stdout + done.stderr
@@ -221,9 +220,7 @@ def test_replayed_records_are_judged_again_and_keep_their_first_place(make_job: 
 
 def refuse_the_future(job: Job) -> None:
     """The source topic takes timestamps up to an hour ahead, as is the brokers' default."""
-    entry = ConfigEntry("message.timestamp.after.max.ms", "3600000", incremental_operation=AlterConfigOpType.SET)
-    resource = ConfigResource(ResourceType.TOPIC, job.topology.source.topics[0], incremental_configs=[entry])
-    job.admin.client.incremental_alter_configs([resource])[resource].result(timeout=30)
+    job.admin.configure(job.topology.source.topics[0], message_timestamp_after_max_ms="3600000")
 
 
 def test_a_dead_letter_that_the_source_refuses_is_named_and_passed_over(make_job: MakeJob) -> None:
@@ -249,12 +246,11 @@ def test_a_replay_goes_on_behind_what_retention_has_deleted(make_job: MakeJob) -
     job.send([Event(0, b"no json 2", BASE_MS), Event(0, b'{"id":"good"}', BASE_MS)])
     job.finish()
     letters = job.topology.dead_letter
-    place = TopicPartition(letters, 0, job.admin.end_offsets(letters)[0])
-    for deleted in job.admin.client.delete_records([place]).values():
-        deleted.result(timeout=30)
+    ends = job.admin.end_offsets(letters)
+    job.admin.delete_below(letters, ends)
     told = dedup(job, "replay")
     assert "0 records" in told
-    assert re.search(rf"left {letters}/0/\d+ to {place.offset - 1}: deleted by retention", told)
+    assert re.search(rf"left {letters}/0/\d+ to {ends[0] - 1}: deleted by retention", told)
     # Nothing is left to be told of again.
     assert "left" not in dedup(job, "replay")
 

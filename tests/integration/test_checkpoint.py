@@ -63,7 +63,7 @@ def test_a_fleet_is_kept_while_it_runs_and_an_empty_disk_begins_there(job: Job) 
     workers = [job.start("a"), job.start("b")]
     job.until_done()
     with job.stream(events[6_000:11_000], per_s=2_000) as thread:
-        job.until_sent(7_000)
+        job.until_progress(2_000)
         first = checkpoint(job)
         thread.join()
     job.send(events[11_000:])

@@ -15,6 +15,7 @@ from dedup.kafka.wire import TopicPartition
 from tests.brokers import read_all
 from tests.integration.conftest import MakeJob
 from tests.integration.fleet import Job, until
+from tests.integration.transactions import until_ended
 from tests.integration.workload import Event
 from tests.simulation.choice import Script
 from tests.simulation.oracle import VERDICT_TOPICS
@@ -112,6 +113,7 @@ def on_the_broker(job: Job, scenario: Scenario, points: tuple[str, ...]) -> Told
             job.send([left.pop(0)])
             until(lambda dying=dying: not dying.running or job.all_committed(), "it has died or judged a record")
         assert dying.wait() == 137, dying.log
+        until_ended(job)
         told.at_deaths.append(visible(job, topics))
     job.send([*left, *events(scenario, scenario.probes, len(scenario.input))])
     job.finish()

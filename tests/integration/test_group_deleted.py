@@ -95,7 +95,8 @@ def delete_group(job: Job) -> int:
 @pytest.fixture(params=["direct", "repartitioned"])
 def hops_job(request: pytest.FixtureRequest, make_job: MakeJob, topic_names) -> Job:
     document = {} if request.param == "direct" else {"source": {"topics": [topic_names("grouped-in")]}}
-    return make_job(document=document)
+    # However long a busy machine stretches a pause: no task begins anew because a session has ended.
+    return make_job(document=document, config={"session_timeout": "60s"})
 
 
 def test_f80_the_group_of_a_running_worker(hops_job: Job) -> None:

@@ -6,10 +6,9 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from confluent_kafka.admin import AlterConfigOpType, ConfigEntry, ConfigResource, ResourceType
 
 from dedup.embedded.kafka_node import EmbeddedKafka
-from tests.brokers import Admin, RunningKafka, admin_of
+from tests.brokers import RunningKafka, admin_of
 from tests.integration.conftest import MakeJob
 from tests.integration.fleet import Job, until
 from tests.integration.workload import Event
@@ -27,17 +26,6 @@ def keen() -> Iterator[RunningKafka]:
     with EmbeddedKafka(properties=often) as kafka:
         yield RunningKafka(kafka.bootstrap, kafka)
         kafka.kill()
-
-
-def configure(admin: Admin, topic: str, **configs: str) -> None:
-    """The topic has these configs, names written with ``_`` for a dot."""
-    entries = [
-        ConfigEntry(name.replace("_", "."), value, incremental_operation=AlterConfigOpType.SET)
-        for name, value in configs.items()
-    ]
-    resource = ConfigResource(ResourceType.TOPIC, topic, incremental_configs=entries)
-    for future in admin.client.incremental_alter_configs([resource]).values():
-        future.result(timeout=30)
 
 
 def until_the_broker_has_looked(job: Job) -> None:
@@ -73,7 +61,7 @@ def ids(job: Job, topic: str) -> int:
 
 def test_the_output_of_a_compacted_source_keeps_records_of_any_age(make_job: MakeJob, keen: RunningKafka) -> None:
     job = make_job(kafka=keen, admin=admin_of(keen.bootstrap), document={"duplicates": "compacted-duplicates"})
-    configure(job.admin, job.topology.source.topics[0], cleanup_policy="compact", retention_ms="604800000")
+    job.admin.configure(job.topology.source.topics[0], cleanup_policy="compact", retention_ms="604800000")
     job.admin.delete_topic(job.output)
     worker = job.start("a")
     job.send(old_events(30, copies=2))
@@ -89,8 +77,8 @@ def test_the_output_of_two_sources_keeps_records_as_long_as_the_longer_one(
 ) -> None:
     document = {"source": {"topics": ["kept-a-day", "kept-a-month"]}}
     job = make_job(kafka=keen, admin=admin_of(keen.bootstrap), document=document)
-    configure(job.admin, "kept-a-day", retention_ms=str(DAY_MS))
-    configure(job.admin, "kept-a-month", retention_ms=str(30 * DAY_MS))
+    job.admin.configure("kept-a-day", retention_ms=str(DAY_MS))
+    job.admin.configure("kept-a-month", retention_ms=str(30 * DAY_MS))
     job.admin.delete_topic(job.output)
     worker = job.start("a")
     job.send(old_events(29, topic=1))
@@ -101,7 +89,7 @@ def test_the_output_of_two_sources_keeps_records_as_long_as_the_longer_one(
 
 
 def test_an_output_that_would_delete_what_is_sent_to_it_is_told_of_at_the_start(job: Job) -> None:
-    configure(job.admin, job.output, retention_ms=str(DAY_MS))
+    job.admin.configure(job.output, retention_ms=str(DAY_MS))
     job.send(old_events(0))
     worker = job.finish()
     assert f"WARNING Topic '{job.output}' (output) keeps records for 1d" in worker.log.replace("  ", " "), worker.log

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,8 +17,7 @@ from dedup.embedded.java import find_java
 from dedup.embedded.kafka_jars import cache_dir
 from dedup.embedded.kafka_node import ClassArchive, EmbeddedKafka
 from tests.brokers import admin_of
-
-GONE_WITHIN_S = 5.0
+from tests.waiting import until
 
 
 @pytest.fixture(scope="module")
@@ -132,13 +130,8 @@ def test_no_node_outlives_its_leash(tmp_path: Path) -> None:
 
 
 def assert_gone(pids: list[int]) -> None:
-    """Every process ends within GONE_WITHIN_S; raises AssertionError otherwise."""
-    deadline = time.monotonic() + GONE_WITHIN_S
-    left = pids
-    while left and time.monotonic() < deadline:
-        left = [pid for pid in left if exists(pid)]
-        time.sleep(0.05)
-    assert not left
+    """Every process ends."""
+    until(lambda: not any(map(exists, pids)), f"{pids} end")
 
 
 def exists(pid: int) -> bool:

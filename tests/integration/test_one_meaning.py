@@ -9,7 +9,6 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from confluent_kafka import TopicPartition
 from prometheus_client.parser import text_string_to_metric_families
 
 from dedup.verify.report import Report
@@ -138,7 +137,6 @@ def test_a_worker_s_source_that_has_lost_its_beginning_is_never_told_lost(make_j
     job.send([Event(0, b'{"id":"%s"}' % name.encode(), BASE_MS + at * 1000) for name, at in seconds.items()])
     job.finish()
     assert len(job.read(job.output)) == (3 if late == "drop" else 6)
-    place = TopicPartition(job.topology.source.topics[0], 0, 1)
-    job.admin.client.delete_records([place])[place].result(timeout=30)
+    job.admin.delete_below(job.topology.source.topics[0], {0: 1})
     _, report = of_verify(job)
     assert report.closing_line().startswith("lost 0  duplicated 0  not provable")

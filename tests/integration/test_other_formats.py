@@ -9,8 +9,8 @@ import urllib.request
 import pytest
 
 from tests.integration.conftest import MakeJob
-from tests.integration.fleet import Worker, until
-from tests.integration.test_admin import dedup
+from tests.integration.fleet import until
+from tests.integration.test_admin import dedup, pages
 from tests.integration.workload import BASE_MS, Event
 
 pytestmark = pytest.mark.broker
@@ -23,14 +23,6 @@ def framed(number: int) -> Event:
 
 def good(number: int) -> Event:
     return Event(number % 2, b'{"id":"g-%d","n":1}' % number, BASE_MS + number)
-
-
-def pages(worker: Worker) -> str:
-    """Return where the worker's pages are."""
-    worker.until_logged("web: http")
-    found = re.search(r"web: (http://\S+)", worker.log)
-    assert found is not None
-    return found[1]
 
 
 @pytest.mark.parametrize("hops", ["direct", "repartitioned"])

@@ -66,10 +66,8 @@ def test_f35_changelog_made_again_empty(done: Job, state: str) -> None:
 
 def test_f35_changelog_emptied_and_no_local_state(done: Job) -> None:
     shutil.rmtree(done.state_dir("a"))
-    ends = done.admin.end_offsets(done.topology.changelog_topic)
-    places = [TopicPartition(done.topology.changelog_topic, partition, end) for partition, end in ends.items()]
-    for future in done.admin.client.delete_records(places).values():
-        future.result(timeout=30)
+    changelog = done.topology.changelog_topic
+    done.admin.delete_below(changelog, done.admin.end_offsets(changelog))
     done.refused(code=INCOMPATIBLE, says="holds no task record")
 
 
@@ -147,9 +145,7 @@ def test_f19_source_records_gone_before_they_were_read(done: Job) -> None:
     done.send(workload(34, 500))
     topic = done.topology.source.topics[0]
     ends = done.admin.end_offsets(topic)
-    places = [TopicPartition(topic, partition, end - 10) for partition, end in ends.items()]
-    for future in done.admin.client.delete_records(places).values():
-        future.result(timeout=30)
+    done.admin.delete_below(topic, {partition: end - 10 for partition, end in ends.items()})
     done.refused(code=INCOMPATIBLE, says="no longer holds")
 
 

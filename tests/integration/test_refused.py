@@ -11,7 +11,6 @@ import urllib.request
 
 import pytest
 from confluent_kafka import TIMESTAMP_CREATE_TIME, TIMESTAMP_LOG_APPEND_TIME, Message, Producer
-from confluent_kafka.admin import AlterConfigOpType, ConfigEntry, ConfigResource, ResourceType
 
 from dedup.verify.verifier import verify
 from tests.integration.conftest import MakeJob
@@ -55,16 +54,6 @@ def mixed(refused: int, *, begin: int = 0, count: int = EVENTS, pad: bytes | Non
 
 def large_of(events: list[Event]) -> frozenset[str]:
     return frozenset(name for each in events if (name := id_of(each.value) or "").startswith("large-"))
-
-
-def alter(job: Job, topic: str, **config: str) -> None:
-    """The topic has these settings."""
-    entries = [
-        ConfigEntry(name.replace("_", "."), value, incremental_operation=AlterConfigOpType.SET)
-        for name, value in config.items()
-    ]
-    resource = ConfigResource(ResourceType.TOPIC, topic, incremental_configs=entries)
-    job.admin.client.incremental_alter_configs([resource])[resource].result(timeout=30)
 
 
 def aborts(worker: Worker) -> dict[str, int]:
@@ -226,7 +215,7 @@ def test_f76_the_limit_of_the_output_is_lowered_under_a_running_worker(make_job:
     before, after, later = (mixed(20, begin=begin, count=2_000) for begin in (0, 2_000, 4_000))
     with Watch(job):
         worker = judged_while_running(job, before)
-        alter(job, job.output, max_message_bytes=str(LIMIT))
+        job.admin.configure(job.output, max_message_bytes=str(LIMIT))
         job.send(after)
         job.until_done()
         counted = aborts(worker)
@@ -249,12 +238,12 @@ def test_f76_the_compression_of_the_output_is_changed_under_a_running_worker(mak
     with Watch(job):
         worker = judged_while_running(job, before)
         assert set(aborts(worker).values()) == {0}
-        alter(job, job.output, compression_type="uncompressed")
+        job.admin.configure(job.output, compression_type="uncompressed")
         job.send(after)
         job.until_done()
         assert sum(aborts(worker).values()) <= job.partitions * MOST_ABORTS
         assert worker.stop() == 0, worker.log
-        alter(job, job.output, compression_type="zstd")
+        job.admin.configure(job.output, compression_type="zstd")
         worker = judged_while_running(job, back)
         assert set(aborts(worker).values()) == {0}
         assert worker.stop() == 0, worker.log
@@ -268,7 +257,7 @@ def test_f76_the_timestamp_type_of_the_output_is_changed_under_a_running_worker(
     events = [event(number, f"x-{number % 900}") for number in range(1_000)]
     with Watch(job):
         worker = judged_while_running(job, events[:500])
-        alter(job, job.output, message_timestamp_type="LogAppendTime")
+        job.admin.configure(job.output, message_timestamp_type="LogAppendTime")
         job.send(events[500:])
         job.until_done()
         assert worker.stop() == 0, worker.log

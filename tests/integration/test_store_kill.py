@@ -115,21 +115,22 @@ MODES = {"right": RocksStore, "position first": PositionFirst, "one position": O
 
 def child():
     store = MODES[sys.argv[2]].open(Path(sys.argv[1]), identity=IDENTITY, memory=memory())
-    sys.stdout.write("ready\n")
-    sys.stdout.flush()
-    number = store.position
+    number = first = store.position
     while True:
         store.apply(batch(number), record(number), number + 1)
         store.drop_below(oldest_live_ms(number), SEGMENT_MS)
+        if number == first:
+            sys.stdout.write("has begun\n")
+            sys.stdout.flush()
         number += 1
 
 
 def killed(directory, mode, *, after_s=None):
-    """Run the program until it is killed: after a time, or by itself."""
+    """Run the program until it is killed: by itself, or so long after its first batch."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     program = [sys.executable, __file__, str(directory), mode]
     with subprocess.Popen(program, stdout=subprocess.PIPE, env=environment) as process:
-        assert process.stdout.readline() == b"ready\n"
+        assert process.stdout.readline() == b"has begun\n"
         try:
             process.wait(60 if after_s is None else after_s)
         except subprocess.TimeoutExpired:
@@ -145,8 +146,8 @@ def test_position_task_record_and_keys_agree_after_every_kill(tmp_path):
         assert verdict(store) == "agree"
         positions.append(store.position)
         store.close()
-    assert positions == sorted(positions)
-    assert len(set(positions)) > KILLS // 2, "the runs were too short to show anything"
+    # Each run has applied a batch at least, and nothing that an earlier one had applied is gone.
+    assert positions == sorted(set(positions))
 
 
 def test_f40_one_family_flushed_without_the_others_does_no_harm(tmp_path):

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
-from confluent_kafka import TopicPartition
 
 from dedup.core.json_path import parse_path
 from dedup.core.tracking_id import FieldRule, TrackingId
@@ -316,8 +315,7 @@ def test_output_without_an_offset_is_not_explained(bench: Bench) -> None:
 
 def test_a_source_whose_beginning_is_deleted_proves_only_the_rest(bench: Bench) -> None:
     bench.verify()
-    place = TopicPartition(f"{bench.name}-in", 0, 4)
-    bench.admin.client.delete_records([place])[place].result(timeout=30)
+    bench.admin.delete_below(f"{bench.name}-in", {0: 4})
     report = verify(bench.topology, bench.settings)
     assert "lost" not in found(report), report.samples
     assert "duplicated" not in found(report), report.samples
@@ -326,8 +324,7 @@ def test_a_source_whose_beginning_is_deleted_proves_only_the_rest(bench: Bench) 
 
 def test_an_output_whose_beginning_is_deleted_proves_only_the_rest(bench: Bench) -> None:
     bench.verify()
-    place = TopicPartition(f"{bench.name}-out", 0, 2)
-    bench.admin.client.delete_records([place])[place].result(timeout=30)
+    bench.admin.delete_below(f"{bench.name}-out", {0: 2})
     report = verify(bench.topology, bench.settings)
     assert found(report) == {}, report.samples
     assert sum(report.not_provable.values()) == 2

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
-from confluent_kafka import TopicPartition
 
 from dedup.core.json_path import parse_path
 from dedup.core.tracking_id import FieldRule, TrackingId
@@ -121,8 +120,7 @@ class Bench:
         return verify(self.topology(), load_settings(config, [], {}), sample=sample)
 
     def purge(self) -> None:
-        place = TopicPartition(f"{self.name}.repartition", 0, 3)
-        self.admin.client.delete_records([place])[place].result(timeout=30)
+        self.admin.delete_below(f"{self.name}.repartition", {0: 3})
 
 
 @pytest.fixture

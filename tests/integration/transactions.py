@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from aiokafka.client import AIOKafkaClient
 from aiokafka.protocol.api import Request, RequestStruct, Response
 from aiokafka.protocol.types import CompactArray, CompactString, Int16, Int32, Int64, Schema, TaggedFields
 
-from tests.integration.fleet import Job, until
+from tests.waiting import until
+
+if TYPE_CHECKING:
+    from tests.integration.fleet import Job
 
 LIST_TRANSACTIONS: Final = 66
-OPEN: Final = frozenset({"Ongoing", "PrepareCommit", "PrepareAbort", "PrepareEpochFence"})
+ENDING: Final = frozenset({"PrepareCommit", "PrepareAbort", "PrepareEpochFence"})
+"""How it ends is decided; not every partition has its marker yet."""
+OPEN: Final = ENDING | {"Ongoing"}
 
 
 class ListTransactionsResponse_v0(Response):  # type: ignore[misc]  # noqa: N801  # untyped base; aiokafka's naming
@@ -54,7 +59,7 @@ class ListTransactions(Request[ListTransactionsRequest_v0]):  # type: ignore[mis
         return request_struct_class([], [], {})
 
 
-def open_transactions(job: Job) -> list[str]:
+def open_transactions(job: Job, states: frozenset[str] = OPEN) -> list[str]:
     """Return the transactional ids of a job that have a transaction open, each as often as it has one."""
 
     async def ask() -> list[str]:
@@ -65,12 +70,17 @@ def open_transactions(job: Job) -> list[str]:
             for broker in client.cluster.brokers():
                 answer = await client.send(broker.nodeId, ListTransactions())
                 assert answer.error_code == 0, answer
-                found += [name for name, _, state, _ in answer.transactions if state in OPEN]
+                found += [name for name, _, state, _ in answer.transactions if state in states]
             return sorted(name for name in found if name.startswith(f"{job.name}."))
         finally:
             await client.close()
 
     return asyncio.run(ask())
+
+
+def until_ended(job: Job) -> None:
+    """What was decided is visible: EndTxn is answered, and a task's offset told, before each partition has its marker."""
+    until(lambda: open_transactions(job, ENDING) == [], f"{job.name}: each transaction that was ended has its markers")
 
 
 def assert_none_open(job: Job) -> None:

@@ -1,0 +1,141 @@
+"""What `dedup sink` and `IdempotentReader` share: a topic is read from offsets that database transactions move.
+
+`TopicReader` reads partitions from given offsets. `FencedConsumer` reads from the offsets in the database, and runs
+each transaction exactly once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Final, TypeVar
+
+from dedup.connect.database import DatabaseConnection, FencedOffsets, make_offsets
+from dedup.connect.open_database import RetryingDatabase
+from dedup.errors import CommitUnknown
+from dedup.kafka.client import KafkaWire
+from dedup.kafka.consumer import Answer, FeedFetcher, TopicCheck
+from dedup.kafka.topic_admin import Topic
+from dedup.kafka.wire import TopicNow, TopicPartition
+from dedup.worker.offsets import bounds_of
+
+FROM_START: Final = -1
+WAIT_MS: Final = 200
+T = TypeVar("T")
+log: Final = logging.getLogger(__name__)
+
+
+class TopicReader:
+    """Reads partitions of a topic from given offsets on."""
+
+    def __init__(self, wire: KafkaWire, check: TopicCheck, *, wait_ms: int, gather_ms: int = 0) -> None:
+        self._wire: Final = wire
+        self._fetcher: Final = FeedFetcher(wire, check, wait_ms=wait_ms, gather_ms=gather_ms)
+        self._next: Final[dict[TopicPartition, int]] = {}
+        """The offset after what `poll` has returned. The fetcher's own position may be ahead of it."""
+        self._ends: Final[dict[TopicPartition, int]] = {}
+
+    async def begin(self, source: TopicPartition, position: int) -> None:
+        """Read a partition from an offset on, or if that is negative, from its start."""
+        bounds = await bounds_of(self._wire, source)
+        self._next[source] = bounds.start if position < 0 else position
+        self._ends[source] = bounds.end
+        self._fetcher.begin(source, self._next[source])
+
+    @property
+    def at_end(self) -> bool:
+        """Whether `poll` has returned everything that was there at `begin`."""
+        return all(self._next[source] >= end for source, end in self._ends.items())
+
+    async def poll(self) -> list[Answer]:
+        """Return the answers with records that come next; empty if none come for a while.
+
+        Raises StateIncompatible if the topic was deleted, created again, or no longer holds the next offset.
+        """
+        answers = await self._fetcher.poll(self._next)
+        self._next.update((answer.source, answer.next_offset) for answer in answers)
+        return [answer for answer in answers if answer.columns.offsets]
+
+    def close(self) -> None:
+        """Stop reading."""
+        self._fetcher.forget()
+
+
+class FencedConsumer:
+    """The partitions of a topic that this process owns, and the database that holds their offsets.
+
+    ``prepare`` gets each new connection first, with the table of offsets. Once ``stopped`` says so, nothing waits for a
+    database or a broker that is away.
+    """
+
+    def __init__(
+        self,
+        wire: KafkaWire,
+        reader: str,
+        topic: Topic,
+        url: str,
+        prepare: Callable[[DatabaseConnection, FencedOffsets], None],
+        stopped: Callable[[], bool] = lambda: False,
+        *,
+        gather_ms: int,
+    ) -> None:
+        self.offsets: Final = FencedOffsets(reader, topic.name, topic.topic_id)
+        self._prepare: Final = prepare
+        self._closing = False
+        self._stopped: Final[Callable[[], bool]] = lambda: self._closing or stopped()
+        self._check: Final = TopicCheck(wire, {topic.name: TopicNow(topic.topic_id, topic.partitions)})
+        self._reader: Final = TopicReader(wire, self._check, wait_ms=WAIT_MS, gather_ms=gather_ms)
+        self._database: Final = RetryingDatabase(url, self._stopped, prepare=self._make)
+        self._thread: Final = ThreadPoolExecutor(1, "database")
+
+    def _make(self, connection: DatabaseConnection) -> None:
+        make_offsets(connection)
+        self._prepare(connection, self.offsets)
+
+    async def open(self, partitions: Collection[int]) -> None:
+        """Fence the partitions' earlier owners, and read on from their offsets.
+
+        Raises DatabaseUnavailable if there is no answer in time, StateIncompatible if the topic was created again.
+        """
+        await self.in_thread(lambda: self._database.first(lambda to: self.offsets.take(to, partitions)))
+        for partition, position in self.offsets.positions.items():
+            await self._reader.begin(TopicPartition(self.offsets.topic, partition), position)
+
+    @property
+    def at_end(self) -> bool:
+        """Whether `poll` has returned everything that was in the topic at `open`."""
+        return self._reader.at_end
+
+    async def poll(self) -> list[Answer]:
+        """See `TopicReader.poll`."""
+        return await self._reader.poll()
+
+    async def once(self, work: Callable[[DatabaseConnection], T], ends: Mapping[int, int]) -> T | None:
+        """Run the work exactly once, in a thread and in a transaction that moves the offsets; return its result.
+
+        ``ends``: by partition, the offset after the records of the transaction. Returns None and writes nothing if it
+        is stopped while no broker answers. Raises TaskMigrated if another process has taken a partition,
+        StateIncompatible if the topic was created again, or has new partitions that nobody reads.
+        """
+        while True:
+            try:
+                await self._check.confirm()
+                break
+            except CommitUnknown as silent:
+                log.warning("%s: %s", self.offsets.reader, silent)
+                if self._stopped():
+                    return None
+        return await self.in_thread(lambda: self._database.once(work, self.offsets, ends))
+
+    async def in_thread(self, work: Callable[[], T]) -> T:
+        """Return what the work returns; one at a time."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+    async def close(self) -> None:
+        """Stop reading, and roll back what was not committed."""
+        self._closing = True
+        self._reader.close()
+        await self.in_thread(self._database.close)
+        self._thread.shutdown()
