@@ -6,8 +6,6 @@ import re
 from dataclasses import dataclass
 from typing import Any, Final, Literal, assert_never
 
-from pydantic import ValidationError
-
 from dedup.core.event_time import EventTime
 from dedup.core.json_path import Path, parse_path
 from dedup.core.tracking_id import FieldRule, FieldsRule
@@ -15,7 +13,7 @@ from dedup.errors import Problem, TopologyError
 from dedup.quantities import format_duration, parse_duration
 from dedup.topology.parse import event_time_of
 from dedup.topology.schema import CsvType, FilesFile, IngestFile, IngestIdFile, IngestSourceFile, MarkerFile, TableFile
-from dedup.yaml_document import Document, in_order, read, told
+from dedup.yaml_document import Document, in_order, read, schema_of, validated
 
 _INGEST_KEY: Final = re.compile(r"^ingest\s*:", re.MULTILINE)
 
@@ -105,12 +103,8 @@ def parse_ingest(text: str, *, name: str) -> Ingest:
         if not problems:
             problems.append(Problem(name, "must be a mapping of keys to values; begin with `ingest: 1`"))
         raise TopologyError(problems)
-    checked: IngestFile | None = None
-    try:
-        checked = IngestFile.model_validate(document.value)
-    except ValidationError as error:
-        problems.extend(told(error, document, IngestFile))
-    problems.extend(_one_role_each(document))
+    checked, found = validated(document, IngestFile)
+    problems += [*found, *_one_role_each(document)]
     if problems or checked is None:
         raise TopologyError(in_order(problems))
     return _ingest(checked)
@@ -118,8 +112,7 @@ def parse_ingest(text: str, *, name: str) -> Ingest:
 
 def ingest_schema() -> dict[str, Any]:
     """Return the JSON Schema of ingest files, for editors."""
-    schema = IngestFile.model_json_schema()
-    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema, "title": "dedup ingest"}
+    return schema_of(IngestFile, "dedup ingest")
 
 
 def _one_role_each(document: Document) -> list[Problem]:

@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, Final
 
-from pydantic import ValidationError
-
 from dedup.core.event_time import EventTime, FieldTime, RecordTime, rfc3339_ms
 from dedup.core.extract import compile_extractor
 from dedup.core.fold import OnConflict, OnFuture, OnMissing, OnTombstone
@@ -50,7 +48,7 @@ from dedup.topology.schema import (
     TopologyFile,
     TrackingIdFile,
 )
-from dedup.yaml_document import At, Document, dotted, in_order, read, told
+from dedup.yaml_document import At, Document, dotted, in_order, read, schema_of, validated
 
 _MOST_TOPIC_CHARS: Final = 249
 _EXTENSIONS_OF_GUARD: Final = 7
@@ -72,11 +70,8 @@ def parse(text: str, *, name: str) -> Topology:
         problems.append(Problem(document.place(()), "must be a mapping of keys to values; begin with `dedup: 1`"))
     if not isinstance(document.value, dict):
         raise TopologyError(problems)
-    checked: TopologyFile | None = None
-    try:
-        checked = TopologyFile.model_validate(document.value)
-    except ValidationError as error:
-        problems.extend(told(error, document, TopologyFile))
+    checked, found = validated(document, TopologyFile)
+    problems += found
     for check in (_one_rule, _bytes_have_no_fields, _one_role_each):
         problems.extend(check(document))
     if problems or checked is None:
@@ -92,8 +87,7 @@ def parse(text: str, *, name: str) -> Topology:
 
 def json_schema() -> dict[str, Any]:
     """Return the JSON Schema of topology files, for editors."""
-    schema = TopologyFile.model_json_schema()
-    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema, "title": "dedup topology"}
+    return schema_of(TopologyFile, "dedup topology")
 
 
 def _topology(file: TopologyFile) -> Topology:

@@ -36,7 +36,7 @@ async def ask_owners(own: LookedUp, peers: Sequence[Peer], token: Secret | None)
     whole |= {"asked": list(own.asked), "candidates": list(own.candidates), "unreached": []}
     missing = set(own.candidates) - set(own.asked)
     others = [(peer, numbers) for peer in peers if not peer.here and (numbers := _partitions(peer, own) & missing)]
-    headers = {} if token is None else {"Authorization": f"Bearer {token.reveal()}"}
+    headers = {} if token is None else {"Authorization": f"Bearer {token.get_secret_value()}"}
     if others:
         # Without redirects and proxies, only the group's members get the token.
         async with ClientSession(timeout=ClientTimeout(total=TIMEOUT_S), headers=headers) as session:

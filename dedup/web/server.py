@@ -120,7 +120,7 @@ class WebServer:
     def __init__(self, settings: Web, answers: Answers) -> None:
         self._settings: Final = settings
         self._answers: Final = answers
-        self._token: Final = settings.token.reveal().encode() if settings.token else None
+        self._token: Final = settings.token.get_secret_value().encode() if settings.token else None
         self._runner: Final = web.AppRunner(self._app(), access_log=None, handle_signals=False)
         self._history: Final = MetricHistory()
         self._sampling: asyncio.Task[None] | None = None

@@ -78,7 +78,8 @@ class Reset:
         self._admin: Final = admin
         self._group: Final = Group(wire, topology.name)
         self._mark: Final = Group(wire, topology.reset_group)
-        self._storage: Final = None if settings.checkpoint is None else CheckpointStorage(settings.checkpoint)
+        url = settings.state.checkpoint
+        self._storage: Final = None if url is None else CheckpointStorage(url)
 
     async def look(self) -> Doomed:
         """Return what a reset would delete; raises DedupError while the group has members."""
