@@ -15,7 +15,17 @@ from typing import Final, Literal, assert_never
 from dedup.core import exact_json
 from dedup.core import tracking_id as encoding
 from dedup.core.event_time import BadTime, EventTime, FieldTime, RecordTime, time_ms_of
-from dedup.core.exact_json import ABSENT, Absent, JsonValue, Members, Number, Unreadable, canonical_json, look_up
+from dedup.core.exact_json import (
+    ABSENT,
+    Absent,
+    JsonValue,
+    Members,
+    NotJudged,
+    Number,
+    Unreadable,
+    canonical_json,
+    look_up,
+)
 from dedup.core.json_path import Path, format_path
 from dedup.core.tracking_id import (
     ContentRule,
@@ -96,13 +106,8 @@ class Recipe:
             raise ValueError("fields is empty; name at least one path")
 
 
-class _MissingId(Exception):
-    """The record has no ID; has a stable code, and a sentence without payload."""
-
-    def __init__(self, code: str, detail: str) -> None:
-        self.code: Final = code
-        self.detail: Final = detail
-        super().__init__(detail)
+class _MissingId(NotJudged):
+    """The record has no ID."""
 
 
 def extract_one(

@@ -12,9 +12,10 @@ from typing import Final
 
 from dedup.core.tracking_id import FieldRule, FieldsRule, HeaderRule
 from dedup.quantities import format_duration
-from dedup.topology.ingest_file import FilesSource, Ingest, TableSource, place_of, settle_sentence
+from dedup.topology.ingest_file import Ingest, place_of, settle_sentence
 from dedup.topology.lint import Finding
 from dedup.topology.model import Topology, rule_text
+from dedup.topology.schema import FilesSource, TableSource
 
 Stage = Ingest | Topology
 _ID_HEADER: Final = "dedup-id"

@@ -184,7 +184,7 @@ def _verdict_facts(topology: Topology) -> Iterator[tuple[str, str]]:
         OnMissing.FAIL: "stops the worker",
     }
     yield "without an ID", missing[topology.missing]
-    if topology.id_in_value:
+    if topology.needs_value:
         forward = topology.tombstones is OnTombstone.FORWARD
         yield "null value", _OUTSIDE if forward else f"to {topology.dead_letter}"
     yield "unreadable", f"to {topology.dead_letter}"

@@ -25,7 +25,7 @@ from dedup.core.tracking_id import (
     TrackingId,
 )
 from dedup.core.window import Window
-from dedup.topology.schema import ColumnType
+from dedup.topology.schema import ColumnType, Output, StateSpec
 
 _FINGERPRINT_BYTES: Final = 16
 _WINDOW_RULE: Final = 1
@@ -50,15 +50,6 @@ class SourceSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class Output:
-    """Where unique records go."""
-
-    topic: str
-    headers: bool = False
-    """Adds `dedup-source` to every record."""
-
-
-@dataclass(frozen=True, slots=True)
 class LateTo:
     """Late records go to their own topic."""
 
@@ -76,15 +67,6 @@ class LateDrop:
 
 
 Late = LateTo | LateForward | LateDrop
-
-
-@dataclass(frozen=True, slots=True)
-class StateSpec:
-    """How state is kept."""
-
-    standby_replicas: int = 1
-    max_bytes_per_partition: int | None = None
-    """The worker stops, losing nothing, before a partition's state exceeds this; None: no limit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +117,7 @@ class Topology:
     fingerprint_exclude: tuple[Path, ...] = ()
     """Members ignored when payloads are compared."""
     on_conflict: OnConflict = OnConflict.DUPLICATE
-    state: StateSpec = StateSpec()
+    state: StateSpec = field(default_factory=StateSpec)
     sink: SinkSpec | None = None
 
     @property
@@ -195,9 +177,10 @@ class Topology:
         return self.duplicates if self.conflicts is None else self.conflicts
 
     @property
-    def id_in_value(self) -> bool:
-        """Whether the tracking ID is read from a JSON value, so that a null value has none."""
-        return isinstance(self.tracking_id.rule, FieldRule | FieldsRule | ContentRule)
+    def needs_value(self) -> bool:
+        """Whether the tracking ID or the event time is read from the value, so that a null value is a tombstone."""
+        id_in_value = not isinstance(self.tracking_id.rule, KeyRule | HeaderRule)
+        return id_in_value or isinstance(self.event_time, FieldTime)
 
     @cached_property
     def rules(self) -> Rules:

@@ -12,7 +12,6 @@ from typing import Any, Final
 from dedup.core.event_time import EventTime, FieldTime, RecordTime, rfc3339_ms
 from dedup.core.extract import compile_extractor
 from dedup.core.fold import OnConflict, OnFuture, OnMissing, OnTombstone
-from dedup.core.json_path import parse_path
 from dedup.core.tracking_id import (
     ContentRule,
     FieldRule,
@@ -25,18 +24,16 @@ from dedup.core.tracking_id import (
 )
 from dedup.core.window import Window
 from dedup.errors import Problem, TopologyError
-from dedup.quantities import parse_duration, parse_size
+from dedup.quantities import parse_duration
 from dedup.topology.model import (
     Late,
     LateDrop,
     LateForward,
     LateTo,
-    Output,
     SinkColumn,
     SinkSpec,
     SourceSpec,
     Start,
-    StateSpec,
     Topology,
 )
 from dedup.topology.schema import (
@@ -44,6 +41,7 @@ from dedup.topology.schema import (
     ColumnFile,
     ConflictsFile,
     FieldTimeFile,
+    Output,
     SinkFile,
     TopologyFile,
     TrackingIdFile,
@@ -95,9 +93,8 @@ def _topology(file: TopologyFile) -> Topology:
     guard_ms = parse_duration(file.guard_period)
     cap_ms = guard_ms * _EXTENSIONS_OF_GUARD if file.extend_at_most is None else parse_duration(file.extend_at_most)
     grace_ms = guard_ms if file.grace is None else parse_duration(file.grace)
-    output = None if file.output is None else Output(file.output.topic, file.output.headers)
+    output = file.output
     side_prefix = file.name if output is None else output.topic
-    most = file.state.max_bytes_per_partition
     conflicts = file.conflicts if isinstance(file.conflicts, ConflictsFile) else ConflictsFile(topic=file.conflicts)
     return Topology(
         name=file.name,
@@ -116,9 +113,9 @@ def _topology(file: TopologyFile) -> Topology:
         duplicates=file.duplicates,
         conflicts=conflicts.topic,
         conflicts_counted=file.conflicts is not None,
-        fingerprint_exclude=tuple(map(parse_path, conflicts.exclude)),
+        fingerprint_exclude=tuple(conflicts.exclude),
         on_conflict=OnConflict(file.on_conflict),
-        state=StateSpec(file.state.standby_replicas, None if most is None else parse_size(most)),
+        state=file.state,
         sink=None if file.sink is None else _sink(file.name, file.sink, output),
     )
 
@@ -140,13 +137,13 @@ def _rule(file: TrackingIdFile) -> Rule:
     if file.header is not None:
         return HeaderRule(file.header)
     if file.field is not None:
-        return FieldRule(parse_path(file.field))
+        return FieldRule(file.field)
     if file.fields is not None:
-        return FieldsRule(tuple(map(parse_path, file.fields)))
+        return FieldsRule(tuple(file.fields))
     if file.content is True:
         return RawContentRule()
     if file.content is not None:
-        return ContentRule(tuple(map(parse_path, file.content.exclude)))
+        return ContentRule(tuple(file.content.exclude))
     return KeyRule()
 
 
@@ -154,7 +151,7 @@ def event_time_of(written: str | FieldTimeFile) -> EventTime:
     """Return the event time that a file names; a plain word means the record's own timestamp."""
     if isinstance(written, str):
         return RecordTime()
-    return FieldTime(parse_path(written.field), written.unit)
+    return FieldTime(written.field, written.unit)
 
 
 def _late(written: str) -> Late:
@@ -169,9 +166,9 @@ def _late(written: str) -> Late:
 
 def _sink(name: str, file: SinkFile, output: Output | None) -> SinkSpec:
     columns = tuple(
-        SinkColumn(column, parse_path(written.field), written.type)
+        SinkColumn(column, written.field, written.type)
         if isinstance(written, ColumnFile)
-        else SinkColumn(column, parse_path(written), "text")
+        else SinkColumn(column, written, "text")
         for column, written in (file.columns or {}).items()
     )
     return SinkSpec(

@@ -1,12 +1,14 @@
 """The shapes of topology files and ingest files: their keys, what each key takes, its default and its description.
 
 These pydantic models are also published as JSON Schemas; editors show the descriptions while someone writes a file.
-`model` and `ingest_file` hold the values that the program works with.
+`model` and `ingest_file` make the values that the program works with of those named ``*File``; it uses the others as
+they are.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Annotated, Any, ClassVar, Final, Literal, Self
 
 from pydantic import (
@@ -16,13 +18,15 @@ from pydantic import (
     ConfigDict,
     Discriminator,
     Field,
+    GetPydanticSchema,
     Tag,
     WithJsonSchema,
     model_validator,
 )
+from pydantic_core.core_schema import no_info_after_validator_function, str_schema
 
 from dedup.core.event_time import TimeUnit, rfc3339_ms
-from dedup.core.json_path import parse_path
+from dedup.core.json_path import Path, format_path, parse_path
 from dedup.core.tracking_id import Normalizing
 from dedup.quantities import DURATION_PATTERN, SIZE_PATTERN, parse_duration, parse_size
 from dedup.yaml_document import matching, within
@@ -87,24 +91,19 @@ def _positive_duration(text: str) -> str:
     return text
 
 
-def _size(text: str) -> str:
-    if parse_size(text) == 0:
+def _size(text: str) -> int:
+    size_bytes = parse_size(text)
+    if size_bytes == 0:
         raise ValueError(f'"{text}" must be more than zero')
-    return text
+    return size_bytes
 
 
-def _path(text: str) -> str:
-    parse_path(text)
-    return text
-
-
-def _distinct_paths(paths: list[str]) -> list[str]:
+def _distinct_paths(paths: list[Path]) -> list[Path]:
     if not paths:
         raise ValueError("is an empty list; name at least one path")
-    parsed = [parse_path(path) for path in paths]
-    for at, path in enumerate(parsed):
-        if path in parsed[:at]:
-            raise ValueError(f'"{paths[at]}" is listed twice')
+    for at, path in enumerate(paths):
+        if path in paths[:at]:
+            raise ValueError(f'"{format_path(path)}" is listed twice')
     return paths
 
 
@@ -175,6 +174,11 @@ _MAPPING: Final = Tag("mapping")
 _BY_SHAPE: Final = Discriminator(_shape)
 
 
+def _text_as(parse: Callable[[str], Any]) -> GetPydanticSchema:
+    """Return what takes only text; the value is what ``parse`` makes of it."""
+    return GetPydanticSchema(lambda _type, _handler: no_info_after_validator_function(parse, str_schema(strict=True)))
+
+
 def _text_like(pattern: str) -> WithJsonSchema:
     return WithJsonSchema({"type": "string", "pattern": pattern})
 
@@ -182,11 +186,11 @@ def _text_like(pattern: str) -> WithJsonSchema:
 _NAME_RULE: Final = matching(
     _NAME, 'is not a valid name; use a-z, 0-9 and "-", at most 100 characters, a letter or digit first'
 )
-_Path = Annotated[str, AfterValidator(_path)]
+_Path = Annotated[Path, _text_as(parse_path)]
 _DURATION_TEXT: Final = _text_like(DURATION_PATTERN)
 _Duration = Annotated[str, BeforeValidator(_number_as_text), AfterValidator(_duration), _DURATION_TEXT]
 _PositiveDuration = Annotated[str, BeforeValidator(_number_as_text), AfterValidator(_positive_duration), _DURATION_TEXT]
-_Size = Annotated[str, BeforeValidator(_number_as_text), AfterValidator(_size), _text_like(SIZE_PATTERN)]
+_Size = Annotated[int, _text_as(_size), BeforeValidator(_number_as_text), _text_like(SIZE_PATTERN)]
 _Topic = Annotated[str, AfterValidator(_topic), _text_like(f"^{_TOPIC.pattern}$")]
 _Column = Annotated[str, matching(_COLUMN, 'is not a valid column name; use letters, digits and "_"')]
 _SinkColumn = Annotated[_Column, AfterValidator(_not_reserved)]
@@ -315,7 +319,7 @@ class TrackingIdFile(_Keys):
     )
 
 
-class OutputFile(_Keys):
+class Output(_Keys):
     """Where unique records go."""
 
     topic: _Topic = Field(description="Topic for unique records; key, value, headers and timestamp stay unchanged.")
@@ -333,7 +337,7 @@ class ConflictsFile(_Keys):
     )
 
 
-class StateFile(_Keys):
+class StateSpec(_Keys):
     """How state is kept."""
 
     standby_replicas: Annotated[int, within(0, _MOST_STANDBYS)] = Field(
@@ -373,7 +377,7 @@ class TopologyFile(_Keys):
         default="1m",
         description="When a source partition without lag no longer holds stream time back (repartitioned only).",
     )
-    output: OutputFile | None = Field(
+    output: Output | None = Field(
         default=None, description="Where unique records go. Without it, the topology only observes."
     )
     duplicates: _Topic | None = Field(
@@ -392,11 +396,11 @@ class TopologyFile(_Keys):
     dead_letter: _Topic | None = Field(
         default=None, description="Topic for dead letters. Default: <output topic>.dead-letter."
     )
-    state: StateFile = Field(default=StateFile(), description="How state is kept.")
+    state: StateSpec = Field(default=StateSpec(), description="How state is kept.")
     sink: SinkFile | None = Field(default=None, description="The table that `dedup sink` fills from the output.")
 
 
-class FilesFile(_Keys):
+class FilesSource(_Keys):
     """Files of one directory that are only appended to, and renamed when they are full."""
 
     directory: str = Field(description="Directory of the files; relative to where the command runs.")
@@ -420,15 +424,25 @@ class FilesFile(_Keys):
     )
 
     @model_validator(mode="after")
-    def _columns_of_csv(self) -> FilesFile:
+    def _columns_of_csv(self) -> FilesSource:
         if self.format == "csv" and not self.columns:
             raise ValueError("format csv needs columns: {name: text | integer | number | boolean}")
         if self.format == "jsonl" and self.columns is not None:
             raise ValueError("columns need format csv; a line of jsonl is sent as it is")
         return self
 
+    @property
+    def start_over(self) -> bool:
+        """Whether a truncated or replaced file is read from its beginning; otherwise ingest stops."""
+        return self.changed == "start_over"
 
-class TableFile(_ExactlyOne):
+    @property
+    def take_last_line(self) -> bool:
+        """Whether a last line without a line feed is sent at once."""
+        return self.last_line == "take"
+
+
+class TableSource(_ExactlyOne):
     """A table to which rows are only added, each with a greater number."""
 
     one_of = ("table", "query")
@@ -451,14 +465,24 @@ class TableFile(_ExactlyOne):
         "Not exact: a row that becomes visible even later is never read.",
     )
 
+    @property
+    def settle_ms(self) -> int:
+        """How long after its number is taken a row may become visible; 0: the INSERT itself takes the number."""
+        return parse_duration(self.settle) if self.settle else 0
+
+    @property
+    def named(self) -> str:
+        """The table's name, or "query"."""
+        return self.table or "query"
+
 
 class IngestSourceFile(_ExactlyOne):
     """Where records come from: files or a table."""
 
     one_of = ("files", "table")
 
-    files: FilesFile | None = Field(default=None, description="Files of one directory.")
-    table: TableFile | None = Field(default=None, description="A table of SQLite or PostgreSQL.")
+    files: FilesSource | None = Field(default=None, description="Files of one directory.")
+    table: TableSource | None = Field(default=None, description="A table of SQLite or PostgreSQL.")
 
 
 class IngestIdFile(_ExactlyOne):
@@ -481,7 +505,7 @@ class IngestOutputFile(_Keys):
     )
 
 
-class MarkerFile(_Keys):
+class Marker(_Keys):
     """How to recognize the last record of a transaction; it is sent like any other."""
 
     field: _Path = Field(description="A member of the JSON value.")
@@ -505,7 +529,7 @@ class IngestFile(_Keys):
         default="now", description="The record's timestamp: now, when it is sent, or a member of the value."
     )
     dead_letter: _Topic | None = Field(default=None, description="Topic for dead letters. Default: <name>.dead-letter.")
-    boundary: Annotated[Annotated[Literal["interval", "poll"], _PLAIN] | Annotated[MarkerFile, _MAPPING], _BY_SHAPE] = (
+    boundary: Annotated[Annotated[Literal["interval", "poll"], _PLAIN] | Annotated[Marker, _MAPPING], _BY_SHAPE] = (
         Field(
             default="interval",
             description="Where a transaction ends: after the commit interval, after each read (poll: 1 MiB of a file, "
