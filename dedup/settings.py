@@ -24,7 +24,6 @@ from dedup.yaml_document import (
     dotted,
     in_order,
     matching,
-    models_of,
     read,
     schema_of,
     validated,
@@ -36,7 +35,6 @@ _DEFAULT_CONFIG: Final = Path("config/local.yaml")
 _PREFIX: Final = "DEDUP_"
 
 _NOT_SETTINGS: Final = ("DEDUP_CRASH_", "DEDUP_TEST_", "DEDUP_BENCH_", "DEDUP_DEMO_", "DEDUP_JDBC_")
-_SECRETS: Final[frozenset[At]] = frozenset({("security", "password"), ("security", "key_password"), ("web", "token")})
 _MOST_SECRET_BYTES: Final = 65_536
 _PLAIN: Final = (
     '{name}: a secret must not be written here; write "${{env:NAME}}" or "${{file:PATH}}", or set {variable}'
@@ -246,20 +244,25 @@ class Settings(_Keys):
         return parse_duration(self.session_timeout)
 
 
-def _takes_text(annotation: Any) -> bool:  # noqa: ANN401 - any type there is
-    """Whether a key takes a single text, whatever its limits."""
-    if annotation in {str, Path, Secret}:
+def _keys_of(model: type[BaseModel], holder: At = ()) -> Iterator[tuple[At, Any]]:
+    """Yield each key that takes a plain value, and its type."""
+    for name, key in model.model_fields.items():
+        if isinstance(key.annotation, type) and issubclass(key.annotation, BaseModel):
+            yield from _keys_of(key.annotation, (*holder, name))
+        else:
+            yield (*holder, name), key.annotation
+
+
+def _takes(annotation: Any, *types: type) -> bool:  # noqa: ANN401 - any type there is
+    """Whether a key takes a single value of one of these types, whatever its limits."""
+    if annotation in types:
         return True
-    return get_origin(annotation) is not tuple and any(map(_takes_text, get_args(annotation)))
+    return get_origin(annotation) is not tuple and any(_takes(part, *types) for part in get_args(annotation))
 
 
-_MODELS: Final = models_of(Settings)
-_TEXTS: Final[frozenset[At]] = frozenset(
-    (*([holder] if holder else []), name)
-    for holder, model in _MODELS.items()
-    for name, field in model.model_fields.items()
-    if _takes_text(field.annotation)
-)
+_KEYS: Final = dict(_keys_of(Settings))
+_SECRETS: Final = frozenset(at for at, annotation in _KEYS.items() if _takes(annotation, Secret))
+_TEXTS: Final = frozenset(at for at, annotation in _KEYS.items() if _takes(annotation, str, Path, Secret))
 """The keys that take text, whose characters are kept: ``0042`` is a name."""
 
 
@@ -321,14 +324,8 @@ def _variable(at: At) -> str:
     return _PREFIX + "__".join(str(step).upper() for step in at)
 
 
-def _known() -> dict[At, str]:
-    """Return every key that takes a plain value, with the variable that sets it."""
-    keys = [(*([holder] if holder else ()), name) for holder, model in _MODELS.items() for name in model.model_fields]
-    return {at: _variable(at) for at in keys if dotted(at) not in _MODELS}
-
-
 def _from_environment(document: Document, environ: Mapping[str, str]) -> Iterator[Problem]:
-    known = {variable: at for at, variable in _known().items()}
+    known = {_variable(at): at for at in _KEYS}
     for variable in sorted(environ):
         if not variable.startswith(_PREFIX) or variable.startswith(_NOT_SETTINGS):
             continue
@@ -343,7 +340,7 @@ def _from_environment(document: Document, environ: Mapping[str, str]) -> Iterato
 
 
 def _from_command_line(document: Document, overrides: Sequence[str]) -> Iterator[Problem]:
-    known = {dotted(at): at for at in _known()}
+    known = {dotted(at): at for at in _KEYS}
     for override in overrides:
         key, equals, text = override.partition("=")
         key = key.strip()
@@ -458,7 +455,7 @@ def _contradictions(settings: Settings, document: Document) -> Iterator[Problem]
     if (security.cert_file is None) != (security.key_file is None):
         at: At = ("security", "cert_file" if security.key_file is None else "key_file")
         yield Problem(document.place(at), "security: cert_file and key_file belong together; name both")
-    if settings.web.enabled and settings.web.token is None and not _loopback(settings.web.host):
+    if settings.web.enabled and settings.web.token is None and not is_loopback(settings.web.host):
         text = f'web.host: "{settings.web.host}" can be reached from outside; set web.token, or listen on 127.0.0.1'
         yield Problem(document.place(("web", "host")), text)
     if settings.transaction_timeout_ms < 2 * settings.commit_interval_ms:
@@ -478,7 +475,8 @@ def _unused(document: Document, keys: Sequence[str], protocol: str, needed: str)
             yield Problem(document.place(at), text)
 
 
-def _loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
+    """Tell whether only this machine reaches an address; an IPv6 address may be in brackets."""
     if host == "localhost":
         return True
     try:

@@ -78,14 +78,8 @@ def graph(topology: Topology) -> Graph:
 def describe(topology: Topology) -> str:
     """Return the topology in words, one fact per line."""
     lines = [f"topology {topology.name}", ""]
-    for title, facts in (
-        ("what is a duplicate", _rule_facts(topology)),
-        ("what happens to a record", _verdict_facts(topology)),
-        ("agents", _agent_facts(topology)),
-        ("topics", _topic_facts(topology)),
-        ("table", _table_facts(topology)),
-    ):
-        rows = list(facts)
+    for title, _key, facts in _SECTIONS:
+        rows = list(facts(topology))
         width = max(len(name) for name, _text in rows)
         lines += [title, *(f"  {name:<{width}}  {text}" for name, text in rows), ""]
     return "\n".join(lines).rstrip() + "\n"
@@ -97,11 +91,7 @@ def as_data(topology: Topology) -> dict[str, Any]:
     return {
         "name": topology.name,
         "direct": topology.direct,
-        "rule": dict(_rule_facts(topology)),
-        "verdicts": dict(_verdict_facts(topology)),
-        "agents": dict(_agent_facts(topology)),
-        "topics": dict(_topic_facts(topology)),
-        "table": dict(_table_facts(topology)),
+        **{key: dict(facts(topology)) for _title, key, facts in _SECTIONS},
         "nodes": [{"name": node.name, "kind": node.kind} for node in drawing.nodes],
         "edges": [{"from": edge.start, "to": edge.end, "label": edge.label} for edge in drawing.edges],
     }
@@ -216,6 +206,16 @@ def _table_facts(topology: Topology) -> Iterator[tuple[str, str]]:
     yield "standby", f"{state.standby_replicas} other workers keep a copy"
     most = state.max_bytes_per_partition
     yield "bound", "none" if most is None else f"{format_size(most)} per partition"
+
+
+_SECTIONS: Final = (
+    ("what is a duplicate", "rule", _rule_facts),
+    ("what happens to a record", "verdicts", _verdict_facts),
+    ("agents", "agents", _agent_facts),
+    ("topics", "topics", _topic_facts),
+    ("table", "table", _table_facts),
+)
+"""Title in words, key in `as_data`, and the facts."""
 
 
 def _outlets(topology: Topology) -> Iterator[tuple[str, str]]:

@@ -27,19 +27,16 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import asdict, is_dataclass
 from importlib.resources import files
-from ipaddress import ip_address
-from typing import TYPE_CHECKING, Any, Final, Protocol, Self
+from typing import Any, Final, Protocol, Self
 
 from aiohttp import web
 
 from dedup.errors import DedupError, SettingsError
 from dedup.metrics import TaskNumbers, TaskSeen, WorkerSeen, formats_of, reasons_of
+from dedup.settings import Web, is_loopback
 from dedup.web.dashboard import EVERY_S, MetricHistory, board
 from dedup.web.id_lookup import ask_owners
 from dedup.worker_view import LookedUp, Noted, Peer, ShownRecord, TaskPulse
-
-if TYPE_CHECKING:
-    from dedup.settings import Web
 
 HOME: Final = "/"
 FILES: Final[Mapping[str, str]] = {
@@ -200,7 +197,7 @@ class WebServer:
                         headers={"WWW-Authenticate": "Bearer"},
                     )
             # Not request.host: if the header is missing, that waits for a DNS lookup.
-            if self._token is None and not _is_loopback(request.headers.get("Host", "")):
+            if self._token is None and not _names_loopback(request.headers.get("Host", "")):
                 raise web.HTTPForbidden(text="Without a token these pages are for localhost only.\n")
         response = await handler(request)
         response.headers.update(_SECURITY_HEADERS)
@@ -322,12 +319,7 @@ def _json(value: object, *, status: int = 200) -> web.Response:
     return web.json_response(plain, status=status, dumps=lambda data: json.dumps(data, indent=2) + "\n")
 
 
-def _is_loopback(host: str) -> bool:
+def _names_loopback(host: str) -> bool:
+    """Tell whether a Host header, which may end with a port, names this machine."""
     name = host.rsplit(":", 1)[0] if host.count(":") == 1 or (host.startswith("[") and "]:" in host) else host
-    name = name.strip("[]")
-    if name == "localhost":
-        return True
-    try:
-        return ip_address(name).is_loopback
-    except ValueError:
-        return False
+    return is_loopback(name)
