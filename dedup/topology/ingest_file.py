@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final, Literal, assert_never
 
 from dedup.core.event_time import EventTime
 from dedup.core.tracking_id import FieldRule, FieldsRule
-from dedup.errors import Problem, TopologyError
+from dedup.errors import Problem
 from dedup.quantities import format_duration
-from dedup.topology.parse import event_time_of
+from dedup.topology.parse import checked_file, event_time_of
 from dedup.topology.schema import FilesSource, IngestFile, IngestIdFile, Marker, TableSource
-from dedup.yaml_document import Document, in_order, read, schema_of, validated
+from dedup.yaml_document import Document, schema_of
 
 _INGEST_KEY: Final = re.compile(r"^ingest\s*:", re.MULTILINE)
 
@@ -53,17 +54,7 @@ def is_ingest(text: str) -> bool:
 
 def parse_ingest(text: str, *, name: str) -> Ingest:
     """Return the source that a file describes. Raises TopologyError with every problem of the file."""
-    document = read(text, name=name)
-    problems = document.problems
-    if not isinstance(document.value, dict):
-        if not problems:
-            problems.append(Problem(name, "must be a mapping of keys to values; begin with `ingest: 1`"))
-        raise TopologyError(problems)
-    checked, found = validated(document, IngestFile)
-    problems += [*found, *_one_role_each(document)]
-    if problems or checked is None:
-        raise TopologyError(in_order(problems))
-    return _ingest(checked)
+    return _ingest(checked_file(text, name, IngestFile, [_one_role_each]))
 
 
 def ingest_schema() -> dict[str, Any]:
@@ -71,17 +62,16 @@ def ingest_schema() -> dict[str, Any]:
     return schema_of(IngestFile, "dedup ingest")
 
 
-def _one_role_each(document: Document) -> list[Problem]:
+def _one_role_each(document: Document) -> Iterator[Problem]:
     name, topic, dead = (document.get(at) for at in (("name",), ("output", "topic"), ("dead_letter",)))
     offsets = f"{name}-source-offsets"
-    taken = {dead or f"{name}.dead-letter": "takes dead letters", offsets: "holds the source offsets"}
-    found: list[Problem] = []
-    if topic in taken:
-        text = f'output.topic: "{topic}" {taken[topic]}; name another'
-        found.append(Problem(document.place(("output", "topic")), text))
+    roles = ((dead or f"{name}.dead-letter", "takes dead letters"), (offsets, "holds the source offsets"))
+    for taken, role in roles:
+        if topic == taken:
+            text = f'output.topic: "{topic}" {role}; name another'
+            yield Problem(document.place(("output", "topic")), text)
     if dead == offsets:
-        found.append(Problem(document.place(("dead_letter",)), f'dead_letter: "{dead}" {taken[offsets]}; name another'))
-    return found
+        yield Problem(document.place(("dead_letter",)), f'dead_letter: "{dead}" holds the source offsets; name another')
 
 
 def _ingest(file: IngestFile) -> Ingest:

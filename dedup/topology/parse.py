@@ -6,11 +6,12 @@ checked in the file as written, so that both kinds of problems are reported toge
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, Final
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Final, TypeVar
+
+from pydantic import BaseModel
 
 from dedup.core.event_time import EventTime, FieldTime, RecordTime, rfc3339_ms
-from dedup.core.extract import compile_extractor
 from dedup.core.fold import OnConflict, OnFuture, OnMissing, OnTombstone
 from dedup.core.tracking_id import (
     ContentRule,
@@ -48,6 +49,8 @@ from dedup.topology.schema import (
 )
 from dedup.yaml_document import At, Document, dotted, in_order, read, schema_of, validated
 
+_File = TypeVar("_File", bound=BaseModel)
+_Check = Callable[[Document], Iterator[Problem]]
 _MOST_TOPIC_CHARS: Final = 249
 _EXTENSIONS_OF_GUARD: Final = 7
 _CHANGELOG: Final = "the changelog topic"
@@ -60,27 +63,30 @@ def parse(text: str, *, name: str) -> Topology:
 
     Raises TopologyError with every problem of the file.
     """
+    return _topology(checked_file(text, name, TopologyFile, (_one_rule, _bytes_have_no_fields, _one_role_each)))
+
+
+def checked_file(text: str, name: str, model: type[_File], checks: Iterable[_Check]) -> _File:
+    """Return a file as its model, whose first key is its version. Raises TopologyError with every problem of the file.
+
+    ``checks`` look for what several keys show; a document they get is a mapping, its values may be anything.
+    """
+    begin = f"{next(iter(model.model_fields))}: 1"
     document = read(text, name=name)
     problems = document.problems
     if document.value is None and not problems:
-        problems.append(Problem(name, 'is empty; begin with "dedup: 1", and see `dedup schema`'))
+        problems.append(Problem(name, f'is empty; begin with "{begin}", and see `dedup schema`'))
     elif document.value is not None and not isinstance(document.value, dict):
-        problems.append(Problem(document.place(()), "must be a mapping of keys to values; begin with `dedup: 1`"))
+        problems.append(Problem(document.place(()), f"must be a mapping of keys to values; begin with `{begin}`"))
     if not isinstance(document.value, dict):
         raise TopologyError(problems)
-    checked, found = validated(document, TopologyFile)
+    checked, found = validated(document, model)
     problems += found
-    for check in (_one_rule, _bytes_have_no_fields, _one_role_each):
-        problems.extend(check(document))
+    for check in checks:
+        problems += check(document)
     if problems or checked is None:
         raise TopologyError(in_order(problems))
-    topology = _topology(checked)
-    # Refuse here what the extractor would refuse, so that no worker starts with it.
-    try:
-        compile_extractor(topology.tracking_id, topology.event_time, fmt=topology.source.format, fingerprint=False)
-    except ValueError as error:
-        raise TopologyError([Problem(document.place(("tracking_id",)), str(error))]) from error
-    return topology
+    return checked
 
 
 def json_schema() -> dict[str, Any]:
