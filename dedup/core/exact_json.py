@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -273,11 +274,8 @@ def _exponent(power: str) -> int:
 
 
 def _repeated(pairs: Sequence[tuple[str, JsonValue]]) -> frozenset[str]:
-    seen: set[str] = set()
-    repeated: set[str] = set()
-    for name, _ in pairs:
-        (repeated if name in seen else seen).add(name)
-    return frozenset(repeated)
+    times = Counter(name for name, _ in pairs)
+    return frozenset(name for name in times if times[name] > 1)
 
 
 def _depth(text: str) -> int:

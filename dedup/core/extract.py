@@ -29,7 +29,7 @@ from typing import Any, Final, NamedTuple, assert_never
 import msgspec
 
 from dedup.core.event_time import EventTime, FieldTime
-from dedup.core.exact_json import MAX_DEPTH, Excluded, Number, Unreadable, canonical_json, decode, excluded
+from dedup.core.exact_json import Excluded, Number, Unreadable, canonical_json, decode, excluded
 from dedup.core.extract_one import (
     Fault,
     FaultKind,
@@ -42,7 +42,7 @@ from dedup.core.extract_one import (
     normalize_bytes,
     value_digest,
 )
-from dedup.core.json_columns import JsonColumns, compile_columns
+from dedup.core.json_columns import JsonColumns, compile_columns, may_be_deep
 from dedup.core.json_path import Path
 from dedup.core.state_keys import PartMemo, bytes_keys, composite_keys, scalar_keys
 from dedup.core.tracking_id import (
@@ -64,7 +64,6 @@ _FEW: Final = 4
 """So few rows are not worth another attempt in columns."""
 _REFUSALS: Final = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, OverflowError, Unreadable)
 """What the fast way may raise; the exact way then decides."""
-_SHORT_BYTES: Final = 2 * MAX_DEPTH
 
 
 def content_of(value: bytes, exclude: tuple[Path, ...]) -> bytes:
@@ -75,7 +74,7 @@ def content_of(value: bytes, exclude: tuple[Path, ...]) -> bytes:
 
 
 def _quick(value: bytes, without: Excluded) -> bytes | None:
-    if b"\\" in value or not _is_shallow(value):
+    if b"\\" in value or may_be_deep(value):
         return None
     try:
         content = _DECODER.decode(value)
@@ -88,10 +87,6 @@ def _quick(value: bytes, without: Excluded) -> bytes | None:
         return _ENCODER.encode(content)
     except _REFUSALS:
         return None
-
-
-def _is_shallow(value: bytes) -> bool:
-    return len(value) <= _SHORT_BYTES or value.count(b"{") + value.count(b"[") <= MAX_DEPTH
 
 
 def _leave_out(content: object, without: Excluded) -> None:

@@ -158,25 +158,14 @@ def _failed(source: Source, cause: str, policy: str) -> RecordFailed:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class AtOnce:
-    """The verdicts of a batch without late records."""
-
-    unique: list[int]
-    duplicates: list[tuple[int, Sighting]]
-    """Rows with known IDs, each with the sighting it repeats."""
-    repeats: list[tuple[int, int]]
-    """Rows with other IDs that occur earlier in the batch, each with the row it repeats."""
-
-
 def judged_at_once(
     ids: Sequence[bytes],
     times_ms: Sequence[int],
     known: Mapping[bytes, tuple[Sighting, ...]],
     window: Window,
     stream_time_ms: int,
-) -> AtOnce | None:
-    """Return the verdicts that judging record by record would give; None unless that is sure.
+) -> tuple[list[int], list[tuple[int, Sighting]], list[tuple[int, int]]] | None:
+    """Return `Outcome`'s unique, duplicates and repeats, as judging record by record would; None unless that is sure.
 
     ``known`` has the sightings of these IDs and no others, ``stream_time_ms`` is stream time after the batch. The
     window must not extend.
@@ -203,7 +192,7 @@ def judged_at_once(
         else:
             repeats.append((row, owners[row]))
     duplicates.sort()
-    return AtOnce(list(first.values()), duplicates, repeats)
+    return list(first.values()), duplicates, repeats
 
 
 def fold(rows: Rows, rules: Rules, before: StreamTime, lookup: Lookup, *, ceiling_ms: int) -> Outcome:
@@ -222,8 +211,8 @@ def fold(rows: Rows, rules: Rules, before: StreamTime, lookup: Lookup, *, ceilin
         at_once = judged_at_once(ids, times_ms, known, rules.window, after.value_ms)  # type: ignore[arg-type]  # as above
         if at_once is not None:
             outcome.stream_time = after
-            outcome.unique, outcome.singles = at_once.unique, at_once.unique
-            outcome.duplicates, outcome.repeats = at_once.duplicates, at_once.repeats
+            outcome.unique, outcome.duplicates, outcome.repeats = at_once
+            outcome.singles = outcome.unique
             return outcome
     stream_times, outcome.stream_time = _stream_times(rows, times_ms, skipped, before)
     if wanted:

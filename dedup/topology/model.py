@@ -25,15 +25,13 @@ from dedup.core.tracking_id import (
     TrackingId,
 )
 from dedup.core.window import Window
-from dedup.topology.schema import ColumnType, Output, StateSpec
+from dedup.topology.schema import ColumnType, Output, Start, StateSpec
 
 _FINGERPRINT_BYTES: Final = 16
 _WINDOW_RULE: Final = 1
 """Version of the meaning of a stored sighting; state of another version cannot be used."""
 
 Format = Literal["json", "bytes"]
-Start = Literal["earliest", "latest"] | int
-"""Where a topology without state starts to read; a number is a record time in ms."""
 SubTopology = Literal["dedup", "repartition"]
 """The two kinds of task."""
 

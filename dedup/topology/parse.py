@@ -11,7 +11,7 @@ from typing import Any, Final, TypeVar
 
 from pydantic import BaseModel
 
-from dedup.core.event_time import EventTime, FieldTime, RecordTime, rfc3339_ms
+from dedup.core.event_time import EventTime, FieldTime, RecordTime
 from dedup.core.fold import OnConflict, OnFuture, OnMissing, OnTombstone
 from dedup.core.tracking_id import (
     ContentRule,
@@ -34,7 +34,6 @@ from dedup.topology.model import (
     SinkColumn,
     SinkSpec,
     SourceSpec,
-    Start,
     Topology,
 )
 from dedup.topology.schema import (
@@ -129,14 +128,9 @@ def _topology(file: TopologyFile) -> Topology:
 def _source(file: TopologyFile, tracking_id: TrackingId) -> SourceSpec:
     # Normalizing may make two keys equal that the producers' partitioner saw as different.
     implied = isinstance(tracking_id.rule, KeyRule) and not tracking_id.normalize
-    start: Start = "earliest"
-    match file.source.start:
-        case "earliest" | "latest" as named:
-            start = named
-        case text:
-            start = rfc3339_ms(text) or 0
-    declared = file.source.partitioned_by == "tracking_id"
-    return SourceSpec(tuple(file.source.topics), file.source.format, declared or implied, start)
+    source = file.source
+    declared = source.partitioned_by == "tracking_id"
+    return SourceSpec(tuple(source.topics), source.format, declared or implied, source.start)
 
 
 def _rule(file: TrackingIdFile) -> Rule:

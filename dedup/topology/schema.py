@@ -46,6 +46,8 @@ _ALWAYS: Final = {"acks", "idempotence", "enable_idempotence", "transactional_id
 _RESERVED: Final = frozenset({"tracking_id", "event_time_ms"})
 """Columns that every sink table has."""
 
+Start = Literal["earliest", "latest"] | int
+"""Where a topology without state starts to read; a number is a record time in ms."""
 CsvType = Literal["text", "integer", "number", "boolean"]
 ColumnType = Literal["text", "integer", "number", "boolean", "time", "json"]
 
@@ -113,10 +115,14 @@ def _header(text: str) -> str:
     return text
 
 
-def _start(text: str) -> str:
-    if text not in {"earliest", "latest"} and rfc3339_ms(text) is None:
-        raise ValueError(f'"{text}" is not a start; write earliest, latest, or a time such as 2024-01-31T00:00:00Z')
-    return text
+def _start(text: str) -> Start:
+    match text:
+        case "earliest" | "latest" as named:
+            return named
+        case _ if (time_ms := rfc3339_ms(text)) is not None:
+            return time_ms
+        case _:
+            raise ValueError(f'"{text}" is not a start; write earliest, latest, or a time such as 2024-01-31T00:00:00Z')
 
 
 def _partitions(count: int) -> int:
@@ -269,7 +275,7 @@ class SourceFile(_Keys):
         description="Declares that producers put equal IDs into the same partition. Without it, records go through a "
         "repartition topic.",
     )
-    start: Annotated[str, AfterValidator(_start)] = Field(
+    start: Annotated[Start, _text_as(_start)] = Field(
         default="earliest", description="Where a new topology starts: earliest, latest, or a time (RFC 3339)."
     )
 

@@ -25,7 +25,7 @@ import logging
 import socket
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping
-from dataclasses import asdict, is_dataclass
+from dataclasses import asdict
 from importlib.resources import files
 from typing import Any, Final, Protocol, Self
 
@@ -229,7 +229,7 @@ class WebServer:
         except SettingsError as error:
             return _json({"error": str(error)}, status=400)
         if "here" in request.query:
-            return _json(found)
+            return _json(asdict(found))
         return _json(await ask_owners(found, self._answers.peers(), self._settings.token))
 
     async def _dashboard(self, _: web.Request) -> web.Response:
@@ -250,7 +250,7 @@ class WebServer:
             return _json({"error": str(error)}, status=404)
         if found is None:
             return _json({"error": "the log no longer has this record"}, status=404)
-        return _json(found)
+        return _json(asdict(found))
 
 
 def _file_answer(name: str) -> Callable[[web.Request], Awaitable[web.Response]]:
@@ -310,13 +310,8 @@ def _task(task: TaskSeen, counted: TaskNumbers) -> dict[str, Any]:
     }
 
 
-def _json(value: object, *, status: int = 200) -> web.Response:
-    plain: object = value
-    if is_dataclass(value) and not isinstance(value, type):
-        plain = asdict(value)
-    if not isinstance(plain, Mapping):
-        raise TypeError(f"{type(value).__name__} is no answer")
-    return web.json_response(plain, status=status, dumps=lambda data: json.dumps(data, indent=2) + "\n")
+def _json(answer: Mapping[str, Any], *, status: int = 200) -> web.Response:
+    return web.json_response(answer, status=status, dumps=lambda data: json.dumps(data, indent=2) + "\n")
 
 
 def _names_loopback(host: str) -> bool:

@@ -23,7 +23,7 @@ from dedup.store.base import TaskRecord
 from dedup.store.changelog import encode_task_record, task_record_key
 from dedup.store.checkpoint_storage import CheckpointStorage
 from dedup.store.directory import delete_store
-from dedup.topology.model import Start
+from dedup.topology.schema import Start
 from dedup.worker.bootstrap import transfer
 from dedup.worker.clock import SteadyClock
 from dedup.worker.offsets import RESETTING, bounds_of, first_offset
