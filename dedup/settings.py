@@ -13,19 +13,21 @@ from ipaddress import ip_address
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, NoReturn, get_args, get_origin
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, WithJsonSchema
+from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, SecretStr, WithJsonSchema
 
 from dedup.errors import Problem, SettingsError
 from dedup.quantities import DURATION_PATTERN, parse_duration
 from dedup.yaml_document import (
     At,
     Document,
+    Keys,
     did_you_mean,
     dotted,
     in_order,
     matching,
     read,
     schema_of,
+    some,
     validated,
     within,
 )
@@ -64,12 +66,6 @@ def _broker(text: str) -> str:
     if match is None or not 0 < int(match[2]) <= _LAST_PORT:
         raise ValueError(f'"{text}" is not a broker; write host:port, such as kafka-1:9092')
     return text
-
-
-def _some(brokers: tuple[str, ...]) -> tuple[str, ...]:
-    if not brokers:
-        raise ValueError("is an empty list; name at least one broker")
-    return brokers
 
 
 def _directory(value: Any) -> Any:  # noqa: ANN401 - any value in the file
@@ -116,13 +112,7 @@ class Secret(SecretStr):
 _SecretText = Annotated[Secret, WithJsonSchema({"type": "string", "pattern": _REFERENCE_PATTERN})]
 
 
-class _Keys(BaseModel):
-    """A mapping that refuses unknown keys and converts no values."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, hide_input_in_errors=True)
-
-
-class Security(_Keys):
+class Security(Keys):
     """How to reach the brokers and trust them."""
 
     protocol: Protocol = Field(
@@ -143,7 +133,7 @@ class Security(_Keys):
     )
 
 
-class StateSection(_Keys):
+class StateSection(Keys):
     """Where state comes from besides the changelog."""
 
     checkpoint: Annotated[str, AfterValidator(_place)] | None = Field(
@@ -153,7 +143,7 @@ class StateSection(_Keys):
     )
 
 
-class TopicDefaults(_Keys):
+class TopicDefaults(Keys):
     """How topics are created."""
 
     create: bool = Field(default=True, description="Whether `run` creates missing topics; `apply` always does.")
@@ -180,7 +170,7 @@ class TopicDefaults(_Keys):
         return None if self.retention is None else parse_duration(self.retention)
 
 
-class Web(_Keys):
+class Web(Keys):
     """The worker's own pages: metrics, health, dashboard."""
 
     enabled: bool = Field(default=True, description="Whether the worker serves pages.")
@@ -194,17 +184,17 @@ class Web(_Keys):
     )
 
 
-class LogSettings(_Keys):
+class LogSettings(Keys):
     """What is logged, and how."""
 
     format: LogFormat = Field(default="text", description="text for people, json for machines.")
     level: LogLevel = Field(default="info", description="The lowest level that is logged.")
 
 
-class Settings(_Keys):
+class Settings(Keys):
     """Where a worker runs: brokers, credentials, directories, intervals."""
 
-    brokers: Annotated[tuple[_Broker, ...], BeforeValidator(_listed), AfterValidator(_some)] = Field(
+    brokers: Annotated[tuple[_Broker, ...], BeforeValidator(_listed), some("broker")] = Field(
         description="Bootstrap servers of the cluster.", json_schema_extra={"minItems": 1}
     )
     security: Security = Field(default=Security(), description="How to reach the brokers and trust them.")

@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar, get_args
 
-from pydantic import AfterValidator, BaseModel, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
 from ruamel.yaml import YAML
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 from ruamel.yaml.events import (
@@ -47,6 +47,7 @@ _WANTED: Final[Mapping[str, str]] = {
 """pydantic's error type -> what the file should hold instead."""
 
 _Model = TypeVar("_Model", bound=BaseModel)
+_List = TypeVar("_List", bound=Sequence[Any])
 At = tuple[str | int, ...]
 """Path to a value: keys and list positions from the top."""
 
@@ -252,6 +253,23 @@ def _not_yaml(name: str, error: MarkedYAMLError) -> Problem:
     place = name if mark is None else _place(name, mark)
     remedy = "; indent with spaces, not tabs" if "\\t" in str(error.problem) else ""
     return Problem(place, f"is not YAML here: {error.problem or error.context}{remedy}")
+
+
+class Keys(BaseModel):
+    """A mapping that refuses unknown keys and converts no values."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, hide_input_in_errors=True)
+
+
+def some(what: str) -> AfterValidator:
+    """Return a validator of lists that are not empty."""
+
+    def check(values: _List) -> _List:
+        if not values:
+            raise ValueError(f"is an empty list; name at least one {what}")
+        return values
+
+    return AfterValidator(check)
 
 
 def matching(pattern: re.Pattern[str], remedy: str) -> AfterValidator:

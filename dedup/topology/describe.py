@@ -46,16 +46,8 @@ class Edge:
     label: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Graph:
-    """The drawing, from left to right."""
-
-    nodes: tuple[Node, ...]
-    edges: tuple[Edge, ...]
-
-
-def graph(topology: Topology) -> Graph:
-    """Return the boxes and arrows of a topology."""
+def graph(topology: Topology) -> tuple[list[Node], list[Edge]]:
+    """Return the boxes of a topology, from left to right, and the arrows."""
     first = 0 if topology.direct else 2
     nodes = [Node(topic, "topic", 0) for topic in topology.source.topics]
     edges: list[Edge] = []
@@ -72,7 +64,7 @@ def graph(topology: Topology) -> Graph:
         edges.append(Edge("agent dedup", topic, label))
     nodes.append(Node(topology.changelog_topic, "topic", first + 2))
     edges.append(Edge(f"table {topology.name}", topology.changelog_topic, "restore"))
-    return Graph(tuple(nodes), tuple(edges))
+    return nodes, edges
 
 
 def describe(topology: Topology) -> str:
@@ -87,30 +79,30 @@ def describe(topology: Topology) -> str:
 
 def as_data(topology: Topology) -> dict[str, Any]:
     """Return the content of `describe` as plain values, with the boxes and arrows of the drawing."""
-    drawing = graph(topology)
+    nodes, edges = graph(topology)
     return {
         "name": topology.name,
         "direct": topology.direct,
         **{key: dict(facts(topology)) for _title, key, facts in _SECTIONS},
-        "nodes": [{"name": node.name, "kind": node.kind} for node in drawing.nodes],
-        "edges": [{"from": edge.start, "to": edge.end, "label": edge.label} for edge in drawing.edges],
+        "nodes": [{"name": node.name, "kind": node.kind} for node in nodes],
+        "edges": [{"from": edge.start, "to": edge.end, "label": edge.label} for edge in edges],
     }
 
 
 def to_dot(topology: Topology) -> str:
     """Return the drawing for Graphviz."""
     shapes = {"topic": "box", "agent": "ellipse", "table": "cylinder"}
-    drawing = graph(topology)
+    nodes, edges = graph(topology)
     lines = [f'digraph "{topology.name}" {{', "  rankdir=LR;"]
-    lines += [f'  "{node.name}" [shape={shapes[node.kind]}];' for node in drawing.nodes]
-    lines += [f'  "{edge.start}" -> "{edge.end}" [label="{edge.label}"];' for edge in drawing.edges]
+    lines += [f'  "{node.name}" [shape={shapes[node.kind]}];' for node in nodes]
+    lines += [f'  "{edge.start}" -> "{edge.end}" [label="{edge.label}"];' for edge in edges]
     return "\n".join([*lines, "}"]) + "\n"
 
 
 def to_svg(topology: Topology) -> str:
     """Return the drawing as an SVG image."""
-    drawing = graph(topology)
-    corners = _corners(drawing)
+    nodes, edges = graph(topology)
+    corners = _corners(nodes)
     width = max(x for x, _y in corners.values()) + _BOX_WIDTH_PX + _MARGIN_PX
     height = max(y for _x, y in corners.values()) + _BOX_HEIGHT_PX + _MARGIN_PX
     size = f'width="{width}" height="{height}" viewBox="0 0 {width} {height}"'
@@ -119,8 +111,8 @@ def to_svg(topology: Topology) -> str:
         f"<title>topology {escape(topology.name)}</title>",
         f"<defs>{_ARROW_HEAD}</defs>",
         '<rect width="100%" height="100%" fill="#fff"/>',
-        *(_arrow(edge, corners) for edge in drawing.edges),
-        *(_box(node, corners[node.name]) for node in drawing.nodes),
+        *(_arrow(edge, corners) for edge in edges),
+        *(_box(node, corners[node.name]) for node in nodes),
         "</svg>",
     ]
     return "\n".join(parts) + "\n"
@@ -231,19 +223,19 @@ def _outlets(topology: Topology) -> Iterator[tuple[str, str]]:
     yield topology.dead_letter, "dead letters"
 
 
-def _corners(drawing: Graph) -> dict[str, tuple[int, int]]:
+def _corners(nodes: list[Node]) -> dict[str, tuple[int, int]]:
     """Return the upper left corner of every box: columns side by side, each centered."""
     columns: dict[int, list[Node]] = {}
-    for node in drawing.nodes:
+    for node in nodes:
         columns.setdefault(node.column, []).append(node)
     tallest = max(map(len, columns.values()))
     return {
         node.name: (
             _MARGIN_PX + column * _COLUMN_PX,
-            _MARGIN_PX + row * _ROW_PX + (tallest - len(nodes)) * _ROW_PX // 2,
+            _MARGIN_PX + row * _ROW_PX + (tallest - len(boxes)) * _ROW_PX // 2,
         )
-        for column, nodes in columns.items()
-        for row, node in enumerate(nodes)
+        for column, boxes in columns.items()
+        for row, node in enumerate(boxes)
     }
 
 

@@ -29,7 +29,7 @@ from dedup.core.event_time import TimeUnit, rfc3339_ms
 from dedup.core.json_path import Path, format_path, parse_path
 from dedup.core.tracking_id import Normalizing
 from dedup.quantities import DURATION_PATTERN, SIZE_PATTERN, parse_duration, parse_size
-from dedup.yaml_document import matching, within
+from dedup.yaml_document import Keys, matching, some, within
 
 _VERSION: Final = 1
 _HEADER_CHARS: Final = 1_000
@@ -59,12 +59,6 @@ def _topic(text: str) -> str:
     if _TOPIC.fullmatch(text) is None or text in {".", ".."}:
         raise ValueError(f'"{text}" is not a valid topic name; Kafka allows 1 to 249 of a-z A-Z 0-9 "." "_" "-"')
     return text
-
-
-def _topics(topics: list[str]) -> list[str]:
-    if not topics:
-        raise ValueError("is an empty list; name at least one topic")
-    return topics
 
 
 def _late(text: str) -> str:
@@ -101,8 +95,6 @@ def _size(text: str) -> int:
 
 
 def _distinct_paths(paths: list[Path]) -> list[Path]:
-    if not paths:
-        raise ValueError("is an empty list; name at least one path")
     for at, path in enumerate(paths):
         if path in paths[:at]:
             raise ValueError(f'"{format_path(path)}" is listed twice')
@@ -207,13 +199,7 @@ _Url = Annotated[str, AfterValidator(_url)]
 _Query = Annotated[str, AfterValidator(_query)]
 
 
-class _Keys(BaseModel):
-    """A mapping that refuses unknown keys and converts no values."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
-
-
-class _ExactlyOne(_Keys):
+class _ExactlyOne(Keys):
     """A mapping of which exactly one of two keys must be given."""
 
     one_of: ClassVar[tuple[str, str]]
@@ -226,14 +212,14 @@ class _ExactlyOne(_Keys):
         return self
 
 
-class FieldTimeFile(_Keys):
+class FieldTimeFile(Keys):
     """The event time is a member of the JSON value."""
 
     field: _Path = Field(description="Path of the member, such as order.placed_at.")
     unit: TimeUnit = Field(description="rfc3339: text; s, ms, us: a number of seconds, milliseconds, microseconds.")
 
 
-class ColumnFile(_Keys):
+class ColumnFile(Keys):
     """One column of a sink's table."""
 
     field: _Path = Field(description="A member of the JSON value; NULL if it is missing.")
@@ -242,7 +228,7 @@ class ColumnFile(_Keys):
     )
 
 
-class SinkFile(_Keys):
+class SinkFile(Keys):
     """A table with one row per tracking ID: what `dedup sink` writes."""
 
     url: _Url = Field(description='sqlite:///FILE, postgresql://USER@HOST/DATABASE, or "${env:NAME}".')
@@ -260,10 +246,10 @@ class SinkFile(_Keys):
     )
 
 
-class SourceFile(_Keys):
+class SourceFile(Keys):
     """Where records come from."""
 
-    topics: Annotated[list[_Topic], AfterValidator(_topics)] = Field(
+    topics: Annotated[list[_Topic], some("topic")] = Field(
         description="Topics to read. Several are always repartitioned.", json_schema_extra={"minItems": 1}
     )
     format: Annotated[Literal["json", "bytes"], BeforeValidator(_format)] = Field(
@@ -280,7 +266,7 @@ class SourceFile(_Keys):
     )
 
 
-class ContentFile(_Keys):
+class ContentFile(Keys):
     """The canonical content of the JSON value is the ID."""
 
     exclude: list[_Path] = Field(
@@ -288,7 +274,7 @@ class ContentFile(_Keys):
     )
 
 
-class TrackingIdFile(_Keys):
+class TrackingIdFile(Keys):
     """What identifies the logical event: exactly one of key, header, field, fields, content."""
 
     model_config = ConfigDict(json_schema_extra={"oneOf": [{"required": [rule]} for rule in RULES]})
@@ -302,7 +288,7 @@ class TrackingIdFile(_Keys):
     field: _Path | None = Field(
         default=None, description='A member of the JSON value: order.id, items[0].id, a["b.c"].'
     )
-    fields: Annotated[list[_Path], AfterValidator(_distinct_paths)] | None = Field(
+    fields: Annotated[list[_Path], some("path"), AfterValidator(_distinct_paths)] | None = Field(
         default=None, description="Several members together, in this order, such as tenant and order number."
     )
     content: (
@@ -325,14 +311,14 @@ class TrackingIdFile(_Keys):
     )
 
 
-class Output(_Keys):
+class Output(Keys):
     """Where unique records go."""
 
     topic: _Topic = Field(description="Topic for unique records; key, value, headers and timestamp stay unchanged.")
     headers: bool = Field(default=False, description="Adds the header dedup-source to every record.")
 
 
-class ConflictsFile(_Keys):
+class ConflictsFile(Keys):
     """Duplicates whose payload differs."""
 
     topic: _Topic | None = Field(
@@ -343,7 +329,7 @@ class ConflictsFile(_Keys):
     )
 
 
-class StateSpec(_Keys):
+class StateSpec(Keys):
     """How state is kept."""
 
     standby_replicas: Annotated[int, within(0, _MOST_STANDBYS)] = Field(
@@ -354,7 +340,7 @@ class StateSpec(_Keys):
     )
 
 
-class TopologyFile(_Keys):
+class TopologyFile(Keys):
     """One deduplication job."""
 
     dedup: Annotated[Literal[1], BeforeValidator(_version)] = Field(description="Version of this format.")
@@ -406,7 +392,7 @@ class TopologyFile(_Keys):
     sink: SinkFile | None = Field(default=None, description="The table that `dedup sink` fills from the output.")
 
 
-class FilesSource(_Keys):
+class FilesSource(Keys):
     """Files of one directory that are only appended to, and renamed when they are full."""
 
     directory: str = Field(description="Directory of the files; relative to where the command runs.")
@@ -497,12 +483,12 @@ class IngestIdFile(_ExactlyOne):
     one_of = ("field", "fields")
 
     field: _Path | None = Field(default=None, description="A member of the JSON value.")
-    fields: Annotated[list[_Path], AfterValidator(_distinct_paths)] | None = Field(
+    fields: Annotated[list[_Path], some("path"), AfterValidator(_distinct_paths)] | None = Field(
         default=None, description="Several members together."
     )
 
 
-class IngestOutputFile(_Keys):
+class IngestOutputFile(Keys):
     """Where records go."""
 
     topic: _Topic = Field(description="Topic to write; created if it does not exist.")
@@ -511,14 +497,14 @@ class IngestOutputFile(_Keys):
     )
 
 
-class Marker(_Keys):
+class Marker(Keys):
     """How to recognize the last record of a transaction; it is sent like any other."""
 
     field: _Path = Field(description="A member of the JSON value.")
     equals: str | int | bool = Field(description="The value of that member in such a record.")
 
 
-class IngestFile(_Keys):
+class IngestFile(Keys):
     """One exactly-once source."""
 
     ingest: Annotated[Literal[1], BeforeValidator(_version)] = Field(description="Version of this format.")
