@@ -392,7 +392,10 @@ def _referred(kind: str, name: str, environ: Mapping[str, str]) -> str:
         case "file":
             try:
                 with Path(name).open("rb") as file:
-                    return file.read(_MOST_SECRET_BYTES).decode().rstrip("\r\n")
+                    content = file.read(_MOST_SECRET_BYTES + 1)
+                if len(content) > _MOST_SECRET_BYTES:
+                    raise ValueError(f"the file {name} is larger than {_MOST_SECRET_BYTES >> 10} KiB; no secret is")
+                return content.decode().rstrip("\r\n")
             except OSError as error:
                 raise ValueError(f"the file {name} cannot be read: {error.strerror}") from error
             except UnicodeDecodeError:

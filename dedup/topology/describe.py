@@ -9,6 +9,7 @@ from typing import Any, Final, Literal, assert_never
 
 from dedup.core.event_time import FieldTime, RecordTime
 from dedup.core.fold import OnConflict, OnMissing, OnTombstone
+from dedup.core.json_path import format_path
 from dedup.quantities import format_duration, format_size
 from dedup.topology.model import LateDrop, LateForward, LateTo, Topology, rule_text
 
@@ -126,8 +127,8 @@ def _rule_facts(topology: Topology) -> Iterator[tuple[str, str]]:
     match topology.event_time:
         case RecordTime():
             yield "event time", "the record's timestamp"
-        case FieldTime() as field_time:
-            yield "event time", f"the field {'.'.join(map(str, field_time.path))} ({field_time.unit})"
+        case FieldTime(path, unit):
+            yield "event time", f"the field {format_path(path)} ({unit})"
         case never:
             assert_never(never)
     yield "guard period", f"{guard}: the same ID within it, earlier or later, is a duplicate"

@@ -300,6 +300,13 @@ class TestSecrets:
         (tmp_path / "pw").write_text(f"{CANARY}\r\n", encoding="utf-8")
         assert load(self.sasl % '"${file:pw}"').security.password == Secret(CANARY)
 
+    def test_not_from_a_file_that_is_larger_than_what_is_read_of_it(self, tmp_path):
+        (tmp_path / "pw").write_text("x" * 65_536, encoding="utf-8")
+        assert load(self.sasl % '"${file:pw}"').security.password == Secret("x" * 65_536)
+        (tmp_path / "pw").write_text("x" * 65_537, encoding="utf-8")
+        said = problems(self.sasl % '"${file:pw}"')
+        assert said[0] == "c.yaml:2:73: security.password: the file pw is larger than 64 KiB; no secret is"
+
     def test_from_our_own_variable_taken_as_it_is(self):
         odd = "${env:HOME}: [5"
         settings = load(self.sasl.replace(", password: %s", ""), DEDUP_SECURITY__PASSWORD=odd)

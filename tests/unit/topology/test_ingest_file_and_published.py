@@ -133,3 +133,12 @@ def test_what_describe_says_of_the_simplest():
         "  grace         1h: an unknown ID further behind stream time is late",
         "  future        more than 1h ahead of the clock: dead_letter",
     ]
+
+
+def test_the_field_of_the_event_time_is_written_as_in_the_file():
+    made = parse(
+        "dedup: 1\nname: t\nsource: {topics: [c]}\ntracking_id: {field: id}\nguard_period: 1h\n"
+        "event_time: {field: 'a[0][\"b.c\"]', unit: ms}\n",
+        name="t.yaml",
+    )
+    assert 'the field a[0]["b.c"] (ms)' in describe(made)
