@@ -188,9 +188,9 @@ def _no_json(value: bytes, code: str, detail: str) -> Unreadable:
     return Unreadable(code, f"{detail}; it begins with {found.words}", format_name=found.name)
 
 
-def look_up(value: JsonValue, path: Path) -> JsonValue | Absent:
+def look_up(value: JsonValue | Absent, path: Path) -> JsonValue | Absent:
     """Return the value at a path, or ABSENT. Raises Unreadable if a member on the path is repeated."""
-    here: JsonValue = value
+    here = value
     for step in path:
         if isinstance(here, Members) and isinstance(step, str):
             if step in here.repeated:

@@ -122,9 +122,10 @@ def extract_one(
         if value is None:
             return _of_tombstone(recipe, key, headers, timestamp_ms)
         content = exact_json.decode(value) if recipe.fmt == "json" else ABSENT
-        found = _look_up_time(recipe.event_time, content)
+        time = recipe.event_time
+        found = look_up(content, time.path) if isinstance(time, FieldTime) else ABSENT
         canonical = _canonical_id(recipe.tracking_id, key, value, headers, content)
-        time_ms = timestamp_ms if found is None else time_ms_of(*found)
+        time_ms = time_ms_of(found, time) if isinstance(time, FieldTime) else timestamp_ms
         return One(state_key(canonical), time_ms, _fingerprint(recipe, value, content))
     except Unreadable as refused:
         return Fault(FaultKind.UNREADABLE, refused.code, refused.detail, refused.format_name)
@@ -132,17 +133,6 @@ def extract_one(
         return Fault(FaultKind.MISSING_ID, missing.code, missing.detail)
     except BadTime as bad:
         return Fault(FaultKind.BAD_TIME, bad.code, bad.detail)
-
-
-def _look_up_time(time: EventTime, content: JsonValue | Absent) -> tuple[JsonValue | Absent, FieldTime] | None:
-    """Return the value at the path of the event time; None if the record's own timestamp is the event time."""
-    match time:
-        case RecordTime():
-            return None
-        case FieldTime(path):
-            return (ABSENT if isinstance(content, Absent) else look_up(content, path)), time
-        case never:
-            assert_never(never)
 
 
 def _of_tombstone(recipe: Recipe, key: bytes | None, headers: Headers, timestamp_ms: int) -> One | Fault:
@@ -212,7 +202,7 @@ def _of_fields(paths: Sequence[Path], tracking_id: TrackingId, content: JsonValu
     parts: list[bytes] = []
     missing: _MissingId | None = None
     for path in paths:
-        found = ABSENT if isinstance(content, Absent) else look_up(content, path)
+        found = look_up(content, path)
         try:
             parts.append(_of_field(found, tracking_id, format_path(path)))
         except _MissingId as first:
