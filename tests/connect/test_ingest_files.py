@@ -253,7 +253,7 @@ def test_a_deleted_file_is_read_again_from_what_was_committed(stage):
 def test_a_csv_file_that_starts_over_has_its_own_line_of_names(stage):
     path = stage.incoming / "a.csv"
     path.write_bytes(b"from,to\na,b\n")
-    files = files_of(stage, "*.csv", (("from", "text"), ("to", "text")), start_over=True)
+    files = files_of(stage, "*.csv", {"from": "text", "to": "text"}, start_over=True)
     assert [json.loads(value) for value in files.poll().values] == [{"from": "a", "to": "b"}]
     path.write_bytes(b"to,from\nd,c\n")
     assert [json.loads(value) for value in files.poll().values] == [{"from": "c", "to": "d"}]
