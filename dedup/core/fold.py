@@ -153,7 +153,7 @@ def _fingerprint_of(rows: Rows, row: int) -> bytes:
 
 def _failed(source: Source, cause: str, policy: str) -> RecordFailed:
     return RecordFailed(
-        f"source topic {source.topic}, partition {source.partition}, offset {source.offset}: {cause} "
+        f"source topic {source.topic}, partition {source.partition}, offset {source.offset}: {cause}. "
         f"The topology says `{policy}`. Fix the producer, or choose another policy."
     )
 
@@ -367,7 +367,7 @@ class _Judging:
             same = self._window.decide(time_ms, alike, stream_time_ms)
             conflict = not isinstance(same, Duplicate)
             if conflict and self._rules.on_conflict is OnConflict.FAIL:
-                cause = "its ID was seen with another payload."
+                cause = "its ID was seen with another payload"
                 raise _failed(self._rows.source(row), cause, "on_conflict: fail")
             if self._rules.on_conflict is OnConflict.FORWARD:
                 # The identity is then ID and fingerprint: only the same payload can be a duplicate.
