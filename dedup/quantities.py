@@ -35,18 +35,17 @@ def parse_size(text: str) -> int:
 
 def format_duration(value_ms: int) -> str:
     """Return the shortest exact text in a single unit, such as ``15m``."""
-    for unit, unit_ms in reversed(_MS.items()):
-        if value_ms % unit_ms == 0 and (value_ms or unit == "s"):
-            return f"{value_ms // unit_ms}{unit}"
-    return f"{value_ms}ms"
+    return _in_largest_unit(value_ms, _MS) if value_ms else "0s"
 
 
 def format_size(value_bytes: int) -> str:
     """Return the shortest exact text in a single unit, such as ``20GiB``."""
-    for unit, unit_bytes in reversed(_BYTES.items()):
-        if value_bytes and value_bytes % unit_bytes == 0:
-            return f"{value_bytes // unit_bytes}{unit}"
-    return f"{value_bytes}B"
+    return _in_largest_unit(value_bytes, _BYTES) if value_bytes else "0B"
+
+
+def _in_largest_unit(value: int, units: dict[str, int]) -> str:
+    unit = next(unit for unit in reversed(units) if value % units[unit] == 0)
+    return f"{value // units[unit]}{unit}"
 
 
 def _quantity(text: str, units: dict[str, int], likely: str, other: str) -> int:

@@ -1,33 +1,42 @@
-"""Defines the structure of the config file and the settings made from it, and loads them.
+"""Where a worker runs: the settings, which have the shape of the config file, and how they are loaded.
 
 `load_settings` merges defaults, the file, the environment and `--set`; later ones win. ``DEDUP_WEB__PORT=0`` means
-``web.port: 0``. A file never contains a secret, only ``${env:NAME}`` or ``${file:PATH}``, and no repr, error, or log
-shows a secret. The ``*File`` models are also the published JSON Schema; their descriptions are what editors show.
+``web.port: 0``. A file never contains a secret, only ``${env:NAME}`` or ``${file:PATH}``, and no repr, error or log
+shows one. The models are also the published JSON Schema; their descriptions are what editors show.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from ipaddress import ip_address
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal, get_args, get_origin
+from typing import Annotated, Any, Final, Literal, NoReturn, get_args, get_origin
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, WithJsonSchema
+from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, SecretStr, WithJsonSchema
 
 from dedup.errors import Problem, SettingsError
 from dedup.quantities import DURATION_PATTERN, parse_duration
-from dedup.yaml_document import At, Document, did_you_mean, dotted, in_order, matching, models_of, read, told, within
+from dedup.yaml_document import (
+    At,
+    Document,
+    Keys,
+    did_you_mean,
+    dotted,
+    in_order,
+    matching,
+    read,
+    schema_of,
+    some,
+    validated,
+    within,
+)
 
 _DEFAULT_CONFIG: Final = Path("config/local.yaml")
 """The file that is read if it exists and no file is given."""
 _PREFIX: Final = "DEDUP_"
-BROKER_DEFAULT: Final = -1
-"""In Kafka's protocol, the replication factor that lets the brokers choose (KIP-464)."""
 
 _NOT_SETTINGS: Final = ("DEDUP_CRASH_", "DEDUP_TEST_", "DEDUP_BENCH_", "DEDUP_DEMO_", "DEDUP_JDBC_")
-_SECRETS: Final[frozenset[At]] = frozenset({("security", "password"), ("security", "key_password"), ("web", "token")})
 _MOST_SECRET_BYTES: Final = 65_536
 _PLAIN: Final = (
     '{name}: a secret must not be written here; write "${{env:NAME}}" or "${{file:PATH}}", or set {variable}'
@@ -48,7 +57,8 @@ LogLevel = Literal["debug", "info", "warning", "error"]
 
 def _listed(value: Any) -> Any:  # noqa: ANN401 - any value in the file
     """Accept ``a:9092,b:9092`` as a list, as Kafka's own tools do."""
-    return [part.strip() for part in value.split(",")] if isinstance(value, str) else value
+    listed = [part.strip() for part in value.split(",")] if isinstance(value, str) else value
+    return tuple(listed) if isinstance(listed, list) else listed
 
 
 def _broker(text: str) -> str:
@@ -58,10 +68,13 @@ def _broker(text: str) -> str:
     return text
 
 
-def _some(brokers: list[str]) -> list[str]:
-    if not brokers:
-        raise ValueError("is an empty list; name at least one broker")
-    return brokers
+def _directory(value: Any) -> Any:  # noqa: ANN401 - any value in the file
+    if not isinstance(value, str):
+        return value
+    try:
+        return Path(value).expanduser()
+    except RuntimeError:
+        raise ValueError(f'"{value}" names the home directory of an unknown user; write the whole path') from None
 
 
 def _place(text: str) -> str:
@@ -86,17 +99,20 @@ _WORKER_ID_RULE: Final = matching(
 )
 _PAGE_RULE: Final = matching(_PAGE_ADDRESS, "is not the address of a page; write for example http://worker-1:6066")
 _DURATION: Final = WithJsonSchema({"type": "string", "pattern": DURATION_PATTERN})
-_SecretText = Annotated[str, WithJsonSchema({"type": "string", "pattern": _REFERENCE_PATTERN})]
 _Broker = Annotated[str, AfterValidator(_broker), WithJsonSchema({"type": "string", "pattern": f"^{_BROKER.pattern}$"})]
 
 
-class _Keys(BaseModel):
-    """A mapping that refuses unknown keys and converts no values."""
+class Secret(SecretStr):
+    """A text that no repr or log shows, and that is never pickled."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, hide_input_in_errors=True)
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a secret must not be pickled")
 
 
-class SecurityFile(_Keys):
+_SecretText = Annotated[Secret, WithJsonSchema({"type": "string", "pattern": _REFERENCE_PATTERN})]
+
+
+class Security(Keys):
     """How to reach the brokers and trust them."""
 
     protocol: Protocol = Field(
@@ -117,8 +133,8 @@ class SecurityFile(_Keys):
     )
 
 
-class StateSection(_Keys):
-    """Sources of state besides the changelog."""
+class StateSection(Keys):
+    """Where state comes from besides the changelog."""
 
     checkpoint: Annotated[str, AfterValidator(_place)] | None = Field(
         default=None,
@@ -127,7 +143,7 @@ class StateSection(_Keys):
     )
 
 
-class TopicsFile(_Keys):
+class TopicDefaults(Keys):
     """How topics are created."""
 
     create: bool = Field(default=True, description="Whether `run` creates missing topics; `apply` always does.")
@@ -148,8 +164,13 @@ class TopicsFile(_Keys):
         default="snappy", description="Compression of written records. lz4 needs much CPU here."
     )
 
+    @property
+    def retention_ms(self) -> int | None:
+        """`retention` in ms."""
+        return None if self.retention is None else parse_duration(self.retention)
 
-class WebFile(_Keys):
+
+class Web(Keys):
     """The worker's own pages: metrics, health, dashboard."""
 
     enabled: bool = Field(default=True, description="Whether the worker serves web pages.")
@@ -165,22 +186,24 @@ class WebFile(_Keys):
     )
 
 
-class LogFile(_Keys):
+class LogSettings(Keys):
     """What is logged, and how."""
 
     format: LogFormat = Field(default="text", description="Log format: text for people, json for machines.")
     level: LogLevel = Field(default="info", description="The lowest level that is logged.")
 
 
-class SettingsFile(_Keys):
-    """All settings of a worker: brokers, credentials, directories, intervals."""
+class Settings(Keys):
+    """Where a worker runs: brokers, credentials, directories, intervals."""
 
-    brokers: Annotated[list[_Broker], BeforeValidator(_listed), AfterValidator(_some)] = Field(
+    brokers: Annotated[tuple[_Broker, ...], BeforeValidator(_listed), some("broker")] = Field(
         description="Bootstrap servers of the cluster.", json_schema_extra={"minItems": 1}
     )
-    security: SecurityFile = Field(default=SecurityFile(), description="How to reach the brokers and trust them.")
-    state_dir: str = Field(default="state", description="Directory of local state; each worker needs its own.")
-    state: StateSection = Field(default=StateSection(), description="Sources of state besides the changelog.")
+    security: Security = Field(default=Security(), description="How to reach the brokers and trust them.")
+    state_dir: Annotated[Path, BeforeValidator(_directory), WithJsonSchema({"type": "string"})] = Field(
+        default=Path("state"), description="Directory of local state; each worker needs its own."
+    )
+    state: StateSection = Field(default=StateSection(), description="Where state comes from besides the changelog.")
     commit_interval: Annotated[str, _between("1ms", "60s"), _DURATION] = Field(
         default="100ms", description="How long a transaction stays open."
     )
@@ -193,118 +216,46 @@ class SettingsFile(_Keys):
     worker_id: Annotated[str, _WORKER_ID_RULE] | None = Field(
         default=None, description="Id of the static group member. Default: an id kept in state_dir."
     )
-    topics: TopicsFile = Field(default=TopicsFile(), description="How topics are created.")
-    web: WebFile = Field(default=WebFile(), description="The worker's own web pages.")
-    log: LogFile = Field(default=LogFile(), description="What is logged, and how.")
+    topics: TopicDefaults = Field(default=TopicDefaults(), description="How topics are created.")
+    web: Web = Field(default=Web(), description="The worker's own pages.")
+    log: LogSettings = Field(default=LogSettings(), description="What is logged, and how.")
+
+    @property
+    def commit_interval_ms(self) -> int:
+        """`commit_interval` in ms."""
+        return parse_duration(self.commit_interval)
+
+    @property
+    def transaction_timeout_ms(self) -> int:
+        """`transaction_timeout` in ms."""
+        return parse_duration(self.transaction_timeout)
+
+    @property
+    def session_timeout_ms(self) -> int:
+        """`session_timeout` in ms."""
+        return parse_duration(self.session_timeout)
 
 
-def _takes_text(annotation: Any) -> bool:  # noqa: ANN401 - any type there is
-    """Whether a key takes a single string, with or without limits."""
-    return annotation is str or (get_origin(annotation) is not list and any(map(_takes_text, get_args(annotation))))
+def _keys_of(model: type[BaseModel], holder: At = ()) -> Iterator[tuple[At, Any]]:
+    """Yield each key that takes a plain value, and its type."""
+    for name, key in model.model_fields.items():
+        if isinstance(key.annotation, type) and issubclass(key.annotation, BaseModel):
+            yield from _keys_of(key.annotation, (*holder, name))
+        else:
+            yield (*holder, name), key.annotation
 
 
-_MODELS: Final = models_of(SettingsFile)
-_TEXTS: Final[frozenset[At]] = frozenset(
-    (*([holder] if holder else []), name)
-    for holder, model in _MODELS.items()
-    for name, field in model.model_fields.items()
-    if _takes_text(field.annotation)
-)
+def _takes(annotation: Any, *types: type) -> bool:  # noqa: ANN401 - any type there is
+    """Whether a key takes a single value of one of these types, whatever its limits."""
+    if annotation in types:
+        return True
+    return get_origin(annotation) is not tuple and any(_takes(part, *types) for part in get_args(annotation))
+
+
+_KEYS: Final = dict(_keys_of(Settings))
+_SECRETS: Final = frozenset(at for at, annotation in _KEYS.items() if _takes(annotation, Secret))
+_TEXTS: Final = frozenset(at for at, annotation in _KEYS.items() if _takes(annotation, str, Path, Secret))
 """The keys that take text, whose characters are kept: ``0042`` is a name."""
-
-
-class Secret:
-    """A text that no repr or log shows; only the code that passes it to a library calls `reveal`."""
-
-    __slots__ = ("_text",)
-
-    def __init__(self, text: str) -> None:
-        self._text: Final = text
-
-    def reveal(self) -> str:
-        """Return the text itself."""
-        return self._text
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Secret) and other._text == self._text
-
-    def __hash__(self) -> int:
-        return hash(self._text)
-
-    def __repr__(self) -> str:
-        return "Secret(***)"
-
-    def __reduce__(self) -> Any:  # noqa: ANN401 - the signature of object
-        raise TypeError("a secret must not be pickled")
-
-
-@dataclass(frozen=True, slots=True)
-class Security:
-    """How to reach the brokers and trust them."""
-
-    protocol: Protocol = "PLAINTEXT"
-    mechanism: Mechanism | None = None
-    username: str | None = None
-    password: Secret | None = None
-    ca_file: str | None = None
-    cert_file: str | None = None
-    key_file: str | None = None
-    key_password: Secret | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class TopicDefaults:
-    """How topics are created."""
-
-    create: bool = True
-    replication_factor: int = BROKER_DEFAULT
-    min_insync_replicas: int | None = None
-    """None means the brokers' default."""
-    retention_ms: int | None = None
-    """Retention of output, duplicates, and conflicts. None means the longest of any source topic, or unlimited if one
-    is compacted.
-    """
-    partitions: int | None = None
-    """Partition count of the repartition topic; None means that of the source topic."""
-    compression: str = "snappy"
-
-
-@dataclass(frozen=True, slots=True)
-class Web:
-    """The worker's own pages."""
-
-    enabled: bool = True
-    host: str = "127.0.0.1"
-    port: int = 6066
-    token: Secret | None = None
-    advertise: str | None = None
-    """URL at which other workers and people reach these pages; None means the address on which it listens."""
-
-
-@dataclass(frozen=True, slots=True)
-class LogSettings:
-    """What is logged, and how."""
-
-    format: LogFormat = "text"
-    level: LogLevel = "info"
-
-
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """All settings of a worker, with defaults applied."""
-
-    brokers: tuple[str, ...]
-    security: Security = field(default_factory=Security)
-    state_dir: Path = Path("state")
-    checkpoint: str | None = None
-    """Directory or URL of the checkpoints from which a worker without local state starts; None means no checkpoints."""
-    commit_interval_ms: int = 100
-    transaction_timeout_ms: int = 30_000
-    session_timeout_ms: int = 10_000
-    worker_id: str | None = None
-    topics: TopicDefaults = field(default_factory=TopicDefaults)
-    web: Web = field(default_factory=Web)
-    log: LogSettings = field(default_factory=LogSettings)
 
 
 def load_settings(path: Path | None, overrides: Sequence[str], environ: Mapping[str, str]) -> Settings:
@@ -327,24 +278,18 @@ def load_settings(path: Path | None, overrides: Sequence[str], environ: Mapping[
     problems.extend(_from_command_line(document, overrides))
     resolved: dict[str, str] = {}
     problems.extend(_resolve(document, environ, resolved))
-    checked: SettingsFile | None = None
-    try:
-        checked = SettingsFile.model_validate(document.value)
-    except ValidationError as error:
-        found = list(told(error, document, SettingsFile))
-    else:
-        found = list(_contradictions(checked, document))
+    settings, found = validated(document, Settings)
+    if settings is not None:
+        found.extend(_contradictions(settings, document))
     problems.extend(_worded(problem, resolved) for problem in found)
-    if problems or checked is None:
-        # Not chained: pydantic's error holds what was put in.
+    if problems or settings is None:
         raise SettingsError(in_order(problems))
-    return _settings(checked)
+    return settings
 
 
 def settings_schema() -> dict[str, Any]:
     """Return the JSON Schema of config files, for editors."""
-    schema = SettingsFile.model_json_schema()
-    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema, "title": "dedup config"}
+    return schema_of(Settings, "dedup config")
 
 
 def _read_file(path: Path) -> Document:
@@ -371,14 +316,8 @@ def _variable(at: At) -> str:
     return _PREFIX + "__".join(str(step).upper() for step in at)
 
 
-def _known() -> dict[At, str]:
-    """Return every key that takes a plain value, with the variable that sets it."""
-    keys = [(*([holder] if holder else ()), name) for holder, model in _MODELS.items() for name in model.model_fields]
-    return {at: _variable(at) for at in keys if dotted(at) not in _MODELS}
-
-
 def _from_environment(document: Document, environ: Mapping[str, str]) -> Iterator[Problem]:
-    known = {variable: at for at, variable in _known().items()}
+    known = {_variable(at): at for at in _KEYS}
     for variable in sorted(environ):
         if not variable.startswith(_PREFIX) or variable.startswith(_NOT_SETTINGS):
             continue
@@ -393,7 +332,7 @@ def _from_environment(document: Document, environ: Mapping[str, str]) -> Iterato
 
 
 def _from_command_line(document: Document, overrides: Sequence[str]) -> Iterator[Problem]:
-    known = {dotted(at): at for at in _known()}
+    known = {dotted(at): at for at in _KEYS}
     for override in overrides:
         key, equals, text = override.partition("=")
         key = key.strip()
@@ -455,7 +394,10 @@ def _referred(kind: str, name: str, environ: Mapping[str, str]) -> str:
         case "file":
             try:
                 with Path(name).open("rb") as file:
-                    return file.read(_MOST_SECRET_BYTES).decode().rstrip("\r\n")
+                    content = file.read(_MOST_SECRET_BYTES + 1)
+                if len(content) > _MOST_SECRET_BYTES:
+                    raise ValueError(f"the file {name} is larger than {_MOST_SECRET_BYTES >> 10} KiB; no secret is")
+                return content.decode().rstrip("\r\n")
             except OSError as error:
                 raise ValueError(f"the file {name} cannot be read: {error.strerror}") from error
             except UnicodeDecodeError:
@@ -491,9 +433,9 @@ def _worded(problem: Problem, resolved: Mapping[str, str]) -> Problem:
     return Problem(problem.place, text)
 
 
-def _contradictions(file: SettingsFile, document: Document) -> Iterator[Problem]:
+def _contradictions(settings: Settings, document: Document) -> Iterator[Problem]:
     """Yield the problems that single keys do not show: keys that need or exclude each other."""
-    security = file.security
+    security = settings.security
     protocol_at: At = ("security", "protocol")
     if security.protocol.startswith("SASL"):
         for key in ("mechanism", "username", "password"):
@@ -508,13 +450,13 @@ def _contradictions(file: SettingsFile, document: Document) -> Iterator[Problem]
     if (security.cert_file is None) != (security.key_file is None):
         at: At = ("security", "cert_file" if security.key_file is None else "key_file")
         yield Problem(document.place(at), "security: cert_file and key_file belong together; name both")
-    if file.web.enabled and file.web.token is None and not _loopback(file.web.host):
-        text = f'web.host: "{file.web.host}" can be reached from outside; set web.token, or listen on 127.0.0.1'
+    if settings.web.enabled and settings.web.token is None and not is_loopback(settings.web.host):
+        text = f'web.host: "{settings.web.host}" can be reached from outside; set web.token, or listen on 127.0.0.1'
         yield Problem(document.place(("web", "host")), text)
-    if parse_duration(file.transaction_timeout) < 2 * parse_duration(file.commit_interval):
-        text = f"transaction_timeout: must be at least twice commit_interval ({file.commit_interval})"
+    if settings.transaction_timeout_ms < 2 * settings.commit_interval_ms:
+        text = f"transaction_timeout: must be at least twice commit_interval ({settings.commit_interval})"
         yield Problem(document.place(("transaction_timeout",)), text)
-    topics = file.topics
+    topics = settings.topics
     if (topics.min_insync_replicas or 0) > (topics.replication_factor or 32_767):
         text = f"topics.min_insync_replicas: more than topics.replication_factor ({topics.replication_factor})"
         yield Problem(document.place(("topics", "min_insync_replicas")), text)
@@ -528,40 +470,11 @@ def _unused(document: Document, keys: Sequence[str], protocol: str, needed: str)
             yield Problem(document.place(at), text)
 
 
-def _loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
+    """Tell whether only this machine reaches an address; an IPv6 address may be in brackets."""
     if host == "localhost":
         return True
     try:
         return ip_address(host.strip("[]")).is_loopback
     except ValueError:
         return False
-
-
-def _settings(file: SettingsFile) -> Settings:
-    security, topics = file.security, file.topics
-    return Settings(
-        brokers=tuple(file.brokers),
-        security=Security(
-            **dict(security) | {"password": _secret(security.password), "key_password": _secret(security.key_password)}
-        ),
-        state_dir=Path(file.state_dir).expanduser(),
-        checkpoint=file.state.checkpoint,
-        commit_interval_ms=parse_duration(file.commit_interval),
-        transaction_timeout_ms=parse_duration(file.transaction_timeout),
-        session_timeout_ms=parse_duration(file.session_timeout),
-        worker_id=file.worker_id,
-        topics=TopicDefaults(
-            topics.create,
-            topics.replication_factor or BROKER_DEFAULT,
-            topics.min_insync_replicas,
-            None if topics.retention is None else parse_duration(topics.retention),
-            topics.partitions,
-            topics.compression,
-        ),
-        web=Web(**dict(file.web) | {"token": _secret(file.web.token)}),
-        log=LogSettings(**dict(file.log)),
-    )
-
-
-def _secret(text: str | None) -> Secret | None:
-    return None if text is None else Secret(text)

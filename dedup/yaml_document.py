@@ -10,9 +10,9 @@ import difflib
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, get_args
+from typing import Any, Final, TypeVar, get_args
 
-from pydantic import AfterValidator, BaseModel, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
 from ruamel.yaml import YAML
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 from ruamel.yaml.events import (
@@ -20,9 +20,9 @@ from ruamel.yaml.events import (
     DocumentStartEvent,
     MappingEndEvent,
     MappingStartEvent,
+    NodeEvent,
     ScalarEvent,
     SequenceEndEvent,
-    SequenceStartEvent,
 )
 
 from dedup.errors import Problem
@@ -38,12 +38,16 @@ _WANTED: Final[Mapping[str, str]] = {
     "bool_type": "must be true or false",
     "int_type": "must be a whole number",
     "list_type": 'must be a list; write "[a, b]"',
+    "tuple_type": 'must be a list; write "[a, b]"',
+    "is_instance_of": "must be text; put it in quotes",
     "model_type": "must be a mapping of keys to values",
     "model_attributes_type": "must be a mapping of keys to values",
     "dict_type": "must be a mapping of keys to values",
 }
 """pydantic's error type -> what the file should hold instead."""
 
+_Model = TypeVar("_Model", bound=BaseModel)
+_List = TypeVar("_List", bound=Sequence[Any])
 At = tuple[str | int, ...]
 """Path to a value: keys and list positions from the top."""
 
@@ -90,11 +94,6 @@ class Document:
                     return None
         return value
 
-    def stop(self, problem: Problem) -> None:
-        """Keep only this problem. The text is incomplete after it, so every missing key would also be reported."""
-        self.value = None
-        self.problems = [problem]
-
     def has(self, at: At) -> bool:
         """Tell whether the text has a value at this path."""
         return at in self._values
@@ -123,16 +122,6 @@ class Document:
             self._written[at] = written
 
 
-@dataclass(slots=True)
-class _Open:
-    """A mapping or list that has not ended yet."""
-
-    at: At
-    values: dict[str, Any] | list[Any]
-    key: str | None = None
-    key_place: str | None = None
-
-
 class _Refused(Exception):
     def __init__(self, place: str, text: str) -> None:
         self.problem: Final = Problem(place, text)
@@ -149,100 +138,94 @@ def read(text: str, *, name: str, texts: Collection[At] = ()) -> Document:
         document.problems.append(Problem(name, f"is larger than {_MOST_BYTES >> 20} MiB; no such file needs to be"))
         return document
     try:
-        _Reading(document, texts).run(YAML(typ="safe", pure=True).parse(text))
+        _Reading(document, texts, YAML(typ="safe", pure=True).parse(text)).run()
     except _Refused as refused:
-        document.stop(refused.problem)
+        problem = refused.problem
     except MarkedYAMLError as error:
-        document.stop(_not_yaml(name, error))
+        problem = _not_yaml(name, error)
     except YAMLError as error:
-        document.stop(Problem(name, f"is not YAML: {' '.join(str(error).split())}"))
-    return document
+        problem = Problem(name, f"is not YAML: {' '.join(str(error).split())}")
+    else:
+        return document
+    # Only this problem: the text is incomplete after it, and every missing key would be reported too.
+    return Document(name, problems=[problem])
 
 
 class _Reading:
-    """One pass over the parser's events, without recursion."""
+    """One pass over the parser's events; `_MOST_DEPTH` bounds the recursion."""
 
-    def __init__(self, document: Document, texts: Collection[At]) -> None:
+    def __init__(self, document: Document, texts: Collection[At], events: Iterator[Any]) -> None:
         self._document: Final = document
         self._texts: Final = texts
-        self._open: Final[list[_Open]] = []
+        self._events: Final = events
         self._nodes = 0
-        self._documents = 0
 
-    def run(self, events: Iterable[Any]) -> None:
-        for event in events:
-            place = f"{self._document.name}:{event.start_mark.line + 1}:{event.start_mark.column + 1}"
-            match event:
-                case DocumentStartEvent():
-                    self._documents += 1
-                    if self._documents > 1:
-                        raise _Refused(place, 'a second document starts here; remove the "---" and what follows')
-                case AliasEvent():
-                    raise _Refused(place, f'the alias "*{event.anchor}" is not allowed; write the value out')
-                case MappingEndEvent() | SequenceEndEvent():
-                    self._open.pop()
-                case ScalarEvent() | MappingStartEvent() | SequenceStartEvent():
-                    self._node(event, place)
-                case _:
-                    pass
+    def run(self) -> None:
+        documents = 0
+        for event in self._events:
+            if isinstance(event, DocumentStartEvent):
+                documents += 1
+                if documents > 1:
+                    place = _place(self._document.name, event.start_mark)
+                    raise _Refused(place, 'a second document starts here; remove the "---" and what follows')
+            elif isinstance(event, NodeEvent):
+                self._document.value = self._value(event, ())
 
-    def _node(self, event: Any, place: str) -> None:  # noqa: ANN401 - ruamel's events share no useful base
+    def _value(self, event: Any, at: At, key_place: str | None = None) -> Any:  # noqa: ANN401 - any event and value
+        """Return the value that begins with this event, and note its place."""
+        place = self._place_of_node(event)
+        if isinstance(event, ScalarEvent):
+            value = _scalar(event)
+            if type(value) is int and at in self._texts:
+                value = event.value
+            if value is None and key_place is not None:
+                # An empty value has no place of its own: point at its key.
+                place = key_place
+                text = f"{dotted(at)}: has no value; write one, or leave the key out"
+                self._document.problems.append(Problem(place, text))
+            self._document.note(at, place, key_place=key_place, written=event.value)
+            return value
+        if len(at) >= _MOST_DEPTH:
+            raise _Refused(place, f"nested more than {_MOST_DEPTH} deep; no such file needs as much")
+        self._document.note(at, place, key_place=key_place)
+        return self._mapping(at) if isinstance(event, MappingStartEvent) else self._list(at)
+
+    def _mapping(self, at: At) -> dict[str, Any]:
+        values: dict[str, Any] = {}
+        while not isinstance(event := next(self._events), MappingEndEvent):
+            place = self._place_of_node(event)
+            if not isinstance(event, ScalarEvent):
+                raise _Refused(place, "a key must be a name")
+            key = event.value
+            if key in values:
+                first = self._document.place_of_key((*at, key))
+                where = first.removeprefix(f"{self._document.name}:").partition(":")[0]
+                text = f'the key "{key}" is repeated; line {where} has it already'
+                self._document.problems.append(Problem(place, text))
+            values[key] = self._value(next(self._events), (*at, key), place)
+        return values
+
+    def _list(self, at: At) -> list[Any]:
+        values: list[Any] = []
+        while not isinstance(event := next(self._events), SequenceEndEvent):
+            values.append(self._value(event, (*at, len(values))))
+        return values
+
+    def _place_of_node(self, event: Any) -> str:  # noqa: ANN401 - ruamel's events share no useful base
+        """Return the place of a key or value. Raises _Refused for what is more than plain YAML."""
+        place = _place(self._document.name, event.start_mark)
+        if isinstance(event, AliasEvent):
+            raise _Refused(place, f'the alias "*{event.anchor}" is not allowed; write the value out')
         self._nodes += 1
         if self._nodes > _MOST_NODES:
             raise _Refused(place, f"more than {_MOST_NODES} values; no such file needs as many")
         if event.tag is not None and not (isinstance(event, ScalarEvent) and event.tag == "!"):
             raise _Refused(place, f"the tag {event.tag} is not allowed; write the plain value")
-        inside = self._open[-1] if self._open else None
-        if inside is not None and isinstance(inside.values, dict) and inside.key is None:
-            self._key(event, place, inside)
-            return
-        at = self._at(inside)
-        key_place = inside.key_place if inside else None
-        match event:
-            case ScalarEvent():
-                value = _scalar(event)
-                if type(value) is int and at in self._texts:
-                    value = event.value
-                if value is None and key_place is not None:
-                    # An empty value has no place of its own: point at its key.
-                    place = key_place
-                    text = f"{dotted(at)}: has no value; write one, or leave the key out"
-                    self._document.problems.append(Problem(place, text))
-                self._document.note(at, place, key_place=key_place, written=event.value)
-                self._put(inside, value)
-            case _:
-                if len(self._open) >= _MOST_DEPTH:
-                    raise _Refused(place, f"nested more than {_MOST_DEPTH} deep; no such file needs as much")
-                self._document.note(at, place, key_place=key_place)
-                values: dict[str, Any] | list[Any] = {} if isinstance(event, MappingStartEvent) else []
-                self._put(inside, values)
-                self._open.append(_Open(at, values))
+        return place
 
-    def _key(self, event: Any, place: str, inside: _Open) -> None:  # noqa: ANN401 - as above
-        if not isinstance(event, ScalarEvent):
-            raise _Refused(place, "a key must be a name")
-        inside.key, inside.key_place = event.value, place
-        if event.value in inside.values:
-            first = self._document.place_of_key((*inside.at, event.value))
-            where = first.removeprefix(f"{self._document.name}:").partition(":")[0]
-            text = f'the key "{event.value}" is repeated; line {where} has it already'
-            self._document.problems.append(Problem(place, text))
 
-    @staticmethod
-    def _at(inside: _Open | None) -> At:
-        if inside is None:
-            return ()
-        step = len(inside.values) if inside.key is None else inside.key
-        return (*inside.at, step)
-
-    def _put(self, inside: _Open | None, value: Any) -> None:  # noqa: ANN401 - any plain value
-        if inside is None:
-            self._document.value = value
-        elif isinstance(inside.values, list):
-            inside.values.append(value)
-        else:
-            inside.values[str(inside.key)] = value
-            inside.key = None
+def _place(name: str, mark: Any) -> str:  # noqa: ANN401 - ruamel's mark
+    return f"{name}:{mark.line + 1}:{mark.column + 1}"
 
 
 def _scalar(event: Any) -> Any:  # noqa: ANN401 - any plain scalar
@@ -267,9 +250,26 @@ def _scalar(event: Any) -> Any:  # noqa: ANN401 - any plain scalar
 
 def _not_yaml(name: str, error: MarkedYAMLError) -> Problem:
     mark = error.problem_mark or error.context_mark
-    place = name if mark is None else f"{name}:{mark.line + 1}:{mark.column + 1}"
+    place = name if mark is None else _place(name, mark)
     remedy = "; indent with spaces, not tabs" if "\\t" in str(error.problem) else ""
     return Problem(place, f"is not YAML here: {error.problem or error.context}{remedy}")
+
+
+class Keys(BaseModel):
+    """A mapping that refuses unknown keys and converts no values."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, hide_input_in_errors=True)
+
+
+def some(what: str) -> AfterValidator:
+    """Return a validator of lists that are not empty."""
+
+    def check(values: _List) -> _List:
+        if not values:
+            raise ValueError(f"is an empty list; name at least one {what}")
+        return values
+
+    return AfterValidator(check)
 
 
 def matching(pattern: re.Pattern[str], remedy: str) -> AfterValidator:
@@ -327,8 +327,21 @@ def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:  # noqa: ANN401 - 
         yield from _models_in(part)
 
 
-def told(error: ValidationError, document: Document, model: type[BaseModel]) -> Iterator[Problem]:
-    """Validate the document by the model, and yield the problems with their positions in the document."""
+def validated(document: Document, model: type[_Model]) -> tuple[_Model | None, list[Problem]]:
+    """Return the document as the model; else None, and what is wrong, each problem with its place."""
+    try:
+        return model.model_validate(document.value), []
+    except ValidationError as error:
+        return None, list(_told(error, document, model))
+
+
+def schema_of(model: type[BaseModel], title: str) -> dict[str, Any]:
+    """Return the JSON Schema of the files that a model reads, for editors."""
+    schema = {"$schema": "https://json-schema.org/draft/2020-12/schema", **model.model_json_schema()}
+    return schema | {"title": title}
+
+
+def _told(error: ValidationError, document: Document, model: type[BaseModel]) -> Iterator[Problem]:
     for found in error.errors(include_url=False, include_input=False):
         at = _in_document(found["loc"], document)
         if at and document.get(at) is None:

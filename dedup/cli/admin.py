@@ -21,8 +21,9 @@ if TYPE_CHECKING:
     from dedup.kafka.client import KafkaWire
     from dedup.kafka.topic_admin import Admin
     from dedup.settings import Settings
-    from dedup.topology.model import Start, Topology
+    from dedup.topology.model import Topology
     from dedup.topology.permissions import Permission
+    from dedup.topology.schema import Start
     from dedup.worker.dead_letter_replay import Replayed
     from dedup.worker.topics import TopicPlan
 

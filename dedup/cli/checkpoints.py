@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
@@ -61,16 +60,17 @@ def checkpoint(
 ) -> None:
     """Make a checkpoint of each partition, and print its content."""
     from dedup.kafka.topic_admin import on_cluster
+    from dedup.settings import StateSection
     from dedup.store.checkpoint_storage import CheckpointStorage
     from dedup.store.directory import own_state
 
     parsed, settings = read_topology(topology), read_settings(config, overrides)
-    url = to or settings.checkpoint
+    url = to or settings.state.checkpoint
     if url is None:
         raise SettingsError([Problem("--to", "is missing; name a directory or URL, or set state.checkpoint")])
     storage = CheckpointStorage(url)
     # From the changelog only: a checkpoint made from a checkpoint would inherit its faults.
-    here = replace(settings, state_dir=state_dir or settings.state_dir / KEPT, checkpoint=None)
+    here = settings.model_copy(update={"state_dir": state_dir or settings.state_dir / KEPT, "state": StateSection()})
 
     async def work(wire: KafkaWire, admin: Admin) -> list[MadeCheckpoint]:
         return await _all(parsed, here, storage, partitions or [], wire, admin)

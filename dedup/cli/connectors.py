@@ -77,7 +77,7 @@ def _opener(parsed: Ingest, name: str) -> OpenSource:
 
     from dedup.connect.source_connector import open_source
     from dedup.settings import with_references
-    from dedup.topology.ingest_file import TableSource
+    from dedup.topology.schema import TableSource
 
     if isinstance(parsed.source, TableSource):
         return partial(open_source, url=with_references(parsed.source.url, f"{name}: source.table.url", os.environ))

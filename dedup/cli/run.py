@@ -60,8 +60,6 @@ def run(
     A new group is refused if its output already holds records, because a renamed topology, or a second one with the
     same output, would forward them again. --onto-existing-output allows it, and is remembered for seven days.
     """
-    from dataclasses import replace
-
     from dedup.worker.logs import set_up_logging
     from dedup.worker.supervisor import FleetPlan, supervise
     from dedup.worker.worker import kept_worker_id
@@ -70,7 +68,7 @@ def run(
     parsed = read_topology(topology)
     set_up_logging(settings)
     if workers > 1:
-        settings = replace(settings, worker_id=kept_worker_id(settings))
+        settings = settings.model_copy(update={"worker_id": kept_worker_id(settings)})
         said = tuple(overrides or ())
         plan = FleetPlan(topology, config, said, settings, workers, exit_when_done, onto_existing_output)
         raise typer.Exit(supervise(plan))

@@ -143,7 +143,7 @@ def ask(url: str, page: str, settings: Settings) -> dict[str, Any]:
     """Return the JSON of a page. Raises NotReached, or SettingsError if the request is invalid."""
     if not url.startswith(("http://", "https://")):
         raise SettingsError([Problem("--url", f'"{url}" is not the address of a worker; write http://127.0.0.1:6066')])
-    headers = {} if settings.web.token is None else {"Authorization": f"Bearer {settings.web.token.reveal()}"}
+    headers = {} if settings.web.token is None else {"Authorization": f"Bearer {settings.web.token.get_secret_value()}"}
     request = urllib.request.Request(url.rstrip("/") + page, headers=headers)  # noqa: S310  # checked above
     try:
         with urllib.request.urlopen(request, timeout=PATIENCE_S) as answer:  # noqa: S310

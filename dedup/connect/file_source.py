@@ -27,8 +27,7 @@ import orjson
 
 from dedup.connect.source import DeadRecord, SourceRecords
 from dedup.errors import AuthorMistake, Problem
-from dedup.topology.ingest_file import FilesSource
-from dedup.topology.schema import CsvType
+from dedup.topology.schema import CsvType, FilesSource
 
 CHUNK_BYTES: Final = 1 << 20
 _HEAD_BYTES: Final = 4096
@@ -463,7 +462,7 @@ def _too_long(offset: int, length_bytes: int, digest: str) -> _BadLine:
 class _CsvRows:
     """Converts the lines of one CSV file, whose first line names the columns, to JSON objects."""
 
-    def __init__(self, path: str, descriptor: int, columns: Sequence[tuple[str, CsvType]], most_bytes: int) -> None:
+    def __init__(self, path: str, descriptor: int, columns: Mapping[str, CsvType], most_bytes: int) -> None:
         self._path: Final = path
         self._descriptor: Final = descriptor
         self._columns: Final = dict(columns)

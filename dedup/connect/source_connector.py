@@ -34,7 +34,8 @@ from dedup.kafka.connection import Connection
 from dedup.kafka.record_batch import Header, Line
 from dedup.kafka.topic_admin import Admin, Topic, WantedTopic
 from dedup.kafka.wire import TopicPartition
-from dedup.topology.ingest_file import FilesSource, Ingest, Marker, TableSource
+from dedup.topology.ingest_file import Ingest
+from dedup.topology.schema import FilesSource, Marker, TableSource
 from dedup.worker.record_collector import DETAIL, ID, REASON, SOURCE
 
 if TYPE_CHECKING:
@@ -335,7 +336,7 @@ class TransactionBoundary:
 
     def _ends(self, value: bytes) -> bool:
         try:
-            found = look_up(orjson.loads(value), self._marker.path)
+            found = look_up(orjson.loads(value), self._marker.field)
         except orjson.JSONDecodeError:
             return False  # a dead letter
         return type(found) is type(self._marker.equals) and found == self._marker.equals

@@ -28,8 +28,9 @@ import orjson
 from dedup.connect.database import DatabaseConnection
 from dedup.connect.open_database import POSTGRES, RetryingDatabase
 from dedup.connect.source import DeadRecord, SourceRecords
-from dedup.errors import DatabaseUnavailable, StateIncompatible
-from dedup.topology.ingest_file import TableSource, settle_sentence
+from dedup.errors import StateIncompatible
+from dedup.topology.ingest_file import settle_sentence
+from dedup.topology.schema import TableSource
 
 MOST_ROWS: Final = 5_000
 LOOK_AGAIN_S: Final = 0.02
@@ -54,7 +55,8 @@ class NumberedRows:
         self._names: list[str] = []
         self._order: Final = _order_of(spec)
         self._listed: Final = ", ".join(f't."{name}"' for name in self._order)
-        self._from: Final = spec.table or f"({spec.query.replace('%', '%%') if self._postgres else spec.query})"
+        query = spec.query or ""
+        self._from: Final = spec.table or f"({query.replace('%', '%%') if self._postgres else query})"
         self._knows_writers = False
         """Whether the server is PostgreSQL's primary."""
         if spec.settle_ms:
@@ -314,7 +316,7 @@ def _refuse_unknown_writers(connection: DatabaseConnection, name: str, spec: Tab
 
 
 def _columns_of_query(connection: DatabaseConnection, name: str, spec: TableSource) -> list[str]:
-    columns = connection.columns(spec.query)
+    columns = connection.columns(spec.query or "")
     for each in columns:
         if columns.count(each) > 1:
             raise _refusal(name, spec, f"it has two columns {each!r}; rename one with AS")
@@ -345,7 +347,7 @@ def _postgres_shape(connection: DatabaseConnection, spec: TableSource) -> _Shape
 
 
 def _sqlite_shape(connection: DatabaseConnection, name: str, spec: TableSource) -> _Shape:
-    table = spec.table.rpartition(".")[2]
+    table = (spec.table or "").rpartition(".")[2]
     columns = connection.query('SELECT name, upper(type), "notnull", pk FROM pragma_table_info(?)', (table,))
     if not columns:
         raise _refusal(name, spec, "there is no such table")

@@ -23,7 +23,7 @@ import msgspec
 
 from dedup.errors import BrokerUnavailable, CommitUnknown, RecordRefused, StateIncompatible, TaskMigrated
 from dedup.kafka.record_batch import Line, fill
-from dedup.kafka.topic_admin import Admin, Topic, WantedTopic
+from dedup.kafka.topic_admin import BROKER_DEFAULT, Admin, Topic, WantedTopic
 from dedup.kafka.transactional_producer import Session
 from dedup.kafka.wire import NoAnswer, TopicPartition, Wire
 from dedup.worker.offsets import bounds_of
@@ -31,7 +31,6 @@ from dedup.worker.offsets import bounds_of
 if TYPE_CHECKING:
     from dedup.settings import Settings
 
-BROKER_DEFAULT: Final = -1
 OWNER_KEY: Final = b"owner"
 POSITION: Final = b"at:"
 FETCH_BYTES: Final = 4 << 20
@@ -52,7 +51,9 @@ def wanted(name: str, partitions: int | None, settings: Settings, configs: Mappi
     """Return a topic with the configured replication; ``partitions`` None means the brokers' default."""
     least = settings.topics.min_insync_replicas
     base = {} if least is None else {"min.insync.replicas": str(least)}
-    return WantedTopic(name, partitions or BROKER_DEFAULT, settings.topics.replication_factor, {**base, **configs})
+    return WantedTopic(
+        name, partitions or BROKER_DEFAULT, settings.topics.replication_factor or BROKER_DEFAULT, {**base, **configs}
+    )
 
 
 async def provide(admin: Admin, topics: Sequence[WantedTopic], settings: Settings) -> dict[str, Topic]:

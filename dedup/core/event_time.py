@@ -12,7 +12,7 @@ from typing import Final, Literal, TypeVar, assert_never
 import numpy as np
 import numpy.typing as npt
 
-from dedup.core.exact_json import ABSENT, Absent, JsonValue, Number, Unreadable
+from dedup.core.exact_json import ABSENT, Absent, JsonValue, NotJudged, Number, Unreadable
 from dedup.core.json_path import Path, format_path
 
 TimeUnit = Literal["rfc3339", "s", "ms", "us"]
@@ -34,13 +34,8 @@ _RFC3339: Final = re.compile(
 )
 
 
-class BadTime(Exception):
-    """The record has no usable event time. Contains a stable code, and a sentence without payload."""
-
-    def __init__(self, code: str, detail: str) -> None:
-        self.code: Final = code
-        self.detail: Final = detail
-        super().__init__(detail)
+class BadTime(NotJudged):
+    """The record carries no usable event time."""
 
 
 @dataclass(frozen=True, slots=True)

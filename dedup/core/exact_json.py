@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -83,15 +84,19 @@ def foreign_format(value: bytes) -> _Foreign | None:
     return None
 
 
-class Unreadable(Exception):
-    """The value cannot be judged. Contains a stable code, and a sentence without payload."""
+class NotJudged(Exception):
+    """A record cannot be judged; has a stable code, and a sentence without payload."""
 
     def __init__(self, code: str, detail: str, *, format_name: str = "") -> None:
         self.code: Final = code
         self.detail: Final = detail
         self.format_name: Final = format_name
-        """The format that the value seems to have instead; empty if unknown."""
+        """The format that a value seems to have instead of JSON; empty if unknown."""
         super().__init__(detail)
+
+
+class Unreadable(NotJudged):
+    """The value cannot be read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,9 +189,9 @@ def _no_json(value: bytes, code: str, detail: str) -> Unreadable:
     return Unreadable(code, f"{detail}; it begins with {found.words}", format_name=found.name)
 
 
-def look_up(value: JsonValue, path: Path) -> JsonValue | Absent:
+def look_up(value: JsonValue | Absent, path: Path) -> JsonValue | Absent:
     """Return the value at a path, or ABSENT. Raises Unreadable if a member on the path is repeated."""
-    here: JsonValue = value
+    here = value
     for step in path:
         if isinstance(here, Members) and isinstance(step, str):
             if step in here.repeated:
@@ -225,67 +230,39 @@ def canonical_json(value: JsonValue, exclude: Excluded) -> bytes:
     members and elements are left out. Raises Unreadable for a repeated member anywhere, and for a string that UTF-8
     cannot encode.
     """
-    parts: list[str] = []
-    # An explicit stack: a value may be nested deeper than Python can recurse.
-    todo: list[_Verbatim | tuple[JsonValue, Excluded]] = [(value, exclude)]
-    while todo:
-        item = todo.pop()
-        if isinstance(item, _Verbatim):
-            parts.append(item.text)
-            continue
-        here, without = item
-        if isinstance(here, Members | list):
-            todo.extend(reversed(_inside(here, without)))
-        else:
-            parts.append(_scalar(here))
     try:
-        return "".join(parts).encode()
+        return _written(value, exclude).encode()
     except UnicodeEncodeError:
         raise Unreadable("lone_surrogate", "the content has an unpaired surrogate, which UTF-8 cannot encode") from None
-
-
-@dataclass(frozen=True, slots=True)
-class _Verbatim:
-    text: str
-
-
-def _inside(here: Members | list[JsonValue], without: Excluded) -> list[_Verbatim | tuple[JsonValue, Excluded]]:
-    """Return the brackets, names, commas, and values of an object or array, without the excluded parts."""
-    pairs: Iterable[tuple[str | int, JsonValue]] = enumerate(here)
-    opening, closing = "[", "]"
-    if isinstance(here, Members):
-        if here.repeated:
-            raise Unreadable("repeated_member", "a member is repeated in an object of the content")
-        pairs = [(name, here[name]) for name in sorted(here)]
-        opening, closing = "{", "}"
-    items: list[_Verbatim | tuple[JsonValue, Excluded]] = []
-    for step, value in pairs:
-        below = without.get(step, _NOTHING)
-        if below is not None:
-            name = f"{_quoted(step)}:" if isinstance(step, str) else ""
-            items += [_Verbatim(f",{name}" if items else name), (value, below)]
-    return [_Verbatim(opening), *items, _Verbatim(closing)]
 
 
 _NOTHING: Final[Excluded] = {}
 
 
+def _written(value: JsonValue, without: Excluded) -> str:
+    # Recurses once per level, as the decoder does: `MAX_DEPTH` bounds both.
+    if not isinstance(value, Members | list):
+        return _scalar(value)
+    pairs: Iterable[tuple[str | int, JsonValue]] = enumerate(value)
+    if isinstance(value, Members):
+        if value.repeated:
+            raise Unreadable("repeated_member", "a member is repeated in an object of the content")
+        pairs = ((name, value[name]) for name in sorted(value))
+    parts: list[str] = []
+    for step, inner in pairs:
+        below = without.get(step, _NOTHING)
+        if below is not None:
+            name = f"{_scalar(step)}:" if isinstance(step, str) else ""
+            parts.append(name + _written(inner, below))
+    return f"{{{','.join(parts)}}}" if isinstance(value, Members) else f"[{','.join(parts)}]"
+
+
 def _scalar(value: bool | str | Number | None) -> str:  # noqa: FBT001 - a JSON value
     match value:
-        case None:
-            return "null"
-        case True:
-            return "true"
-        case False:
-            return "false"
         case Number():
             return value.integer_text() if value.is_integer else value.decimal_text()
-        case str():
-            return _quoted(value)
-
-
-def _quoted(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)
+        case _:
+            return json.dumps(value, ensure_ascii=False)
 
 
 def _exponent(power: str) -> int:
@@ -299,11 +276,8 @@ def _exponent(power: str) -> int:
 
 
 def _repeated(pairs: Sequence[tuple[str, JsonValue]]) -> frozenset[str]:
-    seen: set[str] = set()
-    repeated: set[str] = set()
-    for name, _ in pairs:
-        (repeated if name in seen else seen).add(name)
-    return frozenset(repeated)
+    times = Counter(name for name, _ in pairs)
+    return frozenset(name for name in times if times[name] > 1)
 
 
 def _depth(text: str) -> int:

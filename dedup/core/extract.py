@@ -26,12 +26,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Final, assert_never
+from typing import Any, Final, NamedTuple, assert_never
 
 import msgspec
 
 from dedup.core.event_time import EventTime, FieldTime
-from dedup.core.exact_json import MAX_DEPTH, Excluded, Number, Unreadable, canonical_json, decode, excluded
+from dedup.core.exact_json import Excluded, Number, Unreadable, canonical_json, decode, excluded
 from dedup.core.extract_one import (
     Fault,
     FaultKind,
@@ -44,7 +44,7 @@ from dedup.core.extract_one import (
     normalize_bytes,
     value_digest,
 )
-from dedup.core.json_columns import JsonColumns, compile_columns
+from dedup.core.json_columns import JsonColumns, compile_columns, may_be_deep
 from dedup.core.json_path import Path
 from dedup.core.state_keys import PartMemo, bytes_keys, composite_keys, scalar_keys
 from dedup.core.tracking_id import (
@@ -65,8 +65,7 @@ __all__ = ["Extracted", "Extractor", "Fault", "FaultKind", "Recipe", "compile_ex
 _FEW: Final = 4
 """With this few rows, another attempt in columns is not worthwhile."""
 _REFUSALS: Final = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, OverflowError, Unreadable)
-"""Exceptions of the fast path, after which the exact path decides."""
-_SHORT_BYTES: Final = 2 * MAX_DEPTH
+"""What the fast way may raise; the exact way then decides."""
 
 
 def content_of(value: bytes, exclude: tuple[Path, ...]) -> bytes:
@@ -77,7 +76,7 @@ def content_of(value: bytes, exclude: tuple[Path, ...]) -> bytes:
 
 
 def _quick(value: bytes, without: Excluded) -> bytes | None:
-    if b"\\" in value or not _is_shallow(value):
+    if b"\\" in value or may_be_deep(value):
         return None
     try:
         content = _DECODER.decode(value)
@@ -90,10 +89,6 @@ def _quick(value: bytes, without: Excluded) -> bytes | None:
         return _ENCODER.encode(content)
     except _REFUSALS:
         return None
-
-
-def _is_shallow(value: bytes) -> bool:
-    return len(value) <= _SHORT_BYTES or value.count(b"{") + value.count(b"[") <= MAX_DEPTH
 
 
 def _leave_out(content: object, without: Excluded) -> None:
@@ -149,6 +144,24 @@ def compile_extractor(
     return Extractor(Recipe(tracking_id, event_time, fmt, fingerprint, fingerprint_exclude))
 
 
+class _Batch(NamedTuple):
+    """Columns of records."""
+
+    keys: Sequence[bytes | None]
+    values: Sequence[bytes | None]
+    headers: Sequence[Headers]
+    timestamps_ms: Sequence[int]
+
+    def only(self, rows: Sequence[int]) -> _Batch:
+        """Return these rows."""
+        return _Batch(
+            [self.keys[row] for row in rows],
+            [self.values[row] for row in rows],
+            [self.headers[row] for row in rows],
+            [self.timestamps_ms[row] for row in rows],
+        )
+
+
 class Extractor:
     """Extracts IDs, times, and fingerprints from batches, with the same result as `extract_one` for every row."""
 
@@ -164,27 +177,24 @@ class Extractor:
         timestamps_ms: Sequence[int],
     ) -> Extracted:
         """Return the columns of a batch; the four arguments are columns of the same length."""
-        if self._columns is not None and len(values) > _FEW:
-            found = self._columns.extract(keys, values, headers, timestamps_ms)
-            if found is not None:
-                return found
-            if None in values:
-                return self._nulls_apart(keys, values, headers, timestamps_ms)
-            return self._halved(keys, values, headers, timestamps_ms)
-        return self._one_by_one(keys, values, headers, timestamps_ms)
+        return self._extract(_Batch(keys, values, headers, timestamps_ms))
 
-    def _one_by_one(
-        self,
-        keys: Sequence[bytes | None],
-        values: Sequence[bytes | None],
-        headers: Sequence[Headers],
-        timestamps_ms: Sequence[int],
-    ) -> Extracted:
+    def _extract(self, batch: _Batch) -> Extracted:
+        if self._columns is None or len(batch.values) <= _FEW:
+            return self._one_by_one(batch)
+        found = self._columns.extract(batch)
+        if found is not None:
+            return found
+        if None in batch.values:
+            return self._nulls_apart(batch)
+        return self._halved(batch)
+
+    def _one_by_one(self, batch: _Batch) -> Extracted:
         ids: list[bytes | None] = []
         times_ms: list[int] = []
         fingerprints: list[bytes] = []
         faults: dict[int, Fault] = {}
-        for row, record in enumerate(zip(keys, values, headers, timestamps_ms, strict=True)):
+        for row, record in enumerate(zip(*batch, strict=True)):
             match extract_one(self.recipe, *record):
                 case One(key, time_ms, fingerprint):
                     ids.append(key)
@@ -199,45 +209,29 @@ class Extractor:
                     assert_never(never)
         return Extracted(ids, times_ms, fingerprints if self.recipe.fingerprint else None, faults)
 
-    def _halved(
-        self,
-        keys: Sequence[bytes | None],
-        values: Sequence[bytes | None],
-        headers: Sequence[Headers],
-        timestamps_ms: Sequence[int],
-    ) -> Extracted:
-        """Extract each half, so that one unusual record slows down only a few rows."""
+    def _halved(self, batch: _Batch) -> Extracted:
+        """Extract each half, so that one odd record slows down only few rows."""
+        keys, values, headers, times = batch
         half = len(values) // 2
-        first = self(keys[:half], values[:half], headers[:half], timestamps_ms[:half])
-        second = self(keys[half:], values[half:], headers[half:], timestamps_ms[half:])
+        first = self(keys[:half], values[:half], headers[:half], times[:half])
+        second = self(keys[half:], values[half:], headers[half:], times[half:])
         fingerprints = None
         if first.fingerprints is not None and second.fingerprints is not None:
             fingerprints = first.fingerprints + second.fingerprints
         faults = first.faults | {half + row: fault for row, fault in second.faults.items()}
         return Extracted(first.ids + second.ids, first.times_ms + second.times_ms, fingerprints, faults)
 
-    def _nulls_apart(
-        self,
-        keys: Sequence[bytes | None],
-        values: Sequence[bytes | None],
-        headers: Sequence[Headers],
-        timestamps_ms: Sequence[int],
-    ) -> Extracted:
-        """Extract null values one by one, and the others as columns."""
-        count = len(values)
+    def _nulls_apart(self, batch: _Batch) -> Extracted:
+        """Extract null values one by one, the others as columns."""
+        count = len(batch.values)
         ids: list[bytes | None] = [None] * count
         times_ms = [0] * count
         fingerprints = [b""] * count
         faults: dict[int, Fault] = {}
-        null = [row for row in range(count) if values[row] is None]
-        there = [row for row in range(count) if values[row] is not None]
-        for rows, take in ((null, self._one_by_one), (there, self)):
-            part = take(
-                [keys[row] for row in rows],
-                [values[row] for row in rows],
-                [headers[row] for row in rows],
-                [timestamps_ms[row] for row in rows],
-            )
+        null = [row for row in range(count) if batch.values[row] is None]
+        there = [row for row in range(count) if batch.values[row] is not None]
+        for rows, take in ((null, self._one_by_one), (there, self._extract)):
+            part = take(batch.only(rows))
             for at, row in enumerate(rows):
                 ids[row] = part.ids[at]
                 times_ms[row] = part.times_ms[at]
@@ -258,52 +252,41 @@ class _Columns:
         self._memos = [PartMemo(recipe.tracking_id.normalize) for _ in range(parts)]
         self._normalize = normalizer(recipe.tracking_id.normalize)
 
-    def extract(
-        self,
-        keys: Sequence[bytes | None],
-        values: Sequence[bytes | None],
-        headers: Sequence[Headers],
-        timestamps_ms: Sequence[int],
-    ) -> Extracted | None:
-        """Return the columns if they are certain to equal the result of `extract_one` for every row; otherwise None."""
-        if self._recipe.fmt == "bytes" and None in values:
+    def extract(self, batch: _Batch) -> Extracted | None:
+        """Return the columns if every row is sure to be decided as `extract_one` would; otherwise None."""
+        if self._recipe.fmt == "bytes" and None in batch.values:
             return None
         members: list[list[str | int]] = []
         times_ms: list[int] | None = None
         if self._json is not None:
-            decoded = self._json.decode(values)
+            decoded = self._json.decode(batch.values)
             if decoded is None:
                 return None
             members, times_ms = decoded
-        ids = self._ids(keys, values, headers, members)
+        ids = self._ids(batch, members)
         if ids is None:
             return None
         fingerprints = None
         if self._recipe.fingerprint:
-            fingerprints = [self._fingerprint(value) for value in values if value is not None]
-        return Extracted(list(ids), list(timestamps_ms) if times_ms is None else times_ms, fingerprints, {})
+            fingerprints = [self._fingerprint(value) for value in batch.values if value is not None]
+        return Extracted(list(ids), list(batch.timestamps_ms) if times_ms is None else times_ms, fingerprints, {})
 
-    def _ids(
-        self,
-        keys: Sequence[bytes | None],
-        values: Sequence[bytes | None],
-        headers: Sequence[Headers],
-        members: list[list[str | int]],
-    ) -> list[bytes] | None:
+    def _ids(self, batch: _Batch, members: list[list[str | int]]) -> list[bytes] | None:
+        values = (value for value in batch.values if value is not None)
         match self._recipe.tracking_id.rule:
             case KeyRule():
-                return self._bytes(keys)
+                return self._bytes(batch.keys)
             case HeaderRule(name):
-                return self._bytes([_only(row, name) for row in headers])
+                return self._bytes([_only(row, name) for row in batch.headers])
             case FieldRule():
                 return self._scalars(members[0])
             case FieldsRule():
                 return composite_keys(members, self._memos)
             case RawContentRule():
-                return bytes_keys([value for value in values if value is not None])
+                return bytes_keys(list(values))
             case ContentRule(exclude):
                 with suppress(Unreadable):
-                    return [state_key(CONTENT + content_of(value, exclude)) for value in values if value is not None]
+                    return [state_key(CONTENT + content_of(value, exclude)) for value in values]
                 return None
             case never:
                 assert_never(never)

@@ -16,7 +16,17 @@ from typing import Final, Literal, assert_never
 from dedup.core import exact_json
 from dedup.core import tracking_id as encoding
 from dedup.core.event_time import BadTime, EventTime, FieldTime, RecordTime, time_ms_of
-from dedup.core.exact_json import ABSENT, Absent, JsonValue, Members, Number, Unreadable, canonical_json, look_up
+from dedup.core.exact_json import (
+    ABSENT,
+    Absent,
+    JsonValue,
+    Members,
+    NotJudged,
+    Number,
+    Unreadable,
+    canonical_json,
+    look_up,
+)
 from dedup.core.json_path import Path, format_path
 from dedup.core.tracking_id import (
     ContentRule,
@@ -97,13 +107,8 @@ class Recipe:
             raise ValueError("fields is empty; name at least one path")
 
 
-class _MissingId(Exception):
-    """The record has no ID. Contains a stable code, and a sentence without payload."""
-
-    def __init__(self, code: str, detail: str) -> None:
-        self.code: Final = code
-        self.detail: Final = detail
-        super().__init__(detail)
+class _MissingId(NotJudged):
+    """The record has no ID."""
 
 
 def extract_one(
@@ -118,9 +123,10 @@ def extract_one(
         if value is None:
             return _of_tombstone(recipe, key, headers, timestamp_ms)
         content = exact_json.decode(value) if recipe.fmt == "json" else ABSENT
-        found = _look_up_time(recipe.event_time, content)
+        time = recipe.event_time
+        found = look_up(content, time.path) if isinstance(time, FieldTime) else ABSENT
         canonical = _canonical_id(recipe.tracking_id, key, value, headers, content)
-        time_ms = timestamp_ms if found is None else time_ms_of(*found)
+        time_ms = time_ms_of(found, time) if isinstance(time, FieldTime) else timestamp_ms
         return One(state_key(canonical), time_ms, _fingerprint(recipe, value, content))
     except Unreadable as refused:
         return Fault(FaultKind.UNREADABLE, refused.code, refused.detail, refused.format_name)
@@ -128,17 +134,6 @@ def extract_one(
         return Fault(FaultKind.MISSING_ID, missing.code, missing.detail)
     except BadTime as bad:
         return Fault(FaultKind.BAD_TIME, bad.code, bad.detail)
-
-
-def _look_up_time(time: EventTime, content: JsonValue | Absent) -> tuple[JsonValue | Absent, FieldTime] | None:
-    """Return the value at the path of the event time; None if the record's own timestamp is the event time."""
-    match time:
-        case RecordTime():
-            return None
-        case FieldTime(path):
-            return (ABSENT if isinstance(content, Absent) else look_up(content, path)), time
-        case never:
-            assert_never(never)
 
 
 def _of_tombstone(recipe: Recipe, key: bytes | None, headers: Headers, timestamp_ms: int) -> One | Fault:
@@ -208,7 +203,7 @@ def _of_fields(paths: Sequence[Path], tracking_id: TrackingId, content: JsonValu
     parts: list[bytes] = []
     missing: _MissingId | None = None
     for path in paths:
-        found = ABSENT if isinstance(content, Absent) else look_up(content, path)
+        found = look_up(content, path)
         try:
             parts.append(_of_field(found, tracking_id, format_path(path)))
         except _MissingId as first:

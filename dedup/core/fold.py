@@ -143,20 +143,19 @@ class Outcome:
 
 def sighting_of(rows: Rows, times_ms: Sequence[int], row: int) -> Sighting:
     """Return the sighting that a record leaves."""
+    return Sighting(times_ms[row], times_ms[row], rows.source(row), _fingerprint_of(rows, row))
+
+
+def _fingerprint_of(rows: Rows, row: int) -> bytes:
     fingerprints = rows.extracted.fingerprints
-    fingerprint = b"" if fingerprints is None else fingerprints[row]
-    return Sighting(times_ms[row], times_ms[row], rows.source(row), fingerprint)
+    return b"" if fingerprints is None else fingerprints[row]
 
 
-@dataclass(frozen=True, slots=True)
-class AtOnce:
-    """The verdicts of a batch without late records."""
-
-    unique: list[int]
-    duplicates: list[tuple[int, Sighting]]
-    """Rows with known IDs, each with the sighting that it repeats."""
-    repeats: list[tuple[int, int]]
-    """Rows with other IDs that occur earlier in the batch, each with the row that it repeats."""
+def _failed(source: Source, cause: str, policy: str) -> RecordFailed:
+    return RecordFailed(
+        f"source topic {source.topic}, partition {source.partition}, offset {source.offset}: {cause}. "
+        f"The topology says `{policy}`. Fix the producer, or choose another policy."
+    )
 
 
 def judged_at_once(
@@ -165,8 +164,8 @@ def judged_at_once(
     known: Mapping[bytes, tuple[Sighting, ...]],
     window: Window,
     stream_time_ms: int,
-) -> AtOnce | None:
-    """Return the same verdicts as judging record by record; None if that is not certain.
+) -> tuple[list[int], list[tuple[int, Sighting]], list[tuple[int, int]]] | None:
+    """Return `Outcome`'s unique, duplicates and repeats, as judging record by record would; None unless that is sure.
 
     ``known`` contains the sightings of exactly these IDs, and ``stream_time_ms`` is stream time after the batch. The
     window must not use extension.
@@ -193,7 +192,7 @@ def judged_at_once(
         else:
             repeats.append((row, owners[row]))
     duplicates.sort()
-    return AtOnce(list(first.values()), duplicates, repeats)
+    return list(first.values()), duplicates, repeats
 
 
 def fold(rows: Rows, rules: Rules, before: StreamTime, lookup: Lookup, *, ceiling_ms: int) -> Outcome:
@@ -212,8 +211,8 @@ def fold(rows: Rows, rules: Rules, before: StreamTime, lookup: Lookup, *, ceilin
         at_once = judged_at_once(ids, times_ms, known, rules.window, after.value_ms)  # type: ignore[arg-type]  # as above
         if at_once is not None:
             outcome.stream_time = after
-            outcome.unique, outcome.singles = at_once.unique, at_once.unique
-            outcome.duplicates, outcome.repeats = at_once.duplicates, at_once.repeats
+            outcome.unique, outcome.duplicates, outcome.repeats = at_once
+            outcome.singles = outcome.unique
             return outcome
     stream_times, outcome.stream_time = _stream_times(rows, times_ms, skipped, before)
     if wanted:
@@ -261,11 +260,7 @@ def _faults(rows: Rows, rules: Rules, outcome: Outcome) -> set[int]:
             continue
         skipped.add(row)
         if fault.kind is FaultKind.MISSING_ID and rules.missing is OnMissing.FAIL:
-            source = rows.source(row)
-            raise RecordFailed(
-                f"source topic {source.topic}, partition {source.partition}, offset {source.offset}: {fault.detail} "
-                f"The topology says `missing: fail`. Fix the producer, or choose another policy."
-            )
+            raise _failed(rows.source(row), fault.detail, "missing: fail")
         if fault.kind is FaultKind.MISSING_ID and rules.missing is OnMissing.FORWARD:
             outcome.exempt[row] = Exempt("missing_id")
         elif fault.kind is FaultKind.TOMBSTONE and rules.tombstones is OnTombstone.FORWARD:
@@ -365,13 +360,18 @@ class _Judging:
     def _judge_known(self, row: int, key: bytes, time_ms: int, stream_time_ms: int) -> None:
         first_row = self._fresh.get(key)
         known = self._known[key] if first_row is None else (self._sighting(first_row),)
-        fingerprint = self._fingerprint(row)
-        verdict = self._window.decide(time_ms, known, stream_time_ms)
-        conflict = isinstance(verdict, Duplicate) and self._conflicts(known, time_ms, stream_time_ms, fingerprint)
-        if conflict:
-            verdict = self._conflicting(row, verdict, known, time_ms, stream_time_ms)
-        elif isinstance(verdict, Duplicate) and self._rules.on_conflict is OnConflict.FORWARD:
-            verdict = self._window.decide(time_ms, _like(known, fingerprint), stream_time_ms)
+        verdict, conflict = self._window.decide(time_ms, known, stream_time_ms), False
+        if self._rules.fingerprints and isinstance(verdict, Duplicate):
+            fingerprint = _fingerprint_of(self._rows, row)
+            alike = tuple(seen for seen in known if seen.fingerprint == fingerprint)
+            same = self._window.decide(time_ms, alike, stream_time_ms)
+            conflict = not isinstance(same, Duplicate)
+            if conflict and self._rules.on_conflict is OnConflict.FAIL:
+                cause = "its ID was seen with another payload"
+                raise _failed(self._rows.source(row), cause, "on_conflict: fail")
+            if self._rules.on_conflict is OnConflict.FORWARD:
+                # The identity is then ID and fingerprint: only the same payload can be a duplicate.
+                verdict = same
         match verdict:
             case Duplicate(of):
                 (self._outcome.conflicts if conflict else self._outcome.duplicates).append((row, of))
@@ -385,29 +385,6 @@ class _Judging:
                     self._outcome.exempt[row] = Exempt("conflict")
                 self._remember(key, (*known, self._sighting(row)), self._window.segment_of(time_ms))
 
-    def _conflicts(self, known: Sightings, time_ms: int, stream_time_ms: int, fingerprint: bytes) -> bool:
-        """Whether no sighting in range has this payload; the caller knows that at least one sighting is in range."""
-        if not self._rules.fingerprints:
-            return False
-        return not isinstance(self._window.decide(time_ms, _like(known, fingerprint), stream_time_ms), Duplicate)
-
-    def _conflicting(
-        self, row: int, verdict: Unique | Duplicate | Late, known: Sightings, time_ms: int, stream_time_ms: int
-    ) -> Unique | Duplicate | Late:
-        match self._rules.on_conflict:
-            case OnConflict.DUPLICATE:
-                return verdict
-            case OnConflict.FORWARD:
-                # The identity is then ID and fingerprint: only the same payload can be a duplicate.
-                return self._window.decide(time_ms, _like(known, self._fingerprint(row)), stream_time_ms)
-            case OnConflict.FAIL:
-                source = self._rows.source(row)
-                raise RecordFailed(
-                    f"source topic {source.topic}, partition {source.partition}, offset {source.offset}: its ID was "
-                    f"seen with another payload. The topology says `on_conflict: fail`. Fix the producer, or choose "
-                    f"another policy."
-                )
-
     def _extend(self, key: bytes, known: Sightings, of: Sighting, time_ms: int) -> None:
         longer = self._window.extended(of, time_ms)
         if longer != of:
@@ -416,25 +393,14 @@ class _Judging:
             self._remember(key, rest, self._window.segment_of(longer.last_ms))
 
     def _remember(self, key: bytes, sightings: Sightings, segment: int) -> None:
-        self._fresh_is_known(key)
+        row = self._fresh.pop(key, None)
+        if row is not None:
+            seen = self._sighting(row)
+            self._outcome.rewritten[self._window.segment_of(seen.last_ms), key] = (seen,)
         self._known[key] = sightings
         segment_of = self._window.segment_of
         here = tuple(seen for seen in sightings if segment_of(seen.last_ms) == segment)
         self._outcome.rewritten[segment, key] = here
 
-    def _fresh_is_known(self, key: bytes) -> None:
-        row = self._fresh.pop(key, None)
-        if row is not None:
-            seen = self._sighting(row)
-            self._outcome.rewritten[self._window.segment_of(seen.last_ms), key] = (seen,)
-
-    def _fingerprint(self, row: int) -> bytes:
-        fingerprints = self._rows.extracted.fingerprints
-        return b"" if fingerprints is None else fingerprints[row]
-
     def _sighting(self, row: int) -> Sighting:
         return sighting_of(self._rows, self._outcome.judged_times_ms, row)
-
-
-def _like(known: Sightings, fingerprint: bytes) -> Sightings:
-    return tuple(seen for seen in known if seen.fingerprint == fingerprint)

@@ -248,12 +248,13 @@ def _joined(values: Sequence[bytes | None]) -> bytes | None:
     text = np.frombuffer(joined, np.uint8)
     if not ((text[ends - lengths] == ord("{")).all() and (text[ends - 1] == ord("}")).all()):
         return None
-    if lengths.max() > _SHORT_BYTES and any(_may_be_deep(value) for value in values if value is not None):
+    if lengths.max() > _SHORT_BYTES and any(may_be_deep(value) for value in values if value is not None):
         return None
     return joined
 
 
-def _may_be_deep(value: bytes) -> bool:
+def may_be_deep(value: bytes) -> bool:
+    """Tell whether a value may be nested more than `MAX_DEPTH` deep; False is sure."""
     return len(value) > _SHORT_BYTES and value.count(b"{") + value.count(b"[") > MAX_DEPTH
 
 

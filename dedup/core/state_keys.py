@@ -82,16 +82,12 @@ class PartMemo(dict[str | int, bytes]):
         self._normalize: Callable[[str], str] | None = normalizer(normalize)
 
     def __missing__(self, value: str | int) -> bytes:
-        if isinstance(value, str):
-            normalized = value if self._normalize is None else self._normalize(value)
-            if not normalized:
-                raise _EmptyPart
-            part = encoding.prefixed(encoding.encode_text(normalized))
-        else:
-            part = encoding.prefixed(encoding.encode_integer(value))
+        scalar = self._normalize(value) if self._normalize is not None and isinstance(value, str) else value
+        if scalar == "":
+            raise _EmptyPart
         if len(self) >= _REMEMBERED:
             self.clear()
-        self[value] = part
+        part = self[value] = encoding.prefixed(_scalar(scalar))
         return part
 
 

@@ -24,12 +24,12 @@ from __future__ import annotations
 
 import json
 import unicodedata
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from hashlib import blake2b
 from re import compile as compile_pattern
-from typing import Final, Literal, assert_never
+from typing import Final, Literal
 from uuid import UUID as Uuid  # noqa: N811  # the tag has the name
 
 from dedup.core.json_path import Path
@@ -171,10 +171,17 @@ def prefixed(part: bytes) -> bytes:
     return bytes(head) + part
 
 
+_STEPS: Final[Mapping[Normalizing, Callable[[str], str]]] = {
+    "trim": lambda text: text.strip(_BLANKS),
+    "lower": str.lower,
+    "nfc": lambda text: unicodedata.normalize("NFC", text),
+}
+
+
 @cache
 def normalizer(steps: tuple[Normalizing, ...]) -> Callable[[str], str] | None:
-    """Return a function that applies these steps to a string; None if there are no steps."""
-    functions = [_normalizing(step) for step in steps]
+    """Return a function that applies these steps to a text; None if there are none."""
+    functions = [_STEPS[step] for step in steps]
     if not functions:
         return None
 
@@ -184,18 +191,6 @@ def normalizer(steps: tuple[Normalizing, ...]) -> Callable[[str], str] | None:
         return text
 
     return apply
-
-
-def _normalizing(step: Normalizing) -> Callable[[str], str]:
-    match step:
-        case "trim":
-            return lambda text: text.strip(_BLANKS)
-        case "lower":
-            return str.lower
-        case "nfc":
-            return lambda text: unicodedata.normalize("NFC", text)
-        case never:
-            assert_never(never)
 
 
 def id_text(key: bytes) -> str | None:

@@ -23,7 +23,7 @@ class _Token(AbstractTokenProvider):  # type: ignore[misc]  # untyped base
 
     async def token(self) -> str:
         """Return the token."""
-        return self._secret.reveal()
+        return self._secret.get_secret_value()
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,9 @@ class Connection:
             options["sasl_oauth_token_provider"] = _Token(self.security.password)
         elif self.security.protocol.startswith("SASL"):
             options["sasl_plain_username"] = self.security.username
-            options["sasl_plain_password"] = self.security.password.reveal() if self.security.password else None
+            options["sasl_plain_password"] = (
+                self.security.password.get_secret_value() if self.security.password else None
+            )
         return options
 
     def client_options(self) -> dict[str, Any]:
@@ -70,6 +72,6 @@ class Connection:
         context = ssl.create_default_context(cafile=self.security.ca_file)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
         if self.security.cert_file:
-            key_password = self.security.key_password.reveal() if self.security.key_password else None
+            key_password = self.security.key_password.get_secret_value() if self.security.key_password else None
             context.load_cert_chain(self.security.cert_file, self.security.key_file, key_password)
         return context

@@ -40,6 +40,8 @@ _NOT_FOUND: Final = 69
 PAUSE_MS: Final = 100
 DEADLINE_MS: Final = 30_000
 _BROKERS_RETENTION: Final = -1
+BROKER_DEFAULT: Final = -1
+"""A replication factor or partition count that leaves the choice to the brokers (KIP-464)."""
 FOR_EVER_MS: Final = 100 * 365 * 86_400_000
 """The broker adds it to the current time, so the largest possible number would overflow."""
 _MADE_BY_THE_BROKER: Final = re.compile(r"-[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}$")
@@ -67,7 +69,7 @@ class Topic:
 
 @dataclass(frozen=True, slots=True)
 class WantedTopic:
-    """A topic to create; a replication factor of -1 means the brokers' default."""
+    """A topic to create."""
 
     name: str
     partitions: int

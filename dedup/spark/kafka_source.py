@@ -71,7 +71,7 @@ def _tls(security: Security) -> dict[str, str]:
             "kafka.ssl.keystore.key": _text(security.key_file),
         }
     if security.key_password:
-        options["kafka.ssl.key.password"] = security.key_password.reveal()
+        options["kafka.ssl.key.password"] = security.key_password.get_secret_value()
     return options
 
 
@@ -86,7 +86,7 @@ def _sasl(security: Security) -> dict[str, str]:
                 )
             ]
         )
-    user, password = (_quoted(text) for text in (security.username, security.password.reveal()))
+    user, password = (_quoted(text) for text in (security.username, security.password.get_secret_value()))
     return {
         "kafka.sasl.mechanism": security.mechanism or "",
         "kafka.sasl.jaas.config": f"{module} required username={user} password={password};",

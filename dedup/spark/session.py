@@ -8,7 +8,7 @@ import sys
 import threading
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Self
 
 from py4j.protocol import Py4JJavaError
@@ -77,17 +77,19 @@ class PicklableSettings:
     def of(cls, settings: Settings) -> Self:
         """Return the settings in a form that can be pickled, without those that only a worker's web pages need."""
         security = settings.security
-        plain = replace(settings, security=replace(security, password=None, key_password=None), web=Web())
+        without = security.model_copy(update={"password": None, "key_password": None})
+        plain = settings.model_copy(update={"security": without, "web": Web()})
         password, key_password = (
-            None if secret is None else secret.reveal() for secret in (security.password, security.key_password)
+            None if secret is None else secret.get_secret_value()
+            for secret in (security.password, security.key_password)
         )
         return cls(plain, password, key_password)
 
     def reveal(self) -> Settings:
         """Return the original settings."""
         password, key_password = (None if text is None else Secret(text) for text in (self.password, self.key_password))
-        security = replace(self.plain.security, password=password, key_password=key_password)
-        return replace(self.plain, security=security)
+        security = self.plain.security.model_copy(update={"password": password, "key_password": key_password})
+        return self.plain.model_copy(update={"security": security})
 
 
 class JobProgress:

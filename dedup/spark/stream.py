@@ -25,7 +25,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -202,7 +202,7 @@ async def _pin(ready: Prepared) -> None:
 async def _short_task(ready: Prepared, wire: KafkaWire, feeding: TopicPartition) -> AsyncIterator[Task]:
     """Yield a started task of the partition, with empty local state."""
     with tempfile.TemporaryDirectory(prefix="dedup-spark-") as empty:
-        here = replace(ready.settings, state_dir=Path(empty))
+        here = ready.settings.model_copy(update={"state_dir": Path(empty)})
         task = TaskFactory(ready.topology, here, ready.cluster, wire, SteadyClock(), RocksMemory()).build(feeding)
         try:
             await task.start()

@@ -131,7 +131,7 @@ async def _judge(plan: AttemptPlan, first: FeedBatch, batches: Iterator[FeedBatc
     name = plan.topology.name
     async with connected(settings, f"dedup-{name}-spark") as wire:
         with _own_directory(settings.state_dir, name, first.feeding) as state_dir:
-            here = replace(settings, state_dir=state_dir)
+            here = settings.model_copy(update={"state_dir": state_dir})
             factory = TaskFactory(plan.topology, here, plan.cluster, wire, _clock(), _memory())
             return await _Attempt(factory, wire, first.feeding, plan).run(first, batches)
 

@@ -10,11 +10,12 @@ from dataclasses import dataclass
 from posixpath import normpath
 from typing import Final
 
-from dedup.core.tracking_id import FieldRule, FieldsRule, HeaderRule
+from dedup.core.tracking_id import HeaderRule, KeyRule
 from dedup.quantities import format_duration
-from dedup.topology.ingest_file import FilesSource, Ingest, TableSource, place_of, settle_sentence
+from dedup.topology.ingest_file import Ingest, place_of, settle_sentence
 from dedup.topology.lint import Finding
 from dedup.topology.model import Topology, rule_text
+from dedup.topology.schema import FilesSource, TableSource
 
 Stage = Ingest | Topology
 _ID_HEADER: Final = "dedup-id"
@@ -96,27 +97,23 @@ def describe_chain(files: Sequence[Named], weak: frozenset[str]) -> list[str]:
     ``weak`` contains the files of the stages that are not exactly-once according to their findings.
     """
     lines: list[str] = []
-    for start in files:
-        if isinstance(start.stage, Ingest):
-            text = f"{place_of(start.stage.source)} → {start.stage.topic}"
-            lines += _paths(files, start.stage.topic, text, [start.file], weak)
+    for file, ingest in _ingests(files):
+        lines += _paths(files, ingest.topic, f"{place_of(ingest.source)} → {ingest.topic}", [file], weak)
     return lines
 
 
 def _paths(files: Sequence[Named], topic: str, text: str, passed: list[str], weak: frozenset[str]) -> list[str]:
-    """Return a line per path that starts at a topic; ``text`` and ``passed`` are the stages before it."""
-    after = [each for each in _readers_of(files, topic) if each.file not in passed]
+    """Return a line per path from a topic on; ``text`` and ``passed`` are the stages before it."""
+    after = [(file, topology) for file, topology in _readers_of(files, topic) if file not in passed]
     if not after:
         bad = [file for file in passed if file in weak]
         return [f"{text}: " + (f"not exactly-once at {', '.join(bad)}" if bad else "exactly-once at every stage")]
     lines: list[str] = []
-    for each in after:
-        topology = each.stage
-        assert isinstance(topology, Topology)  # noqa: S101  # only topologies read topics
+    for file, topology in after:
         out = topology.output.topic if topology.output else ""
         more = f"{text} → {topology.name}" + (f" → {out}" if out else "")
         more += f" → table {topology.sink.table}" if topology.sink is not None else ""
-        lines += _paths(files, out, more, [*passed, each.file], weak)
+        lines += _paths(files, out, more, [*passed, file], weak)
     return lines
 
 
@@ -125,18 +122,23 @@ def is_weak(finding: Finding) -> bool:
     return finding.level == "error" or finding.code in _WEAK
 
 
-def _readers_of(files: Sequence[Named], topic: str) -> list[Named]:
-    return [each for each in files if isinstance(each.stage, Topology) and topic in each.stage.source.topics]
+def _ingests(files: Sequence[Named]) -> list[tuple[str, Ingest]]:
+    return [(each.file, each.stage) for each in files if isinstance(each.stage, Ingest)]
+
+
+def _topologies(files: Sequence[Named]) -> list[tuple[str, Topology]]:
+    return [(each.file, each.stage) for each in files if isinstance(each.stage, Topology)]
+
+
+def _readers_of(files: Sequence[Named], topic: str) -> list[tuple[str, Topology]]:
+    return [(file, topology) for file, topology in _topologies(files) if topic in topology.source.topics]
 
 
 def _weak_joints(files: Sequence[Named]) -> Iterator[tuple[str, Finding]]:
-    for each in files:
-        if not isinstance(each.stage, Ingest):
-            continue
-        for after in _readers_of(files, each.stage.topic):
-            assert isinstance(after.stage, Topology)  # noqa: S101  # only topologies read topics
-            for finding in _joint(each.stage, after.stage):
-                yield after.file, finding
+    for _, ingest in _ingests(files):
+        for file, topology in _readers_of(files, ingest.topic):
+            for finding in _joint(ingest, topology):
+                yield file, finding
 
 
 def _joint(ingest: Ingest, topology: Topology) -> Iterator[Finding]:
@@ -149,7 +151,8 @@ def _joint(ingest: Ingest, topology: Topology) -> Iterator[Finding]:
             f"every record would become a dead letter. Use the same rule in both files."
         )
         yield Finding("error", "no_id_header", text)
-    same = isinstance(rule, FieldRule | FieldsRule) and rule == ingest.tracking_id
+    # The source writes its tracking ID as the record's key, too.
+    same = ingest.tracking_id is not None and (rule == ingest.tracking_id or isinstance(rule, KeyRule))
     if topology.source.partitioned_by_tracking_id and not same:
         own = "its place in the source" if ingest.tracking_id is None else rule_text(ingest.tracking_id)
         text = (
@@ -161,39 +164,37 @@ def _joint(ingest: Ingest, topology: Topology) -> Iterator[Finding]:
 
 
 def _loose_ends(files: Sequence[Named]) -> Iterator[tuple[str, Finding]]:
-    written = {each.stage.topic for each in files if isinstance(each.stage, Ingest)}
-    written |= {each.stage.output.topic for each in files if isinstance(each.stage, Topology) and each.stage.output}
-    for each in files:
-        match each.stage:
-            case Ingest(topic=topic):
-                if not _readers_of(files, topic):
-                    text = f"no file given here reads the topic {topic}, which {each.stage.name} writes."
-                    yield each.file, Finding("warning", "nobody_reads", text)
-            case Topology() as topology:
-                unknown = [topic for topic in topology.source.topics if topic not in written]
-                if unknown:
-                    guard = format_duration(topology.window.guard_ms)
-                    text = (
-                        f"no file given here writes {', '.join(unknown)}: the producer may send a record twice, or "
-                        f"lose it. A record sent twice within {guard} is found here; a record lost before is not."
-                    )
-                    yield each.file, Finding("warning", "nobody_writes", text)
+    written = {ingest.topic for _, ingest in _ingests(files)}
+    written |= {topology.output.topic for _, topology in _topologies(files) if topology.output}
+    for file, ingest in _ingests(files):
+        if not _readers_of(files, ingest.topic):
+            text = f"no file given here reads the topic {ingest.topic}, which {ingest.name} writes."
+            yield file, Finding("warning", "nobody_reads", text)
+    for file, topology in _topologies(files):
+        unknown = [topic for topic in topology.source.topics if topic not in written]
+        if unknown:
+            text = (
+                f"no file given here writes {', '.join(unknown)}: the producer may send a record twice, or lose it. A "
+                f"record sent twice within {format_duration(topology.window.guard_ms)} is found here; a record lost "
+                f"before is not."
+            )
+            yield file, Finding("warning", "nobody_writes", text)
 
 
 def _same_files(files: Sequence[Named]) -> Iterator[tuple[str, Finding]]:
-    """Yield sources that share a directory. Both would send a file that is renamed from one pattern to the other."""
-    seen: dict[str, Named] = {}
-    for each in files:
-        if not isinstance(each.stage, Ingest) or not isinstance(each.stage.source, FilesSource):
+    """Yield sources that share a directory: a file renamed from one pattern to the other would be sent by both."""
+    seen: dict[str, str] = {}
+    for file, ingest in _ingests(files):
+        if not isinstance(ingest.source, FilesSource):
             continue
-        directory = normpath(each.stage.source.directory)
-        before = seen.setdefault(directory, each)
-        if before is not each:
+        directory = normpath(ingest.source.directory)
+        if directory in seen:
             text = (
-                f"source.files.directory: {directory} is read by {before.stage.name}, too: a file that matches both "
+                f"source.files.directory: {directory} is read by {seen[directory]}, too: a file that matches both "
                 f"patterns, or is renamed from one to the other, is sent by both. Give each its own directory."
             )
-            yield each.file, Finding("warning", "same_directory", text)
+            yield file, Finding("warning", "same_directory", text)
+        seen.setdefault(directory, ingest.name)
 
 
 def _same_names(files: Sequence[Named]) -> Iterator[tuple[str, Finding]]:
@@ -215,7 +216,7 @@ def _shared_topics(files: Sequence[Named]) -> Iterator[tuple[str, Finding]]:
     records to its own topology. Only a dead-letter topic may be shared on purpose, to collect all dead letters in one
     place.
     """
-    topologies = [(each.file, each.stage) for each in files if isinstance(each.stage, Topology)]
+    topologies = _topologies(files)
     for at, (file, topology) in enumerate(topologies):
         for _, other in topologies[:at]:
             theirs = set(other.written_topics)

@@ -9,6 +9,7 @@ from typing import Any, Final, Literal, assert_never
 
 from dedup.core.event_time import FieldTime, RecordTime
 from dedup.core.fold import OnConflict, OnMissing, OnTombstone
+from dedup.core.json_path import format_path
 from dedup.quantities import format_duration, format_size
 from dedup.topology.model import LateDrop, LateForward, LateTo, Topology, rule_text
 
@@ -46,16 +47,8 @@ class Edge:
     label: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Graph:
-    """The drawing, from left to right."""
-
-    nodes: tuple[Node, ...]
-    edges: tuple[Edge, ...]
-
-
-def graph(topology: Topology) -> Graph:
-    """Return the drawing of a topology as boxes and arrows."""
+def graph(topology: Topology) -> tuple[list[Node], list[Edge]]:
+    """Return the boxes of a topology, from left to right, and the arrows."""
     first = 0 if topology.direct else 2
     nodes = [Node(topic, "topic", 0) for topic in topology.source.topics]
     edges: list[Edge] = []
@@ -72,20 +65,14 @@ def graph(topology: Topology) -> Graph:
         edges.append(Edge("agent dedup", topic, label))
     nodes.append(Node(topology.changelog_topic, "topic", first + 2))
     edges.append(Edge(f"table {topology.name}", topology.changelog_topic, "restore"))
-    return Graph(tuple(nodes), tuple(edges))
+    return nodes, edges
 
 
 def describe(topology: Topology) -> str:
     """Return the topology in words, one fact per line."""
     lines = [f"topology {topology.name}", ""]
-    for title, facts in (
-        ("what is a duplicate", _rule_facts(topology)),
-        ("what happens to a record", _verdict_facts(topology)),
-        ("agents", _agent_facts(topology)),
-        ("topics", _topic_facts(topology)),
-        ("table", _table_facts(topology)),
-    ):
-        rows = list(facts)
+    for title, _key, facts in _SECTIONS:
+        rows = list(facts(topology))
         width = max(len(name) for name, _text in rows)
         lines += [title, *(f"  {name:<{width}}  {text}" for name, text in rows), ""]
     return "\n".join(lines).rstrip() + "\n"
@@ -93,34 +80,30 @@ def describe(topology: Topology) -> str:
 
 def as_data(topology: Topology) -> dict[str, Any]:
     """Return the content of `describe` as plain values, with the boxes and arrows of the drawing."""
-    drawing = graph(topology)
+    nodes, edges = graph(topology)
     return {
         "name": topology.name,
         "direct": topology.direct,
-        "rule": dict(_rule_facts(topology)),
-        "verdicts": dict(_verdict_facts(topology)),
-        "agents": dict(_agent_facts(topology)),
-        "topics": dict(_topic_facts(topology)),
-        "table": dict(_table_facts(topology)),
-        "nodes": [{"name": node.name, "kind": node.kind} for node in drawing.nodes],
-        "edges": [{"from": edge.start, "to": edge.end, "label": edge.label} for edge in drawing.edges],
+        **{key: dict(facts(topology)) for _title, key, facts in _SECTIONS},
+        "nodes": [{"name": node.name, "kind": node.kind} for node in nodes],
+        "edges": [{"from": edge.start, "to": edge.end, "label": edge.label} for edge in edges],
     }
 
 
 def to_dot(topology: Topology) -> str:
     """Return the drawing for Graphviz."""
     shapes = {"topic": "box", "agent": "ellipse", "table": "cylinder"}
-    drawing = graph(topology)
+    nodes, edges = graph(topology)
     lines = [f'digraph "{topology.name}" {{', "  rankdir=LR;"]
-    lines += [f'  "{node.name}" [shape={shapes[node.kind]}];' for node in drawing.nodes]
-    lines += [f'  "{edge.start}" -> "{edge.end}" [label="{edge.label}"];' for edge in drawing.edges]
+    lines += [f'  "{node.name}" [shape={shapes[node.kind]}];' for node in nodes]
+    lines += [f'  "{edge.start}" -> "{edge.end}" [label="{edge.label}"];' for edge in edges]
     return "\n".join([*lines, "}"]) + "\n"
 
 
 def to_svg(topology: Topology) -> str:
     """Return the drawing as an SVG image."""
-    drawing = graph(topology)
-    corners = _corners(drawing)
+    nodes, edges = graph(topology)
+    corners = _corners(nodes)
     width = max(x for x, _y in corners.values()) + _BOX_WIDTH_PX + _MARGIN_PX
     height = max(y for _x, y in corners.values()) + _BOX_HEIGHT_PX + _MARGIN_PX
     size = f'width="{width}" height="{height}" viewBox="0 0 {width} {height}"'
@@ -129,8 +112,8 @@ def to_svg(topology: Topology) -> str:
         f"<title>topology {escape(topology.name)}</title>",
         f"<defs>{_ARROW_HEAD}</defs>",
         '<rect width="100%" height="100%" fill="#fff"/>',
-        *(_arrow(edge, corners) for edge in drawing.edges),
-        *(_box(node, corners[node.name]) for node in drawing.nodes),
+        *(_arrow(edge, corners) for edge in edges),
+        *(_box(node, corners[node.name]) for node in nodes),
         "</svg>",
     ]
     return "\n".join(parts) + "\n"
@@ -144,8 +127,8 @@ def _rule_facts(topology: Topology) -> Iterator[tuple[str, str]]:
     match topology.event_time:
         case RecordTime():
             yield "event time", "the record's timestamp"
-        case FieldTime() as field_time:
-            yield "event time", f"the field {'.'.join(map(str, field_time.path))} ({field_time.unit})"
+        case FieldTime(path, unit):
+            yield "event time", f"the field {format_path(path)} ({unit})"
         case never:
             assert_never(never)
     yield "guard period", f"{guard}: the same ID within it, earlier or later, is a duplicate"
@@ -184,7 +167,7 @@ def _verdict_facts(topology: Topology) -> Iterator[tuple[str, str]]:
         OnMissing.FAIL: "stops the worker",
     }
     yield "without an ID", missing[topology.missing]
-    if topology.id_in_value:
+    if topology.needs_value:
         forward = topology.tombstones is OnTombstone.FORWARD
         yield "null value", _OUTSIDE if forward else f"to {topology.dead_letter}"
     yield "unreadable", f"to {topology.dead_letter}"
@@ -218,6 +201,16 @@ def _table_facts(topology: Topology) -> Iterator[tuple[str, str]]:
     yield "bound", "none" if most is None else f"{format_size(most)} per partition"
 
 
+_SECTIONS: Final = (
+    ("what is a duplicate", "rule", _rule_facts),
+    ("what happens to a record", "verdicts", _verdict_facts),
+    ("agents", "agents", _agent_facts),
+    ("topics", "topics", _topic_facts),
+    ("table", "table", _table_facts),
+)
+"""Title in words, key in `as_data`, and the facts."""
+
+
 def _outlets(topology: Topology) -> Iterator[tuple[str, str]]:
     """Yield the topics that the dedup agent writes, with the kind of records in each."""
     if topology.output is not None:
@@ -231,19 +224,19 @@ def _outlets(topology: Topology) -> Iterator[tuple[str, str]]:
     yield topology.dead_letter, "dead letters"
 
 
-def _corners(drawing: Graph) -> dict[str, tuple[int, int]]:
-    """Return the upper left corner of every box, in columns side by side that are each centered."""
+def _corners(nodes: list[Node]) -> dict[str, tuple[int, int]]:
+    """Return the upper left corner of every box: columns side by side, each centered."""
     columns: dict[int, list[Node]] = {}
-    for node in drawing.nodes:
+    for node in nodes:
         columns.setdefault(node.column, []).append(node)
     tallest = max(map(len, columns.values()))
     return {
         node.name: (
             _MARGIN_PX + column * _COLUMN_PX,
-            _MARGIN_PX + row * _ROW_PX + (tallest - len(nodes)) * _ROW_PX // 2,
+            _MARGIN_PX + row * _ROW_PX + (tallest - len(boxes)) * _ROW_PX // 2,
         )
-        for column, nodes in columns.items()
-        for row, node in enumerate(nodes)
+        for column, boxes in columns.items()
+        for row, node in enumerate(boxes)
     }
 
 

@@ -3,67 +3,22 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final, Literal, assert_never
 
-from pydantic import ValidationError
-
 from dedup.core.event_time import EventTime
-from dedup.core.json_path import Path, parse_path
 from dedup.core.tracking_id import FieldRule, FieldsRule
-from dedup.errors import Problem, TopologyError
-from dedup.quantities import format_duration, parse_duration
-from dedup.topology.parse import event_time_of
-from dedup.topology.schema import CsvType, FilesFile, IngestFile, IngestIdFile, IngestSourceFile, MarkerFile, TableFile
-from dedup.yaml_document import Document, in_order, read, told
+from dedup.errors import Problem
+from dedup.quantities import format_duration
+from dedup.topology.parse import checked_file, event_time_of
+from dedup.topology.schema import FilesSource, IngestFile, IngestIdFile, Marker, TableSource
+from dedup.yaml_document import Document, schema_of
 
 _INGEST_KEY: Final = re.compile(r"^ingest\s*:", re.MULTILINE)
 
 
-@dataclass(frozen=True, slots=True)
-class FilesSource:
-    """Files in one directory."""
-
-    directory: str
-    pattern: str
-    columns: tuple[tuple[str, CsvType], ...] | None
-    """The columns of CSV files; None means one JSON value per line."""
-    start_over: bool
-    """Whether a truncated or replaced file is read from its beginning; otherwise ingest stops."""
-    take_last_line: bool
-
-
-@dataclass(frozen=True, slots=True)
-class TableSource:
-    """A table or a query to which rows are only added, each with a greater number."""
-
-    url: str
-    """The URL as written; a reference such as ``${env:DATABASE_URL}`` is resolved when it is used."""
-    table: str
-    """Empty if there is a query."""
-    column: str
-    unique: str | None
-    query: str = ""
-    settle_ms: int = 0
-    """How long after its number is taken a row may become visible; 0 means that the INSERT itself takes the number."""
-
-    @property
-    def named(self) -> str:
-        """The table's name, or "query"."""
-        return self.table or "query"
-
-
 Source = FilesSource | TableSource
-
-
-@dataclass(frozen=True, slots=True)
-class Marker:
-    """A record in which this member has this value is the last one of its transaction."""
-
-    path: Path
-    equals: str | int | bool
-
-
 Boundary = Literal["interval", "poll"] | Marker
 
 
@@ -98,85 +53,46 @@ def is_ingest(text: str) -> bool:
 
 
 def parse_ingest(text: str, *, name: str) -> Ingest:
-    """Return the source that a file describes. Raises TopologyError with every problem in the file."""
-    document = read(text, name=name)
-    problems = document.problems
-    if not isinstance(document.value, dict):
-        if not problems:
-            problems.append(Problem(name, "must be a mapping of keys to values; begin with `ingest: 1`"))
-        raise TopologyError(problems)
-    checked: IngestFile | None = None
-    try:
-        checked = IngestFile.model_validate(document.value)
-    except ValidationError as error:
-        problems.extend(told(error, document, IngestFile))
-    problems.extend(_one_role_each(document))
-    if problems or checked is None:
-        raise TopologyError(in_order(problems))
-    return _ingest(checked)
+    """Return the source that a file describes. Raises TopologyError with every problem of the file."""
+    return _ingest(checked_file(text, name, IngestFile, [_one_role_each]))
 
 
 def ingest_schema() -> dict[str, Any]:
     """Return the JSON Schema of ingest files, for editors."""
-    schema = IngestFile.model_json_schema()
-    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema, "title": "dedup ingest"}
+    return schema_of(IngestFile, "dedup ingest")
 
 
-def _one_role_each(document: Document) -> list[Problem]:
+def _one_role_each(document: Document) -> Iterator[Problem]:
     name, topic, dead = (document.get(at) for at in (("name",), ("output", "topic"), ("dead_letter",)))
     offsets = f"{name}-source-offsets"
-    taken = {dead or f"{name}.dead-letter": "takes dead letters", offsets: "holds the source offsets"}
-    found: list[Problem] = []
-    if topic in taken:
-        text = f'output.topic: "{topic}" {taken[topic]}; name another'
-        found.append(Problem(document.place(("output", "topic")), text))
+    roles = ((dead or f"{name}.dead-letter", "takes dead letters"), (offsets, "holds the source offsets"))
+    for taken, role in roles:
+        if topic == taken:
+            text = f'output.topic: "{topic}" {role}; name another'
+            yield Problem(document.place(("output", "topic")), text)
     if dead == offsets:
-        found.append(Problem(document.place(("dead_letter",)), f'dead_letter: "{dead}" {taken[offsets]}; name another'))
-    return found
+        yield Problem(document.place(("dead_letter",)), f'dead_letter: "{dead}" holds the source offsets; name another')
 
 
 def _ingest(file: IngestFile) -> Ingest:
+    source = file.source.files or file.source.table
+    assert source is not None  # noqa: S101  # the shape requires one of them
     return Ingest(
         name=file.name,
-        source=_source(file.source),
+        source=source,
         topic=file.output.topic,
         partitions=file.output.partitions,
         tracking_id=_rule(file.tracking_id),
         event_time=event_time_of(file.event_time),
         dead_letter=file.dead_letter or f"{file.name}.dead-letter",
-        boundary=(
-            Marker(parse_path(file.boundary.field), file.boundary.equals)
-            if isinstance(file.boundary, MarkerFile)
-            else file.boundary
-        ),
+        boundary=file.boundary,
     )
-
-
-def _source(file: IngestSourceFile) -> Source:
-    match file:
-        case IngestSourceFile(files=FilesFile() as files):
-            return FilesSource(
-                directory=files.directory,
-                pattern=files.pattern,
-                columns=None if files.columns is None else tuple(files.columns.items()),
-                start_over=files.changed == "start_over",
-                take_last_line=files.last_line == "take",
-            )
-        case IngestSourceFile(table=TableFile() as table):
-            settle_ms = parse_duration(table.settle) if table.settle else 0
-            return TableSource(
-                table.url, table.table or "", table.column, table.unique, query=table.query or "", settle_ms=settle_ms
-            )
-        case _:
-            raise AssertionError("the shape requires one of files and table")
 
 
 def _rule(file: IngestIdFile | None) -> FieldRule | FieldsRule | None:
     if file is None:
         return None
-    if file.field is not None:
-        return FieldRule(parse_path(file.field))
-    return FieldsRule(tuple(map(parse_path, file.fields or ())))
+    return FieldsRule(tuple(file.fields or ())) if file.field is None else FieldRule(file.field)
 
 
 def place_of(source: Source) -> str:

@@ -82,8 +82,8 @@ def _policies(topology: Topology) -> Iterator[Finding]:
     if topology.missing is OnMissing.FAIL:
         text = "tracking_id.missing: fail stops the worker at the first record without an ID, until the cause is fixed."
         yield _warning("missing_stops", text)
-    if topology.id_in_value and topology.tombstones is OnTombstone.FORWARD:
-        text = f"tracking_id.tombstones: forward (the default) sends every null value to the output. {outside}."
+    if topology.needs_value and topology.tombstones is OnTombstone.FORWARD:
+        text = f"tracking_id.tombstones: forward (the default) sends null values on, each time they come. {outside}."
         yield _warning("tombstones_forwarded", text)
     if topology.on_conflict is OnConflict.FORWARD:
         text = (

@@ -25,15 +25,13 @@ from dedup.core.tracking_id import (
     TrackingId,
 )
 from dedup.core.window import Window
-from dedup.topology.schema import ColumnType
+from dedup.topology.schema import ColumnType, Output, Start, StateSpec
 
 _FINGERPRINT_BYTES: Final = 16
 _WINDOW_RULE: Final = 1
 """Version of the meaning of stored sightings; state of another version cannot be used."""
 
 Format = Literal["json", "bytes"]
-Start = Literal["earliest", "latest"] | int
-"""Where a topology without state starts to read; a number is the time of a record in ms."""
 SubTopology = Literal["dedup", "repartition"]
 """The two kinds of task."""
 
@@ -47,15 +45,6 @@ class SourceSpec:
     partitioned_by_tracking_id: bool = False
     """Whether the producers put equal IDs into the same partition."""
     start: Start = "earliest"
-
-
-@dataclass(frozen=True, slots=True)
-class Output:
-    """The output for unique records."""
-
-    topic: str
-    headers: bool = False
-    """Whether every record gets the header `dedup-source`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,15 +65,6 @@ class LateDrop:
 
 
 Late = LateTo | LateForward | LateDrop
-
-
-@dataclass(frozen=True, slots=True)
-class StateSpec:
-    """Settings for state."""
-
-    standby_replicas: int = 1
-    max_bytes_per_partition: int | None = None
-    """The worker stops without a loss before a partition's state exceeds this; None means no limit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +116,7 @@ class Topology:
     fingerprint_exclude: tuple[Path, ...] = ()
     """Members ignored when payloads are compared."""
     on_conflict: OnConflict = OnConflict.DUPLICATE
-    state: StateSpec = StateSpec()
+    state: StateSpec = field(default_factory=StateSpec)
     sink: SinkSpec | None = None
 
     @property
@@ -196,9 +176,10 @@ class Topology:
         return self.duplicates if self.conflicts is None else self.conflicts
 
     @property
-    def id_in_value(self) -> bool:
-        """Whether the tracking ID is read from a JSON value, so that a null value has none."""
-        return isinstance(self.tracking_id.rule, FieldRule | FieldsRule | ContentRule)
+    def needs_value(self) -> bool:
+        """Whether the tracking ID or the event time is read from the value, so that a null value is a tombstone."""
+        id_in_value = not isinstance(self.tracking_id.rule, KeyRule | HeaderRule)
+        return id_in_value or isinstance(self.event_time, FieldTime)
 
     @cached_property
     def rules(self) -> Rules:

@@ -6,15 +6,13 @@ roles) are checked in the file as written, so that both kinds of problems are re
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, Final
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Final, TypeVar
 
-from pydantic import ValidationError
+from pydantic import BaseModel
 
-from dedup.core.event_time import EventTime, FieldTime, RecordTime, rfc3339_ms
-from dedup.core.extract import compile_extractor
+from dedup.core.event_time import EventTime, FieldTime, RecordTime
 from dedup.core.fold import OnConflict, OnFuture, OnMissing, OnTombstone
-from dedup.core.json_path import parse_path
 from dedup.core.tracking_id import (
     ContentRule,
     FieldRule,
@@ -27,18 +25,15 @@ from dedup.core.tracking_id import (
 )
 from dedup.core.window import Window
 from dedup.errors import Problem, TopologyError
-from dedup.quantities import parse_duration, parse_size
+from dedup.quantities import parse_duration
 from dedup.topology.model import (
     Late,
     LateDrop,
     LateForward,
     LateTo,
-    Output,
     SinkColumn,
     SinkSpec,
     SourceSpec,
-    Start,
-    StateSpec,
     Topology,
 )
 from dedup.topology.schema import (
@@ -46,12 +41,15 @@ from dedup.topology.schema import (
     ColumnFile,
     ConflictsFile,
     FieldTimeFile,
+    Output,
     SinkFile,
     TopologyFile,
     TrackingIdFile,
 )
-from dedup.yaml_document import At, Document, dotted, in_order, read, told
+from dedup.yaml_document import At, Document, dotted, in_order, read, schema_of, validated
 
+_File = TypeVar("_File", bound=BaseModel)
+_Check = Callable[[Document], Iterator[Problem]]
 _MOST_TOPIC_CHARS: Final = 249
 _EXTENSIONS_OF_GUARD: Final = 7
 _CHANGELOG: Final = "the changelog topic"
@@ -64,36 +62,35 @@ def parse(text: str, *, name: str) -> Topology:
 
     Raises TopologyError with every problem in the file.
     """
+    return _topology(checked_file(text, name, TopologyFile, (_one_rule, _bytes_have_no_fields, _one_role_each)))
+
+
+def checked_file(text: str, name: str, model: type[_File], checks: Iterable[_Check]) -> _File:
+    """Return a file as its model, whose first key is its version. Raises TopologyError with every problem of the file.
+
+    ``checks`` look for what several keys show; a document they get is a mapping, its values may be anything.
+    """
+    begin = f"{next(iter(model.model_fields))}: 1"
     document = read(text, name=name)
     problems = document.problems
     if document.value is None and not problems:
-        problems.append(Problem(name, 'is empty; begin with "dedup: 1", and see `dedup schema`'))
+        problems.append(Problem(name, f'is empty; begin with "{begin}", and see `dedup schema`'))
     elif document.value is not None and not isinstance(document.value, dict):
-        problems.append(Problem(document.place(()), "must be a mapping of keys to values; begin with `dedup: 1`"))
+        problems.append(Problem(document.place(()), f"must be a mapping of keys to values; begin with `{begin}`"))
     if not isinstance(document.value, dict):
         raise TopologyError(problems)
-    checked: TopologyFile | None = None
-    try:
-        checked = TopologyFile.model_validate(document.value)
-    except ValidationError as error:
-        problems.extend(told(error, document, TopologyFile))
-    for check in (_one_rule, _bytes_have_no_fields, _one_role_each):
-        problems.extend(check(document))
+    checked, found = validated(document, model)
+    problems += found
+    for check in checks:
+        problems += check(document)
     if problems or checked is None:
         raise TopologyError(in_order(problems))
-    topology = _topology(checked)
-    # Refuse here what the extractor would refuse, so that no worker starts with it.
-    try:
-        compile_extractor(topology.tracking_id, topology.event_time, fmt=topology.source.format, fingerprint=False)
-    except ValueError as error:
-        raise TopologyError([Problem(document.place(("tracking_id",)), str(error))]) from error
-    return topology
+    return checked
 
 
 def json_schema() -> dict[str, Any]:
     """Return the JSON Schema of topology files, for editors."""
-    schema = TopologyFile.model_json_schema()
-    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema, "title": "dedup topology"}
+    return schema_of(TopologyFile, "dedup topology")
 
 
 def _topology(file: TopologyFile) -> Topology:
@@ -101,9 +98,8 @@ def _topology(file: TopologyFile) -> Topology:
     guard_ms = parse_duration(file.guard_period)
     cap_ms = guard_ms * _EXTENSIONS_OF_GUARD if file.extend_at_most is None else parse_duration(file.extend_at_most)
     grace_ms = guard_ms if file.grace is None else parse_duration(file.grace)
-    output = None if file.output is None else Output(file.output.topic, file.output.headers)
+    output = file.output
     side_prefix = file.name if output is None else output.topic
-    most = file.state.max_bytes_per_partition
     conflicts = file.conflicts if isinstance(file.conflicts, ConflictsFile) else ConflictsFile(topic=file.conflicts)
     return Topology(
         name=file.name,
@@ -122,9 +118,9 @@ def _topology(file: TopologyFile) -> Topology:
         duplicates=file.duplicates,
         conflicts=conflicts.topic,
         conflicts_counted=file.conflicts is not None,
-        fingerprint_exclude=tuple(map(parse_path, conflicts.exclude)),
+        fingerprint_exclude=tuple(conflicts.exclude),
         on_conflict=OnConflict(file.on_conflict),
-        state=StateSpec(file.state.standby_replicas, None if most is None else parse_size(most)),
+        state=file.state,
         sink=None if file.sink is None else _sink(file.name, file.sink, output),
     )
 
@@ -132,27 +128,22 @@ def _topology(file: TopologyFile) -> Topology:
 def _source(file: TopologyFile, tracking_id: TrackingId) -> SourceSpec:
     # Normalizing may make two keys equal that the producers' partitioner saw as different.
     implied = isinstance(tracking_id.rule, KeyRule) and not tracking_id.normalize
-    start: Start = "earliest"
-    match file.source.start:
-        case "earliest" | "latest" as named:
-            start = named
-        case text:
-            start = rfc3339_ms(text) or 0
-    declared = file.source.partitioned_by == "tracking_id"
-    return SourceSpec(tuple(file.source.topics), file.source.format, declared or implied, start)
+    source = file.source
+    declared = source.partitioned_by == "tracking_id"
+    return SourceSpec(tuple(source.topics), source.format, declared or implied, source.start)
 
 
 def _rule(file: TrackingIdFile) -> Rule:
     if file.header is not None:
         return HeaderRule(file.header)
     if file.field is not None:
-        return FieldRule(parse_path(file.field))
+        return FieldRule(file.field)
     if file.fields is not None:
-        return FieldsRule(tuple(map(parse_path, file.fields)))
+        return FieldsRule(tuple(file.fields))
     if file.content is True:
         return RawContentRule()
     if file.content is not None:
-        return ContentRule(tuple(map(parse_path, file.content.exclude)))
+        return ContentRule(tuple(file.content.exclude))
     return KeyRule()
 
 
@@ -160,7 +151,7 @@ def event_time_of(written: str | FieldTimeFile) -> EventTime:
     """Return the event time that a file names; a plain word means the record's own timestamp."""
     if isinstance(written, str):
         return RecordTime()
-    return FieldTime(parse_path(written.field), written.unit)
+    return FieldTime(written.field, written.unit)
 
 
 def _late(written: str) -> Late:
@@ -175,9 +166,9 @@ def _late(written: str) -> Late:
 
 def _sink(name: str, file: SinkFile, output: Output | None) -> SinkSpec:
     columns = tuple(
-        SinkColumn(column, parse_path(written.field), written.type)
+        SinkColumn(column, written.field, written.type)
         if isinstance(written, ColumnFile)
-        else SinkColumn(column, parse_path(written), "text")
+        else SinkColumn(column, written, "text")
         for column, written in (file.columns or {}).items()
     )
     return SinkSpec(

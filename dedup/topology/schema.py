@@ -1,12 +1,14 @@
 """The schemas of topology files and ingest files, with each key's values, default, and description.
 
-These pydantic models are also published as JSON Schemas, and editors show the descriptions. `model` and `ingest_file`
-define the values that the program uses.
+These pydantic models are also published as JSON Schemas; editors show the descriptions while someone writes a file.
+`model` and `ingest_file` make the values that the program works with of those named ``*File``; it uses the others as
+they are.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Annotated, Any, ClassVar, Final, Literal, Self
 
 from pydantic import (
@@ -16,16 +18,18 @@ from pydantic import (
     ConfigDict,
     Discriminator,
     Field,
+    GetPydanticSchema,
     Tag,
     WithJsonSchema,
     model_validator,
 )
+from pydantic_core.core_schema import no_info_after_validator_function, str_schema
 
 from dedup.core.event_time import TimeUnit, rfc3339_ms
-from dedup.core.json_path import parse_path
+from dedup.core.json_path import Path, format_path, parse_path
 from dedup.core.tracking_id import Normalizing
 from dedup.quantities import DURATION_PATTERN, SIZE_PATTERN, parse_duration, parse_size
-from dedup.yaml_document import matching, within
+from dedup.yaml_document import Keys, matching, some, within
 
 _VERSION: Final = 1
 _HEADER_CHARS: Final = 1_000
@@ -42,6 +46,8 @@ _ALWAYS: Final = {"acks", "idempotence", "enable_idempotence", "transactional_id
 _RESERVED: Final = frozenset({"tracking_id", "event_time_ms"})
 """Columns that every sink table has."""
 
+Start = Literal["earliest", "latest"] | int
+"""Where a topology without state starts to read; a number is a record time in ms."""
 CsvType = Literal["text", "integer", "number", "boolean"]
 ColumnType = Literal["text", "integer", "number", "boolean", "time", "json"]
 
@@ -53,12 +59,6 @@ def _topic(text: str) -> str:
     if _TOPIC.fullmatch(text) is None or text in {".", ".."}:
         raise ValueError(f'"{text}" is not a valid topic name; Kafka allows 1 to 249 of a-z A-Z 0-9 "." "_" "-"')
     return text
-
-
-def _topics(topics: list[str]) -> list[str]:
-    if not topics:
-        raise ValueError("is an empty list; name at least one topic")
-    return topics
 
 
 def _late(text: str) -> str:
@@ -87,24 +87,17 @@ def _positive_duration(text: str) -> str:
     return text
 
 
-def _size(text: str) -> str:
-    if parse_size(text) == 0:
+def _size(text: str) -> int:
+    size_bytes = parse_size(text)
+    if size_bytes == 0:
         raise ValueError(f'"{text}" must be more than zero')
-    return text
+    return size_bytes
 
 
-def _path(text: str) -> str:
-    parse_path(text)
-    return text
-
-
-def _distinct_paths(paths: list[str]) -> list[str]:
-    if not paths:
-        raise ValueError("is an empty list; name at least one path")
-    parsed = [parse_path(path) for path in paths]
-    for at, path in enumerate(parsed):
-        if path in parsed[:at]:
-            raise ValueError(f'"{paths[at]}" is listed twice')
+def _distinct_paths(paths: list[Path]) -> list[Path]:
+    for at, path in enumerate(paths):
+        if path in paths[:at]:
+            raise ValueError(f'"{format_path(path)}" is listed twice')
     return paths
 
 
@@ -114,10 +107,14 @@ def _header(text: str) -> str:
     return text
 
 
-def _start(text: str) -> str:
-    if text not in {"earliest", "latest"} and rfc3339_ms(text) is None:
-        raise ValueError(f'"{text}" is not a start; write earliest, latest, or a time such as 2024-01-31T00:00:00Z')
-    return text
+def _start(text: str) -> Start:
+    match text:
+        case "earliest" | "latest" as named:
+            return named
+        case _ if (time_ms := rfc3339_ms(text)) is not None:
+            return time_ms
+        case _:
+            raise ValueError(f'"{text}" is not a start; write earliest, latest, or a time such as 2024-01-31T00:00:00Z')
 
 
 def _partitions(count: int) -> int:
@@ -175,6 +172,11 @@ _MAPPING: Final = Tag("mapping")
 _BY_SHAPE: Final = Discriminator(_shape)
 
 
+def _text_as(parse: Callable[[str], Any]) -> GetPydanticSchema:
+    """Return what takes only text; the value is what ``parse`` makes of it."""
+    return GetPydanticSchema(lambda _type, _handler: no_info_after_validator_function(parse, str_schema(strict=True)))
+
+
 def _text_like(pattern: str) -> WithJsonSchema:
     return WithJsonSchema({"type": "string", "pattern": pattern})
 
@@ -182,11 +184,11 @@ def _text_like(pattern: str) -> WithJsonSchema:
 _NAME_RULE: Final = matching(
     _NAME, 'is not a valid name; use a-z, 0-9 and "-", at most 100 characters, a letter or digit first'
 )
-_Path = Annotated[str, AfterValidator(_path)]
+_Path = Annotated[Path, _text_as(parse_path)]
 _DURATION_TEXT: Final = _text_like(DURATION_PATTERN)
 _Duration = Annotated[str, BeforeValidator(_number_as_text), AfterValidator(_duration), _DURATION_TEXT]
 _PositiveDuration = Annotated[str, BeforeValidator(_number_as_text), AfterValidator(_positive_duration), _DURATION_TEXT]
-_Size = Annotated[str, BeforeValidator(_number_as_text), AfterValidator(_size), _text_like(SIZE_PATTERN)]
+_Size = Annotated[int, _text_as(_size), BeforeValidator(_number_as_text), _text_like(SIZE_PATTERN)]
 _Topic = Annotated[str, AfterValidator(_topic), _text_like(f"^{_TOPIC.pattern}$")]
 _Column = Annotated[str, matching(_COLUMN, 'is not a valid column name; use letters, digits and "_"')]
 _SinkColumn = Annotated[_Column, AfterValidator(_not_reserved)]
@@ -197,14 +199,8 @@ _Url = Annotated[str, AfterValidator(_url)]
 _Query = Annotated[str, AfterValidator(_query)]
 
 
-class _Keys(BaseModel):
-    """A mapping that refuses unknown keys and converts no values."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
-
-
-class _ExactlyOne(_Keys):
-    """A mapping that must have exactly one of two keys."""
+class _ExactlyOne(Keys):
+    """A mapping of which exactly one of two keys must be given."""
 
     one_of: ClassVar[tuple[str, str]]
 
@@ -216,14 +212,14 @@ class _ExactlyOne(_Keys):
         return self
 
 
-class FieldTimeFile(_Keys):
+class FieldTimeFile(Keys):
     """The event time is a member of the JSON value."""
 
     field: _Path = Field(description="Path of the member, such as order.placed_at.")
     unit: TimeUnit = Field(description="rfc3339 is text; s, ms, us are numbers of seconds, milliseconds, microseconds.")
 
 
-class ColumnFile(_Keys):
+class ColumnFile(Keys):
     """One column of a sink's table."""
 
     field: _Path = Field(description="A member of the JSON value; NULL if it is missing.")
@@ -232,7 +228,7 @@ class ColumnFile(_Keys):
     )
 
 
-class SinkFile(_Keys):
+class SinkFile(Keys):
     """A table with one row per tracking ID: what `dedup sink` writes."""
 
     url: _Url = Field(description='sqlite:///FILE, postgresql://USER@HOST/DATABASE, or "${env:NAME}".')
@@ -250,11 +246,11 @@ class SinkFile(_Keys):
     )
 
 
-class SourceFile(_Keys):
+class SourceFile(Keys):
     """Where records come from."""
 
-    topics: Annotated[list[_Topic], AfterValidator(_topics)] = Field(
-        description="Topics to read. Several topics are always repartitioned.", json_schema_extra={"minItems": 1}
+    topics: Annotated[list[_Topic], some("topic")] = Field(
+        description="Topics to read. Several are always repartitioned.", json_schema_extra={"minItems": 1}
     )
     format: Annotated[Literal["json", "bytes"], BeforeValidator(_format)] = Field(
         default="json",
@@ -265,18 +261,18 @@ class SourceFile(_Keys):
         description="Declares that producers put equal IDs into the same partition. Without it, records go through a "
         "repartition topic.",
     )
-    start: Annotated[str, AfterValidator(_start)] = Field(
+    start: Annotated[Start, _text_as(_start)] = Field(
         default="earliest", description="Where a new topology starts: earliest, latest, or a time (RFC 3339)."
     )
 
 
-class ContentFile(_Keys):
+class ContentFile(Keys):
     """The canonical content of the JSON value is the ID."""
 
     exclude: list[_Path] = Field(description="Members that are not part of the ID because they differ in each send.")
 
 
-class TrackingIdFile(_Keys):
+class TrackingIdFile(Keys):
     """What identifies the logical event: exactly one of key, header, field, fields, content."""
 
     model_config = ConfigDict(json_schema_extra={"oneOf": [{"required": [rule]} for rule in RULES]})
@@ -290,8 +286,8 @@ class TrackingIdFile(_Keys):
     field: _Path | None = Field(
         default=None, description='A member of the JSON value: order.id, items[0].id, a["b.c"].'
     )
-    fields: Annotated[list[_Path], AfterValidator(_distinct_paths)] | None = Field(
-        default=None, description="Several members in this order, such as tenant and order number."
+    fields: Annotated[list[_Path], some("path"), AfterValidator(_distinct_paths)] | None = Field(
+        default=None, description="Several members together, in this order, such as tenant and order number."
     )
     content: (
         Annotated[
@@ -313,14 +309,14 @@ class TrackingIdFile(_Keys):
     )
 
 
-class OutputFile(_Keys):
+class Output(Keys):
     """Where unique records go."""
 
     topic: _Topic = Field(description="Topic for unique records; key, value, headers, and timestamp stay unchanged.")
     headers: bool = Field(default=False, description="Adds the header dedup-source to every record.")
 
 
-class ConflictsFile(_Keys):
+class ConflictsFile(Keys):
     """Duplicates whose payload differs."""
 
     topic: _Topic | None = Field(
@@ -331,7 +327,7 @@ class ConflictsFile(_Keys):
     )
 
 
-class StateFile(_Keys):
+class StateSpec(Keys):
     """How state is kept."""
 
     standby_replicas: Annotated[int, within(0, _MOST_STANDBYS)] = Field(
@@ -342,7 +338,7 @@ class StateFile(_Keys):
     )
 
 
-class TopologyFile(_Keys):
+class TopologyFile(Keys):
     """One deduplication job."""
 
     dedup: Annotated[Literal[1], BeforeValidator(_version)] = Field(description="Version of this format.")
@@ -373,7 +369,7 @@ class TopologyFile(_Keys):
         default="1m",
         description="After this time, a source partition without lag no longer holds stream time back.",
     )
-    output: OutputFile | None = Field(
+    output: Output | None = Field(
         default=None, description="Where unique records go. Without it, the topology only observes."
     )
     duplicates: _Topic | None = Field(
@@ -392,11 +388,11 @@ class TopologyFile(_Keys):
     dead_letter: _Topic | None = Field(
         default=None, description="Topic for dead letters. Default: <output topic>.dead-letter."
     )
-    state: StateFile = Field(default=StateFile(), description="How state is kept.")
+    state: StateSpec = Field(default=StateSpec(), description="How state is kept.")
     sink: SinkFile | None = Field(default=None, description="The table that `dedup sink` fills from the output.")
 
 
-class FilesFile(_Keys):
+class FilesSource(Keys):
     """Files of one directory that are only appended to, and renamed when they are full."""
 
     directory: str = Field(description="Directory of the files, relative to the current directory of the command.")
@@ -420,15 +416,25 @@ class FilesFile(_Keys):
     )
 
     @model_validator(mode="after")
-    def _columns_of_csv(self) -> FilesFile:
+    def _columns_of_csv(self) -> FilesSource:
         if self.format == "csv" and not self.columns:
             raise ValueError("format csv needs columns: {name: text | integer | number | boolean}")
         if self.format == "jsonl" and self.columns is not None:
             raise ValueError("columns need format csv; a line of jsonl is sent as it is")
         return self
 
+    @property
+    def start_over(self) -> bool:
+        """Whether a truncated or replaced file is read from its beginning; otherwise ingest stops."""
+        return self.changed == "start_over"
 
-class TableFile(_ExactlyOne):
+    @property
+    def take_last_line(self) -> bool:
+        """Whether a last line without a line feed is sent at once."""
+        return self.last_line == "take"
+
+
+class TableSource(_ExactlyOne):
     """A table to which rows are only added, each with a greater number."""
 
     one_of = ("table", "query")
@@ -449,14 +455,24 @@ class TableFile(_ExactlyOne):
         "Not exact: a row that becomes visible even later is never read.",
     )
 
+    @property
+    def settle_ms(self) -> int:
+        """How long after its number is taken a row may become visible; 0: the INSERT itself takes the number."""
+        return parse_duration(self.settle) if self.settle else 0
+
+    @property
+    def named(self) -> str:
+        """The table's name, or "query"."""
+        return self.table or "query"
+
 
 class IngestSourceFile(_ExactlyOne):
     """Where records come from: files or a table."""
 
     one_of = ("files", "table")
 
-    files: FilesFile | None = Field(default=None, description="Files of one directory.")
-    table: TableFile | None = Field(default=None, description="A table of SQLite or PostgreSQL.")
+    files: FilesSource | None = Field(default=None, description="Files of one directory.")
+    table: TableSource | None = Field(default=None, description="A table of SQLite or PostgreSQL.")
 
 
 class IngestIdFile(_ExactlyOne):
@@ -465,12 +481,12 @@ class IngestIdFile(_ExactlyOne):
     one_of = ("field", "fields")
 
     field: _Path | None = Field(default=None, description="A member of the JSON value.")
-    fields: Annotated[list[_Path], AfterValidator(_distinct_paths)] | None = Field(
+    fields: Annotated[list[_Path], some("path"), AfterValidator(_distinct_paths)] | None = Field(
         default=None, description="Several members together."
     )
 
 
-class IngestOutputFile(_Keys):
+class IngestOutputFile(Keys):
     """Where records go."""
 
     topic: _Topic = Field(description="Topic to write; created if it does not exist.")
@@ -479,14 +495,14 @@ class IngestOutputFile(_Keys):
     )
 
 
-class MarkerFile(_Keys):
+class Marker(Keys):
     """How to recognize the last record of a transaction; it is sent like any other."""
 
     field: _Path = Field(description="A member of the JSON value.")
     equals: str | int | bool = Field(description="The value of that member in such a record.")
 
 
-class IngestFile(_Keys):
+class IngestFile(Keys):
     """One exactly-once source."""
 
     ingest: Annotated[Literal[1], BeforeValidator(_version)] = Field(description="Version of this format.")
@@ -503,7 +519,7 @@ class IngestFile(_Keys):
         default="now", description="The record's timestamp: now, when it is sent, or a member of the value."
     )
     dead_letter: _Topic | None = Field(default=None, description="Topic for dead letters. Default: <name>.dead-letter.")
-    boundary: Annotated[Annotated[Literal["interval", "poll"], _PLAIN] | Annotated[MarkerFile, _MAPPING], _BY_SHAPE] = (
+    boundary: Annotated[Annotated[Literal["interval", "poll"], _PLAIN] | Annotated[Marker, _MAPPING], _BY_SHAPE] = (
         Field(
             default="interval",
             description="Where a transaction ends: after the commit interval, after each read (poll: 1 MiB of a file, "

@@ -346,11 +346,11 @@ def client_config(settings: Settings) -> dict[str, Any]:
         "security.protocol": security.protocol,
         "sasl.mechanism": security.mechanism,
         "sasl.username": None if by_token else security.username,
-        "sasl.password": None if by_token or security.password is None else security.password.reveal(),
+        "sasl.password": None if by_token or security.password is None else security.password.get_secret_value(),
         "ssl.ca.location": security.ca_file,
         "ssl.certificate.location": security.cert_file,
         "ssl.key.location": security.key_file,
-        "ssl.key.password": security.key_password and security.key_password.reveal(),
+        "ssl.key.password": security.key_password and security.key_password.get_secret_value(),
     }
     # Without `log_level` librdkafka logs to stderr; what matters arrives as errors.
     config: dict[str, Any] = {"log_level": 0, "client.id": "dedup-verify"}
@@ -358,5 +358,5 @@ def client_config(settings: Settings) -> dict[str, Any]:
     if by_token and security.password is not None:
         token = security.password
         # The true expiry does not matter here: the broker refuses an expired token.
-        config["oauth_cb"] = lambda _: (token.reveal(), time.time() + _TOKEN_FOR_S)
+        config["oauth_cb"] = lambda _: (token.get_secret_value(), time.time() + _TOKEN_FOR_S)
     return config

@@ -21,17 +21,11 @@ KEPT: Final = 300
 PLOTTED: Final = ("unique", "duplicate", "late", "dead_letter", "exempt")
 
 
-@dataclass(frozen=True, slots=True)
-class Sample:
-    """The values at one moment; rates are per second since the previous sample."""
+_COLUMNS: Final = ("time_ms", *PLOTTED, "lag_records", "median_s", "p99_s")
 
-    time_ms: int
-    rates: Mapping[str, float]
-    lag_records: int | None
-    """None while no task knows the end of its partition."""
-    median_s: float | None
-    """End-to-end latency of the records committed since the previous sample; None if there are none."""
-    p99_s: float | None
+Sample = Mapping[str, float | None]
+"""One moment, by the names in `_COLUMNS`: rates per second since the previous sample; lag, None while no task knows the
+end of its partition; end-to-end latency of what was committed since the previous sample, None if nothing was."""
 
 
 @dataclass(slots=True)
@@ -69,20 +63,14 @@ class MetricHistory:
         since_s = None if self._last_ms is None else max(0.001, (now_ms - self._last_ms) / 1000)
         self._last, self._last_ms = counted, now_ms
         if since_s is not None:
-            rates = {name: round(grown[name] / since_s, 2) for name in PLOTTED}
+            rates = (round(grown[name] / since_s, 2) for name in PLOTTED)
             lag = sum(lags) if lags else None
-            self.samples.append(Sample(now_ms, rates, lag, quantile(latencies, 0.5), quantile(latencies, 0.99)))
+            row = (now_ms, *rates, lag, quantile(latencies, 0.5), quantile(latencies, 0.99))
+            self.samples.append(dict(zip(_COLUMNS, row, strict=True)))
 
     def as_data(self) -> dict[str, list[float | None]]:
         """Return the samples as columns."""
-        samples = self.samples
-        return {
-            "time_ms": [each.time_ms for each in samples],
-            **{name: [each.rates[name] for each in samples] for name in PLOTTED},
-            "lag_records": [each.lag_records for each in samples],
-            "median_s": [each.median_s for each in samples],
-            "p99_s": [each.p99_s for each in samples],
-        }
+        return {name: [sample[name] for sample in self.samples] for name in _COLUMNS}
 
 
 def quantile(counts: Sequence[int], share: float) -> float | None:
@@ -167,9 +155,9 @@ def _verdicts(seen: WorkerSeen, samples: Sequence[Sample]) -> Iterator[Notice]:
         named = ", ".join(f"{count:,} {name}" for name, count in formats.most_common())
         text = f"Dead letters in another format than JSON since this worker started, by their first bytes: {named}."
         yield Notice("warning", text)
-    if any(sample.rates["dead_letter"] for sample in samples):
+    if any(sample["dead_letter"] for sample in samples):
         yield Notice("warning", "Dead letters in the last minutes: their reasons are below.")
-    if any(sample.rates["late"] for sample in samples):
+    if any(sample["late"] for sample in samples):
         yield Notice("warning", "Late records in the last minutes: they are later than the grace period allows.")
 
 
@@ -199,7 +187,7 @@ def board(
         "ready": seen.not_ready is None,
         "attention": [asdict(notice) for notice in notices(seen, history.samples, peers)],
         "totals": {
-            **{name: counted.verdicts[name] for name in ("unique", "duplicate", "late", "dead_letter", "exempt")},
+            **{name: counted.verdicts[name] for name in PLOTTED},
             "conflict": counted.conflicts,
             "fenced": seen.fenced,
             "corrupted": seen.corrupted,

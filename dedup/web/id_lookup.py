@@ -32,34 +32,31 @@ async def ask_owners(own: LookedUp, peers: Sequence[Peer], token: Secret | None)
     ``unreached`` lists the partitions that were not asked, with reasons. No error is raised if a worker does not
     respond.
     """
-    whole = asdict(own)
-    whole["sightings"] = [{**seen, "worker": own.worker} for seen in whole["sightings"]]
-    whole |= {"asked": list(own.asked), "candidates": list(own.candidates), "unreached": []}
-    missing = set(own.candidates) - set(own.asked)
+    asked, unreached = set(own.asked), list[dict[str, Any]]()
+    sightings = [{**asdict(seen), "worker": own.worker} for seen in own.sightings]
+
+    def not_asked(why: str, partitions: set[int], worker: str | None = None, url: str | None = None) -> None:
+        unreached.append({"worker": worker, "url": url, "partitions": sorted(partitions), "why": why})
+
+    missing = set(own.candidates) - asked
     others = [(peer, numbers) for peer in peers if not peer.here and (numbers := _partitions(peer, own) & missing)]
-    headers = {} if token is None else {"Authorization": f"Bearer {token.reveal()}"}
+    headers = {} if token is None else {"Authorization": f"Bearer {token.get_secret_value()}"}
     if others:
         # Without redirects and proxies, only the group's members get the token.
         async with ClientSession(timeout=ClientTimeout(total=TIMEOUT_S), headers=headers) as session:
             answers = await asyncio.gather(*(_ask(session, peer, own) for peer, _ in others))
         for (peer, numbers), answer in zip(others, answers, strict=True):
             if isinstance(answer, str):
-                whole["unreached"].append(
-                    {"worker": peer.worker, "url": peer.url, "partitions": sorted(numbers), "why": answer}
-                )
+                missing -= numbers
+                not_asked(answer, numbers, peer.worker, peer.url)
             else:
-                whole["sightings"] += [{**seen, "worker": peer.worker} for seen in answer["sightings"]]
-                whole["asked"] += answer["asked"]
-    named = {number for row in whole["unreached"] for number in row["partitions"]}
-    nobody = sorted(missing - set(whole["asked"]) - named)
-    if nobody:
-        why = "nobody has them: a rebalance is in progress, or they are being restored"
-        whole["unreached"].append({"worker": None, "url": None, "partitions": nobody, "why": why})
+                sightings += [{**seen, "worker": peer.worker} for seen in answer["sightings"]]
+                asked.update(answer["asked"])
+    if missing - asked:
+        not_asked("nobody has them: a rebalance is in progress, or they are being restored", missing - asked)
     if not own.partitions:
-        why = "no assignment is in force: the worker is starting, or a rebalance is in progress"
-        whole["unreached"].append({"worker": None, "url": None, "partitions": [], "why": why})
-    whole["asked"] = sorted(set(whole["asked"]))
-    return whole
+        not_asked("no assignment is in force: the worker is starting, or a rebalance is in progress", set())
+    return asdict(own) | {"sightings": sightings, "asked": sorted(asked), "unreached": unreached}
 
 
 def _partitions(peer: Peer, own: LookedUp) -> set[int]:

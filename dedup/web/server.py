@@ -25,21 +25,18 @@ import logging
 import socket
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping
-from dataclasses import asdict, is_dataclass
+from dataclasses import asdict
 from importlib.resources import files
-from ipaddress import ip_address
-from typing import TYPE_CHECKING, Any, Final, Protocol, Self
+from typing import Any, Final, Protocol, Self
 
 from aiohttp import web
 
 from dedup.errors import DedupError, SettingsError
 from dedup.metrics import TaskNumbers, TaskSeen, WorkerSeen, formats_of, reasons_of
+from dedup.settings import Web, is_loopback
 from dedup.web.dashboard import EVERY_S, MetricHistory, board
 from dedup.web.id_lookup import ask_owners
 from dedup.worker_view import LookedUp, Noted, Peer, ShownRecord, TaskPulse
-
-if TYPE_CHECKING:
-    from dedup.settings import Web
 
 HOME: Final = "/"
 FILES: Final[Mapping[str, str]] = {
@@ -120,7 +117,7 @@ class WebServer:
     def __init__(self, settings: Web, answers: Answers) -> None:
         self._settings: Final = settings
         self._answers: Final = answers
-        self._token: Final = settings.token.reveal().encode() if settings.token else None
+        self._token: Final = settings.token.get_secret_value().encode() if settings.token else None
         self._runner: Final = web.AppRunner(self._app(), access_log=None, handle_signals=False)
         self._history: Final = MetricHistory()
         self._sampling: asyncio.Task[None] | None = None
@@ -200,7 +197,7 @@ class WebServer:
                         headers={"WWW-Authenticate": "Bearer"},
                     )
             # Not request.host: if the header is missing, that waits for a DNS lookup.
-            if self._token is None and not _is_loopback(request.headers.get("Host", "")):
+            if self._token is None and not _names_loopback(request.headers.get("Host", "")):
                 raise web.HTTPForbidden(text="Without a token these pages are for localhost only.\n")
         response = await handler(request)
         response.headers.update(_SECURITY_HEADERS)
@@ -232,7 +229,7 @@ class WebServer:
         except SettingsError as error:
             return _json({"error": str(error)}, status=400)
         if "here" in request.query:
-            return _json(found)
+            return _json(asdict(found))
         return _json(await ask_owners(found, self._answers.peers(), self._settings.token))
 
     async def _dashboard(self, _: web.Request) -> web.Response:
@@ -253,7 +250,7 @@ class WebServer:
             return _json({"error": str(error)}, status=404)
         if found is None:
             return _json({"error": "the log no longer has this record"}, status=404)
-        return _json(found)
+        return _json(asdict(found))
 
 
 def _file_answer(name: str) -> Callable[[web.Request], Awaitable[web.Response]]:
@@ -313,21 +310,11 @@ def _task(task: TaskSeen, counted: TaskNumbers) -> dict[str, Any]:
     }
 
 
-def _json(value: object, *, status: int = 200) -> web.Response:
-    plain: object = value
-    if is_dataclass(value) and not isinstance(value, type):
-        plain = asdict(value)
-    if not isinstance(plain, Mapping):
-        raise TypeError(f"{type(value).__name__} is no answer")
-    return web.json_response(plain, status=status, dumps=lambda data: json.dumps(data, indent=2) + "\n")
+def _json(answer: Mapping[str, Any], *, status: int = 200) -> web.Response:
+    return web.json_response(answer, status=status, dumps=lambda data: json.dumps(data, indent=2) + "\n")
 
 
-def _is_loopback(host: str) -> bool:
+def _names_loopback(host: str) -> bool:
+    """Tell whether a Host header, which may end with a port, names this machine."""
     name = host.rsplit(":", 1)[0] if host.count(":") == 1 or (host.startswith("[") and "]:" in host) else host
-    name = name.strip("[]")
-    if name == "localhost":
-        return True
-    try:
-        return ip_address(name).is_loopback
-    except ValueError:
-        return False
+    return is_loopback(name)

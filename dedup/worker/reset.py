@@ -23,7 +23,7 @@ from dedup.store.base import TaskRecord
 from dedup.store.changelog import encode_task_record, task_record_key
 from dedup.store.checkpoint_storage import CheckpointStorage
 from dedup.store.directory import delete_store
-from dedup.topology.model import Start
+from dedup.topology.schema import Start
 from dedup.worker.bootstrap import transfer
 from dedup.worker.clock import SteadyClock
 from dedup.worker.offsets import RESETTING, bounds_of, first_offset
@@ -78,7 +78,8 @@ class Reset:
         self._admin: Final = admin
         self._group: Final = Group(wire, topology.name)
         self._mark: Final = Group(wire, topology.reset_group)
-        self._storage: Final = None if settings.checkpoint is None else CheckpointStorage(settings.checkpoint)
+        url = settings.state.checkpoint
+        self._storage: Final = None if url is None else CheckpointStorage(url)
 
     async def look(self) -> Doomed:
         """Return what a reset would delete; raises DedupError while the group has members."""

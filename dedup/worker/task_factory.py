@@ -66,8 +66,8 @@ class TaskFactory:
         topics = {name: self.cluster.topics[name] for name in names}
         expected = {name: TopicNow(topic.topic_id, topic.partitions) for name, topic in topics.items()}
         object.__setattr__(self, "check", TopicCheck(self.wire, expected))
-        if self.settings.checkpoint is not None:
-            refuse_unreadable(self.settings.checkpoint)
+        if self.settings.state.checkpoint is not None:
+            refuse_unreadable(self.settings.state.checkpoint)
         object.__setattr__(self, "limits", Limits(self.cluster.limits, self.clock, self.wire))
 
     def identity(self, partition: int) -> StoreIdentity:
@@ -77,7 +77,7 @@ class TaskFactory:
 
     async def prepare(self, partition: int) -> None:
         """Fetch the partition's checkpoint if there is no local state; see `Bootstrap.prepare`."""
-        url = self.settings.checkpoint
+        url = self.settings.state.checkpoint
         if url is not None:
             await self.bootstrap.prepare(url, self.wire, self.wanted(partition))
 

@@ -18,7 +18,7 @@ from dedup.errors import BrokerUnavailable, StateIncompatible
 from dedup.kafka.client import KafkaWire
 from dedup.kafka.connection import Connection
 from dedup.kafka.record_batch import Limit
-from dedup.kafka.topic_admin import Admin, Group, Topic, WantedTopic
+from dedup.kafka.topic_admin import BROKER_DEFAULT, Admin, Group, Topic, WantedTopic
 from dedup.kafka.wire import COORDINATOR_MOVED, NoAnswer, TopicPartition, Wire
 from dedup.quantities import format_duration
 from dedup.topology.lint import Finding
@@ -225,7 +225,7 @@ def missing_topics(topology: Topology, settings: Settings, have: Mapping[str, To
     for name in (topology.duplicates, topology.conflicts):
         if name is not None:
             configs[name] = (count, like_source)
-    factor = settings.topics.replication_factor
+    factor = settings.topics.replication_factor or BROKER_DEFAULT
     return [
         WantedTopic(name, partitions, factor, options)
         for name, (partitions, options) in configs.items()

@@ -12,7 +12,7 @@ import secrets
 import signal
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Protocol, Self
 
 import uvloop
@@ -333,7 +333,7 @@ async def run_worker(topology: Topology, settings: Settings, options: RunOptions
     Raises the error that made the worker fail.
     """
     gc.set_threshold(GC_THRESHOLD)
-    settings = replace(settings, worker_id=kept_worker_id(settings))
+    settings = settings.model_copy(update={"worker_id": kept_worker_id(settings)})
     with own_state(settings.state_dir, topology.name):
         return await _run_alone(topology, settings, options)
 

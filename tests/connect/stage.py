@@ -20,9 +20,10 @@ from confluent_kafka import Message, Producer
 from dedup.connect.sink_connector import Sunk, run_sink, spec_of
 from dedup.connect.source_connector import Ingested, open_source, run_ingest
 from dedup.settings import Settings, load_settings, with_references
-from dedup.topology.ingest_file import Ingest, TableSource, parse_ingest
+from dedup.topology.ingest_file import Ingest, parse_ingest
 from dedup.topology.model import Topology
 from dedup.topology.parse import parse
+from dedup.topology.schema import TableSource
 from tests.brokers import Admin, RunningKafka, read_all
 from tests.waiting import LoggedProcess
 

@@ -13,15 +13,15 @@ from dedup.connect import source_connector as marked
 from dedup.connect.file_source import Files
 from dedup.connect.source_connector import TransactionBoundary
 from dedup.errors import StateIncompatible
-from dedup.topology.ingest_file import FilesSource, Marker
-from tests.connect.stage import lines
-from tests.waiting import until
+from dedup.topology.schema import FilesSource, Marker
+from tests.connect.stage import lines, until
 
-MARKER = Marker(("last",), True)
+MARKER = Marker(field="last", equals=True)
 
 
 def opened(directory, positions, pattern="*.jsonl", columns=None, marker=MARKER):
-    spec = FilesSource(str(directory), pattern, columns, start_over=False, take_last_line=False)
+    written = {} if columns is None else {"format": "csv", "columns": columns}
+    spec = FilesSource(directory=str(directory), pattern=pattern, **written)
     source = TransactionBoundary(Files("x", spec, 100), marker)
     source.restore(positions)
     return source
@@ -81,9 +81,9 @@ def test_what_waits_for_its_marker_is_said_and_held_when_its_file_is_deleted(tmp
 
 def test_a_marker_in_csv_and_another_kind_of_value_is_none(tmp_path):
     (tmp_path / "a.csv").write_bytes(b"n,end\n1,0\n2,1\n3,x\n4,\n5,1\n6,0\n")
-    columns = (("n", "integer"), ("end", "integer"))
+    columns = {"n": "integer", "end": "integer"}
     for equals, found in ((1, [[1, 2], [4, 5]]), (True, []), ("1", [])):
-        source = opened(tmp_path, {}, "*.csv", columns, Marker(("end",), equals))
+        source = opened(tmp_path, {}, "*.csv", columns, Marker(field="end", equals=equals))
         assert [[json.loads(value)["n"] for value in piece.values] for piece in polled(source)] == found
 
 

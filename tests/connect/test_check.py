@@ -9,6 +9,7 @@ from typer.testing import CliRunner
 
 from dedup.cli.main import create_app
 from dedup.errors import TopologyError
+from dedup.topology.chain import Named, lint_chain
 from dedup.topology.ingest_file import parse_ingest
 from dedup.topology.parse import parse
 
@@ -208,3 +209,14 @@ def test_two_sources_of_one_directory_are_named(tmp_path):
 def test_records_with_the_header_fit_a_topology_that_reads_it(tmp_path):
     topology = TOPOLOGY.replace("field: id", "header: dedup-id").replace(", partitioned_by: tracking_id", "")
     assert "exactly-once at every stage" in check(tmp_path, FILES, topology)
+
+
+def test_records_with_the_id_as_their_key_fit_a_topology_that_reads_the_key():
+    files = [
+        Named("x", parse_ingest(FILES + "tracking_id: {field: id}\n", name="x")),
+        Named("y", parse(TOPOLOGY.replace("field: id", "key: true"), name="y")),
+    ]
+    assert lint_chain(files) == []
+    files[0] = Named("x", parse_ingest(FILES, name="x"))
+    ((file, finding),) = lint_chain(files)
+    assert (file, finding.code) == ("y", "partitioned_by_another_id")

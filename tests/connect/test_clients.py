@@ -6,7 +6,6 @@ import asyncio
 import json
 import random
 import sqlite3
-from dataclasses import replace
 
 import pytest
 from confluent_kafka import Producer
@@ -121,7 +120,7 @@ async def test_answers_lost_a_hundred_times_leave_each_record_once_and_in_order(
         listener = node.proxied[0]
         admin_of(node.bootstrap).create_topic(stage.topic, 3)
         with FaultProxy(listener.broker_port, port=listener.proxy_port) as proxy:
-            settings = replace(stage.settings, brokers=(listener.bootstrap,))
+            settings = stage.settings.model_copy(update={"brokers": (listener.bootstrap,)})
             sent = await write_through_cuts(stage, settings, proxy)
         found = read_all(node.bootstrap, stage.topic)
     numbers = [(message.partition(), int(message.value())) for message in found]

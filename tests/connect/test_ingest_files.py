@@ -9,9 +9,8 @@ import pytest
 
 from dedup.connect.file_source import CHUNK_BYTES, Files
 from dedup.errors import AuthorMistake, TaskMigrated
-from dedup.topology.ingest_file import FilesSource
-from tests.connect.stage import lines
-from tests.waiting import until
+from dedup.topology.schema import FilesSource
+from tests.connect.stage import lines, until
 
 pytestmark = pytest.mark.broker
 
@@ -228,7 +227,11 @@ def owners(stage):
 
 def files_of(stage, pattern, columns=None, *, start_over=False):
     """Return a reader of the incoming directory, as ingest has it."""
-    return Files("in", FilesSource(str(stage.incoming), pattern, columns, start_over, take_last_line=False), 1_000_000)
+    changed = "start_over" if start_over else "stop"
+    written = {"directory": str(stage.incoming), "pattern": pattern, "changed": changed}
+    if columns is not None:
+        written |= {"format": "csv", "columns": columns}
+    return Files("in", FilesSource(**written), 1_000_000)
 
 
 def test_a_deleted_file_is_read_again_from_what_was_committed(stage):
@@ -250,7 +253,7 @@ def test_a_deleted_file_is_read_again_from_what_was_committed(stage):
 def test_a_csv_file_that_starts_over_has_its_own_line_of_names(stage):
     path = stage.incoming / "a.csv"
     path.write_bytes(b"from,to\na,b\n")
-    files = files_of(stage, "*.csv", (("from", "text"), ("to", "text")), start_over=True)
+    files = files_of(stage, "*.csv", {"from": "text", "to": "text"}, start_over=True)
     assert [json.loads(value) for value in files.poll().values] == [{"from": "a", "to": "b"}]
     path.write_bytes(b"to,from\nd,c\n")
     assert [json.loads(value) for value in files.poll().values] == [{"from": "c", "to": "d"}]

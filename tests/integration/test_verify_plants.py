@@ -13,7 +13,8 @@ from dedup.core.json_path import parse_path
 from dedup.core.tracking_id import FieldRule, TrackingId
 from dedup.core.window import Window
 from dedup.settings import Settings, load_settings
-from dedup.topology.model import LateTo, Output, SourceSpec, Topology, extractor_of
+from dedup.topology.model import LateTo, SourceSpec, Topology, extractor_of
+from dedup.topology.schema import Output
 from dedup.verify import spill
 from dedup.verify.render import to_html
 from dedup.verify.report import Report
@@ -32,7 +33,7 @@ def topology_of(name: str) -> Topology:
         source=SourceSpec((f"{name}-in",), partitioned_by_tracking_id=True),
         tracking_id=TrackingId(FieldRule(parse_path("id")), ()),
         window=Window(guard_ms=10_000, grace_ms=10_000),
-        output=Output(f"{name}-out"),
+        output=Output(topic=f"{name}-out"),
         duplicates=f"{name}-duplicates",
         late=LateTo(f"{name}-late"),
         dead_letter=f"{name}-dead",

@@ -13,7 +13,8 @@ from dedup.core.json_path import parse_path
 from dedup.core.tracking_id import FieldRule, TrackingId
 from dedup.core.window import Window
 from dedup.settings import load_settings
-from dedup.topology.model import LateTo, Output, SourceSpec, Topology
+from dedup.topology.model import LateTo, SourceSpec, Topology
+from dedup.topology.schema import Output
 from dedup.verify.report import Report
 from dedup.verify.verifier import verify
 from tests.brokers import Admin, RunningKafka
@@ -91,7 +92,7 @@ class Bench:
             source=SourceSpec((f"{self.name}-left", f"{self.name}-right")),
             tracking_id=TrackingId(FieldRule(parse_path("id")), ()),
             window=Window(guard_ms=10_000, grace_ms=10_000),
-            output=Output(f"{self.name}-out"),
+            output=Output(topic=f"{self.name}-out"),
             late=LateTo(f"{self.name}-late"),
             dead_letter=f"{self.name}-dead",
         )

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dedup.core.extract import Extracted
-from dedup.core.fold import AtOnce, Outcome, Rows, Rules, judge, judged_at_once
+from dedup.core.fold import Outcome, Rows, Rules, judge, judged_at_once
 from dedup.core.window import Feed, Sighting, Source, StreamTime, Window
 
 FEED = Feed(0, 0)
@@ -42,15 +42,16 @@ def test_as_a_whole_is_as_one_by_one(records, sightings, before_ms):
     one_by_one = Outcome(judged_times_ms=times_ms)
     rows = Rows(Extracted(list(ids), times_ms, None, {}), range(len(ids)), (FEED,))
     judge(rows, Rules(WINDOW), one_by_one, dict(known), stream_times, set())
-    assert (at_once.unique, at_once.unique) == (one_by_one.unique, one_by_one.singles)
-    assert (at_once.duplicates, at_once.repeats) == (one_by_one.duplicates, one_by_one.repeats)
+    unique, duplicates, repeats = at_once
+    assert (unique, unique) == (one_by_one.unique, one_by_one.singles)
+    assert (duplicates, repeats) == (one_by_one.duplicates, one_by_one.repeats)
     assert (one_by_one.late, one_by_one.rewritten, one_by_one.conflicts) == ([], {}, [])
     assert before.after_one_feed_at_once(max(times_ms)) == after
 
 
 def test_the_first_of_each_unknown_id_is_unique():
     found = judged_at_once([b"a", b"k", b"b", b"a", b"k", b"b"], [100] * 6, {b"k": (seen(99),)}, WINDOW, 100)
-    assert found == AtOnce([0, 2], [(1, seen(99)), (4, seen(99))], [(3, 0), (5, 2)])
+    assert found == ([0, 2], [(1, seen(99)), (4, seen(99))], [(3, 0), (5, 2)])
 
 
 INSIDE = [

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -232,3 +233,12 @@ def test_verdicts_do_not_depend_on_where_batches_are_cut(case: Case, data: st.Da
     batches = tuple(tuple(stream[start:end]) for start, end in zip([0, *cuts[:-1]], cuts, strict=True))
     other = Case(case.rules, case.fingerprints, case.feeds, batches, case.ceilings_ms[:1] * len(batches))
     assert by_fold(other) == by_model(other)
+
+
+def test_a_policy_fail_says_where_and_why():
+    feed = Feed(0, 2)
+    fault = Fault(FaultKind.MISSING_ID, "id_null", "id is null")
+    rows = Rows(Extracted([None], [0], None, {0: fault}), [7], (feed,))
+    rules = Rules(Window(10, 10), missing=OnMissing.FAIL)
+    with pytest.raises(RecordFailed, match=r"partition 2, offset 7: id is null\. The topology says `missing: fail`\. "):
+        fold(rows, rules, StreamTime.before([feed]), lambda _ids, _least_ms: {}, ceiling_ms=100)

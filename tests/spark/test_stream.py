@@ -195,7 +195,7 @@ def test_an_output_topic_with_another_partition_count(make_job, run, admin):
     admin.delete_topic(job.output)
     name = f"{job.name}-wide"
     admin.create_topic(name, 3)
-    wide = dataclasses.replace(job.topology, output=dataclasses.replace(job.topology.output, topic=name))
+    wide = dataclasses.replace(job.topology, output=job.topology.output.model_copy(update={"topic": name}))
     job.send(workload(9, 100))
     with pytest.raises(StateIncompatible, match=r"has 3 partitions, but '.*-in' has 2"):
         run(job, topology=wide)
@@ -221,7 +221,7 @@ def test_retention_ate_what_was_not_judged_yet(make_job, run, admin):
 def plan_of():
     def plan(job, state="state-a", **options):
         ready = prepared(job.topology, job.settings)
-        settings = dataclasses.replace(job.settings, state_dir=job.directory / state)
+        settings = job.settings.model_copy(update={"state_dir": job.directory / state})
         return AttemptPlan(job.topology, PicklableSettings.of(settings), ready.cluster, options.get("commit_rows", 200))
 
     return plan

@@ -11,7 +11,8 @@ from typing import Self
 from dedup.core.json_path import parse_path
 from dedup.core.tracking_id import FieldRule, TrackingId
 from dedup.core.window import Window
-from dedup.topology.model import LateTo, Output, SourceSpec, Topology
+from dedup.topology.model import LateTo, SourceSpec, Topology
+from dedup.topology.schema import Output
 from dedup.verify.cut import take_cut
 from dedup.verify.direct import verify_direct
 from dedup.verify.kafka_reader import Bounds, OpenTransaction, RecordColumns
@@ -112,7 +113,7 @@ def topology_of(*, direct: bool = True, start: str | int = "earliest", **other: 
     """Return a topology `x` from x-in to x-out; guard period and grace are 10 s."""
     fixed: dict[str, object] = {
         "source": SourceSpec(("x-in",), start=start, partitioned_by_tracking_id=direct),  # type: ignore[arg-type]
-        "output": Output("x-out"),
+        "output": Output(topic="x-out"),
         "late": LateTo("x-late"),
         "dead_letter": "x-dead",
         "window": Window(guard_ms=10_000, grace_ms=10_000),

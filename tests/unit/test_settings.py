@@ -6,9 +6,10 @@ import pickle
 from pathlib import Path
 
 import pytest
+from pydantic import ValidationError
 
 from dedup.errors import SettingsError
-from dedup.settings import BROKER_DEFAULT, LogSettings, Secret, Security, Settings, TopicDefaults, Web, load_settings
+from dedup.settings import LogSettings, Secret, Security, Settings, TopicDefaults, load_settings
 
 CONFIG = Path(__file__).parents[2] / "config"
 CANARY = "canary-7f3a"
@@ -35,6 +36,14 @@ def problems(text: str, *overrides: str, **environ: str) -> list[str]:
     return str(caught.value).splitlines()
 
 
+def test_nothing_can_be_changed_later():
+    settings = load("brokers: [a:9092]")
+    with pytest.raises(ValidationError, match="frozen"):
+        settings.worker_id = "another"
+    with pytest.raises(ValidationError, match="frozen"):
+        settings.web.port = 1
+
+
 def test_only_brokers_is_needed():
     assert load("brokers: [a:9092]") == Settings(brokers=("a:9092",))
 
@@ -47,9 +56,18 @@ def test_the_defaults():
         30_000,
         10_000,
     )
-    assert settings.topics == TopicDefaults(True, BROKER_DEFAULT, None, None, None, "snappy")
-    assert settings.web == Web(True, "127.0.0.1", 6066, None)
-    assert settings.log == LogSettings("text", "info")
+    topics = settings.topics
+    assert (topics.create, topics.compression) == (True, "snappy")
+    assert (topics.replication_factor, topics.min_insync_replicas, topics.retention_ms, topics.partitions) == (
+        None,
+    ) * 4
+    assert (settings.web.enabled, settings.web.host, settings.web.port, settings.web.token) == (
+        True,
+        "127.0.0.1",
+        6066,
+        None,
+    )
+    assert (settings.log.format, settings.log.level) == ("text", "info")
     assert settings.state_dir == Path("state")
     assert settings.worker_id is None
 
@@ -62,9 +80,10 @@ def test_production_yaml_is_correct(tmp_path):
     assert settings.brokers == ("kafka-1:9093", "kafka-2:9093")
     assert settings.security.username == "orders"
     assert settings.security.password == Secret(CANARY)
-    assert settings.topics == TopicDefaults(True, 3, 2, 604_800_000, None, "snappy")
+    assert settings.topics == TopicDefaults(replication_factor=3, min_insync_replicas=2, retention="7d")
+    assert settings.topics.retention_ms == 604_800_000
     assert settings.worker_id == "orders-1"
-    assert settings.log == LogSettings("json", "info")
+    assert settings.log == LogSettings(format="json")
 
 
 def test_local_yaml_is_correct_and_is_the_default(monkeypatch):
@@ -215,6 +234,12 @@ def test_numbers_stay_numbers():
         ),
         ("brokers: [a:1]\nbrokers: [b:1]", 'c.yaml:2:1: the key "brokers" is repeated; line 1 has it already'),
         ("[a]", "c.yaml:1:1: must be a mapping of keys to values; begin with `brokers:`"),
+        (
+            "brokers: [a:1]\nstate_dir: ~nobody-here/x",
+            'c.yaml:2:12: state_dir: "~nobody-here/x" names the home directory of an unknown user; write the whole path',
+        ),
+        ("brokers: [a:1]\nstate_dir: [a]", "c.yaml:2:12: state_dir: must be text; put it in quotes"),
+        ("brokers: {a: 1}", 'c.yaml:1:10: brokers: must be a list; write "[a, b]"'),
         ("a: [", "c.yaml:1:5: is not YAML here: expected the node content, but found '<stream end>'"),
     ],
 )
@@ -274,6 +299,13 @@ class TestSecrets:
     def test_from_a_file_without_its_last_line_break(self, tmp_path):
         (tmp_path / "pw").write_text(f"{CANARY}\r\n", encoding="utf-8")
         assert load(self.sasl % '"${file:pw}"').security.password == Secret(CANARY)
+
+    def test_not_from_a_file_that_is_larger_than_what_is_read_of_it(self, tmp_path):
+        (tmp_path / "pw").write_text("x" * 65_536, encoding="utf-8")
+        assert load(self.sasl % '"${file:pw}"').security.password == Secret("x" * 65_536)
+        (tmp_path / "pw").write_text("x" * 65_537, encoding="utf-8")
+        said = problems(self.sasl % '"${file:pw}"')
+        assert said[0] == "c.yaml:2:73: security.password: the file pw is larger than 64 KiB; no secret is"
 
     def test_from_our_own_variable_taken_as_it_is(self):
         odd = "${env:HOME}: [5"

@@ -52,7 +52,7 @@ def test_an_unknown_name_is_told_apart_from_a_silent_host(closed_port):
 
 @pytest.mark.parametrize("trouble", Trouble)
 def test_every_trouble_has_a_layer_and_one_remedy(trouble):
-    connection = Connection(("b:1",), Security("SASL_SSL", "PLAIN", "me"))
+    connection = Connection(("b:1",), Security(protocol="SASL_SSL", mechanism="PLAIN", username="me"))
     text = diagnosing._sentence(trouble, connection)
     symptom = _symptom(Diagnosis("b:1", trouble, f"b:1: {text} (what was said)"), "")
     assert symptom.layer == layer_of(trouble)

@@ -16,7 +16,7 @@ def _quick(monkeypatch):
 
 
 async def found_at(*brokers: str, protocol="PLAINTEXT"):
-    return await diagnose(Connection(brokers, Security(protocol)))
+    return await diagnose(Connection(brokers, Security(protocol=protocol)))
 
 
 async def test_nothing_listens():
@@ -63,7 +63,8 @@ def test_what_waiting_does_not_cure_is_told_first():
 @pytest.mark.parametrize("trouble", Trouble)
 @pytest.mark.parametrize("protocol", ["PLAINTEXT", "SSL", "SASL_SSL"])
 def test_every_trouble_has_a_sentence_that_says_what_to_do(trouble, protocol):
-    connection = Connection(("b:1",), Security(protocol, "PLAIN" if protocol == "SASL_SSL" else None, "me"))
+    mechanism = "PLAIN" if protocol == "SASL_SSL" else None
+    connection = Connection(("b:1",), Security(protocol=protocol, mechanism=mechanism, username="me"))
     text = diagnosing._sentence(trouble, connection)
     assert ". " in text
     assert "None" not in text or protocol != "SASL_SSL"

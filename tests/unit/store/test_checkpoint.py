@@ -326,7 +326,7 @@ def test_without_a_place_there_is_nothing_to_do(tmp_path):
 @pytest.mark.parametrize("url", ["/var/backups/dedup", "s3://bucket/a@b/c:d", "gs://bucket", "sftp://user@host/path"])
 def test_a_place_is_taken_as_it_is_written(url):
     found = load_settings(None, ["brokers=a:1", f"state.checkpoint={url}"], {})
-    assert found.checkpoint == url
+    assert found.state.checkpoint == url
 
 
 @pytest.mark.parametrize(

@@ -76,7 +76,7 @@ def test_orders_has_every_key():
     text = (DIRECTORY / "orders.yaml").read_text(encoding="utf-8")
     schema = json_schema()
     keys = set(schema["properties"]) | {
-        key for part in ("SourceFile", "StateFile") for key in schema["$defs"][part]["properties"]
+        key for part in ("SourceFile", "StateSpec") for key in schema["$defs"][part]["properties"]
     }
     assert [key for key in sorted(keys) if f"{key}:" not in text] == []
 
@@ -84,9 +84,10 @@ def test_orders_has_every_key():
 @pytest.mark.parametrize("path", FILES, ids=named)
 def test_the_drawing_names_every_topic(path):
     made = load(path)
-    nodes = {node.name for node in graph(made).nodes}
+    boxes, arrows = graph(made)
+    nodes = {node.name for node in boxes}
     assert {*made.source.topics, *made.written_topics} <= nodes
-    for edge in graph(made).edges:
+    for edge in arrows:
         assert {edge.start, edge.end} <= nodes
     assert all(f'"{name}"' in to_dot(made) for name in nodes)
     assert ET.fromstring(to_svg(made)).tag == "{http://www.w3.org/2000/svg}svg"
@@ -104,7 +105,7 @@ def test_boxes_do_not_overlap():
     made = load(DIRECTORY / "orders.yaml")
     root = ET.fromstring(to_svg(made))
     corners = [(box.get("x"), box.get("y")) for box in root.iter("{http://www.w3.org/2000/svg}rect") if box.get("x")]
-    assert len(set(corners)) == len(corners) == len(graph(made).nodes)
+    assert len(set(corners)) == len(corners) == len(graph(made)[0])
 
 
 @pytest.mark.parametrize(
@@ -132,3 +133,12 @@ def test_what_describe_says_of_the_simplest():
         "  grace         1h: an unknown ID further behind stream time is late",
         "  future        more than 1h ahead of the clock: dead_letter",
     ]
+
+
+def test_the_field_of_the_event_time_is_written_as_in_the_file():
+    made = parse(
+        "dedup: 1\nname: t\nsource: {topics: [c]}\ntracking_id: {field: id}\nguard_period: 1h\n"
+        "event_time: {field: 'a[0][\"b.c\"]', unit: ms}\n",
+        name="t.yaml",
+    )
+    assert 'the field a[0]["b.c"] (ms)' in describe(made)

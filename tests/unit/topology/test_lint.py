@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from dedup.topology.describe import describe
 from dedup.topology.lint import LARGEST_CHANGELOG_RECORD_BYTES, lint, worst_record_bytes
 from dedup.topology.model import Topology
 from dedup.topology.parse import parse
@@ -57,9 +58,21 @@ def test_a_warning(made, code):
     assert found[code].text.endswith(".")
 
 
-@pytest.mark.parametrize("rule", ["key: true", "header: h", "content: true"])
-def test_tombstones_concern_ids_in_the_value_only(rule):
+@pytest.mark.parametrize("rule", ["key: true", "header: h"])
+def test_tombstones_concern_ids_and_times_in_the_value_only(rule):
     assert "tombstones_forwarded" not in codes(topology(rule))
+    assert "null value" not in describe(topology(rule))
+    timed = topology(rule, "event_time: {field: t, unit: ms}")
+    assert "tombstones_forwarded" in codes(timed)
+    assert "null value" in describe(timed)
+
+
+@pytest.mark.parametrize("more", ["", ", format: bytes"])
+def test_the_bytes_of_a_null_value_are_no_id(more):
+    made = topology("content: true", source=DIRECT + more)
+    assert "tombstones_forwarded" in codes(made)
+    assert "null value     forwarded, marked; outside the guarantee" in describe(made)
+    assert "tombstones_forwarded" not in codes(topology("content: true, tombstones: dead_letter"))
 
 
 def test_an_excluded_member_makes_conflicts_possible():

@@ -10,8 +10,9 @@ from dedup.core.event_time import FieldTime, RecordTime
 from dedup.core.fold import OnConflict, OnFuture, OnMissing, OnTombstone
 from dedup.core.tracking_id import ContentRule, FieldRule, FieldsRule, HeaderRule, KeyRule, RawContentRule, TrackingId
 from dedup.core.window import Window
-from dedup.topology.model import LateDrop, LateForward, LateTo, Output, StateSpec, Topology
+from dedup.topology.model import LateDrop, LateForward, LateTo, Topology
 from dedup.topology.parse import parse
+from dedup.topology.schema import Output
 
 HOUR_MS = 3_600_000
 
@@ -33,7 +34,7 @@ def test_the_defaults():
     assert (made.missing, made.tombstones) == (OnMissing.DEAD_LETTER, OnTombstone.FORWARD)
     assert (made.future, made.max_clock_skew_ms, made.idle_after_ms) == (OnFuture.DEAD_LETTER, HOUR_MS, 60_000)
     assert (made.duplicates, made.conflicts, made.on_conflict) == (None, None, OnConflict.DUPLICATE)
-    assert made.state == StateSpec(1, None)
+    assert (made.state.standby_replicas, made.state.max_bytes_per_partition) == (1, None)
     assert not made.fingerprints_wanted
 
 
@@ -93,7 +94,7 @@ def test_late(written, late):
 
 def test_side_topics_are_named_after_the_output():
     made = topology(more="output: {topic: out, headers: true}")
-    assert made.output == Output("out", headers=True)
+    assert made.output == Output(topic="out", headers=True)
     assert (made.late, made.dead_letter) == (LateTo("out.late"), "out.dead-letter")
 
 
@@ -128,7 +129,7 @@ def test_conflicts_without_a_topic_are_counted(written, exclude):
 
 def test_state():
     made = topology(more="state: {standby_replicas: 0, max_bytes_per_partition: 20GiB}")
-    assert made.state == StateSpec(0, 20 << 30)
+    assert (made.state.standby_replicas, made.state.max_bytes_per_partition) == (0, 20 << 30)
 
 
 @pytest.mark.parametrize(

@@ -6,15 +6,22 @@ import contextlib
 import re
 from pathlib import Path
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dedup.errors import SettingsError, TopologyError
 from dedup.settings import load_settings
+from dedup.topology.ingest_file import parse_ingest
+from dedup.topology.model import extractor_of
 from dedup.topology.parse import parse
 
 ROOT = Path(__file__).parents[3]
 ORDERS = (ROOT / "topologies" / "orders.yaml").read_text(encoding="utf-8")
+INGESTS = [
+    (ROOT / "topologies" / f"{name}.yaml").read_text(encoding="utf-8")
+    for name in ("chain-ingest", "files-to-topic", "table-to-topic")
+]
 PRODUCTION = (ROOT / "config" / "production.yaml").read_text(encoding="utf-8")
 WORDS = re.compile(r"[A-Za-z0-9_./${}:-]+|[\[\]{},:#\n-]| +")
 PLACE = re.compile(r"f:([0-9]+:[0-9]+:)? .")
@@ -78,9 +85,11 @@ def damaged(draw, text: str) -> str:
     return "".join(words)
 
 
-def problems(text: str) -> list[str]:
+def problems(text: str, read=parse) -> list[str]:
     try:
-        parse(text, name="f")
+        found = read(text, name="f")
+        if read is parse:
+            extractor_of(found)  # raises ValueError for what could never find an ID or a time
     except TopologyError as error:
         return [str(problem) for problem in error.problems] or ["f: refused without a word"]
     return []
@@ -91,6 +100,21 @@ def problems(text: str) -> list[str]:
 def test_a_damaged_topology_file(text):
     assert all(PLACE.match(problem) for problem in problems(text))
     assert "f: refused without a word" not in problems(text)
+
+
+@settings(deadline=None)
+@given(st.sampled_from(INGESTS).flatmap(damaged))
+def test_a_damaged_ingest_file(text):
+    found = problems(text, parse_ingest)
+    assert all(PLACE.match(problem) for problem in found)
+    assert "f: refused without a word" not in found
+
+
+@pytest.mark.parametrize("more", ["output: {topic: [a]}", "output: {topic: a}\ndead_letter: {a: 1}"])
+def test_a_topic_that_is_no_text_is_a_problem_with_a_place(more):
+    text = f"ingest: 1\nname: x\nsource: {{files: {{directory: d}}}}\n{more}\n"
+    (found,) = problems(text, parse_ingest)
+    assert found.endswith("must be text; put it in quotes")
 
 
 @settings(deadline=None)

@@ -10,7 +10,7 @@ import pytest
 from dedup.errors import SettingsError, StateIncompatible, TaskCorrupted
 from dedup.kafka.topic_admin import Topic
 from dedup.kafka.wire import Fetched, FetchedRecord, LogBounds, TopicPartition
-from dedup.settings import Settings
+from dedup.settings import Settings, StateSection
 from dedup.store.base import TaskRecord
 from dedup.store.changelog import encode_single_column, encode_task_record, sighting_key, task_record_key
 from dedup.store.checkpoint_storage import CheckpointStorage
@@ -70,7 +70,7 @@ class Log:
 def workshop(log, state_dir, *, checkpoint=None, topic_id="id", guard="1h", field="id"):
     topology = parse(TEXT.format(guard=guard, field=field), name="t.yaml")
     cluster = Cluster({name: Topic(name, topic_id, 1) for name in ("t.changelog", "in")})
-    settings = Settings(brokers=("127.0.0.1:1",), state_dir=state_dir, checkpoint=checkpoint)
+    settings = Settings(brokers=("127.0.0.1:1",), state_dir=state_dir, state=StateSection(checkpoint=checkpoint))
     return TaskFactory(topology, settings, cluster, log, SteadyClock(), RocksMemory())
 
 

@@ -79,7 +79,7 @@ def kept() -> Iterator[None]:
 
 
 def test_the_configured_worker_id_is_in_every_event_and_values_are_not_logged(kept, capsys):
-    set_up_logging(Settings(brokers=("b:1",), worker_id="orders-1", log=LogSettings("json", "debug")))
+    set_up_logging(Settings(brokers=("b:1",), worker_id="orders-1", log=LogSettings(format="json", level="debug")))
     logging.getLogger("dedup.worker.x").info("%s: done", HERE)
     logging.getLogger("aiokafka.producer").debug("value %s", "canary")
     (line,) = capsys.readouterr().err.splitlines()

@@ -22,8 +22,8 @@ TOPOLOGY = parse(TEXT, name="t.yaml")
 FORWARDED = ("out", "dup", "con")
 
 
-def settings(retention_ms=None):
-    return Settings(brokers=("127.0.0.1:1",), topics=TopicDefaults(retention_ms=retention_ms))
+def settings(retention=None):
+    return Settings(brokers=("127.0.0.1:1",), topics=TopicDefaults(retention=retention))
 
 
 def source(name, days, policy="delete"):
@@ -35,8 +35,8 @@ def sources(*spec):
     return {name: source(name, *each) for name, each in zip(("a", "b"), spec, strict=True)}
 
 
-def made(have, retention_ms=None):
-    return {topic.name: topic.configs for topic in missing_topics(TOPOLOGY, settings(retention_ms), have)}
+def made(have, retention=None):
+    return {topic.name: topic.configs for topic in missing_topics(TOPOLOGY, settings(retention), have)}
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,7 @@ def test_what_is_forwarded_is_kept_as_long_as_in_the_longest_source(spec, kept_m
 
 
 def test_letters_are_kept_a_week_at_least_whatever_is_chosen_for_the_output():
-    found = made(sources((1,), (1,)), retention_ms=3_600_000)
+    found = made(sources((1,), (1,)), retention="1h")
     assert found["out"]["retention.ms"] == found["dup"]["retention.ms"] == "3600000"
     assert found["out.late"]["retention.ms"] == found["out.dead-letter"]["retention.ms"] == str(7 * DAY_MS)
 
@@ -84,19 +84,19 @@ def there(have, **changed):
     return {**have, **found}
 
 
-def said(have, retention_ms=None):
-    findings = compare(TOPOLOGY, settings(retention_ms), have)
+def said(have, retention=None):
+    findings = compare(TOPOLOGY, settings(retention), have)
     return [each.text for each in findings if each.code == "forwarded_deleted"]
 
 
 def test_a_retention_that_is_asked_for_is_taken_and_told_of_where_it_deletes():
     have = sources((1,), (30,))
-    assert made(have, 7 * DAY_MS)["out"]["retention.ms"] == str(7 * DAY_MS)
-    texts = said(have, 7 * DAY_MS)
+    assert made(have, "7d")["out"]["retention.ms"] == str(7 * DAY_MS)
+    texts = said(have, "7d")
     assert len(texts) == len(FORWARDED)
     assert all("keeps records for 7d" in text and "increase it" in text for text in texts)
     assert "source topic 'b' keeps records for 30d" in texts[0]
-    assert said(have, 30 * DAY_MS) == []
+    assert said(have, "30d") == []
     assert said(have) == []
 
 
