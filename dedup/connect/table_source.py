@@ -28,7 +28,7 @@ import orjson
 from dedup.connect.database import DatabaseConnection
 from dedup.connect.open_database import POSTGRES, RetryingDatabase
 from dedup.connect.source import DeadRecord, SourceRecords
-from dedup.errors import StateIncompatible
+from dedup.errors import DatabaseUnavailable, StateIncompatible
 from dedup.topology.ingest_file import settle_sentence
 from dedup.topology.schema import TableSource
 
