@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from importlib import import_module
 from importlib.util import find_spec
@@ -72,6 +73,8 @@ def create_app() -> typer.Typer:
 
 def main() -> None:
     """Run the command line; ends the process with the exit code that fits the outcome."""
+    # Until a command sets its own. Without a handler the kernel drops SIGTERM to PID 1, which a container's command is.
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
         create_app()()
     except DedupError as error:
