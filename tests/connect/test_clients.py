@@ -12,13 +12,13 @@ import pytest
 
 import dedup
 from dedup.connect import transactional_outbox as outbox
-from dedup.embedded.fault_proxy import FaultProxy
 from dedup.embedded.kafka_node import EmbeddedKafka
 from dedup.errors import InvariantBroken, StateIncompatible, TaskMigrated
 from dedup.kafka.client import KafkaWire
 from tests.brokers import admin_of, read_all
 from tests.connect.stage import sqlite_rows
 from tests.connect.test_sink import event, sinking
+from tests.fault_proxy import RoughProxy
 
 pytestmark = pytest.mark.broker
 
@@ -116,7 +116,7 @@ async def test_answers_lost_a_hundred_times_leave_each_record_once_and_in_order(
     with EmbeddedKafka(proxied=1) as node:
         listener = node.proxied[0]
         admin_of(node.bootstrap).create_topic(stage.topic, 3)
-        with FaultProxy(listener.broker_port, port=listener.proxy_port) as proxy:
+        with RoughProxy(listener.broker_port, port=listener.proxy_port) as proxy:
             settings = replace(stage.settings, brokers=(listener.bootstrap,))
             sent = await write_through_cuts(stage, settings, proxy)
         found = read_all(node.bootstrap, stage.topic)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from dedup.chaos.load import AtLeastOnceProducer, Disturbance
-from dedup.embedded.fault_proxy import FaultProxy
 from dedup.embedded.flights import flights
 from dedup.embedded.kafka_node import EmbeddedKafka
 from dedup.errors import BrokerUnavailable
 from tests.brokers import admin_of, read_all
+from tests.fault_proxy import RoughProxy
 
 
 @pytest.fixture(scope="module")
@@ -22,7 +22,7 @@ def test_swallowed_answers_become_duplicates_and_nothing_is_lost(node):
     topic = admin_of(node.bootstrap).create_topic("flights", partitions=4)
     events = [(flight.key, flight.value) for flight in flights(20_000)]
     listener = node.proxied[0]
-    with FaultProxy(listener.broker_port, port=listener.proxy_port) as proxy:
+    with RoughProxy(listener.broker_port, port=listener.proxy_port) as proxy:
         producer = AtLeastOnceProducer(
             listener.bootstrap, topic, events_per_second=10_000, disturbance=Disturbance(proxy.swallow_answers, 2000)
         )
