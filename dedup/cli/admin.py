@@ -7,7 +7,7 @@ import json
 import shlex
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -26,54 +26,12 @@ if TYPE_CHECKING:
     from dedup.worker.dead_letter_replay import Replayed
     from dedup.worker.topics import TopicPlan
 
-_APPLY: Final = """Create the topics that a topology needs, and show how existing topics differ from them.
-
-Existing topics are not changed, and source topics are never created. --table also creates the tables of the sink, so
-that `dedup sink` needs no permission to create tables.
-
-Example: dedup apply topologies/orders.yaml --dry-run
-"""
-_STATUS: Final = """Show the tasks of a topology: owner, offsets, lag, changelog, and state if a worker answers.
-
-Example: dedup status topologies/orders.yaml --watch
-"""
-_RESET: Final = """Delete everything a topology knows: offsets, changelog, repartition topic, this machine's state.
-
-Asks for confirmation, and refuses while workers run. Forwarded records stay in the output, so reading from the start
-forwards them a second time, and `dedup verify` reports that.
-
-Example: dedup reset topologies/orders.yaml --to latest
-"""
-_REPLAY: Final = """Send dead letters back to the source partition they came from, exactly once.
-
-The header dedup-replayed keeps the original source position. With --late --forward, late records go to the output
-instead, marked dedup-verdict: late, since they would only be late a second time. If the broker no longer has the
-position of the last replay, nothing is sent until --from says where to begin.
-
-Example: dedup replay topologies/orders.yaml --limit 100
-"""
-_LOOKUP: Final = """Ask a worker whether an ID was seen: when, in which record, and until when it is guarded.
-
-A composite ID is a JSON list of its parts. The worker asks the owners of partitions that it does not hold.
-
-Example: dedup lookup topologies/orders.yaml 8d5e957f-297893487bd98fa830fa6413
-"""
-
 UrlOption = Annotated[
     list[str] | None,
     typer.Option("--url", help="Address of a worker's web pages; web.host and web.port by default. Repeatable."),
 ]
 
 Work = Callable[["KafkaWire", "Admin"], Awaitable[Any]]
-
-
-def register(app: typer.Typer) -> None:
-    """Add the commands to the application."""
-    app.command("apply", help=_APPLY)(apply)
-    app.command("status", help=_STATUS)(status)
-    app.command("reset", help=_RESET)(reset)
-    app.command("replay", help=_REPLAY)(replay)
-    app.command("lookup", help=_LOOKUP)(lookup)
 
 
 def _read(topology: Path, config: Path | None, overrides: list[str] | None) -> tuple[Topology, Settings]:
@@ -97,7 +55,13 @@ def apply(
     config: ConfigOption = None,
     overrides: SetOption = None,
 ) -> None:
-    """Print what is missing, and create it."""
+    """Create the topics that a topology needs, and show how existing topics differ from them.
+
+    Existing topics are not changed, and source topics are never created. --table also creates the tables of the sink,
+    so that `dedup sink` needs no permission to create tables.
+
+    Example: dedup apply topologies/orders.yaml --dry-run
+    """
     from dedup.cli.connectors import apply_tables, resolved_sink
     from dedup.worker import topics as applying
 
@@ -187,7 +151,10 @@ def status(
     config: ConfigOption = None,
     overrides: SetOption = None,
 ) -> None:
-    """Print the tasks as the brokers and the reachable workers see them."""
+    """Show the tasks of a topology: owner, offsets, lag, changelog, and state if a worker answers.
+
+    Example: dedup status topologies/orders.yaml --watch
+    """
     from dedup.cli.status import WATCH_S, Shown, ask_fleet, default_urls, looked, survey
 
     parsed, settings = _read(topology, config, overrides)
@@ -221,7 +188,13 @@ def reset(
     config: ConfigOption = None,
     overrides: SetOption = None,
 ) -> None:
-    """Delete what a topology knows. Raises DedupError while it has workers."""
+    """Delete everything a topology knows: offsets, changelog, repartition topic, this machine's state.
+
+    Asks for confirmation, and refuses while workers run. Forwarded records stay in the output, so reading from the
+    start forwards them a second time, and `dedup verify` reports that.
+
+    Example: dedup reset topologies/orders.yaml --to latest
+    """
     from dedup.worker.reset import Reset, delete_local_state, local_state
 
     parsed, settings = _read(topology, config, overrides)
@@ -286,7 +259,14 @@ def replay(
     config: ConfigOption = None,
     overrides: SetOption = None,
 ) -> None:
-    """Replay one side topic and print how many records were sent."""
+    """Send dead letters back to the source partition they came from, exactly once.
+
+    The header dedup-replayed keeps the original source position. With --late --forward, late records go to the output
+    instead, marked dedup-verdict: late, since they would only be late a second time. If the broker no longer has the
+    position of the last replay, nothing is sent until --from says where to begin.
+
+    Example: dedup replay topologies/orders.yaml --limit 100
+    """
     from dedup.worker.dead_letter_replay import BEGINNINGS, Replay, replay_plan
     from dedup.worker.topics import Cluster, topic_names
 
@@ -327,7 +307,12 @@ def lookup(
     config: ConfigOption = None,
     overrides: SetOption = None,
 ) -> None:
-    """Print what the workers know of an ID."""
+    """Ask a worker whether an ID was seen: when, in which record, and until when it is guarded.
+
+    A composite ID is a JSON list of its parts. The worker asks the owners of partitions that it does not hold.
+
+    Example: dedup lookup topologies/orders.yaml 8d5e957f-297893487bd98fa830fa6413
+    """
     from dedup.cli.status import ask_id, default_urls, in_words
 
     parsed, settings = _read(topology, config, overrides)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Final
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -15,29 +15,23 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 
 if TYPE_CHECKING:
     from dedup.embedded.kafka_jars import Progress as OnBytes
-
-_HELP: Final = """Run an embedded Kafka until Ctrl-C.
-
-A real Apache Kafka 4.1.1 with one node on 127.0.0.1. The first run downloads its jars (45 MB) from Maven Central into
-the user's cache. Without --data-dir the data are deleted at the end.
-
-Example: dedup broker --port 9092 --data-dir state/kafka
-"""
+    from dedup.embedded.kafka_node import EmbeddedKafka
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command to the application."""
-    app.command("broker", help=_HELP)(broker_command)
-
-
-def broker_command(
+def broker(
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port for clients; 0 picks a free one.")] = 9092,
     data_dir: Annotated[Path | None, typer.Option(help="Data directory; a temporary one by default.")] = None,
     overrides: Annotated[
         list[str] | None, typer.Option("--set", help="Set a broker property: key=value. Repeatable.")
     ] = None,
 ) -> None:
-    """See `_HELP`."""
+    """Run an embedded Kafka until Ctrl-C.
+
+    A real Apache Kafka 4.1.1 with one node on 127.0.0.1. The first run downloads its jars (45 MB) from Maven Central
+    into the user's cache. Without --data-dir the data are deleted at the end.
+
+    Example: dedup broker --port 9092 --data-dir state/kafka
+    """
     from dedup.embedded.kafka_node import EmbeddedKafka
 
     with fetching_jars() as progress:
@@ -58,6 +52,23 @@ def broker_command(
         kafka.stop()
     typer.echo("Kafka has shut down.", err=True)
     raise typer.Exit(130)
+
+
+@contextlib.contextmanager
+def embedded_kafka(
+    directory: Path, *, proxied: int = 0, properties: Mapping[str, str] | None = None
+) -> Iterator[EmbeddedKafka]:
+    """Yield a running Kafka with its data in ``directory``, and stop it at the end."""
+    from dedup.embedded.kafka_node import EmbeddedKafka
+
+    with fetching_jars() as progress:
+        kafka = EmbeddedKafka(
+            data_dir=directory / "kafka", profile="bench", proxied=proxied, properties=properties, progress=progress
+        ).start()
+    try:
+        yield kafka
+    finally:
+        kafka.stop()
 
 
 @contextlib.contextmanager

@@ -33,37 +33,6 @@ if TYPE_CHECKING:
 LOOK_S: Final = 0.3
 """Interval at which `dedup check --watch` polls the files: shorter than a person notices."""
 
-_CHECK: Final = """Check topology and ingest files: each error with its position, and warnings about likely mistakes.
-
-Exit code 2 if a file has an error; 0 if there are only warnings. Several files are also checked as a chain from source
-to table: a stage that is not exactly-once is named. Two topologies that write to the same topic are an error, unless it
-only receives their dead letters. --broker also compares the topics of the cluster with what each topology needs.
-
-Examples: dedup check topologies/*.yaml
-
-dedup check topologies/chain-ingest.yaml topologies/chain.yaml
-
-dedup check topologies/orders.yaml --broker --config config/production.yaml
-
-dedup check topologies/orders.yaml --watch
-"""
-_DESCRIBE: Final = """Show a topology: agents, topics, the table, and what happens to each record.
-
-Examples: dedup describe topologies/orders.yaml
-
-dedup describe topologies/orders.yaml --svg > orders.svg
-"""
-_SCHEMA: Final = """Print the JSON Schema of topology, config or ingest files, for use in editors.
-
-Example: dedup schema topology > topologies/topology.schema.json
-"""
-_TRY: Final = """Judge records from a file without a broker, and give the reason for each verdict.
-
-FILE holds one JSON value per line ("-" or no FILE: standard input). The lines are judged in order, as one partition of
-one topic. With --envelope a line is a whole record: {"key": ..., "value": ..., "headers": {...}, "timestamp": ms}.
-
-Example: dedup try topologies/simplest.yaml tests/data/sample.jsonl
-"""
 _START: Final = "2024-01-01T00:00:00Z"
 
 
@@ -75,14 +44,6 @@ class SchemaOf(enum.Enum):
     INGEST = "ingest"
 
 
-def register(app: typer.Typer) -> None:
-    """Add the commands to the application."""
-    app.command("check", help=_CHECK)(check)
-    app.command("describe", help=_DESCRIBE)(describe)
-    app.command("schema", help=_SCHEMA)(schema)
-    app.command("try", help=_TRY)(try_records)
-
-
 def check(
     topologies: Annotated[list[Path], typer.Argument(metavar="TOPOLOGY...", help="Topology and ingest files.")],
     broker: Annotated[bool, typer.Option("--broker", help="Also compare with the topics of the cluster.")] = False,
@@ -91,7 +52,21 @@ def check(
     watch: Annotated[bool, typer.Option("--watch", help="Check after each save until Ctrl-C.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Print the findings for every file. Raises TopologyError if one has an error."""
+    """Check topology and ingest files: each error with its position, and warnings about likely mistakes.
+
+    Exit code 2 if a file has an error; 0 if there are only warnings. Several files are also checked as a chain from
+    source to table: a stage that is not exactly-once is named. Two topologies that write to the same topic are an
+    error, unless it only receives their dead letters. --broker also compares the topics of the cluster with what each
+    topology needs.
+
+    Examples: dedup check topologies/*.yaml
+
+    dedup check topologies/chain-ingest.yaml topologies/chain.yaml
+
+    dedup check topologies/orders.yaml --broker --config config/production.yaml
+
+    dedup check topologies/orders.yaml --watch
+    """
     settings = None
     if watch and as_json:
         raise typer.BadParameter("--watch and --json exclude each other")
@@ -219,7 +194,12 @@ def describe(
     svg: Annotated[bool, typer.Option("--svg", help="Print a graph as SVG.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Print a topology in one of four forms."""
+    """Show a topology: agents, topics, the table, and what happens to each record.
+
+    Examples: dedup describe topologies/orders.yaml
+
+    dedup describe topologies/orders.yaml --svg > orders.svg
+    """
     from dedup.topology import describe as drawing
 
     if dot + svg + as_json > 1:
@@ -239,7 +219,10 @@ def describe(
 def schema(
     of: Annotated[SchemaOf, typer.Argument(metavar="topology|config|ingest", help="Kind of file.")] = SchemaOf.TOPOLOGY,
 ) -> None:
-    """Print a JSON Schema."""
+    """Print the JSON Schema of topology, config or ingest files, for use in editors.
+
+    Example: dedup schema topology > topologies/topology.schema.json
+    """
     match of:
         case SchemaOf.TOPOLOGY:
             from dedup.topology.parse import json_schema
@@ -272,7 +255,14 @@ def try_records(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Print the verdict on each record, and the number of each verdict."""
+    """Judge records from a file without a broker, and give the reason for each verdict.
+
+    FILE holds one JSON value per line ("-" or no FILE: standard input). The lines are judged in order, as one partition
+    of one topic. With --envelope a line is a whole record: {"key": ..., "value": ..., "headers": {...}, "timestamp":
+    ms}.
+
+    Example: dedup try topologies/simplest.yaml tests/data/sample.jsonl
+    """
     from dedup.cli.try_records import RecordJudge, entries
 
     parsed = read_topology(topology)

@@ -23,20 +23,7 @@ if TYPE_CHECKING:
     from dedup.worker.checkpointing import MadeCheckpoint
     from dedup.worker.topics import Cluster
 
-_HELP: Final = """Write the state of a topology's tasks to a directory or an object store, one checkpoint per partition.
-
-The state is read from the changelog, so no worker is needed or disturbed. A worker that has `state.checkpoint` set but
-no local state starts from the checkpoint and reads only the rest of the changelog. --state-dir keeps what was read, so
-the next run reads only new records; run it from a timer, one process at a time.
-
-Example: dedup checkpoint topologies/orders.yaml --to s3://backups/dedup
-"""
 KEPT: Final = ".checkpoint"
-
-
-def register(app: typer.Typer) -> None:
-    """Add the command to the application."""
-    app.command("checkpoint", help=_HELP)(checkpoint)
 
 
 def checkpoint(
@@ -57,7 +44,14 @@ def checkpoint(
     config: ConfigOption = None,
     overrides: SetOption = None,
 ) -> None:
-    """Make a checkpoint of each partition, and print what it holds."""
+    """Write the state of a topology's tasks to a directory or an object store, one checkpoint per partition.
+
+    The state is read from the changelog, so no worker is needed or disturbed. A worker that has `state.checkpoint` set
+    but no local state starts from the checkpoint and reads only the rest of the changelog. --state-dir keeps what was
+    read, so the next run reads only new records; run it from a timer, one process at a time.
+
+    Example: dedup checkpoint topologies/orders.yaml --to s3://backups/dedup
+    """
     from dedup.kafka.topic_admin import on_cluster
     from dedup.store.checkpoint_storage import CheckpointStorage
     from dedup.store.directory import own_state

@@ -7,7 +7,7 @@ import os
 from collections.abc import Coroutine
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
@@ -18,32 +18,7 @@ if TYPE_CHECKING:
     from dedup.topology.ingest_file import Ingest
     from dedup.topology.model import SinkSpec, Topology
 
-_INGEST: Final = """Send the lines of files or the rows of a table to a topic, each exactly once, even across crashes.
-
-Records and the position in the source are written in one Kafka transaction. A second process with the same file takes
-over, and the first one stops with TaskMigrated.
-
-Examples: dedup ingest topologies/files-to-topic.yaml
-
-dedup ingest topologies/table-to-topic.yaml --exit-when-done
-"""
-_SINK: Final = """Keep a table with one row per tracking ID; reading the topic a second time changes nothing.
-
-Rows and the topic's offsets are written in one database transaction. A second process with the same partitions takes
-over, and the first one stops with TaskMigrated.
-
-Examples: dedup sink topologies/topic-to-database.yaml
-
-dedup sink topologies/topic-to-database.yaml --exit-when-done
-"""
-
 T = TypeVar("T")
-
-
-def register(app: typer.Typer) -> None:
-    """Add the commands to the application."""
-    app.command("ingest", help=_INGEST)(ingest)
-    app.command("sink", help=_SINK)(sink)
 
 
 def ingest(
@@ -54,7 +29,15 @@ def ingest(
         bool, typer.Option("--exit-when-done", help="Stop when everything present has been sent.")
     ] = False,
 ) -> None:
-    """Run until a signal comes."""
+    """Send the lines of files or the rows of a table to a topic, each exactly once, even across crashes.
+
+    Records and the position in the source are written in one Kafka transaction. A second process with the same file
+    takes over, and the first one stops with TaskMigrated.
+
+    Examples: dedup ingest topologies/files-to-topic.yaml
+
+    dedup ingest topologies/table-to-topic.yaml --exit-when-done
+    """
     from dedup.connect.source_connector import run_ingest
     from dedup.worker.logs import set_up_logging
 
@@ -96,7 +79,15 @@ def sink(
         bool, typer.Option("--exit-when-done", help="Stop when everything present at the start is in the table.")
     ] = False,
 ) -> None:
-    """Run until a signal comes."""
+    """Keep a table with one row per tracking ID; reading the topic a second time changes nothing.
+
+    Rows and the topic's offsets are written in one database transaction. A second process with the same partitions
+    takes over, and the first one stops with TaskMigrated.
+
+    Examples: dedup sink topologies/topic-to-database.yaml
+
+    dedup sink topologies/topic-to-database.yaml --exit-when-done
+    """
     from dedup.connect.sink_connector import run_sink
     from dedup.worker.logs import set_up_logging
 

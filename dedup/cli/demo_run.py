@@ -3,30 +3,36 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from importlib import resources
 from pathlib import Path
-from typing import Final, Self
+from typing import Final
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from dedup.chaos.live_checker import Watch
-from dedup.chaos.load import AtLeastOnceProducer, Disturbance, Sent
-from dedup.embedded.child_process import ChildProcess
+from dedup.chaos.load import AtLeastOnceProducer, Disturbance, Sent, make_topic
+from dedup.cli.broker import embedded_kafka
+from dedup.cli.inputs import read_settings, read_topology, reading_bar, write_report
+from dedup.embedded.child_process import DEDUP, Processes
 from dedup.embedded.fault_proxy import FaultProxy
 from dedup.embedded.flights import flights
 from dedup.embedded.kafka_node import EmbeddedKafka
-from dedup.errors import BrokerUnavailable, InvariantBroken
+from dedup.errors import BrokerUnavailable, InvariantBroken, VerificationFailed
 from dedup.topology.model import Topology
+from dedup.verify.render import print_report, to_html
+from dedup.verify.report import Report
+from dedup.verify.verifier import verify
 
-_DEDUP: Final = (sys.executable, "-c", "from dedup.cli.main import main; main()")
-_KILLED_WORKER: Final = 1
+_WORKERS: Final = ("worker 1", "worker 2")
+_KILLED_WORKER: Final = _WORKERS[0]
 _RESTART_AFTER_S: Final = 1.0
+_PARTITIONS: Final = 4
 _POLL_EVERY_S: Final = 0.25
 _STALLS_AFTER_S: Final = 60.0
 
@@ -44,80 +50,6 @@ FULL: Final = Size(flights=336_776, events_per_second=16_000, cut_every_events=4
 FAST: Final = Size(flights=40_000, events_per_second=10_000, cut_every_events=2_000)
 
 
-class Workers:
-    """Worker processes 1 to `count`, each with its own id and state directory.
-
-    Use as a context manager, which kills what still runs.
-    """
-
-    def __init__(self, directory: Path, topology_file: Path, bootstrap: str, count: int) -> None:
-        self._directory: Final = directory
-        self._topology_file: Final = topology_file
-        self._bootstrap: Final = bootstrap
-        self._running: Final[dict[int, ChildProcess | None]] = dict.fromkeys(range(1, count + 1))
-
-    def __enter__(self) -> Self:
-        for number in self._running:
-            self.start(number)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for process in self._running.values():
-            if process is not None:
-                process.kill()
-
-    def start(self, number: int) -> None:
-        """Start a worker on the state that it had before."""
-        config = config_file(self._directory, self._bootstrap, number)
-        command = [*_DEDUP, "run", str(self._topology_file), "--config", str(config), "--quiet"]
-        self._running[number] = ChildProcess(command, self._log_file(number))
-
-    def kill(self, number: int) -> None:
-        """Kill a worker by SIGKILL."""
-        process = self._running[number]
-        if process is not None:
-            process.kill()
-        self._running[number] = None
-
-    def check(self) -> None:
-        """Raise InvariantBroken, with the end of its log, if a worker ended by itself."""
-        for number, process in self._running.items():
-            if process is not None and not process.running:
-                raise self._ended(number, f"by itself with exit code {process.exit_code}")
-
-    def stop(self) -> None:
-        """Stop all workers by SIGTERM. Raises InvariantBroken if one does not exit with code 0."""
-        self.check()
-        for number, process in self._running.items():
-            code = process.stop() if process is not None else 0
-            self._running[number] = None
-            if code != 0:
-                raise self._ended(number, f"with exit code {code} after SIGTERM")
-
-    def _ended(self, number: int, how: str) -> InvariantBroken:
-        log = self._log_file(number)
-        tail = "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-15:])
-        return InvariantBroken(f"worker {number} ended {how}. The end of {log}:\n{tail}")
-
-    def _log_file(self, number: int) -> Path:
-        return self._directory / f"worker-{number}.log"
-
-
-def config_file(directory: Path, bootstrap: str, number: int) -> Path:
-    """Write the config file of a worker, and return its path."""
-    path = directory / f"worker-{number}.yaml"
-    lines = (
-        f"brokers: ['{bootstrap}']",
-        f"state_dir: '{directory}/state-{number}'",
-        f"worker_id: flights-{number}",
-        "topics: {replication_factor: 1, min_insync_replicas: 1}",
-        "web: {enabled: false}",
-        "log: {format: text, level: info}",
-    )
-    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    return path
-
-
 @dataclass(frozen=True, slots=True)
 class DemoStage:
     """What is running before the first flight is sent."""
@@ -125,7 +57,7 @@ class DemoStage:
     topology: Topology
     kafka: EmbeddedKafka
     proxy: FaultProxy
-    workers: Workers
+    workers: Processes
     watch: Watch
 
 
@@ -215,14 +147,14 @@ class Run:
                 self._before = self._stage.watch.members()
                 self._stage.workers.kill(_KILLED_WORKER)
                 self._killed_s = now_s
-                self._console.print(f"midway, at {judged:,} records: SIGKILL to worker {_KILLED_WORKER}")
+                self._console.print(f"midway, at {judged:,} records: SIGKILL to {_KILLED_WORKER}")
         elif not self._restarted:
             if now_s - self._killed_s > _RESTART_AFTER_S:
                 self._stage.workers.start(_KILLED_WORKER)
                 self._restarted = True
         elif not self._back and self._stage.watch.members() - self._before:
             self._back = True
-            self._console.print(f"worker {_KILLED_WORKER} is back")
+            self._console.print(f"{_KILLED_WORKER} is back")
 
     def _report_sent(self, sent: Sent) -> bool:
         in_topic = self._stage.watch.look().in_topic
@@ -231,3 +163,69 @@ class Run:
             f"{sent.disturbances} times, so {in_topic - sent.events:,} were sent twice"
         )
         return True
+
+
+def run_demo(size: Size, directory: Path, console: Console) -> tuple[Report, int]:
+    """Return the verification report and the number of distinct flights sent. Raises as Run.to_the_end() does."""
+    topology_file = directory / "flights.yaml"
+    text = resources.files("dedup.embedded").joinpath("flights.yaml").read_text(encoding="utf-8")
+    topology_file.write_text(text, encoding="utf-8")
+    topology = read_topology(topology_file)
+    with contextlib.ExitStack() as stack:
+        began_s = time.monotonic()
+        kafka = stack.enter_context(embedded_kafka(directory, proxied=1))
+        console.print(f"Kafka 4.1.1 runs at {kafka.bootstrap} after {time.monotonic() - began_s:.1f} s")
+        make_topic(kafka.bootstrap, "flights", _PARTITIONS)
+        listener = kafka.proxied[0]
+        proxy = stack.enter_context(FaultProxy(listener.broker_port, port=listener.proxy_port))
+        settings = read_settings(_config_file(directory, kafka.bootstrap, 0))
+        workers = stack.enter_context(_workers(directory, topology_file, kafka.bootstrap))
+        workers.start(*_WORKERS)
+        watch = stack.enter_context(Watch(kafka.bootstrap, topology.name, "flights", _PARTITIONS))
+        console.print(f"{len(_WORKERS)} workers: dedup run topologies/flights.yaml")
+        distinct = Run(DemoStage(topology, kafka, proxy, workers, watch), size, console).to_the_end()
+        workers.stop()
+        console.print(
+            f"{len(_WORKERS)} workers shut down cleanly; every record is read again and compared with the model"
+        )
+        with reading_bar(console, disable=not console.is_terminal) as show:
+            return verify(topology, settings, progress=show), distinct
+
+
+def _workers(directory: Path, topology_file: Path, bootstrap: str) -> Processes:
+    """Return the demo's workers, each with its own id and state directory."""
+    commands = {}
+    for number, name in enumerate(_WORKERS, 1):
+        config = _config_file(directory, bootstrap, number)
+        commands[name] = [*DEDUP, "run", str(topology_file), "--config", str(config), "--quiet"]
+    return Processes(directory, commands)
+
+
+def _config_file(directory: Path, bootstrap: str, number: int) -> Path:
+    """Write the config file of a worker, and return its path."""
+    path = directory / f"worker-{number}.yaml"
+    lines = (
+        f"brokers: ['{bootstrap}']",
+        f"state_dir: '{directory}/state-{number}'",
+        f"worker_id: flights-{number}",
+        "topics: {replication_factor: 1, min_insync_replicas: 1}",
+        "web: {enabled: false}",
+        "log: {format: text, level: info}",
+    )
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return path
+
+
+def print_books(found: Report, distinct: int, page: Path | None, console: Console) -> None:
+    """Print the report, `lost 0  duplicated 0` last. Raises VerificationFailed if it says anything else."""
+    if page is not None:
+        write_report(page, to_html(found), found.to_json())
+    forwarded = sum(books.unique for books in found.books)
+    relation = "=" if forwarded == distinct else "IS NOT"
+    console.print(f"forwarded {forwarded:,} {relation} distinct flights {distinct:,}")
+    print_report(found, console)
+    if not found.passed or found.not_provable or forwarded != distinct:
+        raise VerificationFailed(
+            f"The demo forwarded {forwarded} of {distinct} distinct flights; {found.closing_line()}. "
+            f"This is a bug in dedup: run the demo again with --report demo.html, and report what that page says."
+        )

@@ -25,16 +25,6 @@ if TYPE_CHECKING:
     from dedup.topology.model import Topology
     from dedup.topology.permissions import Permission
 
-_HELP: Final = """Find what keeps a topology from running: DNS, TCP, TLS, authentication, version, ACL or topics.
-
-Prints one sentence and one remedy per problem, changes nothing and disturbs no worker. Without TOPOLOGY only the
-cluster is checked. Exit code 5: a problem with the brokers; 3: with the topics; 0: none, or only warnings.
-
-Examples: dedup doctor topologies/orders.yaml --config config/production.yaml
-
-dedup doctor --set brokers=localhost:9092
-"""
-
 Layer = Literal["DNS", "TCP", "TLS", "authentication", "version", "ACL", "topics"]
 LAYERS: Final[tuple[Layer, ...]] = ("DNS", "TCP", "TLS", "authentication", "version", "ACL", "topics")
 _DETAIL: Final = re.compile(r"(?P<what>.*?)\. (?P<remedy>.*?)(?P<detail> \(.*\))?", re.DOTALL)
@@ -58,18 +48,21 @@ class Symptom:
     remedy: str
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command to the application."""
-    app.command("doctor", help=_HELP)(doctor)
-
-
 def doctor(
     topology: OptionalTopology = None,
     as_json: JsonOption = False,
     config: ConfigOption = None,
     overrides: SetOption = None,
 ) -> None:
-    """Print the layers and their problems."""
+    """Find what keeps a topology from running: DNS, TCP, TLS, authentication, version, ACL or topics.
+
+    Prints one sentence and one remedy per problem, changes nothing and disturbs no worker. Without TOPOLOGY only the
+    cluster is checked. Exit code 5: a problem with the brokers; 3: with the topics; 0: none, or only warnings.
+
+    Examples: dedup doctor topologies/orders.yaml --config config/production.yaml
+
+    dedup doctor --set brokers=localhost:9092
+    """
     parsed = None if topology is None else read_topology(topology)
     settings = read_settings(config, overrides)
     found, looked_at = asyncio.run(_examined(parsed, settings))

@@ -24,22 +24,6 @@ if TYPE_CHECKING:
 
 EVERY_S: Final = 0.5
 """Interval at which the progress line is updated."""
-_EXAMPLES: Final = """
-Examples:
-
-  dedup run topologies/orders.yaml
-
-  dedup run topologies/orders.yaml --config config/production.yaml --workers 4
-
-  dedup run topologies/simplest.yaml --exit-when-done --set commit_interval=100ms
-
-  dedup run topologies/simplest.yaml --onto-existing-output
-"""
-
-
-def register(app: typer.Typer) -> None:
-    """Add the command to the application."""
-    app.command("run", epilog=_EXAMPLES)(run)
 
 
 def run(
@@ -59,6 +43,14 @@ def run(
 
     A new group is refused if its output already holds records: a renamed topology, or a second one with the same
     output, would forward them again. --onto-existing-output allows it; once is enough, it is remembered for seven days.
+
+    Examples: dedup run topologies/orders.yaml
+
+    dedup run topologies/orders.yaml --config config/production.yaml --workers 4
+
+    dedup run topologies/simplest.yaml --exit-when-done --set commit_interval=100ms
+
+    dedup run topologies/simplest.yaml --onto-existing-output
     """
     from dataclasses import replace
 

@@ -34,16 +34,6 @@ _INTEGER_KEY_BYTES: Final = 6
 """For numbers up to a trillion."""
 _KINDS: Final = "uuid, integer or text:LENGTH"
 
-_HELP: Final = """Predict state on disk and in memory from a record rate, a guard period and the length of an ID.
-
-If TOPOLOGY is given, its guard period and grace are used, and the prediction is compared with its state limit. Accurate
-to 20 % for IDs that have nothing in common; sequential IDs take as little as half. Makes no connections.
-
-Examples: dedup size topologies/orders.yaml --rate 2000
-
-dedup size --rate 500 --guard 24h --id text:20 --duplicates 0.3 --partitions 12
-"""
-
 
 @dataclass(frozen=True, slots=True)
 class Predicted:
@@ -58,11 +48,6 @@ class Predicted:
     disk_most_bytes: int
     filter_most_bytes: int
     """In the workers' memory, in addition to 128 MiB per worker for buffers and cache."""
-
-
-def register(app: typer.Typer) -> None:
-    """Add the command to the application."""
-    app.command("size", help=_HELP)(size)
 
 
 def size(
@@ -80,7 +65,15 @@ def size(
     partitions: Annotated[int, typer.Option(min=1, help="Partitions of the feeding topic.")] = 1,
     as_json: JsonOption = False,
 ) -> None:
-    """Print the prediction."""
+    """Predict state on disk and in memory from a record rate, a guard period and the length of an ID.
+
+    If TOPOLOGY is given, its guard period and grace are used, and the prediction is compared with its state limit.
+    Accurate to 20 % for IDs that have nothing in common; sequential IDs take as little as half. Makes no connections.
+
+    Examples: dedup size topologies/orders.yaml --rate 2000
+
+    dedup size --rate 500 --guard 24h --id text:20 --duplicates 0.3 --partitions 12
+    """
     parsed = None if topology is None else read_topology(topology)
     window = _window(parsed, guard, grace)
     fingerprints = parsed is not None and parsed.fingerprints_wanted

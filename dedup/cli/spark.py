@@ -517,12 +517,9 @@ def _target(
     )
 
 
-def register(app: typer.Typer) -> None:
-    """Add the group `spark` to the app."""
-    group = typer.Typer(help="The same topology on Spark: stream, backfill, seed, audit, tables.", no_args_is_help=True)
-    group.command("run", epilog=_RUN_EXAMPLES)(run)
-    group.command("backfill", epilog=_BACKFILL_EXAMPLES)(backfill_command)
-    group.command("seed", epilog=_SEED_EXAMPLES)(seed_command)
-    group.command("audit", epilog=_AUDIT_EXAMPLES)(audit_command)
-    group.command("upsert", epilog=_UPSERT_EXAMPLES)(upsert_command)
-    app.add_typer(group, name="spark")
+spark = typer.Typer(help="The same topology on Spark: stream, backfill, seed, audit, tables.", no_args_is_help=True)
+spark.command("run", epilog=_RUN_EXAMPLES)(run)
+spark.command("backfill", epilog=_BACKFILL_EXAMPLES)(backfill_command)
+spark.command("seed", epilog=_SEED_EXAMPLES)(seed_command)
+spark.command("audit", epilog=_AUDIT_EXAMPLES)(audit_command)
+spark.command("upsert", epilog=_UPSERT_EXAMPLES)(upsert_command)

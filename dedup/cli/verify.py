@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Final
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -29,32 +29,24 @@ if TYPE_CHECKING:
     from dedup.topology.model import Topology
     from dedup.verify.explanation import ExplainedRecord, Explanation
 
-_EXPLAIN_HELP: Final = """Explain one tracking ID from Kafka alone: its records, each verdict and why, where each went.
 
-No worker has to run. All topics of the topology are read from the beginning; memory is bounded by the records with this
-ID. A composite ID is a JSON list of its parts. Exit code 4 if the topics contradict the rule; otherwise 0, even if no
-topic holds the ID.
-
-Examples: dedup explain topologies/orders.yaml 8d5e957f-297893487bd98fa830fa6413
-
-dedup explain topologies/orders.yaml '["shop-7", 4711]' --json
-"""
-
-
-def register(app: typer.Typer) -> None:
-    """Add the command to the application."""
-    app.command("verify", help=_VERIFY_HELP)(verify_command)
-    app.command("explain", help=_EXPLAIN_HELP)(explain_command)
-
-
-def explain_command(
+def explain(
     topology: TopologyArgument,
     tracking_id: Annotated[str, typer.Argument(metavar="ID", help="Tracking ID.")],
     config: ConfigOption = None,
     overrides: SetOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """See `_EXPLAIN_HELP`. Raises VerificationFailed after everything is printed."""
+    """Explain one tracking ID from Kafka alone: its records, each verdict and why, where each went.
+
+    No worker has to run. All topics of the topology are read from the beginning; memory is bounded by the records with
+    this ID. A composite ID is a JSON list of its parts. Exit code 4 if the topics contradict the rule; otherwise 0,
+    even if no topic holds the ID.
+
+    Examples: dedup explain topologies/orders.yaml 8d5e957f-297893487bd98fa830fa6413
+
+    dedup explain topologies/orders.yaml '["shop-7", 4711]' --json
+    """
     from rich.console import Console
 
     from dedup.errors import VerificationFailed
@@ -146,19 +138,7 @@ def _why(record: ExplainedRecord, topology: Topology) -> str:
             return "not judged yet: it is beyond the group's committed offset"
 
 
-_VERIFY_HELP: Final = """Prove from Kafka alone that nothing was lost or duplicated.
-
-Reads the source topics, the written topics and the group's offsets with a Kafka client other than the worker's, replays
-the exact model, and compares key, value, headers, timestamps and order. Exit code 4 if anything violates the guarantee.
-Memory is bounded whatever the size of the topics: files in --scratch take about 200 bytes plus the key per record.
-
-Examples: dedup verify topologies/orders.yaml --report reports/orders.html
-
-dedup verify topologies/orders.yaml --sample 1/100
-"""
-
-
-def verify_command(
+def verify_topology(
     topology: TopologyArgument,
     config: ConfigOption = None,
     overrides: SetOption = None,
@@ -177,7 +157,17 @@ def verify_command(
         Path | None, typer.Option(help="Directory for temporary files; the system's by default.")
     ] = None,
 ) -> None:
-    """See `_VERIFY_HELP`. Raises VerificationFailed after everything is printed and written."""
+    """Prove from Kafka alone that nothing was lost or duplicated.
+
+    Reads the source topics, the written topics and the group's offsets with a Kafka client other than the worker's,
+    replays the exact model, and compares key, value, headers, timestamps and order. Exit code 4 if anything violates
+    the guarantee. Memory is bounded whatever the size of the topics: files in --scratch take about 200 bytes plus the
+    key per record.
+
+    Examples: dedup verify topologies/orders.yaml --report reports/orders.html
+
+    dedup verify topologies/orders.yaml --sample 1/100
+    """
     from rich.console import Console
 
     from dedup.errors import VerificationFailed

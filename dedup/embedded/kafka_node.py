@@ -161,20 +161,25 @@ class EmbeddedKafka:
             if first_start:
                 self._ports = self._free_ports()
             self._format(java.path, jars)
-            log_from = self.log_file.stat().st_size if self.log_file.exists() else 0
-            self._launch(java.path, jars)
-            if self._ready(log_from):
+            process = self._launch(java.path, jars)
+            if self._ready(process):
                 return self
             # Between choosing a port and binding it another process can take it.
-            if not (first_start and attempt < _PORT_TRIES and "Address already in use" in self._log_since(log_from)):
-                raise self._did_not_start(log_from)
+            if not (first_start and attempt < _PORT_TRIES and "Address already in use" in process.log):
+                self.kill()
+                raise BrokerUnavailable(
+                    f"The embedded Kafka did not start within {_STARTS_WITHIN_S:g} s. "
+                    f"The end of {self.log_file}:\n{process.log_tail}\n"
+                    f"Fix what it names (a taken port, a full disk, foreign files in the data directory) and try again."
+                )
         raise InvariantBroken("unreachable: the last attempt returns or raises")
 
     def check(self) -> None:
         """Raise BrokerUnavailable, with the end of the node's log, when it died."""
         if not self.running:
+            tail = "" if self._process is None else self._process.log_tail
             raise BrokerUnavailable(
-                f"The embedded Kafka ended by itself. The end of {self.log_file}:\n{self._log_tail(0)}\n"
+                f"The embedded Kafka ended by itself. The end of {self.log_file}:\n{tail}\n"
                 f"Fix what it names and start again."
             )
 
@@ -271,36 +276,21 @@ class EmbeddedKafka:
             return {"node.id": "1", "controller.quorum.voters": f"1@{HOST}:{controller_port}"}
         return {"node.id": str(self._member.node_id), "controller.quorum.voters": self._member.voters}
 
-    def _launch(self, java: Path, jars: Path) -> None:
+    def _launch(self, java: Path, jars: Path) -> ChildProcess:
         self._classes = ClassArchive.of(java, jars)
         own = (*_JVM_OPTIONS[self._profile], *self._classes.options)
         options = [*own, *_logging_options(), f"-XX:ErrorFile={self._directory()}/crash.log"]
         command = [str(java), *options, "-cp", f"{jars}/*", "kafka.Kafka", str(self._config_file())]
         self._process = ChildProcess(command, self.log_file)
+        return self._process
 
-    def _ready(self, log_from: int) -> bool:
+    def _ready(self, process: ChildProcess) -> bool:
         deadline = time.monotonic() + _STARTS_WITHIN_S
-        while self.running and time.monotonic() < deadline:
-            if _STARTED in self._log_since(log_from):
+        while process.running and time.monotonic() < deadline:
+            if _STARTED in process.log:
                 return True
             time.sleep(_POLL_EVERY_S)
         return False
-
-    def _log_since(self, position: int) -> str:
-        with self.log_file.open("rb") as log:
-            log.seek(position)
-            return log.read().decode(errors="replace")
-
-    def _log_tail(self, position: int) -> str:
-        return "\n".join(self._log_since(position).splitlines()[-15:])
-
-    def _did_not_start(self, log_from: int) -> BrokerUnavailable:
-        self.kill()
-        return BrokerUnavailable(
-            f"The embedded Kafka did not start within {_STARTS_WITHIN_S:g} s. "
-            f"The end of {self.log_file}:\n{self._log_tail(log_from)}\n"
-            f"Fix what it names (a taken port, a full disk, foreign files in the data directory) and try again."
-        )
 
 
 @dataclass(frozen=True, slots=True)
