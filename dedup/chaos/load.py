@@ -1,8 +1,8 @@
-"""The load on a fleet under test: made-up records for any topology, and the producers that send them.
+"""The load on a fleet under test: made-up records for any topology, and the producer that sends them.
 
-`AtLeastOnceProducer` makes duplicates the way most arise in practice: without idempotence it retries when a fault proxy
-drops the response to a request that the broker carried out. `Sender` sends made-up records at a steady rate, and
-`write_past` writes old ones before a run, so that retention has something to delete.
+`Sender` sends records at a steady rate. With the options `AT_LEAST_ONCE` it makes duplicates the way most arise in
+practice: without idempotence it retries when a fault proxy drops the response to a request that the broker carried out.
+`write_past` writes old records before a run, so that retention has something to delete.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import json
 import random
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
 from itertools import pairwise
@@ -48,7 +48,6 @@ _BAD: Final = 0.003
 _REMEMBERED: Final = 20_000
 _PADDING: Final = "x" * 60
 _ANSWER_WITHIN_S: Final = 60.0
-_LOOK_EVERY: Final = 200
 _TICK_S: Final = 0.02
 _STOPS_WITHIN_S: Final = 120.0
 _STANDS_STILL_S: Final = 15.0
@@ -59,6 +58,23 @@ _RECORDS_PER_AGE: Final = 50
 """Records of an age per partition on average, so that no partition is left without."""
 _SEGMENT_MS: Final = 3_600_000
 _DAY_MS: Final = 86_400_000
+AT_LEAST_ONCE: Final[Mapping[str, Any]] = {
+    "enable.idempotence": False,
+    "acks": "all",
+    "message.send.max.retries": 1_000_000,
+    "topic.metadata.propagation.max.ms": 5_000,
+    "max.in.flight.requests.per.connection": 5,
+    "compression.type": "snappy",
+    # Java's partitioner, so that an ID is in the partition that every other client expects.
+    "partitioner": "murmur2_random",
+    "retry.backoff.ms": 10,
+    "retry.backoff.max.ms": 100,
+    "reconnect.backoff.ms": 10,
+    "reconnect.backoff.max.ms": 100,
+}
+"""Options of a producer that has each record in its topic at least once, soon after each lost connection."""
+ANY_PARTITION: Final = -1
+"""The producer's partitioner chooses."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +102,11 @@ class MadeRecords:
         self._dice: Final = random.Random(seed)  # noqa: S311  # no secret; a run must be repeatable
         self._count = 0
         self._sent: Final[list[Made]] = []
+
+    def __iter__(self) -> Iterator[Made]:
+        """Yield records without end, each with the time at which it is made."""
+        while True:
+            yield self.at(time.time_ns() // 1_000_000)
 
     def at(self, now_ms: int) -> Made:
         """Return the next record; a new one has this event time, in the unit of the topology."""
@@ -172,111 +193,6 @@ def _time_text(time_ms: int, unit: TimeUnit) -> int | str:
             assert_never(never)
 
 
-@dataclass(frozen=True, slots=True)
-class Disturbance:
-    """Calls `disturb` after every `every_events` events, from the producing thread."""
-
-    disturb: Callable[[], object]
-    every_events: int
-
-
-@dataclass(frozen=True, slots=True)
-class Sent:
-    """What the producer knows about its work; only the topic shows how many duplicates it made."""
-
-    events: int
-    disturbances: int
-    seconds: float
-
-
-@dataclass(slots=True)
-class AtLeastOnceProducer:
-    """Sends key/value events to one topic, and retries until each is acknowledged."""
-
-    bootstrap: str
-    topic: str
-    events_per_second: int | None = None
-    """None: as fast as the broker accepts them."""
-    disturbance: Disturbance | None = None
-    on_progress: Callable[[int], None] = lambda _sent: None
-    """Called several times a second with the number of events passed to the producer so far."""
-    _failed: list[str] = field(default_factory=list, init=False)
-
-    def send_all(self, events: Iterable[tuple[bytes, bytes]]) -> Sent:
-        """Send all events; each is then in the topic at least once. Raises BrokerUnavailable otherwise."""
-        producer = self._producer()
-        began = time.monotonic()
-        count = disturbances = 0
-        for key, value in events:
-            self._hand_over(producer, key, value)
-            count += 1
-            if self.disturbance is not None and count % self.disturbance.every_events == 0:
-                self.disturbance.disturb()
-                disturbances += 1
-            if count % _LOOK_EVERY == 0:
-                self._keep_pace(producer, count, began)
-        unsent = producer.flush(_ANSWER_WITHIN_S)
-        self.on_progress(count)
-        if unsent or self._failed:
-            raise BrokerUnavailable(
-                f"{unsent + len(self._failed)} of {count} events could not be sent to {self.topic} "
-                f"({', '.join(self._failed[:3]) or f'no answer within {_ANSWER_WITHIN_S:g} s'}). "
-                f"Check that the broker at {self.bootstrap} is running, and try again."
-            )
-        return Sent(count, disturbances, time.monotonic() - began)
-
-    def _hand_over(self, producer: Producer, key: bytes, value: bytes) -> None:
-        while True:
-            try:
-                producer.produce(self.topic, value, key)
-            except BufferError:
-                # The queue is full: the broker is slow or down.
-                producer.poll(0.05)
-            except KafkaException as error:
-                raise BrokerUnavailable(
-                    f"{self.topic} does not accept records: {error}. Check that the topic exists, and try again."
-                ) from error
-            else:
-                return
-
-    def _keep_pace(self, producer: Producer, count: int, began: float) -> None:
-        producer.poll(0)
-        self.on_progress(count)
-        if self.events_per_second is not None:
-            ahead_s = count / self.events_per_second - (time.monotonic() - began)
-            if ahead_s > 0:
-                producer.poll(ahead_s)
-
-    def _producer(self) -> Producer:
-        return Producer(
-            {
-                "bootstrap.servers": self.bootstrap,
-                "enable.idempotence": False,
-                "acks": "all",
-                "message.send.max.retries": 1_000_000,
-                "delivery.timeout.ms": 120_000,
-                "topic.metadata.propagation.max.ms": 5_000,
-                "max.in.flight.requests.per.connection": 5,
-                "linger.ms": 5,
-                "compression.type": "snappy",
-                # Java's partitioner, so that an ID is in the partition that every other client expects.
-                "partitioner": "murmur2_random",
-                "retry.backoff.ms": 10,
-                "retry.backoff.max.ms": 100,
-                "reconnect.backoff.ms": 10,
-                "reconnect.backoff.max.ms": 100,
-                "delivery.report.only.error": True,
-                "on_delivery": self._note_failure,
-                "error_cb": lambda _error: None,  # lost connections are intended
-                "log_level": 0,
-            }
-        )
-
-    def _note_failure(self, error: KafkaError | None, _message: Message) -> None:
-        if error is not None:
-            self._failed.append(str(error))
-
-
 def make_topic(bootstrap: str, name: str, partitions: int) -> None:
     """Create a topic with one replica and unlimited retention time. Raises BrokerUnavailable if that fails."""
     topic = NewTopic(name, num_partitions=partitions, replication_factor=1, config={"retention.ms": "-1"})
@@ -288,13 +204,16 @@ def make_topic(bootstrap: str, name: str, partitions: int) -> None:
 
 
 class Sender:
-    """Sends made-up records at a steady rate in a thread; each is in its topic at least once.
+    """Sends records at a steady rate in a thread; each is in its topic at least once.
 
     Use as a context manager; `stop` returns when everything has arrived.
     """
 
-    def __init__(self, records: MadeRecords, settings: Settings, *, per_s: int) -> None:
-        self._records: Final = records
+    def __init__(
+        self, records: Iterable[Made], settings: Settings, *, per_s: int, options: Mapping[str, Any] | None = None
+    ) -> None:
+        """``options``: of librdkafka's producer, instead of those for idempotence."""
+        self._records: Final = iter(records)
         self._per_s: Final = per_s
         self._ended: Final = threading.Event()
         self._failure: BaseException | None = None
@@ -305,6 +224,7 @@ class Sender:
             "linger.ms": 5,
             "compression.type": "lz4",
             "delivery.timeout.ms": 120_000,
+            **(options or {}),
         }
         self._producer = Producer(self._config)
         self._unconfirmed: Final[dict[int, Made]] = {}
@@ -323,6 +243,11 @@ class Sender:
         self._ended.set()
         self._thread.join(_STOPS_WITHIN_S)
 
+    @property
+    def running(self) -> bool:
+        """Return whether records are left to be sent."""
+        return self._thread.is_alive()
+
     def stop(self) -> int:
         """Stop sending, wait until everything has arrived, and return how many records. Raises BrokerUnavailable."""
         self._ended.set()
@@ -334,7 +259,7 @@ class Sender:
             self._poll(_TICK_S)
         if self._unconfirmed:
             raise BrokerUnavailable(
-                f"{len(self._unconfirmed)} of {self.sent} made-up records did not arrive within {_STOPS_WITHIN_S:g} s. "
+                f"{len(self._unconfirmed)} of {self.sent} records did not arrive within {_STOPS_WITHIN_S:g} s. "
                 f"Check the broker, and run this again."
             )
         return self.sent
@@ -342,16 +267,22 @@ class Sender:
     def _run(self) -> None:
         try:
             began_s = time.monotonic()
-            while not self._ended.is_set():
-                due = int((time.monotonic() - began_s) * self._per_s)
-                while self.sent < due and not self._ended.is_set():
-                    self._unconfirmed[self.sent] = made = self._records.at(time.time_ns() // 1_000_000)
-                    self._send(self.sent, made)
-                    self.sent += 1
-                self._poll(0)
-                self._ended.wait(_TICK_S)
+            while self._wait_until(began_s + self.sent / self._per_s):
+                made = next(self._records, None)
+                if made is None:
+                    return
+                self._unconfirmed[self.sent] = made
+                self._send(self.sent, made)
+                self.sent += 1
         except BaseException as failure:  # noqa: BLE001  # raised by `stop`
             self._failure = failure
+
+    def _wait_until(self, due_s: float) -> bool:
+        """Take confirmations until a time; return False if nothing more is to be sent."""
+        while time.monotonic() < due_s and not self._ended.is_set():
+            self._poll(0)
+            self._ended.wait(_TICK_S)
+        return not self._ended.is_set()
 
     def _poll(self, wait_s: float) -> None:
         """Take confirmations; if none has come for too long, continue with a new producer."""

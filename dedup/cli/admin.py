@@ -11,7 +11,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dedup.cli.inputs import ConfigOption, JsonOption, SetOption, TopologyArgument, read_settings, read_topology
+from dedup.cli.inputs import (
+    A_TIME,
+    ConfigOption,
+    JsonOption,
+    SetOption,
+    TopologyArgument,
+    read_settings,
+    read_topology,
+    time_of,
+)
 from dedup.errors import Problem, SettingsError, StateIncompatible
 
 if TYPE_CHECKING:
@@ -198,7 +207,12 @@ def reset(
     from dedup.worker.reset import Reset, delete_local_state, local_state
 
     parsed, settings = _read(topology, config, overrides)
-    start = None if to is None else _start(to)
+    start: Start | None
+    match to:
+        case None | "earliest" | "latest":
+            start = to
+        case _:
+            start = time_of("--to", to, f"earliest, latest or {A_TIME}")
     if local:
         found = local_state(parsed, settings.state_dir)
         delete_local_state(found)
@@ -226,21 +240,6 @@ def reset(
         typer.echo("done; if workers on other machines have state, run `dedup reset --local` there")
 
     _on_cluster(parsed, settings, work)
-
-
-def _start(text: str) -> Start:
-    from dedup.core.event_time import rfc3339_ms
-
-    match text:
-        case "earliest" | "latest":
-            return text
-        case _:
-            found = int(text) if text.isdigit() else rfc3339_ms(text)
-    if found is None:
-        raise SettingsError(
-            [Problem("--to", f'"{text}" is not a time; write earliest, latest or 2024-01-01T00:00:00Z')]
-        )
-    return found
 
 
 def replay(

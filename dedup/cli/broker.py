@@ -13,6 +13,8 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
+from dedup.cli.inputs import pairs_of
+
 if TYPE_CHECKING:
     from dedup.embedded.kafka_jars import Progress as OnBytes
     from dedup.embedded.kafka_node import EmbeddedKafka
@@ -36,7 +38,7 @@ def broker(
 
     with fetching_jars() as progress:
         kafka = EmbeddedKafka(
-            data_dir=data_dir, port=port, profile="bench", properties=_properties(overrides or []), progress=progress
+            data_dir=data_dir, port=port, profile="bench", properties=pairs_of("--set", overrides), progress=progress
         ).start()
     # SIGTERM, like Ctrl-C, lets the node shut down cleanly.
     stop_requested = threading.Event()
@@ -83,12 +85,3 @@ def fetching_jars() -> Iterator[OnBytes]:
             bar.update(task, completed=done_bytes, total=total_bytes, visible=True)
 
         yield show
-
-
-def _properties(overrides: list[str]) -> dict[str, str]:
-    from dedup.errors import Problem, SettingsError
-
-    problems = [Problem("--set", f"{text!r} has no =; write key=value") for text in overrides if "=" not in text]
-    if problems:
-        raise SettingsError(problems)
-    return dict(text.split("=", 1) for text in overrides)

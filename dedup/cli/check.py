@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import enum
 import json
@@ -171,7 +172,6 @@ def _findings(topology: Stage, settings: Settings | None) -> list[Finding]:
         return lint_ingest(topology) + ([] if settings is None else [Finding("warning", "not_compared", text)])
     if settings is None:
         return lint(topology)
-    import asyncio
 
     from dedup.worker.topics import broker_findings
 

@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as Bars
 
 from dedup.cli.inputs import ConfigOption, JsonOption, SetOption, TopologyArgument, read_settings, read_topology
 from dedup.errors import Problem, SettingsError, StateIncompatible
 
 if TYPE_CHECKING:
-    from rich.progress import Progress as Bars
-
     from dedup.kafka.client import KafkaWire
     from dedup.kafka.topic_admin import Admin
     from dedup.settings import Settings
@@ -119,8 +120,6 @@ def _chosen(topology: Topology, cluster: Cluster, chosen: list[int]) -> list[int
 
 
 def _bars() -> Bars:
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
     console = Console(stderr=True)
     return Progress(

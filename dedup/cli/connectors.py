@@ -6,12 +6,14 @@ import asyncio
 import os
 from collections.abc import Coroutine
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
 from dedup.cli.inputs import ConfigOption, SetOption, read_ingest, read_settings, read_topology
+from dedup.errors import Problem, SettingsError, TaskMigrated
 
 if TYPE_CHECKING:
     from dedup.connect.source_connector import OpenSource
@@ -56,8 +58,6 @@ def ingest(
 
 def _opener(parsed: Ingest, name: str) -> OpenSource:
     """Return the function that opens the source, with references in its database URL resolved."""
-    from functools import partial
-
     from dedup.connect.source_connector import open_source
     from dedup.settings import with_references
     from dedup.topology.ingest_file import TableSource
@@ -105,8 +105,6 @@ def sink(
 
 def _run(work: Coroutine[Any, Any, T]) -> T:
     """Return the result of a connector's run; exits if another process took over."""
-    from dedup.errors import TaskMigrated
-
     try:
         return asyncio.run(work)
     except TaskMigrated as error:
@@ -116,8 +114,6 @@ def _run(work: Coroutine[Any, Any, T]) -> T:
 
 def _numbers(text: str) -> set[int]:
     """Return the numbers in a list such as ``0,2-5``. Raises SettingsError for anything else."""
-    from dedup.errors import Problem, SettingsError
-
     found: set[int] = set()
     for part in text.split(","):
         first, dash, last = part.strip().partition("-")

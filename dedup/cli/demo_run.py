@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
 from typing import Final
@@ -16,7 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from dedup.chaos.live_checker import Watch
-from dedup.chaos.load import AtLeastOnceProducer, Disturbance, Sent, make_topic
+from dedup.chaos.load import ANY_PARTITION, AT_LEAST_ONCE, Made, Sender, make_topic
 from dedup.cli.broker import embedded_kafka
 from dedup.cli.inputs import read_settings, read_topology, reading_bar, write_report
 from dedup.embedded.child_process import DEDUP, Processes
@@ -24,6 +22,7 @@ from dedup.embedded.fault_proxy import FaultProxy
 from dedup.embedded.flights import flights
 from dedup.embedded.kafka_node import EmbeddedKafka
 from dedup.errors import BrokerUnavailable, InvariantBroken, VerificationFailed
+from dedup.settings import Settings
 from dedup.topology.model import Topology
 from dedup.verify.render import print_report, to_html
 from dedup.verify.report import Report
@@ -55,6 +54,7 @@ class DemoStage:
     """What is running before the first flight is sent."""
 
     topology: Topology
+    settings: Settings
     kafka: EmbeddedKafka
     proxy: FaultProxy
     workers: Processes
@@ -68,9 +68,8 @@ class Run:
         self._stage: Final = stage
         self._size: Final = size
         self._console: Final = console
-        self._abandoned: Final = threading.Event()
         self._ids: Final[set[bytes]] = set()
-        self._handed_over = 0
+        self._cuts = 0
         self._killed_s: float | None = None
         self._before: frozenset[str] = frozenset()
         """The group's members just before the worker was killed."""
@@ -86,42 +85,31 @@ class Run:
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         # Without a terminal the bars would be empty lines.
         live = Progress(*columns, console=self._console, transient=True, disable=not self._console.is_terminal)
-        with live as bars, ThreadPoolExecutor(1) as pool:
-            sending = pool.submit(self._send)
-            try:
-                self._watch(sending, bars)
-            finally:
-                self._abandoned.set()
+        through_proxy = replace(self._stage.settings, brokers=(self._stage.kafka.proxied[0].bootstrap,))
+        per_s = self._size.events_per_second
+        with live as bars, Sender(self._flights(), through_proxy, per_s=per_s, options=AT_LEAST_ONCE) as sender:
+            self._watch(sender, bars)
         return len(self._ids)
 
-    def _send(self) -> Sent:
-        producer = AtLeastOnceProducer(
-            self._stage.kafka.proxied[0].bootstrap,
-            self._stage.topology.source.topics[0],
-            events_per_second=self._size.events_per_second,
-            disturbance=Disturbance(self._stage.proxy.swallow_answers, self._size.cut_every_events),
-            on_progress=self._note_handed_over,
-        )
-        return producer.send_all(self._events())
-
-    def _events(self) -> Iterator[tuple[bytes, bytes]]:
-        for flight in flights(self._size.flights):
-            if self._abandoned.is_set():
-                return
+    def _flights(self) -> Iterator[Made]:
+        """Yield the flights, and lose the answers of the broker now and then."""
+        (topic,) = self._stage.topology.source.topics
+        for number, flight in enumerate(flights(self._size.flights), 1):
             self._ids.add(flight.key)
-            yield flight.key, flight.value
+            yield Made(topic, ANY_PARTITION, flight.key, flight.value, (), time.time_ns() // 1_000_000)
+            if number % self._size.cut_every_events == 0:
+                self._stage.proxy.swallow_answers()
+                self._cuts += 1
 
-    def _note_handed_over(self, count: int) -> None:
-        self._handed_over = count
-
-    def _watch(self, sending: Future[Sent], bars: Progress) -> None:
+    def _watch(self, sender: Sender, bars: Progress) -> None:
+        began_s = time.monotonic()
         sent_bar = bars.add_task("flights sent", total=self._size.flights)
         judged_bar = bars.add_task("records judged", total=self._size.flights)
         in_topic = judged = judged_now = 0
         moved_s, reported = time.monotonic(), False
         while not (reported and self._back and judged == in_topic):
-            if sending.done() and not reported:
-                reported = self._report_sent(sending.result())
+            if not sender.running and not reported:
+                reported = self._report_sent(sender.stop(), time.monotonic() - began_s)
             # A coordinator may be loading or moving, above all in the first second; then the next poll succeeds.
             self._stage.kafka.check()
             with contextlib.suppress(BrokerUnavailable):
@@ -130,7 +118,7 @@ class Run:
                 self._crash_midway(judged_now)
             if judged_now != judged:
                 judged, moved_s = judged_now, time.monotonic()
-            bars.update(sent_bar, completed=self._handed_over)
+            bars.update(sent_bar, completed=sender.sent)
             bars.update(judged_bar, completed=judged, total=max(in_topic, self._size.flights))
             self._stage.workers.check()
             if time.monotonic() - moved_s > _STALLS_AFTER_S:
@@ -156,11 +144,11 @@ class Run:
             self._back = True
             self._console.print(f"{_KILLED_WORKER} is back")
 
-    def _report_sent(self, sent: Sent) -> bool:
+    def _report_sent(self, sent: int, seconds: float) -> bool:
         in_topic = self._stage.watch.look().in_topic
         self._console.print(
-            f"{sent.events:,} flights sent in {sent.seconds:.0f} s as {in_topic:,} records: the connection was cut "
-            f"{sent.disturbances} times, so {in_topic - sent.events:,} were sent twice"
+            f"{sent:,} flights sent in {seconds:.0f} s as {in_topic:,} records: the connection was cut "
+            f"{self._cuts} times, so {in_topic - sent:,} were sent twice"
         )
         return True
 
@@ -183,7 +171,7 @@ def run_demo(size: Size, directory: Path, console: Console) -> tuple[Report, int
         workers.start(*_WORKERS)
         watch = stack.enter_context(Watch(kafka.bootstrap, topology.name, "flights", _PARTITIONS))
         console.print(f"{len(_WORKERS)} workers: dedup run topologies/flights.yaml")
-        distinct = Run(DemoStage(topology, kafka, proxy, workers, watch), size, console).to_the_end()
+        distinct = Run(DemoStage(topology, settings, kafka, proxy, workers, watch), size, console).to_the_end()
         workers.stop()
         console.print(
             f"{len(_WORKERS)} workers shut down cleanly; every record is read again and compared with the model"

@@ -5,27 +5,30 @@ from __future__ import annotations
 import contextlib
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
+from rich.console import Console
+from rich.progress import Progress
 
 from dedup.errors import Problem, SettingsError, TopologyError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from rich.console import Console
-
     from dedup.settings import Settings
     from dedup.topology.ingest_file import Ingest
     from dedup.topology.model import Topology
     from dedup.verify.cut import OnProgress, ReadProgress
+    from dedup.verify.report import Report
 
 TopologyArgument = Annotated[Path, typer.Argument(metavar="TOPOLOGY", help="Topology file.")]
 OptionalTopology = Annotated[Path | None, typer.Argument(metavar="[TOPOLOGY]", help="Topology file.")]
 ConfigOption = Annotated[Path | None, typer.Option("--config", help="Config file; config/local.yaml by default.")]
 SetOption = Annotated[list[str] | None, typer.Option("--set", help="Override a config key: key=value. Repeatable.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+A_TIME: Final = "2024-01-01T00:00:00Z"
 
 
 def read_topology(path: Path) -> Topology:
@@ -79,11 +82,40 @@ def write_report(page: Path, html: str, json: str) -> None:
     page.with_suffix(".json").write_text(json, encoding="utf-8")
 
 
+def publish(found: Report, page: Path, command: str, *, as_json: bool) -> None:
+    """Write the reports of a verification, and print it: as JSON alone, or as a table."""
+    from dedup.verify.render import print_report, to_html
+
+    write_report(page, to_html(found, command), found.to_json())
+    if as_json:
+        typer.echo(found.to_json(), nl=False)
+        return
+    console = Console()
+    console.print(f"report: {page} and {page.with_suffix('.json').name}", highlight=False)
+    print_report(found, console)
+
+
+def pairs_of(option: str, texts: list[str] | None) -> dict[str, str]:
+    """Return the values of a repeatable option key=value. Raises SettingsError for one without a value."""
+    wrong = [Problem(f"{option} {text}", "has no value; write key=value") for text in texts or () if "=" not in text]
+    if wrong:
+        raise SettingsError(wrong)
+    return dict(text.split("=", 1) for text in texts or ())
+
+
+def time_of(option: str, text: str, write: str = A_TIME) -> int:
+    """Return a time in ms, given so or in RFC 3339. Raises SettingsError, with ``write`` as what to write instead."""
+    from dedup.core.event_time import rfc3339_ms
+
+    found = int(text) if text.isdecimal() else rfc3339_ms(text)
+    if found is None:
+        raise SettingsError([Problem(option, f'"{text}" is not a time; write {write}')])
+    return found
+
+
 @contextlib.contextmanager
 def reading_bar(console: Console, *, disable: bool = False) -> Iterator[OnProgress]:
     """Yield the callback that moves a progress bar of records read."""
-    from rich.progress import Progress
-
     with Progress(console=console, transient=True, disable=disable) as bar:
         task = bar.add_task("reading", total=None)
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Final, Self
 
 import typer
@@ -52,8 +54,6 @@ def run(
 
     dedup run topologies/simplest.yaml --onto-existing-output
     """
-    from dataclasses import replace
-
     from dedup.worker.logs import set_up_logging
     from dedup.worker.supervisor import FleetPlan, supervise
     from dedup.worker.worker import kept_worker_id
@@ -70,7 +70,6 @@ def run(
 
 
 def _run_one(parsed: Topology, settings: Settings, *, exit_when_done: bool, onto: bool, quiet: bool) -> None:
-    from functools import partial
 
     from dedup.web.server import WebServer
     from dedup.worker.worker import RunOptions, main_loop
@@ -81,18 +80,14 @@ def _run_one(parsed: Topology, settings: Settings, *, exit_when_done: bool, onto
     progress.closing_line()
 
 
-class RunProgress:
-    """The progress line of a worker: rates and verdicts on a terminal; without one only the closing line."""
+class VerdictProgress:
+    """Verdicts so far: in one line on a terminal, and in a closing line. Use as a context manager."""
 
     def __init__(self, *, enabled: bool) -> None:
         self._console: Final = Console(stderr=True)
         self._live: Final = Live(console=self._console, transient=True, auto_refresh=False)
         self._enabled: Final = enabled and self._console.is_terminal
-        self._next_s = 0.0
-        self._last = (time.monotonic(), 0)
         self.verdicts: Counter[str] = Counter()
-        """All verdicts of this process, over all assignments."""
-        self._of_tasks: dict[int, Counter[str]] = {}
 
     def __enter__(self) -> Self:
         if self._enabled:
@@ -103,6 +98,29 @@ class RunProgress:
         if self._enabled:
             self._live.stop()
 
+    def show(self, doing: str, per_s: float, *above: RenderableType) -> None:
+        """Show what is being done, how fast, and all verdicts."""
+        if self._enabled:
+            line = f"{doing}  {self.verdicts.total():,} judged  {per_s:,.0f}/s  {self._split()}"
+            self._live.update(Group(*above, Text(line)), refresh=True)
+
+    def _split(self) -> str:
+        return "  ".join(f"{name} {count:,}" for name, count in sorted(self.verdicts.items()) if count)
+
+    def closing_line(self) -> None:
+        """Print how many records this process judged, by verdict."""
+        self._console.print(f"judged {self.verdicts.total():,}: {self._split() or 'nothing'}", highlight=False)
+
+
+class RunProgress(VerdictProgress):
+    """The progress of a worker, over all its assignments."""
+
+    def __init__(self, *, enabled: bool) -> None:
+        super().__init__(enabled=enabled)
+        self._next_s = 0.0
+        self._last = (time.monotonic(), 0)
+        self._of_tasks: dict[int, Counter[str]] = {}
+
     def tick(self, app: DedupApp) -> None:
         """Update the line if it is due; cheap enough to be called often."""
         for task in app.tasks.running.values():
@@ -111,23 +129,20 @@ class RunProgress:
         if now_s < self._next_s:
             return
         self._next_s = now_s + EVERY_S
-        self.verdicts = sum(self._of_tasks.values(), Counter())
-        total = self.verdicts.total()
+        self._add_up()
         before_s, before = self._last
-        self._last = (now_s, total)
-        rate = (total - before) / max(now_s - before_s, 1e-9)
-        if self._enabled:
-            line = f"{len(app.tasks.running)} tasks  {total:,} judged  {rate:,.0f}/s  {self._split()}"
-            numbers = [task.numbers for task in app.tasks.running.values()]
-            self._live.update(Group(*restore_bar(numbers), Text(line)), refresh=True)
-
-    def _split(self) -> str:
-        return "  ".join(f"{name} {count:,}" for name, count in sorted(self.verdicts.items()) if count)
+        self._last = (now_s, self.verdicts.total())
+        per_s = (self.verdicts.total() - before) / max(now_s - before_s, 1e-9)
+        numbers = [task.numbers for task in app.tasks.running.values()]
+        self.show(f"{len(numbers)} tasks", per_s, *restore_bar(numbers))
 
     def closing_line(self) -> None:
-        """Print how many records this process judged, by verdict."""
+        """See the base class."""
+        self._add_up()
+        super().closing_line()
+
+    def _add_up(self) -> None:
         self.verdicts = sum(self._of_tasks.values(), Counter())
-        self._console.print(f"judged {self.verdicts.total():,}: {self._split() or 'nothing'}", highlight=False)
 
 
 def restore_bar(numbers: Sequence[TaskNumbers]) -> list[RenderableType]:

@@ -17,6 +17,7 @@ from dedup.cli.inputs import JsonOption, OptionalTopology, read_topology
 from dedup.core.tracking_id import KEPT_BYTES
 from dedup.core.window import Window
 from dedup.errors import Problem, SettingsError
+from dedup.quantities import format_duration, parse_duration
 
 if TYPE_CHECKING:
     from dedup.topology.model import Topology
@@ -114,7 +115,6 @@ def bytes_an_id(key_length: int, *, fingerprints: bool) -> float:
 
 
 def _in_words(data: dict[str, Any], window: Window) -> list[str]:
-    from dedup.quantities import format_duration
 
     copies = "each standby replica takes the same"
     lines = [
@@ -149,7 +149,6 @@ def _window(topology: Topology | None, guard: str | None, grace: str | None) -> 
 
 
 def _duration(option: str, text: str) -> int:
-    from dedup.quantities import parse_duration
 
     try:
         return parse_duration(text)

@@ -8,19 +8,30 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from enum import Enum
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Final, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Final, Literal
 
 import typer
-from rich.console import Console
 
-from dedup.cli.inputs import read_topology, refuse_no_page, write_report
-from dedup.errors import Problem, SettingsError
+from dedup.cli.inputs import (
+    ConfigOption,
+    JsonOption,
+    SetOption,
+    TopologyArgument,
+    pairs_of,
+    publish,
+    read_settings,
+    read_topology,
+    refuse_no_page,
+    time_of,
+)
+from dedup.cli.run import VerdictProgress
+from dedup.errors import Problem, SettingsError, VerificationFailed
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -32,7 +43,6 @@ if TYPE_CHECKING:
     from dedup.spark.stream import BatchReport
     from dedup.spark.tables import Jdbc
     from dedup.topology.model import Topology
-    from dedup.verify.report import Report
 
 _VERDICTS: Final = ("unique", "duplicate", "late", "dead_letter", "exempt")
 _PASSWORD: Final = "DEDUP_JDBC_PASSWORD"  # noqa: S105  # the name of a variable
@@ -81,9 +91,6 @@ Examples:
   dedup spark upsert t.yaml --input verdicts/run=backfill/verdict=unique --jdbc jdbc:sqlite:shop.db --table orders
 """
 
-_Topology = Annotated[Path, typer.Argument(help="The topology file.", metavar="TOPOLOGY")]
-_Config = Annotated[Path | None, typer.Option(help="The config file; config/local.yaml if not given.")]
-_Overrides = Annotated[list[str] | None, typer.Option("--set", help="Override a key of the config: key=value.")]
 _Master = Annotated[str | None, typer.Option(help="Spark's master; if not given, this machine or spark-submit's.")]
 _Conf = Annotated[list[str] | None, typer.Option("--conf", help="A setting of Spark: key=value.")]
 _RowsAreEvents = Annotated[
@@ -101,6 +108,9 @@ class InputFormat(Enum):
     DELTA = "delta"
 
 
+_HistoryFormat = Annotated[InputFormat, typer.Option("--format", help="Format of --history.")]
+
+
 class OutputFormat(Enum):
     """See `dedup.spark.backfill.OutputFormat`."""
 
@@ -114,11 +124,7 @@ def open_session(
     """Return a session with the settings ``--conf key=value``. Raises SettingsError for one without a value."""
     from dedup.spark.session import session_for
 
-    wrong = [text for text in conf or () if "=" not in text]
-    if wrong:
-        raise SettingsError([Problem(f"--conf {text}", "has no value; write --conf key=value") for text in wrong])
-    pairs = {key: value for key, _, value in (text.partition("=") for text in conf or ())}
-    return session_for(topology, master=master, packages=packages, conf=pairs)
+    return session_for(topology, master=master, packages=packages, conf=pairs_of("--conf", conf))
 
 
 @contextmanager
@@ -144,17 +150,7 @@ def _parse_until(text: str) -> Until:
         case _ if "=" in text:
             return _parse_offsets(text, "--until")
         case _:
-            return _parse_time(text, "--until", "latest, 2024-01-01T00:00:00Z or orders/0=1200,orders/1=900")
-
-
-def _parse_time(text: str, option: str, write: str) -> int:
-    """Return a time in ms. Raises SettingsError, with ``write`` as what to write instead."""
-    from dedup.core.event_time import rfc3339_ms
-
-    found = int(text) if text.isdecimal() else rfc3339_ms(text)
-    if found is None:
-        raise SettingsError([Problem(option, f'"{text}" is no time; write {write}')])
-    return found
+            return time_of("--until", text, "latest, 2024-01-01T00:00:00Z or orders/0=1200,orders/1=900")
 
 
 def _parse_offsets(text: str, option: str) -> dict[TopicPartition, int]:
@@ -172,11 +168,11 @@ def _parse_offsets(text: str, option: str) -> dict[TopicPartition, int]:
 
 
 def run(
-    topology: _Topology,
+    topology: TopologyArgument,
     *,
     checkpoint: Annotated[str, typer.Option(help="Spark's checkpoint: a directory for this topology alone.")],
-    config: _Config = None,
-    overrides: _Overrides = None,
+    config: ConfigOption = None,
+    overrides: SetOption = None,
     master: _Master = None,
     conf: _Conf = None,
     exit_when_done: Annotated[
@@ -190,12 +186,9 @@ def run(
     quiet: _Quiet = False,
 ) -> None:
     """Deduplicate a topology's topics on Spark, exactly once, with the same verdicts and state as a fleet."""
-    from dataclasses import replace
-
-    from dedup.settings import load_settings
     from dedup.spark.stream import StreamOptions, start_stream
 
-    settings = load_settings(config, overrides or [], os.environ)
+    settings = read_settings(config, overrides)
     parsed = read_topology(topology)
     options = StreamOptions(checkpoint, exit_when_done, most_offsets, commit_rows, onto_existing_output)
     # A local Spark retries a failed task only if the master says so; without a retry a failed task ends the stream.
@@ -226,47 +219,23 @@ def _stopped_by_signals(stop: Callable[[], None]) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-class _StreamProgress:
-    """A line on a terminal while the stream runs, and one at the end."""
-
+class _StreamProgress(VerdictProgress):
     def __init__(self, *, enabled: bool) -> None:
-        self._console: Final = Console(stderr=True)
-        self._status: Final = self._console.status("waiting for records")
-        self._enabled: Final = enabled and self._console.is_terminal
+        super().__init__(enabled=enabled)
         self._began_s: Final = time.monotonic()
-        self._verdicts: Final[Counter[str]] = Counter()
         self._batches = 0
-
-    def __enter__(self) -> Self:
-        if self._enabled:
-            self._status.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._enabled:
-            self._status.stop()
 
     def add(self, report: BatchReport) -> None:
         """Count a micro-batch."""
         self._batches += 1
         for name in _VERDICTS:
-            self._verdicts[name] += report.total(name)
-        judged = sum(self._verdicts[name] for name in _VERDICTS)
-        rate = judged / (time.monotonic() - self._began_s)
-        if self._enabled:
-            self._status.update(f"{self._batches} micro-batches  {judged:,} judged  {rate:,.0f}/s  {self._split()}")
-
-    def _split(self) -> str:
-        return "  ".join(f"{name} {count:,}" for name, count in sorted(self._verdicts.items()) if count)
-
-    def closing_line(self) -> None:
-        """Print what this run judged."""
-        judged = sum(self._verdicts[name] for name in _VERDICTS)
-        self._console.print(f"judged {judged:,}: {self._split() or 'nothing'}", highlight=False)
+            self.verdicts[name] += report.total(name)
+        per_s = self.verdicts.total() / (time.monotonic() - self._began_s)
+        self.show(f"{self._batches} micro-batches", per_s)
 
 
 def backfill_command(
-    topology: _Topology,
+    topology: TopologyArgument,
     *,
     out: Annotated[str, typer.Option(help="Where verdicts are written: a directory, or a Delta table's path.")],
     inputs: Annotated[
@@ -286,8 +255,8 @@ def backfill_command(
         bool, typer.Option("--repartitioned", help="Read the repartition topic, in whose order a fleet judged.")
     ] = False,
     now: Annotated[str | None, typer.Option(help="The time that decides which event times are in the future.")] = None,
-    config: _Config = None,
-    overrides: _Overrides = None,
+    config: ConfigOption = None,
+    overrides: SetOption = None,
     master: _Master = None,
     conf: _Conf = None,
     quiet: _Quiet = False,
@@ -300,7 +269,7 @@ def backfill_command(
     from dedup.spark.files import read_files
 
     parsed = read_topology(topology)
-    now_ms = None if now is None else _parse_time(now, "--now", "2024-01-01T00:00:00Z")
+    now_ms = None if now is None else time_of("--now", now)
     packages: list[Package] = [] if inputs else ["kafka"]
     packages += ["delta"] if "delta" in {fmt.value if inputs else "", out_format.value} else []
     with _job(parsed, master, conf, packages, quiet=quiet) as spark:
@@ -331,10 +300,9 @@ def _kafka_history(
     between: tuple[str, str],
     repartitioned: bool,
 ) -> History:
-    from dedup.settings import load_settings
     from dedup.spark.kafka_source import Start, read_kafka
 
-    settings = load_settings(where[0], where[1] or [], os.environ)
+    settings = read_settings(*where)
     start, until = between
     a_time = "a time such as 2024-01-01T00:00:00Z"
     begin: Start
@@ -342,13 +310,13 @@ def _kafka_history(
         case "whole" | "earliest":
             begin = start
         case _:
-            begin = _parse_time(start, "--start", f"whole, earliest, or {a_time}")
-    end: Literal["now"] | int = "now" if until == "now" else _parse_time(until, "--until", f"now, or {a_time}")
+            begin = time_of("--start", start, f"whole, earliest, or {a_time}")
+    end: Literal["now"] | int = "now" if until == "now" else time_of("--until", until, f"now, or {a_time}")
     return read_kafka(spark, topology, settings, start=begin, until=end, repartitioned=repartitioned)
 
 
 def seed_command(  # noqa: PLR0917  # one parameter per option
-    topology: _Topology,
+    topology: TopologyArgument,
     until: Annotated[
         str,
         typer.Option(
@@ -358,10 +326,10 @@ def seed_command(  # noqa: PLR0917  # one parameter per option
     history: Annotated[
         list[str] | None, typer.Option(help="Files or directories. Without it the source topics are read.")
     ] = None,
-    fmt: Annotated[InputFormat, typer.Option("--format", help="Format of --history.")] = InputFormat.PARQUET,
+    fmt: _HistoryFormat = InputFormat.PARQUET,
     rows_are_events: _RowsAreEvents = False,
-    config: _Config = None,
-    overrides: _Overrides = None,
+    config: ConfigOption = None,
+    overrides: SetOption = None,
     commit_rows: Annotated[int, typer.Option(min=1, help="Changelog records in a transaction.")] = 50_000,
     master: _Master = None,
     conf: _Conf = None,
@@ -371,11 +339,10 @@ def seed_command(  # noqa: PLR0917  # one parameter per option
 
     The fleet must be stopped and new: no offsets, no changelog. To finish a seed that was killed, run it again.
     """
-    from dedup.settings import load_settings
     from dedup.spark.files import read_files
     from dedup.spark.seed import SeedOptions, seed
 
-    parsed, settings = read_topology(topology), load_settings(config, overrides or [], os.environ)
+    parsed, settings = read_topology(topology), read_settings(config, overrides)
     options = SeedOptions(_parse_until(until), commit_rows=commit_rows)
     packages: list[Package] = ["kafka", "delta"] if fmt is InputFormat.DELTA else ["kafka"]
     with _job(parsed, master, conf, packages, quiet=quiet) as spark:
@@ -396,29 +363,26 @@ def _print_seed(done: Seeded) -> None:
 
 
 def audit_command(  # noqa: PLR0917  # one parameter per option
-    topology: _Topology,
+    topology: TopologyArgument,
     history: Annotated[list[str] | None, typer.Option(help="The files that the fleet was seeded from, if any.")] = None,
-    fmt: Annotated[InputFormat, typer.Option("--format", help="Format of --history.")] = InputFormat.PARQUET,
+    fmt: _HistoryFormat = InputFormat.PARQUET,
     rows_are_events: _RowsAreEvents = False,
     begins: Annotated[
         str | None, typer.Option("--from", metavar="OFFSETS", help="Where the fleet began, if no topic says so.")
     ] = None,
-    config: _Config = None,
-    overrides: _Overrides = None,
+    config: ConfigOption = None,
+    overrides: SetOption = None,
     report: Annotated[
         Path | None,
         typer.Option(help="The HTML report; the JSON report is written beside it. audit-NAME.html if not given."),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print only the report, as JSON.")] = False,
+    as_json: JsonOption = False,
     master: _Master = None,
     conf: _Conf = None,
     quiet: _Quiet = False,
 ) -> None:
     """Prove from everything in the topics that nothing was lost or duplicated. Exit code 4 on any finding."""
-    from dedup.errors import VerificationFailed
-    from dedup.settings import load_settings
-
-    parsed, settings = read_topology(topology), load_settings(config, overrides or [], os.environ)
+    parsed, settings = read_topology(topology), read_settings(config, overrides)
     offsets = None if begins is None else _parse_offsets(begins, "--from")
     page = report or Path(f"audit-{parsed.name}.html")
     refuse_no_page(page)
@@ -430,7 +394,7 @@ def audit_command(  # noqa: PLR0917  # one parameter per option
     with _job(parsed, master, conf, packages, quiet=quiet) as spark:
         files = read_files(spark, history, fmt.value, rows_are_events=rows_are_events) if history else None
         found = audit(spark, parsed, settings, history=files, begins=offsets)
-    _write(found, page, as_json=as_json)
+    publish(found, page, "dedup spark audit", as_json=as_json)
     if not found.passed:
         raise VerificationFailed(
             f"{parsed.name}: {found.closing_line()}. The records are named in {page}. Keep the topics as they are: "
@@ -438,20 +402,8 @@ def audit_command(  # noqa: PLR0917  # one parameter per option
         )
 
 
-def _write(found: Report, page: Path, *, as_json: bool) -> None:
-    from dedup.verify.render import print_report, to_html
-
-    write_report(page, to_html(found, "dedup spark audit"), found.to_json())
-    if as_json:
-        typer.echo(found.to_json(), nl=False)
-        return
-    console = Console()
-    console.print(f"report: {page} and {page.with_suffix('.json').name}", highlight=False)
-    print_report(found, console)
-
-
 def upsert_command(  # noqa: PLR0917  # one parameter per option
-    topology: _Topology,
+    topology: TopologyArgument,
     delta: Annotated[str | None, typer.Option(metavar="PATH", help="A Delta table.")] = None,
     jdbc: Annotated[
         str | None, typer.Option(metavar="URL", help="A database: jdbc:postgresql://HOST/DB or jdbc:sqlite:FILE.")
@@ -472,14 +424,13 @@ def upsert_command(  # noqa: PLR0917  # one parameter per option
     rejected: Annotated[
         str | None, typer.Option(metavar="PATH", help="Where to put records that cannot be rows.")
     ] = None,
-    config: _Config = None,
-    overrides: _Overrides = None,
+    config: ConfigOption = None,
+    overrides: SetOption = None,
     master: _Master = None,
     conf: _Conf = None,
     quiet: _Quiet = False,
 ) -> None:
     """Write records to a table with one row per tracking ID: the newest record wins, and a run may be repeated."""
-    from dedup.settings import load_settings
     from dedup.spark.files import read_files
     from dedup.spark.tables import keep_rejected, output_records, table_rows, upsert_delta, upsert_jdbc
 
@@ -492,7 +443,7 @@ def upsert_command(  # noqa: PLR0917  # one parameter per option
         if inputs:
             records = read_files(spark, inputs, fmt.value).records
         else:
-            records = output_records(spark, parsed, load_settings(config, overrides or [], os.environ))
+            records = output_records(spark, parsed, read_settings(config, overrides))
         found = table_rows(records, parsed, schema=schema, order=order)
         left = keep_rejected(found, rejected)
         if isinstance(to, str):

@@ -11,22 +11,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Final, Self
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.console import Group as Lines
 from rich.live import Live
 from rich.table import Table
 
-from dedup.cli.try_records import instant
 from dedup.errors import DedupError, Problem, SettingsError
 from dedup.kafka.client import KafkaWire
 from dedup.kafka.topic_admin import Admin, Group, GroupMember, Topic
 from dedup.kafka.wire import NoAnswer, TopicPartition
+from dedup.quantities import instant
 from dedup.worker.offsets import bounds_of, committed_offset
 from dedup.worker.topics import topic_names
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
-
     from dedup.settings import Settings
     from dedup.topology.model import Topology
 

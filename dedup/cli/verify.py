@@ -10,20 +10,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.console import Console
 
 from dedup.cli.inputs import (
     ConfigOption,
     JsonOption,
     SetOption,
     TopologyArgument,
+    publish,
     read_settings,
     read_topology,
     reading_bar,
     refuse_no_page,
-    write_report,
 )
-from dedup.errors import Problem, SettingsError
-from dedup.quantities import format_duration
+from dedup.errors import Problem, SettingsError, VerificationFailed
+from dedup.quantities import format_duration, instant
 
 if TYPE_CHECKING:
     from dedup.topology.model import Topology
@@ -47,9 +48,6 @@ def explain(
 
     dedup explain topologies/orders.yaml '["shop-7", 4711]' --json
     """
-    from rich.console import Console
-
-    from dedup.errors import VerificationFailed
     from dedup.verify.explanation import explain_id
     from dedup.worker.introspection import state_keys
 
@@ -72,8 +70,6 @@ def explain(
 
 def in_words(found: Explanation, topology: Topology) -> Iterator[str]:
     """Yield an explanation as sentences."""
-    from dedup.cli.try_records import instant
-
     if not found.records:
         yield f"no record with the ID {found.id!r} is in the source topics now"
     for record in found.records:
@@ -91,7 +87,6 @@ def in_words(found: Explanation, topology: Topology) -> Iterator[str]:
 
 
 def _record(record: ExplainedRecord, topology: Topology) -> Iterator[str]:
-    from dedup.cli.try_records import instant
 
     other = "" if record.timestamp_ms == record.event_time_ms else f" (record timestamp {instant(record.timestamp_ms)})"
     yield f"{record.place}, event time {instant(record.event_time_ms)}{other}: {record.verdict}"
@@ -108,8 +103,6 @@ def _record(record: ExplainedRecord, topology: Topology) -> Iterator[str]:
 
 def _why(record: ExplainedRecord, topology: Topology) -> str:
     """Return the reason of a verdict as a sentence."""
-    from dedup.cli.try_records import instant
-
     window = topology.window
     match record.verdict:
         case "unique" if record.conflict:
@@ -168,10 +161,6 @@ def verify_topology(
 
     dedup verify topologies/orders.yaml --sample 1/100
     """
-    from rich.console import Console
-
-    from dedup.errors import VerificationFailed
-    from dedup.verify.render import print_report, to_html
     from dedup.verify.verifier import verify
 
     one_in = _one_in(sample)
@@ -180,15 +169,9 @@ def verify_topology(
     settings = read_settings(config, overrides)
     page = report or Path(f"verify-{parsed.name}.html")
     refuse_no_page(page)
-    console = Console(stderr=as_json)
-    with reading_bar(console) as show:
+    with reading_bar(Console(stderr=as_json)) as show:
         found = verify(parsed, settings, progress=show, sample=one_in, scratch=scratch)
-    write_report(page, to_html(found), found.to_json())
-    if as_json:
-        typer.echo(found.to_json(), nl=False)
-    else:
-        console.print(f"report: {page} and {page.with_suffix('.json').name}", highlight=False)
-        print_report(found, console)
+    publish(found, page, "dedup verify", as_json=as_json)
     if not found.passed:
         raise VerificationFailed(
             f"{parsed.name}: {found.closing_line()}. {page} names the records. Keep the topics as they are: they are "

@@ -15,7 +15,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
-from types import TracebackType
 from typing import Final, Literal, Self
 
 from dedup.embedded.child_process import ChildProcess
@@ -78,25 +77,13 @@ class ProxiedListener:
         return f"{HOST}:{self.proxy_port}"
 
 
-@dataclass(frozen=True, slots=True)
-class QuorumMember:
-    """One node of a cluster of several; its ports are chosen before the first node starts, so that all know them."""
-
-    node_id: int
-    cluster_id: str
-    client_port: int
-    controller_port: int
-    voters: str
-    """Kafka's `controller.quorum.voters`."""
-
-
 class EmbeddedKafka:
     """One Kafka node in its own process, which ends when this process does, however this process ends.
 
     Blocking; not for use from two threads at once. `port` 0 takes a free one. Without `data_dir` the data live in a
-    temporary directory, which `stop()` removes. `proxied` adds that many listeners for fault proxies. Without `member`
-    the node is a cluster by itself. Every method raises BrokerUnavailable when Java or the jars are not available, or
-    the node does not start.
+    temporary directory, which `stop()` removes. `proxied` adds that many listeners for fault proxies. `properties` win
+    over the node's own. Every method raises BrokerUnavailable when Java or the jars are not available, or the node does
+    not start.
     """
 
     def __init__(
@@ -108,10 +95,8 @@ class EmbeddedKafka:
         proxied: int = 0,
         properties: Mapping[str, str] | None = None,
         progress: Progress | None = None,
-        member: QuorumMember | None = None,
     ) -> None:
         self._given_port = port
-        self._member = member
         self._given_dir = data_dir
         self._profile: Profile = profile
         self._overrides = dict(properties or {})
@@ -160,8 +145,8 @@ class EmbeddedKafka:
         for attempt in range(1, _PORT_TRIES + 1):
             if first_start:
                 self._ports = self._free_ports()
-            self._format(java.path, jars)
-            process = self._launch(java.path, jars)
+            self._format(java, jars)
+            process = self._launch(java, jars)
             if self._ready(process):
                 return self
             # Between choosing a port and binding it another process can take it.
@@ -204,9 +189,7 @@ class EmbeddedKafka:
         """Start the node."""
         return self.start()
 
-    def __exit__(
-        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Stop the node."""
         self.stop()
 
@@ -230,10 +213,7 @@ class EmbeddedKafka:
         return self._ports[at]
 
     def _free_ports(self) -> tuple[int, ...]:
-        wanted = 2 + 2 * self._proxied_wanted
-        ports = free_ports(wanted)
-        if self._member is not None:
-            return (self._member.client_port, self._member.controller_port, *ports[2:])
+        ports = free_ports(2 + 2 * self._proxied_wanted)
         return (self._given_port, *ports[1:]) if self._given_port else ports
 
     def _format(self, java: Path, jars: Path) -> None:
@@ -245,10 +225,14 @@ class EmbeddedKafka:
             return
         data.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(_bootstrap_checkpoint(java, jars), data / "bootstrap.checkpoint")
-        cluster, node = (new_id(), 1) if self._member is None else (self._member.cluster_id, self._member.node_id)
+        cluster, node = self._identity()
         identity = f"version=1\ncluster.id={cluster}\nnode.id={node}\ndirectory.id={new_id()}\n"
         # Last, because its presence says that the directory is complete.
         (data / "meta.properties").write_text(identity, encoding="utf-8")
+
+    def _identity(self) -> tuple[str, int]:
+        """Return the ids of the cluster and the node."""
+        return new_id(), 1
 
     def _config_file(self) -> Path:
         return self._directory() / "server.properties"
@@ -262,7 +246,8 @@ class EmbeddedKafka:
         properties = {
             **_PROPERTIES,
             **_PROFILE_PROPERTIES[self._profile],
-            **self._quorum(controller),
+            "node.id": "1",
+            "controller.quorum.voters": f"1@{HOST}:{controller}",
             "listeners": ",".join([f"CLIENT://{HOST}:{client}", f"CONTROLLER://{HOST}:{controller}", *bound]),
             "advertised.listeners": ",".join([f"CLIENT://{HOST}:{client}", *advertised]),
             "listener.security.protocol.map": ",".join(f"{name}:PLAINTEXT" for name in all_names),
@@ -270,11 +255,6 @@ class EmbeddedKafka:
             **self._overrides,
         }
         return "".join(f"{key}={value}\n" for key, value in properties.items())
-
-    def _quorum(self, controller_port: int) -> Mapping[str, str]:
-        if self._member is None:
-            return {"node.id": "1", "controller.quorum.voters": f"1@{HOST}:{controller_port}"}
-        return {"node.id": str(self._member.node_id), "controller.quorum.voters": self._member.voters}
 
     def _launch(self, java: Path, jars: Path) -> ChildProcess:
         self._classes = ClassArchive.of(java, jars)

@@ -57,7 +57,7 @@ def test_it_shuts_down_in_good_order_and_comes_back(node: EmbeddedKafka) -> None
 def test_a_node_starts_with_the_classes_that_one_before_it_has_left(node: EmbeddedKafka, tmp_path: Path) -> None:
     # What one leaves that is killed is no archive; the first that ends in good order leaves one, if none is there.
     node.restart()
-    java, jars = find_java(os.environ).path, cache_dir(os.environ)
+    java, jars = find_java(os.environ), cache_dir(os.environ)
     archive = ClassArchive.of(java, jars)
     if not has_own_archive(java):
         pytest.skip("this Java has no class archive of its own to build on")
