@@ -14,12 +14,10 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
 from functools import partial
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Final, Self, assert_never
 
-from confluent_kafka import Consumer, KafkaError, KafkaException, Message, Producer, TopicPartition
+from confluent_kafka import KafkaError, KafkaException, Message, Producer
 from confluent_kafka.admin import (  # type: ignore[attr-defined]  # exported, undeclared
     AdminClient,
     AlterConfigOpType,
@@ -34,7 +32,8 @@ from dedup.core.fold import OnConflict
 from dedup.core.partitioner import partitions as partitions_of
 from dedup.core.tracking_id import ContentRule, FieldRule, FieldsRule, HeaderRule, KeyRule, RawContentRule
 from dedup.errors import BrokerUnavailable
-from dedup.verify.kafka_reader import client_config
+from dedup.quantities import instant
+from dedup.verify.kafka_reader import KafkaReader, client_config
 
 if TYPE_CHECKING:
     from dedup.core.json_path import Path
@@ -49,6 +48,7 @@ _REMEMBERED: Final = 20_000
 _PADDING: Final = "x" * 60
 _ANSWER_WITHIN_S: Final = 60.0
 _TICK_S: Final = 0.02
+_AT_ONCE: Final = 1_000_000_000
 _STOPS_WITHIN_S: Final = 120.0
 _STANDS_STILL_S: Final = 15.0
 """Longer than a broker is down. After a restart of its only broker, a producer of librdkafka 2.16.1 was seen to send
@@ -135,15 +135,15 @@ class MadeRecords:
             case HeaderRule(name):
                 headers = ((name, text.encode()),)
             case FieldRule(path):
-                _put(document, path, text)
+                document = _with(document, path, text)
             case FieldsRule(paths):
                 for at, path in enumerate(paths):
-                    _put(document, path, text if at == 0 else f"part-{at}")
+                    document = _with(document, path, text if at == 0 else f"part-{at}")
             case never:
                 assert_never(never)
         event_time = self._topology.event_time
         if isinstance(event_time, FieldTime):
-            _put(document, event_time.path, _time_text(now_ms, event_time.unit))
+            document = _with(document, event_time.path, _time_text(now_ms, event_time.unit))
         topic = self._dice.choice(self._topology.source.topics)
         (partition,) = partitions_of([text.encode()], self._partitions[topic])
         return Made(topic, partition, text.encode(), json.dumps(document).encode(), headers, now_ms)
@@ -155,42 +155,23 @@ class MadeRecords:
         return replace(made, value=made.value.replace(_PADDING.encode(), b"y" * len(_PADDING)))
 
 
-def _put(document: dict[str, Any], path: Path, value: object) -> None:
-    """Set a member of a JSON value, and create the objects and arrays on its path."""
-    here: Any = document
-    for step, following in pairwise(path):
-        here = _child(here, step, [] if isinstance(following, int) else {})
-    _set(here, path[-1], value)
-
-
-def _child(here: Any, step: str | int, empty: object) -> Any:  # noqa: ANN401  # a JSON value
-    held = here[step] if isinstance(here, list) and isinstance(step, int) and step < len(here) else None
-    if isinstance(here, dict):
-        held = here.get(step)
-    if held is None:
-        _set(here, step, empty)
-        return empty
-    return held
-
-
-def _set(here: Any, step: str | int, value: object) -> None:  # noqa: ANN401  # a JSON value
-    if isinstance(here, list) and isinstance(step, int):
-        here.extend([None] * (step + 1 - len(here)))
-    here[step] = value
+def _with(here: Any, path: Path, value: object) -> Any:  # noqa: ANN401  # a JSON value
+    """Return a JSON value with one member set, and the objects and arrays on the way to it."""
+    if not path:
+        return value
+    step, *rest = path
+    if isinstance(step, int):
+        items = [*(here or ()), *[None] * (step + 1 - len(here or ()))]
+        items[step] = _with(items[step], tuple(rest), value)
+        return items
+    members = here or {}
+    return {**members, step: _with(members.get(step), tuple(rest), value)}
 
 
 def _time_text(time_ms: int, unit: TimeUnit) -> int | str:
-    match unit:
-        case "ms":
-            return time_ms
-        case "us":
-            return time_ms * 1000
-        case "s":
-            return time_ms // 1000
-        case "rfc3339":
-            return datetime.fromtimestamp(time_ms / 1000, UTC).isoformat(timespec="milliseconds")
-        case never:
-            assert_never(never)
+    if unit == "rfc3339":
+        return instant(time_ms)
+    return time_ms * 1000 // {"us": 1, "ms": 1000, "s": 1_000_000}[unit]
 
 
 def make_topic(bootstrap: str, name: str, partitions: int) -> None:
@@ -251,6 +232,10 @@ class Sender:
     def stop(self) -> int:
         """Stop sending, wait until everything has arrived, and return how many records. Raises BrokerUnavailable."""
         self._ended.set()
+        return self.finish()
+
+    def finish(self) -> int:
+        """Wait until all records are sent and have arrived, and return how many. Raises BrokerUnavailable."""
         self._thread.join(_STOPS_WITHIN_S)
         if self._failure is not None:
             raise self._failure
@@ -348,13 +333,10 @@ def write_past(
     window = topology.window
     step_ms = window.guard_ms + window.grace_ms + (window.extend_at_most_ms if window.extend else 0) + _DAY_MS
     alter(settings, list(partitions), {"segment.ms": str(_SEGMENT_MS)})
-    try:
-        return [
-            _write(topology, settings, partitions, f"{run}-past-{age}", seed, now_ms - age * step_ms, step_ms)
-            for age in range(_AGES, 0, -1)
-        ]
-    except KafkaException as error:
-        raise BrokerUnavailable(f"the past records were not written: {error}. Check the broker.") from error
+    return [
+        _write(topology, settings, partitions, f"{run}-past-{age}", seed, now_ms - age * step_ms, step_ms)
+        for age in range(_AGES, 0, -1)
+    ]
 
 
 def _write(
@@ -366,31 +348,18 @@ def _write(
     time_ms: int,
     step_ms: int,
 ) -> Age:
-    producer = Producer({**client_config(settings), "enable.idempotence": True, "log_level": 0})
-    records = MadeRecords(topology, partitions, run=run, seed=seed)
+    made = MadeRecords(topology, partitions, run=run, seed=seed)
     # No ID twice: if a log has lost its beginning, the verifier takes a copy for the record that was forwarded.
-    for made in (records.new(time_ms) for _ in range(_RECORDS_PER_AGE * sum(partitions.values()))):
-        headers: list[tuple[str, str | bytes | None]] = list(made.headers)
-        producer.produce(made.topic, made.value, made.key, made.partition, headers=headers, timestamp=made.time_ms)
+    records = (made.new(time_ms) for _ in range(_RECORDS_PER_AGE * sum(partitions.values())))
     # All of one age before the next: a batch with both would be in one segment.
-    unsent = producer.flush(_ANSWER_WITHIN_S)
-    if unsent:
-        raise BrokerUnavailable(f"{unsent} past records were not sent within {_ANSWER_WITHIN_S:g} s. Check the broker.")
-    return Age(time_ms + step_ms // 2, _ends(settings, partitions))
-
-
-def _ends(settings: Settings, partitions: Mapping[str, int]) -> dict[str, dict[int, int]]:
-    consumer = Consumer({**client_config(settings), "group.id": "dedup-chaos-past", "log_level": 0})
-    try:
-        return {
-            topic: {
-                partition: consumer.get_watermark_offsets(TopicPartition(topic, partition), _ANSWER_WITHIN_S)[1]
-                for partition in range(count)
-            }
-            for topic, count in partitions.items()
-        }
-    finally:
-        consumer.close()
+    with Sender(records, settings, per_s=_AT_ONCE) as sender:
+        sender.finish()
+    with KafkaReader(settings) as reader:
+        ends = {topic: reader.bounds(topic, range(count)) for topic, count in partitions.items()}
+    return Age(
+        time_ms + step_ms // 2,
+        {topic: {partition: each.high for partition, each in bounds.items()} for topic, bounds in ends.items()},
+    )
 
 
 def alter(settings: Settings, topics: list[str], configs: Mapping[str, str]) -> None:
