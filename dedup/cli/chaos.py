@@ -251,7 +251,7 @@ def _ticker(bars: Progress, seconds: float):  # type: ignore[no-untyped-def]  # 
 def _print(found: ChaosReport, page: Path, console: Console) -> None:
     table = Table("", "what must hold", "figure", "", title=f"{found.topology}: {found.seconds / 60:.1f} minutes")
     for each in found.oracles:
-        table.add_row(each.name, each.meaning, each.figure, "held" if each.held else "BROKEN")
+        table.add_row(each.name, each.meaning, each.figure, each.verdict)
     console.print(table)
     console.print(", ".join(f"{number} x {kind}" for kind, number in found.counts.most_common()))
     console.print(f"report: {page} and {page.with_suffix('.json').name}")
