@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import shlex
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict
@@ -19,6 +18,7 @@ from dedup.cli.inputs import (
     TopologyArgument,
     read_settings,
     read_topology,
+    say,
     time_of,
 )
 from dedup.errors import Problem, SettingsError, StateIncompatible
@@ -94,21 +94,15 @@ def apply(
 
     plan = _on_cluster(parsed, settings, work)
     tables = None if spec is None else apply_tables(spec, dry_run=dry_run, quiet=as_json)
-    if as_json:
-        known = {"dry_run": dry_run, **asdict(plan)}
-        typer.echo(json.dumps(known if tables is None else {**known, "tables": tables}, indent=2))
-    elif not dry_run and plan.make:
-        typer.echo(f"{len(plan.make)} topics created")
+    known = {"dry_run": dry_run, **asdict(plan), **({} if tables is None else {"tables": tables})}
+    say(known, [f"{len(plan.make)} topics created"] if plan.make and not dry_run else [], as_json=as_json)
 
 
 def _print_acls(topology: Topology, settings: Settings, principal: str, *, as_json: bool) -> None:
     from dedup.topology.permissions import worker_permissions
 
     permissions = worker_permissions(topology)
-    if not as_json:
-        for line in (*_acls_as_table(permissions), "", *_acls_as_commands(permissions, settings.brokers, principal)):
-            typer.echo(line)
-        return
+    lines = (*_acls_as_table(permissions), "", *_acls_as_commands(permissions, settings.brokers, principal))
     rows = [
         {
             "resource": each.resource.value,
@@ -119,7 +113,7 @@ def _print_acls(topology: Topology, settings: Settings, principal: str, *, as_js
         }
         for each in permissions
     ]
-    typer.echo(json.dumps({"principal": principal, "permissions": rows}, indent=2))
+    say({"principal": principal, "permissions": rows}, lines, as_json=as_json)
 
 
 def _acls_as_table(permissions: Sequence[Permission]) -> Iterator[str]:
@@ -289,13 +283,9 @@ def replay(
         return await Replay(parsed, settings, Cluster(have), wire, plan).run(lambda _: None)
 
     done = _on_cluster(parsed, settings, work)
-    if as_json:
-        typer.echo(json.dumps({"topic": plan.topic, "sent": done.sent, "left": done.left}, indent=2))
-        return
     target = plan.output or "their source partitions"
-    typer.echo(f"{done.sent} records of {plan.topic} sent to {target}")
-    for text in done.left:
-        typer.echo(f"left {text}")
+    lines = [f"{done.sent} records of {plan.topic} sent to {target}", *(f"left {text}" for text in done.left)]
+    say({"topic": plan.topic, "sent": done.sent, "left": done.left}, lines, as_json=as_json)
 
 
 def lookup(
@@ -316,8 +306,4 @@ def lookup(
 
     parsed, settings = _read(topology, config, overrides)
     found = ask_id(parsed, tracking_id, urls or default_urls(settings), settings)
-    if as_json:
-        typer.echo(json.dumps(found, indent=2))
-    else:
-        for line in in_words(found):
-            typer.echo(line)
+    say(found, in_words(found), as_json=as_json)

@@ -58,7 +58,7 @@ def broker(
 
 @contextlib.contextmanager
 def embedded_kafka(
-    directory: Path, *, proxied: int = 0, properties: Mapping[str, str] | None = None
+    directory: Path, *, proxied: bool = False, properties: Mapping[str, str] | None = None
 ) -> Iterator[EmbeddedKafka]:
     """Yield a running Kafka with its data in ``directory``, and stop it at the end."""
     from dedup.embedded.kafka_node import EmbeddedKafka

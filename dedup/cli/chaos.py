@@ -109,11 +109,11 @@ def _embedded(options: ChaosOptions, directory: Path, console: Console) -> Chaos
     from dedup.chaos.load import make_topic
     from dedup.embedded.fault_proxy import FaultProxy
 
-    with embedded_kafka(directory, proxied=1, properties=RETENTION_PROPERTIES) as kafka:
+    with embedded_kafka(directory, proxied=True, properties=RETENTION_PROPERTIES) as kafka:
         for topic in options.topology.source.topics:
             make_topic(kafka.bootstrap, topic, _PARTITIONS)
         config = directory / "config.yaml"
-        listener = kafka.proxied[0]
+        listener = kafka.proxied
         config.write_text(f"brokers: ['{listener.bootstrap}']\n", encoding="utf-8")
         with FaultProxy(listener.broker_port, port=listener.proxy_port) as proxy:
             _apply(options, config)

@@ -85,7 +85,7 @@ class Run:
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         # Without a terminal the bars would be empty lines.
         live = Progress(*columns, console=self._console, transient=True, disable=not self._console.is_terminal)
-        through_proxy = replace(self._stage.settings, brokers=(self._stage.kafka.proxied[0].bootstrap,))
+        through_proxy = replace(self._stage.settings, brokers=(self._stage.kafka.proxied.bootstrap,))
         per_s = self._size.events_per_second
         with live as bars, Sender(self._flights(), through_proxy, per_s=per_s, options=AT_LEAST_ONCE) as sender:
             self._watch(sender, bars)
@@ -161,10 +161,10 @@ def run_demo(size: Size, directory: Path, console: Console) -> tuple[Report, int
     topology = read_topology(topology_file)
     with contextlib.ExitStack() as stack:
         began_s = time.monotonic()
-        kafka = stack.enter_context(embedded_kafka(directory, proxied=1))
+        kafka = stack.enter_context(embedded_kafka(directory, proxied=True))
         console.print(f"Kafka 4.1.1 runs at {kafka.bootstrap} after {time.monotonic() - began_s:.1f} s")
         make_topic(kafka.bootstrap, "flights", _PARTITIONS)
-        listener = kafka.proxied[0]
+        listener = kafka.proxied
         proxy = stack.enter_context(FaultProxy(listener.broker_port, port=listener.proxy_port))
         settings = read_settings(_config_file(directory, kafka.bootstrap, 0))
         workers = stack.enter_context(_workers(directory, topology_file, kafka.bootstrap))

@@ -6,7 +6,6 @@ A layer is checked only if the one below it works, so that one cause gives one s
 from __future__ import annotations
 
 import asyncio
-import json
 import re
 from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING, Final, Literal, assert_never
 
 import typer
 
-from dedup.cli.inputs import ConfigOption, JsonOption, OptionalTopology, SetOption, read_settings, read_topology
+from dedup.cli.inputs import ConfigOption, JsonOption, OptionalTopology, SetOption, read_settings, read_topology, say
 from dedup.errors import BrokerUnavailable, StateIncompatible
 
 if TYPE_CHECKING:
@@ -66,12 +65,9 @@ def doctor(
     parsed = None if topology is None else read_topology(topology)
     settings = read_settings(config, overrides)
     found, looked_at = asyncio.run(_examined(parsed, settings))
-    if as_json:
-        layers = [{"layer": layer, "looked_at": layer in looked_at} for layer in LAYERS]
-        typer.echo(json.dumps({"layers": layers, "symptoms": [asdict(each) for each in found]}, indent=2))
-    else:
-        for line in in_words(found, looked_at):
-            typer.echo(line)
+    layers = [{"layer": layer, "looked_at": layer in looked_at} for layer in LAYERS]
+    data = {"layers": layers, "symptoms": [asdict(each) for each in found]}
+    say(data, in_words(found, looked_at), as_json=as_json)
     errors = [each for each in found if each.level == "error"]
     if errors:
         kind = StateIncompatible if errors[0].layer == "topics" else BrokerUnavailable

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
@@ -14,7 +15,7 @@ from rich.progress import Progress
 from dedup.errors import Problem, SettingsError, TopologyError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
     from dedup.settings import Settings
     from dedup.topology.ingest_file import Ingest
@@ -76,10 +77,10 @@ def refuse_no_page(page: Path) -> None:
             raise SettingsError([Problem("--report", f"{file} cannot be written")])
 
 
-def write_report(page: Path, html: str, json: str) -> None:
+def write_report(page: Path, html: str, data: str) -> None:
     """Write the HTML report to ``page``, which `refuse_no_page` has checked, and the JSON report next to it."""
     page.write_text(html, encoding="utf-8")
-    page.with_suffix(".json").write_text(json, encoding="utf-8")
+    page.with_suffix(".json").write_text(data, encoding="utf-8")
 
 
 def publish(found: Report, page: Path, command: str, *, as_json: bool) -> None:
@@ -93,6 +94,12 @@ def publish(found: Report, page: Path, command: str, *, as_json: bool) -> None:
     console = Console()
     console.print(f"report: {page} and {page.with_suffix('.json').name}", highlight=False)
     print_report(found, console)
+
+
+def say(data: object, lines: Iterable[str], *, as_json: bool) -> None:
+    """Print data as JSON, or the lines that say the same."""
+    for line in [json.dumps(data, indent=2)] if as_json else lines:
+        typer.echo(line)
 
 
 def pairs_of(option: str, texts: list[str] | None) -> dict[str, str]:

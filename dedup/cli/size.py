@@ -7,13 +7,12 @@ little as half, so the prediction errs on the safe side.
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from dedup.cli.inputs import JsonOption, OptionalTopology, read_topology
+from dedup.cli.inputs import JsonOption, OptionalTopology, read_topology, say
 from dedup.core.tracking_id import KEPT_BYTES
 from dedup.core.window import Window
 from dedup.errors import Problem, SettingsError
@@ -86,11 +85,7 @@ def size(
         "disk_most_bytes_per_partition": found.disk_most_bytes // partitions,
         "max_bytes_per_partition": bound,
     }
-    if as_json:
-        typer.echo(json.dumps(data, indent=2))
-        return
-    for line in _in_words(data, window):
-        typer.echo(line)
+    say(data, _in_words(data, window), as_json=as_json)
 
 
 def predict(window: Window, ids_per_s: float, key_length: int, *, fingerprints: bool) -> Predicted:
@@ -115,7 +110,6 @@ def bytes_an_id(key_length: int, *, fingerprints: bool) -> float:
 
 
 def _in_words(data: dict[str, Any], window: Window) -> list[str]:
-
     copies = "each standby replica takes the same"
     lines = [
         f"kept: {format_duration(window.retention_ms)} of event time, and up to half more until a segment is dropped",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -22,6 +21,7 @@ from dedup.cli.inputs import (
     read_topology,
     reading_bar,
     refuse_no_page,
+    say,
 )
 from dedup.errors import Problem, SettingsError, VerificationFailed
 from dedup.quantities import format_duration, instant
@@ -56,11 +56,8 @@ def explain(
     keys = frozenset(state_keys(parsed, tracking_id))
     with reading_bar(Console(stderr=True)) as show:
         found = explain_id(parsed, settings, tracking_id, keys, progress=show)
-    if as_json:
-        typer.echo(json.dumps(asdict(found) | {"contradictions": found.contradictions}, indent=2))
-    else:
-        for line in in_words(found, parsed):
-            typer.echo(line)
+    data = asdict(found) | {"contradictions": found.contradictions}
+    say(data, in_words(found, parsed), as_json=as_json)
     if found.contradictions:
         raise VerificationFailed(
             f"{parsed.name}: the topics contradict the rule in {found.contradictions} places for {tracking_id!r}. Keep "

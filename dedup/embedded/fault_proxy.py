@@ -1,6 +1,6 @@
 """A TCP proxy that injects network faults on command, modeled on toxiproxy.
 
-It stands between Kafka's clients and a listener whose advertised port is the proxy's (`EmbeddedKafka(proxied=1)`).
+It stands between Kafka's clients and a listener whose advertised port is the proxy's (`EmbeddedKafka(proxied=True)`).
 """
 
 from __future__ import annotations

@@ -81,7 +81,7 @@ class EmbeddedKafka:
     """One Kafka node in its own process, which ends when this process does, however this process ends.
 
     Blocking; not for use from two threads at once. `port` 0 takes a free one. Without `data_dir` the data live in a
-    temporary directory, which `stop()` removes. `proxied` adds that many listeners for fault proxies. `properties` win
+    temporary directory, which `stop()` removes. `proxied` adds a listener for a fault proxy. `properties` win
     over the node's own. Every method raises BrokerUnavailable when Java or the jars are not available, or the node does
     not start.
     """
@@ -92,7 +92,7 @@ class EmbeddedKafka:
         data_dir: Path | None = None,
         port: int = 0,
         profile: Profile = "test",
-        proxied: int = 0,
+        proxied: bool = False,
         properties: Mapping[str, str] | None = None,
         progress: Progress | None = None,
     ) -> None:
@@ -101,7 +101,7 @@ class EmbeddedKafka:
         self._profile: Profile = profile
         self._overrides = dict(properties or {})
         self._progress = progress
-        self._proxied_wanted = proxied
+        self._has_proxy = proxied
         self._dir: Path | None = None
         self._ports: tuple[int, ...] = ()
         self._process: ChildProcess | None = None
@@ -113,10 +113,9 @@ class EmbeddedKafka:
         return f"{HOST}:{self._port(0)}"
 
     @property
-    def proxied(self) -> tuple[ProxiedListener, ...]:
-        """Return the listeners for fault proxies; the proxies' ports are free for the caller to bind."""
-        pairs = self._ports[2:]
-        return tuple(ProxiedListener(pairs[at], pairs[at + 1]) for at in range(0, len(pairs), 2))
+    def proxied(self) -> ProxiedListener:
+        """Return the listener for a fault proxy; the proxy's port is free for the caller to bind."""
+        return ProxiedListener(self._port(2), self._port(3))
 
     @property
     def log_file(self) -> Path:
@@ -213,7 +212,7 @@ class EmbeddedKafka:
         return self._ports[at]
 
     def _free_ports(self) -> tuple[int, ...]:
-        ports = free_ports(2 + 2 * self._proxied_wanted)
+        ports = free_ports(4 if self._has_proxy else 2)
         return (self._given_port, *ports[1:]) if self._given_port else ports
 
     def _format(self, java: Path, jars: Path) -> None:
@@ -238,19 +237,19 @@ class EmbeddedKafka:
         return self._directory() / "server.properties"
 
     def _config(self, data: Path) -> str:
-        client, controller = self._port(0), self._port(1)
-        names = [f"PROXIED{at}" for at in range(len(self.proxied))]
-        all_names = ("CLIENT", "CONTROLLER", *names)
-        bound = [f"{name}://{HOST}:{pair.broker_port}" for name, pair in zip(names, self.proxied, strict=True)]
-        advertised = [f"{name}://{pair.bootstrap}" for name, pair in zip(names, self.proxied, strict=True)]
+        listeners = {"CLIENT": self._port(0), "CONTROLLER": self._port(1)}
+        advertised = f"CLIENT://{self.bootstrap}"
+        if self._has_proxy:
+            listeners["PROXIED"] = self.proxied.broker_port
+            advertised += f",PROXIED://{self.proxied.bootstrap}"
         properties = {
             **_PROPERTIES,
             **_PROFILE_PROPERTIES[self._profile],
             "node.id": "1",
-            "controller.quorum.voters": f"1@{HOST}:{controller}",
-            "listeners": ",".join([f"CLIENT://{HOST}:{client}", f"CONTROLLER://{HOST}:{controller}", *bound]),
-            "advertised.listeners": ",".join([f"CLIENT://{HOST}:{client}", *advertised]),
-            "listener.security.protocol.map": ",".join(f"{name}:PLAINTEXT" for name in all_names),
+            "controller.quorum.voters": f"1@{HOST}:{self._port(1)}",
+            "listeners": ",".join(f"{name}://{HOST}:{port}" for name, port in listeners.items()),
+            "advertised.listeners": advertised,
+            "listener.security.protocol.map": ",".join(f"{name}:PLAINTEXT" for name in listeners),
             "log.dirs": str(data),
             **self._overrides,
         }

@@ -26,14 +26,14 @@ class Rough:
     @property
     def through_proxy(self) -> str:
         """Where workers connect to that shall meet the proxy's faults."""
-        return self.kafka.proxied[0].bootstrap
+        return self.kafka.proxied.bootstrap
 
 
 @pytest.fixture(scope="module")
 def rough() -> Iterator[Rough]:
     """Return a broker of this module's own, healthy at the end of each test that uses it."""
-    with EmbeddedKafka(proxied=1, properties={"log.retention.check.interval.ms": "500"}) as kafka:
-        listener = kafka.proxied[0]
+    with EmbeddedKafka(proxied=True, properties={"log.retention.check.interval.ms": "500"}) as kafka:
+        listener = kafka.proxied
         with RoughProxy(listener.broker_port, port=listener.proxy_port) as proxy:
             yield Rough(kafka, proxy)
 

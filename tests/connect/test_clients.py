@@ -113,8 +113,8 @@ async def test_a_topic_that_is_not_there(stage):
 async def test_answers_lost_a_hundred_times_leave_each_record_once_and_in_order(stage, monkeypatch):
     """The connection is cut when the broker answers, so the writer can not know what arrived."""
     monkeypatch.setattr(outbox, "PAUSE_S", 0.01)
-    with EmbeddedKafka(proxied=1) as node:
-        listener = node.proxied[0]
+    with EmbeddedKafka(proxied=True) as node:
+        listener = node.proxied
         admin_of(node.bootstrap).create_topic(stage.topic, 3)
         with RoughProxy(listener.broker_port, port=listener.proxy_port) as proxy:
             settings = replace(stage.settings, brokers=(listener.bootstrap,))

@@ -15,14 +15,14 @@ from tests.integration.fleet import until
 
 @pytest.fixture(scope="module")
 def node():
-    with EmbeddedKafka(proxied=1) as started:
+    with EmbeddedKafka(proxied=True) as started:
         yield started
 
 
 def test_swallowed_answers_become_duplicates_and_nothing_is_lost(node):
     topic = admin_of(node.bootstrap).create_topic("flights", partitions=4)
     events = [(flight.key, flight.value) for flight in flights(20_000)]
-    listener = node.proxied[0]
+    listener = node.proxied
     settings = Settings(brokers=(listener.bootstrap,))
     with RoughProxy(listener.broker_port, port=listener.proxy_port) as proxy:
 

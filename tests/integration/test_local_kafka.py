@@ -25,7 +25,7 @@ GONE_WITHIN_S = 5.0
 @pytest.fixture(scope="module")
 def node() -> Iterator[EmbeddedKafka]:
     """Return a node of this module's own, as it gets killed."""
-    with EmbeddedKafka(proxied=1, properties={"message.max.bytes": "2000000"}) as started:
+    with EmbeddedKafka(proxied=True, properties={"message.max.bytes": "2000000"}) as started:
         yield started
 
 
@@ -83,7 +83,7 @@ def test_given_properties_hold(node: EmbeddedKafka) -> None:
 
 
 def test_a_proxied_listener_sends_clients_to_the_proxys_port(node: EmbeddedKafka) -> None:
-    listener = node.proxied[0]
+    listener = node.proxied
     # The proxy listens, as librdkafka may ask at the address it was told and no longer at the first one.
     with FaultProxy(listener.broker_port, port=listener.proxy_port):
         told = admin_of(f"127.0.0.1:{listener.broker_port}").client.list_topics(timeout=10).brokers
