@@ -178,9 +178,9 @@ def _compare_output(
     held: _Partition, task: TaskReplay, output: WrittenPartition, seen: list[Seen], report: Report
 ) -> None:
     forwarded = task.forwarded
-    found = matched([forwarded.expected], [[each.digest for each in seen]], from_end=not held.known)
+    found = matched([forwarded], [[each.digest for each in seen]], from_end=not held.known)
     # An optional record may stand for an equal one that is deleted, so it says nothing about order.
-    unsure: set[int] = set() if held.excused_rows is None else forwarded.expected.optional
+    unsure: set[int] = set() if held.excused_rows is None else forwarded.optional
     sure = ((at, wanted.row) for at, wanted in found.matched if wanted.row not in unsure)
     output.order.match([(seen[at.row].row, 0, forwarded.positions[row]) for at, row in sure])
     held.pending_found += sum(wanted.row in forwarded.pending for _, wanted in found.matched)
@@ -211,7 +211,7 @@ def _gone_position(held: _Partition, output: WrittenPartition) -> int:
     place, first = output.first_kept
     task = TaskReplay(held.plan, Books("", 0), Report("", "", "", 0), ((0, held.books.partition),))
     task.take(map(Row.of, held.log.bucket(place % held.log.buckets)))
-    wanted, kept = task.forwarded.expected.digests, output.bucket(place % held.log.buckets)
+    wanted, kept = task.forwarded.digests, output.bucket(place % held.log.buckets)
     equal = [row for row, each in enumerate(wanted) if each == first]
     # Records may be equal; of the expected ones the last are present.
     there = sum(seen.digest == first for seen in kept)
@@ -220,7 +220,7 @@ def _gone_position(held: _Partition, output: WrittenPartition) -> int:
 
 def _excuse_deleted(held: _Partition, task: TaskReplay, report: Report) -> None:
     """Make records optional that precede the first one the output still holds: they may have been deleted there."""
-    optional = task.forwarded.expected.optional
+    optional = task.forwarded.optional
     early = (row for row, position in enumerate(task.forwarded.positions) if position < held.gone_position)
     fresh = set(early) - optional
     optional |= fresh
@@ -284,7 +284,7 @@ def _verify_compacted(cut: Cut, source: str) -> None:
     for number in range(buckets):
         free = OrderFree(cut, written, (each.bucket(number) for each in written))
         for partition, offset, own, time_ms in judged.bucket(number):
-            free.must_be_somewhere(f"{source}/{partition} offset {offset}", own, time_ms, Source(0, partition, offset))
+            free.must_be_somewhere(own, time_ms, Source(0, partition, offset))
     judged.close()
     for each in written:
         each.close()
@@ -358,9 +358,7 @@ def report_leftovers(cut: Cut, side: SideTopic) -> None:
     for source, filed, again in side.left():
         place = side.place(filed)
         if again:
-            topic = cut.topology.source.topics[source.topic]
-            text = f"source record {topic}/{source.partition} offset {source.offset} is in it twice"
-            cut.report.violation("duplicated", place, text)
+            cut.report.violation("duplicated", place, f"source record {cut.place(source)} is in it twice")
         else:
             _report_leftover(cut, side, source, place)
     for partition, offset in side.strangers():
@@ -383,5 +381,4 @@ def _report_leftover(cut: Cut, side: SideTopic, source: Source, place: str) -> N
     if source.offset < cut.starts.get(source.partition, 0):
         cut.report.unprovable(WHY_BEFORE)
         return
-    text = f"names {topic}/{source.partition} offset {source.offset}, which is not a record of the source"
-    cut.report.violation("phantom", place, text)
+    cut.report.violation("phantom", place, f"names {cut.place(source)}, which is not a record of the source")

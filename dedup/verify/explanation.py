@@ -164,14 +164,12 @@ def _direct_rows(cut: Cut, source: str, partition: int) -> Iterator[Row]:
 def _judge(search: _Search, log: tuple[str, Iterator[Row]]) -> None:
     name, rows = log
     cut, found = search.cut, search.found
-    topics = cut.topology.source.topics
-    feeds = [(at, partition) for at, topic in enumerate(topics) for partition in range(cut.partitions[topic])]
-    model, doubt = ReferenceModel(cut.plan.rules, feeds), Doubt(cut.plan.rules)
+    model, doubt = ReferenceModel(cut.plan.rules, cut.feeds), Doubt(cut.plan.rules)
     for row in rows:
         if row.id not in search.keys:
             continue
         explained = ExplainedRecord(
-            _place(cut, Source(*row.source)), row.timestamp_ms, row.time_ms, row.after_ms, "pending"
+            cut.place(Source(*row.source)), row.timestamp_ms, row.time_ms, row.after_ms, "pending"
         )
         explained.log_place = f"{name} offset {row.position}" if name else None
         if not row.pending:
@@ -194,7 +192,7 @@ def _explain_verdict(cut: Cut, judges: tuple[ReferenceModel, Doubt], row: Row, e
     verdict: ModelVerdict = model.judge(record)
     explained.verdict, explained.reason, explained.conflict = verdict.kind, verdict.reason, verdict.conflict
     if verdict.of is not None:
-        explained.of, explained.of_ms = _place(cut, verdict.of.source), verdict.of.last_ms
+        explained.of, explained.of_ms = cut.place(verdict.of.source), verdict.of.last_ms
     unseen_ms, own = row.doubt_ms, row.id
     if unseen_ms is not None and own is not None and doubt.about(own, verdict.time_ms, row.after_ms, unseen_ms):
         explained.doubt = WHY_CLAMPED if row.doubt_by_clock else WHY_FRONT
@@ -222,7 +220,7 @@ def _find_uncarried(search: _Search) -> None:
             for columns in cut.read(topic, partition, bounds.low, bounds.high):
                 extracted = extracted_of(cut.plan.extract, columns)
                 for row, offset in enumerate(columns.offsets):
-                    place = _place(cut, Source(position, partition, offset))
+                    place = cut.place(Source(position, partition, offset))
                     if extracted.ids[row] not in search.keys or row in extracted.faults or place in known:
                         continue
                     if len(found.records) >= _MOST_LISTED:
@@ -318,7 +316,7 @@ def _find_sightings(search: _Search) -> None:
         for offset, value in last.values():
             for seen in decode_sightings(value):
                 live = seen.last_ms >= window.oldest_live_ms(stream_ms)
-                place, source = f"{topic}/{partition} offset {offset}", _place(cut, seen.source)
+                place, source = f"{topic}/{partition} offset {offset}", cut.place(seen.source)
                 until_ms = seen.last_ms + window.guard_ms
                 search.found.sightings.append(Kept(place, seen.first_ms, seen.last_ms, source, until_ms, live))
     search.found.sightings.sort(key=lambda kept: (kept.first_ms, kept.place))
@@ -327,7 +325,3 @@ def _find_sightings(search: _Search) -> None:
 def _state_key(key: bytes) -> bytes:
     parsed = parse_key(key)
     return parsed.state_key if isinstance(parsed, SightingKey) else b""
-
-
-def _place(cut: Cut, source: Source) -> str:
-    return f"{cut.topology.source.topics[source.topic]}/{source.partition} offset {source.offset}"

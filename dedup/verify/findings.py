@@ -133,9 +133,9 @@ class OrderFree:
         else:
             self._report_too_near()
 
-    def must_be_somewhere(self, place: str, tracking_id: bytes, time_ms: int, source: Source) -> None:
+    def must_be_somewhere(self, tracking_id: bytes, time_ms: int, source: Source) -> None:
         """Report a judged record as lost unless it was forwarded, is late, or repeats one that was forwarded."""
-        late = self._cut.plan.late
+        late, place = self._cut.plan.late, self._cut.place(source)
         if late is not None and late.take([source]):
             return
         if not self._forwards:

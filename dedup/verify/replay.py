@@ -30,14 +30,11 @@ WHY_SIDE_GONE: Final = "the late or dead-letter topic has lost its beginning, or
 
 
 @dataclass(slots=True)
-class Forwarded:
+class Forwarded(Expected):
     """What must be in the output, row by row."""
 
-    expected: Expected = field(default_factory=Expected)
     ids: list[bytes | None] = field(default_factory=list)
     sources: list[Source] = field(default_factory=list)
-    positions: list[int] = field(default_factory=list)
-    """Their positions in the task's log."""
     pending: set[int] = field(default_factory=set)
     """Rows beyond the committed offset."""
 
@@ -110,7 +107,7 @@ class TaskReplay:
 
     def place(self, source: Source) -> str:
         """Return a source position, as reports show it."""
-        return f"{self._plan.topics[source.topic]}/{source.partition} offset {source.offset}"
+        return self._plan.place(source)
 
     def doubtful(self, tracking_id: bytes | None, time_ms: int, *, timed: bool) -> bool:
         """Tell whether the verdict on a record of an ID was in doubt; if not ``timed``, on any record of the ID."""
@@ -200,11 +197,11 @@ class TaskReplay:
         """Note a record that must be in the output; ``why``: the verdict that its header must name."""
         forwarded = self.forwarded
         if not certain:
-            forwarded.expected.optional.add(len(forwarded.ids))
+            forwarded.optional.add(len(forwarded.ids))
             self.uncertain = self.uncertain or not self._pending
         if self._pending:
             forwarded.pending.add(len(forwarded.ids))
-        forwarded.expected.digests.append(forwarded_digest(self._plan, row, why))
+        forwarded.digests.append(forwarded_digest(self._plan, row, why))
         forwarded.ids.append(row.id)
         forwarded.sources.append(Source(*row.source))
         forwarded.positions.append(row.position)
