@@ -188,9 +188,9 @@ def _staged(options: ChaosOptions, config: Path, settings: Settings, directory: 
     from dedup.chaos.fault_run import ChaosFleet, ChaosStage
     from dedup.chaos.live_checker import LiveChecker, Watch
     from dedup.chaos.load import MadeRecords, Sender
-    from dedup.verify.kafka_reader import KafkaReader, client_config
+    from dedup.verify.kafka_reader import KafkaReader
 
-    topology, brokers = options.topology, ",".join(settings.brokers)
+    topology = options.topology
     with KafkaReader(settings) as reader:
         partitions = reader.partitions(topology.source.topics)
         output = topology.output.topic if topology.output is not None else topology.dead_letter
@@ -199,8 +199,7 @@ def _staged(options: ChaosOptions, config: Path, settings: Settings, directory: 
     with contextlib.ExitStack() as stack:
         live_checker = stack.enter_context(LiveChecker(topology, settings, begin))
         watches = tuple(
-            stack.enter_context(Watch(brokers, topology.name, topic, count, client=client_config(settings)))
-            for topic, count in partitions.items()
+            stack.enter_context(Watch(settings, topology.name, topic, count)) for topic, count in partitions.items()
         )
         fleet = stack.enter_context(
             ChaosFleet(directory, options.topology_file, config, list(_OVERRIDES), options.workers)

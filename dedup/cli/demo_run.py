@@ -169,7 +169,7 @@ def run_demo(size: Size, directory: Path, console: Console) -> tuple[Report, int
         settings = read_settings(_config_file(directory, kafka.bootstrap, 0))
         workers = stack.enter_context(_workers(directory, topology_file, kafka.bootstrap))
         workers.start(*_WORKERS)
-        watch = stack.enter_context(Watch(kafka.bootstrap, topology.name, "flights", _PARTITIONS))
+        watch = stack.enter_context(Watch(settings, topology.name, "flights", _PARTITIONS))
         console.print(f"{len(_WORKERS)} workers: dedup run topologies/flights.yaml")
         distinct = Run(DemoStage(topology, settings, kafka, proxy, workers, watch), size, console).to_the_end()
         workers.stop()
