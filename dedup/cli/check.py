@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import enum
 import json
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, NoReturn
 
 import typer
 
@@ -35,14 +34,6 @@ LOOK_S: Final = 0.3
 """Interval at which `dedup check --watch` polls the files: shorter than a person notices."""
 
 _START: Final = "2024-01-01T00:00:00Z"
-
-
-class SchemaOf(enum.Enum):
-    """The kinds of file that have a schema."""
-
-    TOPOLOGY = "topology"
-    CONFIG = "config"
-    INGEST = "ingest"
 
 
 def check(
@@ -217,26 +208,20 @@ def describe(
 
 
 def schema(
-    of: Annotated[SchemaOf, typer.Argument(metavar="topology|config|ingest", help="Kind of file.")] = SchemaOf.TOPOLOGY,
+    of: Annotated[
+        Literal["topology", "config", "ingest"], typer.Argument(metavar="topology|config|ingest", help="Kind of file.")
+    ] = "topology",
 ) -> None:
     """Print the JSON Schema of topology, config or ingest files, for use in editors.
 
     Example: dedup schema topology > topologies/topology.schema.json
     """
-    match of:
-        case SchemaOf.TOPOLOGY:
-            from dedup.topology.parse import json_schema
+    from dedup.settings import settings_schema
+    from dedup.topology.ingest_file import ingest_schema
+    from dedup.topology.parse import json_schema
 
-            found = json_schema()
-        case SchemaOf.CONFIG:
-            from dedup.settings import settings_schema
-
-            found = settings_schema()
-        case SchemaOf.INGEST:
-            from dedup.topology.ingest_file import ingest_schema
-
-            found = ingest_schema()
-    typer.echo(json.dumps(found, indent=2))
+    schemas = {"topology": json_schema, "config": settings_schema, "ingest": ingest_schema}
+    typer.echo(json.dumps(schemas[of](), indent=2))
 
 
 def try_records(

@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from enum import Enum
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final, Literal
@@ -99,23 +98,8 @@ _RowsAreEvents = Annotated[
 _Quiet = Annotated[bool, typer.Option("--quiet", help="Show no progress.")]
 
 
-class InputFormat(Enum):
-    """See `dedup.spark.files.FileFormat`."""
-
-    PARQUET = "parquet"
-    JSON = "json"
-    JSON_RECORDS = "json-records"
-    DELTA = "delta"
-
-
+InputFormat = Literal["parquet", "json", "json-records", "delta"]
 _HistoryFormat = Annotated[InputFormat, typer.Option("--format", help="Format of --history.")]
-
-
-class OutputFormat(Enum):
-    """See `dedup.spark.backfill.OutputFormat`."""
-
-    PARQUET = "parquet"
-    DELTA = "delta"
 
 
 def open_session(
@@ -125,6 +109,10 @@ def open_session(
     from dedup.spark.session import session_for
 
     return session_for(topology, master=master, packages=packages, conf=pairs_of("--conf", conf))
+
+
+def _packages(**wanted: bool) -> list[Package]:
+    return [name for name in ("kafka", "delta", "jdbc") if wanted.get(name)]
 
 
 @contextmanager
@@ -207,11 +195,7 @@ def run(
 @contextmanager
 def _stopped_by_signals(stop: Callable[[], None]) -> Iterator[None]:
     """Inside ``with``, SIGTERM and SIGINT call ``stop``."""
-
-    def stopped(_number: int, _frame: object) -> None:
-        stop()
-
-    before = {number: signal.signal(number, stopped) for number in (signal.SIGTERM, signal.SIGINT)}
+    before = {number: signal.signal(number, lambda *_: stop()) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         yield
     finally:
@@ -243,9 +227,9 @@ def backfill_command(
     ] = None,
     fmt: Annotated[
         InputFormat, typer.Option("--format", help="Format of --input. json: each line is an event.")
-    ] = InputFormat.PARQUET,
+    ] = "parquet",
     rows_are_events: _RowsAreEvents = False,
-    out_format: Annotated[OutputFormat, typer.Option(help="Format of the verdicts.")] = OutputFormat.PARQUET,
+    out_format: Annotated[Literal["parquet", "delta"], typer.Option(help="Format of the verdicts.")] = "parquet",
     run: Annotated[str, typer.Option(help="Name of this run; a run that exists is not written again.")] = "backfill",
     start: Annotated[
         str, typer.Option(help="Where topics are read from: whole (offset 0), earliest (what is left), or a time.")
@@ -270,15 +254,14 @@ def backfill_command(
 
     parsed = read_topology(topology)
     now_ms = None if now is None else time_of("--now", now)
-    packages: list[Package] = [] if inputs else ["kafka"]
-    packages += ["delta"] if "delta" in {fmt.value if inputs else "", out_format.value} else []
+    packages = _packages(kafka=not inputs, delta=out_format == "delta" or (bool(inputs) and fmt == "delta"))
     with _job(parsed, master, conf, packages, quiet=quiet) as spark:
         if inputs:
-            history = read_files(spark, inputs, fmt.value, rows_are_events=rows_are_events)
+            history = read_files(spark, inputs, fmt, rows_are_events=rows_are_events)
         else:
             history = _kafka_history(spark, parsed, (config, overrides), (start, until), repartitioned)
         say = partial(typer.echo, err=True)
-        report = backfill(history, parsed, out, run=run, now_ms=now_ms, fmt=out_format.value, say=say)
+        report = backfill(history, parsed, out, run=run, now_ms=now_ms, fmt=out_format, say=say)
     verdicts = "  ".join(f"{name} {count:,}" for name, count in report.verdicts.items())
     typer.echo(f"judged {sum(report.verdicts.values()):,}: {verdicts}")
     typer.echo(f"verdicts: {report.path}")
@@ -326,7 +309,7 @@ def seed_command(  # noqa: PLR0917  # one parameter per option
     history: Annotated[
         list[str] | None, typer.Option(help="Files or directories. Without it the source topics are read.")
     ] = None,
-    fmt: _HistoryFormat = InputFormat.PARQUET,
+    fmt: _HistoryFormat = "parquet",
     rows_are_events: _RowsAreEvents = False,
     config: ConfigOption = None,
     overrides: SetOption = None,
@@ -344,9 +327,8 @@ def seed_command(  # noqa: PLR0917  # one parameter per option
 
     parsed, settings = read_topology(topology), read_settings(config, overrides)
     options = SeedOptions(_parse_until(until), commit_rows=commit_rows)
-    packages: list[Package] = ["kafka", "delta"] if fmt is InputFormat.DELTA else ["kafka"]
-    with _job(parsed, master, conf, packages, quiet=quiet) as spark:
-        files = read_files(spark, history, fmt.value, rows_are_events=rows_are_events) if history else None
+    with _job(parsed, master, conf, _packages(kafka=True, delta=fmt == "delta"), quiet=quiet) as spark:
+        files = read_files(spark, history, fmt, rows_are_events=rows_are_events) if history else None
         done = seed(spark, parsed, settings, options, history=files, tell=partial(typer.echo, err=True))
     _print_seed(done)
 
@@ -365,7 +347,7 @@ def _print_seed(done: Seeded) -> None:
 def audit_command(  # noqa: PLR0917  # one parameter per option
     topology: TopologyArgument,
     history: Annotated[list[str] | None, typer.Option(help="The files that the fleet was seeded from, if any.")] = None,
-    fmt: _HistoryFormat = InputFormat.PARQUET,
+    fmt: _HistoryFormat = "parquet",
     rows_are_events: _RowsAreEvents = False,
     begins: Annotated[
         str | None, typer.Option("--from", metavar="OFFSETS", help="Where the fleet began, if no topic says so.")
@@ -390,9 +372,8 @@ def audit_command(  # noqa: PLR0917  # one parameter per option
     from dedup.spark.audit import audit
     from dedup.spark.files import read_files
 
-    packages: list[Package] = ["kafka", "delta"] if fmt is InputFormat.DELTA else ["kafka"]
-    with _job(parsed, master, conf, packages, quiet=quiet) as spark:
-        files = read_files(spark, history, fmt.value, rows_are_events=rows_are_events) if history else None
+    with _job(parsed, master, conf, _packages(kafka=True, delta=fmt == "delta"), quiet=quiet) as spark:
+        files = read_files(spark, history, fmt, rows_are_events=rows_are_events) if history else None
         found = audit(spark, parsed, settings, history=files, begins=offsets)
     publish(found, page, "dedup spark audit", as_json=as_json)
     if not found.passed:
@@ -413,7 +394,7 @@ def upsert_command(  # noqa: PLR0917  # one parameter per option
     inputs: Annotated[
         list[str] | None, typer.Option("--input", help="Files or directories. Without it the output topic is read.")
     ] = None,
-    fmt: Annotated[InputFormat, typer.Option("--format", help="Format of --input.")] = InputFormat.PARQUET,
+    fmt: Annotated[InputFormat, typer.Option("--format", help="Format of --input.")] = "parquet",
     schema: Annotated[
         str | None,
         typer.Option(metavar="DDL", help="Members of the JSON value as columns. Without it: key and value, as bytes."),
@@ -436,12 +417,11 @@ def upsert_command(  # noqa: PLR0917  # one parameter per option
 
     parsed = read_topology(topology)
     to = _target(delta, jdbc, table, user, os.environ.get(_PASSWORD))
-    packages: list[Package] = [] if inputs else ["kafka"]
-    packages += ["delta"] if delta is not None or (inputs and fmt is InputFormat.DELTA) else []
-    packages += ["jdbc"] if jdbc is not None else []
+    has_delta = delta is not None or (bool(inputs) and fmt == "delta")
+    packages = _packages(kafka=not inputs, delta=has_delta, jdbc=jdbc is not None)
     with _job(parsed, master, conf, packages, quiet=quiet) as spark:
         if inputs:
-            records = read_files(spark, inputs, fmt.value).records
+            records = read_files(spark, inputs, fmt).records
         else:
             records = output_records(spark, parsed, read_settings(config, overrides))
         found = table_rows(records, parsed, schema=schema, order=order)
