@@ -31,7 +31,13 @@ COMMANDS: Final[Mapping[str, Mapping[str, str]]] = {
         "checkpoint": "checkpoints.checkpoint",
     },
     "Connect": {"ingest": "connectors.ingest", "sink": "connectors.sink"},
-    "Spark": {"spark": "spark.spark"},
+    "Spark": {
+        "spark run": "spark.run",
+        "spark backfill": "spark.backfill_command",
+        "spark seed": "spark.seed_command",
+        "spark audit": "spark.audit_command",
+        "spark upsert": "spark.upsert_command",
+    },
 }
 """Panel of `dedup --help` -> command -> the function in `dedup.cli`; in the order shown.
 
@@ -58,14 +64,16 @@ def create_app() -> typer.Typer:
         pretty_exceptions_enable=False,
     )
     app.callback()(_options)
+    spark = typer.Typer(help="The same topology on Spark: stream, backfill, seed, audit, tables.", no_args_is_help=True)
+    groups = {"": app, "spark": spark}
     for panel, commands in COMMANDS.items():
-        for name, place in commands.items():
-            module, _, attribute = place.partition(".")
-            command = getattr(import_module(f"dedup.cli.{module}"), attribute)
-            if isinstance(command, typer.Typer):
-                app.add_typer(command, name=name, rich_help_panel=panel)
-            else:
-                app.command(name, help=_paragraphs(command.__doc__), rich_help_panel=panel)(command)
+        for path, place in commands.items():
+            group, _, name = path.rpartition(" ")
+            module, _, function = place.partition(".")
+            command = getattr(import_module(f"dedup.cli.{module}"), function)
+            shown = panel if group == "" else None
+            groups[group].command(name, help=_paragraphs(command.__doc__), rich_help_panel=shown)(command)
+    app.add_typer(spark, name="spark", rich_help_panel="Spark")
     return app
 
 

@@ -46,49 +46,6 @@ if TYPE_CHECKING:
 _VERDICTS: Final = ("unique", "duplicate", "late", "dead_letter", "exempt")
 _PASSWORD: Final = "DEDUP_JDBC_PASSWORD"  # noqa: S105  # the name of a variable
 
-_RUN_EXAMPLES = """
-Examples:
-
-  dedup spark run topologies/orders.yaml --checkpoint /var/lib/dedup/orders
-
-  dedup spark run topologies/orders.yaml --checkpoint s3a://bucket/orders --master spark://host:7077
-
-  dedup spark run topologies/orders.yaml --checkpoint /tmp/orders --exit-when-done
-"""
-_BACKFILL_EXAMPLES = """
-Examples:
-
-  dedup spark backfill topologies/orders.yaml --input archive/ --out verdicts/
-
-  dedup spark backfill topologies/orders.yaml --config config/production.yaml --out verdicts/ --run may
-
-  dedup spark backfill topologies/orders.yaml --input events.jsonl.gz --format json --out verdicts/ --out-format delta
-"""
-_SEED_EXAMPLES = """
-Examples:
-
-  dedup spark seed topologies/orders.yaml --until latest
-
-  dedup spark seed topologies/orders.yaml --history /data/orders --until 2026-01-01T00:00:00Z
-
-  dedup spark seed topologies/orders.yaml --history /data/orders --format delta --until orders/0=1200,orders/1=900
-"""
-_AUDIT_EXAMPLES = """
-Examples:
-
-  dedup spark audit topologies/orders.yaml --report reports/orders.html
-
-  dedup spark audit topologies/orders.yaml --history /data/orders --config config/production.yaml
-"""
-_UPSERT_EXAMPLES = """
-Examples:
-
-  dedup spark upsert topologies/orders.yaml --delta /tables/orders --schema 'id STRING, amount DOUBLE'
-
-  dedup spark upsert topologies/orders.yaml --jdbc jdbc:postgresql://db/shop --table orders --user dedup
-
-  dedup spark upsert t.yaml --input verdicts/run=backfill/verdict=unique --jdbc jdbc:sqlite:shop.db --table orders
-"""
 
 _Master = Annotated[str | None, typer.Option(help="Spark's master; if not given, this machine or spark-submit's.")]
 _Conf = Annotated[list[str] | None, typer.Option("--conf", help="A setting of Spark: key=value.")]
@@ -173,7 +130,14 @@ def run(
     ] = False,
     quiet: _Quiet = False,
 ) -> None:
-    """Deduplicate a topology's topics on Spark, exactly once, with the same verdicts and state as a fleet."""
+    """Deduplicate a topology's topics on Spark, exactly once, with the same verdicts and state as a fleet.
+
+    Examples: dedup spark run topologies/orders.yaml --checkpoint /var/lib/dedup/orders
+
+    dedup spark run topologies/orders.yaml --checkpoint s3a://bucket/orders --master spark://host:7077
+
+    dedup spark run topologies/orders.yaml --checkpoint /tmp/orders --exit-when-done
+    """
     from dedup.spark.stream import StreamOptions, start_stream
 
     settings = read_settings(config, overrides)
@@ -245,7 +209,14 @@ def backfill_command(
     conf: _Conf = None,
     quiet: _Quiet = False,
 ) -> None:
-    """Judge a history exactly (files, Delta tables or ranges of Kafka), and publish every record's verdict once."""
+    """Judge a history exactly (files, Delta tables or ranges of Kafka), and publish every record's verdict once.
+
+    Examples: dedup spark backfill topologies/orders.yaml --input archive/ --out verdicts/
+
+    dedup spark backfill topologies/orders.yaml --config config/production.yaml --out verdicts/ --run may
+
+    dedup spark backfill topologies/orders.yaml --input events.jsonl.gz --format json --out verdicts/ --out-format delta
+    """
     if inputs:
         _refuse_topic_options(start, until, repartitioned=repartitioned)
 
@@ -321,6 +292,12 @@ def seed_command(  # noqa: PLR0917  # one parameter per option
     """Write a history's sightings into the fleet's changelog, so that live records continue it without gap or overlap.
 
     The fleet must be stopped and new: no offsets, no changelog. To finish a seed that was killed, run it again.
+
+    Examples: dedup spark seed topologies/orders.yaml --until latest
+
+    dedup spark seed topologies/orders.yaml --history /data/orders --until 2026-01-01T00:00:00Z
+
+    dedup spark seed topologies/orders.yaml --history /data/orders --format delta --until orders/0=1200,orders/1=900
     """
     from dedup.spark.files import read_files
     from dedup.spark.seed import SeedOptions, seed
@@ -363,7 +340,12 @@ def audit_command(  # noqa: PLR0917  # one parameter per option
     conf: _Conf = None,
     quiet: _Quiet = False,
 ) -> None:
-    """Prove from everything in the topics that nothing was lost or duplicated. Exit code 4 on any finding."""
+    """Prove from everything in the topics that nothing was lost or duplicated. Exit code 4 on any finding.
+
+    Examples: dedup spark audit topologies/orders.yaml --report reports/orders.html
+
+    dedup spark audit topologies/orders.yaml --history /data/orders --config config/production.yaml
+    """
     parsed, settings = read_topology(topology), read_settings(config, overrides)
     offsets = None if begins is None else _parse_offsets(begins, "--from")
     page = report or Path(f"audit-{parsed.name}.html")
@@ -411,7 +393,14 @@ def upsert_command(  # noqa: PLR0917  # one parameter per option
     conf: _Conf = None,
     quiet: _Quiet = False,
 ) -> None:
-    """Write records to a table with one row per tracking ID: the newest record wins, and a run may be repeated."""
+    """Write records to a table with one row per tracking ID: the newest record wins, and a run may be repeated.
+
+    Examples: dedup spark upsert topologies/orders.yaml --delta /tables/orders --schema 'id STRING, amount DOUBLE'
+
+    dedup spark upsert topologies/orders.yaml --jdbc jdbc:postgresql://db/shop --table orders --user dedup
+
+    dedup spark upsert t.yaml --input verdicts/run=backfill/verdict=unique --jdbc jdbc:sqlite:shop.db --table orders
+    """
     from dedup.spark.files import read_files
     from dedup.spark.tables import keep_rejected, output_records, table_rows, upsert_delta, upsert_jdbc
 
@@ -446,11 +435,3 @@ def _target(
     raise SettingsError(
         [Problem("dedup spark upsert", "name one table: --delta PATH, or --jdbc URL with --table NAME")]
     )
-
-
-spark = typer.Typer(help="The same topology on Spark: stream, backfill, seed, audit, tables.", no_args_is_help=True)
-spark.command("run", epilog=_RUN_EXAMPLES)(run)
-spark.command("backfill", epilog=_BACKFILL_EXAMPLES)(backfill_command)
-spark.command("seed", epilog=_SEED_EXAMPLES)(seed_command)
-spark.command("audit", epilog=_AUDIT_EXAMPLES)(audit_command)
-spark.command("upsert", epilog=_UPSERT_EXAMPLES)(upsert_command)
