@@ -355,7 +355,7 @@ def _write(
     with Sender(records, settings, per_s=_AT_ONCE) as sender:
         sender.finish()
     with KafkaReader(settings) as reader:
-        ends = {topic: reader.bounds(topic, range(count)) for topic, count in partitions.items()}
+        ends = {topic: reader.bounds(topic) for topic in partitions}
     return Age(
         time_ms + step_ms // 2,
         {topic: {partition: each.high for partition, each in bounds.items()} for topic, bounds in ends.items()},

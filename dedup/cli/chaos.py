@@ -163,10 +163,10 @@ def _refuse_used(topology: Topology, settings: Settings) -> None:
     from dedup.verify.kafka_reader import KafkaReader
 
     with KafkaReader(settings) as reader:
-        for topic, partitions in reader.partitions(topology.source.topics).items():
-            bounds = reader.bounds(topic, range(partitions))
-            if not partitions or any(each.high for each in bounds.values()):
-                state = "has records" if partitions else "does not exist"
+        for topic in topology.source.topics:
+            bounds = reader.bounds(topic)
+            if not bounds or any(each.high for each in bounds.values()):
+                state = "has records" if bounds else "does not exist"
                 raise StateIncompatible(
                     f"source topic {topic!r} {state}. `dedup chaos` writes made-up records: give it a test environment "
                     f"where the topic exists and was never written to. Nothing was changed."
@@ -194,7 +194,7 @@ def _staged(options: ChaosOptions, config: Path, settings: Settings, directory: 
     with KafkaReader(settings) as reader:
         partitions = reader.partitions(topology.source.topics)
         output = topology.output.topic if topology.output is not None else topology.dead_letter
-        begin = dict.fromkeys(range(reader.partitions([output])[output]), 0)
+        begin = dict.fromkeys(reader.bounds(output), 0)
     records = MadeRecords(topology, partitions, run=_run_name(options), seed=options.seed)
     with contextlib.ExitStack() as stack:
         live_checker = stack.enter_context(LiveChecker(topology, settings, begin))

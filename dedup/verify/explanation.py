@@ -300,9 +300,8 @@ def _went(search: _Search, place: str, candidates: list[ExplainedRecord]) -> Non
 def _find_sightings(search: _Search) -> None:
     """Find the ID's sightings in the changelog; the last record of a key counts."""
     cut, topic = search.cut, search.cut.topology.changelog_topic
-    count = cut.reader.partitions([topic])[topic]
     window = cut.topology.window
-    for partition, bounds in cut.reader.bounds(topic, range(count)).items():
+    for partition, bounds in cut.reader.bounds(topic).items():
         last: dict[bytes, tuple[int, bytes]] = {}
         stream_ms = 0
         for columns in cut.read(topic, partition, bounds.low, bounds.high):
