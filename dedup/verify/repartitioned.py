@@ -25,7 +25,15 @@ from dedup.verify.evidence import (
     parse_source,
     parse_time_ms,
 )
-from dedup.verify.findings import WHY_OUTPUT_GONE, Copies, OrderFree, explain, report_displaced, report_lost
+from dedup.verify.findings import (
+    WHY_OUTPUT_GONE,
+    Copies,
+    OrderFree,
+    copy_topics,
+    explain,
+    report_displaced,
+    report_lost,
+)
 from dedup.verify.kafka_reader import RecordColumns
 from dedup.verify.log_scan import Log, LogScan, Row
 from dedup.verify.replay import TaskReplay
@@ -74,7 +82,8 @@ def verify_repartitioned(cut: Cut) -> None:
     cut.plan = replace(cut.plan, output_stamped=stamped)
     gone = {partition for partition, bounds in cut.bounds[log].items() if bounds.start_deleted}
     purged = bool(gone)
-    copies = Copies.of(cut, buckets, gone)
+    copies = Copies.of(cut, buckets, {topic: range(cut.partitions[topic]) for topic in copy_topics(cut).values()})
+    copies.purged = gone
     without_id = (Books("past the repartition topic", 0), cut.spill(buckets))
     step = _Step(cut.feeds, [], without_id, cut.spill(buckets), cut.spill(buckets), purged, {}, {}, cut.spill(1))
     for partition in range(cut.partitions[log]):
@@ -283,7 +292,7 @@ def _judge(cut: Cut, step: _Step, there: tuple[list[WrittenPartition], Copies], 
         task = TaskReplay(cut.plan, books, cut.report, step.feeds)
         task.take(_checked_owner(cut, books, map(Row.of, spill.bucket(number)), owners))
         tasks.append(task)
-    copies.judge(number, tasks[: len(step.logs)])
+    copies.judge(number, tasks[: len(step.logs)], cut.report)
     seen = [each.bucket(number) for each in written]
     if step.purged:
         free = OrderFree(cut, written, seen)
