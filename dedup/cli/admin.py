@@ -16,8 +16,7 @@ from dedup.cli.inputs import (
     JsonOption,
     SetOption,
     TopologyArgument,
-    read_settings,
-    read_topology,
+    read_both,
     say,
     time_of,
 )
@@ -25,7 +24,6 @@ from dedup.errors import Problem, SettingsError, StateIncompatible
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
-    from pathlib import Path
 
     from dedup.kafka.client import KafkaWire
     from dedup.kafka.topic_admin import Admin
@@ -41,10 +39,6 @@ UrlOption = Annotated[
 ]
 
 Work = Callable[["KafkaWire", "Admin"], Awaitable[Any]]
-
-
-def _read(topology: Path, config: Path | None, overrides: list[str] | None) -> tuple[Topology, Settings]:
-    return read_topology(topology), read_settings(config, overrides)
 
 
 def _on_cluster(topology: Topology, settings: Settings, work: Work) -> Any:  # noqa: ANN401  # what the work returns
@@ -76,7 +70,7 @@ def apply(
 
     if acls and table:
         raise SettingsError([Problem("--table", "creates tables, but --acls creates nothing; leave one of them out")])
-    parsed, settings = _read(topology, config, overrides)
+    parsed, settings = read_both(topology, config, overrides)
     if acls:
         _print_acls(parsed, settings, principal, as_json=as_json)
         return
@@ -160,7 +154,7 @@ def status(
     """
     from dedup.cli.status import WATCH_S, Shown, ask_fleet, default_urls, looked, survey
 
-    parsed, settings = _read(topology, config, overrides)
+    parsed, settings = read_both(topology, config, overrides)
     known = urls or default_urls(settings)
 
     async def work(wire: KafkaWire, admin: Admin) -> None:
@@ -200,7 +194,7 @@ def reset(
     """
     from dedup.worker.reset import Reset, delete_local_state, local_state
 
-    parsed, settings = _read(topology, config, overrides)
+    parsed, settings = read_both(topology, config, overrides)
     start: Start | None
     match to:
         case None | "earliest" | "latest":
@@ -269,7 +263,7 @@ def replay(
     known = next((each for each in BEGINNINGS if each == begin), None)
     if begin is not None and known is None:
         raise SettingsError([Problem("--from", f'"{begin}" is unknown; write last or start')])
-    parsed, settings = _read(topology, config, overrides)
+    parsed, settings = read_both(topology, config, overrides)
     plan = replay_plan(parsed, late=late, limit=limit, begin=known)
     if isinstance(plan, str):
         raise SettingsError([Problem("--late", plan)])
@@ -304,6 +298,6 @@ def lookup(
     """
     from dedup.cli.status import ask_id, default_urls, in_words
 
-    parsed, settings = _read(topology, config, overrides)
+    parsed, settings = read_both(topology, config, overrides)
     found = ask_id(parsed, tracking_id, urls or default_urls(settings), settings)
     say(found, in_words(found), as_json=as_json)

@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
-from dedup.cli.inputs import ConfigOption, JsonOption, SetOption, TopologyArgument, read_settings, read_topology, say
+from dedup.cli.inputs import ConfigOption, JsonOption, SetOption, TopologyArgument, read_both, say
 from dedup.errors import Problem, SettingsError, StateIncompatible
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def checkpoint(
     from dedup.store.checkpoint_storage import CheckpointStorage
     from dedup.store.directory import own_state
 
-    parsed, settings = read_topology(topology), read_settings(config, overrides)
+    parsed, settings = read_both(topology, config, overrides)
     url = to or settings.checkpoint
     if url is None:
         raise SettingsError([Problem("--to", "is missing; name a directory or URL, or set state.checkpoint")])

@@ -70,10 +70,8 @@ class Run:
         self._console: Final = console
         self._ids: Final[set[bytes]] = set()
         self._cuts = 0
-        self._killed_s: float | None = None
-        self._before: frozenset[str] = frozenset()
-        """The group's members just before the worker was killed."""
-        self._restarted = False
+        self._before: frozenset[str] | None = None
+        """The group's members just before the worker was killed; None until then."""
         self._back = False
 
     def to_the_end(self) -> int:
@@ -128,19 +126,16 @@ class Run:
             time.sleep(_POLL_EVERY_S)
 
     def _crash_midway(self, judged: int) -> None:
-        """Take the next step of the crash when it is due: kill, restart, wait until the worker rejoins the group."""
-        now_s = time.monotonic()
-        if self._killed_s is None:
+        """Kill a worker midway, start it again after a pause, and note when it has rejoined the group."""
+        watch, workers = self._stage.watch, self._stage.workers
+        if self._before is None:
             if judged >= self._size.flights // 2:
-                self._before = self._stage.watch.members()
-                self._stage.workers.kill(_KILLED_WORKER)
-                self._killed_s = now_s
+                self._before = watch.members()
+                workers.kill(_KILLED_WORKER)
                 self._console.print(f"midway, at {judged:,} records: SIGKILL to {_KILLED_WORKER}")
-        elif not self._restarted:
-            if now_s - self._killed_s > _RESTART_AFTER_S:
-                self._stage.workers.start(_KILLED_WORKER)
-                self._restarted = True
-        elif not self._back and self._stage.watch.members() - self._before:
+                time.sleep(_RESTART_AFTER_S)
+                workers.start(_KILLED_WORKER)
+        elif not self._back and watch.members() - self._before:
             self._back = True
             self._console.print(f"{_KILLED_WORKER} is back")
 

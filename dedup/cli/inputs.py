@@ -46,6 +46,11 @@ def read_settings(config: Path | None, overrides: list[str] | None = None) -> Se
     return load_settings(config, overrides or [], os.environ)
 
 
+def read_both(topology: Path, config: Path | None, overrides: list[str] | None) -> tuple[Topology, Settings]:
+    """Return a topology and the settings. Raises TopologyError, SettingsError."""
+    return read_topology(topology), read_settings(config, overrides)
+
+
 def read_ingest(path: Path) -> Ingest:
     """Return the contents of an ingest file. Raises TopologyError that lists every problem."""
     from dedup.topology.ingest_file import parse_ingest

@@ -24,6 +24,7 @@ from dedup.cli.inputs import (
     TopologyArgument,
     pairs_of,
     publish,
+    read_both,
     read_settings,
     read_topology,
     refuse_no_page,
@@ -302,7 +303,7 @@ def seed_command(  # noqa: PLR0917  # one parameter per option
     from dedup.spark.files import read_files
     from dedup.spark.seed import SeedOptions, seed
 
-    parsed, settings = read_topology(topology), read_settings(config, overrides)
+    parsed, settings = read_both(topology, config, overrides)
     options = SeedOptions(_parse_until(until), commit_rows=commit_rows)
     with _job(parsed, master, conf, _packages(kafka=True, delta=fmt == "delta"), quiet=quiet) as spark:
         files = read_files(spark, history, fmt, rows_are_events=rows_are_events) if history else None
@@ -346,7 +347,7 @@ def audit_command(  # noqa: PLR0917  # one parameter per option
 
     dedup spark audit topologies/orders.yaml --history /data/orders --config config/production.yaml
     """
-    parsed, settings = read_topology(topology), read_settings(config, overrides)
+    parsed, settings = read_both(topology, config, overrides)
     offsets = None if begins is None else _parse_offsets(begins, "--from")
     page = report or Path(f"audit-{parsed.name}.html")
     refuse_no_page(page)

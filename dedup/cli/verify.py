@@ -17,8 +17,7 @@ from dedup.cli.inputs import (
     SetOption,
     TopologyArgument,
     publish,
-    read_settings,
-    read_topology,
+    read_both,
     reading_bar,
     refuse_no_page,
     say,
@@ -51,8 +50,7 @@ def explain(
     from dedup.verify.explanation import explain_id
     from dedup.worker.introspection import state_keys
 
-    parsed = read_topology(topology)
-    settings = read_settings(config, overrides)
+    parsed, settings = read_both(topology, config, overrides)
     keys = frozenset(state_keys(parsed, tracking_id))
     with reading_bar(Console(stderr=True)) as show:
         found = explain_id(parsed, settings, tracking_id, keys, progress=show)
@@ -162,8 +160,7 @@ def verify_topology(
 
     one_in = _one_in(sample)
     _refuse_no_directory(scratch)
-    parsed = read_topology(topology)
-    settings = read_settings(config, overrides)
+    parsed, settings = read_both(topology, config, overrides)
     page = report or Path(f"verify-{parsed.name}.html")
     refuse_no_page(page)
     with reading_bar(Console(stderr=as_json)) as show:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from tempfile import TemporaryDirectory
 from typing import Final
 
+from dedup.core.extract import Extracted
 from dedup.core.reference_model import ModelRecord, ModelVerdict, ReferenceModel
 from dedup.core.window import Source
 from dedup.settings import Settings
@@ -20,7 +21,8 @@ from dedup.verify.compare import digest
 from dedup.verify.cut import Cut, OnProgress, take_cut
 from dedup.verify.direct import WHY_COMPACTED, output_of, start_of
 from dedup.verify.evidence import FIRST_SOURCE_HEADER, extracted_of, forwarded_by_replay, header
-from dedup.verify.kafka_reader import KafkaReader
+from dedup.verify.findings import copy_topics
+from dedup.verify.kafka_reader import KafkaReader, RecordColumns
 from dedup.verify.log_scan import Log, LogScan, Row, forwarded_digest
 from dedup.verify.repartitioned import log_rows
 from dedup.verify.replay import WHY_CLAMPED, WHY_FRONT, Doubt
@@ -209,30 +211,36 @@ def _explain_verdict(cut: Cut, judges: tuple[ReferenceModel, Doubt], row: Row, e
         explained.wrong = f"it is late, but not in {late.name}"
 
 
+def _records(search: _Search, topic: str) -> Iterator[tuple[int, RecordColumns, Extracted, int]]:
+    """Yield the records with the ID in a topic: partition, columns, what is extracted of them, and the row."""
+    cut = search.cut
+    for partition in range(cut.partitions[topic]):
+        bounds = cut.bounds[topic][partition]
+        for columns in cut.read(topic, partition, bounds.low, bounds.high):
+            extracted = extracted_of(cut.plan.extract, columns)
+            for row, own in enumerate(extracted.ids):
+                if own in search.keys:
+                    yield partition, columns, extracted, row
+
+
 def _find_uncarried(search: _Search) -> None:
     """List source records that are not yet, or no longer, in the repartition topic."""
     cut, found = search.cut, search.found
     known = {explained.place for explained in found.records}
     for position, topic in enumerate(cut.topology.source.topics):
-        for partition in range(cut.partitions[topic]):
-            bounds = cut.bounds[topic][partition]
-            committed = cut.committed[topic].get(partition, bounds.low)
-            for columns in cut.read(topic, partition, bounds.low, bounds.high):
-                extracted = extracted_of(cut.plan.extract, columns)
-                for row, offset in enumerate(columns.offsets):
-                    place = cut.place(Source(position, partition, offset))
-                    if extracted.ids[row] not in search.keys or row in extracted.faults or place in known:
-                        continue
-                    if len(found.records) >= _MOST_LISTED:
-                        found.more += 1
-                        continue
-                    explained = ExplainedRecord(
-                        place, columns.timestamps_ms[row], extracted.times_ms[row], 0, "pending"
-                    )
-                    if offset < committed:
-                        explained.verdict = "purged"
-                        explained.doubt = "the repartition topic no longer holds it, so its verdict is not known"
-                    found.records.append(explained)
+        for partition, columns, extracted, row in _records(search, topic):
+            offset = columns.offsets[row]
+            place = cut.place(Source(position, partition, offset))
+            if row in extracted.faults or place in known:
+                continue
+            if len(found.records) >= _MOST_LISTED:
+                found.more += 1
+                continue
+            explained = ExplainedRecord(place, columns.timestamps_ms[row], extracted.times_ms[row], 0, "pending")
+            if offset < cut.committed[topic].get(partition, cut.bounds[topic][partition].low):
+                explained.verdict = "purged"
+                explained.doubt = "the repartition topic no longer holds it, so its verdict is not known"
+            found.records.append(explained)
 
 
 def _find_written(search: _Search) -> None:
@@ -251,9 +259,8 @@ def _find_written(search: _Search) -> None:
     if topology.output is not None:
         _match(search, topology.output.topic, wanted)
         _report_absent(search, topology.output.topic)
-    for topic in (topology.duplicates, topology.conflicts):
-        if topic is not None and cut.partitions[topic]:
-            _match(search, topic, by_source, copies=True)
+    for topic in copy_topics(cut).values():
+        _match(search, topic, by_source, copies=True)
 
 
 def _report_absent(search: _Search, output: str) -> None:
@@ -268,21 +275,14 @@ def _report_absent(search: _Search, output: str) -> None:
 
 
 def _match(search: _Search, topic: str, wanted: dict[bytes, list[ExplainedRecord]], *, copies: bool = False) -> None:
-    cut = search.cut
-    for partition in range(cut.partitions[topic]):
-        bounds = cut.bounds[topic][partition]
-        for columns in cut.read(topic, partition, bounds.low, bounds.high):
-            extracted = extracted_of(cut.plan.extract, columns)
-            for row, offset in enumerate(columns.offsets):
-                if extracted.ids[row] not in search.keys:
-                    continue
-                headers = columns.headers[row]
-                if not copies and forwarded_by_replay(headers, cut.topology.source.topics):
-                    continue
-                if copies and header(headers, FIRST_SOURCE_HEADER) is not None:
-                    headers = headers[:-2]
-                content = digest(columns.keys[row], condensed(columns.values[row]), headers, 0)
-                _went(search, f"{topic}/{partition} offset {offset}", wanted.get(content, []))
+    for partition, columns, _, row in _records(search, topic):
+        headers = columns.headers[row]
+        if not copies and forwarded_by_replay(headers, search.cut.topology.source.topics):
+            continue
+        if copies and header(headers, FIRST_SOURCE_HEADER) is not None:
+            headers = headers[:-2]
+        content = digest(columns.keys[row], condensed(columns.values[row]), headers, 0)
+        _went(search, f"{topic}/{partition} offset {columns.offsets[row]}", wanted.get(content, []))
 
 
 def _went(search: _Search, place: str, candidates: list[ExplainedRecord]) -> None:
