@@ -70,7 +70,6 @@ def run(
 
 
 def _run_one(parsed: Topology, settings: Settings, *, exit_when_done: bool, onto: bool, quiet: bool) -> None:
-
     from dedup.web.server import WebServer
     from dedup.worker.worker import RunOptions, main_loop
 

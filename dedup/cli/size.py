@@ -143,7 +143,6 @@ def _window(topology: Topology | None, guard: str | None, grace: str | None) -> 
 
 
 def _duration(option: str, text: str) -> int:
-
     try:
         return parse_duration(text)
     except ValueError as error:

@@ -82,7 +82,6 @@ def in_words(found: Explanation, topology: Topology) -> Iterator[str]:
 
 
 def _record(record: ExplainedRecord, topology: Topology) -> Iterator[str]:
-
     other = "" if record.timestamp_ms == record.event_time_ms else f" (record timestamp {instant(record.timestamp_ms)})"
     yield f"{record.place}, event time {instant(record.event_time_ms)}{other}: {record.verdict}"
     yield f"    {_why(record, topology)}"
