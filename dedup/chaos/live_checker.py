@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from dedup.topology.model import Topology
 
 _ANSWER_WITHIN_S: Final = 10.0
+_PATIENCE_S: Final = 2.0
+"""Offsets cannot be read while a transaction that changes them is open."""
 _POLL_RECORDS: Final = 5_000
 _POLL_S: Final = 0.2
 _QUIET_S: Final = 5.0
@@ -51,7 +53,7 @@ class Watch:
         self.topic: Final = topic
         self._group: Final = group
         self._partitions: Final = range(partitions)
-        self._reader: Final = KafkaReader(settings, answer_within_s=_ANSWER_WITHIN_S, patience_s=0)
+        self._reader: Final = KafkaReader(settings, answer_within_s=_ANSWER_WITHIN_S, patience_s=_PATIENCE_S)
 
     def __enter__(self) -> Self:
         return self

@@ -45,6 +45,15 @@ _FROM_WORKER: Final = (
 )
 
 
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    def redirect_request(self, *_: object, **__: object) -> None:
+        """Follow no redirect; the answer is then an error."""
+
+
+_OPENER: Final = urllib.request.build_opener(urllib.request.ProxyHandler({}), _NoRedirect)
+"""Without redirects and proxies, only the named address gets the token."""
+
+
 class NotReached(DedupError):
     """No worker answers at an address."""
 
@@ -144,7 +153,7 @@ def ask(url: str, page: str, settings: Settings) -> dict[str, Any]:
     headers = {} if settings.web.token is None else {"Authorization": f"Bearer {settings.web.token.reveal()}"}
     request = urllib.request.Request(url.rstrip("/") + page, headers=headers)  # noqa: S310  # checked above
     try:
-        with urllib.request.urlopen(request, timeout=PATIENCE_S) as answer:  # noqa: S310
+        with _OPENER.open(request, timeout=PATIENCE_S) as answer:
             found: dict[str, Any] = json.load(answer)
             return found
     except urllib.error.HTTPError as error:
