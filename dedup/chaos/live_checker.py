@@ -8,23 +8,23 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Self
 
 from confluent_kafka import Consumer, KafkaError, KafkaException, Message, TopicPartition
+from confluent_kafka.admin import AdminClient
 
 from dedup.core.extract import compile_extractor
+from dedup.errors import BrokerUnavailable
 from dedup.verify.evidence import VERDICT_HEADER, header
-from dedup.verify.kafka_reader import KafkaReader, RecordColumns, client_config
+from dedup.verify.kafka_reader import RecordColumns, client_config
 
 if TYPE_CHECKING:
     from dedup.settings import Settings
     from dedup.topology.model import Topology
 
 _ANSWER_WITHIN_S: Final = 10.0
-_PATIENCE_S: Final = 2.0
-"""Offsets cannot be read while a transaction that changes them is open."""
 _POLL_RECORDS: Final = 5_000
 _POLL_S: Final = 0.2
 _QUIET_S: Final = 5.0
@@ -46,43 +46,69 @@ class GroupProgress:
 class Watch:
     """Follows one group on one topic whose first offset is 0, without joining the group. Use as a context manager.
 
-    Its methods raise BrokerUnavailable if the broker does not answer soon; a retry may succeed.
+    A consumer asks for the group's offsets, since the admin client crashes the process with SIGSEGV when the
+    coordinator answers that it is loading or has moved (librdkafka issue 5040; seen with 2.16.0). `KafkaReader` will not
+    do: it got no answer any more after the broker was restarted under it (seen with 2.16.1).
     """
 
     def __init__(self, settings: Settings, group: str, topic: str, partitions: int) -> None:
+        how = client_config(settings)
         self.topic: Final = topic
         self._group: Final = group
-        self._partitions: Final = range(partitions)
-        self._reader: Final = KafkaReader(settings, answer_within_s=_ANSWER_WITHIN_S, patience_s=_PATIENCE_S)
+        self._brokers: Final = ", ".join(settings.brokers)
+        self._admin: Final = AdminClient(dict(how))
+        self._places: Final = [TopicPartition(topic, number) for number in range(partitions)]
+        self._consumer: Final = Consumer(
+            {
+                **how,
+                "group.id": group,
+                "enable.auto.commit": False,
+                "isolation.level": "read_committed",  # also: no offsets of transactions still open
+            }
+        )
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         with contextlib.suppress(KafkaException):
-            self._reader.close()
+            self._consumer.close()
 
     def look(self) -> GroupProgress:
-        """Return the group's progress."""
-        bounds = self._reader.bounds(self.topic, self._partitions)
-        return GroupProgress(sum(each.high for each in bounds.values()), sum(self._committed().values()))
+        """Return the group's progress. Raises BrokerUnavailable if the broker does not answer; a retry may succeed."""
+        with self._asking(f"how far {self._group} is with {self.topic}"):
+            ends = [self._consumer.get_watermark_offsets(place, _ANSWER_WITHIN_S)[1] for place in self._places]
+            committed = self._consumer.committed(self._places, _ANSWER_WITHIN_S)
+        # Negative: nothing committed yet.
+        return GroupProgress(sum(ends), sum(max(place.offset, 0) for place in committed))
 
     def beyond(self, offsets: Mapping[int, int]) -> bool:
-        """Tell whether the group has committed each partition up to its offset."""
-        committed = self._committed()
+        """Tell whether the group has committed each partition up to its offset. Raises as look() does."""
+        with self._asking(f"how far {self._group} is with {self.topic}"):
+            known = self._consumer.committed(self._places, _ANSWER_WITHIN_S)
+        committed = {place.partition: place.offset for place in known}
         return all(committed.get(partition, -1) >= offset for partition, offset in offsets.items())
 
     def begins(self) -> dict[int, int]:
-        """Return partition -> its first offset."""
-        bounds = self._reader.bounds(self.topic, self._partitions)
-        return {partition: each.low for partition, each in bounds.items()}
+        """Return partition -> its first offset. Raises as look() does."""
+        with self._asking(f"where {self.topic} begins"):
+            return {
+                place.partition: self._consumer.get_watermark_offsets(place, _ANSWER_WITHIN_S)[0]
+                for place in self._places
+            }
 
     def members(self) -> frozenset[str]:
-        """Return the ids of the group's members; a restarted process gets a new one."""
-        return self._reader.members(self._group)
+        """Return the ids of the group's members; a restarted process gets a new one. Raises as look() does."""
+        with self._asking(f"who is in {self._group}"):
+            group = self._admin.describe_consumer_groups([self._group], request_timeout=_ANSWER_WITHIN_S)[self._group]
+            return frozenset(member.member_id for member in group.result().members)
 
-    def _committed(self) -> dict[int, int]:
-        return self._reader.committed(self._group, self.topic, self._partitions)
+    @contextlib.contextmanager
+    def _asking(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except KafkaException as error:
+            raise BrokerUnavailable(f"The broker at {self._brokers} did not say {what}: {error}. Try again.") from error
 
 
 @dataclass(frozen=True, slots=True)

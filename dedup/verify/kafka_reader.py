@@ -127,12 +127,7 @@ class KafkaReader:
     Every method raises BrokerUnavailable if no answer comes in time or the broker refuses.
     """
 
-    def __init__(
-        self, settings: Settings, *, answer_within_s: float = _ANSWER_WITHIN_S, patience_s: float = _NO_PROGRESS_S
-    ) -> None:
-        """``patience_s``: for how long to ask again for a group's offsets while its coordinator loads or moves."""
-        self._answer_within_s: Final = answer_within_s
-        self._patience_s: Final = patience_s
+    def __init__(self, settings: Settings) -> None:
         self._config: Final = client_config(settings)
         self._brokers: Final = ", ".join(settings.brokers)
         self._admin: Final = AdminClient(dict(self._config))
@@ -159,10 +154,6 @@ class KafkaReader:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """End all connections."""
         self._consumer.close()
         for asker in self._askers.values():
             asker.close()
@@ -171,7 +162,7 @@ class KafkaReader:
         """Return the partition count of each topic; 0 for one that does not exist."""
         try:
             # By the consumer and not the admin client: it then has the metadata of each topic when it reads it.
-            known = self._consumer.list_topics(timeout=self._answer_within_s).topics
+            known = self._consumer.list_topics(timeout=_ANSWER_WITHIN_S).topics
         except KafkaException as error:
             raise self._unavailable("listing the topics", error) from error
         return {topic: len(known[topic].partitions) if topic in known else 0 for topic in topics}
@@ -195,7 +186,7 @@ class KafkaReader:
     def compacted(self, topics: Iterable[str]) -> frozenset[str]:
         """Return those of the topics that are compacted, so that records between others may be missing."""
         asked = self._admin.describe_configs(
-            [ConfigResource(ResourceType.TOPIC, topic) for topic in topics], request_timeout=self._answer_within_s
+            [ConfigResource(ResourceType.TOPIC, topic) for topic in topics], request_timeout=_ANSWER_WITHIN_S
         )
         found: set[str] = set()
         for resource, answer in asked.items():
@@ -221,14 +212,6 @@ class KafkaReader:
         found = self._patiently(f"reading the offsets of group {group}", partial(self._committed, group, places))
         return {place.partition: place.offset for place in found if place.offset >= 0}
 
-    def members(self, group: str) -> frozenset[str]:
-        """Return the ids of a group's members."""
-        asked = self._admin.describe_consumer_groups([group], request_timeout=self._answer_within_s)
-        try:
-            return frozenset(member.member_id for member in asked[group].result().members)
-        except KafkaException as error:
-            raise self._unavailable(f"reading the members of group {group}", error) from error
-
     def _committed(self, group: str, places: list[TopicPartition]) -> list[TopicPartition]:
         """Ask by a consumer that never joins. Raises KafkaException.
 
@@ -239,7 +222,7 @@ class KafkaReader:
             # read_committed: no offset while a transaction that changes it is open.
             options = {"group.id": group, "enable.auto.commit": False, "isolation.level": "read_committed"}
             self._askers[group] = Consumer({**self._config, **options})
-        found = self._askers[group].committed(places, self._answer_within_s)
+        found = self._askers[group].committed(places, _ANSWER_WITHIN_S)
         for place in found:
             if place.error is not None:
                 raise KafkaException(place.error)
@@ -247,7 +230,7 @@ class KafkaReader:
 
     def _patiently(self, doing: str, ask: Callable[[], T]) -> T:
         """Return the answer, and retry as long as the error is a passing one."""
-        deadline = time.monotonic() + self._patience_s
+        deadline = time.monotonic() + _NO_PROGRESS_S
         while True:
             try:
                 return ask()
@@ -342,7 +325,7 @@ class KafkaReader:
     def _list_offsets(
         self, wanted: dict[TopicPartition, OffsetSpec], isolation: IsolationLevel = IsolationLevel.READ_UNCOMMITTED
     ) -> dict[int, int]:
-        asked = self._admin.list_offsets(wanted, isolation_level=isolation, request_timeout=self._answer_within_s)
+        asked = self._admin.list_offsets(wanted, isolation_level=isolation, request_timeout=_ANSWER_WITHIN_S)
         try:
             return {place.partition: answer.result().offset for place, answer in asked.items()}
         except KafkaException as error:

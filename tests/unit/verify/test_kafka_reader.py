@@ -45,8 +45,8 @@ def consumer(monkeypatch):
     return fake
 
 
-def committed(count=2, **options):
-    with KafkaReader(Settings(brokers=("127.0.0.1:1",)), **options) as reader:
+def committed(count=2):
+    with KafkaReader(Settings(brokers=("127.0.0.1:1",))) as reader:
         return reader.committed("orders", "in", range(count))
 
 
@@ -72,10 +72,11 @@ def test_a_refusal_is_told_at_once(consumer):
         committed()
 
 
-def test_so_it_is_when_the_patience_is_over(consumer):
+def test_so_it_is_when_the_patience_is_over(consumer, monkeypatch):
+    monkeypatch.setattr(kafka_reader, "_NO_PROGRESS_S", -1)
     consumer.answers += [KafkaError(KafkaError.COORDINATOR_LOAD_IN_PROGRESS)]
     with pytest.raises(BrokerUnavailable):
-        committed(patience_s=-1)
+        committed()
 
 
 def test_no_partition_is_no_question(consumer):
