@@ -47,8 +47,8 @@ class Watch:
     """Follows one group on one topic whose first offset is 0, without joining the group. Use as a context manager.
 
     A consumer asks for the group's offsets, since the admin client crashes the process with SIGSEGV when the
-    coordinator answers that it is loading or has moved (librdkafka issue 5040; seen with 2.16.0). `KafkaReader` will not
-    do: it got no answer any more after the broker was restarted under it (seen with 2.16.1).
+    coordinator answers that it is loading or has moved (librdkafka issue 5040; seen with 2.16.0). `KafkaReader`
+    cannot serve: in one run it got no answer any more after the broker was restarted under it.
     """
 
     def __init__(self, settings: Settings, group: str, topic: str, partitions: int) -> None:
