@@ -42,7 +42,7 @@ def kafka_streams_class_path() -> str:
 
 def java() -> str:
     """Return the path of the Java that runs Kafka, the broker's and the peer's alike."""
-    return str(find_java(os.environ).path)
+    return str(find_java(os.environ))
 
 
 def quix_python() -> str:

@@ -29,7 +29,7 @@ from dedup.chaos.live_checker import Watch
 from dedup.chaos.load import make_topic
 from dedup.embedded.child_process import ChildProcess
 from dedup.embedded.kafka_node import EmbeddedKafka
-from dedup.settings import load_settings
+from dedup.settings import Settings, load_settings
 from dedup.topology.parse import parse
 from dedup.verify.render import page
 from dedup.verify.verifier import verify
@@ -177,7 +177,7 @@ def run(options: argparse.Namespace, place: Path, kafka: EmbeddedKafka) -> tuple
     sender = Sender(Producer({**settings, "partitioner": "murmur2_random"}), options.rate)
     looks: list[Look] = []
     try:
-        with Watch(kafka.bootstrap, NAME, f"{NAME}-in", PARTITIONS) as watch:
+        with Watch(Settings(brokers=(kafka.bootstrap,)), NAME, f"{NAME}-in", PARTITIONS) as watch:
             send_and_look(options, sender, watch, workers, place, looks)
             done = drain(sender, watch, workers)
     finally:

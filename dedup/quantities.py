@@ -1,8 +1,12 @@
-"""Durations and byte sizes as people write them: ``24h``, ``100ms``, ``20GiB``. A number without a unit is refused."""
+"""Durations and byte sizes as people write them: ``24h``, ``100ms``, ``20GiB``; and times in UTC.
+
+A number without a unit is refused.
+"""
 
 from __future__ import annotations
 
 import re
+from datetime import UTC, datetime
 from typing import Final
 
 _MS: Final = {"ms": 1, "s": 1_000, "m": 60_000, "h": 3_600_000, "d": 86_400_000}
@@ -10,6 +14,7 @@ _BYTES: Final = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 
 _TEXT: Final = re.compile(r"([0-9]{1,19})(\s*)([A-Za-z]*)")
 _LONGEST_MS: Final = 36_500 * _MS["d"]
 _LARGEST_BYTES: Final = 1 << 60
+_YEAR_9999_MS: Final = 253_402_300_799_999
 
 DURATION_PATTERN: Final = r"^[0-9]{1,19}(ms|s|m|h|d)$"
 SIZE_PATTERN: Final = r"^[0-9]{1,19}(B|KiB|MiB|GiB|TiB)$"
@@ -46,6 +51,15 @@ def format_size(value_bytes: int) -> str:
 def _in_largest_unit(value: int, units: dict[str, int]) -> str:
     unit = next(unit for unit in reversed(units) if value % units[unit] == 0)
     return f"{value // units[unit]}{unit}"
+
+
+def instant(time_ms: int) -> str:
+    """Return a time in UTC as RFC 3339, with milliseconds only if they are not 0."""
+    if not 0 <= time_ms <= _YEAR_9999_MS:
+        return f"{time_ms} ms"
+    moment = datetime.fromtimestamp(time_ms // 1000, UTC)
+    fraction = f".{time_ms % 1000:03}" if time_ms % 1000 else ""
+    return f"{moment:%Y-%m-%dT%H:%M:%S}{fraction}Z"
 
 
 def _quantity(text: str, units: dict[str, int], likely: str, other: str) -> int:

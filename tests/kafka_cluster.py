@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import Final, Self
 
-from dedup.embedded.kafka_node import HOST, EmbeddedKafka, QuorumMember, free_ports, new_id
+from dedup.embedded.kafka_node import HOST, EmbeddedKafka, free_ports, new_id
 
 NODES: Final = 3
 _PROPERTIES: Final[Mapping[str, str]] = {
@@ -24,6 +24,26 @@ _PROPERTIES: Final[Mapping[str, str]] = {
 }
 
 
+class ClusterNode(EmbeddedKafka):
+    """One node of a cluster of several; its ports are chosen before the first node starts, so that all know them."""
+
+    def __init__(
+        self, number: int, cluster_id: str, ports: tuple[int, int], voters: str, properties: Mapping[str, str]
+    ) -> None:
+        """``ports``: for clients and for the quorum. ``voters``: Kafka's `controller.quorum.voters`."""
+        own = {"node.id": str(number), "controller.quorum.voters": voters}
+        super().__init__(properties={**properties, **own})
+        self._number: Final = number
+        self._cluster_id: Final = cluster_id
+        self._own_ports: Final = ports
+
+    def _free_ports(self) -> tuple[int, ...]:
+        return self._own_ports
+
+    def _identity(self) -> tuple[str, int]:
+        return self._cluster_id, self._number
+
+
 class KafkaCluster:
     """Three nodes with the ids 1 to 3, three replicas of everything, of which two must be in sync.
 
@@ -35,9 +55,12 @@ class KafkaCluster:
         voters = ",".join(f"{number}@{HOST}:{ports[2 * number - 1]}" for number in range(1, NODES + 1))
         cluster_id = new_id()
         self.nodes: Final = {
-            number: EmbeddedKafka(
-                properties=_PROPERTIES,
-                member=QuorumMember(number, cluster_id, ports[2 * number - 2], ports[2 * number - 1], voters),
+            number: ClusterNode(
+                number,
+                cluster_id,
+                (ports[2 * number - 2], ports[2 * number - 1]),
+                voters,
+                {**_PROPERTIES, **(properties or {})},
             )
             for number in range(1, NODES + 1)
         }

@@ -9,10 +9,10 @@ from dataclasses import asdict, dataclass, field
 from html import escape
 from typing import Final
 
-from dedup.verify.render import page
+from dedup.verify.render import LEFT, html_table, legend, page, plot, scale
 from dedup.verify.report import Report
 
-_WIDTH, _HEIGHT, _LEFT, _BOTTOM = 960, 200, 64, 24
+_HEIGHT: Final = 200
 _COLOURS: Final[dict[str, str]] = {
     "SIGKILL": "#e34948",
     "frozen beyond the session": "#8a5bd6",
@@ -58,6 +58,11 @@ class Oracle:
     meaning: str
     held: bool
     figure: str
+
+    @property
+    def verdict(self) -> str:
+        """How reports show whether it held."""
+        return "held" if self.held else "BROKEN"
 
 
 @dataclass(slots=True)
@@ -121,12 +126,12 @@ class ChaosReport:
             f"<h1>{escape(self.topology)}: {self.seconds / 60:.1f} minutes of chaos</h1>",
             f"<p class='line{'' if self.passed else ' bad'}'>{escape(self.closing_line)}</p>",
             f"<p class=soft>{self.workers} workers · {escape(faults)} · seed {self.seed}</p>",
-            _oracles(self.oracles),
+            html_table((each.name, each.meaning, each.figure, each.verdict) for each in self.oracles),
             "<h2>Records per second</h2>",
             self._plot("records per second", lambda now, before: (now.judged - before.judged, now.at_s - before.at_s)),
             "<h2>Lag: records sent and not judged yet</h2>",
             self._plot("lag", lambda now, _: (now.in_topic - now.judged, 1.0)),
-            _legend(sorted(self.counts)),
+            legend({kind: _COLOURS[kind] for kind in sorted(self.counts)}),
         )
         return page(f"dedup chaos {self.topology}", parts)
 
@@ -148,34 +153,12 @@ class ChaosReport:
 def _svg(
     label: str, steps: Sequence[tuple[float, float]], injected: Sequence[InjectedFault], last_s: float, most: float
 ) -> str:
-    floor = _HEIGHT - _BOTTOM
-    across, up = (_WIDTH - _LEFT) / last_s, (floor - 12) / most
-    line = " ".join(f"{_LEFT + at_s * across:.1f},{floor - value * up:.1f}" for at_s, value in steps)
+    across, up, floor = scale(last_s, most, _HEIGHT)
+    line = " ".join(f"{LEFT + at_s * across:.1f},{floor - value * up:.1f}" for at_s, value in steps)
     marks = "".join(
-        f"<line x1='{_LEFT + fault.at_s * across:.1f}' x2='{_LEFT + fault.at_s * across:.1f}' y1='12' y2='{floor}' "
+        f"<line x1='{LEFT + fault.at_s * across:.1f}' x2='{LEFT + fault.at_s * across:.1f}' y1='12' y2='{floor}' "
         f"stroke='{_COLOURS[fault.kind]}' opacity='.55'><title>{fault.at_s:.1f} s: {escape(fault.kind)}</title></line>"
         for fault in injected
     )
-    return (
-        f"<svg viewBox='0 0 {_WIDTH} {_HEIGHT}' role=img aria-label='{label} over time'>{marks}"
-        f"<polyline points='{line}' fill='none' stroke='currentColor' stroke-width='1.5'/>"
-        f"<line x1='{_LEFT}' x2='{_WIDTH}' y1='{floor}' y2='{floor}' stroke='currentColor' opacity='.3'/>"
-        f"<text x='{_LEFT - 6}' y='20' text-anchor='end'>{most:,.0f}</text>"
-        f"<text x='{_LEFT - 6}' y='{floor}' text-anchor='end'>0</text>"
-        f"<text x='{_LEFT}' y='{_HEIGHT - 6}'>0 s</text>"
-        f"<text x='{_WIDTH}' y='{_HEIGHT - 6}' text-anchor='end'>{last_s:,.0f} s</text></svg>"
-    )
-
-
-def _oracles(oracles: Sequence[Oracle]) -> str:
-    rows = "".join(
-        f"<tr><td>{each.name}</td><td class=text>{escape(each.meaning)}</td><td class=text>{escape(each.figure)}</td>"
-        + ("<td>held</td></tr>" if each.held else "<td class=bad>BROKEN</td></tr>")
-        for each in oracles
-    )
-    return f"<div class=scroll><table>{rows}</table></div>"
-
-
-def _legend(kinds: Sequence[str]) -> str:
-    keys = (f"<span class=key style='background:{_COLOURS[kind]}'></span>{escape(kind)}" for kind in kinds)
-    return f"<p class=soft>{''.join(keys)}</p>"
+    marks += f"<polyline points='{line}' fill='none' stroke='currentColor' stroke-width='1.5'/>"
+    return plot(f"{label} over time", marks, _HEIGHT, most, ("0 s", f"{last_s:,.0f} s"))

@@ -5,7 +5,6 @@ If evidence cannot be gathered, the oracles that need it do not hold, but the re
 
 from __future__ import annotations
 
-import asyncio
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -17,9 +16,8 @@ from dedup.chaos.fault_run import FaultType
 from dedup.chaos.live_checker import Sightings
 from dedup.errors import DedupError
 from dedup.kafka.client import KafkaWire
-from dedup.kafka.connection import Connection
 from dedup.kafka.producer_epochs import Epochs, epochs_of
-from dedup.kafka.topic_admin import Admin
+from dedup.kafka.topic_admin import Admin, on_cluster
 from dedup.kafka.wire import TopicPartition
 from dedup.store.base import StoreIdentity
 from dedup.store.changelog import collect
@@ -150,7 +148,7 @@ def gather(topology: Topology, settings: Settings, stage: ChaosStage, events: Ch
     stores = _or_why(found, ("O5",), lambda: _compare_stores(topology, settings, states))
     if stores is not None:
         found.stores, found.wrong_stores = stores
-    epochs = _or_why(found, ("O7",), lambda: asyncio.run(_epochs(topology, settings)))
+    epochs = _or_why(found, ("O7",), lambda: _epochs(topology, settings))
     if epochs is not None:
         found.batches, found.owners = sum(each.batches for each in epochs), sum(each.owners for each in epochs)
         found.behind = sum(len(each.behind) for each in epochs)
@@ -171,21 +169,17 @@ def _output_ends(topology: Topology, settings: Settings) -> dict[int, int]:
     if topology.output is None:
         return {}
     with KafkaReader(settings) as reader:
-        partitions = reader.partitions([topology.output.topic])[topology.output.topic]
-        bounds = reader.bounds(topology.output.topic, range(partitions))
-        return {partition: each.high for partition, each in bounds.items()}
+        return {partition: each.high for partition, each in reader.bounds(topology.output.topic).items()}
 
 
-async def _epochs(topology: Topology, settings: Settings) -> list[Epochs]:
-    wire = KafkaWire(Connection.of(settings, client_id="dedup-chaos"))
-    await wire.start()
-    try:
-        with KafkaReader(settings) as reader:
-            partitions = reader.partitions([topology.changelog_topic])[topology.changelog_topic]
-        places = [TopicPartition(topology.changelog_topic, partition) for partition in range(partitions)]
-        return [await epochs_of(wire, place) for place in places]
-    finally:
-        await wire.stop()
+def _epochs(topology: Topology, settings: Settings) -> list[Epochs]:
+    changelog = topology.changelog_topic
+
+    async def work(wire: KafkaWire, admin: Admin) -> list[Epochs]:
+        partitions = (await admin.topics([changelog]))[changelog].partitions
+        return [await epochs_of(wire, TopicPartition(changelog, partition)) for partition in range(partitions)]
+
+    return on_cluster(settings, "dedup-chaos", work)
 
 
 def _compare_stores(topology: Topology, settings: Settings, state_dirs: list[Path]) -> tuple[int, list[str]]:
@@ -195,11 +189,9 @@ def _compare_stores(topology: Topology, settings: Settings, state_dirs: list[Pat
     """
     changelog = topology.changelog_topic
     compared, wrong = 0, []
+    topic_id = on_cluster(settings, "dedup-chaos", lambda _, admin: admin.topics([changelog]))[changelog].topic_id
     with KafkaReader(settings) as reader:
-        partitions = reader.partitions([changelog])[changelog]
-        topic_id = asyncio.run(_topic_id(settings, changelog))
-        bounds = reader.bounds(changelog, range(partitions))
-        for partition in range(partitions):
+        for partition, bounds in reader.bounds(changelog).items():
             identity = StoreIdentity(topology.name, partition, topic_id)
             for state_dir in state_dirs:
                 directory = store_directory(state_dir, identity)
@@ -209,7 +201,7 @@ def _compare_stores(topology: Topology, settings: Settings, state_dirs: list[Pat
                 store = RocksStore.open(directory, identity=identity)
                 try:
                     log: defaultdict[int, dict[bytes, bytes]] = defaultdict(dict)
-                    for columns in reader.read(changelog, partition, bounds[partition].low, store.position):
+                    for columns in reader.read(changelog, partition, bounds.low, store.position):
                         for segment, values in collect(columns.keys, columns.values).writes.items():
                             log[segment].update(values)
                     why = _difference(topology, store, log)
@@ -218,11 +210,6 @@ def _compare_stores(topology: Topology, settings: Settings, state_dirs: list[Pat
                 if why is not None:
                     wrong.append(f"{directory}: {why}")
     return compared, wrong
-
-
-async def _topic_id(settings: Settings, topic: str) -> str:
-    async with Admin(Connection.of(settings, client_id="dedup-chaos")) as admin:
-        return (await admin.topics([topic]))[topic].topic_id
 
 
 def _difference(topology: Topology, store: RocksStore, log: Mapping[int, dict[bytes, bytes]]) -> str | None:

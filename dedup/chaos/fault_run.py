@@ -8,7 +8,6 @@ import enum
 import heapq
 import itertools
 import random
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +18,7 @@ from typing import TYPE_CHECKING, Final, Self, assert_never
 
 from dedup.chaos.chaos_report import InjectedFault, Tick
 from dedup.chaos.load import Age, alter
-from dedup.embedded.child_process import ChildProcess
+from dedup.embedded.child_process import DEDUP, Processes
 from dedup.errors import BrokerUnavailable, DedupError
 from dedup.kafka.client import KafkaWire
 from dedup.kafka.connection import Connection
@@ -126,12 +125,10 @@ _DRAINS_WITHIN_S: Final = 60.0
 """If the broker is down during a commit, the commit first waits for its own time-out."""
 _DELETED_WITHIN_S: Final = 10.0
 _PATIENCE_MS: Final = 5_000
-_DEDUP: Final = (sys.executable, "-c", "from dedup.cli.main import main; main()")
 _KILLED: Final = 137
 _NOT_UP_YET: Final = 143
 """Exit code if SIGTERM arrives before the worker handles it, when it has not done anything yet."""
 _CLEAN_EXITS: Final = frozenset({0, BrokerUnavailable.exit_code, _NOT_UP_YET})
-_TAIL_LINES: Final = 15
 _CONFIG_CHANGES: Final[tuple[Mapping[str, str], ...]] = (
     {"compression.type": "gzip"},
     {"max.message.bytes": "2097164"},
@@ -143,25 +140,19 @@ _CONFIG_CHANGES: Final[tuple[Mapping[str, str], ...]] = (
 """Configs that do not change the content of a record, as LogAppendTime would."""
 
 
-@dataclass(slots=True)
-class _Member:
-    process: ChildProcess
-    frozen: bool = False
-
-
-class ChaosFleet:
-    """Worker processes 0 to `count` - 1, and sometimes an extra one, each with its own id and state directory.
-
-    Use it as a context manager, which kills processes that still run.
-    """
+class ChaosFleet(Processes):
+    """Workers 0 to `count` - 1, and at times an extra one, each with its own id and state directory."""
 
     def __init__(self, directory: Path, topology_file: Path, config: Path, overrides: list[str], count: int) -> None:
-        self._directory: Final = directory
-        where = ["--config", str(config.resolve())]
-        self._command: Final = [*_DEDUP, "run", str(topology_file.resolve()), *where, "--quiet"]
-        self._overrides: Final = overrides
-        self._count: Final = count
-        self._members: Final[dict[int, _Member]] = {}
+        self.most: Final = count + 1
+        """The number of workers including the extra one; they are numbered from 0."""
+        self._state: Final = directory
+        run = (*DEDUP, "run", str(topology_file.resolve()), "--config", str(config.resolve()), "--quiet")
+        commands = {}
+        for number in range(self.most):
+            own = (f"state_dir={self.state_dir(number)}", f"worker_id=chaos-{number}", "web.enabled=false")
+            commands[_name(number)] = [*run, *(part for each in (*overrides, *own) for part in ("--set", each))]
+        super().__init__(directory, commands)
         self.starts = 0
         self.unprovoked: Final[list[str]] = []
         """A sentence for each worker that ended without a fault."""
@@ -169,57 +160,53 @@ class ChaosFleet:
         """A sentence for each worker that did not shut down cleanly after SIGTERM."""
 
     def __enter__(self) -> Self:
-        for number in range(self._count):
-            self._start(number)
+        self.start(*map(_name, range(self.most - 1)))
         return self
 
-    def __exit__(self, *_: object) -> None:
-        for member in self._members.values():
-            member.process.kill()
+    def start(self, *names: str) -> None:
+        """Start workers on the state that they left."""
+        super().start(*names)
+        self.starts += len(names)
 
-    def kill(self, number: int) -> bool:
-        """Kill a worker with SIGKILL and restart it at once on its state; return False if it is frozen."""
-        member = self._members.get(number)
-        if member is None or member.frozen:
+    def restart_killed(self, number: int) -> bool:
+        """Kill a worker by SIGKILL and restart it at once; return False if it is frozen."""
+        if self.running[_name(number)].paused:
             return False
-        member.process.kill()
-        self._start(number)
+        self.kill(_name(number))
+        self.start(_name(number))
         return True
 
-    def stop(self, number: int) -> bool:
-        """Stop a worker with SIGTERM, record how it ended, and restart it; return False if it is frozen."""
-        member = self._members.get(number)
-        if member is None or member.frozen:
+    def restart_stopped(self, number: int) -> bool:
+        """Stop a worker by SIGTERM, note how it ended, and restart it; return False if it is frozen."""
+        if self.running[_name(number)].paused:
             return False
-        self._end(number, member)
-        self._start(number)
+        self._end(_name(number))
+        self.start(_name(number))
         return True
 
     def pause(self, number: int) -> bool:
-        """Freeze a worker; return False if it is already frozen."""
-        member = self._members.get(number)
-        if member is None or member.frozen or not member.process.running:
+        """Freeze a worker; return False if it is frozen already."""
+        process = self.running[_name(number)]
+        if process.paused or not process.running:
             return False
-        member.process.pause()
-        member.frozen = True
+        process.pause()
         return True
 
     def resume(self, number: int) -> None:
         """Let a frozen worker continue."""
-        member = self._members[number]
-        member.process.resume()
-        member.frozen = False
+        self.running[_name(number)].resume()
 
     def add_worker(self) -> bool:
-        """Start an extra worker; return False if there is one already."""
-        if self._count in self._members:
+        """Start the extra worker; return False if it runs already."""
+        extra = _name(self.most - 1)
+        if extra in self.running:
             return False
-        self._start(self._count)
+        self.start(extra)
         return True
 
     def remove_worker(self) -> None:
-        """Stop the extra worker with SIGTERM."""
-        self._end(self._count, self._members.pop(self._count))
+        """Stop the extra worker by SIGTERM."""
+        self._end(_name(self.most - 1))
 
     def bring_back(self) -> Counter[int]:
         """Restart workers that ended without a fault, as a supervisor does; map exit codes to numbers of workers.
@@ -227,58 +214,43 @@ class ChaosFleet:
         The only valid reason to end is that the broker is down; any other is recorded as unprovoked.
         """
         codes: Counter[int] = Counter()
-        for number, member in list(self._members.items()):
-            code = member.process.exit_code
+        for name, process in list(self.running.items()):
+            code = process.exit_code
             if code is None:
                 continue
             if code != BrokerUnavailable.exit_code:
-                self.unprovoked.append(
-                    f"worker {number} ended by itself with exit code {code}. The end of its log:\n{self._tail(number)}"
-                )
+                self.unprovoked.append(self.ended(name, f"by itself with exit code {code}"))
             codes[code] += 1
-            self._start(number)
+            self.start(name)
         return codes
 
-    def stop_all(self) -> None:
-        """Stop all workers with SIGTERM, and record how they ended. The broker is up by now, so code 5 is not clean."""
-        for number, member in list(self._members.items()):
-            self._end(number, member, clean=frozenset({0, _NOT_UP_YET}))
-        self._members.clear()
-
-    @property
-    def most(self) -> int:
-        """The number of workers, which are numbered from 0, including the extra one."""
-        return self._count + 1
+    def stop(self) -> None:
+        """Stop all workers by SIGTERM, and note how they ended. The broker is up by now, so code 5 is not clean."""
+        for name in list(self.running):
+            self._end(name, clean=frozenset({0, _NOT_UP_YET}))
 
     def count_logged(self, number: int, text: str) -> int:
         """Return how often a worker logged a text, over all its starts."""
-        path = self._log(number)
+        path = self.log_file(_name(number))
         return path.read_text(encoding="utf-8", errors="replace").count(text) if path.exists() else 0
 
     def state_dir(self, number: int) -> Path:
         """Return a worker's state directory."""
-        return self._directory / f"state-{number}"
+        return self._state / f"state-{number}"
 
-    def _log(self, number: int) -> Path:
-        return self._directory / f"worker-{number}.log"
-
-    def _tail(self, number: int) -> str:
-        text = self._log(number).read_text(encoding="utf-8", errors="replace")
-        return "\n".join(text.splitlines()[-_TAIL_LINES:])
-
-    def _start(self, number: int) -> None:
-        own = (f"state_dir={self.state_dir(number)}", f"worker_id=chaos-{number}", "web.enabled=false")
-        settings = [part for each in (*self._overrides, *own) for part in ("--set", each)]
-        self._members[number] = _Member(ChildProcess([*self._command, *settings], self._log(number)))
-        self.starts += 1
-
-    def _end(self, number: int, member: _Member, *, clean: frozenset[int] = _CLEAN_EXITS) -> None:
-        if member.frozen:
-            self.resume(number)
-        code = member.process.stop(_DRAINS_WITHIN_S)
+    def _end(self, name: str, *, clean: frozenset[int] = _CLEAN_EXITS) -> None:
+        process = self.running[name]
+        if process.paused:
+            process.resume()
+        code = process.stop(_DRAINS_WITHIN_S)
         if code not in clean:
-            why = "was killed: it did not drain in time" if code == _KILLED else f"ended with exit code {code}"
-            self.unclean.append(f"worker {number} {why} after SIGTERM. The end of its log:\n{self._tail(number)}")
+            how = "by SIGKILL: it did not drain in time" if code == _KILLED else f"with exit code {code}"
+            self.unclean.append(self.ended(name, f"{how} after SIGTERM"))
+        del self.running[name]
+
+
+def _name(number: int) -> str:
+    return f"worker {number}"
 
 
 class ClusterFaults:
@@ -453,13 +425,13 @@ class ChaosRun:
         worker = fault.worker
         match fault.kind:
             case FaultType.KILL:
-                hit = fleet.kill(worker)
+                hit = fleet.restart_killed(worker)
             case FaultType.FREEZE:
                 hit = self._freeze(worker, self._stage.session_s * 1.3)
             case FaultType.SHORT_FREEZE:
                 hit = self._freeze(worker, _SHORT_FREEZE_S)
             case FaultType.STOP:
-                hit = fleet.stop(worker)
+                hit = fleet.restart_stopped(worker)
             case FaultType.JOIN:
                 hit = fleet.add_worker()
                 if hit:

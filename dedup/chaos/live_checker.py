@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, Self
+from typing import TYPE_CHECKING, Final, Self
 
 from confluent_kafka import Consumer, KafkaError, KafkaException, Message, TopicPartition
 from confluent_kafka.admin import AdminClient
@@ -47,20 +47,18 @@ class GroupProgress:
 class Watch:
     """Follows a group on a topic whose first offset is 0, without joining the group. Use it as a context manager.
 
-    It reads the group's offsets with a consumer, because the admin client crashes the process with SIGSEGV if the
-    coordinator responds that it is loading or has moved (librdkafka issue 5040; seen with 2.16.0).
+    A consumer asks for the group's offsets, since the admin client crashes the process with SIGSEGV when the
+    coordinator answers that it is loading or has moved (librdkafka issue 5040; seen with 2.16.0). `KafkaReader`
+    cannot serve: in one run it got no answer any more after the broker was restarted under it.
     """
 
-    def __init__(
-        self, bootstrap: str, group: str, topic: str, partitions: int, *, client: Mapping[str, Any] | None = None
-    ) -> None:
-        """``client`` contains librdkafka's options for the cluster, such as security, if an address is not enough."""
-        how = dict(client or {"bootstrap.servers": bootstrap}) | {"log_level": 0}
+    def __init__(self, settings: Settings, group: str, topic: str, partitions: int) -> None:
+        how = client_config(settings)
+        self.topic: Final = topic
         self._group: Final = group
-        self._topic: Final = topic
+        self._brokers: Final = ", ".join(settings.brokers)
         self._admin: Final = AdminClient(dict(how))
         self._places: Final = [TopicPartition(topic, number) for number in range(partitions)]
-        self._bootstrap: Final = bootstrap
         self._consumer: Final = Consumer(
             {
                 **how,
@@ -78,32 +76,27 @@ class Watch:
             self._consumer.close()
 
     def look(self) -> GroupProgress:
-        """Return the group's progress. Raises BrokerUnavailable if the broker does not respond; a retry may succeed."""
-        with self._asking(f"how far {self._group} is with {self._topic}"):
+        """Return the group's progress. Raises BrokerUnavailable if the broker does not answer; a retry may succeed."""
+        with self._asking(f"how far {self._group} is with {self.topic}"):
             ends = [self._consumer.get_watermark_offsets(place, _ANSWER_WITHIN_S)[1] for place in self._places]
             committed = self._consumer.committed(self._places, _ANSWER_WITHIN_S)
         # Negative: nothing committed yet.
         return GroupProgress(sum(ends), sum(max(place.offset, 0) for place in committed))
 
     def beyond(self, offsets: Mapping[int, int]) -> bool:
-        """Whether the group has committed each partition up to its offset. Raises the errors of look()."""
-        with self._asking(f"how far {self._group} is with {self._topic}"):
+        """Tell whether the group has committed each partition up to its offset. Raises as look() does."""
+        with self._asking(f"how far {self._group} is with {self.topic}"):
             known = self._consumer.committed(self._places, _ANSWER_WITHIN_S)
         committed = {place.partition: place.offset for place in known}
         return all(committed.get(partition, -1) >= offset for partition, offset in offsets.items())
 
     def begins(self) -> dict[int, int]:
-        """Map each partition to its first offset. Raises the errors of look()."""
-        with self._asking(f"where {self._topic} begins"):
+        """Return partition -> its first offset. Raises as look() does."""
+        with self._asking(f"where {self.topic} begins"):
             return {
                 place.partition: self._consumer.get_watermark_offsets(place, _ANSWER_WITHIN_S)[0]
                 for place in self._places
             }
-
-    @property
-    def topic(self) -> str:
-        """The topic that it follows."""
-        return self._topic
 
     def members(self) -> frozenset[str]:
         """Return the ids of the group's members; a restarted process gets a new id. Raises the errors of look()."""
@@ -116,9 +109,7 @@ class Watch:
         try:
             yield
         except KafkaException as error:
-            raise BrokerUnavailable(
-                f"The broker at {self._bootstrap} did not say {what}: {error}. Try again."
-            ) from error
+            raise BrokerUnavailable(f"The broker at {self._brokers} did not say {what}: {error}. Try again.") from error
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,8 @@
-"""Generates the load on a fleet under test: made-up records for any topology, and the producers that send them.
+"""The load on a fleet under test: made-up records for any topology, and the producer that sends them.
 
-`AtLeastOnceProducer` creates duplicates in the way in which most arise in practice. Without idempotence, it retries
-when a fault proxy drops the response to a request that the broker has executed. `Sender` sends made-up records at a
-steady rate, and `write_past` writes old ones before a run, so that retention has something to delete.
+`Sender` sends records at a steady rate. With the options `AT_LEAST_ONCE` it makes duplicates the way most arise in
+practice: without idempotence it retries when a fault proxy drops the response to a request that the broker carried out.
+`write_past` writes old records before a run, so that retention has something to delete.
 """
 
 from __future__ import annotations
@@ -12,14 +12,12 @@ import json
 import random
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
-from datetime import UTC, datetime
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Final, Self, assert_never
 
-from confluent_kafka import Consumer, KafkaError, KafkaException, Message, Producer, TopicPartition
+from confluent_kafka import KafkaError, KafkaException, Message, Producer
 from confluent_kafka.admin import (  # type: ignore[attr-defined]  # exported, undeclared
     AdminClient,
     AlterConfigOpType,
@@ -34,7 +32,8 @@ from dedup.core.fold import OnConflict
 from dedup.core.partitioner import partitions as partitions_of
 from dedup.core.tracking_id import ContentRule, FieldRule, FieldsRule, HeaderRule, KeyRule, RawContentRule
 from dedup.errors import BrokerUnavailable
-from dedup.verify.kafka_reader import client_config
+from dedup.quantities import instant
+from dedup.verify.kafka_reader import KafkaReader, client_config
 
 if TYPE_CHECKING:
     from dedup.core.json_path import Path
@@ -48,8 +47,8 @@ _BAD: Final = 0.003
 _REMEMBERED: Final = 20_000
 _PADDING: Final = "x" * 60
 _ANSWER_WITHIN_S: Final = 60.0
-_LOOK_EVERY: Final = 200
 _TICK_S: Final = 0.02
+_AT_ONCE: Final = 1_000_000_000
 _STOPS_WITHIN_S: Final = 120.0
 _STANDS_STILL_S: Final = 15.0
 """A time longer than a broker is down. After a restart of its only broker, a producer of librdkafka 2.16.1 was seen to
@@ -60,6 +59,23 @@ _RECORDS_PER_AGE: Final = 50
 """Average number of records of each age per partition, so that every partition gets some."""
 _SEGMENT_MS: Final = 3_600_000
 _DAY_MS: Final = 86_400_000
+AT_LEAST_ONCE: Final[Mapping[str, Any]] = {
+    "enable.idempotence": False,
+    "acks": "all",
+    "message.send.max.retries": 1_000_000,
+    "topic.metadata.propagation.max.ms": 5_000,
+    "max.in.flight.requests.per.connection": 5,
+    "compression.type": "snappy",
+    # Java's partitioner, so that an ID is in the partition that every other client expects.
+    "partitioner": "murmur2_random",
+    "retry.backoff.ms": 10,
+    "retry.backoff.max.ms": 100,
+    "reconnect.backoff.ms": 10,
+    "reconnect.backoff.max.ms": 100,
+}
+"""Options of a producer that has each record in its topic at least once, soon after each lost connection."""
+ANY_PARTITION: Final = -1
+"""The producer's partitioner chooses."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +104,11 @@ class MadeRecords:
         self._count = 0
         self._sent: Final[list[Made]] = []
 
+    def __iter__(self) -> Iterator[Made]:
+        """Yield records without end, each with the time at which it is made."""
+        while True:
+            yield self.at(time.time_ns() // 1_000_000)
+
     def at(self, now_ms: int) -> Made:
         """Return the next record; a new record gets this event time, in the unit of the topology."""
         dice = self._dice
@@ -115,15 +136,15 @@ class MadeRecords:
             case HeaderRule(name):
                 headers = ((name, text.encode()),)
             case FieldRule(path):
-                _put(document, path, text)
+                document = _with(document, path, text)
             case FieldsRule(paths):
                 for at, path in enumerate(paths):
-                    _put(document, path, text if at == 0 else f"part-{at}")
+                    document = _with(document, path, text if at == 0 else f"part-{at}")
             case never:
                 assert_never(never)
         event_time = self._topology.event_time
         if isinstance(event_time, FieldTime):
-            _put(document, event_time.path, _time_text(now_ms, event_time.unit))
+            document = _with(document, event_time.path, _time_text(now_ms, event_time.unit))
         topic = self._dice.choice(self._topology.source.topics)
         (partition,) = partitions_of([text.encode()], self._partitions[topic])
         return Made(topic, partition, text.encode(), json.dumps(document).encode(), headers, now_ms)
@@ -135,147 +156,23 @@ class MadeRecords:
         return replace(made, value=made.value.replace(_PADDING.encode(), b"y" * len(_PADDING)))
 
 
-def _put(document: dict[str, Any], path: Path, value: object) -> None:
-    """Set a member of a JSON value, and create the objects and arrays on its path."""
-    here: Any = document
-    for step, following in pairwise(path):
-        here = _child(here, step, [] if isinstance(following, int) else {})
-    _set(here, path[-1], value)
-
-
-def _child(here: Any, step: str | int, empty: object) -> Any:  # noqa: ANN401  # a JSON value
-    held = here[step] if isinstance(here, list) and isinstance(step, int) and step < len(here) else None
-    if isinstance(here, dict):
-        held = here.get(step)
-    if held is None:
-        _set(here, step, empty)
-        return empty
-    return held
-
-
-def _set(here: Any, step: str | int, value: object) -> None:  # noqa: ANN401  # a JSON value
-    if isinstance(here, list) and isinstance(step, int):
-        here.extend([None] * (step + 1 - len(here)))
-    here[step] = value
+def _with(here: Any, path: Path, value: object) -> Any:  # noqa: ANN401  # a JSON value
+    """Return a JSON value with one member set, and the objects and arrays on the way to it."""
+    if not path:
+        return value
+    step, *rest = path
+    if isinstance(step, int):
+        items = [*(here or ()), *[None] * (step + 1 - len(here or ()))]
+        items[step] = _with(items[step], tuple(rest), value)
+        return items
+    members = here or {}
+    return {**members, step: _with(members.get(step), tuple(rest), value)}
 
 
 def _time_text(time_ms: int, unit: TimeUnit) -> int | str:
-    match unit:
-        case "ms":
-            return time_ms
-        case "us":
-            return time_ms * 1000
-        case "s":
-            return time_ms // 1000
-        case "rfc3339":
-            return datetime.fromtimestamp(time_ms / 1000, UTC).isoformat(timespec="milliseconds")
-        case never:
-            assert_never(never)
-
-
-@dataclass(frozen=True, slots=True)
-class Disturbance:
-    """Calls `disturb` after every `every_events` events, from the producing thread."""
-
-    disturb: Callable[[], object]
-    every_events: int
-
-
-@dataclass(frozen=True, slots=True)
-class Sent:
-    """The producer's own counts; only the topic shows how many duplicates it created."""
-
-    events: int
-    disturbances: int
-    seconds: float
-
-
-@dataclass(slots=True)
-class AtLeastOnceProducer:
-    """Sends key/value events to one topic, and retries until each of them is acknowledged."""
-
-    bootstrap: str
-    topic: str
-    events_per_second: int | None = None
-    """None means as fast as the broker accepts them."""
-    disturbance: Disturbance | None = None
-    on_progress: Callable[[int], None] = lambda _sent: None
-    """Called several times a second with the number of events passed to the producer so far."""
-    _failed: list[str] = field(default_factory=list, init=False)
-
-    def send_all(self, events: Iterable[tuple[bytes, bytes]]) -> Sent:
-        """Send all events; each is then in the topic at least once. Raises BrokerUnavailable otherwise."""
-        producer = self._producer()
-        began = time.monotonic()
-        count = disturbances = 0
-        for key, value in events:
-            self._hand_over(producer, key, value)
-            count += 1
-            if self.disturbance is not None and count % self.disturbance.every_events == 0:
-                self.disturbance.disturb()
-                disturbances += 1
-            if count % _LOOK_EVERY == 0:
-                self._keep_pace(producer, count, began)
-        unsent = producer.flush(_ANSWER_WITHIN_S)
-        self.on_progress(count)
-        if unsent or self._failed:
-            raise BrokerUnavailable(
-                f"{unsent + len(self._failed)} of {count} events could not be sent to {self.topic} "
-                f"({', '.join(self._failed[:3]) or f'no answer within {_ANSWER_WITHIN_S:g} s'}). "
-                f"Check that the broker at {self.bootstrap} is running, and try again."
-            )
-        return Sent(count, disturbances, time.monotonic() - began)
-
-    def _hand_over(self, producer: Producer, key: bytes, value: bytes) -> None:
-        while True:
-            try:
-                producer.produce(self.topic, value, key)
-            except BufferError:
-                # The queue is full: the broker is slow or down.
-                producer.poll(0.05)
-            except KafkaException as error:
-                raise BrokerUnavailable(
-                    f"{self.topic} does not accept records: {error}. Check that the topic exists, and try again."
-                ) from error
-            else:
-                return
-
-    def _keep_pace(self, producer: Producer, count: int, began: float) -> None:
-        producer.poll(0)
-        self.on_progress(count)
-        if self.events_per_second is not None:
-            ahead_s = count / self.events_per_second - (time.monotonic() - began)
-            if ahead_s > 0:
-                producer.poll(ahead_s)
-
-    def _producer(self) -> Producer:
-        return Producer(
-            {
-                "bootstrap.servers": self.bootstrap,
-                "enable.idempotence": False,
-                "acks": "all",
-                "message.send.max.retries": 1_000_000,
-                "delivery.timeout.ms": 120_000,
-                "topic.metadata.propagation.max.ms": 5_000,
-                "max.in.flight.requests.per.connection": 5,
-                "linger.ms": 5,
-                "compression.type": "snappy",
-                # Java's partitioner, so that an ID is in the partition that every other client expects.
-                "partitioner": "murmur2_random",
-                "retry.backoff.ms": 10,
-                "retry.backoff.max.ms": 100,
-                "reconnect.backoff.ms": 10,
-                "reconnect.backoff.max.ms": 100,
-                "delivery.report.only.error": True,
-                "on_delivery": self._note_failure,
-                "error_cb": lambda _error: None,  # lost connections are intended
-                "log_level": 0,
-            }
-        )
-
-    def _note_failure(self, error: KafkaError | None, _message: Message) -> None:
-        if error is not None:
-            self._failed.append(str(error))
+    if unit == "rfc3339":
+        return instant(time_ms)
+    return time_ms * 1000 // {"us": 1, "ms": 1000, "s": 1_000_000}[unit]
 
 
 def make_topic(bootstrap: str, name: str, partitions: int) -> None:
@@ -289,13 +186,16 @@ def make_topic(bootstrap: str, name: str, partitions: int) -> None:
 
 
 class Sender:
-    """Sends made-up records at a steady rate in a thread; each is in its topic at least once.
+    """Sends records at a steady rate in a thread; each is in its topic at least once.
 
     Use it as a context manager; `stop` returns when everything has arrived.
     """
 
-    def __init__(self, records: MadeRecords, settings: Settings, *, per_s: int) -> None:
-        self._records: Final = records
+    def __init__(
+        self, records: Iterable[Made], settings: Settings, *, per_s: int, options: Mapping[str, Any] | None = None
+    ) -> None:
+        """``options``: of librdkafka's producer, instead of those for idempotence."""
+        self._records: Final = iter(records)
         self._per_s: Final = per_s
         self._ended: Final = threading.Event()
         self._failure: BaseException | None = None
@@ -306,6 +206,7 @@ class Sender:
             "linger.ms": 5,
             "compression.type": "lz4",
             "delivery.timeout.ms": 120_000,
+            **(options or {}),
         }
         self._producer = Producer(self._config)
         self._unconfirmed: Final[dict[int, Made]] = {}
@@ -324,12 +225,21 @@ class Sender:
         self._ended.set()
         self._thread.join(_STOPS_WITHIN_S)
 
+    @property
+    def running(self) -> bool:
+        """Return whether records are left to be sent."""
+        return self._thread.is_alive()
+
     def stop(self) -> int:
         """Stop sending, wait until everything has arrived, and return the number of records.
 
         Raises BrokerUnavailable.
         """
         self._ended.set()
+        return self.finish()
+
+    def finish(self) -> int:
+        """Wait until all records are sent and have arrived, and return how many. Raises BrokerUnavailable."""
         self._thread.join(_STOPS_WITHIN_S)
         if self._failure is not None:
             raise self._failure
@@ -338,7 +248,7 @@ class Sender:
             self._poll(_TICK_S)
         if self._unconfirmed:
             raise BrokerUnavailable(
-                f"{len(self._unconfirmed)} of {self.sent} made-up records did not arrive within {_STOPS_WITHIN_S:g} s. "
+                f"{len(self._unconfirmed)} of {self.sent} records did not arrive within {_STOPS_WITHIN_S:g} s. "
                 f"Check the broker, and run this again."
             )
         return self.sent
@@ -346,16 +256,22 @@ class Sender:
     def _run(self) -> None:
         try:
             began_s = time.monotonic()
-            while not self._ended.is_set():
-                due = int((time.monotonic() - began_s) * self._per_s)
-                while self.sent < due and not self._ended.is_set():
-                    self._unconfirmed[self.sent] = made = self._records.at(time.time_ns() // 1_000_000)
-                    self._send(self.sent, made)
-                    self.sent += 1
-                self._poll(0)
-                self._ended.wait(_TICK_S)
+            while self._wait_until(began_s + self.sent / self._per_s):
+                made = next(self._records, None)
+                if made is None:
+                    return
+                self._unconfirmed[self.sent] = made
+                self._send(self.sent, made)
+                self.sent += 1
         except BaseException as failure:  # noqa: BLE001  # raised by `stop`
             self._failure = failure
+
+    def _wait_until(self, due_s: float) -> bool:
+        """Take confirmations until a time; return False if nothing more is to be sent."""
+        while time.monotonic() < due_s and not self._ended.is_set():
+            self._poll(0)
+            self._ended.wait(_TICK_S)
+        return not self._ended.is_set()
 
     def _poll(self, wait_s: float) -> None:
         """Process confirmations; if none has arrived for too long, continue with a new producer."""
@@ -421,13 +337,10 @@ def write_past(
     window = topology.window
     step_ms = window.guard_ms + window.grace_ms + (window.extend_at_most_ms if window.extend else 0) + _DAY_MS
     alter(settings, list(partitions), {"segment.ms": str(_SEGMENT_MS)})
-    try:
-        return [
-            _write(topology, settings, partitions, f"{run}-past-{age}", seed, now_ms - age * step_ms, step_ms)
-            for age in range(_AGES, 0, -1)
-        ]
-    except KafkaException as error:
-        raise BrokerUnavailable(f"the past records were not written: {error}. Check the broker.") from error
+    return [
+        _write(topology, settings, partitions, f"{run}-past-{age}", seed, now_ms - age * step_ms, step_ms)
+        for age in range(_AGES, 0, -1)
+    ]
 
 
 def _write(
@@ -439,31 +352,18 @@ def _write(
     time_ms: int,
     step_ms: int,
 ) -> Age:
-    producer = Producer({**client_config(settings), "enable.idempotence": True, "log_level": 0})
-    records = MadeRecords(topology, partitions, run=run, seed=seed)
+    made = MadeRecords(topology, partitions, run=run, seed=seed)
     # No ID twice: if a log has lost its beginning, the verifier takes a copy for the record that was forwarded.
-    for made in (records.new(time_ms) for _ in range(_RECORDS_PER_AGE * sum(partitions.values()))):
-        headers: list[tuple[str, str | bytes | None]] = list(made.headers)
-        producer.produce(made.topic, made.value, made.key, made.partition, headers=headers, timestamp=made.time_ms)
+    records = (made.new(time_ms) for _ in range(_RECORDS_PER_AGE * sum(partitions.values())))
     # All of one age before the next: a batch with both would be in one segment.
-    unsent = producer.flush(_ANSWER_WITHIN_S)
-    if unsent:
-        raise BrokerUnavailable(f"{unsent} past records were not sent within {_ANSWER_WITHIN_S:g} s. Check the broker.")
-    return Age(time_ms + step_ms // 2, _ends(settings, partitions))
-
-
-def _ends(settings: Settings, partitions: Mapping[str, int]) -> dict[str, dict[int, int]]:
-    consumer = Consumer({**client_config(settings), "group.id": "dedup-chaos-past", "log_level": 0})
-    try:
-        return {
-            topic: {
-                partition: consumer.get_watermark_offsets(TopicPartition(topic, partition), _ANSWER_WITHIN_S)[1]
-                for partition in range(count)
-            }
-            for topic, count in partitions.items()
-        }
-    finally:
-        consumer.close()
+    with Sender(records, settings, per_s=_AT_ONCE) as sender:
+        sender.finish()
+    with KafkaReader(settings) as reader:
+        ends = {topic: reader.bounds(topic) for topic in partitions}
+    return Age(
+        time_ms + step_ms // 2,
+        {topic: {partition: each.high for partition, each in bounds.items()} for topic, bounds in ends.items()},
+    )
 
 
 def alter(settings: Settings, topics: list[str], configs: Mapping[str, str]) -> None:

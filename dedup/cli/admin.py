@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import shlex
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dedup.cli.inputs import ConfigOption, JsonOption, SetOption, TopologyArgument, read_settings, read_topology
+from dedup.cli.inputs import (
+    A_TIME,
+    ConfigOption,
+    JsonOption,
+    SetOption,
+    TopologyArgument,
+    read_both,
+    say,
+    time_of,
+)
 from dedup.errors import Problem, SettingsError, StateIncompatible
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
-    from pathlib import Path
 
     from dedup.kafka.client import KafkaWire
     from dedup.kafka.topic_admin import Admin
@@ -27,58 +34,12 @@ if TYPE_CHECKING:
     from dedup.worker.dead_letter_replay import Replayed
     from dedup.worker.topics import TopicPlan
 
-_APPLY: Final = """Create the topics that a topology needs, and show how existing topics differ from them.
-
-Existing topics are not changed, and source topics are never created. --table also creates the tables of the sink, so
-`dedup sink` needs no permission to create tables.
-
-Example: dedup apply topologies/orders.yaml --dry-run
-"""
-_STATUS: Final = """Show the tasks of a topology with owner, offsets, lag, changelog, and, if a worker responds, state.
-
-Example: dedup status topologies/orders.yaml --watch
-"""
-_RESET: Final = """Delete everything a topology knows: offsets, changelog, repartition topic, and this machine's state.
-
-Asks for confirmation, and refuses while workers run. Forwarded records stay in the output. If the source is read from
-the start again, they are forwarded a second time, and `dedup verify` reports this.
-
-Example: dedup reset topologies/orders.yaml --to latest
-"""
-_REPLAY: Final = """Send dead letters back to the source partitions that they came from, exactly once.
-
-The header dedup-replayed keeps the original source position. With --late --forward, late records go to the output
-instead, marked dedup-verdict: late, because they would only be late a second time. If the broker no longer has the
-position of the last replay, nothing is sent until --from says where to begin.
-
-Example: dedup replay topologies/orders.yaml --limit 100
-"""
-_LOOKUP: Final = """Ask a worker whether an ID was seen: when, in which record, and until when it is guarded.
-
-A composite ID is a JSON list of its parts. The worker asks the owners of the partitions that it does not own.
-
-Example: dedup lookup topologies/orders.yaml 8d5e957f-297893487bd98fa830fa6413
-"""
-
 UrlOption = Annotated[
     list[str] | None,
     typer.Option("--url", help="Address of a worker's web pages; web.host and web.port by default. Repeatable."),
 ]
 
 Work = Callable[["KafkaWire", "Admin"], Awaitable[Any]]
-
-
-def register(app: typer.Typer) -> None:
-    """Add the commands to the application."""
-    app.command("apply", help=_APPLY)(apply)
-    app.command("status", help=_STATUS)(status)
-    app.command("reset", help=_RESET)(reset)
-    app.command("replay", help=_REPLAY)(replay)
-    app.command("lookup", help=_LOOKUP)(lookup)
-
-
-def _read(topology: Path, config: Path | None, overrides: list[str] | None) -> tuple[Topology, Settings]:
-    return read_topology(topology), read_settings(config, overrides)
 
 
 def _on_cluster(topology: Topology, settings: Settings, work: Work) -> Any:  # noqa: ANN401  # what the work returns
@@ -98,13 +59,19 @@ def apply(
     config: ConfigOption = None,
     overrides: SetOption = None,
 ) -> None:
-    """Print missing topics, and create them."""
+    """Create the topics that a topology needs, and show how existing topics differ from them.
+
+    Existing topics are not changed, and source topics are never created. --table also creates the tables of the sink,
+    so that `dedup sink` needs no permission to create tables.
+
+    Example: dedup apply topologies/orders.yaml --dry-run
+    """
     from dedup.cli.connectors import apply_tables, resolved_sink
     from dedup.worker import topics as applying
 
     if acls and table:
         raise SettingsError([Problem("--table", "creates tables, but --acls creates nothing; leave one of them out")])
-    parsed, settings = _read(topology, config, overrides)
+    parsed, settings = read_both(topology, config, overrides)
     if acls:
         _print_acls(parsed, settings, principal, as_json=as_json)
         return
@@ -122,21 +89,15 @@ def apply(
 
     plan = _on_cluster(parsed, settings, work)
     tables = None if spec is None else apply_tables(spec, dry_run=dry_run, quiet=as_json)
-    if as_json:
-        known = {"dry_run": dry_run, **asdict(plan)}
-        typer.echo(json.dumps(known if tables is None else {**known, "tables": tables}, indent=2))
-    elif not dry_run and plan.make:
-        typer.echo(f"{len(plan.make)} topics created")
+    known = {"dry_run": dry_run, **asdict(plan), **({} if tables is None else {"tables": tables})}
+    say(known, [f"{len(plan.make)} topics created"] if plan.make and not dry_run else [], as_json=as_json)
 
 
 def _print_acls(topology: Topology, settings: Settings, principal: str, *, as_json: bool) -> None:
     from dedup.topology.permissions import worker_permissions
 
     permissions = worker_permissions(topology)
-    if not as_json:
-        for line in (*_acls_as_table(permissions), "", *_acls_as_commands(permissions, settings.brokers, principal)):
-            typer.echo(line)
-        return
+    lines = (*_acls_as_table(permissions), "", *_acls_as_commands(permissions, settings.brokers, principal))
     rows = [
         {
             "resource": each.resource.value,
@@ -147,7 +108,7 @@ def _print_acls(topology: Topology, settings: Settings, principal: str, *, as_js
         }
         for each in permissions
     ]
-    typer.echo(json.dumps({"principal": principal, "permissions": rows}, indent=2))
+    say({"principal": principal, "permissions": rows}, lines, as_json=as_json)
 
 
 def _acls_as_table(permissions: Sequence[Permission]) -> Iterator[str]:
@@ -188,10 +149,13 @@ def status(
     config: ConfigOption = None,
     overrides: SetOption = None,
 ) -> None:
-    """Print the tasks with the values that the brokers and the reachable workers report."""
+    """Show the tasks of a topology: owner, offsets, lag, changelog, and state if a worker answers.
+
+    Example: dedup status topologies/orders.yaml --watch
+    """
     from dedup.cli.status import WATCH_S, Shown, ask_fleet, default_urls, looked, survey
 
-    parsed, settings = _read(topology, config, overrides)
+    parsed, settings = read_both(topology, config, overrides)
     known = urls or default_urls(settings)
 
     async def work(wire: KafkaWire, admin: Admin) -> None:
@@ -222,11 +186,22 @@ def reset(
     config: ConfigOption = None,
     overrides: SetOption = None,
 ) -> None:
-    """Delete everything a topology knows. Raises DedupError while it has workers."""
+    """Delete everything a topology knows: offsets, changelog, repartition topic, this machine's state.
+
+    Asks for confirmation, and refuses while workers run. Forwarded records stay in the output, so reading from the
+    start forwards them a second time, and `dedup verify` reports that.
+
+    Example: dedup reset topologies/orders.yaml --to latest
+    """
     from dedup.worker.reset import Reset, delete_local_state, local_state
 
-    parsed, settings = _read(topology, config, overrides)
-    start = None if to is None else _start(to)
+    parsed, settings = read_both(topology, config, overrides)
+    start: Start | None
+    match to:
+        case None | "earliest" | "latest":
+            start = to
+        case _:
+            start = time_of("--to", to, f"earliest, latest or {A_TIME}")
     if local:
         found = local_state(parsed, settings.state_dir)
         delete_local_state(found)
@@ -256,21 +231,6 @@ def reset(
     _on_cluster(parsed, settings, work)
 
 
-def _start(text: str) -> Start:
-    from dedup.core.event_time import rfc3339_ms
-
-    match text:
-        case "earliest" | "latest":
-            return text
-        case _:
-            found = int(text) if text.isdigit() else rfc3339_ms(text)
-    if found is None:
-        raise SettingsError(
-            [Problem("--to", f'"{text}" is not a time; write earliest, latest or 2024-01-01T00:00:00Z')]
-        )
-    return found
-
-
 def replay(
     topology: TopologyArgument,
     late: Annotated[
@@ -287,7 +247,14 @@ def replay(
     config: ConfigOption = None,
     overrides: SetOption = None,
 ) -> None:
-    """Replay one side topic and print the number of sent records."""
+    """Send dead letters back to the source partition they came from, exactly once.
+
+    The header dedup-replayed keeps the original source position. With --late --forward, late records go to the output
+    instead, marked dedup-verdict: late, since they would only be late a second time. If the broker no longer has the
+    position of the last replay, nothing is sent until --from says where to begin.
+
+    Example: dedup replay topologies/orders.yaml --limit 100
+    """
     from dedup.worker.dead_letter_replay import BEGINNINGS, Replay, replay_plan
     from dedup.worker.topics import Cluster, topic_names
 
@@ -297,7 +264,7 @@ def replay(
     known = next((each for each in BEGINNINGS if each == begin), None)
     if begin is not None and known is None:
         raise SettingsError([Problem("--from", f'"{begin}" is unknown; write last or start')])
-    parsed, settings = _read(topology, config, overrides)
+    parsed, settings = read_both(topology, config, overrides)
     plan = replay_plan(parsed, late=late, limit=limit, begin=known)
     if isinstance(plan, str):
         raise SettingsError([Problem("--late", plan)])
@@ -311,13 +278,9 @@ def replay(
         return await Replay(parsed, settings, Cluster(have), wire, plan).run(lambda _: None)
 
     done = _on_cluster(parsed, settings, work)
-    if as_json:
-        typer.echo(json.dumps({"topic": plan.topic, "sent": done.sent, "left": done.left}, indent=2))
-        return
     target = plan.output or "their source partitions"
-    typer.echo(f"{done.sent} records of {plan.topic} sent to {target}")
-    for text in done.left:
-        typer.echo(f"left {text}")
+    lines = [f"{done.sent} records of {plan.topic} sent to {target}", *(f"left {text}" for text in done.left)]
+    say({"topic": plan.topic, "sent": done.sent, "left": done.left}, lines, as_json=as_json)
 
 
 def lookup(
@@ -328,13 +291,14 @@ def lookup(
     config: ConfigOption = None,
     overrides: SetOption = None,
 ) -> None:
-    """Print what the workers know about an ID."""
+    """Ask a worker whether an ID was seen: when, in which record, and until when it is guarded.
+
+    A composite ID is a JSON list of its parts. The worker asks the owners of partitions that it does not hold.
+
+    Example: dedup lookup topologies/orders.yaml 8d5e957f-297893487bd98fa830fa6413
+    """
     from dedup.cli.status import ask_id, default_urls, in_words
 
-    parsed, settings = _read(topology, config, overrides)
+    parsed, settings = read_both(topology, config, overrides)
     found = ask_id(parsed, tracking_id, urls or default_urls(settings), settings)
-    if as_json:
-        typer.echo(json.dumps(found, indent=2))
-    else:
-        for line in in_words(found):
-            typer.echo(line)
+    say(found, in_words(found), as_json=as_json)

@@ -5,44 +5,40 @@ from __future__ import annotations
 import contextlib
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Final
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
+from dedup.cli.inputs import pairs_of
+
 if TYPE_CHECKING:
     from dedup.embedded.kafka_jars import Progress as OnBytes
-
-_HELP: Final = """Run an embedded Kafka until Ctrl-C.
-
-This is a real Apache Kafka 4.1.1 with one node on 127.0.0.1. The first run downloads its jars (45 MB) from Maven
-Central into the user's cache. Without --data-dir, the data is deleted at the end.
-
-Example: dedup broker --port 9092 --data-dir state/kafka
-"""
+    from dedup.embedded.kafka_node import EmbeddedKafka
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command to the application."""
-    app.command("broker", help=_HELP)(broker_command)
-
-
-def broker_command(
+def broker(
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port for clients; 0 picks a free one.")] = 9092,
     data_dir: Annotated[Path | None, typer.Option(help="Data directory; a temporary one by default.")] = None,
     overrides: Annotated[
         list[str] | None, typer.Option("--set", help="Set a broker property: key=value. Repeatable.")
     ] = None,
 ) -> None:
-    """See `_HELP`."""
+    """Run an embedded Kafka until Ctrl-C.
+
+    A real Apache Kafka 4.1.1 with one node on 127.0.0.1. The first run downloads its jars (45 MB) from Maven Central
+    into the user's cache. Without --data-dir the data are deleted at the end.
+
+    Example: dedup broker --port 9092 --data-dir state/kafka
+    """
     from dedup.embedded.kafka_node import EmbeddedKafka
 
     with fetching_jars() as progress:
         kafka = EmbeddedKafka(
-            data_dir=data_dir, port=port, profile="bench", properties=_properties(overrides or []), progress=progress
+            data_dir=data_dir, port=port, profile="bench", properties=pairs_of("--set", overrides), progress=progress
         ).start()
     # SIGTERM, like Ctrl-C, lets the node shut down cleanly.
     stop_requested = threading.Event()
@@ -61,6 +57,23 @@ def broker_command(
 
 
 @contextlib.contextmanager
+def embedded_kafka(
+    directory: Path, *, proxied: bool = False, properties: Mapping[str, str] | None = None
+) -> Iterator[EmbeddedKafka]:
+    """Yield a running Kafka with its data in ``directory``, and stop it at the end."""
+    from dedup.embedded.kafka_node import EmbeddedKafka
+
+    with fetching_jars() as progress:
+        kafka = EmbeddedKafka(
+            data_dir=directory / "kafka", profile="bench", proxied=proxied, properties=properties, progress=progress
+        ).start()
+    try:
+        yield kafka
+    finally:
+        kafka.stop()
+
+
+@contextlib.contextmanager
 def fetching_jars() -> Iterator[OnBytes]:
     """Yield a callback for (bytes done, total bytes), which shows a bar from its first call on."""
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
@@ -72,12 +85,3 @@ def fetching_jars() -> Iterator[OnBytes]:
             bar.update(task, completed=done_bytes, total=total_bytes, visible=True)
 
         yield show
-
-
-def _properties(overrides: list[str]) -> dict[str, str]:
-    from dedup.errors import Problem, SettingsError
-
-    problems = [Problem("--set", f"{text!r} has no =; write key=value") for text in overrides if "=" not in text]
-    if problems:
-        raise SettingsError(problems)
-    return dict(text.split("=", 1) for text in overrides)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import shutil
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -14,32 +13,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
 
+from dedup.cli.broker import embedded_kafka
 from dedup.cli.inputs import TopologyArgument, read_settings, read_topology, refuse_no_page, write_report
+from dedup.errors import BrokerUnavailable, Problem, SettingsError, StateIncompatible, VerificationFailed
 
 if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.progress import Progress
-
     from dedup.chaos.chaos_report import ChaosReport, Tick
     from dedup.chaos.fault_run import ChaosStage, ScheduledFault
     from dedup.chaos.load import Age
     from dedup.settings import Settings
     from dedup.topology.model import Topology
 
-_HELP: Final = """Inject faults into a fleet under load, then prove that nothing was lost or duplicated.
-
-Workers are killed, frozen, and stopped, and new workers join, while a read_committed consumer watches the output.
-Without --config, this happens on an embedded Kafka, and the command also kills the broker and cuts connections. With
---harder above 1, it also restarts the broker cleanly, changes the compression and record size of the output, shortens
-the retention of the source to delete judged records, and tries to delete the group. With --config, it happens in your
-test environment. Made-up records are sent to the topology's source topics, which must exist and be empty, and faults
-hit only the workers that this command starts. The exit code is 4 if a violation is found.
-
-Examples: dedup chaos topologies/simplest.yaml --minutes 2
-
-dedup chaos topologies/orders.yaml --config config/test.yaml --minutes 30 --seed 7
-"""
 _PARTITIONS: Final = 4
 """Partition count of the source topics in the embedded Kafka."""
 _SESSION_S: Final = 6
@@ -59,12 +47,7 @@ class ChaosOptions:
     harder: float
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command to the application."""
-    app.command("chaos", help=_HELP)(chaos_command)
-
-
-def chaos_command(  # noqa: PLR0917  # one parameter per option
+def chaos(  # noqa: PLR0917  # one parameter per option
     topology: TopologyArgument,
     config: Annotated[
         Path | None, typer.Option(help="Config file of a test environment; an embedded Kafka by default.")
@@ -78,11 +61,19 @@ def chaos_command(  # noqa: PLR0917  # one parameter per option
     ] = 1.0,
     report: Annotated[Path, typer.Option(help="HTML report, with a JSON report next to it.")] = Path("chaos.html"),
 ) -> None:
-    """See `_HELP`. Raises VerificationFailed after everything is printed and written."""
-    from rich.console import Console
+    """Inject faults into a fleet under load, then prove that nothing was lost or duplicated.
 
-    from dedup.errors import VerificationFailed
+    Workers are killed, frozen, stopped and joined by others, while a read_committed consumer watches the output.
+    Without --config this happens on an embedded Kafka, whose broker is killed and whose connections are cut as well;
+    --harder above 1 also restarts the broker cleanly, changes the compression and record size of the output, shortens
+    the retention of the source to delete judged records, and tries to delete the group. With --config it happens in
+    your test environment: made-up records go to the topology's source topics, which must exist and be empty, and only
+    the workers that this command starts are hit. Exit code 4 if anything was violated.
 
+    Examples: dedup chaos topologies/simplest.yaml --minutes 2
+
+    dedup chaos topologies/orders.yaml --config config/test.yaml --minutes 30 --seed 7
+    """
     console = Console(highlight=False, soft_wrap=True)
     options = ChaosOptions(read_topology(topology), topology, minutes, workers, per_s, seed, harder)
     _refuse_observing(options)
@@ -108,8 +99,6 @@ def chaos_command(  # noqa: PLR0917  # one parameter per option
 
 
 def _refuse_observing(options: ChaosOptions) -> None:
-    from dedup.errors import Problem, SettingsError
-
     if options.topology.output is None:
         text = "it forwards nothing, so there is nothing to prove; give it an `output` for the test"
         raise SettingsError([Problem(str(options.topology_file), text)])
@@ -118,37 +107,27 @@ def _refuse_observing(options: ChaosOptions) -> None:
 def _embedded(options: ChaosOptions, directory: Path, console: Console) -> ChaosReport:
     from dedup.chaos.fault_run import RETENTION_PROPERTIES, ClusterFaults
     from dedup.chaos.load import make_topic
-    from dedup.cli.broker import fetching_jars
     from dedup.embedded.fault_proxy import FaultProxy
-    from dedup.embedded.kafka_node import EmbeddedKafka
-    from dedup.settings import load_settings
 
-    with fetching_jars() as progress:
-        kafka = EmbeddedKafka(
-            data_dir=directory / "kafka", profile="bench", proxied=1, properties=RETENTION_PROPERTIES, progress=progress
-        ).start()
-    try:
+    with embedded_kafka(directory, proxied=True, properties=RETENTION_PROPERTIES) as kafka:
         for topic in options.topology.source.topics:
             make_topic(kafka.bootstrap, topic, _PARTITIONS)
         config = directory / "config.yaml"
-        listener = kafka.proxied[0]
+        listener = kafka.proxied
         config.write_text(f"brokers: ['{listener.bootstrap}']\n", encoding="utf-8")
         with FaultProxy(listener.broker_port, port=listener.proxy_port) as proxy:
             _apply(options, config)
             # The workers connect through the proxy, the checks directly.
-            settings = load_settings(config, [], {}).model_copy(update={"brokers": (kafka.bootstrap,)})
+            settings = replace(read_settings(config), brokers=(kafka.bootstrap,))
             faults = _faults(options, embedded=True)
             ages = _write_past(options, settings, faults)
             with _staged(options, config, settings, directory) as stage:
                 cluster = ClusterFaults(options.topology, settings, stage.watches, ages)
                 embedded = replace(stage, kafka=kafka, proxy=proxy, cluster=cluster)
                 return _run(options, settings, embedded, faults, console)
-    finally:
-        kafka.stop()
 
 
 def _on_test_cluster(options: ChaosOptions, config: Path, directory: Path, console: Console) -> ChaosReport:
-
     settings = read_settings(config)
     _refuse_used(options.topology, settings)
     _apply(options, config)
@@ -180,15 +159,14 @@ def _run_name(options: ChaosOptions) -> str:
 
 
 def _refuse_used(topology: Topology, settings: Settings) -> None:
-    """Raise StateIncompatible unless the source topics exist and are empty; real records must not mix with these."""
-    from dedup.errors import StateIncompatible
+    """Raise StateIncompatible unless the source topics exist and are empty: real records must not mix with these."""
     from dedup.verify.kafka_reader import KafkaReader
 
     with KafkaReader(settings) as reader:
-        for topic, partitions in reader.partitions(topology.source.topics).items():
-            bounds = reader.bounds(topic, range(partitions))
-            if not partitions or any(each.high for each in bounds.values()):
-                state = "has records" if partitions else "does not exist"
+        for topic in topology.source.topics:
+            bounds = reader.bounds(topic)
+            if not bounds or any(each.high for each in bounds.values()):
+                state = "has records" if bounds else "does not exist"
                 raise StateIncompatible(
                     f"source topic {topic!r} {state}. `dedup chaos` writes made-up records: give it a test environment "
                     f"where the topic exists and was never written to. Nothing was changed."
@@ -196,11 +174,11 @@ def _refuse_used(topology: Topology, settings: Settings) -> None:
 
 
 def _apply(options: ChaosOptions, config: Path) -> None:
-    """Create all topics that the fleet writes, so that the live checker can start before the first worker."""
-    from dedup.errors import BrokerUnavailable
+    """Create every topic that the fleet writes, so that the live checker can start before the first worker."""
+    from dedup.embedded.child_process import DEDUP
 
-    command = [sys.executable, "-c", "from dedup.cli.main import main; main()", "apply", str(options.topology_file)]
-    done = subprocess.run([*command, "--config", str(config)], capture_output=True, text=True, check=False)  # noqa: S603  # our own command
+    command = [*DEDUP, "apply", str(options.topology_file), "--config", str(config)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603  # our own command
     if done.returncode:
         raise BrokerUnavailable(f"`dedup apply` ended with exit code {done.returncode}: {done.stderr or done.stdout}")
 
@@ -210,19 +188,18 @@ def _staged(options: ChaosOptions, config: Path, settings: Settings, directory: 
     from dedup.chaos.fault_run import ChaosFleet, ChaosStage
     from dedup.chaos.live_checker import LiveChecker, Watch
     from dedup.chaos.load import MadeRecords, Sender
-    from dedup.verify.kafka_reader import KafkaReader, client_config
+    from dedup.verify.kafka_reader import KafkaReader
 
-    topology, brokers = options.topology, ",".join(settings.brokers)
+    topology = options.topology
     with KafkaReader(settings) as reader:
         partitions = reader.partitions(topology.source.topics)
         output = topology.output.topic if topology.output is not None else topology.dead_letter
-        begin = dict.fromkeys(range(reader.partitions([output])[output]), 0)
+        begin = dict.fromkeys(reader.bounds(output), 0)
     records = MadeRecords(topology, partitions, run=_run_name(options), seed=options.seed)
     with contextlib.ExitStack() as stack:
         live_checker = stack.enter_context(LiveChecker(topology, settings, begin))
         watches = tuple(
-            stack.enter_context(Watch(brokers, topology.name, topic, count, client=client_config(settings)))
-            for topic, count in partitions.items()
+            stack.enter_context(Watch(settings, topology.name, topic, count)) for topic, count in partitions.items()
         )
         fleet = stack.enter_context(
             ChaosFleet(directory, options.topology_file, config, list(_OVERRIDES), options.workers)
@@ -234,8 +211,6 @@ def _staged(options: ChaosOptions, config: Path, settings: Settings, directory: 
 def _run(
     options: ChaosOptions, settings: Settings, stage: ChaosStage, faults: list[ScheduledFault], console: Console
 ) -> ChaosReport:
-    from rich.progress import Progress
-
     from dedup.chaos.chaos_report import ChaosReport
     from dedup.chaos.checks import gather, oracles
     from dedup.chaos.fault_run import ChaosRun
@@ -245,7 +220,7 @@ def _run(
     with Progress(console=console, transient=True, disable=not console.is_terminal) as bars:
         run = ChaosRun(stage, faults, _ticker(bars, seconds))
         judged = run.run(seconds)
-    stage.fleet.stop_all()
+    stage.fleet.stop()
     console.print(f"{stage.sender.sent:,} records sent; the fleet has shut down; everything is read again")
     events = run.events
     found = gather(options.topology, settings, stage, events, judged=judged)
@@ -273,11 +248,9 @@ def _ticker(bars: Progress, seconds: float):  # type: ignore[no-untyped-def]  # 
 
 
 def _print(found: ChaosReport, page: Path, console: Console) -> None:
-    from rich.table import Table
-
     table = Table("", "what must hold", "figure", "", title=f"{found.topology}: {found.seconds / 60:.1f} minutes")
     for each in found.oracles:
-        table.add_row(each.name, each.meaning, each.figure, "held" if each.held else "BROKEN")
+        table.add_row(each.name, each.meaning, each.figure, each.verdict)
     console.print(table)
     console.print(", ".join(f"{number} x {kind}" for kind, number in found.counts.most_common()))
     console.print(f"report: {page} and {page.with_suffix('.json').name}")

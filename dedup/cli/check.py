@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-import enum
 import json
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, NoReturn
 
 import typer
 
@@ -33,56 +33,7 @@ if TYPE_CHECKING:
 LOOK_S: Final = 0.3
 """Interval at which `dedup check --watch` polls the files, too short for a person to notice."""
 
-_CHECK: Final = """Check topology and ingest files, and print errors with positions and warnings about likely mistakes.
-
-The exit code is 2 if a file has an error, and 0 if there are only warnings. Several files are also checked as a chain
-from source to table, and stages that are not exactly-once are named. It is an error if two topologies write to the same
-topic, unless it only receives their dead letters. --broker also compares the topics of the cluster with what each
-topology needs.
-
-Examples: dedup check topologies/*.yaml
-
-dedup check topologies/chain-ingest.yaml topologies/chain.yaml
-
-dedup check topologies/orders.yaml --broker --config config/production.yaml
-
-dedup check topologies/orders.yaml --watch
-"""
-_DESCRIBE: Final = """Show a topology's agents, topics, and table, and what happens to each record.
-
-Examples: dedup describe topologies/orders.yaml
-
-dedup describe topologies/orders.yaml --svg > orders.svg
-"""
-_SCHEMA: Final = """Print the JSON Schema of topology, config, or ingest files, for use in editors.
-
-Example: dedup schema topology > topologies/topology.schema.json
-"""
-_TRY: Final = """Judge records from a file without a broker, and give the reason for each verdict.
-
-FILE contains one JSON value per line; without FILE, or with "-", standard input is read. The lines are judged in order,
-as one partition of one topic. With --envelope, a line is a whole record:
-{"key": ..., "value": ..., "headers": {...}, "timestamp": ms}.
-
-Example: dedup try topologies/simplest.yaml tests/data/sample.jsonl
-"""
 _START: Final = "2024-01-01T00:00:00Z"
-
-
-class SchemaOf(enum.Enum):
-    """The kinds of file that have a schema."""
-
-    TOPOLOGY = "topology"
-    CONFIG = "config"
-    INGEST = "ingest"
-
-
-def register(app: typer.Typer) -> None:
-    """Add the commands to the application."""
-    app.command("check", help=_CHECK)(check)
-    app.command("describe", help=_DESCRIBE)(describe)
-    app.command("schema", help=_SCHEMA)(schema)
-    app.command("try", help=_TRY)(try_records)
 
 
 def check(
@@ -93,7 +44,21 @@ def check(
     watch: Annotated[bool, typer.Option("--watch", help="Check after each save until Ctrl-C.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Print the findings for every file. Raises TopologyError if one has an error."""
+    """Check topology and ingest files: each error with its position, and warnings about likely mistakes.
+
+    Exit code 2 if a file has an error; 0 if there are only warnings. Several files are also checked as a chain from
+    source to table: a stage that is not exactly-once is named. Two topologies that write to the same topic are an
+    error, unless it only receives their dead letters. --broker also compares the topics of the cluster with what each
+    topology needs.
+
+    Examples: dedup check topologies/*.yaml
+
+    dedup check topologies/chain-ingest.yaml topologies/chain.yaml
+
+    dedup check topologies/orders.yaml --broker --config config/production.yaml
+
+    dedup check topologies/orders.yaml --watch
+    """
     settings = None
     if watch and as_json:
         raise typer.BadParameter("--watch and --json exclude each other")
@@ -199,7 +164,6 @@ def _findings(topology: Stage, settings: Settings | None) -> list[Finding]:
         return lint_ingest(topology) + ([] if settings is None else [Finding("warning", "not_compared", text)])
     if settings is None:
         return lint(topology)
-    import asyncio
 
     from dedup.worker.topics import broker_findings
 
@@ -222,7 +186,12 @@ def describe(
     svg: Annotated[bool, typer.Option("--svg", help="Print a graph as SVG.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Print a topology in one of four forms."""
+    """Show a topology: agents, topics, the table, and what happens to each record.
+
+    Examples: dedup describe topologies/orders.yaml
+
+    dedup describe topologies/orders.yaml --svg > orders.svg
+    """
     from dedup.topology import describe as drawing
 
     if dot + svg + as_json > 1:
@@ -240,23 +209,20 @@ def describe(
 
 
 def schema(
-    of: Annotated[SchemaOf, typer.Argument(metavar="topology|config|ingest", help="Kind of file.")] = SchemaOf.TOPOLOGY,
+    of: Annotated[
+        Literal["topology", "config", "ingest"], typer.Argument(metavar="topology|config|ingest", help="Kind of file.")
+    ] = "topology",
 ) -> None:
-    """Print a JSON Schema."""
-    match of:
-        case SchemaOf.TOPOLOGY:
-            from dedup.topology.parse import json_schema
+    """Print the JSON Schema of topology, config or ingest files, for use in editors.
 
-            found = json_schema()
-        case SchemaOf.CONFIG:
-            from dedup.settings import settings_schema
+    Example: dedup schema topology > topologies/topology.schema.json
+    """
+    from dedup.settings import settings_schema
+    from dedup.topology.ingest_file import ingest_schema
+    from dedup.topology.parse import json_schema
 
-            found = settings_schema()
-        case SchemaOf.INGEST:
-            from dedup.topology.ingest_file import ingest_schema
-
-            found = ingest_schema()
-    typer.echo(json.dumps(found, indent=2))
+    schemas = {"topology": json_schema, "config": settings_schema, "ingest": ingest_schema}
+    typer.echo(json.dumps(schemas[of](), indent=2))
 
 
 def try_records(
@@ -275,7 +241,14 @@ def try_records(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Print the verdict on each record, and the count of each verdict."""
+    """Judge records from a file without a broker, and give the reason for each verdict.
+
+    FILE holds one JSON value per line ("-" or no FILE: standard input). The lines are judged in order, as one partition
+    of one topic. With --envelope a line is a whole record: {"key": ..., "value": ..., "headers": {...}, "timestamp":
+    ms}.
+
+    Example: dedup try topologies/simplest.yaml tests/data/sample.jsonl
+    """
     from dedup.cli.try_records import RecordJudge, entries
 
     parsed = read_topology(topology)

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import json
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
-from dedup.cli.inputs import ConfigOption, JsonOption, SetOption, TopologyArgument, read_settings, read_topology
+from dedup.cli.inputs import ConfigOption, JsonOption, SetOption, TopologyArgument, read_both, say
 from dedup.errors import Problem, SettingsError, StateIncompatible
 
 if TYPE_CHECKING:
-    from rich.progress import Progress as Bars
-
     from dedup.kafka.client import KafkaWire
     from dedup.kafka.topic_admin import Admin
     from dedup.settings import Settings
@@ -22,20 +23,7 @@ if TYPE_CHECKING:
     from dedup.worker.checkpointing import MadeCheckpoint
     from dedup.worker.topics import Cluster
 
-_HELP: Final = """Write the state of a topology's tasks to a directory or an object store, one checkpoint per partition.
-
-The state is read from the changelog, so no worker is needed or disturbed. A worker with `state.checkpoint` but without
-local state starts from the checkpoint and reads only the rest of the changelog. The state that was read is kept in
---state-dir, so the next run reads only new records. Run this command from a timer, one process at a time.
-
-Example: dedup checkpoint topologies/orders.yaml --to s3://backups/dedup
-"""
 KEPT: Final = ".checkpoint"
-
-
-def register(app: typer.Typer) -> None:
-    """Add the command to the application."""
-    app.command("checkpoint", help=_HELP)(checkpoint)
 
 
 def checkpoint(
@@ -58,14 +46,21 @@ def checkpoint(
     config: ConfigOption = None,
     overrides: SetOption = None,
 ) -> None:
-    """Make a checkpoint of each partition, and print its content."""
+    """Write the state of a topology's tasks to a directory or an object store, one checkpoint per partition.
+
+    The state is read from the changelog, so no worker is needed or disturbed. A worker that has `state.checkpoint` set
+    but no local state starts from the checkpoint and reads only the rest of the changelog. --state-dir keeps what was
+    read, so the next run reads only new records; run it from a timer, one process at a time.
+
+    Example: dedup checkpoint topologies/orders.yaml --to s3://backups/dedup
+    """
     from dedup.kafka.topic_admin import on_cluster
     from dedup.settings import StateSection
     from dedup.store.checkpoint_storage import CheckpointStorage
     from dedup.store.directory import own_state
 
-    parsed, settings = read_topology(topology), read_settings(config, overrides)
-    url = to or settings.state.checkpoint
+    parsed, settings = read_both(topology, config, overrides)
+    url = to or settings.checkpoint
     if url is None:
         raise SettingsError([Problem("--to", "is missing; name a directory or URL, or set state.checkpoint")])
     storage = CheckpointStorage(url)
@@ -80,11 +75,7 @@ def checkpoint(
             made = on_cluster(here, f"dedup-checkpoint-{parsed.name}", work)
         except KeyboardInterrupt:
             raise typer.Exit(130) from None
-    if as_json:
-        typer.echo(json.dumps([_as_json(each) for each in made], indent=2))
-        return
-    for each in made:
-        typer.echo(_in_words(each))
+    say([_as_json(each) for each in made], map(_in_words, made), as_json=as_json)
 
 
 async def _all(
@@ -108,13 +99,19 @@ async def _all(
     cluster = Cluster(have)
     factory = TaskFactory(topology, settings, cluster, wire, SteadyClock(), RocksMemory())
     made: list[MadeCheckpoint] = []
-    with _bars() as bars:
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, disable=not console.is_terminal) as bars:
         for partition in _chosen(topology, cluster, chosen):
-            bar = _Bar(bars, partition)
-            made.append(
-                await make_checkpoint(factory, storage, partition, restoring=bar.restoring, packing=bar.packing)
-            )
+            line = bars.add_task(f"partition {partition}", total=None)
+            read, write = (partial(_show, bars, line, f"partition {partition}: {verb}") for verb in ("read", "write"))
+            made.append(await make_checkpoint(factory, storage, partition, restoring=read, packing=write))
     return made
+
+
+def _show(bars: Progress, line: TaskID, description: str, done: int, total: int) -> None:
+    """Show offsets of the changelog read, or bytes of the archive written."""
+    bars.update(line, description=description, completed=done, total=total)
 
 
 def _chosen(topology: Topology, cluster: Cluster, chosen: list[int]) -> list[int]:
@@ -126,51 +123,11 @@ def _chosen(topology: Topology, cluster: Cluster, chosen: list[int]) -> list[int
     return sorted(set(chosen)) or list(range(count))
 
 
-def _bars() -> Bars:
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
-
-    console = Console(stderr=True)
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TaskProgressColumn(),
-        TimeRemainingColumn(),
-        console=console,
-        disable=not console.is_terminal,
-    )
-
-
-class _Bar:
-    """The progress bar of one partition, which counts offsets of the changelog first and then bytes of the archive."""
-
-    def __init__(self, bars: Bars, partition: int) -> None:
-        self._bars: Final = bars
-        self._partition: Final = partition
-        self._line: Final = bars.add_task(f"partition {partition}", total=None)
-
-    def restoring(self, done: int, total: int) -> None:
-        """Show the offsets read."""
-        self._bars.update(self._line, description=f"partition {self._partition}: read", completed=done, total=total)
-
-    def packing(self, done: int, total: int) -> None:
-        """Show the bytes written."""
-        self._bars.update(self._line, description=f"partition {self._partition}: write", completed=done, total=total)
-
-
 def _as_json(made: MadeCheckpoint) -> dict[str, Any]:
     found = made.checkpoint
     known = {"partition": made.partition, "written": made.written, "records_read": made.records}
-    if found is None:
-        return known
-    return {
-        **known,
-        "position": found.position,
-        "ids": found.ids,
-        "archive": found.archive,
-        "archive_bytes": found.archive_bytes,
-        "sha256": found.sha256,
-    }
+    names = ("position", "ids", "archive", "archive_bytes", "sha256")
+    return known | ({} if found is None else {name: getattr(found, name) for name in names})
 
 
 def _in_words(made: MadeCheckpoint) -> str:

@@ -6,44 +6,21 @@ import asyncio
 import os
 from collections.abc import Coroutine
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
 from dedup.cli.inputs import ConfigOption, SetOption, read_ingest, read_settings, read_topology
+from dedup.errors import Problem, SettingsError, TaskMigrated
 
 if TYPE_CHECKING:
     from dedup.connect.source_connector import OpenSource
     from dedup.topology.ingest_file import Ingest
     from dedup.topology.model import SinkSpec, Topology
 
-_INGEST: Final = """Send the lines of files or the rows of a table to a topic, each exactly once, even across crashes.
-
-Records and the position in the source are written in one Kafka transaction. A second process with the same file takes
-over, and the first one stops with TaskMigrated.
-
-Examples: dedup ingest topologies/files-to-topic.yaml
-
-dedup ingest topologies/table-to-topic.yaml --exit-when-done
-"""
-_SINK: Final = """Write a topic to a table with one row per tracking ID; a second read of the topic changes nothing.
-
-Rows and the topic's offsets are written in one database transaction. A second process with the same partitions takes
-over, and the first one stops with TaskMigrated.
-
-Examples: dedup sink topologies/topic-to-database.yaml
-
-dedup sink topologies/topic-to-database.yaml --exit-when-done
-"""
-
 T = TypeVar("T")
-
-
-def register(app: typer.Typer) -> None:
-    """Add the commands to the application."""
-    app.command("ingest", help=_INGEST)(ingest)
-    app.command("sink", help=_SINK)(sink)
 
 
 def ingest(
@@ -54,7 +31,15 @@ def ingest(
         bool, typer.Option("--exit-when-done", help="Stop when everything present has been sent.")
     ] = False,
 ) -> None:
-    """Run until a signal arrives."""
+    """Send the lines of files or the rows of a table to a topic, each exactly once, even across crashes.
+
+    Records and the position in the source are written in one Kafka transaction. A second process with the same file
+    takes over, and the first one stops with TaskMigrated.
+
+    Examples: dedup ingest topologies/files-to-topic.yaml
+
+    dedup ingest topologies/table-to-topic.yaml --exit-when-done
+    """
     from dedup.connect.source_connector import run_ingest
     from dedup.worker.logs import set_up_logging
 
@@ -72,9 +57,7 @@ def ingest(
 
 
 def _opener(parsed: Ingest, name: str) -> OpenSource:
-    """Return the function that opens the source, with resolved references in its database URL."""
-    from functools import partial
-
+    """Return the function that opens the source, with references in its database URL resolved."""
     from dedup.connect.source_connector import open_source
     from dedup.settings import with_references
     from dedup.topology.schema import TableSource
@@ -96,7 +79,15 @@ def sink(
         bool, typer.Option("--exit-when-done", help="Stop when everything present at the start is in the table.")
     ] = False,
 ) -> None:
-    """Run until a signal arrives."""
+    """Keep a table with one row per tracking ID; reading the topic a second time changes nothing.
+
+    Rows and the topic's offsets are written in one database transaction. A second process with the same partitions
+    takes over, and the first one stops with TaskMigrated.
+
+    Examples: dedup sink topologies/topic-to-database.yaml
+
+    dedup sink topologies/topic-to-database.yaml --exit-when-done
+    """
     from dedup.connect.sink_connector import run_sink
     from dedup.worker.logs import set_up_logging
 
@@ -114,8 +105,6 @@ def sink(
 
 def _run(work: Coroutine[Any, Any, T]) -> T:
     """Return the result of a connector's run; exits if another process took over."""
-    from dedup.errors import TaskMigrated
-
     try:
         return asyncio.run(work)
     except TaskMigrated as error:
@@ -125,8 +114,6 @@ def _run(work: Coroutine[Any, Any, T]) -> T:
 
 def _numbers(text: str) -> set[int]:
     """Return the numbers in a list such as ``0,2-5``. Raises SettingsError for anything else."""
-    from dedup.errors import Problem, SettingsError
-
     found: set[int] = set()
     for part in text.split(","):
         first, dash, last = part.strip().partition("-")

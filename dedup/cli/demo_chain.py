@@ -8,7 +8,6 @@ import io
 import json
 import random
 import sqlite3
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -20,13 +19,19 @@ from typing import Final, Self
 from rich.console import Console
 
 from dedup.chaos.load import make_topic
-from dedup.cli.broker import fetching_jars
-from dedup.embedded.child_process import ChildProcess
+from dedup.cli.broker import embedded_kafka
+from dedup.cli.inputs import read_ingest, read_topology
+from dedup.embedded.child_process import DEDUP, Processes
 from dedup.embedded.flights import flights
-from dedup.embedded.kafka_node import EmbeddedKafka
 from dedup.errors import InvariantBroken, VerificationFailed
+from dedup.topology.chain import Named, describe_chain
 
 FILES: Final = ("chain-ingest.yaml", "chain.yaml")
+COMMANDS: Final = {
+    "dedup ingest": ("ingest", "chain-ingest.yaml"),
+    "dedup run": ("run", "chain.yaml", "--quiet"),
+    "dedup sink": ("sink", "chain.yaml"),
+}
 COUNT: Final = "SELECT count(*) FROM flights"
 PARTITIONS: Final = 4
 _LINES_PER_S: Final = 6_000
@@ -48,14 +53,13 @@ def demo_chain(limit: int, directory: Path, console: Console) -> None:
         (directory / name).write_text(text, encoding="utf-8")
     (directory / "incoming").mkdir()
     with contextlib.ExitStack() as stack:
-        with fetching_jars() as progress:
-            kafka = EmbeddedKafka(data_dir=directory / "kafka", profile="bench", progress=progress).start()
-        stack.callback(kafka.stop)
+        kafka = stack.enter_context(embedded_kafka(directory))
         for topic in ("chain.flights", "chain.unique"):
             make_topic(kafka.bootstrap, topic, PARTITIONS)
         console.print(f"Kafka is running at {kafka.bootstrap}; dedup check {' '.join(FILES)}")
         chain = stack.enter_context(_Chain(directory, kafka.bootstrap))
-        chain.print_check(console)
+        chain.start(*COMMANDS)
+        _print_check(directory, console)
         source = stack.enter_context(_FileWriter(directory / "incoming" / "flights.csv", limit))
         _kill_each(chain, source, limit, console)
         chain.until(lambda: source.done.is_set() and chain.count() >= limit and chain.connectors_started(), source)
@@ -75,69 +79,31 @@ def demo_chain(limit: int, directory: Path, console: Console) -> None:
 
 
 def _kill_each(chain: _Chain, source: _FileWriter, limit: int, console: Console) -> None:
-    for at, name in enumerate(_Chain.COMMANDS, 1):
-        wanted = limit * at // (len(_Chain.COMMANDS) + 2)
+    for at, name in enumerate(COMMANDS, 1):
+        wanted = limit * at // (len(COMMANDS) + 2)
         chain.until(partial(lambda rows: chain.count() >= rows, wanted), source)
         chain.kill(name)
-        console.print(f"at {chain.count():,} rows: SIGKILL to dedup {name}")
+        console.print(f"at {chain.count():,} rows: SIGKILL to {name}")
         time.sleep(_RESTART_AFTER_S)
         chain.start(name)
 
 
-class _Chain:
-    """The processes of the chain, one for each command. Use it as a context manager, which kills running processes."""
-
-    COMMANDS: Final = {
-        "ingest": ("ingest", "chain-ingest.yaml"),
-        "run": ("run", "chain.yaml", "--quiet"),
-        "sink": ("sink", "chain.yaml"),
-    }
+class _Chain(Processes):
+    """The processes of the chain, one of each command, and the table that they fill."""
 
     def __init__(self, directory: Path, bootstrap: str) -> None:
-        self._directory: Final = directory
-        self._running: dict[str, ChildProcess] = {}
-        self._log_from: dict[str, int] = {}
-        """The offset at which the log of the running process begins, because killed predecessors used the same file."""
         config = {"brokers": [bootstrap], "topics": {"replication_factor": 1}, "web": {"enabled": False}}
         (directory / "config.yaml").write_text(json.dumps(config), encoding="utf-8")
-
-    def __enter__(self) -> Self:
-        for name in self.COMMANDS:
-            self.start(name)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for process in self._running.values():
-            process.kill()
-
-    def start(self, name: str) -> None:
-        """Start the process of a command in the demo's directory."""
-        code = f"import os; os.chdir({str(self._directory)!r}); from dedup.cli.main import main; main()"
-        command = [sys.executable, "-c", code, *self.COMMANDS[name], "--config", "config.yaml"]
-        log = self._log(name)
-        self._log_from[name] = log.stat().st_size if log.exists() else 0
-        self._running[name] = ChildProcess(command, log)
-
-    def kill(self, name: str) -> None:
-        """Kill the process of a command with SIGKILL."""
-        self._running.pop(name).kill()
-
-    def stop(self) -> None:
-        """Stop all processes with SIGTERM. Raises InvariantBroken if one does not exit with code 0."""
-        for name, process in self._running.items():
-            code = process.stop()
-            if code != 0:
-                raise self._ended(name, code)
-        self._running = {}
+        commands = {name: [*DEDUP, *arguments, "--config", "config.yaml"] for name, arguments in COMMANDS.items()}
+        super().__init__(directory, commands, work_directory=directory)
+        self._table: Final = directory / "flights.db"
 
     def until(self, condition: Callable[[], bool], source: _FileWriter) -> None:
         """Wait for a condition. Raises InvariantBroken if a process ends, or no row is written for two minutes."""
         rows, moved_s = -1, time.monotonic()
         while not condition():
             source.check()
-            for name, process in self._running.items():
-                if not process.running:
-                    raise self._ended(name, process.exit_code or 0)
+            self.check()
             if (now := self.count()) != rows:
                 rows, moved_s = now, time.monotonic()
             if time.monotonic() - moved_s > _STALLS_AFTER_S:
@@ -145,36 +111,26 @@ class _Chain:
             time.sleep(_POLL_EVERY_S)
 
     def connectors_started(self) -> bool:
-        """Whether ingest and sink have taken over their work, so that they can handle SIGTERM."""
-        return all(b" taken; " in self._log(name).read_bytes()[self._log_from[name] :] for name in ("ingest", "sink"))
+        """Tell whether ingest and sink have taken their work, so that SIGTERM finds them ready to handle it."""
+        return all(" taken; " in self.running[name].log for name in ("dedup ingest", "dedup sink"))
 
     def count(self) -> int:
         """Return the number of rows in the table; 0 before it is created."""
-        path = self._directory / "flights.db"
-        if not path.exists():
+        if not self._table.exists():
             return 0
-        with contextlib.closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True, timeout=30)) as connection:
+        with contextlib.closing(sqlite3.connect(f"file:{self._table}?mode=ro", uri=True, timeout=30)) as connection:
             made = connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'flights'").fetchone()
             return int(connection.execute(COUNT).fetchone()[0]) if made else 0
 
-    def print_check(self, console: Console) -> None:
-        """Print what `dedup check` says about the chain."""
-        from dedup.cli.inputs import read_ingest, read_topology
-        from dedup.topology.chain import Named, describe_chain
 
-        stages = [
-            Named(FILES[0], read_ingest(self._directory / FILES[0])),
-            Named(FILES[1], read_topology(self._directory / FILES[1])),
-        ]
-        for line in describe_chain(stages, frozenset()):
-            console.print(line)
-
-    def _log(self, name: str) -> Path:
-        return self._directory / f"{name}.log"
-
-    def _ended(self, name: str, code: int) -> InvariantBroken:
-        tail = "\n".join(self._log(name).read_text(encoding="utf-8", errors="replace").splitlines()[-15:])
-        return InvariantBroken(f"dedup {name} ended with exit code {code}. The end of its log:\n{tail}")
+def _print_check(directory: Path, console: Console) -> None:
+    """Print what `dedup check` says about the chain."""
+    stages = [
+        Named(FILES[0], read_ingest(directory / FILES[0])),
+        Named(FILES[1], read_topology(directory / FILES[1])),
+    ]
+    for line in describe_chain(stages, frozenset()):
+        console.print(line)
 
 
 class _FileWriter:

@@ -6,7 +6,6 @@ A layer is checked only if the one below it works, so that each cause results in
 from __future__ import annotations
 
 import asyncio
-import json
 import re
 from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING, Final, Literal, assert_never
 
 import typer
 
-from dedup.cli.inputs import ConfigOption, JsonOption, OptionalTopology, SetOption, read_settings, read_topology
+from dedup.cli.inputs import ConfigOption, JsonOption, OptionalTopology, SetOption, read_settings, read_topology, say
 from dedup.errors import BrokerUnavailable, StateIncompatible
 
 if TYPE_CHECKING:
@@ -24,17 +23,6 @@ if TYPE_CHECKING:
     from dedup.settings import Settings
     from dedup.topology.model import Topology
     from dedup.topology.permissions import Permission
-
-_HELP: Final = """Find what keeps a topology from running: DNS, TCP, TLS, authentication, version, ACL, or topics.
-
-Prints one sentence and one remedy per problem, changes nothing, and disturbs no worker. Without TOPOLOGY, only the
-cluster is checked. The exit code is 5 for a problem with the brokers, 3 for a problem with the topics, and 0 for none
-or only warnings.
-
-Examples: dedup doctor topologies/orders.yaml --config config/production.yaml
-
-dedup doctor --set brokers=localhost:9092
-"""
 
 Layer = Literal["DNS", "TCP", "TLS", "authentication", "version", "ACL", "topics"]
 LAYERS: Final[tuple[Layer, ...]] = ("DNS", "TCP", "TLS", "authentication", "version", "ACL", "topics")
@@ -59,27 +47,27 @@ class Symptom:
     remedy: str
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command to the application."""
-    app.command("doctor", help=_HELP)(doctor)
-
-
 def doctor(
     topology: OptionalTopology = None,
     as_json: JsonOption = False,
     config: ConfigOption = None,
     overrides: SetOption = None,
 ) -> None:
-    """Print the layers and their problems."""
+    """Find what keeps a topology from running: DNS, TCP, TLS, authentication, version, ACL or topics.
+
+    Prints one sentence and one remedy per problem, changes nothing and disturbs no worker. Without TOPOLOGY only the
+    cluster is checked. Exit code 5: a problem with the brokers; 3: with the topics; 0: none, or only warnings.
+
+    Examples: dedup doctor topologies/orders.yaml --config config/production.yaml
+
+    dedup doctor --set brokers=localhost:9092
+    """
     parsed = None if topology is None else read_topology(topology)
     settings = read_settings(config, overrides)
     found, looked_at = asyncio.run(_examined(parsed, settings))
-    if as_json:
-        layers = [{"layer": layer, "looked_at": layer in looked_at} for layer in LAYERS]
-        typer.echo(json.dumps({"layers": layers, "symptoms": [asdict(each) for each in found]}, indent=2))
-    else:
-        for line in in_words(found, looked_at):
-            typer.echo(line)
+    layers = [{"layer": layer, "looked_at": layer in looked_at} for layer in LAYERS]
+    data = {"layers": layers, "symptoms": [asdict(each) for each in found]}
+    say(data, in_words(found, looked_at), as_json=as_json)
     errors = [each for each in found if each.level == "error"]
     if errors:
         kind = StateIncompatible if errors[0].layer == "topics" else BrokerUnavailable

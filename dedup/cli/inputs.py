@@ -3,29 +3,33 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
+from rich.console import Console
+from rich.progress import Progress
 
 from dedup.errors import Problem, SettingsError, TopologyError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from rich.console import Console
+    from collections.abc import Iterable, Iterator
 
     from dedup.settings import Settings
     from dedup.topology.ingest_file import Ingest
     from dedup.topology.model import Topology
     from dedup.verify.cut import OnProgress, ReadProgress
+    from dedup.verify.report import Report
 
 TopologyArgument = Annotated[Path, typer.Argument(metavar="TOPOLOGY", help="Topology file.")]
 OptionalTopology = Annotated[Path | None, typer.Argument(metavar="[TOPOLOGY]", help="Topology file.")]
 ConfigOption = Annotated[Path | None, typer.Option("--config", help="Config file; config/local.yaml by default.")]
 SetOption = Annotated[list[str] | None, typer.Option("--set", help="Override a config key: key=value. Repeatable.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+A_TIME: Final = "2024-01-01T00:00:00Z"
 
 
 def read_topology(path: Path) -> Topology:
@@ -40,6 +44,11 @@ def read_settings(config: Path | None, overrides: list[str] | None = None) -> Se
     from dedup.settings import load_settings
 
     return load_settings(config, overrides or [], os.environ)
+
+
+def read_both(topology: Path, config: Path | None, overrides: list[str] | None) -> tuple[Topology, Settings]:
+    """Return a topology and the settings. Raises TopologyError, SettingsError."""
+    return read_topology(topology), read_settings(config, overrides)
 
 
 def read_ingest(path: Path) -> Ingest:
@@ -73,17 +82,52 @@ def refuse_no_page(page: Path) -> None:
             raise SettingsError([Problem("--report", f"{file} cannot be written")])
 
 
-def write_report(page: Path, html: str, json: str) -> None:
+def write_report(page: Path, html: str, data: str) -> None:
     """Write the HTML report to ``page``, which `refuse_no_page` has checked, and the JSON report next to it."""
     page.write_text(html, encoding="utf-8")
-    page.with_suffix(".json").write_text(json, encoding="utf-8")
+    page.with_suffix(".json").write_text(data, encoding="utf-8")
+
+
+def publish(found: Report, page: Path, command: str, *, as_json: bool) -> None:
+    """Write the reports of a verification, and print it: as JSON alone, or as a table."""
+    from dedup.verify.render import print_report, to_html
+
+    write_report(page, to_html(found, command), found.to_json())
+    if as_json:
+        typer.echo(found.to_json(), nl=False)
+        return
+    console = Console()
+    console.print(f"report: {page} and {page.with_suffix('.json').name}", highlight=False)
+    print_report(found, console)
+
+
+def say(data: object, lines: Iterable[str], *, as_json: bool) -> None:
+    """Print data as JSON, or the lines that say the same."""
+    for line in [json.dumps(data, indent=2)] if as_json else lines:
+        typer.echo(line)
+
+
+def pairs_of(option: str, texts: list[str] | None) -> dict[str, str]:
+    """Return the values of a repeatable option key=value. Raises SettingsError for one without a value."""
+    wrong = [Problem(f"{option} {text}", "has no value; write key=value") for text in texts or () if "=" not in text]
+    if wrong:
+        raise SettingsError(wrong)
+    return dict(text.split("=", 1) for text in texts or ())
+
+
+def time_of(option: str, text: str, write: str = A_TIME) -> int:
+    """Return a time in ms, given so or in RFC 3339. Raises SettingsError, with ``write`` as what to write instead."""
+    from dedup.core.event_time import rfc3339_ms
+
+    found = int(text) if text.isdecimal() else rfc3339_ms(text)
+    if found is None:
+        raise SettingsError([Problem(option, f'"{text}" is not a time; write {write}')])
+    return found
 
 
 @contextlib.contextmanager
 def reading_bar(console: Console, *, disable: bool = False) -> Iterator[OnProgress]:
-    """Yield the callback that updates a progress bar of records read."""
-    from rich.progress import Progress
-
+    """Yield the callback that moves a progress bar of records read."""
     with Progress(console=console, transient=True, disable=disable) as bar:
         task = bar.add_task("reading", total=None)
 

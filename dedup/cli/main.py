@@ -2,43 +2,47 @@
 
 from __future__ import annotations
 
+import signal
 import sys
+from collections.abc import Mapping
 from importlib import import_module
-from importlib.util import find_spec
 from typing import Annotated, Final
 
 import typer
-from typer.models import CommandInfo, TyperInfo
 
 from dedup.errors import AuthorMistake, DedupError
 
-COMMANDS: Final = (
-    "dedup.cli.demo",
-    "dedup.cli.run",
-    "dedup.cli.check",
-    "dedup.cli.admin",
-    "dedup.cli.verify",
-    "dedup.cli.doctor",
-    "dedup.cli.checkpoints",
-    "dedup.cli.size",
-    "dedup.cli.chaos",
-    "dedup.cli.broker",
-    "dedup.cli.spark",
-    "dedup.cli.connectors",
-)
-"""Each module has `register(app)`. It imports a command's dependencies only when the command runs, to keep `--help`
-fast.
-"""
-
-_PANELS: Final = {
-    "Start here": ("demo", "check", "describe", "try", "schema", "size", "broker"),
-    "Run": ("apply", "run", "status", "doctor"),
-    "Prove": ("verify", "explain", "chaos"),
-    "Operate": ("lookup", "replay", "reset", "checkpoint"),
-    "Connect": ("ingest", "sink"),
-    "Spark": ("spark",),
+COMMANDS: Final[Mapping[str, Mapping[str, str]]] = {
+    "Start here": {
+        "demo": "demo.demo",
+        "check": "check.check",
+        "describe": "check.describe",
+        "try": "check.try_records",
+        "schema": "check.schema",
+        "size": "size.size",
+        "broker": "broker.broker",
+    },
+    "Run": {"apply": "admin.apply", "run": "run.run", "status": "admin.status", "doctor": "doctor.doctor"},
+    "Prove": {"verify": "verify.verify_topology", "explain": "verify.explain", "chaos": "chaos.chaos"},
+    "Operate": {
+        "lookup": "admin.lookup",
+        "replay": "admin.replay",
+        "reset": "admin.reset",
+        "checkpoint": "checkpoints.checkpoint",
+    },
+    "Connect": {"ingest": "connectors.ingest", "sink": "connectors.sink"},
+    "Spark": {
+        "spark run": "spark.run",
+        "spark backfill": "spark.backfill_command",
+        "spark seed": "spark.seed_command",
+        "spark audit": "spark.audit_command",
+        "spark upsert": "spark.upsert_command",
+    },
 }
-"""Maps each panel of `dedup --help` to its commands, in display order."""
+"""Panel of `dedup --help` -> command -> the function in `dedup.cli`; in the order shown.
+
+Its docstring is the command's help. The modules import what a command needs when it runs, to keep `--help` quick.
+"""
 
 _EXIT_CODES: Final = (
     "Exit codes: 0 success, 1 unexpected error, 2 error in a file or on the command line, 3 incompatible state, "
@@ -60,20 +64,28 @@ def create_app() -> typer.Typer:
         pretty_exceptions_enable=False,
     )
     app.callback()(_options)
-    for module in COMMANDS:
-        if find_spec(module) is not None:
-            import_module(module).register(app)
-    panel_of = {name: panel for panel, names in _PANELS.items() for name in names}
-    infos: list[CommandInfo | TyperInfo] = [*app.registered_commands, *app.registered_groups]
-    for info in infos:
-        info.rich_help_panel = panel_of[str(info.name)]
-    order = list(panel_of)
-    app.registered_commands.sort(key=lambda info: order.index(str(info.name)))
+    spark = typer.Typer(help="The same topology on Spark: stream, backfill, seed, audit, tables.", no_args_is_help=True)
+    groups = {"": app, "spark": spark}
+    for panel, commands in COMMANDS.items():
+        for path, place in commands.items():
+            group, _, name = path.rpartition(" ")
+            module, _, function = place.partition(".")
+            command = getattr(import_module(f"dedup.cli.{module}"), function)
+            shown = panel if group == "" else None
+            groups[group].command(name, help=_paragraphs(command.__doc__), rich_help_panel=shown)(command)
+    app.add_typer(spark, name="spark", rich_help_panel="Spark")
     return app
 
 
+def _paragraphs(docstring: str) -> str:
+    """Return a docstring with each paragraph on one line: a terminal wraps it at its own width."""
+    return "\n\n".join(" ".join(paragraph.split()) for paragraph in docstring.split("\n\n"))
+
+
 def main() -> None:
-    """Run the command line, and end the process with the exit code for the outcome."""
+    """Run the command line; ends the process with the exit code that fits the outcome."""
+    # Until a command sets its own. Without a handler the kernel drops SIGTERM to PID 1, which a container's command is.
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
         create_app()()
     except DedupError as error:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Final, Self
 
 import typer
@@ -24,22 +26,6 @@ if TYPE_CHECKING:
 
 EVERY_S: Final = 0.5
 """Interval at which the progress line is updated."""
-_EXAMPLES: Final = """
-Examples:
-
-  dedup run topologies/orders.yaml
-
-  dedup run topologies/orders.yaml --config config/production.yaml --workers 4
-
-  dedup run topologies/simplest.yaml --exit-when-done --set commit_interval=100ms
-
-  dedup run topologies/simplest.yaml --onto-existing-output
-"""
-
-
-def register(app: typer.Typer) -> None:
-    """Add the command to the application."""
-    app.command("run", epilog=_EXAMPLES)(run)
 
 
 def run(
@@ -57,8 +43,16 @@ def run(
 ) -> None:
     """Deduplicate a topology's topics with one worker, or N supervised ones, until a signal arrives.
 
-    A new group is refused if its output already holds records, because a renamed topology, or a second one with the
-    same output, would forward them again. --onto-existing-output allows it, and is remembered for seven days.
+    A new group is refused if its output already holds records: a renamed topology, or a second one with the same
+    output, would forward them again. --onto-existing-output allows it; once is enough, it is remembered for seven days.
+
+    Examples: dedup run topologies/orders.yaml
+
+    dedup run topologies/orders.yaml --config config/production.yaml --workers 4
+
+    dedup run topologies/simplest.yaml --exit-when-done --set commit_interval=100ms
+
+    dedup run topologies/simplest.yaml --onto-existing-output
     """
     from dedup.worker.logs import set_up_logging
     from dedup.worker.supervisor import FleetPlan, supervise
@@ -76,8 +70,6 @@ def run(
 
 
 def _run_one(parsed: Topology, settings: Settings, *, exit_when_done: bool, onto: bool, quiet: bool) -> None:
-    from functools import partial
-
     from dedup.web.server import WebServer
     from dedup.worker.worker import RunOptions, main_loop
 
@@ -87,18 +79,14 @@ def _run_one(parsed: Topology, settings: Settings, *, exit_when_done: bool, onto
     progress.closing_line()
 
 
-class RunProgress:
-    """The progress line of a worker, with rates and verdicts; without a terminal, only the closing line."""
+class VerdictProgress:
+    """Verdicts so far: in one line on a terminal, and in a closing line. Use as a context manager."""
 
     def __init__(self, *, enabled: bool) -> None:
         self._console: Final = Console(stderr=True)
         self._live: Final = Live(console=self._console, transient=True, auto_refresh=False)
         self._enabled: Final = enabled and self._console.is_terminal
-        self._next_s = 0.0
-        self._last = (time.monotonic(), 0)
         self.verdicts: Counter[str] = Counter()
-        """All verdicts of this process, over all assignments."""
-        self._of_tasks: dict[int, Counter[str]] = {}
 
     def __enter__(self) -> Self:
         if self._enabled:
@@ -109,6 +97,29 @@ class RunProgress:
         if self._enabled:
             self._live.stop()
 
+    def show(self, doing: str, per_s: float, *above: RenderableType) -> None:
+        """Show what is being done, how fast, and all verdicts."""
+        if self._enabled:
+            line = f"{doing}  {self.verdicts.total():,} judged  {per_s:,.0f}/s  {self._split()}"
+            self._live.update(Group(*above, Text(line)), refresh=True)
+
+    def _split(self) -> str:
+        return "  ".join(f"{name} {count:,}" for name, count in sorted(self.verdicts.items()) if count)
+
+    def closing_line(self) -> None:
+        """Print how many records this process judged, by verdict."""
+        self._console.print(f"judged {self.verdicts.total():,}: {self._split() or 'nothing'}", highlight=False)
+
+
+class RunProgress(VerdictProgress):
+    """The progress of a worker, over all its assignments."""
+
+    def __init__(self, *, enabled: bool) -> None:
+        super().__init__(enabled=enabled)
+        self._next_s = 0.0
+        self._last = (time.monotonic(), 0)
+        self._of_tasks: dict[int, Counter[str]] = {}
+
     def tick(self, app: DedupApp) -> None:
         """Update the line if it is due; cheap enough to call often."""
         for task in app.tasks.running.values():
@@ -117,23 +128,20 @@ class RunProgress:
         if now_s < self._next_s:
             return
         self._next_s = now_s + EVERY_S
-        self.verdicts = sum(self._of_tasks.values(), Counter())
-        total = self.verdicts.total()
+        self._add_up()
         before_s, before = self._last
-        self._last = (now_s, total)
-        rate = (total - before) / max(now_s - before_s, 1e-9)
-        if self._enabled:
-            line = f"{len(app.tasks.running)} tasks  {total:,} judged  {rate:,.0f}/s  {self._split()}"
-            numbers = [task.numbers for task in app.tasks.running.values()]
-            self._live.update(Group(*restore_bar(numbers), Text(line)), refresh=True)
-
-    def _split(self) -> str:
-        return "  ".join(f"{name} {count:,}" for name, count in sorted(self.verdicts.items()) if count)
+        self._last = (now_s, self.verdicts.total())
+        per_s = (self.verdicts.total() - before) / max(now_s - before_s, 1e-9)
+        numbers = [task.numbers for task in app.tasks.running.values()]
+        self.show(f"{len(numbers)} tasks", per_s, *restore_bar(numbers))
 
     def closing_line(self) -> None:
-        """Print how many records this process judged, by verdict."""
+        """See the base class."""
+        self._add_up()
+        super().closing_line()
+
+    def _add_up(self) -> None:
         self.verdicts = sum(self._of_tasks.values(), Counter())
-        self._console.print(f"judged {self.verdicts.total():,}: {self._split() or 'nothing'}", highlight=False)
 
 
 def restore_bar(numbers: Sequence[TaskNumbers]) -> list[RenderableType]:

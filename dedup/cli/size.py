@@ -7,16 +7,16 @@ take as little as half, so the prediction errs on the safe side.
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from dedup.cli.inputs import JsonOption, OptionalTopology, read_topology
+from dedup.cli.inputs import JsonOption, OptionalTopology, read_topology, say
 from dedup.core.tracking_id import KEPT_BYTES
 from dedup.core.window import Window
 from dedup.errors import Problem, SettingsError
+from dedup.quantities import format_duration, parse_duration
 
 if TYPE_CHECKING:
     from dedup.topology.model import Topology
@@ -34,17 +34,6 @@ _INTEGER_KEY_BYTES: Final = 6
 """Bytes of a number up to a trillion."""
 _KINDS: Final = "uuid, integer or text:LENGTH"
 
-_HELP: Final = """Predict the size of state on disk and in memory from a record rate, a guard period, and an ID length.
-
-If TOPOLOGY is given, its guard period and grace are used, and the prediction is compared with its state limit. The
-prediction is accurate to 20 % for IDs that have nothing in common; sequential IDs take as little as half. The command
-makes no connections.
-
-Examples: dedup size topologies/orders.yaml --rate 2000
-
-dedup size --rate 500 --guard 24h --id text:20 --duplicates 0.3 --partitions 12
-"""
-
 
 @dataclass(frozen=True, slots=True)
 class Predicted:
@@ -59,11 +48,6 @@ class Predicted:
     disk_most_bytes: int
     filter_most_bytes: int
     """Size in the workers' memory, in addition to 128 MiB per worker for buffers and cache."""
-
-
-def register(app: typer.Typer) -> None:
-    """Add the command to the application."""
-    app.command("size", help=_HELP)(size)
 
 
 def size(
@@ -81,7 +65,15 @@ def size(
     partitions: Annotated[int, typer.Option(min=1, help="Partitions of the feeding topic.")] = 1,
     as_json: JsonOption = False,
 ) -> None:
-    """Print the prediction."""
+    """Predict state on disk and in memory from a record rate, a guard period and the length of an ID.
+
+    If TOPOLOGY is given, its guard period and grace are used, and the prediction is compared with its state limit.
+    Accurate to 20 % for IDs that have nothing in common; sequential IDs take as little as half. Makes no connections.
+
+    Examples: dedup size topologies/orders.yaml --rate 2000
+
+    dedup size --rate 500 --guard 24h --id text:20 --duplicates 0.3 --partitions 12
+    """
     parsed = None if topology is None else read_topology(topology)
     window = _window(parsed, guard, grace)
     fingerprints = parsed is not None and parsed.fingerprints_wanted
@@ -93,11 +85,7 @@ def size(
         "disk_most_bytes_per_partition": found.disk_most_bytes // partitions,
         "max_bytes_per_partition": bound,
     }
-    if as_json:
-        typer.echo(json.dumps(data, indent=2))
-        return
-    for line in _in_words(data, window):
-        typer.echo(line)
+    say(data, _in_words(data, window), as_json=as_json)
 
 
 def predict(window: Window, ids_per_s: float, key_length: int, *, fingerprints: bool) -> Predicted:
@@ -122,8 +110,6 @@ def bytes_an_id(key_length: int, *, fingerprints: bool) -> float:
 
 
 def _in_words(data: dict[str, Any], window: Window) -> list[str]:
-    from dedup.quantities import format_duration
-
     copies = "each standby replica takes the same"
     lines = [
         f"kept: {format_duration(window.retention_ms)} of event time, and up to half more until a segment is dropped",
@@ -157,8 +143,6 @@ def _window(topology: Topology | None, guard: str | None, grace: str | None) -> 
 
 
 def _duration(option: str, text: str) -> int:
-    from dedup.quantities import parse_duration
-
     try:
         return parse_duration(text)
     except ValueError as error:

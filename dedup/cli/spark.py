@@ -8,19 +8,30 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from enum import Enum
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Final, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Final, Literal
 
 import typer
-from rich.console import Console
 
-from dedup.cli.inputs import read_topology, refuse_no_page, write_report
-from dedup.errors import Problem, SettingsError
+from dedup.cli.inputs import (
+    ConfigOption,
+    JsonOption,
+    SetOption,
+    TopologyArgument,
+    pairs_of,
+    publish,
+    read_both,
+    read_settings,
+    read_topology,
+    refuse_no_page,
+    time_of,
+)
+from dedup.cli.run import VerdictProgress
+from dedup.errors import Problem, SettingsError, VerificationFailed
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -32,80 +43,21 @@ if TYPE_CHECKING:
     from dedup.spark.stream import BatchReport
     from dedup.spark.tables import Jdbc
     from dedup.topology.model import Topology
-    from dedup.verify.report import Report
 
 _VERDICTS: Final = ("unique", "duplicate", "late", "dead_letter", "exempt")
 _PASSWORD: Final = "DEDUP_JDBC_PASSWORD"  # noqa: S105  # the name of a variable
 
-_RUN_EXAMPLES = """
-Examples:
 
-  dedup spark run topologies/orders.yaml --checkpoint /var/lib/dedup/orders
-
-  dedup spark run topologies/orders.yaml --checkpoint s3a://bucket/orders --master spark://host:7077
-
-  dedup spark run topologies/orders.yaml --checkpoint /tmp/orders --exit-when-done
-"""
-_BACKFILL_EXAMPLES = """
-Examples:
-
-  dedup spark backfill topologies/orders.yaml --input archive/ --out verdicts/
-
-  dedup spark backfill topologies/orders.yaml --config config/production.yaml --out verdicts/ --run may
-
-  dedup spark backfill topologies/orders.yaml --input events.jsonl.gz --format json --out verdicts/ --out-format delta
-"""
-_SEED_EXAMPLES = """
-Examples:
-
-  dedup spark seed topologies/orders.yaml --until latest
-
-  dedup spark seed topologies/orders.yaml --history /data/orders --until 2026-01-01T00:00:00Z
-
-  dedup spark seed topologies/orders.yaml --history /data/orders --format delta --until orders/0=1200,orders/1=900
-"""
-_AUDIT_EXAMPLES = """
-Examples:
-
-  dedup spark audit topologies/orders.yaml --report reports/orders.html
-
-  dedup spark audit topologies/orders.yaml --history /data/orders --config config/production.yaml
-"""
-_UPSERT_EXAMPLES = """
-Examples:
-
-  dedup spark upsert topologies/orders.yaml --delta /tables/orders --schema 'id STRING, amount DOUBLE'
-
-  dedup spark upsert topologies/orders.yaml --jdbc jdbc:postgresql://db/shop --table orders --user dedup
-
-  dedup spark upsert t.yaml --input verdicts/run=backfill/verdict=unique --jdbc jdbc:sqlite:shop.db --table orders
-"""
-
-_Topology = Annotated[Path, typer.Argument(help="Topology file.", metavar="TOPOLOGY")]
-_Config = Annotated[Path | None, typer.Option(help="Config file; config/local.yaml by default.")]
-_Overrides = Annotated[list[str] | None, typer.Option("--set", help="Override a config key: key=value. Repeatable.")]
-_Master = Annotated[str | None, typer.Option(help="Spark master; this machine or spark-submit's by default.")]
-_Conf = Annotated[list[str] | None, typer.Option("--conf", help="Spark setting: key=value. Repeatable.")]
+_Master = Annotated[str | None, typer.Option(help="Spark's master; if not given, this machine or spark-submit's.")]
+_Conf = Annotated[list[str] | None, typer.Option("--conf", help="A setting of Spark: key=value.")]
 _RowsAreEvents = Annotated[
     bool, typer.Option("--rows-are-events", help="Each row of the table, as JSON, is an event (no column `value`).")
 ]
 _Quiet = Annotated[bool, typer.Option("--quiet", help="Show no progress.")]
 
 
-class InputFormat(Enum):
-    """See `dedup.spark.files.FileFormat`."""
-
-    PARQUET = "parquet"
-    JSON = "json"
-    JSON_RECORDS = "json-records"
-    DELTA = "delta"
-
-
-class OutputFormat(Enum):
-    """See `dedup.spark.backfill.OutputFormat`."""
-
-    PARQUET = "parquet"
-    DELTA = "delta"
+InputFormat = Literal["parquet", "json", "json-records", "delta"]
+_HistoryFormat = Annotated[InputFormat, typer.Option("--format", help="Format of --history.")]
 
 
 def open_session(
@@ -117,11 +69,11 @@ def open_session(
     """
     from dedup.spark.session import session_for
 
-    wrong = [text for text in conf or () if "=" not in text]
-    if wrong:
-        raise SettingsError([Problem(f"--conf {text}", "has no value; write --conf key=value") for text in wrong])
-    pairs = {key: value for key, _, value in (text.partition("=") for text in conf or ())}
-    return session_for(topology, master=master, packages=packages, conf=pairs)
+    return session_for(topology, master=master, packages=packages, conf=pairs_of("--conf", conf))
+
+
+def _packages(**wanted: bool) -> list[Package]:
+    return [name for name in ("kafka", "delta", "jdbc") if wanted.get(name)]
 
 
 @contextmanager
@@ -147,17 +99,7 @@ def _parse_until(text: str) -> Until:
         case _ if "=" in text:
             return _parse_offsets(text, "--until")
         case _:
-            return _parse_time(text, "--until", "latest, 2024-01-01T00:00:00Z or orders/0=1200,orders/1=900")
-
-
-def _parse_time(text: str, option: str, write: str) -> int:
-    """Return a time in ms. Raises SettingsError, in which ``write`` says what to write instead."""
-    from dedup.core.event_time import rfc3339_ms
-
-    found = int(text) if text.isdecimal() else rfc3339_ms(text)
-    if found is None:
-        raise SettingsError([Problem(option, f'"{text}" is not a time; write {write}')])
-    return found
+            return time_of("--until", text, "latest, 2024-01-01T00:00:00Z or orders/0=1200,orders/1=900")
 
 
 def _parse_offsets(text: str, option: str) -> dict[TopicPartition, int]:
@@ -175,11 +117,11 @@ def _parse_offsets(text: str, option: str) -> dict[TopicPartition, int]:
 
 
 def run(
-    topology: _Topology,
+    topology: TopologyArgument,
     *,
-    checkpoint: Annotated[str, typer.Option(help="Directory for Spark's checkpoint, used by this topology only.")],
-    config: _Config = None,
-    overrides: _Overrides = None,
+    checkpoint: Annotated[str, typer.Option(help="Spark's checkpoint: a directory for this topology alone.")],
+    config: ConfigOption = None,
+    overrides: SetOption = None,
     master: _Master = None,
     conf: _Conf = None,
     exit_when_done: Annotated[
@@ -192,13 +134,17 @@ def run(
     ] = False,
     quiet: _Quiet = False,
 ) -> None:
-    """Deduplicate a topology's topics on Spark, exactly once, with the same verdicts and state as a fleet."""
-    from dataclasses import replace
+    """Deduplicate a topology's topics on Spark, exactly once, with the same verdicts and state as a fleet.
 
-    from dedup.settings import load_settings
+    Examples: dedup spark run topologies/orders.yaml --checkpoint /var/lib/dedup/orders
+
+    dedup spark run topologies/orders.yaml --checkpoint s3a://bucket/orders --master spark://host:7077
+
+    dedup spark run topologies/orders.yaml --checkpoint /tmp/orders --exit-when-done
+    """
     from dedup.spark.stream import StreamOptions, start_stream
 
-    settings = load_settings(config, overrides or [], os.environ)
+    settings = read_settings(config, overrides)
     parsed = read_topology(topology)
     options = StreamOptions(checkpoint, exit_when_done, most_offsets, commit_rows, onto_existing_output)
     # A local Spark retries a failed task only if the master says so; without a retry a failed task ends the stream.
@@ -216,12 +162,8 @@ def run(
 
 @contextmanager
 def _stopped_by_signals(stop: Callable[[], None]) -> Iterator[None]:
-    """Call ``stop`` on SIGTERM and SIGINT inside ``with``."""
-
-    def stopped(_number: int, _frame: object) -> None:
-        stop()
-
-    before = {number: signal.signal(number, stopped) for number in (signal.SIGTERM, signal.SIGINT)}
+    """Inside ``with``, SIGTERM and SIGINT call ``stop``."""
+    before = {number: signal.signal(number, lambda *_: stop()) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         yield
     finally:
@@ -229,47 +171,23 @@ def _stopped_by_signals(stop: Callable[[], None]) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-class _StreamProgress:
-    """Prints a progress line on a terminal while the stream runs, and a closing line."""
-
+class _StreamProgress(VerdictProgress):
     def __init__(self, *, enabled: bool) -> None:
-        self._console: Final = Console(stderr=True)
-        self._status: Final = self._console.status("waiting for records")
-        self._enabled: Final = enabled and self._console.is_terminal
+        super().__init__(enabled=enabled)
         self._began_s: Final = time.monotonic()
-        self._verdicts: Final[Counter[str]] = Counter()
         self._batches = 0
-
-    def __enter__(self) -> Self:
-        if self._enabled:
-            self._status.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._enabled:
-            self._status.stop()
 
     def add(self, report: BatchReport) -> None:
         """Count a micro-batch."""
         self._batches += 1
         for name in _VERDICTS:
-            self._verdicts[name] += report.total(name)
-        judged = sum(self._verdicts[name] for name in _VERDICTS)
-        rate = judged / (time.monotonic() - self._began_s)
-        if self._enabled:
-            self._status.update(f"{self._batches} micro-batches  {judged:,} judged  {rate:,.0f}/s  {self._split()}")
-
-    def _split(self) -> str:
-        return "  ".join(f"{name} {count:,}" for name, count in sorted(self._verdicts.items()) if count)
-
-    def closing_line(self) -> None:
-        """Print the number of judged records."""
-        judged = sum(self._verdicts[name] for name in _VERDICTS)
-        self._console.print(f"judged {judged:,}: {self._split() or 'nothing'}", highlight=False)
+            self.verdicts[name] += report.total(name)
+        per_s = self.verdicts.total() / (time.monotonic() - self._began_s)
+        self.show(f"{self._batches} micro-batches", per_s)
 
 
 def backfill_command(
-    topology: _Topology,
+    topology: TopologyArgument,
     *,
     out: Annotated[str, typer.Option(help="Directory, or path of a Delta table, for the verdicts.")],
     inputs: Annotated[
@@ -277,9 +195,9 @@ def backfill_command(
     ] = None,
     fmt: Annotated[
         InputFormat, typer.Option("--format", help="Format of --input. json: each line is an event.")
-    ] = InputFormat.PARQUET,
+    ] = "parquet",
     rows_are_events: _RowsAreEvents = False,
-    out_format: Annotated[OutputFormat, typer.Option(help="Format of the verdicts.")] = OutputFormat.PARQUET,
+    out_format: Annotated[Literal["parquet", "delta"], typer.Option(help="Format of the verdicts.")] = "parquet",
     run: Annotated[str, typer.Option(help="Name of this run; a run that exists is not written again.")] = "backfill",
     start: Annotated[
         str, typer.Option(help="Where to start in topics: whole (offset 0), earliest (what is left), or a time.")
@@ -288,14 +206,21 @@ def backfill_command(
     repartitioned: Annotated[
         bool, typer.Option("--repartitioned", help="Read the repartition topic, in the order in which a fleet judged.")
     ] = False,
-    now: Annotated[str | None, typer.Option(help="Current time, after which event times are in the future.")] = None,
-    config: _Config = None,
-    overrides: _Overrides = None,
+    now: Annotated[str | None, typer.Option(help="The time that decides which event times are in the future.")] = None,
+    config: ConfigOption = None,
+    overrides: SetOption = None,
     master: _Master = None,
     conf: _Conf = None,
     quiet: _Quiet = False,
 ) -> None:
-    """Judge a history (files, Delta tables, or Kafka offsets) exactly, and publish each record's verdict once."""
+    """Judge a history exactly (files, Delta tables or ranges of Kafka), and publish every record's verdict once.
+
+    Examples: dedup spark backfill topologies/orders.yaml --input archive/ --out verdicts/
+
+    dedup spark backfill topologies/orders.yaml --config config/production.yaml --out verdicts/ --run may
+
+    dedup spark backfill topologies/orders.yaml --input events.jsonl.gz --format json --out verdicts/ --out-format delta
+    """
     if inputs:
         _refuse_topic_options(start, until, repartitioned=repartitioned)
 
@@ -303,16 +228,15 @@ def backfill_command(
     from dedup.spark.files import read_files
 
     parsed = read_topology(topology)
-    now_ms = None if now is None else _parse_time(now, "--now", "2024-01-01T00:00:00Z")
-    packages: list[Package] = [] if inputs else ["kafka"]
-    packages += ["delta"] if "delta" in {fmt.value if inputs else "", out_format.value} else []
+    now_ms = None if now is None else time_of("--now", now)
+    packages = _packages(kafka=not inputs, delta=out_format == "delta" or (bool(inputs) and fmt == "delta"))
     with _job(parsed, master, conf, packages, quiet=quiet) as spark:
         if inputs:
-            history = read_files(spark, inputs, fmt.value, rows_are_events=rows_are_events)
+            history = read_files(spark, inputs, fmt, rows_are_events=rows_are_events)
         else:
             history = _kafka_history(spark, parsed, (config, overrides), (start, until), repartitioned)
         say = partial(typer.echo, err=True)
-        report = backfill(history, parsed, out, run=run, now_ms=now_ms, fmt=out_format.value, say=say)
+        report = backfill(history, parsed, out, run=run, now_ms=now_ms, fmt=out_format, say=say)
     verdicts = "  ".join(f"{name} {count:,}" for name, count in report.verdicts.items())
     typer.echo(f"judged {sum(report.verdicts.values()):,}: {verdicts}")
     typer.echo(f"verdicts: {report.path}")
@@ -334,10 +258,9 @@ def _kafka_history(
     between: tuple[str, str],
     repartitioned: bool,
 ) -> History:
-    from dedup.settings import load_settings
     from dedup.spark.kafka_source import Start, read_kafka
 
-    settings = load_settings(where[0], where[1] or [], os.environ)
+    settings = read_settings(*where)
     start, until = between
     a_time = "a time such as 2024-01-01T00:00:00Z"
     begin: Start
@@ -345,13 +268,13 @@ def _kafka_history(
         case "whole" | "earliest":
             begin = start
         case _:
-            begin = _parse_time(start, "--start", f"whole, earliest, or {a_time}")
-    end: Literal["now"] | int = "now" if until == "now" else _parse_time(until, "--until", f"now, or {a_time}")
+            begin = time_of("--start", start, f"whole, earliest, or {a_time}")
+    end: Literal["now"] | int = "now" if until == "now" else time_of("--until", until, f"now, or {a_time}")
     return read_kafka(spark, topology, settings, start=begin, until=end, repartitioned=repartitioned)
 
 
 def seed_command(  # noqa: PLR0917  # one parameter per option
-    topology: _Topology,
+    topology: TopologyArgument,
     until: Annotated[
         str,
         typer.Option(
@@ -361,28 +284,32 @@ def seed_command(  # noqa: PLR0917  # one parameter per option
     history: Annotated[
         list[str] | None, typer.Option(help="Files or directories; the source topics by default.")
     ] = None,
-    fmt: Annotated[InputFormat, typer.Option("--format", help="Format of --history.")] = InputFormat.PARQUET,
+    fmt: _HistoryFormat = "parquet",
     rows_are_events: _RowsAreEvents = False,
-    config: _Config = None,
-    overrides: _Overrides = None,
-    commit_rows: Annotated[int, typer.Option(min=1, help="Number of changelog records in a transaction.")] = 50_000,
+    config: ConfigOption = None,
+    overrides: SetOption = None,
+    commit_rows: Annotated[int, typer.Option(min=1, help="Changelog records in a transaction.")] = 50_000,
     master: _Master = None,
     conf: _Conf = None,
     quiet: _Quiet = False,
 ) -> None:
     """Write a history's sightings into a fleet's changelog, so that live records continue it without gap or overlap.
 
-    The fleet must be stopped and new, without offsets or a changelog. To finish a seed that was killed, run it again.
+    The fleet must be stopped and new: no offsets, no changelog. To finish a seed that was killed, run it again.
+
+    Examples: dedup spark seed topologies/orders.yaml --until latest
+
+    dedup spark seed topologies/orders.yaml --history /data/orders --until 2026-01-01T00:00:00Z
+
+    dedup spark seed topologies/orders.yaml --history /data/orders --format delta --until orders/0=1200,orders/1=900
     """
-    from dedup.settings import load_settings
     from dedup.spark.files import read_files
     from dedup.spark.seed import SeedOptions, seed
 
-    parsed, settings = read_topology(topology), load_settings(config, overrides or [], os.environ)
+    parsed, settings = read_both(topology, config, overrides)
     options = SeedOptions(_parse_until(until), commit_rows=commit_rows)
-    packages: list[Package] = ["kafka", "delta"] if fmt is InputFormat.DELTA else ["kafka"]
-    with _job(parsed, master, conf, packages, quiet=quiet) as spark:
-        files = read_files(spark, history, fmt.value, rows_are_events=rows_are_events) if history else None
+    with _job(parsed, master, conf, _packages(kafka=True, delta=fmt == "delta"), quiet=quiet) as spark:
+        files = read_files(spark, history, fmt, rows_are_events=rows_are_events) if history else None
         done = seed(spark, parsed, settings, options, history=files, tell=partial(typer.echo, err=True))
     _print_seed(done)
 
@@ -399,29 +326,31 @@ def _print_seed(done: Seeded) -> None:
 
 
 def audit_command(  # noqa: PLR0917  # one parameter per option
-    topology: _Topology,
-    history: Annotated[list[str] | None, typer.Option(help="Files from which the fleet was seeded, if any.")] = None,
-    fmt: Annotated[InputFormat, typer.Option("--format", help="Format of --history.")] = InputFormat.PARQUET,
+    topology: TopologyArgument,
+    history: Annotated[list[str] | None, typer.Option(help="The files that the fleet was seeded from, if any.")] = None,
+    fmt: _HistoryFormat = "parquet",
     rows_are_events: _RowsAreEvents = False,
     begins: Annotated[
         str | None, typer.Option("--from", metavar="OFFSETS", help="Where the fleet began, if no topic says so.")
     ] = None,
-    config: _Config = None,
-    overrides: _Overrides = None,
+    config: ConfigOption = None,
+    overrides: SetOption = None,
     report: Annotated[
         Path | None,
         typer.Option(help="HTML report, with a JSON report next to it; audit-NAME.html by default."),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print only the report, as JSON.")] = False,
+    as_json: JsonOption = False,
     master: _Master = None,
     conf: _Conf = None,
     quiet: _Quiet = False,
 ) -> None:
-    """Prove from all records in the topics that nothing was lost or duplicated. Exit code 4 on any finding."""
-    from dedup.errors import VerificationFailed
-    from dedup.settings import load_settings
+    """Prove from everything in the topics that nothing was lost or duplicated. Exit code 4 on any finding.
 
-    parsed, settings = read_topology(topology), load_settings(config, overrides or [], os.environ)
+    Examples: dedup spark audit topologies/orders.yaml --report reports/orders.html
+
+    dedup spark audit topologies/orders.yaml --history /data/orders --config config/production.yaml
+    """
+    parsed, settings = read_both(topology, config, overrides)
     offsets = None if begins is None else _parse_offsets(begins, "--from")
     page = report or Path(f"audit-{parsed.name}.html")
     refuse_no_page(page)
@@ -429,11 +358,10 @@ def audit_command(  # noqa: PLR0917  # one parameter per option
     from dedup.spark.audit import audit
     from dedup.spark.files import read_files
 
-    packages: list[Package] = ["kafka", "delta"] if fmt is InputFormat.DELTA else ["kafka"]
-    with _job(parsed, master, conf, packages, quiet=quiet) as spark:
-        files = read_files(spark, history, fmt.value, rows_are_events=rows_are_events) if history else None
+    with _job(parsed, master, conf, _packages(kafka=True, delta=fmt == "delta"), quiet=quiet) as spark:
+        files = read_files(spark, history, fmt, rows_are_events=rows_are_events) if history else None
         found = audit(spark, parsed, settings, history=files, begins=offsets)
-    _write(found, page, as_json=as_json)
+    publish(found, page, "dedup spark audit", as_json=as_json)
     if not found.passed:
         raise VerificationFailed(
             f"{parsed.name}: {found.closing_line()}. The records are named in {page}. Keep the topics as they are: "
@@ -441,21 +369,9 @@ def audit_command(  # noqa: PLR0917  # one parameter per option
         )
 
 
-def _write(found: Report, page: Path, *, as_json: bool) -> None:
-    from dedup.verify.render import print_report, to_html
-
-    write_report(page, to_html(found, "dedup spark audit"), found.to_json())
-    if as_json:
-        typer.echo(found.to_json(), nl=False)
-        return
-    console = Console()
-    console.print(f"report: {page} and {page.with_suffix('.json').name}", highlight=False)
-    print_report(found, console)
-
-
 def upsert_command(  # noqa: PLR0917  # one parameter per option
-    topology: _Topology,
-    delta: Annotated[str | None, typer.Option(metavar="PATH", help="Path of a Delta table.")] = None,
+    topology: TopologyArgument,
+    delta: Annotated[str | None, typer.Option(metavar="PATH", help="A Delta table.")] = None,
     jdbc: Annotated[
         str | None, typer.Option(metavar="URL", help="Database: jdbc:postgresql://HOST/DB or jdbc:sqlite:FILE.")
     ] = None,
@@ -464,7 +380,7 @@ def upsert_command(  # noqa: PLR0917  # one parameter per option
     inputs: Annotated[
         list[str] | None, typer.Option("--input", help="Files or directories; the output topic by default.")
     ] = None,
-    fmt: Annotated[InputFormat, typer.Option("--format", help="Format of --input.")] = InputFormat.PARQUET,
+    fmt: Annotated[InputFormat, typer.Option("--format", help="Format of --input.")] = "parquet",
     schema: Annotated[
         str | None,
         typer.Option(metavar="DDL", help="Members of the JSON value as columns; key and value as bytes by default."),
@@ -475,27 +391,32 @@ def upsert_command(  # noqa: PLR0917  # one parameter per option
     rejected: Annotated[
         str | None, typer.Option(metavar="PATH", help="Directory for records that cannot become rows.")
     ] = None,
-    config: _Config = None,
-    overrides: _Overrides = None,
+    config: ConfigOption = None,
+    overrides: SetOption = None,
     master: _Master = None,
     conf: _Conf = None,
     quiet: _Quiet = False,
 ) -> None:
-    """Write the newest record of each tracking ID to a table as one row. Runs can be repeated."""
-    from dedup.settings import load_settings
+    """Write records to a table with one row per tracking ID: the newest record wins, and a run may be repeated.
+
+    Examples: dedup spark upsert topologies/orders.yaml --delta /tables/orders --schema 'id STRING, amount DOUBLE'
+
+    dedup spark upsert topologies/orders.yaml --jdbc jdbc:postgresql://db/shop --table orders --user dedup
+
+    dedup spark upsert t.yaml --input verdicts/run=backfill/verdict=unique --jdbc jdbc:sqlite:shop.db --table orders
+    """
     from dedup.spark.files import read_files
     from dedup.spark.tables import keep_rejected, output_records, table_rows, upsert_delta, upsert_jdbc
 
     parsed = read_topology(topology)
     to = _target(delta, jdbc, table, user, os.environ.get(_PASSWORD))
-    packages: list[Package] = [] if inputs else ["kafka"]
-    packages += ["delta"] if delta is not None or (inputs and fmt is InputFormat.DELTA) else []
-    packages += ["jdbc"] if jdbc is not None else []
+    has_delta = delta is not None or (bool(inputs) and fmt == "delta")
+    packages = _packages(kafka=not inputs, delta=has_delta, jdbc=jdbc is not None)
     with _job(parsed, master, conf, packages, quiet=quiet) as spark:
         if inputs:
-            records = read_files(spark, inputs, fmt.value).records
+            records = read_files(spark, inputs, fmt).records
         else:
-            records = output_records(spark, parsed, load_settings(config, overrides or [], os.environ))
+            records = output_records(spark, parsed, read_settings(config, overrides))
         found = table_rows(records, parsed, schema=schema, order=order)
         left = keep_rejected(found, rejected)
         if isinstance(to, str):
@@ -518,14 +439,3 @@ def _target(
     raise SettingsError(
         [Problem("dedup spark upsert", "name one table: --delta PATH, or --jdbc URL with --table NAME")]
     )
-
-
-def register(app: typer.Typer) -> None:
-    """Add the group `spark` to the app."""
-    group = typer.Typer(help="The same topology on Spark: stream, backfill, seed, audit, tables.", no_args_is_help=True)
-    group.command("run", epilog=_RUN_EXAMPLES)(run)
-    group.command("backfill", epilog=_BACKFILL_EXAMPLES)(backfill_command)
-    group.command("seed", epilog=_SEED_EXAMPLES)(seed_command)
-    group.command("audit", epilog=_AUDIT_EXAMPLES)(audit_command)
-    group.command("upsert", epilog=_UPSERT_EXAMPLES)(upsert_command)
-    app.add_typer(group, name="spark")

@@ -11,22 +11,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Final, Self
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.console import Group as Lines
 from rich.live import Live
 from rich.table import Table
 
-from dedup.cli.try_records import instant
 from dedup.errors import DedupError, Problem, SettingsError
 from dedup.kafka.client import KafkaWire
 from dedup.kafka.topic_admin import Admin, Group, GroupMember, Topic
 from dedup.kafka.wire import NoAnswer, TopicPartition
+from dedup.quantities import instant
 from dedup.worker.offsets import bounds_of, committed_offset
 from dedup.worker.topics import topic_names
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
-
     from dedup.settings import Settings
     from dedup.topology.model import Topology
 
@@ -45,6 +43,15 @@ _FROM_WORKER: Final = (
     "verdicts",
     "seconds_since_commit",
 )
+
+
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    def redirect_request(self, *_: object, **__: object) -> None:
+        """Follow no redirect; the answer is then an error."""
+
+
+_OPENER: Final = urllib.request.build_opener(urllib.request.ProxyHandler({}), _NoRedirect)
+"""Without redirects and proxies, only the named address gets the token."""
 
 
 class NotReached(DedupError):
@@ -146,7 +153,7 @@ def ask(url: str, page: str, settings: Settings) -> dict[str, Any]:
     headers = {} if settings.web.token is None else {"Authorization": f"Bearer {settings.web.token.get_secret_value()}"}
     request = urllib.request.Request(url.rstrip("/") + page, headers=headers)  # noqa: S310  # checked above
     try:
-        with urllib.request.urlopen(request, timeout=PATIENCE_S) as answer:  # noqa: S310
+        with _OPENER.open(request, timeout=PATIENCE_S) as answer:
             found: dict[str, Any] = json.load(answer)
             return found
     except urllib.error.HTTPError as error:

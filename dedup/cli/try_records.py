@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
 from itertools import chain
 from typing import Final, Literal, assert_never
 
@@ -14,11 +13,10 @@ from dedup.core.extract import Extractor, compile_extractor
 from dedup.core.fold import Exempt, Outcome, Rows, Sightings, fold
 from dedup.core.window import Feed, Late, Sighting, StreamTime
 from dedup.errors import AuthorMistake, Problem
-from dedup.quantities import format_duration
+from dedup.quantities import format_duration, instant
 from dedup.topology.model import LateDrop, LateForward, LateTo, Topology
 
 _FEED: Final = Feed(0, 0)
-_YEAR_9999_MS: Final = 253_402_300_799_999
 
 VerdictName = Literal["unique", "duplicate", "conflict", "late", "dead letter", "forwarded"]
 
@@ -167,15 +165,6 @@ class RecordJudge:
             f"{format_duration(self._topology.window.grace_ms)}, and its ID is not known"
         )
         return Judgment(line, "late", reason, where, time)
-
-
-def instant(time_ms: int) -> str:
-    """Return a time in UTC as RFC 3339, with milliseconds only if they are not 0."""
-    if not 0 <= time_ms <= _YEAR_9999_MS:
-        return f"{time_ms} ms"
-    moment = datetime.fromtimestamp(time_ms // 1000, UTC)
-    fraction = f".{time_ms % 1000:03}" if time_ms % 1000 else ""
-    return f"{moment:%Y-%m-%dT%H:%M:%S}{fraction}Z"
 
 
 def _opened(text: bytes, number: int, name: str, timestamp_ms: int) -> Entry:

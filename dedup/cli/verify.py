@@ -2,75 +2,60 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Final
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.console import Console
 
 from dedup.cli.inputs import (
     ConfigOption,
     JsonOption,
     SetOption,
     TopologyArgument,
-    read_settings,
-    read_topology,
+    publish,
+    read_both,
     reading_bar,
     refuse_no_page,
-    write_report,
+    say,
 )
-from dedup.errors import Problem, SettingsError
-from dedup.quantities import format_duration
+from dedup.errors import Problem, SettingsError, VerificationFailed
+from dedup.quantities import format_duration, instant
 
 if TYPE_CHECKING:
     from dedup.topology.model import Topology
     from dedup.verify.explanation import ExplainedRecord, Explanation
 
-_EXPLAIN_HELP: Final = """Explain one tracking ID from Kafka alone: its records, their verdicts, and where each went.
 
-No worker needs to run. All topics of the topology are read from the beginning, and memory is bounded by the records
-with this ID. A composite ID is a JSON list of its parts. The exit code is 4 if the topics contradict the rule, and 0
-otherwise, even if no topic holds the ID.
-
-Examples: dedup explain topologies/orders.yaml 8d5e957f-297893487bd98fa830fa6413
-
-dedup explain topologies/orders.yaml '["shop-7", 4711]' --json
-"""
-
-
-def register(app: typer.Typer) -> None:
-    """Add the command to the application."""
-    app.command("verify", help=_VERIFY_HELP)(verify_command)
-    app.command("explain", help=_EXPLAIN_HELP)(explain_command)
-
-
-def explain_command(
+def explain(
     topology: TopologyArgument,
     tracking_id: Annotated[str, typer.Argument(metavar="ID", help="Tracking ID.")],
     config: ConfigOption = None,
     overrides: SetOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """See `_EXPLAIN_HELP`. Raises VerificationFailed after everything is printed."""
-    from rich.console import Console
+    """Explain one tracking ID from Kafka alone: its records, each verdict and why, where each went.
 
-    from dedup.errors import VerificationFailed
+    No worker has to run. All topics of the topology are read from the beginning; memory is bounded by the records with
+    this ID. A composite ID is a JSON list of its parts. Exit code 4 if the topics contradict the rule; otherwise 0,
+    even if no topic holds the ID.
+
+    Examples: dedup explain topologies/orders.yaml 8d5e957f-297893487bd98fa830fa6413
+
+    dedup explain topologies/orders.yaml '["shop-7", 4711]' --json
+    """
     from dedup.verify.explanation import explain_id
     from dedup.worker.introspection import state_keys
 
-    parsed = read_topology(topology)
-    settings = read_settings(config, overrides)
+    parsed, settings = read_both(topology, config, overrides)
     keys = frozenset(state_keys(parsed, tracking_id))
     with reading_bar(Console(stderr=True)) as show:
         found = explain_id(parsed, settings, tracking_id, keys, progress=show)
-    if as_json:
-        typer.echo(json.dumps(asdict(found) | {"contradictions": found.contradictions}, indent=2))
-    else:
-        for line in in_words(found, parsed):
-            typer.echo(line)
+    data = asdict(found) | {"contradictions": found.contradictions}
+    say(data, in_words(found, parsed), as_json=as_json)
     if found.contradictions:
         raise VerificationFailed(
             f"{parsed.name}: the topics contradict the rule in {found.contradictions} places for {tracking_id!r}. Keep "
@@ -80,8 +65,6 @@ def explain_command(
 
 def in_words(found: Explanation, topology: Topology) -> Iterator[str]:
     """Yield an explanation as sentences."""
-    from dedup.cli.try_records import instant
-
     if not found.records:
         yield f"no record with the ID {found.id!r} is in the source topics now"
     for record in found.records:
@@ -99,8 +82,6 @@ def in_words(found: Explanation, topology: Topology) -> Iterator[str]:
 
 
 def _record(record: ExplainedRecord, topology: Topology) -> Iterator[str]:
-    from dedup.cli.try_records import instant
-
     other = "" if record.timestamp_ms == record.event_time_ms else f" (record timestamp {instant(record.timestamp_ms)})"
     yield f"{record.place}, event time {instant(record.event_time_ms)}{other}: {record.verdict}"
     yield f"    {_why(record, topology)}"
@@ -116,8 +97,6 @@ def _record(record: ExplainedRecord, topology: Topology) -> Iterator[str]:
 
 def _why(record: ExplainedRecord, topology: Topology) -> str:
     """Return the reason of a verdict as a sentence."""
-    from dedup.cli.try_records import instant
-
     window = topology.window
     match record.verdict:
         case "unique" if record.conflict:
@@ -146,20 +125,7 @@ def _why(record: ExplainedRecord, topology: Topology) -> str:
             return "not judged yet: it is beyond the group's committed offset"
 
 
-_VERIFY_HELP: Final = """Prove from Kafka alone that nothing was lost or duplicated.
-
-Reads the source topics, the written topics, and the group's offsets with a different Kafka client than the worker's,
-replays the exact model, and compares key, value, headers, timestamps, and order. The exit code is 4 if anything
-violates the guarantee. Memory is bounded for topics of any size, because temporary files are used. They take about 200
-bytes plus the key per record.
-
-Examples: dedup verify topologies/orders.yaml --report reports/orders.html
-
-dedup verify topologies/orders.yaml --sample 1/100
-"""
-
-
-def verify_command(
+def verify_topology(
     topology: TopologyArgument,
     config: ConfigOption = None,
     overrides: SetOption = None,
@@ -178,28 +144,27 @@ def verify_command(
         Path | None, typer.Option(help="Directory for temporary files; the system's by default.")
     ] = None,
 ) -> None:
-    """See `_VERIFY_HELP`. Raises VerificationFailed after everything is printed and written."""
-    from rich.console import Console
+    """Prove from Kafka alone that nothing was lost or duplicated.
 
-    from dedup.errors import VerificationFailed
-    from dedup.verify.render import print_report, to_html
+    Reads the source topics, the written topics and the group's offsets with a Kafka client other than the worker's,
+    replays the exact model, and compares key, value, headers, timestamps and order. Exit code 4 if anything violates
+    the guarantee. Memory is bounded whatever the size of the topics: files in --scratch take about 200 bytes plus the
+    key per record.
+
+    Examples: dedup verify topologies/orders.yaml --report reports/orders.html
+
+    dedup verify topologies/orders.yaml --sample 1/100
+    """
     from dedup.verify.verifier import verify
 
     one_in = _one_in(sample)
     _refuse_no_directory(scratch)
-    parsed = read_topology(topology)
-    settings = read_settings(config, overrides)
+    parsed, settings = read_both(topology, config, overrides)
     page = report or Path(f"verify-{parsed.name}.html")
     refuse_no_page(page)
-    console = Console(stderr=as_json)
-    with reading_bar(console) as show:
+    with reading_bar(Console(stderr=as_json)) as show:
         found = verify(parsed, settings, progress=show, sample=one_in, scratch=scratch)
-    write_report(page, to_html(found), found.to_json())
-    if as_json:
-        typer.echo(found.to_json(), nl=False)
-    else:
-        console.print(f"report: {page} and {page.with_suffix('.json').name}", highlight=False)
-        print_report(found, console)
+    publish(found, page, "dedup verify", as_json=as_json)
     if not found.passed:
         raise VerificationFailed(
             f"{parsed.name}: {found.closing_line()}. {page} names the records. Keep the topics as they are: they are "

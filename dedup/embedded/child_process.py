@@ -1,17 +1,21 @@
-"""A child process that ends when this process ends for any reason (see watchdog.py)."""
+"""Child processes that end when this process does, however this process ends (see watchdog.py)."""
 
 from __future__ import annotations
 
 import contextlib
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Final, Self
 
 from dedup.embedded import watchdog
 from dedup.errors import InvariantBroken
 
+DEDUP: Final = (sys.executable, "-c", "from dedup.cli.main import main; main()")
+"""The command line of `dedup` in this installation."""
 _STOPS_WITHIN_S: Final = 20.0
+_TAIL_LINES: Final = 15
 
 
 class ChildProcess:
@@ -20,13 +24,18 @@ class ChildProcess:
     All methods block.
     """
 
-    def __init__(self, command: list[str], log_file: Path) -> None:
+    def __init__(self, command: Sequence[str], log_file: Path, *, directory: Path | None = None) -> None:
+        """``log_file``: where its output is appended. ``directory``: its working directory, if not this process's."""
+        self.log_file: Final = log_file
+        self.paused = False
         with log_file.open("ab") as log:
+            self._log_begins: Final = log.tell()
             self._watchdog: Final = subprocess.Popen(
                 [sys.executable, "-I", "-S", watchdog.__file__, *command],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
+                cwd=directory,
                 start_new_session=True,
             )
         self.pid: Final = self._read_pid()
@@ -43,13 +52,27 @@ class ChildProcess:
         """Return the program's exit code, or 128 + the number of the signal that killed it; None while it runs."""
         return self._watchdog.poll()
 
+    @property
+    def log(self) -> str:
+        """Return what this run has written so far; earlier runs may have written to the same file."""
+        with self.log_file.open("rb") as log:
+            log.seek(self._log_begins)
+            return log.read().decode(errors="replace")
+
+    @property
+    def log_tail(self) -> str:
+        """Return the last lines of its log, for error messages."""
+        return "\n".join(self.log.splitlines()[-_TAIL_LINES:])
+
     def pause(self) -> None:
         """Freeze the program (SIGSTOP). Raises InvariantBroken if it does not run."""
         self._order(b"s")
+        self.paused = True
 
     def resume(self) -> None:
         """Let a frozen program continue (SIGCONT). Raises InvariantBroken if it does not run."""
         self._order(b"c")
+        self.paused = False
 
     def kill(self) -> int:
         """End the program with SIGKILL, if it still runs; return its exit code."""
@@ -84,3 +107,57 @@ class ChildProcess:
             with contextlib.suppress(BrokenPipeError):
                 self._watchdog.stdin.close()
         return code
+
+
+class Processes:
+    """Named processes, each with a log file in one directory. Use as a context manager, which kills what still runs."""
+
+    def __init__(
+        self, directory: Path, commands: Mapping[str, Sequence[str]], *, work_directory: Path | None = None
+    ) -> None:
+        """``commands``: name, such as "worker 1", -> command line. Each of them runs once it is started."""
+        self._directory: Final = directory
+        self._commands: Final = commands
+        self._work_directory: Final = work_directory
+        self.running: Final[dict[str, ChildProcess]] = {}
+        """Those that were started and not yet stopped or killed; they may have ended by themselves."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self.running.values():
+            process.kill()
+
+    def start(self, *names: str) -> None:
+        """Start processes; each appends to the log of its earlier runs."""
+        for name in names:
+            command, log_file = self._commands[name], self.log_file(name)
+            self.running[name] = ChildProcess(command, log_file, directory=self._work_directory)
+
+    def kill(self, name: str) -> None:
+        """Kill a process by SIGKILL."""
+        self.running.pop(name).kill()
+
+    def check(self) -> None:
+        """Raise InvariantBroken, with the end of its log, if a process ended by itself."""
+        for name, process in self.running.items():
+            if not process.running:
+                raise InvariantBroken(self.ended(name, f"by itself with exit code {process.exit_code}"))
+
+    def stop(self) -> None:
+        """Stop all processes by SIGTERM. Raises InvariantBroken if one does not exit with code 0."""
+        self.check()
+        for name, process in list(self.running.items()):
+            code = process.stop()
+            if code != 0:
+                raise InvariantBroken(self.ended(name, f"with exit code {code} after SIGTERM"))
+            del self.running[name]
+
+    def ended(self, name: str, how: str) -> str:
+        """Return a sentence that says how a process ended, with the end of its log."""
+        return f"{name} ended {how}. The end of {self.log_file(name)}:\n{self.running[name].log_tail}"
+
+    def log_file(self, name: str) -> Path:
+        """Return the file with what all runs of a process have written."""
+        return self._directory / f"{name.replace(' ', '-')}.log"

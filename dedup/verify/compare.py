@@ -46,7 +46,7 @@ class Expected:
     optional: set[int] = field(default_factory=set)
     """Rows that cannot be proved to be present or absent."""
     positions: list[int] = field(default_factory=list)
-    """Maps each row to its position in the log, if the caller needs it."""
+    """Row -> its position in the task's log."""
 
 
 @dataclass(slots=True)

@@ -17,7 +17,8 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from dedup.core.reference_model import ModelRules
+from dedup.core.reference_model import Feed, ModelRules
+from dedup.core.window import Source
 from dedup.errors import StateIncompatible
 from dedup.topology.model import LateForward, LateTo, Topology, extractor_of
 from dedup.verify.compare import digest, out_of_order
@@ -43,6 +44,9 @@ WHY_RESET: Final = "offsets of output and side topics that are older than the la
 WHY_OPEN: Final = "a transaction stays open in a topic they were written to"
 _STEP: Final = 1 << 16
 _INT_BYTES: Final = 8
+_POSITION_BITS: Final = 46
+"""Of 63: enough for the offsets of any log, and for 100,000 tasks."""
+_POSITION: Final = (1 << _POSITION_BITS) - 1
 _MOST_LATE: Final = 100_000
 
 
@@ -74,6 +78,10 @@ class Column:
         self._file.write(np.array(values, dtype=np.int64).tobytes())
         self._rows += len(values)
 
+    def clear(self) -> None:
+        """Remove all rows."""
+        self._rows = 0
+
     def put(self, rows: Positions, values: Positions) -> None:
         """Set some rows, given in ascending order."""
         at = 0
@@ -103,54 +111,41 @@ class Order:
     """For each row of one written partition, the task whose log it comes from and its position there."""
 
     def __init__(self, directory: str) -> None:
-        self._tasks: Final = Column(directory)
-        self._positions: Final = Column(directory)
+        self._places: Final = Column(directory)
+        """Row -> task and position in one integer; `UNMATCHED` if no record was expected there."""
 
     def expect(self, rows: int) -> None:
         """Add rows that are not matched yet."""
         for start in range(0, rows, _STEP):
-            blank = [UNMATCHED] * min(_STEP, rows - start)
-            self._tasks.extend(blank)
-            self._positions.extend(blank)
+            self._places.extend([UNMATCHED] * min(_STEP, rows - start))
 
     def forget(self) -> None:
         """Unmatch all rows."""
-        for start in range(0, len(self._positions), _STEP):
-            rows = np.arange(start, min(start + _STEP, len(self._positions)), dtype=np.int64)
-            for column in (self._tasks, self._positions):
-                column.put(rows, np.full(len(rows), UNMATCHED, dtype=np.int64))
+        rows = len(self._places)
+        self._places.clear()
+        self.expect(rows)
 
     def match(self, found: list[tuple[int, int, int]]) -> None:
-        """Record (row, task, position) of expected records."""
-        if not found:
-            return
-        matched = np.array(sorted(found), dtype=np.int64)
-        self._tasks.put(matched[:, 0], matched[:, 1])
-        self._positions.put(matched[:, 0], matched[:, 2])
+        """Note (row, task, position) of expected records."""
+        if found:
+            placed = sorted((row, task << _POSITION_BITS | position) for row, task, position in found)
+            rows, places = np.array(placed, dtype=np.int64).T
+            self._places.put(rows, places)
 
     def first_matched(self) -> int:
         """Return the first matched row; the number of rows if there is none."""
-        for start in range(0, len(self._positions), _STEP):
-            there = np.flatnonzero(self._read(self._positions, start) != UNMATCHED)
-            if len(there):
-                return start + int(there[0])
-        return len(self._positions)
+        return next((int(rows[0]) for rows, _, _ in self._matched() if len(rows)), len(self._places))
 
     def first_position(self, task: int) -> int | None:
         """Return the position of a task's first matched record; None if there is none."""
-        for start in range(0, len(self._positions), _STEP):
-            own = self._read(self._tasks, start) == task
-            if own.any():
-                return int(self._read(self._positions, start)[own][0])
-        return None
+        return next((int(own[0]) for _, tasks, found in self._matched() if len(own := found[tasks == task])), None)
 
     def displaced(self) -> list[int]:
         """Return the smallest set of rows whose removal leaves the records of each task in order."""
         last: dict[int, int] = {}
         unsorted: set[int] = set()
-        for start in range(0, len(self._positions), _STEP):
-            tasks, positions = self._read(self._tasks, start), self._read(self._positions, start)
-            for task in np.unique(tasks[positions != UNMATCHED]).tolist():
+        for _, tasks, positions in self._matched():
+            for task in np.unique(tasks).tolist():
                 own = positions[tasks == task]
                 if last.get(task, UNMATCHED) > own[0] or bool(np.any(np.diff(own) < 0)):
                     unsorted.add(task)
@@ -158,22 +153,19 @@ class Order:
         return sorted(row for task in unsorted for row in self._displaced_of(task))
 
     def _displaced_of(self, task: int) -> list[int]:
-        rows, positions = [], []
-        for start in range(0, len(self._positions), _STEP):
-            tasks, found = self._read(self._tasks, start), self._read(self._positions, start)
-            own = np.flatnonzero((tasks == task) & (found != UNMATCHED))
-            rows.append(own + start)
-            positions.append(found[own])
-        return disorder(np.concatenate(rows), np.concatenate(positions))
+        own = [(rows[tasks == task], positions[tasks == task]) for rows, tasks, positions in self._matched()]
+        return disorder(np.concatenate([rows for rows, _ in own]), np.concatenate([found for _, found in own]))
 
-    @staticmethod
-    def _read(column: Column, start: int) -> Positions:
-        return column.read(start, min(start + _STEP, len(column)))
+    def _matched(self) -> Iterator[tuple[Positions, Positions, Positions]]:
+        """Yield the matched rows, with their tasks and positions, in parts that fit into memory."""
+        for start in range(0, len(self._places), _STEP):
+            places = self._places.read(start, min(start + _STEP, len(self._places)))
+            rows = np.flatnonzero(places != UNMATCHED)
+            yield rows + start, places[rows] >> _POSITION_BITS, places[rows] & _POSITION
 
     def close(self) -> None:
         """Free the disk space."""
-        self._tasks.close()
-        self._positions.close()
+        self._places.close()
 
 
 def disorder(rows: Positions, positions: Positions) -> list[int]:
@@ -296,6 +288,16 @@ class Cut:
         except OpenTransaction as fact:
             self.unread.add((topic, partition))
             self.report.unprovable(f"{WHY_OPEN}: {fact}")
+
+    @property
+    def feeds(self) -> list[Feed]:
+        """The source partitions, with their topics by position."""
+        topics = enumerate(self.topology.source.topics)
+        return [(at, partition) for at, topic in topics for partition in range(self.partitions[topic])]
+
+    def place(self, source: Source) -> str:
+        """Return a source position, as reports show it."""
+        return self.plan.place(source)
 
     def sampled(self, place: int) -> bool:
         """Whether a record with this place (`spill.place_of`) is in the sample."""

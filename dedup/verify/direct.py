@@ -8,27 +8,32 @@ one by one. For a compacted source, only the checks that need no order are made.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Final
 
 from dedup.core.window import Source
-from dedup.verify.compare import Expected, Place, digest, matched
+from dedup.verify.compare import Place, digest, matched
 from dedup.verify.cut import WHY_OPEN, Cut, Seen, WrittenPartition
 from dedup.verify.evidence import SOURCE_HEADER, SideTopic, extracted_of
-from dedup.verify.findings import NOT_EXPECTED, OrderFree, explain, match_copies, report_displaced
-from dedup.verify.findings import WHY_OUTPUT_GONE as _OUTPUT_GONE
+from dedup.verify.findings import (
+    WHY_OUTPUT_GONE,
+    WHY_SOURCE_GONE,
+    Copies,
+    OrderFree,
+    copy_topics,
+    explain,
+    report_displaced,
+)
 from dedup.verify.kafka_reader import Bounds, RecordColumns
 from dedup.verify.log_scan import Log, LogScan, Plan, Row
-from dedup.verify.replay import WHY_FRONT, TaskReplay
+from dedup.verify.replay import TaskReplay
 from dedup.verify.report import Books, Report
 from dedup.verify.spill import Spill, buckets_for, condensed, place_of
 
 WHY_NO_OFFSET: Final = "the group has no committed offset for their partition, so what was judged is not known"
 WHY_SHORTER: Final = "the source ends before the committed offset: it was deleted and recreated, or truncated"
-WHY_SOURCE_GONE: Final = "the source has lost its beginning, which held the originals of records in"
 WHY_COMPACTED: Final = "compaction removed records between them; checked without order: no ID twice, none missing"
 WHY_BEFORE: Final = "source offsets before the first record that left a trace; the offset of `latest` is not known"
-WHY_OUTPUT_GONE: Final = _OUTPUT_GONE
 
 
 def verify_direct(cut: Cut) -> None:
@@ -53,8 +58,7 @@ class _Partition:
     books: Books
     log: Spill
     output: WrittenPartition | None
-    duplicates: WrittenPartition | None
-    conflicts: WrittenPartition | None
+    copies: Copies
     known: bool
     """Whether nothing before the first record read was judged."""
     excused_rows: int | None = None
@@ -63,17 +67,11 @@ class _Partition:
     """Records from below this position may have been forwarded to the deleted start of the output."""
     uncertain: bool = False
     pending_found: int = 0
-    copies_wanted: dict[str, int] = field(default_factory=dict)
-
-    @property
-    def copies(self) -> list[WrittenPartition]:
-        return [each for each in (self.duplicates, self.conflicts) if each is not None]
 
     def close(self) -> None:
         self.log.close()
-        for each in (self.output, *self.copies):
-            if each is not None:
-                each.close()
+        if self.output is not None:
+            self.output.close()
 
 
 def _verify_partition(cut: Cut, source: str, partition: int) -> None:
@@ -95,7 +93,8 @@ def _verify_partition(cut: Cut, source: str, partition: int) -> None:
     books.skipped = start - bounds.low
     log, filed = _read_log(cut, plan, (partition, buckets), (start, committed), known=known)
     copies = _copies(cut, partition, buckets)
-    held = _Partition(cut, plan, books, log, output, copies.get("duplicates"), copies.get("conflicts"), known)
+    copies.known = known
+    held = _Partition(cut, plan, books, log, output, copies, known)
     try:
         _judge(held)
         _balance(held, filed)
@@ -147,19 +146,13 @@ def _judge(held: _Partition) -> None:
         held.excused_rows = held.output.order.first_matched()
         held.output.order.forget()
         held.pending_found, held.uncertain = 0, False
-        held.copies_wanted.clear()
+        held.copies.gone.clear()
         held.cut.report.unprovable(f"{WHY_SOURCE_GONE} {held.output.topic}", held.excused_rows)
     for number in range(held.log.buckets):
         _judge_bucket(held, number, held.cut.report, held.books)
     if held.output is not None:
         report_displaced([held.output], held.cut.report)
-    for written in held.copies:
-        if written.bounds.start_deleted:
-            text = f"{written.topic} has lost its beginning"
-            held.cut.report.unprovable(text, held.copies_wanted.get(written.topic, 0))
-            continue
-        for row in written.order.displaced():
-            held.cut.report.violation("wrong_duplicate", written.place(row), NOT_EXPECTED)
+    held.copies.conclude()
 
 
 def _judge_bucket(held: _Partition, number: int, report: Report, books: Books) -> None:
@@ -168,9 +161,7 @@ def _judge_bucket(held: _Partition, number: int, report: Report, books: Books) -
     if held.output is not None:
         _excuse_deleted(held, task, report)
         _compare_output(held, task, held.output, held.output.bucket(number), report)
-    for written, expected in ((held.duplicates, task.duplicates), (held.conflicts, task.conflicts)):
-        if written is not None:
-            _compare_copies(held, task, (written, written.bucket(number)), expected, report)
+    held.copies.judge(number, [task], report)
     held.uncertain = held.uncertain or task.uncertain
 
 
@@ -178,9 +169,9 @@ def _compare_output(
     held: _Partition, task: TaskReplay, output: WrittenPartition, seen: list[Seen], report: Report
 ) -> None:
     forwarded = task.forwarded
-    found = matched([forwarded.expected], [[each.digest for each in seen]], from_end=not held.known)
+    found = matched([forwarded], [[each.digest for each in seen]], from_end=not held.known)
     # An optional record may stand for an equal one that is deleted, so it says nothing about order.
-    unsure: set[int] = set() if held.excused_rows is None else forwarded.expected.optional
+    unsure: set[int] = set() if held.excused_rows is None else forwarded.optional
     sure = ((at, wanted.row) for at, wanted in found.matched if wanted.row not in unsure)
     output.order.match([(seen[at.row].row, 0, forwarded.positions[row]) for at, row in sure])
     held.pending_found += sum(wanted.row in forwarded.pending for _, wanted in found.matched)
@@ -211,7 +202,7 @@ def _gone_position(held: _Partition, output: WrittenPartition) -> int:
     place, first = output.first_kept
     task = TaskReplay(held.plan, Books("", 0), Report("", "", "", 0), ((0, held.books.partition),))
     task.take(map(Row.of, held.log.bucket(place % held.log.buckets)))
-    wanted, kept = task.forwarded.expected.digests, output.bucket(place % held.log.buckets)
+    wanted, kept = task.forwarded.digests, output.bucket(place % held.log.buckets)
     equal = [row for row, each in enumerate(wanted) if each == first]
     # Records may be equal; of the expected ones the last are present.
     there = sum(seen.digest == first for seen in kept)
@@ -219,8 +210,8 @@ def _gone_position(held: _Partition, output: WrittenPartition) -> int:
 
 
 def _excuse_deleted(held: _Partition, task: TaskReplay, report: Report) -> None:
-    """Make records optional that precede the first one in the output, because they may have been deleted there."""
-    optional = task.forwarded.expected.optional
+    """Make records optional that precede the first one the output still holds: they may have been deleted there."""
+    optional = task.forwarded.optional
     early = (row for row, position in enumerate(task.forwarded.positions) if position < held.gone_position)
     fresh = set(early) - optional
     optional |= fresh
@@ -228,37 +219,16 @@ def _excuse_deleted(held: _Partition, task: TaskReplay, report: Report) -> None:
     report.unprovable(WHY_OUTPUT_GONE, len(fresh))
 
 
-def _copies(cut: Cut, partition: int, buckets: int) -> dict[str, WrittenPartition]:
-    """Return the duplicates and conflicts of a partition, which are written in order to the same partition number."""
-    found: dict[str, WrittenPartition] = {}
-    for name, topic in (("duplicates", cut.topology.duplicates), ("conflicts", cut.topology.conflicts)):
-        if topic is None or not cut.partitions[topic]:
-            continue
-        if cut.partitions[topic] < cut.partitions[cut.topology.source.topics[0]]:
-            bounds = cut.bounds[topic]
-            text = f"{topic} has fewer partitions than the source"
-            cut.report.unprovable(text, sum(each.high - each.low for each in bounds.values()) if not partition else 0)
-            continue
-        found[name] = cut.written(topic, partition, buckets, stamped=False)
-    return found
-
-
-def _compare_copies(
-    held: _Partition, task: TaskReplay, there: tuple[WrittenPartition, list[Seen]], expected: Expected, report: Report
-) -> None:
-    written, seen = there
-    held.copies_wanted[written.topic] = held.copies_wanted.get(written.topic, 0) + len(expected.digests)
-    if written.bounds.start_deleted:
-        return
-    extra = match_copies(written, [task], [expected], seen, report)
-    excused = 0 if held.known else written.order.first_matched()
-    for copy in extra:
-        if task.doubtful(copy.id, copy.time_ms, timed=not written.broker_time):
-            report.unprovable(WHY_FRONT)
-        elif copy.row >= excused:
-            report.violation("wrong_duplicate", written.place(copy.row), NOT_EXPECTED)
-        else:
-            report.unprovable(f"{WHY_SOURCE_GONE} {written.topic}")
+def _copies(cut: Cut, partition: int, buckets: int) -> Copies:
+    """Return the duplicates and conflicts of a partition: they are written in order, to the same partition number."""
+    whole: dict[str, list[int]] = {}
+    for topic in copy_topics(cut).values():
+        if cut.partitions[topic] >= cut.partitions[cut.topology.source.topics[0]]:
+            whole[topic] = [partition]
+        elif partition == 0:
+            held = sum(each.high - each.low for each in cut.bounds[topic].values())
+            cut.report.unprovable(f"{topic} has fewer partitions than the source", held)
+    return Copies.of(cut, buckets, whole)
 
 
 def _verify_compacted(cut: Cut, source: str) -> None:
@@ -284,7 +254,7 @@ def _verify_compacted(cut: Cut, source: str) -> None:
     for number in range(buckets):
         free = OrderFree(cut, written, (each.bucket(number) for each in written))
         for partition, offset, own, time_ms in judged.bucket(number):
-            free.must_be_somewhere(f"{source}/{partition} offset {offset}", own, time_ms, Source(0, partition, offset))
+            free.must_be_somewhere(own, time_ms, Source(0, partition, offset))
     judged.close()
     for each in written:
         each.close()
@@ -358,9 +328,7 @@ def report_leftovers(cut: Cut, side: SideTopic) -> None:
     for source, filed, again in side.left():
         place = side.place(filed)
         if again:
-            topic = cut.topology.source.topics[source.topic]
-            text = f"source record {topic}/{source.partition} offset {source.offset} is in it twice"
-            cut.report.violation("duplicated", place, text)
+            cut.report.violation("duplicated", place, f"source record {cut.place(source)} is in it twice")
         else:
             _report_leftover(cut, side, source, place)
     for partition, offset in side.strangers():
@@ -383,5 +351,4 @@ def _report_leftover(cut: Cut, side: SideTopic, source: Source, place: str) -> N
     if source.offset < cut.starts.get(source.partition, 0):
         cut.report.unprovable(WHY_BEFORE)
         return
-    text = f"names {topic}/{source.partition} offset {source.offset}, which is not a record of the source"
-    cut.report.violation("phantom", place, text)
+    cut.report.violation("phantom", place, f"names {cut.place(source)}, which is not a record of the source")

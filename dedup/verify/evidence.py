@@ -5,7 +5,6 @@ from __future__ import annotations
 import sqlite3
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from hashlib import blake2b
 from typing import Final, NamedTuple
 
 from dedup.core.extract import Extracted, Extractor
@@ -176,12 +175,6 @@ def parse_time_ms(content: bytes | None) -> int | None:
     if content is None or not content.removeprefix(b"-").isdigit():
         return None
     return int(content)
-
-
-def stand_in(value: bytes | None) -> bytes:
-    """Return the digest that is written in place of a value that is too large for the side topic."""
-    content = value or b""
-    return f"blake2b-256:{blake2b(content, digest_size=32).hexdigest()} of {len(content)} bytes".encode()
 
 
 def read_side_topic(

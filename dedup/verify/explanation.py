@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from tempfile import TemporaryDirectory
 from typing import Final
 
+from dedup.core.extract import Extracted
 from dedup.core.reference_model import ModelRecord, ModelVerdict, ReferenceModel
 from dedup.core.window import Source
 from dedup.settings import Settings
@@ -21,7 +22,8 @@ from dedup.verify.compare import digest
 from dedup.verify.cut import Cut, OnProgress, take_cut
 from dedup.verify.direct import WHY_COMPACTED, output_of, start_of
 from dedup.verify.evidence import FIRST_SOURCE_HEADER, extracted_of, forwarded_by_replay, header
-from dedup.verify.kafka_reader import KafkaReader
+from dedup.verify.findings import copy_topics
+from dedup.verify.kafka_reader import KafkaReader, RecordColumns
 from dedup.verify.log_scan import Log, LogScan, Row, forwarded_digest
 from dedup.verify.repartitioned import log_rows
 from dedup.verify.replay import WHY_CLAMPED, WHY_FRONT, Doubt
@@ -165,14 +167,12 @@ def _direct_rows(cut: Cut, source: str, partition: int) -> Iterator[Row]:
 def _judge(search: _Search, log: tuple[str, Iterator[Row]]) -> None:
     name, rows = log
     cut, found = search.cut, search.found
-    topics = cut.topology.source.topics
-    feeds = [(at, partition) for at, topic in enumerate(topics) for partition in range(cut.partitions[topic])]
-    model, doubt = ReferenceModel(cut.plan.rules, feeds), Doubt(cut.plan.rules)
+    model, doubt = ReferenceModel(cut.plan.rules, cut.feeds), Doubt(cut.plan.rules)
     for row in rows:
         if row.id not in search.keys:
             continue
         explained = ExplainedRecord(
-            _place(cut, Source(*row.source)), row.timestamp_ms, row.time_ms, row.after_ms, "pending"
+            cut.place(Source(*row.source)), row.timestamp_ms, row.time_ms, row.after_ms, "pending"
         )
         explained.log_place = f"{name} offset {row.position}" if name else None
         if not row.pending:
@@ -195,7 +195,7 @@ def _explain_verdict(cut: Cut, judges: tuple[ReferenceModel, Doubt], row: Row, e
     verdict: ModelVerdict = model.judge(record)
     explained.verdict, explained.reason, explained.conflict = verdict.kind, verdict.reason, verdict.conflict
     if verdict.of is not None:
-        explained.of, explained.of_ms = _place(cut, verdict.of.source), verdict.of.last_ms
+        explained.of, explained.of_ms = cut.place(verdict.of.source), verdict.of.last_ms
     unseen_ms, own = row.doubt_ms, row.id
     if unseen_ms is not None and own is not None and doubt.about(own, verdict.time_ms, row.after_ms, unseen_ms):
         explained.doubt = WHY_CLAMPED if row.doubt_by_clock else WHY_FRONT
@@ -212,30 +212,36 @@ def _explain_verdict(cut: Cut, judges: tuple[ReferenceModel, Doubt], row: Row, e
         explained.wrong = f"it is late, but not in {late.name}"
 
 
+def _records(search: _Search, topic: str) -> Iterator[tuple[int, RecordColumns, Extracted, int]]:
+    """Yield the records with the ID in a topic: partition, columns, what is extracted of them, and the row."""
+    cut = search.cut
+    for partition in range(cut.partitions[topic]):
+        bounds = cut.bounds[topic][partition]
+        for columns in cut.read(topic, partition, bounds.low, bounds.high):
+            extracted = extracted_of(cut.plan.extract, columns)
+            for row, own in enumerate(extracted.ids):
+                if own in search.keys:
+                    yield partition, columns, extracted, row
+
+
 def _find_uncarried(search: _Search) -> None:
     """List source records that are not yet or no longer in the repartition topic."""
     cut, found = search.cut, search.found
     known = {explained.place for explained in found.records}
     for position, topic in enumerate(cut.topology.source.topics):
-        for partition in range(cut.partitions[topic]):
-            bounds = cut.bounds[topic][partition]
-            committed = cut.committed[topic].get(partition, bounds.low)
-            for columns in cut.read(topic, partition, bounds.low, bounds.high):
-                extracted = extracted_of(cut.plan.extract, columns)
-                for row, offset in enumerate(columns.offsets):
-                    place = _place(cut, Source(position, partition, offset))
-                    if extracted.ids[row] not in search.keys or row in extracted.faults or place in known:
-                        continue
-                    if len(found.records) >= _MOST_LISTED:
-                        found.more += 1
-                        continue
-                    explained = ExplainedRecord(
-                        place, columns.timestamps_ms[row], extracted.times_ms[row], 0, "pending"
-                    )
-                    if offset < committed:
-                        explained.verdict = "purged"
-                        explained.doubt = "the repartition topic no longer holds it, so its verdict is not known"
-                    found.records.append(explained)
+        for partition, columns, extracted, row in _records(search, topic):
+            offset = columns.offsets[row]
+            place = cut.place(Source(position, partition, offset))
+            if row in extracted.faults or place in known:
+                continue
+            if len(found.records) >= _MOST_LISTED:
+                found.more += 1
+                continue
+            explained = ExplainedRecord(place, columns.timestamps_ms[row], extracted.times_ms[row], 0, "pending")
+            if offset < cut.committed[topic].get(partition, cut.bounds[topic][partition].low):
+                explained.verdict = "purged"
+                explained.doubt = "the repartition topic no longer holds it, so its verdict is not known"
+            found.records.append(explained)
 
 
 def _find_written(search: _Search) -> None:
@@ -254,9 +260,8 @@ def _find_written(search: _Search) -> None:
     if topology.output is not None:
         _match(search, topology.output.topic, wanted)
         _report_absent(search, topology.output.topic)
-    for topic in (topology.duplicates, topology.conflicts):
-        if topic is not None and cut.partitions[topic]:
-            _match(search, topic, by_source, copies=True)
+    for topic in copy_topics(cut).values():
+        _match(search, topic, by_source, copies=True)
 
 
 def _report_absent(search: _Search, output: str) -> None:
@@ -271,21 +276,14 @@ def _report_absent(search: _Search, output: str) -> None:
 
 
 def _match(search: _Search, topic: str, wanted: dict[bytes, list[ExplainedRecord]], *, copies: bool = False) -> None:
-    cut = search.cut
-    for partition in range(cut.partitions[topic]):
-        bounds = cut.bounds[topic][partition]
-        for columns in cut.read(topic, partition, bounds.low, bounds.high):
-            extracted = extracted_of(cut.plan.extract, columns)
-            for row, offset in enumerate(columns.offsets):
-                if extracted.ids[row] not in search.keys:
-                    continue
-                headers = columns.headers[row]
-                if not copies and forwarded_by_replay(headers, cut.topology.source.topics):
-                    continue
-                if copies and header(headers, FIRST_SOURCE_HEADER) is not None:
-                    headers = headers[:-2]
-                content = digest(columns.keys[row], condensed(columns.values[row]), headers, 0)
-                _went(search, f"{topic}/{partition} offset {offset}", wanted.get(content, []))
+    for partition, columns, _, row in _records(search, topic):
+        headers = columns.headers[row]
+        if not copies and forwarded_by_replay(headers, search.cut.topology.source.topics):
+            continue
+        if copies and header(headers, FIRST_SOURCE_HEADER) is not None:
+            headers = headers[:-2]
+        content = digest(columns.keys[row], condensed(columns.values[row]), headers, 0)
+        _went(search, f"{topic}/{partition} offset {columns.offsets[row]}", wanted.get(content, []))
 
 
 def _went(search: _Search, place: str, candidates: list[ExplainedRecord]) -> None:
@@ -303,9 +301,8 @@ def _went(search: _Search, place: str, candidates: list[ExplainedRecord]) -> Non
 def _find_sightings(search: _Search) -> None:
     """Find the ID's sightings in the changelog; the last record of a key counts."""
     cut, topic = search.cut, search.cut.topology.changelog_topic
-    count = cut.reader.partitions([topic])[topic]
     window = cut.topology.window
-    for partition, bounds in cut.reader.bounds(topic, range(count)).items():
+    for partition, bounds in cut.reader.bounds(topic).items():
         last: dict[bytes, tuple[int, bytes]] = {}
         stream_ms = 0
         for columns in cut.read(topic, partition, bounds.low, bounds.high):
@@ -319,7 +316,7 @@ def _find_sightings(search: _Search) -> None:
         for offset, value in last.values():
             for seen in decode_sightings(value):
                 live = seen.last_ms >= window.oldest_live_ms(stream_ms)
-                place, source = f"{topic}/{partition} offset {offset}", _place(cut, seen.source)
+                place, source = f"{topic}/{partition} offset {offset}", cut.place(seen.source)
                 until_ms = seen.last_ms + window.guard_ms
                 search.found.sightings.append(Kept(place, seen.first_ms, seen.last_ms, source, until_ms, live))
     search.found.sightings.sort(key=lambda kept: (kept.first_ms, kept.place))
@@ -328,7 +325,3 @@ def _find_sightings(search: _Search) -> None:
 def _state_key(key: bytes) -> bytes:
     parsed = parse_key(key)
     return parsed.state_key if isinstance(parsed, SightingKey) else b""
-
-
-def _place(cut: Cut, source: Source) -> str:
-    return f"{cut.topology.source.topics[source.topic]}/{source.partition} offset {source.offset}"

@@ -1,13 +1,14 @@
 """Turns differences into findings, for replayed tasks, for records without order, and for copies of duplicates.
 
-`explain` reports the result of a comparison of the output. `OrderFree` makes the checks that need no order: no ID
-occurs twice within a guard period, and the ID of each judged record occurs somewhere. `Copies` checks the duplicates
-and conflicts topics of a topology with a repartition topic.
+`explain` reports what a comparison found in the output. `OrderFree` makes the checks that need no order: no ID twice
+within a guard period, and for each judged record its ID is somewhere. `Copies` checks the duplicates and conflicts
+topics.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Final, Literal
@@ -15,13 +16,14 @@ from typing import Final, Literal
 from dedup.core.window import Source
 from dedup.verify.compare import Comparison, Expected, Place, matched
 from dedup.verify.cut import WHY_OPEN, Cut, Seen, WrittenPartition
-from dedup.verify.replay import WHY_CLAMPED, TaskReplay
+from dedup.verify.replay import WHY_CLAMPED, WHY_FRONT, TaskReplay
 from dedup.verify.report import Report
 
 Kind = Literal["duplicates", "conflicts"]
 
 NOT_EXPECTED: Final = "not the record that the model expects here"
 WHY_NO_TIMES: Final = "the output keeps no event times, so the distance between two records of one ID is not known"
+WHY_SOURCE_GONE: Final = "the source has lost its beginning, which held the originals of records in"
 WHY_OUTPUT_GONE: Final = "the output has lost its beginning"
 WHY_PURGED_COPIES: Final = "copies, in the duplicates or conflicts topic, of records purged from the repartition topic"
 
@@ -83,34 +85,6 @@ def _absent_by_id(comparison: Comparison, tasks: Sequence[TaskReplay]) -> dict[b
     return absent
 
 
-def match_copies(
-    written: WrittenPartition,
-    tasks: Sequence[TaskReplay],
-    expected: Sequence[Expected],
-    seen: Sequence[Seen],
-    report: Report,
-) -> list[Seen]:
-    """Report the copies of duplicates that a bucket lacks, record the order of the others, and return excess copies.
-
-    ``expected`` contains, for each task that writes to this partition, the copies that it had to write there.
-    """
-    found = matched(expected, [[each.digest for each in seen]])
-    written.order.match(
-        [
-            (seen[at.row].row, tasks[task].books.partition, expected[task].positions[row])
-            for at, (task, row) in found.matched
-        ]
-    )
-    if written.truncated:
-        report.unprovable(WHY_OPEN, len(found.missing))
-        found.missing.clear()
-    for task, row in found.missing:
-        books = tasks[task].books
-        place = f"{books.topic}/{books.partition} offset {expected[task].positions[row]}"
-        report.violation("wrong_duplicate", place, f"a duplicate: it is not in {written.topic}, or changed there")
-    return [seen[extra.row] for extra in found.extra]
-
-
 class OrderFree:
     """The output of one bucket by tracking ID; IDs that were forwarded twice are reported at once."""
 
@@ -133,9 +107,9 @@ class OrderFree:
         else:
             self._report_too_near()
 
-    def must_be_somewhere(self, place: str, tracking_id: bytes, time_ms: int, source: Source) -> None:
-        """Report a judged record as lost unless it was forwarded, is late, or repeats a forwarded record."""
-        late = self._cut.plan.late
+    def must_be_somewhere(self, tracking_id: bytes, time_ms: int, source: Source) -> None:
+        """Report a judged record as lost unless it was forwarded, is late, or repeats one that was forwarded."""
+        late, place = self._cut.plan.late, self._cut.place(source)
         if late is not None and late.take([source]):
             return
         if not self._forwards:
@@ -178,54 +152,75 @@ class OrderFree:
 
 @dataclass(slots=True)
 class Copies:
-    """The duplicates and conflicts topics of a topology with a repartition topic, by partition.
+    """The duplicates and conflicts topics, by partition.
 
     A task writes its copies in the order of its log, to the partition with its own number modulo the topic's number of
     partitions. A partition is therefore compared with the tasks that write to it, for every kind of tracking ID.
     """
 
     cut: Cut
-    written: dict[Kind, list[WrittenPartition]]
-    purged: Collection[int]
+    written: list[tuple[Kind, WrittenPartition]]
+    purged: Collection[int] = ()
     """Partitions of the repartition topic that are not replayed."""
-    gone: dict[str, int] = field(default_factory=dict)
-    """Maps each topic that has lost its beginning to the number of copies that it should have received."""
+    known: bool = True
+    """Nothing before the first record of the log was judged."""
+    gone: Counter[str] = field(default_factory=Counter)
+    """Topic that has lost its beginning -> copies that it should have received."""
 
     @classmethod
-    def of(cls, cut: Cut, buckets: int, purged: Collection[int]) -> Copies:
-        """Read the topics; one that does not exist is skipped, because nothing can have been written to it."""
-        found: dict[Kind, list[WrittenPartition]] = {}
-        named: tuple[tuple[Kind, str | None], ...] = (
-            ("duplicates", cut.topology.duplicates),
-            ("conflicts", cut.topology.conflicts),
+    def of(cls, cut: Cut, buckets: int, partitions: Mapping[str, Iterable[int]]) -> Copies:
+        """Read these partitions of the topics."""
+        written = [
+            (kind, cut.written(topic, number, buckets, stamped=False))
+            for kind, topic in copy_topics(cut).items()
+            for number in partitions.get(topic, ())
+        ]
+        return cls(cut, written)
+
+    def judge(self, number: int, tasks: Sequence[TaskReplay], report: Report) -> None:
+        """Compare the copies of one bucket with what the tasks had to write."""
+        for kind, written in self.written:
+            own = [task for task in tasks if self._write_to(written, task.books.partition)]
+            expected = [task.duplicates if kind == "duplicates" else task.conflicts for task in own]
+            if written.bounds.start_deleted:
+                self.gone[written.topic] += sum(len(each.digests) - len(each.optional) for each in expected)
+            else:
+                self._compare(written, own, expected, written.bucket(number), report)
+
+    def _write_to(self, written: WrittenPartition, task: int) -> bool:
+        return task % self.cut.partitions[written.topic] == written.partition
+
+    def _compare(
+        self,
+        written: WrittenPartition,
+        tasks: Sequence[TaskReplay],
+        expected: Sequence[Expected],
+        seen: Sequence[Seen],
+        report: Report,
+    ) -> None:
+        found = matched(expected, [[each.digest for each in seen]])
+        written.order.match(
+            [
+                (seen[at.row].row, tasks[task].books.partition, expected[task].positions[row])
+                for at, (task, row) in found.matched
+            ]
         )
-        for kind, topic in named:
-            if topic is not None and cut.partitions[topic]:
-                numbers = range(cut.partitions[topic])
-                found[kind] = [cut.written(topic, number, buckets, stamped=False) for number in numbers]
-        return cls(cut, found, purged)
-
-    def judge(self, number: int, tasks: Sequence[TaskReplay]) -> None:
-        """Compare the copies of one bucket with those that the tasks of the repartition topic had to write."""
-        for kind, parts in self.written.items():
-            for written in parts:
-                own = [task for task in tasks if task.books.partition % len(parts) == written.partition]
-                self._compare(kind, written, own, written.bucket(number))
-
-    def _compare(self, kind: Kind, written: WrittenPartition, tasks: Sequence[TaskReplay], seen: list[Seen]) -> None:
-        expected = [task.duplicates if kind == "duplicates" else task.conflicts for task in tasks]
-        report = self.cut.report
-        if written.bounds.start_deleted:
-            wanted = sum(len(each.digests) - len(each.optional) for each in expected)
-            self.gone[written.topic] = self.gone.get(written.topic, 0) + wanted
-            return
-        extra = match_copies(written, tasks, expected, seen, report)
-        from_purged = any(number % len(self.written[kind]) == written.partition for number in self.purged)
-        for copy in extra:
+        if written.truncated:
+            report.unprovable(WHY_OPEN, len(found.missing))
+            found.missing.clear()
+        for task, row in found.missing:
+            books = tasks[task].books
+            place = f"{books.topic}/{books.partition} offset {expected[task].positions[row]}"
+            report.violation("wrong_duplicate", place, f"a duplicate: it is not in {written.topic}, or changed there")
+        from_purged = any(self._write_to(written, number) for number in self.purged)
+        excused = 0 if self.known else written.order.first_matched()
+        for copy in (seen[extra.row] for extra in found.extra):
             if from_purged:
                 report.unprovable(WHY_PURGED_COPIES)
             elif any(task.doubtful(copy.id, copy.time_ms, timed=not written.broker_time) for task in tasks):
-                report.unprovable(WHY_CLAMPED)
+                report.unprovable(WHY_CLAMPED if self.known else WHY_FRONT)
+            elif copy.row < excused:
+                report.unprovable(f"{WHY_SOURCE_GONE} {written.topic}")
             else:
                 report.violation("wrong_duplicate", written.place(copy.row), NOT_EXPECTED)
 
@@ -233,10 +228,15 @@ class Copies:
         """Report copies that passed others of their task or may have been deleted, and delete the files."""
         for topic, number in self.gone.items():
             self.cut.report.unprovable(f"{topic} has lost its beginning", number)
-        for parts in self.written.values():
-            for written in parts:
-                if not written.bounds.start_deleted:
-                    for row in written.order.displaced():
-                        text = "passed a copy that came before it"
-                        self.cut.report.violation("wrong_duplicate", written.place(row), text)
-                written.close()
+        for _, written in self.written:
+            if not written.bounds.start_deleted:
+                for row in written.order.displaced():
+                    text = "passed a copy that came before it"
+                    self.cut.report.violation("wrong_duplicate", written.place(row), text)
+            written.close()
+
+
+def copy_topics(cut: Cut) -> dict[Kind, str]:
+    """Return the duplicates and conflicts topics; nothing can have been written to one that does not exist."""
+    named: dict[Kind, str | None] = {"duplicates": cut.topology.duplicates, "conflicts": cut.topology.conflicts}
+    return {kind: topic for kind, topic in named.items() if topic is not None and cut.partitions[topic]}

@@ -168,10 +168,11 @@ class KafkaReader:
         return {topic: len(known[topic].partitions) if topic in known else 0 for topic in topics}
 
     def bounds(
-        self, topic: str, partitions: Iterable[int], since: Mapping[int, int] | None = None
+        self, topic: str, partitions: Iterable[int] | None = None, since: Mapping[int, int] | None = None
     ) -> dict[int, Bounds]:
-        """Return the current bounds of each partition; partitions in ``since`` begin no earlier than that offset."""
-        places = [TopicPartition(topic, partition) for partition in partitions]
+        """Return the current bounds of these partitions, or all; those in ``since`` begin at that offset at least."""
+        wanted = range(self.partitions([topic])[topic]) if partitions is None else partitions
+        places = [TopicPartition(topic, partition) for partition in wanted]
         if not places:
             return {}
         low = self._list_offsets(dict.fromkeys(places, OffsetSpec.earliest()))  # type: ignore[no-untyped-call, arg-type]

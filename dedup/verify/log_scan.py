@@ -56,6 +56,10 @@ class Plan:
     duplicates: bool = False
     conflicts: bool = False
 
+    def place(self, source: Source) -> str:
+        """Return a source position, as reports show it."""
+        return f"{self.topics[source.topic]}/{source.partition} offset {source.offset}"
+
 
 @dataclass(slots=True)
 class Log:

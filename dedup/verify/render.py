@@ -15,7 +15,9 @@ from dedup.verify.report import MEANINGS, VERDICTS, Books, Report, Timeline
 _SHOWN_ON_THE_TERMINAL: Final = 20
 _COLOURS: Final = ("#2a78d6", "#eda100", "#1baf7a", "#e34948")
 _EXEMPT_COLOUR: Final = "#8a63d2"
-_WIDTH, _HEIGHT, _LEFT, _BOTTOM = 960, 240, 56, 28
+WIDTH, LEFT = 960, 64
+"""Of a plot, and of its labels at the left."""
+_HEIGHT, _BOTTOM = 240, 28
 _BAR, _NAMES, _NAME_CHARACTERS, _MOST_BARS = 20, 240, 34, 48
 _COLUMNS: Final = ("read", "unique", "exempt", "duplicates", "late", "dead_letters", "pending", "not_provable")
 _ONLY_IF_ANY: Final = frozenset({"exempt", "pending", "not_provable"})
@@ -70,13 +72,14 @@ def to_html(report: Report, command: str = "dedup verify") -> str:
     """Return the report of a command as one self-contained HTML page."""
     when = datetime.fromtimestamp(report.started_at_ms / 1000, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
     facts = f"{report.read:,} records judged · {report.method} · {report.cluster} · {when} · {report.seconds:.1f} s"
+    exempt = any(each.exempt for each in report.books)
     parts = [
         f"<h1>{escape(report.topology)}</h1>",
         f"<p class='line{'' if report.passed else ' bad'}'>{escape(report.closing_line())}</p>",
         f"<p class=soft>{escape(facts)}</p>",
         "".join(f"<p class=loud>{escape(sentence)}</p>" for sentence in report.blind_spots()),
         "<h2>Verdicts over event time</h2>",
-        _legend(report.books),
+        legend({name.replace("_", " "): colour for name, colour in _OUTCOMES.items() if name != "exempt" or exempt}),
         _plot(report.timeline),
         "<h2>Books</h2>",
         _bars(report.books),
@@ -110,7 +113,7 @@ def _bars(books: Sequence[Books]) -> str:
         rects = ""
         for outcome, number in numbers.items():
             colour = _OUTCOMES[outcome]
-            wide = number / most * (_WIDTH - _NAMES)
+            wide = number / most * (WIDTH - _NAMES)
             rects += f"<rect x='{left:.2f}' y='{y + 3}' width='{wide:.2f}' height='{_BAR - 6}' fill='{colour}'/>"
             left += wide
         wrong = "" if each.balanced else " style='fill:var(--bad)'"
@@ -119,7 +122,7 @@ def _bars(books: Sequence[Books]) -> str:
         rows.append(f"<g><title>{escape(f'{each.topic}/{each.partition}: {text}')}</title>{name}{rects}</g>")
     hidden = sum(1 for each in books if each.read) - len(shown)
     rest = f"<p class=soft>{hidden} more partitions are in the table.</p>" if hidden else ""
-    return f"<svg viewBox='0 0 {_WIDTH} {height}' role=img aria-label='Books'>{''.join(rows)}</svg>{rest}"
+    return f"<svg viewBox='0 0 {WIDTH} {height}' role=img aria-label='Books'>{''.join(rows)}</svg>{rest}"
 
 
 def _numbers(books: Books) -> list[int]:
@@ -130,10 +133,41 @@ def _as_text(numbers: Mapping[str, int]) -> str:
     return ", ".join(f"{name.replace('_', ' ')} {number:,}" for name, number in numbers.items() if number)
 
 
-def _legend(books: Sequence[Books]) -> str:
-    shown = [*VERDICTS, *(["exempt"] if any(each.exempt for each in books) else [])]
-    keys = (f"<span class=key style='background:{_OUTCOMES[name]}'></span>{name.replace('_', ' ')}" for name in shown)
+def legend(colours: Mapping[str, str]) -> str:
+    """Return a line with the name of each color."""
+    keys = (f"<span class=key style='background:{colour}'></span>{escape(name)}" for name, colour in colours.items())
     return f"<p class=soft>{''.join(keys)}</p>"
+
+
+def plot(label: str, marks: str, height: int, most: float, span: tuple[str, str]) -> str:
+    """Return an SVG with marks above a time axis; ``most``: the greatest value, ``span``: the times at its ends."""
+    floor = height - _BOTTOM
+    return (
+        f"<svg viewBox='0 0 {WIDTH} {height}' role=img aria-label='{label}'>{marks}"
+        f"<line x1='{LEFT}' x2='{WIDTH}' y1='{floor}' y2='{floor}' stroke='currentColor' opacity='.3'/>"
+        f"<text x='{LEFT - 6}' y='18' text-anchor='end'>{most:,.0f}</text>"
+        f"<text x='{LEFT - 6}' y='{floor}' text-anchor='end'>0</text>"
+        f"<text x='{LEFT}' y='{height - 8}'>{span[0]}</text>"
+        f"<text x='{WIDTH}' y='{height - 8}' text-anchor='end'>{span[1]}</text></svg>"
+    )
+
+
+def scale(span: float, most: float, height: int) -> tuple[float, float, int]:
+    """Return a plot's pixels per unit of its axis and of its values, and the y of its axis."""
+    floor = height - _BOTTOM
+    return (WIDTH - LEFT) / span, (floor - 10) / most, floor
+
+
+def html_table(rows: Iterable[Sequence[str | int]], head: Sequence[str] = ()) -> str:
+    """Return a table that scrolls where it is too wide; what is wrong is red."""
+    lines = ["".join(f"<th>{name}</th>" for name in head), *("".join(map(_cell, row)) for row in rows)]
+    return f"<div class=scroll><table>{''.join(f'<tr>{line}</tr>' for line in lines if line)}</table></div>"
+
+
+def _cell(value: str | int) -> str:
+    if isinstance(value, int):
+        return f"<td>{value:,}</td>"
+    return f"<td class='text{' bad' if value in {'no', 'BROKEN'} else ''}'>{escape(value)}</td>"
 
 
 def _plot(timeline: Timeline) -> str:
@@ -147,12 +181,10 @@ def _plot(timeline: Timeline) -> str:
     first, last = min(timeline.counts), max(timeline.counts)
     steps = (last - first) // timeline.step_ms + 1
     most = max(map(sum, timeline.counts.values()))
-    wide = (_WIDTH - _LEFT) / steps
-    high = (_HEIGHT - _BOTTOM - 10) / most
+    wide, high, floor = scale(steps, most, _HEIGHT)
     bars = []
     for start, counts in sorted(timeline.counts.items()):
-        left = _LEFT + (start - first) // timeline.step_ms * wide
-        base = float(_HEIGHT - _BOTTOM)
+        left, base = LEFT + (start - first) // timeline.step_ms * wide, float(floor)
         title = _as_text(dict(zip(VERDICTS, counts, strict=True)))
         rects = ""
         for number, colour in zip(counts, _COLOURS, strict=True):
@@ -163,15 +195,9 @@ def _plot(timeline: Timeline) -> str:
                     f"height='{number * high:.2f}' fill='{colour}'/>"
                 )
         bars.append(f"<g><title>{_time(start)}: {title}</title>{rects}</g>")
-    return (
-        f"<svg viewBox='0 0 {_WIDTH} {_HEIGHT}' role=img aria-label='Verdicts over event time'>{''.join(bars)}"
-        f"<line x1='{_LEFT}' x2='{_WIDTH}' y1='{_HEIGHT - _BOTTOM}' y2='{_HEIGHT - _BOTTOM}' stroke='currentColor' "
-        f"opacity='.3'/><text x='{_LEFT - 6}' y='18' text-anchor='end'>{most:,}</text>"
-        f"<text x='{_LEFT - 6}' y='{_HEIGHT - _BOTTOM}' text-anchor='end'>0</text>"
-        f"<text x='{_LEFT}' y='{_HEIGHT - 8}'>{_time(first)}</text>"
-        f"<text x='{_WIDTH}' y='{_HEIGHT - 8}' text-anchor='end'>{_time(last + timeline.step_ms)}</text></svg>"
-        f"<p class=soft>One bar is {timeline.step_ms / 1000:,.0f} s of event time.</p>{undated}"
-    )
+    span = (_time(first), _time(last + timeline.step_ms))
+    drawn = plot("Verdicts over event time", "".join(bars), _HEIGHT, most, span)
+    return f"{drawn}<p class=soft>One bar is {timeline.step_ms / 1000:,.0f} s of event time.</p>{undated}"
 
 
 def _time(time_ms: int) -> str:
@@ -183,37 +209,22 @@ def _time(time_ms: int) -> str:
 
 
 def _books(report: Report) -> str:
-    head = "".join(f"<th>{name.replace('_', ' ')}</th>" for name in _COLUMNS)
-    rows = "".join(
-        f"<tr><td>{escape(books.topic)}/{books.partition}</td>"
-        + "".join(f"<td>{number:,}</td>" for number in _numbers(books))
-        + ("<td>yes</td></tr>" if books.balanced else "<td class=bad>no</td></tr>")
+    rows = (
+        (f"{books.topic}/{books.partition}", *_numbers(books), "yes" if books.balanced else "no")
         for books in report.books
     )
-    table = f"<table><tr><th>partition</th>{head}<th>balanced</th></tr>{rows}</table>"
-    return f"<div class=scroll>{table}</div>"
+    return html_table(rows, ("partition", *(name.replace("_", " ") for name in _COLUMNS), "balanced"))
 
 
 def _violations(report: Report) -> str:
     if report.passed:
         return ""
-    found = "".join(
-        f"<tr><td>{kind}</td><td>{number:,}</td><td class=text>{escape(MEANINGS[kind])}</td></tr>"
-        for kind, number in report.counts.items()
-        if number
-    )
-    samples = "".join(
-        f"<tr><td>{each.kind}</td><td class=text>{escape(each.place)}</td><td class=text>{escape(each.text)}</td></tr>"
-        for each in report.samples
-    )
-    return f"<h2>Violations</h2><table>{found}</table><div class=scroll><table>{samples}</table></div>"
+    found = html_table((kind, number, MEANINGS[kind]) for kind, number in report.counts.items() if number)
+    return f"<h2>Violations</h2>{found}{html_table((each.kind, each.place, each.text) for each in report.samples)}"
 
 
 def _not_provable(report: Report) -> str:
     if not report.not_provable:
         return ""
-    rows = "".join(
-        f"<tr><td>{number:,}</td><td class=text>{escape(reason)}</td></tr>"
-        for reason, number in report.not_provable.items()
-    )
-    return f"<h2>Not provable</h2><p class=soft>Neither passed nor failed.</p><table>{rows}</table>"
+    rows = html_table((number, reason) for reason, number in report.not_provable.items())
+    return f"<h2>Not provable</h2><p class=soft>Neither passed nor failed.</p>{rows}"

@@ -25,7 +25,15 @@ from dedup.verify.evidence import (
     parse_source,
     parse_time_ms,
 )
-from dedup.verify.findings import WHY_OUTPUT_GONE, Copies, OrderFree, explain, report_displaced, report_lost
+from dedup.verify.findings import (
+    WHY_OUTPUT_GONE,
+    Copies,
+    OrderFree,
+    copy_topics,
+    explain,
+    report_displaced,
+    report_lost,
+)
 from dedup.verify.kafka_reader import RecordColumns
 from dedup.verify.log_scan import Log, LogScan, Row
 from dedup.verify.replay import TaskReplay
@@ -67,7 +75,6 @@ def verify_repartitioned(cut: Cut) -> None:
     """Replay the records in the repartition topic, compare the output, and account for every source record."""
     log = cut.topology.repartition_topic
     sources = cut.topology.source.topics
-    feeds = [(at, partition) for at, topic in enumerate(sources) for partition in range(cut.partitions[topic])]
     total = sum(bounds.high - bounds.low for topic in (log, *sources) for bounds in cut.bounds[topic].values())
     buckets = buckets_for(total)
     written = _outputs(cut, buckets)
@@ -75,9 +82,10 @@ def verify_repartitioned(cut: Cut) -> None:
     cut.plan = replace(cut.plan, output_stamped=stamped)
     gone = {partition for partition, bounds in cut.bounds[log].items() if bounds.start_deleted}
     purged = bool(gone)
-    copies = Copies.of(cut, buckets, gone)
+    copies = Copies.of(cut, buckets, {topic: range(cut.partitions[topic]) for topic in copy_topics(cut).values()})
+    copies.purged = gone
     without_id = (Books("past the repartition topic", 0), cut.spill(buckets))
-    step = _Step(feeds, [], without_id, cut.spill(buckets), cut.spill(buckets), purged, {}, {}, cut.spill(1))
+    step = _Step(cut.feeds, [], without_id, cut.spill(buckets), cut.spill(buckets), purged, {}, {}, cut.spill(1))
     for partition in range(cut.partitions[log]):
         # One of several feeds may be far ahead of stream time, so purged records may have had any event time.
         if not cut.bounds[log][partition].start_deleted:
@@ -144,11 +152,10 @@ def _read_log(cut: Cut, step: _Step, log: str, partition: int, buckets: int) -> 
 
 def log_rows(cut: Cut, partition: int) -> Iterator[Row]:
     """Yield the records of a partition of the repartition topic up to its current end, as they were in the source."""
-    log, topics = cut.topology.repartition_topic, cut.topology.source.topics
-    feeds = [(at, number) for at, topic in enumerate(topics) for number in range(cut.partitions[topic])]
+    log = cut.topology.repartition_topic
     bounds = cut.bounds[log][partition]
     committed = cut.committed[log].get(partition, bounds.low)
-    scan = LogScan(cut.plan, feeds, from_start=not bounds.start_deleted)
+    scan = LogScan(cut.plan, cut.feeds, from_start=not bounds.start_deleted)
     high = cut.reader.bounds(log, [partition])[partition].high
     for begin, end, pending in ((bounds.low, committed, False), (committed, high, True)):
         for columns in cut.read(log, partition, begin, end):
@@ -240,16 +247,13 @@ def _read_source(cut: Cut, step: _Step, feed: Feed, columns: RecordColumns, scan
 def _account(cut: Cut, step: _Step, number: int, absent: Spill) -> None:
     """Check that each source record of a bucket is in the repartition topic once and unchanged, or has no ID."""
     held: dict[Source, bytes] = {}
-    names = cut.topology.source.topics
     for topic, partition, offset, content in step.carried.bucket(number):
         source = Source(topic, partition, offset)
         if source in held:
-            place = f"{names[topic]}/{partition} offset {offset}"
-            cut.report.violation("duplicated", place, "it is in the repartition topic twice")
+            cut.report.violation("duplicated", cut.place(source), "it is in the repartition topic twice")
         held[source] = content
     for topic, partition, offset, content, own, time_ms, faulty in step.judged.bucket(number):
         source = Source(topic, partition, offset)
-        place = f"{names[topic]}/{partition} offset {offset}"
         there = held.pop(source, None)
         if there is None:
             if faulty is not None:
@@ -257,11 +261,11 @@ def _account(cut: Cut, step: _Step, number: int, absent: Spill) -> None:
             elif cut.plan.dead_letters.take([source]):
                 cut.report.unprovable("dead letters of the repartition step")
             elif not step.purged:
-                cut.report.violation("lost", place, f"not in {cut.topology.repartition_topic}")
+                cut.report.violation("lost", cut.place(source), f"not in {cut.topology.repartition_topic}")
             else:
                 absent.add(place_of(own, None, None), (*source, own, time_ms))
         elif there != content:
-            cut.report.violation("changed", place, "its content in the repartition topic is different")
+            cut.report.violation("changed", cut.place(source), "its content in the repartition topic is different")
     for source in held:
         _report_unsent(cut, step, source)
 
@@ -276,7 +280,7 @@ def _report_unsent(cut: Cut, step: _Step, source: Source) -> None:
         cut.report.unprovable(WHY_COMPACTED)
         return
     text = f"it is in {cut.topology.repartition_topic}, but not in the source"
-    cut.report.violation("phantom", f"{topic}/{source.partition} offset {source.offset}", text)
+    cut.report.violation("phantom", cut.place(source), text)
 
 
 def _judge(cut: Cut, step: _Step, there: tuple[list[WrittenPartition], Copies], number: int, absent: Spill) -> None:
@@ -288,17 +292,17 @@ def _judge(cut: Cut, step: _Step, there: tuple[list[WrittenPartition], Copies], 
         task = TaskReplay(cut.plan, books, cut.report, step.feeds)
         task.take(_checked_owner(cut, books, map(Row.of, spill.bucket(number)), owners))
         tasks.append(task)
-    copies.judge(number, tasks[: len(step.logs)])
+    copies.judge(number, tasks[: len(step.logs)], cut.report)
     seen = [each.bucket(number) for each in written]
     if step.purged:
         free = OrderFree(cut, written, seen)
         for topic, partition, offset, own, time_ms in absent.bucket(number):
             source = Source(topic, partition, offset)
-            free.must_be_somewhere(tasks[0].place(source), own, time_ms, source)
+            free.must_be_somewhere(own, time_ms, source)
             cut.report.unprovable(WHY_PURGED)
     if cut.topology.output is None:
         return
-    found = matched([task.forwarded.expected for task in tasks], [[each.digest for each in own] for own in seen])
+    found = matched([task.forwarded for task in tasks], [[each.digest for each in own] for own in seen])
     for at, each in enumerate(written):
         pairs = [(there.row, wanted) for there, wanted in found.matched if there.sequence == at]
         each.order.match([(seen[at][row].row, *_track(step, tasks, wanted)) for row, wanted in pairs])
@@ -328,14 +332,13 @@ def _report_unseen(cut: Cut, step: _Step, written: list[WrittenPartition]) -> No
     for task in range(len(step.logs)):
         firsts = [each.order.first_position(task) for each in written if each.bounds.start_deleted]
         gone[task] = max((_AFTER_ALL if first is None else first for first in firsts), default=0)
-    names = cut.topology.source.topics
-    for task, position, topic, partition, offset in step.unseen.bucket(0):
+    for task, position, *source in step.unseen.bucket(0):
         if truncated or position < gone.get(task, _AFTER_ALL):
             books, _ = step.logs[task] if task in gone else step.without_id
             books.not_provable += 1
             cut.report.unprovable(WHY_OPEN if truncated else WHY_OUTPUT_GONE)
         else:
-            report_lost(written, f"{names[topic]}/{partition} offset {offset}", cut.report)
+            report_lost(written, cut.place(Source(*source)), cut.report)
 
 
 def _checked_owner(cut: Cut, books: Books, rows: Iterator[Row], owners: dict[bytes, int]) -> Iterator[Row]:

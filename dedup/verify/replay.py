@@ -30,14 +30,11 @@ WHY_SIDE_GONE: Final = "the late or dead-letter topic has lost its beginning, or
 
 
 @dataclass(slots=True)
-class Forwarded:
-    """The expected records of the output, row by row."""
+class Forwarded(Expected):
+    """What must be in the output, row by row."""
 
-    expected: Expected = field(default_factory=Expected)
     ids: list[bytes | None] = field(default_factory=list)
     sources: list[Source] = field(default_factory=list)
-    positions: list[int] = field(default_factory=list)
-    """Their positions in the task's log."""
     pending: set[int] = field(default_factory=set)
     """Rows beyond the committed offset."""
 
@@ -109,8 +106,8 @@ class TaskReplay:
         self._forget_at[tracking_id] = max(_MANY_SIGHTINGS, 2 * len(known))
 
     def place(self, source: Source) -> str:
-        """Return a source position as shown in reports."""
-        return f"{self._plan.topics[source.topic]}/{source.partition} offset {source.offset}"
+        """Return a source position, as reports show it."""
+        return self._plan.place(source)
 
     def doubtful(self, tracking_id: bytes | None, time_ms: int, *, timed: bool) -> bool:
         """Whether the verdict on a record with an ID was in doubt; if not ``timed``, on any record with the ID."""
@@ -200,11 +197,11 @@ class TaskReplay:
         """Expect a record in the output; ``why`` is the verdict that its header must contain."""
         forwarded = self.forwarded
         if not certain:
-            forwarded.expected.optional.add(len(forwarded.ids))
+            forwarded.optional.add(len(forwarded.ids))
             self.uncertain = self.uncertain or not self._pending
         if self._pending:
             forwarded.pending.add(len(forwarded.ids))
-        forwarded.expected.digests.append(forwarded_digest(self._plan, row, why))
+        forwarded.digests.append(forwarded_digest(self._plan, row, why))
         forwarded.ids.append(row.id)
         forwarded.sources.append(Source(*row.source))
         forwarded.positions.append(row.position)

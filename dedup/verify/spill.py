@@ -48,7 +48,12 @@ def stand_in_of(value: bytes | None) -> bytes:
     if value is not None and value.startswith(b"#"):
         length, _, digest = value[1:].partition(b" ")
         return b"blake2b-256:%b of %b bytes" % (digest.hex().encode(), length)
-    content = b"" if value is None else value[1:]
+    return stand_in(None if value is None else value[1:])
+
+
+def stand_in(value: bytes | None) -> bytes:
+    """Return what is written in place of a value that is too large for the side topic."""
+    content = value or b""
     return f"blake2b-256:{blake2b(content, digest_size=32).hexdigest()} of {len(content)} bytes".encode()
 
 

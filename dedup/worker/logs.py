@@ -5,10 +5,13 @@ A JSON object contains the task, topic, and partition of its message, which are 
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import sys
+import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Final
 
@@ -18,6 +21,7 @@ from dedup.worker.task import TaskId
 if TYPE_CHECKING:
     from dedup.settings import Settings
 
+log: Final = logging.getLogger(__name__)
 NOISY: Final = (
     "aiokafka",
     "faust",
@@ -27,7 +31,11 @@ NOISY: Final = (
     "dedup.worker.app",
     "dedup.worker.transport",
 )
-"""Loggers that always have the level WARNING, because aiokafka prints record values at the debug level."""
+"""Logged from WARNING on, whatever the level: aiokafka's debug level prints record values."""
+REPEATED_EVERY_S: Final = 60.0
+"""Interval at which a failure that goes on is logged again."""
+OVER_AFTER_S: Final = 5.0
+"""A client retries several times a second, so a failure that has not come for this long is over."""
 
 
 class JsonFormatter(logging.Formatter):
@@ -67,6 +75,62 @@ def _about(record: logging.LogRecord) -> Iterator[tuple[str, object]]:
                 pass
 
 
+@dataclass(slots=True)
+class _Outage:
+    """A failure that goes on; times are those of its log records, in seconds."""
+
+    said_s: float
+    last_s: float
+    unsaid: int = 0
+    """How often it came without being logged."""
+
+
+class Outages(logging.Filter):
+    """Has aiokafka say that a broker is away when it goes away and once a minute, and says when that is over.
+
+    aiokafka logs each failed attempt to reach a node, some 20 a second, and nothing when one succeeds.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._outages: Final[dict[str, _Outage]] = {}
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Tell whether to log a record: not if the same failure was logged within the last minute."""
+        if not record.msg.startswith("Unable "):
+            return True
+        failure = _failure(record)
+        outage = self._outages.get(failure)
+        if outage is None:
+            self._outages[failure] = _Outage(record.created, record.created)
+            self._look_later(failure)
+            return True
+        outage.last_s = record.created
+        if record.created - outage.said_s < REPEATED_EVERY_S:
+            outage.unsaid += 1
+            return False
+        record.msg += f" ({outage.unsaid} more times in the last {record.created - outage.said_s:.0f} s)"
+        outage.said_s, outage.unsaid = record.created, 0
+        return True
+
+    def look(self, failure: str, now_s: float) -> None:
+        """Log that a failure is over if it has not come for some seconds."""
+        outage = self._outages[failure]
+        if now_s - outage.last_s < OVER_AFTER_S:
+            self._look_later(failure)
+            return
+        del self._outages[failure]
+        log.warning("over: %s; it came %d more times", failure, outage.unsaid)
+
+    def _look_later(self, failure: str) -> None:
+        asyncio.get_running_loop().call_later(OVER_AFTER_S, lambda: self.look(failure, time.time()))
+
+
+def _failure(record: logging.LogRecord) -> str:
+    """Return what failed and where, without the error after the colon or the nodes in random order."""
+    return record.getMessage().partition(": ")[0].partition(" from [")[0]
+
+
 def set_up_logging(settings: Settings) -> None:
     """Send logs to standard error in the configured format and level."""
     handler = logging.StreamHandler(sys.stderr)
@@ -80,3 +144,4 @@ def set_up_logging(settings: Settings) -> None:
     root.setLevel(level)
     for name in NOISY:
         logging.getLogger(name).setLevel(max(level, logging.WARNING))
+    logging.getLogger("aiokafka.client").filters[:] = [Outages()]

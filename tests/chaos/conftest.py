@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import pytest
 
-from dedup.embedded.fault_proxy import FaultProxy
 from dedup.embedded.kafka_node import EmbeddedKafka
 from tests import brokers
 from tests.brokers import Admin, RunningKafka
+from tests.fault_proxy import RoughProxy
 from tests.integration.conftest import job, make_job
 
 __all__ = ["job", "make_job"]
@@ -21,20 +21,20 @@ class Rough:
     """A broker and the network before it."""
 
     kafka: EmbeddedKafka
-    proxy: FaultProxy
+    proxy: RoughProxy
 
     @property
     def through_proxy(self) -> str:
         """Where workers connect to that shall meet the proxy's faults."""
-        return self.kafka.proxied[0].bootstrap
+        return self.kafka.proxied.bootstrap
 
 
 @pytest.fixture(scope="module")
 def rough() -> Iterator[Rough]:
     """Return a broker of this module's own, healthy at the end of each test that uses it."""
-    with EmbeddedKafka(proxied=1, properties={"log.retention.check.interval.ms": "500"}) as kafka:
-        listener = kafka.proxied[0]
-        with FaultProxy(listener.broker_port, port=listener.proxy_port) as proxy:
+    with EmbeddedKafka(proxied=True, properties={"log.retention.check.interval.ms": "500"}) as kafka:
+        listener = kafka.proxied
+        with RoughProxy(listener.broker_port, port=listener.proxy_port) as proxy:
             yield Rough(kafka, proxy)
 
 

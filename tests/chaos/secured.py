@@ -29,9 +29,10 @@ from confluent_kafka.admin import (
     UserScramCredentialUpsertion,
 )
 
-from dedup.embedded.kafka_node import HOST, EmbeddedKafka, QuorumMember, free_ports, new_id
+from dedup.embedded.kafka_node import HOST, EmbeddedKafka, free_ports, new_id
 from tests.brokers import Admin, RunningKafka, admin_of
 from tests.integration.fleet import Job
+from tests.kafka_cluster import ClusterNode
 
 USER: Final = "worker"
 PASSWORD: Final = "canary-password-8c1f"
@@ -127,8 +128,8 @@ def running(directory: Path) -> Iterator[Secured]:
     store = directory / "broker-store.pem"
     store.write_text(key.read_text(encoding="ascii") + own.read_text(encoding="ascii"), encoding="ascii")
     client, controller, sasl, mtls = free_ports(4)
-    member = QuorumMember(1, new_id(), client, controller, f"1@{HOST}:{controller}")
-    with EmbeddedKafka(member=member, properties=_properties(directory, client, controller, sasl, mtls)) as kafka:
+    properties = _properties(directory, client, controller, sasl, mtls)
+    with ClusterNode(1, new_id(), (client, controller), f"1@{HOST}:{controller}", properties) as kafka:
         made = Secured(kafka, certificates, sasl, mtls)
         admin = AdminClient({"bootstrap.servers": kafka.bootstrap, "log_level": 0})
         info = ScramCredentialInfo(ScramMechanism.SCRAM_SHA_512, 4096)

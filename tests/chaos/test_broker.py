@@ -8,8 +8,9 @@ from functools import partial
 import pytest
 
 from dedup.crashpoints import POINTS, Point
-from dedup.embedded.fault_proxy import Direction
 from tests.chaos.conftest import Rough
+from tests.chaos.transactions import assert_none_open, open_transactions
+from tests.fault_proxy import Direction
 from tests.integration.conftest import MakeJob
 from tests.integration.fleet import Job, Worker, until
 from tests.integration.transactions import assert_none_open, open_transactions

@@ -12,9 +12,6 @@ from confluent_kafka import Producer
 
 import dedup
 from dedup.connect import transactional_outbox as outbox
-from dedup.connect.database import DatabaseAway
-from dedup.connect.sqlite import SqliteConnection
-from dedup.embedded.fault_proxy import FaultProxy
 from dedup.embedded.kafka_node import EmbeddedKafka
 from dedup.errors import InvariantBroken, StateIncompatible, TaskMigrated
 from dedup.kafka.client import KafkaWire
@@ -22,6 +19,7 @@ from dedup.kafka.consumer import FeedFetcher
 from tests.brokers import admin_of, read_all
 from tests.connect.stage import sqlite_rows
 from tests.connect.test_sink import event, sinking
+from tests.fault_proxy import RoughProxy
 
 pytestmark = pytest.mark.broker
 
@@ -116,11 +114,11 @@ async def test_a_topic_that_is_not_there(stage):
 async def test_answers_lost_a_hundred_times_leave_each_record_once_and_in_order(stage, monkeypatch):
     """The connection is cut when the broker answers, so the writer can not know what arrived."""
     monkeypatch.setattr(outbox, "PAUSE_S", 0.01)
-    with EmbeddedKafka(proxied=1) as node:
-        listener = node.proxied[0]
+    with EmbeddedKafka(proxied=True) as node:
+        listener = node.proxied
         admin_of(node.bootstrap).create_topic(stage.topic, 3)
-        with FaultProxy(listener.broker_port, port=listener.proxy_port) as proxy:
-            settings = stage.settings.model_copy(update={"brokers": (listener.bootstrap,)})
+        with RoughProxy(listener.broker_port, port=listener.proxy_port) as proxy:
+            settings = replace(stage.settings, brokers=(listener.bootstrap,))
             sent = await write_through_cuts(stage, settings, proxy)
         found = read_all(node.bootstrap, stage.topic)
     numbers = [(message.partition(), int(message.value())) for message in found]

@@ -10,7 +10,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from dedup.cli.verify import register
+from dedup.cli.main import create_app
 from dedup.errors import SettingsError, VerificationFailed
 from tests.integration.conftest import MakeJob
 from tests.integration.fleet import Job
@@ -24,10 +24,7 @@ SHORT = {"guard_period": "10s", "grace": "10s"}
 
 @pytest.fixture
 def app() -> typer.Typer:
-    app = typer.Typer()
-    app.callback()(lambda: None)
-    register(app)
-    return app
+    return create_app()
 
 
 def event(name: str, second: int, partition: int = 0) -> Event:

@@ -23,7 +23,7 @@ from tests.waiting import until
 @pytest.fixture(scope="module")
 def node() -> Iterator[EmbeddedKafka]:
     """Return a node of this module's own, as it gets killed."""
-    with EmbeddedKafka(proxied=1, properties={"message.max.bytes": "2000000"}) as started:
+    with EmbeddedKafka(proxied=True, properties={"message.max.bytes": "2000000"}) as started:
         yield started
 
 
@@ -55,7 +55,7 @@ def test_it_shuts_down_in_good_order_and_comes_back(node: EmbeddedKafka) -> None
 def test_a_node_starts_with_the_classes_that_one_before_it_has_left(node: EmbeddedKafka, tmp_path: Path) -> None:
     # What one leaves that is killed is no archive; the first that ends in good order leaves one, if none is there.
     node.restart()
-    java, jars = find_java(os.environ).path, cache_dir(os.environ)
+    java, jars = find_java(os.environ), cache_dir(os.environ)
     archive = ClassArchive.of(java, jars)
     if not has_own_archive(java):
         pytest.skip("this Java has no class archive of its own to build on")
@@ -81,7 +81,7 @@ def test_given_properties_hold(node: EmbeddedKafka) -> None:
 
 
 def test_a_proxied_listener_sends_clients_to_the_proxys_port(node: EmbeddedKafka) -> None:
-    listener = node.proxied[0]
+    listener = node.proxied
     # The proxy listens, as librdkafka may ask at the address it was told and no longer at the first one.
     with FaultProxy(listener.broker_port, port=listener.proxy_port):
         told = admin_of(f"127.0.0.1:{listener.broker_port}").client.list_topics(timeout=10).brokers

@@ -10,7 +10,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from dedup.cli.verify import register
+from dedup.cli.main import create_app
 from dedup.errors import SettingsError, VerificationFailed
 from tests.brokers import Admin, RunningKafka
 from tests.integration.fleet import KEPT
@@ -52,10 +52,7 @@ def typed(
 
 @pytest.fixture
 def app() -> typer.Typer:
-    app = typer.Typer()
-    app.callback()(lambda: None)
-    register(app)
-    return app
+    return create_app()
 
 
 def test_a_correct_run_ends_with_the_two_numbers(

@@ -70,10 +70,10 @@ class MemoryCluster:
         return {topic: self.topics.get(topic, 0) for topic in topics}
 
     def bounds(
-        self, topic: str, partitions: Iterable[int], since: Mapping[int, int] | None = None
+        self, topic: str, partitions: Iterable[int] | None = None, since: Mapping[int, int] | None = None
     ) -> dict[int, Bounds]:
         found = {}
-        for partition in partitions:
+        for partition in range(self.partitions([topic])[topic]) if partitions is None else partitions:
             start, begin = self.low.get((topic, partition), 0), (since or {}).get(partition, 0)
             end = self.end((topic, partition))
             found[partition] = Bounds(max(start, begin), end, start > begin, max(0, begin - start))

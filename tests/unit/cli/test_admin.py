@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
@@ -15,11 +16,11 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from dedup.cli.main import create_app
-from dedup.cli.status import Shown, Survey, SurveyedTask, looked, table
+from dedup.cli.status import NotReached, Shown, Survey, SurveyedTask, ask, looked, table
 from dedup.errors import SettingsError, StateIncompatible
 from dedup.kafka.topic_admin import GroupMember, Topic
 from dedup.kafka.wire import TopicPartition
-from dedup.settings import Settings, TopicDefaults
+from dedup.settings import Secret, Settings, TopicDefaults, Web
 from dedup.topology.parse import parse
 from dedup.worker.introspection import state_keys
 from dedup.worker.topics import plan_topics
@@ -237,12 +238,43 @@ class Handler(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def url() -> Iterator[str]:
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+    with served(Handler) as address:
+        yield address
+
+
+@contextmanager
+def served(handler: type[Handler]) -> Iterator[str]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         thread = Thread(target=server.serve_forever, args=(0.01,))
         thread.start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
-        thread.join()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def test_no_redirect_and_no_proxy_gets_the_token(monkeypatch):
+    asked = []
+
+    class Elsewhere(Handler):
+        def do_GET(self):
+            asked.append(self.headers["Authorization"])
+            super().do_GET()
+
+    class Moved(Handler):
+        def do_GET(self):
+            self.send_response(302)
+            self.send_header("Location", elsewhere)
+            self.end_headers()
+
+    with served(Elsewhere) as elsewhere, served(Moved) as moved:
+        monkeypatch.setenv("http_proxy", elsewhere)
+        monkeypatch.delenv("no_proxy", raising=False)
+        settings = Settings(brokers=("b:1",), web=Web(token=Secret("canary")))
+        with pytest.raises(NotReached, match="302"):
+            ask(moved, "/api/status", settings)
+    assert asked == []
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,8 @@ import typer
 from typer.testing import CliRunner
 
 from dedup.cli import main as entry
-from dedup.cli.try_records import instant
 from dedup.errors import BrokerUnavailable, StateIncompatible, VerificationFailed
+from dedup.quantities import instant
 
 ROOT = Path(__file__).parents[3]
 SIMPLEST = str(ROOT / "topologies" / "simplest.yaml")

