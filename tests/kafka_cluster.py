@@ -60,7 +60,7 @@ class KafkaCluster:
                 cluster_id,
                 (ports[2 * number - 2], ports[2 * number - 1]),
                 voters,
-                {**_PROPERTIES, **(properties or {})},
+                _PROPERTIES,
             )
             for number in range(1, NODES + 1)
         }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
@@ -60,7 +59,7 @@ def checkpoint(
     from dedup.store.directory import own_state
 
     parsed, settings = read_both(topology, config, overrides)
-    url = to or settings.checkpoint
+    url = to or settings.state.checkpoint
     if url is None:
         raise SettingsError([Problem("--to", "is missing; name a directory or URL, or set state.checkpoint")])
     storage = CheckpointStorage(url)

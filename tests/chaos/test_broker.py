@@ -9,7 +9,6 @@ import pytest
 
 from dedup.crashpoints import POINTS, Point
 from tests.chaos.conftest import Rough
-from tests.chaos.transactions import assert_none_open, open_transactions
 from tests.fault_proxy import Direction
 from tests.integration.conftest import MakeJob
 from tests.integration.fleet import Job, Worker, until

@@ -12,6 +12,8 @@ from confluent_kafka import Producer
 
 import dedup
 from dedup.connect import transactional_outbox as outbox
+from dedup.connect.database import DatabaseAway
+from dedup.connect.sqlite import SqliteConnection
 from dedup.embedded.kafka_node import EmbeddedKafka
 from dedup.errors import InvariantBroken, StateIncompatible, TaskMigrated
 from dedup.kafka.client import KafkaWire
@@ -118,7 +120,7 @@ async def test_answers_lost_a_hundred_times_leave_each_record_once_and_in_order(
         listener = node.proxied
         admin_of(node.bootstrap).create_topic(stage.topic, 3)
         with RoughProxy(listener.broker_port, port=listener.proxy_port) as proxy:
-            settings = replace(stage.settings, brokers=(listener.bootstrap,))
+            settings = stage.settings.model_copy(update={"brokers": (listener.bootstrap,)})
             sent = await write_through_cuts(stage, settings, proxy)
         found = read_all(node.bootstrap, stage.topic)
     numbers = [(message.partition(), int(message.value())) for message in found]
