@@ -134,7 +134,7 @@ class Security(Keys):
 
 
 class StateSection(Keys):
-    """Where state comes from besides the changelog."""
+    """Sources of state besides the changelog."""
 
     checkpoint: Annotated[str, AfterValidator(_place)] | None = Field(
         default=None,
@@ -194,7 +194,7 @@ class LogSettings(Keys):
 
 
 class Settings(Keys):
-    """Where a worker runs: brokers, credentials, directories, intervals."""
+    """All settings of a worker: brokers, credentials, directories, intervals."""
 
     brokers: Annotated[tuple[_Broker, ...], BeforeValidator(_listed), some("broker")] = Field(
         description="Bootstrap servers of the cluster.", json_schema_extra={"minItems": 1}
@@ -203,7 +203,7 @@ class Settings(Keys):
     state_dir: Annotated[Path, BeforeValidator(_directory), WithJsonSchema({"type": "string"})] = Field(
         default=Path("state"), description="Directory of local state; each worker needs its own."
     )
-    state: StateSection = Field(default=StateSection(), description="Where state comes from besides the changelog.")
+    state: StateSection = Field(default=StateSection(), description="Sources of state besides the changelog.")
     commit_interval: Annotated[str, _between("1ms", "60s"), _DURATION] = Field(
         default="100ms", description="How long a transaction stays open."
     )
@@ -217,7 +217,7 @@ class Settings(Keys):
         default=None, description="Id of the static group member. Default: an id kept in state_dir."
     )
     topics: TopicDefaults = Field(default=TopicDefaults(), description="How topics are created.")
-    web: Web = Field(default=Web(), description="The worker's own pages.")
+    web: Web = Field(default=Web(), description="The worker's own web pages.")
     log: LogSettings = Field(default=LogSettings(), description="What is logged, and how.")
 
     @property

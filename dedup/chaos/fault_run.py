@@ -145,7 +145,7 @@ class ChaosFleet(Processes):
 
     def __init__(self, directory: Path, topology_file: Path, config: Path, overrides: list[str], count: int) -> None:
         self.most: Final = count + 1
-        """The number of workers including the extra one; they are numbered from 0."""
+        """The number of workers, which are numbered from 0, including the extra one."""
         self._state: Final = directory
         run = (*DEDUP, "run", str(topology_file.resolve()), "--config", str(config.resolve()), "--quiet")
         commands = {}
@@ -177,7 +177,7 @@ class ChaosFleet(Processes):
         return True
 
     def restart_stopped(self, number: int) -> bool:
-        """Stop a worker by SIGTERM, note how it ended, and restart it; return False if it is frozen."""
+        """Stop a worker with SIGTERM, record how it ended, and restart it; return False if it is frozen."""
         if self.running[_name(number)].paused:
             return False
         self._end(_name(number))
@@ -185,7 +185,7 @@ class ChaosFleet(Processes):
         return True
 
     def pause(self, number: int) -> bool:
-        """Freeze a worker; return False if it is frozen already."""
+        """Freeze a worker; return False if it is already frozen."""
         process = self.running[_name(number)]
         if process.paused or not process.running:
             return False
@@ -205,7 +205,7 @@ class ChaosFleet(Processes):
         return True
 
     def remove_worker(self) -> None:
-        """Stop the extra worker by SIGTERM."""
+        """Stop the extra worker with SIGTERM."""
         self._end(_name(self.most - 1))
 
     def bring_back(self) -> Counter[int]:
@@ -225,7 +225,7 @@ class ChaosFleet(Processes):
         return codes
 
     def stop(self) -> None:
-        """Stop all workers by SIGTERM, and note how they ended. The broker is up by now, so code 5 is not clean."""
+        """Stop all workers with SIGTERM, and record how they ended. The broker is up by now, so code 5 is not clean."""
         for name in list(self.running):
             self._end(name, clean=frozenset({0, _NOT_UP_YET}))
 

@@ -76,7 +76,7 @@ class Watch:
             self._consumer.close()
 
     def look(self) -> GroupProgress:
-        """Return the group's progress. Raises BrokerUnavailable if the broker does not answer; a retry may succeed."""
+        """Return the group's progress. Raises BrokerUnavailable if the broker does not respond; a retry may succeed."""
         with self._asking(f"how far {self._group} is with {self.topic}"):
             ends = [self._consumer.get_watermark_offsets(place, _ANSWER_WITHIN_S)[1] for place in self._places]
             committed = self._consumer.committed(self._places, _ANSWER_WITHIN_S)
@@ -84,14 +84,14 @@ class Watch:
         return GroupProgress(sum(ends), sum(max(place.offset, 0) for place in committed))
 
     def beyond(self, offsets: Mapping[int, int]) -> bool:
-        """Tell whether the group has committed each partition up to its offset. Raises as look() does."""
+        """Whether the group has committed each partition up to its offset. Raises the errors of look()."""
         with self._asking(f"how far {self._group} is with {self.topic}"):
             known = self._consumer.committed(self._places, _ANSWER_WITHIN_S)
         committed = {place.partition: place.offset for place in known}
         return all(committed.get(partition, -1) >= offset for partition, offset in offsets.items())
 
     def begins(self) -> dict[int, int]:
-        """Return partition -> its first offset. Raises as look() does."""
+        """Map each partition to its first offset. Raises the errors of look()."""
         with self._asking(f"where {self.topic} begins"):
             return {
                 place.partition: self._consumer.get_watermark_offsets(place, _ANSWER_WITHIN_S)[0]

@@ -149,7 +149,7 @@ def status(
     config: ConfigOption = None,
     overrides: SetOption = None,
 ) -> None:
-    """Show the tasks of a topology: owner, offsets, lag, changelog, and state if a worker answers.
+    """Show the tasks of a topology with owner, offsets, lag, changelog, and, if a worker responds, state.
 
     Example: dedup status topologies/orders.yaml --watch
     """
@@ -247,10 +247,10 @@ def replay(
     config: ConfigOption = None,
     overrides: SetOption = None,
 ) -> None:
-    """Send dead letters back to the source partition they came from, exactly once.
+    """Send dead letters back to the source partitions that they came from, exactly once.
 
     The header dedup-replayed keeps the original source position. With --late --forward, late records go to the output
-    instead, marked dedup-verdict: late, since they would only be late a second time. If the broker no longer has the
+    instead, marked dedup-verdict: late, because they would only be late a second time. If the broker no longer has the
     position of the last replay, nothing is sent until --from says where to begin.
 
     Example: dedup replay topologies/orders.yaml --limit 100
@@ -293,7 +293,7 @@ def lookup(
 ) -> None:
     """Ask a worker whether an ID was seen: when, in which record, and until when it is guarded.
 
-    A composite ID is a JSON list of its parts. The worker asks the owners of partitions that it does not hold.
+    A composite ID is a JSON list of its parts. The worker asks the owners of the partitions that it does not own.
 
     Example: dedup lookup topologies/orders.yaml 8d5e957f-297893487bd98fa830fa6413
     """

@@ -159,7 +159,7 @@ def _run_name(options: ChaosOptions) -> str:
 
 
 def _refuse_used(topology: Topology, settings: Settings) -> None:
-    """Raise StateIncompatible unless the source topics exist and are empty: real records must not mix with these."""
+    """Raise StateIncompatible unless the source topics exist and are empty; real records must not mix with these."""
     from dedup.verify.kafka_reader import KafkaReader
 
     with KafkaReader(settings) as reader:
@@ -174,7 +174,7 @@ def _refuse_used(topology: Topology, settings: Settings) -> None:
 
 
 def _apply(options: ChaosOptions, config: Path) -> None:
-    """Create every topic that the fleet writes, so that the live checker can start before the first worker."""
+    """Create all topics that the fleet writes, so that the live checker can start before the first worker."""
     from dedup.embedded.child_process import DEDUP
 
     command = [*DEDUP, "apply", str(options.topology_file), "--config", str(config)]

@@ -186,7 +186,7 @@ def describe(
     svg: Annotated[bool, typer.Option("--svg", help="Print a graph as SVG.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Show a topology: agents, topics, the table, and what happens to each record.
+    """Show a topology's agents, topics, and table, and what happens to each record.
 
     Examples: dedup describe topologies/orders.yaml
 
@@ -213,7 +213,7 @@ def schema(
         Literal["topology", "config", "ingest"], typer.Argument(metavar="topology|config|ingest", help="Kind of file.")
     ] = "topology",
 ) -> None:
-    """Print the JSON Schema of topology, config or ingest files, for use in editors.
+    """Print the JSON Schema of topology, config, or ingest files, for use in editors.
 
     Example: dedup schema topology > topologies/topology.schema.json
     """

@@ -57,7 +57,7 @@ def ingest(
 
 
 def _opener(parsed: Ingest, name: str) -> OpenSource:
-    """Return the function that opens the source, with references in its database URL resolved."""
+    """Return the function that opens the source, with resolved references in its database URL."""
     from dedup.connect.source_connector import open_source
     from dedup.settings import with_references
     from dedup.topology.schema import TableSource

@@ -111,7 +111,7 @@ class _Chain(Processes):
             time.sleep(_POLL_EVERY_S)
 
     def connectors_started(self) -> bool:
-        """Tell whether ingest and sink have taken their work, so that SIGTERM finds them ready to handle it."""
+        """Whether ingest and sink have taken over their work, so that they can handle SIGTERM."""
         return all(" taken; " in self.running[name].log for name in ("dedup ingest", "dedup sink"))
 
     def count(self) -> int:

@@ -51,7 +51,7 @@ FAST: Final = Size(flights=40_000, events_per_second=10_000, cut_every_events=2_
 
 @dataclass(frozen=True, slots=True)
 class DemoStage:
-    """What is running before the first flight is sent."""
+    """The processes that run before the first flight is sent."""
 
     topology: Topology
     settings: Settings
@@ -62,7 +62,7 @@ class DemoStage:
 
 
 class Run:
-    """One run of the demo; an instance runs once."""
+    """A run of the demo; an instance runs once."""
 
     def __init__(self, stage: DemoStage, size: Size, console: Console) -> None:
         self._stage: Final = stage
@@ -77,7 +77,7 @@ class Run:
     def to_the_end(self) -> int:
         """Send all flights, wait until they are judged, and return the number of distinct flights.
 
-        Raises InvariantBroken if a worker ends by itself or nothing is judged for a minute, BrokerUnavailable if
+        Raises InvariantBroken if a worker ends unexpectedly or nothing is judged for a minute, and BrokerUnavailable if
         flights cannot be sent.
         """
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
@@ -200,7 +200,7 @@ def _config_file(directory: Path, bootstrap: str, number: int) -> Path:
 
 
 def print_books(found: Report, distinct: int, page: Path | None, console: Console) -> None:
-    """Print the report, `lost 0  duplicated 0` last. Raises VerificationFailed if it says anything else."""
+    """Print the report, which must end with `lost 0  duplicated 0`. Raises VerificationFailed otherwise."""
     if page is not None:
         write_report(page, to_html(found), found.to_json())
     forwarded = sum(books.unique for books in found.books)

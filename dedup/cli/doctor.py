@@ -53,10 +53,11 @@ def doctor(
     config: ConfigOption = None,
     overrides: SetOption = None,
 ) -> None:
-    """Find what keeps a topology from running: DNS, TCP, TLS, authentication, version, ACL or topics.
+    """Find what keeps a topology from running: DNS, TCP, TLS, authentication, version, ACL, or topics.
 
-    Prints one sentence and one remedy per problem, changes nothing and disturbs no worker. Without TOPOLOGY only the
-    cluster is checked. Exit code 5: a problem with the brokers; 3: with the topics; 0: none, or only warnings.
+    Prints one sentence and one remedy per problem, changes nothing, and disturbs no worker. Without TOPOLOGY, only the
+    cluster is checked. The exit code is 5 for a problem with the brokers, 3 for a problem with the topics, and 0 for
+    none or only warnings.
 
     Examples: dedup doctor topologies/orders.yaml --config config/production.yaml
 

@@ -127,7 +127,7 @@ def time_of(option: str, text: str, write: str = A_TIME) -> int:
 
 @contextlib.contextmanager
 def reading_bar(console: Console, *, disable: bool = False) -> Iterator[OnProgress]:
-    """Yield the callback that moves a progress bar of records read."""
+    """Yield the callback that updates a progress bar of records read."""
     with Progress(console=console, transient=True, disable=disable) as bar:
         task = bar.add_task("reading", total=None)
 

@@ -83,7 +83,7 @@ def _paragraphs(docstring: str) -> str:
 
 
 def main() -> None:
-    """Run the command line; ends the process with the exit code that fits the outcome."""
+    """Run the command line, and end the process with the exit code for the outcome."""
     # Until a command sets its own. Without a handler the kernel drops SIGTERM to PID 1, which a container's command is.
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:

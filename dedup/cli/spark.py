@@ -48,8 +48,8 @@ _VERDICTS: Final = ("unique", "duplicate", "late", "dead_letter", "exempt")
 _PASSWORD: Final = "DEDUP_JDBC_PASSWORD"  # noqa: S105  # the name of a variable
 
 
-_Master = Annotated[str | None, typer.Option(help="Spark's master; if not given, this machine or spark-submit's.")]
-_Conf = Annotated[list[str] | None, typer.Option("--conf", help="A setting of Spark: key=value.")]
+_Master = Annotated[str | None, typer.Option(help="Spark master; this machine or spark-submit's by default.")]
+_Conf = Annotated[list[str] | None, typer.Option("--conf", help="Spark setting: key=value. Repeatable.")]
 _RowsAreEvents = Annotated[
     bool, typer.Option("--rows-are-events", help="Each row of the table, as JSON, is an event (no column `value`).")
 ]
@@ -119,7 +119,7 @@ def _parse_offsets(text: str, option: str) -> dict[TopicPartition, int]:
 def run(
     topology: TopologyArgument,
     *,
-    checkpoint: Annotated[str, typer.Option(help="Spark's checkpoint: a directory for this topology alone.")],
+    checkpoint: Annotated[str, typer.Option(help="Directory for Spark's checkpoint, used by this topology only.")],
     config: ConfigOption = None,
     overrides: SetOption = None,
     master: _Master = None,
@@ -162,7 +162,7 @@ def run(
 
 @contextmanager
 def _stopped_by_signals(stop: Callable[[], None]) -> Iterator[None]:
-    """Inside ``with``, SIGTERM and SIGINT call ``stop``."""
+    """Call ``stop`` on SIGTERM and SIGINT inside ``with``."""
     before = {number: signal.signal(number, lambda *_: stop()) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         yield
@@ -206,7 +206,7 @@ def backfill_command(
     repartitioned: Annotated[
         bool, typer.Option("--repartitioned", help="Read the repartition topic, in the order in which a fleet judged.")
     ] = False,
-    now: Annotated[str | None, typer.Option(help="The time that decides which event times are in the future.")] = None,
+    now: Annotated[str | None, typer.Option(help="Current time, after which event times are in the future.")] = None,
     config: ConfigOption = None,
     overrides: SetOption = None,
     master: _Master = None,
@@ -288,7 +288,7 @@ def seed_command(  # noqa: PLR0917  # one parameter per option
     rows_are_events: _RowsAreEvents = False,
     config: ConfigOption = None,
     overrides: SetOption = None,
-    commit_rows: Annotated[int, typer.Option(min=1, help="Changelog records in a transaction.")] = 50_000,
+    commit_rows: Annotated[int, typer.Option(min=1, help="Number of changelog records in a transaction.")] = 50_000,
     master: _Master = None,
     conf: _Conf = None,
     quiet: _Quiet = False,
@@ -327,7 +327,7 @@ def _print_seed(done: Seeded) -> None:
 
 def audit_command(  # noqa: PLR0917  # one parameter per option
     topology: TopologyArgument,
-    history: Annotated[list[str] | None, typer.Option(help="The files that the fleet was seeded from, if any.")] = None,
+    history: Annotated[list[str] | None, typer.Option(help="Files from which the fleet was seeded, if any.")] = None,
     fmt: _HistoryFormat = "parquet",
     rows_are_events: _RowsAreEvents = False,
     begins: Annotated[
@@ -371,7 +371,7 @@ def audit_command(  # noqa: PLR0917  # one parameter per option
 
 def upsert_command(  # noqa: PLR0917  # one parameter per option
     topology: TopologyArgument,
-    delta: Annotated[str | None, typer.Option(metavar="PATH", help="A Delta table.")] = None,
+    delta: Annotated[str | None, typer.Option(metavar="PATH", help="Path of a Delta table.")] = None,
     jdbc: Annotated[
         str | None, typer.Option(metavar="URL", help="Database: jdbc:postgresql://HOST/DB or jdbc:sqlite:FILE.")
     ] = None,

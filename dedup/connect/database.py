@@ -104,7 +104,7 @@ class DatabaseConnection(ABC):
         """Run a statement; return its DB-API cursor."""
 
     def execute(self, sql: str, parameters: Sequence[Any] = ()) -> int:
-        """Run a statement; return how many rows it touched."""
+        """Run a statement; return the number of affected rows."""
         with self._explained():
             return int(self._run(sql, parameters).rowcount)
 
@@ -114,7 +114,7 @@ class DatabaseConnection(ABC):
             return list(self._run(sql, parameters).fetchall())
 
     def columns(self, sql: str) -> list[str]:
-        """Return the names of a query's columns; reads no rows."""
+        """Return the names of a query's columns without reading rows."""
         with self._explained():
             return [column[0] for column in self._run(f"SELECT * FROM ({sql}) t LIMIT 0", ()).description]  # noqa: S608
 
@@ -131,7 +131,7 @@ class DatabaseConnection(ABC):
         self.execute(self.begin_statement)
 
     def commit(self) -> None:
-        """Commit what was done since `begin`."""
+        """Commit the changes since `begin`."""
         self.execute("COMMIT")
 
     @abstractmethod
@@ -213,7 +213,7 @@ class FencedOffsets:
                 if topic_id != self._topic_id:
                     raise StateIncompatible(
                         f"the database has read another topic {self.topic!r} than the one there is now: it was deleted "
-                        f"and created again. Nothing was touched. To read its records from the start, delete the rows "
+                        f"and created again. Nothing was changed. To read its records from the start, delete the rows "
                         f"of reader {self.reader!r} from {OFFSETS}; existing rows of other tables stay as they are."
                     )
                 self._epochs[partition], self.positions[partition] = epoch, position
@@ -231,9 +231,9 @@ class FencedOffsets:
                 raise self._overtaken(partition)
 
     def happened(self, connection: DatabaseConnection, ends: Mapping[int, int]) -> bool:
-        """Return whether a transaction without an answer was committed.
+        """Return whether a transaction without a response was committed.
 
-        Raises TaskMigrated if another process has taken a partition since.
+        Raises TaskMigrated if another process has taken over a partition since then.
         """
         mark = connection.mark
         for partition, end in ends.items():

@@ -60,7 +60,10 @@ class RetryingDatabase:
         self._connection: DatabaseConnection | None = None
 
     def first(self, work: Callable[[DatabaseConnection], T]) -> T:
-        """Return what the work returns; it may run several times. Raises DatabaseUnavailable after 30 s of retries."""
+        """Return the result of the work, which may run several times.
+
+        Raises DatabaseUnavailable after 30 s of retries.
+        """
         return self.insist(work, within_s=START_WITHIN_S)
 
     def insist(self, work: Callable[[DatabaseConnection], T], *, within_s: float = math.inf) -> T:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from dedup.settings import Settings
 
 MOST_ROWS: Final = 20_000
-"""In a transaction."""
+"""Maximum number of records in a transaction."""
 GATHER_MS: Final = 50
 log: Final = logging.getLogger(__name__)
 
@@ -172,7 +172,7 @@ class _Run:
         return TopicPartition(self._topic, partition)
 
     async def _gather(self) -> _Transaction:
-        """Return what comes within the commit interval after the first record; nothing if none comes for a while."""
+        """Return the records that arrive within the commit interval after the first one; empty if none arrives."""
         gathered = _Transaction()
         loop = asyncio.get_running_loop()
         until_s: float | None = None

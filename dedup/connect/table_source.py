@@ -80,7 +80,7 @@ class NumberedRows:
         self._bound = None
 
     def poll(self) -> SourceRecords | None:
-        """See `RecordSource`. Waits while the database is away."""
+        """See `RecordSource`. Waits while the database is unavailable."""
         with suppress(DatabaseUnavailable):  # stopped
             return self._database.insist(self._next)
         return None
@@ -287,7 +287,7 @@ def _relations_of(connection: DatabaseConnection, spec: TableSource) -> list[int
 
 
 def _refuse_unknown_writers(connection: DatabaseConnection, name: str, spec: TableSource, *, standby: bool) -> None:
-    """Raise StateIncompatible if PostgreSQL does not know who may still add a lower number."""
+    """Raise StateIncompatible if PostgreSQL does not know which transactions may still add a lower number."""
     if standby:
         text = "this server is a standby, which does not know who writes; use the primary, or set `settle`"
         raise _refusal(name, spec, text)

@@ -173,7 +173,7 @@ _CONVERTERS: Final[Mapping[str, Callable[[Any], Any]]] = {
 
 
 def table_of(spec: SinkSpec, types: Mapping[str, str]) -> Table:
-    """Return the table of a sink; ``types`` are the database's, as `DatabaseConnection.types`."""
+    """Return the table of a sink; ``types`` are the database's types, as in `DatabaseConnection.types`."""
     columns = [(column.name, types[column.type]) for column in spec.columns]
     payload = columns or [("key", types["bytes"]), ("value", types["bytes"])]
     fixed = ((ID, types["bytes"]), (TIME, types["integer"]))
@@ -198,7 +198,7 @@ def make_table(connection: DatabaseConnection, table: Table) -> None:
 
 
 def refuse_lost_table(connection: DatabaseConnection, table: Table, offsets: FencedOffsets) -> None:
-    """Raise StateIncompatible if rows were written but the table is gone: dropped, or renamed."""
+    """Raise StateIncompatible if rows were written but the table was dropped or renamed."""
     if connection.has(table.name):
         return
     mark = connection.mark
@@ -212,13 +212,13 @@ def refuse_lost_table(connection: DatabaseConnection, table: Table, offsets: Fen
         raise StateIncompatible(
             f"there is no table {table.name}, but {OFFSETS} says that {offsets.reader!r} has read "
             f"{offsets.topic}/{partition} up to offset {position}: the table was dropped, or `sink.table` has another "
-            f"name now. Nothing was touched. Restore the table; or, to fill a new one from the topic's start, delete "
+            f"name now. Nothing was changed. Restore the table; or, to fill a new one from the topic's start, delete "
             f"the rows of reader {offsets.reader!r} from {OFFSETS}."
         )
 
 
 def plan_tables(connection: DatabaseConnection, spec: SinkSpec) -> dict[str, str]:
-    """Return the CREATE statements of the sink's missing tables, by name; creates nothing."""
+    """Return the CREATE statements of the sink's missing tables by name, without running them."""
     table = table_of(spec, connection.types)
     statements = {OFFSETS: OFFSETS_STATEMENT, table.name: _create_statement(table)}
     return {name: statement for name, statement in statements.items() if not connection.has(name)}

@@ -65,7 +65,7 @@ __all__ = ["Extracted", "Extractor", "Fault", "FaultKind", "Recipe", "compile_ex
 _FEW: Final = 4
 """With this few rows, another attempt in columns is not worthwhile."""
 _REFUSALS: Final = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, OverflowError, Unreadable)
-"""What the fast way may raise; the exact way then decides."""
+"""Exceptions of the fast path, after which the exact path decides."""
 
 
 def content_of(value: bytes, exclude: tuple[Path, ...]) -> bytes:
@@ -210,7 +210,7 @@ class Extractor:
         return Extracted(ids, times_ms, fingerprints if self.recipe.fingerprint else None, faults)
 
     def _halved(self, batch: _Batch) -> Extracted:
-        """Extract each half, so that one odd record slows down only few rows."""
+        """Extract each half, so that one unusual record slows down only a few rows."""
         keys, values, headers, times = batch
         half = len(values) // 2
         first = self(keys[:half], values[:half], headers[:half], times[:half])
@@ -222,7 +222,7 @@ class Extractor:
         return Extracted(first.ids + second.ids, first.times_ms + second.times_ms, fingerprints, faults)
 
     def _nulls_apart(self, batch: _Batch) -> Extracted:
-        """Extract null values one by one, the others as columns."""
+        """Extract null values one by one, and the others as columns."""
         count = len(batch.values)
         ids: list[bytes | None] = [None] * count
         times_ms = [0] * count
@@ -253,7 +253,7 @@ class _Columns:
         self._normalize = normalizer(recipe.tracking_id.normalize)
 
     def extract(self, batch: _Batch) -> Extracted | None:
-        """Return the columns if every row is sure to be decided as `extract_one` would; otherwise None."""
+        """Return the columns if they are certain to equal the result of `extract_one` for every row; otherwise None."""
         if self._recipe.fmt == "bytes" and None in batch.values:
             return None
         members: list[list[str | int]] = []

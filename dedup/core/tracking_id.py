@@ -180,7 +180,7 @@ _STEPS: Final[Mapping[Normalizing, Callable[[str], str]]] = {
 
 @cache
 def normalizer(steps: tuple[Normalizing, ...]) -> Callable[[str], str] | None:
-    """Return a function that applies these steps to a text; None if there are none."""
+    """Return a function that applies these steps to a string; None if there are no steps."""
     functions = [_STEPS[step] for step in steps]
     if not functions:
         return None

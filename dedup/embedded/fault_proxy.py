@@ -22,7 +22,7 @@ _RESET: Final = struct.pack("ii", 1, 0)
 
 
 class Link:
-    """A client's connection to the proxy, and the proxy's to the broker for it."""
+    """A client's connection to the proxy, and the corresponding connection from the proxy to the broker."""
 
     def __init__(self, client: asyncio.StreamWriter, broker: asyncio.StreamWriter) -> None:
         self.client: Final = client
@@ -63,7 +63,7 @@ class FaultProxy:
         self._loop.close()
 
     def cut(self) -> int:
-        """Reset every connection on both sides and return how many; bytes in transit may be lost."""
+        """Reset every connection on both sides, and return their number; bytes in transit may be lost."""
         return self._call(self._cut)
 
     def swallow_answers(self) -> int:

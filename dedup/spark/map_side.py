@@ -343,7 +343,7 @@ class _Packer:
                 yield from self._packed_waiting()
 
     def rest(self) -> Batches:
-        """Yield all that is held, packed."""
+        """Yield all remaining rows, packed."""
         if self._borders:
             rows, borders = self._sorted() if self._held else (None, None)
             yield from self._packed_waiting(rows, borders)

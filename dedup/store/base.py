@@ -78,7 +78,7 @@ class Store(Protocol):
         """The changelog offset to restore from; 0 in a fresh store."""
 
     def get_each(self, segments: Iterable[int], ids: Sequence[bytes]) -> dict[int, dict[bytes, bytes]]:
-        """Return segment -> state key -> encoded value for the IDs that are held; segments without a hit are absent."""
+        """Return segment -> state key -> encoded value for the known IDs; segments without a hit are absent."""
 
     def segments(self) -> dict[int, int]:
         """Return all segments, ascending: start -> a changelog offset at or below the first record in it."""

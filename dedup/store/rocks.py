@@ -107,14 +107,14 @@ _NOT_THE_STORES_FAULT: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """RocksDB's current list of files, and its length; until the next open the list only grows."""
+    """RocksDB's current list of files, and its length; the list only grows until the next open."""
 
     number: int
     size_bytes: int
 
     @classmethod
     def of(cls, directory: Path) -> Self | None:
-        """Return the manifest that CURRENT names; None if there is none."""
+        """Return the manifest named by CURRENT; None if there is none."""
         try:
             name = (directory / "CURRENT").read_text(encoding="ascii").strip()
             return cls(int(name.removeprefix("MANIFEST-")), (directory / name).stat().st_size)
@@ -122,7 +122,7 @@ class Manifest:
             return None
 
     def now(self, directory: Path) -> Self:
-        """Return the manifest with its present length, or its successor."""
+        """Return the manifest with its current length, or its successor."""
         path = f"{directory}/MANIFEST-{self.number:06}"
         try:
             return replace(self, size_bytes=os.stat(path).st_size)  # noqa: PTH116  twice as fast, and in every apply
@@ -131,7 +131,7 @@ class Manifest:
             return type(self).of(directory) or self
 
     def was_cut(self, found: Self) -> bool:
-        """Whether ``found`` is this list, but shorter: it has lost the names of some files."""
+        """Whether ``found`` is this list but shorter, so that it lacks the names of some files."""
         return found.number == self.number and found.size_bytes < self.size_bytes
 
     def __str__(self) -> str:
@@ -139,9 +139,9 @@ class Manifest:
 
 
 class ErrorsOf:
-    """Context manager that turns RocksDB's errors about a directory into ours.
+    """Context manager that turns RocksDB's errors about a directory into dedup's errors.
 
-    rocksdict raises bare Exception for everything; only that exact class is translated.
+    rocksdict raises a plain Exception for every error, so only that exact class is translated.
     """
 
     __slots__ = ("_directory",)
@@ -150,10 +150,10 @@ class ErrorsOf:
         self._directory = directory
 
     def __enter__(self) -> None:
-        """Nothing to prepare."""
+        """Do nothing."""
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        """Raise our error instead of RocksDB's."""
+        """Raise dedup's error instead of RocksDB's."""
         if kind is not Exception:
             return
         text = str(error)
@@ -404,7 +404,7 @@ class RocksStore:
         return self._position
 
     def get_each(self, segments: Iterable[int], ids: Sequence[bytes]) -> dict[int, dict[bytes, bytes]]:
-        """Return segment -> state key -> encoded value for the IDs that are held; segments without a hit are absent."""
+        """Return segment -> state key -> encoded value for the known IDs; segments without a hit are absent."""
         self._refuse_if_closed()
         asked = [(start, held) for start in segments if (held := self._segments.get(start)) is not None]
         if not asked or not ids:
@@ -661,7 +661,7 @@ def _refuse_early_end(family: Rdict, last_key: bytes) -> None:
 
 
 def refuse_unstorable(stored: int, writes: Writes, position: int) -> None:
-    """Raise InvariantBroken if the changelog position moves back from ``stored``, or a state key is empty."""
+    """Raise InvariantBroken if the changelog position is below ``stored`` or a state key is empty."""
     if any(b"" in values for values in writes.values()):
         raise InvariantBroken("an empty state key was to be stored, but no tracking ID has an empty encoding.")
     if position < stored:

@@ -103,7 +103,7 @@ def describe_chain(files: Sequence[Named], weak: frozenset[str]) -> list[str]:
 
 
 def _paths(files: Sequence[Named], topic: str, text: str, passed: list[str], weak: frozenset[str]) -> list[str]:
-    """Return a line per path from a topic on; ``text`` and ``passed`` are the stages before it."""
+    """Return a line per path that starts at a topic; ``text`` and ``passed`` are the stages before it."""
     after = [(file, topology) for file, topology in _readers_of(files, topic) if file not in passed]
     if not after:
         bad = [file for file in passed if file in weak]
@@ -182,7 +182,7 @@ def _loose_ends(files: Sequence[Named]) -> Iterator[tuple[str, Finding]]:
 
 
 def _same_files(files: Sequence[Named]) -> Iterator[tuple[str, Finding]]:
-    """Yield sources that share a directory: a file renamed from one pattern to the other would be sent by both."""
+    """Yield sources that share a directory. Both would send a file that is renamed from one pattern to the other."""
     seen: dict[str, str] = {}
     for file, ingest in _ingests(files):
         if not isinstance(ingest.source, FilesSource):

@@ -225,7 +225,7 @@ def _outlets(topology: Topology) -> Iterator[tuple[str, str]]:
 
 
 def _corners(nodes: list[Node]) -> dict[str, tuple[int, int]]:
-    """Return the upper left corner of every box: columns side by side, each centered."""
+    """Return the upper left corner of every box, in columns side by side that are each centered."""
     columns: dict[int, list[Node]] = {}
     for node in nodes:
         columns.setdefault(node.column, []).append(node)

@@ -53,7 +53,7 @@ def is_ingest(text: str) -> bool:
 
 
 def parse_ingest(text: str, *, name: str) -> Ingest:
-    """Return the source that a file describes. Raises TopologyError with every problem of the file."""
+    """Return the source that a file describes. Raises TopologyError with every problem in the file."""
     return _ingest(checked_file(text, name, IngestFile, [_one_role_each]))
 
 

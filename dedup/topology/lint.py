@@ -83,7 +83,7 @@ def _policies(topology: Topology) -> Iterator[Finding]:
         text = "tracking_id.missing: fail stops the worker at the first record without an ID, until the cause is fixed."
         yield _warning("missing_stops", text)
     if topology.needs_value and topology.tombstones is OnTombstone.FORWARD:
-        text = f"tracking_id.tombstones: forward (the default) sends null values on, each time they come. {outside}."
+        text = f"tracking_id.tombstones: forward (the default) sends every null value to the output. {outside}."
         yield _warning("tombstones_forwarded", text)
     if topology.on_conflict is OnConflict.FORWARD:
         text = (

@@ -81,7 +81,7 @@ class SinkSpec:
     """The table with one row per tracking ID that `dedup sink` fills."""
 
     url: str
-    """As written: a reference such as ``${env:DATABASE_URL}`` is resolved where it is used."""
+    """The URL as written; a reference such as ``${env:DATABASE_URL}`` is resolved when it is used."""
     table: str
     columns: tuple[SinkColumn, ...]
     """If empty, the columns are the record's key and value, as bytes."""

@@ -47,7 +47,7 @@ _RESERVED: Final = frozenset({"tracking_id", "event_time_ms"})
 """Columns that every sink table has."""
 
 Start = Literal["earliest", "latest"] | int
-"""Where a topology without state starts to read; a number is a record time in ms."""
+"""Where a topology without state starts to read; a number is the time of a record in ms."""
 CsvType = Literal["text", "integer", "number", "boolean"]
 ColumnType = Literal["text", "integer", "number", "boolean", "time", "json"]
 
@@ -200,7 +200,7 @@ _Query = Annotated[str, AfterValidator(_query)]
 
 
 class _ExactlyOne(Keys):
-    """A mapping of which exactly one of two keys must be given."""
+    """A mapping that must have exactly one of two keys."""
 
     one_of: ClassVar[tuple[str, str]]
 
@@ -247,10 +247,10 @@ class SinkFile(Keys):
 
 
 class SourceFile(Keys):
-    """Where records come from."""
+    """The source of records."""
 
     topics: Annotated[list[_Topic], some("topic")] = Field(
-        description="Topics to read. Several are always repartitioned.", json_schema_extra={"minItems": 1}
+        description="Topics to read. Several topics are always repartitioned.", json_schema_extra={"minItems": 1}
     )
     format: Annotated[Literal["json", "bytes"], BeforeValidator(_format)] = Field(
         default="json",
@@ -287,7 +287,7 @@ class TrackingIdFile(Keys):
         default=None, description='A member of the JSON value: order.id, items[0].id, a["b.c"].'
     )
     fields: Annotated[list[_Path], some("path"), AfterValidator(_distinct_paths)] | None = Field(
-        default=None, description="Several members together, in this order, such as tenant and order number."
+        default=None, description="Several members in this order, such as tenant and order number."
     )
     content: (
         Annotated[
@@ -302,15 +302,15 @@ class TrackingIdFile(Keys):
         default_factory=list, description="Applied to IDs, in this order, before they are compared."
     )
     missing: Literal["dead_letter", "forward", "fail"] = Field(
-        default="dead_letter", description="What happens to a record without a usable ID."
+        default="dead_letter", description="The policy for a record without a usable ID."
     )
     tombstones: Literal["forward", "dead_letter"] = Field(
-        default="forward", description="What happens to a null value if the ID is read from the value."
+        default="forward", description="The policy for a null value if the ID is read from the value."
     )
 
 
 class Output(Keys):
-    """Where unique records go."""
+    """The output for unique records."""
 
     topic: _Topic = Field(description="Topic for unique records; key, value, headers, and timestamp stay unchanged.")
     headers: bool = Field(default=False, description="Adds the header dedup-source to every record.")
@@ -328,7 +328,7 @@ class ConflictsFile(Keys):
 
 
 class StateSpec(Keys):
-    """How state is kept."""
+    """Settings for state."""
 
     standby_replicas: Annotated[int, within(0, _MOST_STANDBYS)] = Field(
         default=1, description="Number of other workers that keep a warm copy."
@@ -345,7 +345,7 @@ class TopologyFile(Keys):
     name: Annotated[str, _NAME_RULE, _text_like(f"^{_NAME.pattern}$")] = Field(
         description="Consumer group, and prefix of transactional ids and topics."
     )
-    source: SourceFile = Field(description="Where records come from.")
+    source: SourceFile = Field(description="The source of records.")
     tracking_id: TrackingIdFile = Field(description="What identifies the logical event.")
     guard_period: _PositiveDuration = Field(
         description="How long another record with the same ID is a duplicate: 15m, 24h, 7d."
@@ -388,7 +388,7 @@ class TopologyFile(Keys):
     dead_letter: _Topic | None = Field(
         default=None, description="Topic for dead letters. Default: <output topic>.dead-letter."
     )
-    state: StateSpec = Field(default=StateSpec(), description="How state is kept.")
+    state: StateSpec = Field(default=StateSpec(), description="Settings for state.")
     sink: SinkFile | None = Field(default=None, description="The table that `dedup sink` fills from the output.")
 
 
@@ -457,7 +457,7 @@ class TableSource(_ExactlyOne):
 
     @property
     def settle_ms(self) -> int:
-        """How long after its number is taken a row may become visible; 0: the INSERT itself takes the number."""
+        """Longest time from taking a number until its row is visible; 0 if the INSERT itself takes the number."""
         return parse_duration(self.settle) if self.settle else 0
 
     @property
@@ -471,7 +471,7 @@ class IngestSourceFile(_ExactlyOne):
 
     one_of = ("files", "table")
 
-    files: FilesSource | None = Field(default=None, description="Files of one directory.")
+    files: FilesSource | None = Field(default=None, description="Files in one directory.")
     table: TableSource | None = Field(default=None, description="A table of SQLite or PostgreSQL.")
 
 
@@ -509,7 +509,7 @@ class IngestFile(Keys):
     name: Annotated[str, _NAME_RULE] = Field(
         description="Prefix of the transactional id and of the topic of source offsets."
     )
-    source: IngestSourceFile = Field(description="Where records come from.")
+    source: IngestSourceFile = Field(description="The source of records.")
     output: IngestOutputFile = Field(description="Where records go.")
     tracking_id: IngestIdFile | None = Field(
         default=None,

@@ -126,7 +126,7 @@ class Order:
         self.expect(rows)
 
     def match(self, found: list[tuple[int, int, int]]) -> None:
-        """Note (row, task, position) of expected records."""
+        """Record (row, task, position) of expected records."""
         if found:
             placed = sorted((row, task << _POSITION_BITS | position) for row, task, position in found)
             rows, places = np.array(placed, dtype=np.int64).T
@@ -296,7 +296,7 @@ class Cut:
         return [(at, partition) for at, topic in topics for partition in range(self.partitions[topic])]
 
     def place(self, source: Source) -> str:
-        """Return a source position, as reports show it."""
+        """Return a source position as shown in reports."""
         return self.plan.place(source)
 
     def sampled(self, place: int) -> bool:

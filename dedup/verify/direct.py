@@ -210,7 +210,7 @@ def _gone_position(held: _Partition, output: WrittenPartition) -> int:
 
 
 def _excuse_deleted(held: _Partition, task: TaskReplay, report: Report) -> None:
-    """Make records optional that precede the first one the output still holds: they may have been deleted there."""
+    """Make records optional that precede the first one in the output, because they may have been deleted there."""
     optional = task.forwarded.optional
     early = (row for row, position in enumerate(task.forwarded.positions) if position < held.gone_position)
     fresh = set(early) - optional
@@ -220,7 +220,7 @@ def _excuse_deleted(held: _Partition, task: TaskReplay, report: Report) -> None:
 
 
 def _copies(cut: Cut, partition: int, buckets: int) -> Copies:
-    """Return the duplicates and conflicts of a partition: they are written in order, to the same partition number."""
+    """Return the duplicates and conflicts of a partition, which are written in order to the same partition number."""
     whole: dict[str, list[int]] = {}
     for topic in copy_topics(cut).values():
         if cut.partitions[topic] >= cut.partitions[cut.topology.source.topics[0]]:

@@ -108,7 +108,7 @@ class OrderFree:
             self._report_too_near()
 
     def must_be_somewhere(self, tracking_id: bytes, time_ms: int, source: Source) -> None:
-        """Report a judged record as lost unless it was forwarded, is late, or repeats one that was forwarded."""
+        """Report a judged record as lost unless it was forwarded, is late, or repeats a forwarded record."""
         late, place = self._cut.plan.late, self._cut.place(source)
         if late is not None and late.take([source]):
             return
@@ -165,7 +165,7 @@ class Copies:
     known: bool = True
     """Nothing before the first record of the log was judged."""
     gone: Counter[str] = field(default_factory=Counter)
-    """Topic that has lost its beginning -> copies that it should have received."""
+    """Maps each topic that has lost its beginning to the number of copies that it should have received."""
 
     @classmethod
     def of(cls, cut: Cut, buckets: int, partitions: Mapping[str, Iterable[int]]) -> Copies:

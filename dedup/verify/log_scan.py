@@ -57,7 +57,7 @@ class Plan:
     conflicts: bool = False
 
     def place(self, source: Source) -> str:
-        """Return a source position, as reports show it."""
+        """Return a source position as shown in reports."""
         return f"{self.topics[source.topic]}/{source.partition} offset {source.offset}"
 
 

@@ -31,7 +31,7 @@ WHY_SIDE_GONE: Final = "the late or dead-letter topic has lost its beginning, or
 
 @dataclass(slots=True)
 class Forwarded(Expected):
-    """What must be in the output, row by row."""
+    """The expected records of the output, row by row."""
 
     ids: list[bytes | None] = field(default_factory=list)
     sources: list[Source] = field(default_factory=list)
@@ -106,7 +106,7 @@ class TaskReplay:
         self._forget_at[tracking_id] = max(_MANY_SIGHTINGS, 2 * len(known))
 
     def place(self, source: Source) -> str:
-        """Return a source position, as reports show it."""
+        """Return a source position as shown in reports."""
         return self._plan.place(source)
 
     def doubtful(self, tracking_id: bytes | None, time_ms: int, *, timed: bool) -> bool:

@@ -52,7 +52,7 @@ def stand_in_of(value: bytes | None) -> bytes:
 
 
 def stand_in(value: bytes | None) -> bytes:
-    """Return what is written in place of a value that is too large for the side topic."""
+    """Return the digest that is written in place of a value that is too large for the side topic."""
     content = value or b""
     return f"blake2b-256:{blake2b(content, digest_size=32).hexdigest()} of {len(content)} bytes".encode()
 

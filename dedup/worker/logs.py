@@ -31,7 +31,7 @@ NOISY: Final = (
     "dedup.worker.app",
     "dedup.worker.transport",
 )
-"""Logged from WARNING on, whatever the level: aiokafka's debug level prints record values."""
+"""Loggers that always have the level WARNING, because aiokafka prints record values at the debug level."""
 REPEATED_EVERY_S: Final = 60.0
 """Interval at which a failure that goes on is logged again."""
 OVER_AFTER_S: Final = 5.0
