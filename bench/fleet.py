@@ -5,7 +5,7 @@
     python -m bench.fleet wide --partitions 256   one worker with many partitions: start, CPU, memory, latency
 
 Events come at a steady rate. A partition's gap is the longest time without a forwarded event of it, from the first
-change to the end. The worker killed does not come back: its partitions wait for the group's session time-out, then
+change to the end. The worker killed does not come back: its partitions wait for the group's session timeout, then
 are taken over. Every run's output is counted: exit code 1 if one was not exact.
 """
 

@@ -1,4 +1,4 @@
-"""Measures one RocksDB store: write-ahead log on or off, look-ups with and without the prefilter, bytes an ID.
+"""Measures one RocksDB store: write-ahead log on or off, lookups with and without the prefilter, bytes an ID.
 
     python bench/store.py [IDS]        about 20 s at the default of 600,000
 

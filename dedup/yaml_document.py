@@ -229,7 +229,7 @@ def _place(name: str, mark: Any) -> str:  # noqa: ANN401 - ruamel's mark
 
 
 def _scalar(event: Any) -> Any:  # noqa: ANN401 - any plain scalar
-    """Return the value of a scalar by the core schema of YAML 1.2: quoted text and times stay text."""
+    """Return the value of a scalar under the YAML 1.2 core schema; quoted scalars and timestamps stay strings."""
     text: str = event.value
     if not event.implicit[0]:
         return text

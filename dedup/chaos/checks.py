@@ -63,7 +63,7 @@ class Evidence:
     stores: int = 0
     wrong_stores: list[str] | None = None
     zombies: int = 0
-    """Number of workers that were frozen beyond their session time-out."""
+    """Number of workers that were frozen beyond their session timeout."""
     fenced: int = 0
     """Number of tasks that the broker fenced."""
     batches: int = 0

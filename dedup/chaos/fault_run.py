@@ -122,7 +122,7 @@ _TICK_S: Final = 1.0
 _POLL_S: Final = 0.1
 _DONE_WITHIN_S: Final = 180.0
 _DRAINS_WITHIN_S: Final = 60.0
-"""If the broker is down during a commit, the commit first waits for its own time-out."""
+"""If the broker is down during a commit, the commit first waits for its own timeout."""
 _DELETED_WITHIN_S: Final = 10.0
 _PATIENCE_MS: Final = 5_000
 _KILLED: Final = 137

@@ -40,7 +40,7 @@ def explain(
     """Explain one tracking ID from Kafka alone: its records, each verdict and why, where each went.
 
     No worker has to run. All topics of the topology are read from the beginning; memory is bounded by the records with
-    this ID. A composite ID is a JSON list of its parts. Exit code 4 if the topics contradict the rule; otherwise 0,
+    this ID. A composite ID is a JSON array of its parts. Exit code 4 if the topics contradict the rule; otherwise 0,
     even if no topic holds the ID.
 
     Examples: dedup explain topologies/orders.yaml 8d5e957f-297893487bd98fa830fa6413

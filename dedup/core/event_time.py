@@ -141,7 +141,7 @@ def rfc3339_column_ms(texts: list[str]) -> list[int] | None:
 def _layout_holds(lines: bytes, count: int, zone: int, *, utc: bool) -> bool:
     """Whether every line has digits and separators where the layout of this width has them.
 
-    Separators are checked at their positions and then removed everywhere; any others would leave digits missing.
+    The separators are checked at their positions, and then all are removed; one anywhere else leaves too few digits.
     """
     marks = {4: b"-", 7: b"-", 10: b"T", 13: b":", 16: b":"}
     if zone > _FRACTION_AT:

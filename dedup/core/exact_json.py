@@ -1,4 +1,4 @@
-"""Exact JSON, one value at a time, with decoding by RFC 8259, look-up by path, and canonical content.
+"""Exact JSON, one value at a time, with decoding by RFC 8259, lookup by path, and canonical content.
 
 This module is slow and exact, and keeps every number as written. The column extractor (extract.py) is fast because it
 only decides rows for which it is certain to agree with this module, and leaves all other rows to this module.

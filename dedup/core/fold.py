@@ -5,7 +5,7 @@ in a slow way; property tests check that both are equal.
 
 The usual batch is judged as a whole (`judged_at_once`). Its records are close together in event time, none of them is
 near a bound of the window, and the known sightings of its IDs are well within the guard period. A record is then a
-duplicate if its ID is known or occurs earlier in the batch, and unique otherwise. A dict look-up in C decides this.
+duplicate if its ID is known or occurs earlier in the batch, and unique otherwise. A dict lookup in C decides this.
 Other batches are judged record by record.
 """
 

@@ -71,7 +71,7 @@ def _occurs_at_most(joined: bytes, quoted: bytes, times: int) -> bool:
 
 
 def _occur_in_places(joined: bytes, names: tuple[_Name, ...], count: int) -> bool:
-    """Whether each name is a member at its depths at most once per value; it may also occur elsewhere.
+    """Whether each name occurs at most once per value at the depths of its paths; other depths do not count.
 
     Only for text without backslashes, in which every quote begins or ends a string.
     """

@@ -16,7 +16,7 @@ _QUOTED: Final = re.compile(r'\[("(?:[^"\\]|\\.)*")\]')
 
 
 def parse_path(text: str) -> Path:
-    """Return the steps of a path. Raises ValueError with a sentence that says what to write instead."""
+    """Return the steps of a path. Raises ValueError with a message that says what to write instead."""
     if not text:
         raise ValueError('the path is empty; write a member name, such as "order.id"')
     steps: list[str | int] = []

@@ -307,7 +307,7 @@ class Session:
         )
 
     async def drop(self) -> None:
-        """Forget the transaction locally. The broker aborts it at any owner's next `open`, or after the time-out."""
+        """Forget the transaction locally. The broker aborts it at any owner's next `open`, or after the timeout."""
         work: list[asyncio.Future[Any]] = [flight.answer for flight in self._unanswered]
         if self._sender is not None:
             work.append(self._sender)

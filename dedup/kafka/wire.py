@@ -119,7 +119,7 @@ class Position(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class CommittedOffset:
-    """The response for a group's committed offset; the position is None if the group has none."""
+    """A group's committed offset, as its coordinator returned it; the position is None if none is committed."""
 
     error_code: int
     position: Position | None

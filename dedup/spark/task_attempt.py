@@ -54,7 +54,7 @@ _GC_THRESHOLD: Final = 100_000
 _MOST_RENEWALS: Final = 3
 """Number of new epochs in which a commit is retried; after that, the attempt fails and Spark starts another one."""
 _MARGIN: Final = 4
-"""The broker aborts a transaction after its time-out, so the attempt commits when a quarter of that time has passed."""
+"""The broker aborts a transaction after its timeout, so the attempt commits when a quarter of that time has passed."""
 _GAP_BYTES: Final = 1 << 16
 _GAP_WAIT_MS: Final = 100
 _BROKER_TROUBLE: Final = 5
@@ -80,7 +80,7 @@ class AttemptPlan:
     settings: PicklableSettings
     cluster: Cluster
     commit_rows: int
-    """A transaction is committed after this many rows, because it may not be open longer than its time-out."""
+    """A transaction is committed after this many rows, because it may not be open longer than its timeout."""
 
 
 @cache

@@ -100,7 +100,7 @@ class Store(Protocol):
         """Delete sightings, task record, and position atomically; the store stays open."""
 
     def warm(self, ids: int) -> bool:
-        """Load filters for up to ``ids`` more IDs, which makes look-ups faster; True when all are loaded."""
+        """Load filters for up to ``ids`` more IDs, which makes lookups faster; True when all are loaded."""
 
     def approximate_bytes(self) -> int:
         """Return an estimate of the state's size in bytes."""

@@ -5,7 +5,7 @@ blocked Bloom filter (Putze, Sanders, Singler 2007). Each ID sets four bits in o
 miss per ID. It takes about 16 bits per ID and has 0.5 % false positives. It grows by layers, each as large as all
 earlier ones together.
 
-The hash is Python's own hash of the bytes, because dict look-ups compute it anyway. It is keyed per process, so nobody
+The hash is Python's own hash of the bytes, because dict lookups compute it anyway. It is keyed per process, so nobody
 can choose IDs that collide. For the same reason, a filter cannot be stored.
 """
 

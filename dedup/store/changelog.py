@@ -92,7 +92,7 @@ _CHECKSUM_BYTES: Final = 4
 
 @dataclass(frozen=True, slots=True)
 class SeedMark:
-    """The progress of the seed of one changelog partition, and its identity."""
+    """The identity of a seed (the initial state that `dedup spark seed` writes) and its progress in one partition."""
 
     phase: Literal["seeding", "seeded"]
     seed: str

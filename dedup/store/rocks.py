@@ -74,7 +74,7 @@ _ARENA_BLOCK_BYTES: Final = 64 << 10
 _WAL_BYTES: Final = 16 << 20
 _FILES_TO_MERGE: Final = 12
 """Number of new files of a segment before they are merged with its older files, which rewrites the whole segment.
-RocksDB's default of 4 would rewrite each ID several times. Look-ups check dedup's and RocksDB's Bloom filters before
+RocksDB's default of 4 would rewrite each ID several times. Lookups check dedup's and RocksDB's Bloom filters before
 they read a file.
 """
 _FILES_TO_SLOW_DOWN: Final = 40
@@ -526,7 +526,7 @@ class RocksStore:
     def warm(self, ids: int) -> bool:
         """Read up to ``ids`` more keys into the filters of a reopened store; True when the filters hold all keys.
 
-        Call this in idle moments, because 1 M keys take about 0.5 s. Until then, look-ups are correct but slower.
+        Call this in idle moments, because 1 M keys take about 0.5 s. Until then, lookups are correct but slower.
         """
         self._refuse_if_closed()
         for held in self._segments.values():

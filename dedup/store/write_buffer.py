@@ -31,7 +31,7 @@ class Generation:
 
 
 class WriteBuffer:
-    """Answers look-ups as if everything judged were already stored. Not thread-safe, because one task owns it."""
+    """Answers lookups as if everything judged were already stored. Not thread-safe, because one task owns it."""
 
     def __init__(self, store: Store) -> None:
         self._store: Final = store
@@ -91,7 +91,7 @@ class WriteBuffer:
         self._committing = None
 
     def _tiers(self) -> tuple[Mapping[int, Mapping[bytes, bytes]], ...]:
-        """Return the generations that look-ups read before the store, older ones first."""
+        """Return the generations that lookups read before the store, older ones first."""
         return ({} if self._committing is None else self._committing.writes), self._open
 
     def _in_tiers(self, segment: int, ids: Sequence[bytes]) -> dict[bytes, bytes]:

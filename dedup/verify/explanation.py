@@ -88,7 +88,7 @@ class Explanation:
     """Written records with this ID for which no listed record accounts."""
     sightings: list[Kept] = field(default_factory=list)
     whole: bool = True
-    """Whether the logs contain all records that were ever judged."""
+    """Whether the logs still contain every record that workers have judged."""
 
     @property
     def contradictions(self) -> int:

@@ -223,7 +223,7 @@ class WebServer:
         text = request.match_info["id"]
         if len(text.encode()) > _MOST_ID_BYTES:
             raise web.HTTPRequestURITooLong
-        await asyncio.sleep(0)  # batches go first, because look-ups are not urgent
+        await asyncio.sleep(0)  # batches go first, because lookups are not urgent
         try:
             found = self._answers.look_up(text)
         except SettingsError as error:

@@ -301,7 +301,7 @@ class RecordCollector:
     def _side_batches(
         self, target: TopicPartition, lines: Iterable[Line], refusals: Refusals, added: int
     ) -> list[RecordBatch]:
-        """Return late records or dead letters as batches; a record that is too large or refused becomes its digest."""
+        """Return late records or dead letters as batches, with a digest in place of a record that does not fit."""
         if refusals.digests:
             known = refusals.digests
             lines = [_digest(line, added) if (target.topic, line[0]) in known else line for line in lines]

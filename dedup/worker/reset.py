@@ -88,7 +88,7 @@ class Reset:
             names = ", ".join(f"{member.worker_id} at {member.host}" for member in members)
             raise DedupError(
                 f"the group {self._topology.name!r} has members: {names}. Nothing was changed; stop these workers, and "
-                f"wait for the session time-out of one that was killed."
+                f"wait for the session timeout of one that was killed."
             )
         have = await self._admin.topics(state_topics(self._topology))
         places: tuple[str, ...] = ()

@@ -1,7 +1,7 @@
 """Restores a store from its own position up to the changelog's true end, in batches.
 
 The end is the high watermark, read after InitProducerId. By then, the task's own transactions on the partition have
-ended, and an open transaction of another id can hide records only until its time-out. Committed records are read until
+ended, and an open transaction of another id can hide records only until its timeout. Committed records are read until
 the *position* reaches the end, because the last offsets may be transaction markers or compacted away.
 
 This module also refuses to restore if state, changelog, topology, and offsets do not match, and logs what a changed

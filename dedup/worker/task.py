@@ -264,7 +264,7 @@ class Task:
         self.dirty.set()
 
     def say_idle(self) -> bool:
-        """Write the idle markers of this feed in a transaction; False, with nothing done, if a transaction is open."""
+        """Write this feed's idle markers in a transaction; return False and do nothing if one is already open."""
         if self.state is not TaskState.RUNNING or self.dirty.is_set() or self.committing:
             return False
         self._session.add(self._work.idle())

@@ -22,7 +22,7 @@ CANCEL_AGAIN_S: Final = 0.5
 _TASK_INTERVAL_S: Final = 0.0075
 """Commit interval per busy task. A transaction costs 0.7-1.5 ms of CPU, so commits take about a fifth of a core."""
 _LONGEST_INTERVAL_S: Final = 1.0
-"""Maximum interval, because readers wait for an open transaction and the broker aborts it after the time-out."""
+"""Maximum interval, because readers wait for an open transaction and the broker aborts it after the timeout."""
 _LEAST_REST: Final = 0.5
 """Share of the interval that is reserved for judging, regardless of how long the last commit took."""
 _MOST_RESTORES: Final = 2

@@ -41,7 +41,7 @@ _GATHER_SHARE: Final = 4
 """While records arrive, gathering a larger batch may take the commit interval divided by this."""
 _MOST_GATHER_MS: Final = 25
 _HEARTBEATS: Final = 5
-"""Minimum number of heartbeats within a session time-out."""
+"""Minimum number of heartbeats within a session timeout."""
 _MOST_HEARTBEAT_MS: Final = 500
 _REBALANCE_IN_PROGRESS: Final = 27
 """Error code of a heartbeat when the member must rejoin; until then, its partitions wait for it."""
@@ -138,7 +138,7 @@ class Consumer(FaustConsumer):
         await self.client.stop()
 
     async def _leave(self) -> None:
-        """Leave the group on a clean stop. Otherwise, a static member's partitions wait for the session time-out."""
+        """Leave the group on a clean stop. Otherwise, a static member's partitions wait for the session timeout."""
         coordinator = self.client._coordinator  # noqa: SLF001  # aiokafka has no public way
         if coordinator.generation > 0 and coordinator.coordinator_id is not None:
             try:

@@ -348,7 +348,7 @@ class Cluster:
         return Fetched.of(records, end, log.end, stable)
 
     def time_passes(self) -> bool:
-        """End every open transaction by its time-out; False if there was none."""
+        """End every open transaction by its timeout; False if there was none."""
         late = [name for name, known in self._ids.items() if known.state is TxState.ONGOING or known.state in ENDING]
         for name in late:
             self.expire(name)

@@ -123,7 +123,7 @@ class DiskStore(MemoryStore):
         self._position = kept.position
 
     def get_each(self, segments: Sequence[int], ids: Sequence[bytes]) -> dict[int, dict[bytes, bytes]]:
-        self.process.disk_read("look-up")
+        self.process.disk_read("lookup")
         return super().get_each(segments, ids)
 
     def apply(self, writes: Writes, record: TaskRecord | None, position: int) -> None:

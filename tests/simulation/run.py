@@ -137,7 +137,7 @@ class Run:
             self.violations += self._watcher.look()
 
     def _wait_no_longer(self, ready: list[Worker]) -> None:
-        """Let the other worker go on, or the coordinator: its markers are written, its time-outs end what is open."""
+        """Let the other worker go on, or the coordinator: its markers are written, its timeouts end what is open."""
         self._pauses = 0
         others = [worker for worker in ready if worker is not self._current]
         if others:

@@ -19,7 +19,7 @@ from tests.simulation.variants import AppliedAfterClose
 class FailsWhenJudgingAgain(DedupTask):
     def judge(self, batch, refusals):
         if refusals.rows:
-            raise RuntimeError("a look-up failed")
+            raise RuntimeError("a lookup failed")
         return super().judge(batch, refusals)
 
 
@@ -37,7 +37,7 @@ async def test_a_drain_does_not_commit_an_offset_whose_state_was_discarded():
     await asyncio.sleep(0.01)
     gate, wire.gate = wire.gate, None
     gate.set()
-    with pytest.raises(RuntimeError, match="a look-up failed"):
+    with pytest.raises(RuntimeError, match="a lookup failed"):
         await clock
     await drain
     assert cluster.offsets == {}
