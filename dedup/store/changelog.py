@@ -16,7 +16,15 @@ here. A value lists *all* sightings of its ID that end in its segment. A later r
 earlier one.
 
 Keys: ``S``, segment start (8 bytes), state key; ``T`` alone for the task record; ``H`` alone for the seed mark. Task
-record and seed mark start with a version byte and end with a CRC-32; the body of a seed mark is a JSON object.
+record and seed mark each start with their own version byte and end with a CRC-32; the body of a seed mark is a JSON
+object, and the body of a task record has these fields::
+
+    1 byte   length of the fingerprint
+    4 x 8    stream_time_ms, next_offset, segment_ms, kept_from (signed)
+    2 bytes  number of feeds
+    n bytes  fingerprint
+    each feed: 2 bytes topic, 4 bytes partition, 8 bytes max_ms (signed), 1 byte idle
+    16 bytes topic id of the feeding topic, from version 3
 
 Seed marks. `dedup spark seed` writes a seed in many transactions. Its first record in a changelog partition is a mark
 `seeding`; the last transaction contains the task record and a mark `seeded`. All marks have the same key, so compaction

@@ -24,7 +24,7 @@ from dedup.core.tracking_id import (
     TrackingId,
 )
 from dedup.core.window import Window
-from dedup.errors import Problem, TopologyError
+from dedup.errors import InvariantBroken, Problem, TopologyError
 from dedup.quantities import parse_duration
 from dedup.topology.model import (
     Late,
@@ -144,7 +144,9 @@ def _rule(file: TrackingIdFile) -> Rule:
         return RawContentRule()
     if file.content is not None:
         return ContentRule(tuple(file.content.exclude))
-    return KeyRule()
+    if file.key is not None:
+        return KeyRule()
+    raise InvariantBroken("a tracking_id without a rule passed validation.")
 
 
 def event_time_of(written: str | FieldTimeFile) -> EventTime:

@@ -6,7 +6,7 @@ import asyncio
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, Self
+from typing import TYPE_CHECKING, Final, Self, assert_never
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
@@ -353,12 +353,14 @@ def _records(topology: Topology, text: str) -> list[_Record]:
         case FieldsRule(paths):
             parts = json.loads(text) if _is_json(text) else None
             if not isinstance(parts, list) or len(parts) != len(paths):
-                why = f"write it as a JSON list of its {len(paths)} parts"
+                why = f"write it as a JSON array of its {len(paths)} parts"
                 raise SettingsError([Problem("ID", f"the ID of {topology.name!r} is composite; {why}")])
             pairs = [(path, json.dumps(part)) for path, part in zip(paths, parts, strict=True)]
             return [(None, _nested(pairs).encode(), [])]
-        case _:
+        case ContentRule() | RawContentRule():
             return [(None, text.encode(), [])]
+        case never:
+            assert_never(never)
 
 
 def _is_json(text: str) -> bool:

@@ -103,10 +103,10 @@ def supervise(plan: FleetPlan) -> int:
                 code = max(code, _look_after(child, lines[child.number], time.monotonic()))
             time.sleep(LOOK_S)
     finally:
-        _drain(children)
+        drained = _drain(children)
         for number, handler in before.items():
             signal.signal(number, handler)
-    return code
+    return max(code, drained)
 
 
 def _look_after(child: Child, line: list[str], now_s: float) -> int:
@@ -134,9 +134,9 @@ def _look_after(child: Child, line: list[str], now_s: float) -> int:
     return 0
 
 
-def _drain(children: Sequence[Child]) -> None:
+def _drain(children: Sequence[Child]) -> int:
+    """Stop all workers that are still running, and return the greatest of their exit codes, or 0."""
     living = [child.process for child in children if child.process.poll() is None]
     for process in living:
         process.send_signal(signal.SIGTERM)
-    for process in living:
-        process.wait()
+    return max((process.wait() for process in living), default=0)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 from typer.testing import CliRunner
@@ -11,7 +14,7 @@ from typer.testing import CliRunner
 from dedup.cli.main import create_app
 from dedup.settings import load_settings
 from dedup.worker import supervisor as fleet
-from dedup.worker.supervisor import FIRST_BACK_OFF_S, Child, FleetPlan, _look_after
+from dedup.worker.supervisor import FIRST_BACK_OFF_S, Child, FleetPlan, _look_after, supervise
 
 
 def sets_of(number: int, *overrides: str) -> dict[str, str]:
@@ -106,3 +109,15 @@ def test_every_worker_is_told_that_an_existing_output_is_meant(given: bool):
     settings = load_settings(None, ["brokers=b:9092"], {})
     plan = FleetPlan(Path("t.yaml"), None, ("brokers=b:9092",), settings, 2, onto_existing_output=given)
     assert [("--onto-existing-output" in plan.command(number)) for number in (1, 2)] == [given, given]
+
+
+def test_a_worker_that_fails_while_it_stops_decides_the_exit_code():
+    """Was 0: what the worker had judged and could not commit went unnoticed."""
+    worker = "import os, signal, sys; signal.signal(signal.SIGTERM, lambda *_: sys.exit({})); {}; signal.pause()"
+    ready = "os.kill(os.getppid(), signal.SIGTERM)"
+    codes = {1: 0, 2: 3}
+    lines = {
+        number: [sys.executable, "-c", worker.format(code, ready if code else "pass")] for number, code in codes.items()
+    }
+    plan = SimpleNamespace(workers=2, command=lines.__getitem__)
+    assert supervise(cast("FleetPlan", plan)) == 3
