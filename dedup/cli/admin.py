@@ -293,7 +293,7 @@ def lookup(
 ) -> None:
     """Ask a worker whether an ID was seen: when, in which record, and until when it is guarded.
 
-    A composite ID is a JSON list of its parts. The worker asks the owners of the partitions that it does not own.
+    A composite ID is a JSON array of its parts. The worker asks the owners of the partitions that it does not own.
 
     Example: dedup lookup topologies/orders.yaml 8d5e957f-297893487bd98fa830fa6413
     """

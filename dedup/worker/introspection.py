@@ -324,7 +324,7 @@ class Introspection:
 def state_keys(topology: Topology, text: str) -> list[bytes]:
     """Return the state keys that a typed ID may stand for; for example, ``7`` is the text "7" or the number 7.
 
-    A composite ID is written as a JSON list of its parts, a content ID as the content itself.
+    A composite ID is written as a JSON array of its parts, a content ID as the content itself.
     """
     recipe = Recipe(topology.tracking_id, fmt=topology.source.format)
     keys: list[bytes] = []
