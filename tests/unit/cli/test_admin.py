@@ -134,7 +134,7 @@ class TestStateKeys:
     def test_a_composite_is_a_list_of_its_parts(self):
         assert state_keys(topology("fields: [a.b, a.c]"), '["x", 7]') == [b"\x09\x02\x01x\x02\x04\x07"]
         for text in ("x", '["x"]', '{"a": 1}'):
-            with pytest.raises(SettingsError, match="JSON list of its 2 parts"):
+            with pytest.raises(SettingsError, match="JSON array of its 2 parts"):
                 state_keys(topology("fields: [a.b, a.c]"), text)
 
     def test_what_is_nested_too_deep_to_be_json_is_a_text_or_no_id(self):
