@@ -16,6 +16,7 @@ from dedup.errors import BrokerUnavailable, Problem, SettingsError, StateIncompa
 from dedup.settings import Security, Settings
 from dedup.spark.files import History
 from dedup.spark.rows import records_of_kafka
+from dedup.spark.session import RECORD_BYTES
 from dedup.verify.kafka_reader import Bounds, KafkaReader
 
 if TYPE_CHECKING:
@@ -160,7 +161,14 @@ def history_of_range(spark: SparkSession, settings: Settings, begins: Offsets, e
     }
     table = spark.read.format("kafka").options(**options).load()
     place = ", ".join(f"{name} {begin}..{end}" for name, (begin, end) in sorted(ranges.items()))
-    return History(records_of_kafka(table), placed=True, contiguous=True, identity=json.dumps(ranges), place=place)
+    return History(
+        records_of_kafka(table),
+        placed=True,
+        contiguous=True,
+        identity=json.dumps(ranges),
+        place=place,
+        size_bytes=sum(end - begin for begin, end in ranges.values()) * RECORD_BYTES,
+    )
 
 
 def _begins(reader: KafkaReader, topic: str, bounds: Mapping[int, Bounds], start: Start) -> dict[int, int]:
