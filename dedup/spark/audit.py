@@ -27,7 +27,7 @@ from dedup.spark.seed_history import as_history
 from dedup.spark.session import shuffles_for, translated_errors
 from dedup.topology.model import LateDrop
 from dedup.verify.replay import FUTURE
-from dedup.verify.report import SAMPLES_PER_KIND, Books, Report, Violation, ViolationKind
+from dedup.verify.report import SAMPLES_PER_KIND, VERDICTS, Books, Report, Violation, ViolationKind
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -37,7 +37,12 @@ if TYPE_CHECKING:
     from dedup.topology.model import Topology
 
 _STEPS: Final = 200
-_VERDICTS: Final[Mapping[str, int]] = {"unique": 0, "duplicate": 1, "conflict": 1, "late": 2, "dead_letter": 3}
+_BOOKED: Final[Mapping[str, str]] = {name: name for name in ("unique", "exempt", "late")} | {
+    "duplicate": "duplicates",
+    "conflict": "duplicates",
+    "dead_letter": "dead_letters",
+}
+"""Verdict -> its count in `Books`."""
 
 
 def audit(
@@ -70,9 +75,8 @@ def _compare(report: Report, cut: AuditCut, log: AuditedLog) -> None:
     rows = expected(cut, log, sides).persist()
     pairs = compared(cut, rows).persist()
     try:
-        _keep_books(report, cut, rows)
+        _keep_books(report, cut, rows.where("verdict IS NOT NULL AND NOT history"))
         _count_ended(report, cut, sides, pairs)
-        _keep_timeline(report, rows.where("verdict IS NOT NULL AND NOT history AND NOT pending"))
         found = [*row_findings(cut, log, sides, rows), digest_findings(cut, log, pairs), order_findings(cut, pairs)]
         _note(report, reduce(DataFrame.unionByName, found).persist())
     finally:
@@ -80,27 +84,39 @@ def _compare(report: Report, cut: AuditCut, log: AuditedLog) -> None:
             each.unpersist()
 
 
-def _keep_books(report: Report, cut: AuditCut, rows: DataFrame) -> None:
+def _keep_books(report: Report, cut: AuditCut, live: DataFrame) -> None:
+    """Count the verdicts of each task, and over event time; a record without a usable one has the time 0."""
+    time_ms, is_judged = fn.col("time_ms"), fn.col("verdict").isin("unique", "duplicate", "conflict", "late")
+    dated = (is_judged & (time_ms >= 0)) | ((time_ms > 0) & ~fn.col("reason").eqNullSafe(FUTURE))
+    grouped = live.groupBy("task", "pending", "doubtful", "verdict", dated.alias("dated"))
+    found = grouped.agg(
+        fn.count("verdict").alias("number"), fn.min(time_ms).alias("first"), fn.max(time_ms).alias("last")
+    )
     name = cut.topology.feeding_topics[0]
     books = {task: Books(name, task) for task in sorted(cut.bounds[name])}
-    of_verdict = {"unique": "unique", "exempt": "exempt", "late": "late", "dead_letter": "dead_letters"}
-    live = rows.where("verdict IS NOT NULL AND NOT history")
-    for task, pending, doubtful, verdict, number in (
-        live.groupBy("task", "pending", "doubtful", "verdict").count().collect()
-    ):
-        each = books[task]
-        if pending:
+    spans: list[int] = []
+    for row in found.collect():
+        each, verdict, number = books[row["task"]], row["verdict"], row["number"]
+        if row["pending"]:
             each.pending += number
             continue
         each.read += number
-        each.not_provable += number if doubtful else 0
+        each.not_provable += number if row["doubtful"] else 0
         each.conflicts += number if verdict == "conflict" else 0
-        outcome = of_verdict.get(verdict, "duplicates")
-        setattr(each, outcome, getattr(each, outcome) + number)
+        setattr(each, _BOOKED[verdict], getattr(each, _BOOKED[verdict]) + number)
+        if row["dated"]:
+            spans += (row["first"], row["last"])
+        else:
+            report.timeline.add_undated(_BOOKED[verdict], number)
     if cut.topology.direct:
         for task, each in books.items():
             each.skipped = cut.begins[name][task] - cut.bounds[name][task].low
     report.books.extend(books.values())
+    if spans:
+        report.timeline.step_ms = step_ms = max(1_000, (max(spans) - min(spans)) // _STEPS)
+        shown = live.where(dated & ~fn.col("pending")).groupBy((time_ms - time_ms % fn.lit(step_ms)), "verdict").count()
+        for start_ms, verdict, number in shown.collect():
+            report.timeline.add(start_ms, VERDICTS.index(_BOOKED[verdict]), number)
 
 
 def _count_ended(report: Report, cut: AuditCut, sides: Sides, pairs: DataFrame) -> None:
@@ -121,23 +137,6 @@ def _count_ended(report: Report, cut: AuditCut, sides: Sides, pairs: DataFrame) 
         if not each.balanced:
             text = f"read {each.read}, but {each.ended} ended as unique, duplicate, late or dead letter"
             report.violation("unbalanced", f"{each.topic}/{each.partition}", text)
-
-
-def _keep_timeline(report: Report, judged: DataFrame) -> None:
-    """Count verdicts over event time; a record without a usable one has the time 0, and is counted apart."""
-    time_ms = fn.col("time_ms")
-    known = (time_ms > 0) & ~fn.coalesce("reason", fn.lit("")).eqNullSafe(FUTURE)
-    is_judged = fn.col("verdict").isin("unique", "duplicate", "conflict", "late") & (time_ms >= 0)
-    dated = judged.where(is_judged | known)
-    for verdict, number in judged.where(~(is_judged | known)).groupBy("verdict").count().collect():
-        report.timeline.add_undated("dead_letters" if verdict == "dead_letter" else "exempt", number)
-    ((first_ms, last_ms),) = dated.agg(fn.min(time_ms), fn.max(time_ms)).collect()
-    if first_ms is None:
-        return
-    report.timeline.step_ms = step_ms = max(1_000, (last_ms - first_ms) // _STEPS)
-    start = time_ms - time_ms % fn.lit(step_ms)
-    for start_ms, verdict, number in dated.groupBy(start, "verdict").count().collect():
-        report.timeline.add(start_ms, _VERDICTS[verdict], number)
 
 
 def _note(report: Report, findings: DataFrame) -> None:
