@@ -51,6 +51,10 @@ def kafka_options(settings: Settings) -> dict[str, str]:
         "kafka.isolation.level": "read_committed",
         "includeHeaders": "true",
         "failOnDataLoss": "true",
+        # Spark asks for the ends of the partition after each poll, and discards what else was fetched; a poll returns
+        # 500 records unless told otherwise.
+        "kafka.max.poll.records": "50000",
+        "kafka.max.partition.fetch.bytes": str(4 << 20),
     }
     if security.protocol.endswith("SSL"):
         options |= _tls(security)

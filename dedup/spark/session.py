@@ -175,8 +175,8 @@ class HadoopDirectory:
 
 def shuffle_partitions(spark: SparkSession) -> int:
     """Return into how many partitions Spark shuffles; its default where that is not a number, as ``auto``."""
-    found = spark.conf.get(_SHUFFLE_PARTITIONS, "") or ""
-    return int(found) if found.isdecimal() else _DEFAULT_PARTITIONS
+    found = spark.conf.get(_SHUFFLE_PARTITIONS)
+    return int(found) if found is not None and found.isdecimal() else _DEFAULT_PARTITIONS
 
 
 @contextmanager
