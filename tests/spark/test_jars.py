@@ -15,6 +15,7 @@ from packaging.requirements import Requirement
 
 from dedup.embedded.kafka_jars import read_lock
 from dedup.errors import BrokerUnavailable
+from dedup.spark import session
 from dedup.spark import spark_jars as jars
 from dedup.spark.spark_jars import coordinates, jars_for
 
@@ -50,6 +51,14 @@ def test_a_version_of_spark_without_known_jars_is_one_sentence_that_names_those_
     with patch.object(pyspark, "__version__", version), pytest.raises(BrokerUnavailable) as refused:
         jars_for((package,), {"XDG_CACHE_HOME": "/nowhere"})
     assert f"for PySpark {version}: install PySpark {usable}, or" in str(refused.value)
+
+
+def test_jars_that_the_user_names_are_taken_instead_of_a_download(spark):
+    own = {"spark.jars": spark.sparkContext.getConf().get("spark.jars")}
+    with patch.object(session, "jars_for", side_effect=BrokerUnavailable("no network")):
+        with pytest.raises(BrokerUnavailable, match="no network"):
+            session.session_for(None, packages=("kafka",))
+        assert session.session_for(None, packages=("kafka",), conf=own).sparkContext is spark.sparkContext
 
 
 def test_the_extra_takes_no_newer_spark_than_one_whose_jars_are_known():
