@@ -1,4 +1,4 @@
-"""The input of an audit: a cut through a topology's topics, and the history of a seed before the log.
+"""What one audit reads: a cut through a topology's topics, and the log up to it with what is known of the time before.
 
 The driver takes the cut, and reads the group's offsets before the ends of the topics.
 """
@@ -14,18 +14,19 @@ from pyspark.sql import functions as fn
 
 from dedup.core.fold import OnFuture
 from dedup.errors import Problem, SettingsError, StateIncompatible
-from dedup.spark.audit_expected import by_task
 from dedup.spark.changelog_frames import seed_marks
 from dedup.spark.columns import IDENTIFIED, identified
-from dedup.spark.kafka_source import history_of_range, offsets_at
+from dedup.spark.kafka_source import feeds_of, history_of_range, offsets_at
 from dedup.spark.rows import RECORDS
 from dedup.spark.seed_history import placed
+from dedup.spark.session import RECORD_BYTES
 from dedup.topology.model import LateTo
 from dedup.verify.kafka_reader import Bounds, KafkaReader
 
 if TYPE_CHECKING:
-    from pyspark.sql import DataFrame, SparkSession
+    from pyspark.sql import Column, DataFrame, SparkSession
 
+    from dedup.core.window import Feed
     from dedup.kafka.wire import TopicPartition
     from dedup.settings import Settings
     from dedup.spark.files import History
@@ -47,30 +48,57 @@ class AuditCut:
     begins: Mapping[str, Mapping[int, int]]
     """Maps each source topic to the offsets at which the fleet began."""
     marks: Mapping[int, SeedMark]
-    """Seed marks by changelog partition; empty for a fleet that was not seeded."""
-    broker_times: frozenset[str]
-    """Topics in which the broker replaces timestamps (LogAppendTime)."""
+    """Of a seeded fleet, by changelog partition; empty for others."""
+    stamped: bool
+    """The output keeps the source's timestamps."""
+
+    @property
+    def copies(self) -> dict[str, list[str]]:
+        """The duplicates and conflicts topics that exist, with the verdicts of their records."""
+        topology = self.topology
+        both = ["duplicate"] if topology.conflicts is not None else ["duplicate", "conflict"]
+        wanted = {topology.duplicates: both, topology.conflicts: ["conflict"]}
+        return {topic: verdicts for topic, verdicts in wanted.items() if topic is not None and self.partitions[topic]}
+
+    @property
+    def size_bytes(self) -> int:
+        """About how large the topics are."""
+        return RECORD_BYTES * sum(each.high - each.low for part in self.bounds.values() for each in part.values())
 
     def complete(self, topic: str) -> bool:
-        """Whether a topic still has its beginning."""
-        return all(each.low == 0 for each in self.bounds[topic].values())
+        """Tell whether a topic still has its beginning."""
+        return all(low == 0 for low in self.lows(topic).values())
+
+    def lows(self, topic: str) -> dict[int, int]:
+        """Return the first offset that is left in each partition of a topic."""
+        return {at: each.low for at, each in self.bounds[topic].items()}
 
     def read(self, topic: str, begins: Mapping[int, int] | None = None) -> DataFrame:
         """Return the committed records of a topic within the cut, from ``begins`` on; empty if it does not exist."""
         bounds = self.bounds[topic]
         if not bounds:
             return self.spark.createDataFrame([], RECORDS)
-        lows = {at: max(each.low, (begins or {}).get(at, 0)) for at, each in bounds.items()}
+        lows = {at: max(low, (begins or {}).get(at, 0)) for at, low in self.lows(topic).items()}
         highs = {at: max(each.high, lows[at]) for at, each in bounds.items()}
         return history_of_range(self.spark, self.settings, {topic: lows}, {topic: highs}).records
 
 
-def _written_topics(topology: Topology) -> list[str]:
-    """Return the topics to which records are written by verdict, the output first."""
-    late = topology.late.topic if isinstance(topology.late, LateTo) else None
-    output = topology.output.topic if topology.output is not None else None
-    named = (output, late, topology.dead_letter, topology.duplicates, topology.conflicts)
-    return [topic for topic in named if topic is not None]
+@dataclass(frozen=True, slots=True)
+class AuditedLog:
+    """The records that the fleet judged, and what is known of the time before them."""
+
+    records: DataFrame
+    """`rows.RECORDS`, history before the log included."""
+    contiguous: bool
+    """As in `batch_verdicts.judged`."""
+    feeds: tuple[Feed, ...]
+    """Not empty for the repartition topic."""
+    committed: Mapping[int, int]
+    """Log partition -> the group's offset; records from there on may be judged or not."""
+    begins: Mapping[int, int]
+    """Log partition -> where the fleet began; a seed judged what is before, and forwarded nothing."""
+    known: Mapping[int, bool]
+    """Log partition -> whether nothing is missing before its first record."""
 
 
 def take_cut(
@@ -80,9 +108,12 @@ def take_cut(
 
     Raises StateIncompatible if there is nothing to audit, SettingsError if the fleet's start is not known.
     """
+    late = topology.late.topic if isinstance(topology.late, LateTo) else None
+    output = topology.output.topic if topology.output is not None else None
+    written = [output, late, topology.dead_letter, topology.duplicates, topology.conflicts, topology.changelog_topic]
     reading = list(dict.fromkeys([*topology.source.topics, *topology.feeding_topics]))
     with KafkaReader(settings) as reader:
-        counts = reader.partitions([*reading, *_written_topics(topology), topology.changelog_topic])
+        counts = reader.partitions([*reading, *(topic for topic in written if topic is not None)])
         absent = [topic for topic in reading if not counts[topic]]
         if absent:
             raise StateIncompatible(
@@ -93,12 +124,14 @@ def take_cut(
         bounds = {topic: reader.bounds(topic, range(number)) for topic, number in counts.items()}
         marks = seed_marks(spark, topology, settings) if counts[topology.changelog_topic] else {}
         starts = _starts(topology, reader, bounds, marks, begins)
-        stamps = frozenset(topic for topic in _written_topics(topology) if _broker_time(reader, topic, bounds[topic]))
-    return AuditCut(spark, topology, settings, counts, committed, bounds, starts, marks, stamps)
+        by_broker = output is not None and _broker_time(reader, output, bounds[output])
+    # If future times are clamped, the output's timestamps come from the worker's clock.
+    stamped = topology.future is not OnFuture.CLAMP and not by_broker
+    return AuditCut(spark, topology, settings, counts, committed, bounds, starts, marks, stamped)
 
 
 def _broker_time(reader: KafkaReader, topic: str, bounds: Mapping[int, Bounds]) -> bool:
-    """Return whether a topic uses LogAppendTime, according to its first record."""
+    """Tell by the first record whether the broker replaces timestamps in a topic (LogAppendTime)."""
     for partition, each in bounds.items():
         for columns in reader.read(topic, partition, each.low, min(each.high, each.low + 1)):
             return columns.broker_time
@@ -113,11 +146,12 @@ def _starts(
     begins: Mapping[TopicPartition, int] | None,
 ) -> dict[str, dict[int, int]]:
     """Return where the fleet began to read each source partition."""
+    topics = topology.source.topics
     if begins is not None:
-        found: dict[str, dict[int, int]] = {topic: {} for topic in topology.source.topics}
+        found: dict[str, dict[int, int]] = {topic: {} for topic in topics}
         for (topic, partition), offset in begins.items():
             found.setdefault(topic, {})[partition] = offset
-        wrong = [topic for topic in topology.source.topics if found[topic].keys() != bounds[topic].keys()]
+        wrong = [topic for topic in topics if found[topic].keys() != bounds[topic].keys()]
         if wrong:
             raise SettingsError([Problem("--from", f"give an offset for every partition of {', '.join(wrong)}")])
         return found
@@ -126,26 +160,57 @@ def _starts(
         return {topic: dict(enumerate(offsets)) for topic, offsets in marked.items()}
     match topology.source.start:
         case "earliest":
-            return {topic: {at: each.low for at, each in bounds[topic].items()} for topic in topology.source.topics}
+            return {topic: {at: each.low for at, each in bounds[topic].items()} for topic in topics}
         case int() as time_ms:
-            return {topic: offsets_at(reader, topic, bounds[topic], time_ms) for topic in topology.source.topics}
+            return {topic: offsets_at(reader, topic, bounds[topic], time_ms) for topic in topics}
         case _:
             text = "the topology says start: latest, and no log says where that was: give the offsets it began at"
             raise SettingsError([Problem("--from", text)])
 
 
-def before_the_log(history: History, cut: AuditCut) -> DataFrame:
-    """Return a history with coordinates before the log, which are its own or, if it has none, follow the event time.
+def audited_log(cut: AuditCut, history: History | None) -> AuditedLog:
+    """Return the log that the fleet judged; ``history``: the files that it was seeded from, if any."""
+    name = cut.topology.feeding_topics[0]
+    lows, begins, contiguous = cut.lows(name), cut.begins.get(name, cut.lows(name)), True
+    feeds: tuple[Feed, ...] = ()
+    if not cut.topology.direct:
+        records, feeds = cut.read(name), feeds_of(cut.topology, cut.partitions)
+        # The history of a seed is not in this log.
+        known = {at: low == 0 and not cut.marks for at, low in lows.items()}
+    elif history is not None:
+        records = _accepted_by_seed(_before_the_log(history, cut), cut).unionByName(cut.read(name, begins))
+        known, contiguous = dict.fromkeys(lows, True), history.contiguous
+    elif cut.marks and next(iter(cut.marks.values())).history == "topics":
+        whole, seeded = cut.read(name), fn.col("offset") < by_key(begins, fn.col("partition"))
+        records = _accepted_by_seed(whole.where(seeded), cut).unionByName(whole.where(~seeded))
+        known = {at: low == 0 for at, low in lows.items()}
+    else:
+        records = cut.read(name, begins)
+        known = {at: not cut.marks and (begins[at] > low or low == 0) for at, low in lows.items()}
+    committed = {at: cut.committed[name].get(at, begins[at]) for at in lows}
+    return AuditedLog(records, contiguous, feeds, committed, begins, known)
+
+
+def by_key(values: Mapping[int, int] | Mapping[str, int], key: Column) -> Column:
+    """Return the value of the key in a column; 0 for a key without a value, and for null."""
+    if not values:
+        return fn.lit(0)
+    mapped = fn.create_map(*(fn.lit(each) for pair in values.items() for each in pair))
+    return fn.coalesce(mapped[key], fn.lit(0))
+
+
+def _before_the_log(history: History, cut: AuditCut) -> DataFrame:
+    """Return a history with coordinates before the log: its own if it has any, else by event time.
 
     Records that the log still holds are left out, because they are judged there.
     """
     topology, topic = cut.topology, cut.topology.source.topics[0]
     if history.placed:
-        return history.records.where(fn.col("offset") < by_task(cut.begins[topic], "partition", 0))
+        mine = fn.col("offset") < by_key(cut.begins[topic], fn.col("partition"))
+        return history.records.where(mine).select(*RECORDS.fieldNames())
     rows = placed(identified(history.records, topology), topology, tasks=cut.partitions[topic], order="event_time")
-    by = [fn.col(name) for name in ("dedup_time_ms", "key", "value", "headers", "timestamp_ms")]
-    ordered = Window.partitionBy("dedup_partition").orderBy(*by)
     whole = Window.partitionBy("dedup_partition")
+    ordered = whole.orderBy("dedup_time_ms", "key", "value", "headers", "timestamp_ms")
     numbered = rows.withColumns(
         {
             "topic": fn.lit(topic),
@@ -156,8 +221,8 @@ def before_the_log(history: History, cut: AuditCut) -> DataFrame:
     return numbered.drop("dedup_partition", *(field.name for field in IDENTIFIED)).select(*RECORDS.fieldNames())
 
 
-def accepted_by_seed(history: DataFrame, cut: AuditCut) -> DataFrame:
-    """Return a seed's history without the records that the seed refused because of a future time.
+def _accepted_by_seed(history: DataFrame, cut: AuditCut) -> DataFrame:
+    """Return a seed's history without the records that the seed refused for a future time.
 
     An audit judges without a clock, so one such record would make every later record late.
     """

@@ -5,294 +5,245 @@ A kind in `verify.report.MEANINGS` is a violation; `not_provable` is a record ab
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
+from functools import reduce
 from typing import TYPE_CHECKING, Final
 
-from pyspark.sql import Window
+from pyspark.sql import Column, DataFrame, Window
 from pyspark.sql import functions as fn
 
-from dedup.core.fold import OnFuture
-from dedup.spark.rows import COORDINATES
-from dedup.verify.findings import WHY_OUTPUT_GONE, WHY_SOURCE_GONE
-from dedup.verify.replay import REFUSED_BY_THE_BROKER, WHY_CLOCK, WHY_FRONT, WHY_REFUSED, WHY_SIDE_GONE
-from dedup.verify.spill import stand_in
+from dedup.core.extract_one import ODD_HEADER_NAME
+from dedup.spark.audit_cut import by_key
+from dedup.spark.audit_expected import digest, forwarded_by_replay, path
+from dedup.verify.direct import WHY_OUTPUT_GONE, WHY_SOURCE_GONE
+from dedup.verify.evidence import stand_in
+from dedup.verify.replay import FUTURE, REFUSED_BY_THE_BROKER, WHY_CLOCK, WHY_FRONT, WHY_REFUSED, WHY_SIDE_GONE
 
 if TYPE_CHECKING:
-    from pyspark.sql import Column, DataFrame
-
-    from dedup.topology.model import Topology
+    from dedup.spark.audit_cut import AuditCut, AuditedLog
+    from dedup.spark.audit_expected import Sides
 
 NOT_PROVABLE: Final = "not_provable"
-_SOURCE: Final = ("source_topic", "source_partition", "source_offset")
-_OUT: Final = ("out_topic", "out_partition", "out_offset")
+_COMPARED: Final = (
+    "topic string, scope int, digest binary, sure int, may int, originals int, task int, at long, late_at long, "
+    "times int, partition int, offset long"
+)
 
 
-@dataclass(frozen=True, slots=True)
-class Side:
-    """A late or dead-letter topic."""
-
-    name: str
-    filed: DataFrame
-    """Records of the topic, as returned by `audit_expected.filed`."""
-    complete: bool
-    """Whether nothing was deleted from its beginning, so that a missing record was never there."""
-
-
-def _place_of(*columns: str) -> Column:
-    """Return ``topic/partition offset n``."""
-    topic, partition, offset = (fn.col(name).cast("string") for name in columns)
-    return fn.concat(topic, fn.lit("/"), partition, fn.lit(" offset "), offset)
+def _claim(
+    where: Column, kind: Column | str, place: Column, text: Column | str, number: Column | None = None
+) -> Column:
+    """Return what is wrong with the rows for which ``where`` is true, as a struct; null for the others."""
+    values = {"kind": kind, "place": place, "text": text, "number": fn.lit(1) if number is None else number}
+    columns = {name: fn.lit(value) if isinstance(value, str) else value for name, value in values.items()}
+    columns["number"] = columns["number"].cast("long")
+    return fn.when(where, fn.struct(*(column.alias(name) for name, column in columns.items())))
 
 
-def _filed_place() -> Column:
-    return fn.concat("filed_in", fn.lit(" offset "), fn.col("filed_at").cast("string"))
+def _found(rows: DataFrame, *claims: Column) -> DataFrame:
+    """Return the findings of all claims in one pass over the rows."""
+    return rows.select(fn.inline(fn.array_compact(fn.array(*claims))))
 
 
-@dataclass(frozen=True, slots=True)
-class _Claim:
-    """The finding for the rows for which ``where`` is true."""
-
-    where: Column
-    kind: Column | str
-    place: Column
-    text: Column | str
-    number: Column | int = 1
-
-    def finding(self) -> Column:
-        """Return the finding as a struct of the four columns; null if nothing is wrong."""
-        return fn.when(
-            self.where,
-            fn.struct(
-                _literal(self.kind).alias("kind"),
-                self.place.alias("place"),
-                _literal(self.text).alias("text"),
-                _literal(self.number).cast("long").alias("number"),
-            ),
-        )
+def _shown(place: str) -> Column:
+    """Return ``topic/partition offset n`` for a column that holds ``topic/partition/offset``."""
+    return fn.regexp_replace(place, r"/(\d+)$", " offset $1")
 
 
-def _literal(value: Column | str | int) -> Column:
-    return fn.lit(value) if isinstance(value, (str, int)) else value
+def row_findings(cut: AuditCut, log: AuditedLog, sides: Sides, rows: DataFrame) -> Iterator[DataFrame]:
+    """Yield what is wrong with single records: in the late and dead-letter topics, or not provable."""
+    doubtful = fn.expr("doubtful AND NOT pending AND NOT history AND out IS NOT NULL")
+    claims = [_claim(doubtful, NOT_PROVABLE, _shown("source"), WHY_FRONT), *_unexplained(cut)]
+    for verdict in sides.topics:
+        claims += _filed(cut, sides, verdict)
+    # Nothing can be claimed here of the others, which are nearly all.
+    yield _found(rows.where("doubtful OR verdict IN ('late', 'dead_letter') OR times_dead_letter IS NOT NULL"), *claims)
+    for verdict in sides.with_stand_ins if cut.topology.direct else ():
+        # Spark evaluates a Python function before the claim.
+        words = fn.udf(lambda value: stand_in(value).decode(), "string")
+        standing = sides.records.where(f"{verdict}.stand_in IS NOT NULL").select("source", f"{verdict}.stand_in")
+        there = log.records.withColumn("source", path()).join(standing, "source")
+        other = there.withColumn("other", words("value") != fn.col("stand_in"))
+        text = f"its value does not have the digest that is in {sides.topics[verdict]}"
+        yield _found(other, _claim(fn.col("other"), "changed", _shown("source"), text))
 
 
-def _same_source() -> list[Column]:
-    return [fn.col(mine) == fn.col(theirs) for mine, theirs in zip(COORDINATES, _SOURCE, strict=True)]
-
-
-def _found(rows: DataFrame, *claims: _Claim) -> DataFrame:
-    """Return the findings of all claims in one pass over the rows; a pass for each claim would repeat the joins."""
-    return rows.select(fn.inline(fn.array_compact(fn.array(*(claim.finding() for claim in claims)))))
-
-
-def side_findings(rows: DataFrame, side: Side, verdict: str, wrong: str) -> list[DataFrame]:
-    """Return unexpected and missing records of a side topic. ``rows`` are those of `audit_expected.expected`."""
-    by_source = side.filed.where("NOT unknown_source").groupBy(*_SOURCE)
-    once = by_source.agg(
-        fn.count(fn.lit(1)).alias("times"),
-        *(fn.min_by(name, "filed_at").alias(name) for name in ("filed_reason", "filed_digest", "stand_in")),
-        fn.min_by(_filed_place(), "filed_at").alias("filed_place"),
-    )
-    named = _place_of(*_SOURCE)
-    again = fn.concat(fn.lit("source record "), named, fn.lit(" occurs more than once"))
-    repeated = _Claim(fn.col("times") > 1, "duplicated", fn.col("filed_place"), again, fn.col("times") - 1)
-    joined = rows.where("NOT history").join(once, _same_source(), "full_outer")
-    return [_found(once, repeated), _found(joined, *_filed_claims(side, verdict, wrong))]
-
-
-def _filed_claims(side: Side, verdict: str, wrong: str) -> list[_Claim]:
-    settled = fn.expr("verdict IS NOT NULL AND NOT pending AND NOT doubtful")
-    here, there = _place_of(*COORDINATES), fn.col("filed_place")
-    is_it = fn.col("verdict") == verdict
-    absent = settled & is_it & fn.col("times").isNull()
-    lost = _Claim(absent, "lost", here, f"{verdict.replace('_', ' ')}, but not in {side.name}")
-    if not side.complete:
-        lost = _Claim(absent, NOT_PROVABLE, here, WHY_SIDE_GONE)
-    present = settled & fn.col("times").isNotNull()
-    says = fn.concat(fn.lit("it is in "), there, fn.lit("; by the rule it is "), fn.col("verdict"))
-    other_record = fn.col("stand_in").isNull() & (fn.col("filed_digest") != fn.col("raw"))
-    differs = fn.concat(there, fn.lit(" has another key, value, header or original timestamp"))
-    claims = [
-        lost,
-        _Claim(present & ~is_it, wrong, here, says),
-        _Claim(present & is_it & other_record, "changed", here, differs),
-    ]
+def _filed(cut: AuditCut, sides: Sides, verdict: str) -> Iterator[Column]:
+    """Yield the claims about one side topic."""
+    topic, says = sides.topics[verdict], fn.col("verdict")
+    times, first = fn.coalesce(f"times_{verdict}", fn.lit(0)), fn.col(verdict)
+    here, there = _shown("source"), _shown(f"{verdict}.place")
+    again = fn.format_string("source record %s occurs more than once", here)
+    yield _claim(times > 1, "duplicated", there, again, times - 1)
+    settled = fn.expr("verdict IS NOT NULL AND NOT (history OR pending OR doubtful)")
+    is_it, is_there = settled & (says == verdict), settled & (times > 0)
+    lost = ("lost", f"{verdict.replace('_', ' ')}, but not in {topic}")
+    kind, text = lost if cut.complete(topic) else (NOT_PROVABLE, WHY_SIDE_GONE)
+    yield _claim(is_it & (times == 0), kind, here, text)
+    wrong = "wrong_late" if verdict == "late" else "wrong_dead_letter"
+    rule = fn.format_string("it is in %s; by the rule it is %s", there, says)
+    yield _claim(is_there & (says != verdict), wrong, here, rule)
+    # The source's headers cannot be read if a name is not UTF-8, so there is nothing to compare them with.
+    whole = first["stand_in"].isNull() & (first["reason"] != ODD_HEADER_NAME.code)
+    differs = fn.format_string("%s has another key, value, header or original timestamp", there)
+    yield _claim(is_it & is_there & whole & (first["digest"] != fn.col("raw")), "changed", here, differs)
     if verdict == "dead_letter":
-        other = ~fn.col("filed_reason").isin(REFUSED_BY_THE_BROKER) & (fn.col("filed_reason") != fn.col("reason"))
-        named = fn.concat(there, fn.lit(' says "'), fn.col("filed_reason"), fn.lit('"; the record says "'), "reason")
-        claims.append(_Claim(present & is_it & other, "wrong_dead_letter", here, fn.concat(named, fn.lit('"'))))
-    return claims
+        other = (first["reason"] != REFUSED_BY_THE_BROKER) & (first["reason"] != fn.col("reason"))
+        both = fn.format_string('%s says "%s"; the record says "%s"', there, first["reason"], fn.col("reason"))
+        yield _claim(is_it & is_there & other, wrong, here, both)
+    yield from _unaccounted(cut, topic, times, there)
 
 
-def stand_in_findings(records: DataFrame, side: Side) -> DataFrame:
-    """Return the source records whose value does not match the digest that replaces it in a side topic."""
-    standing = side.filed.where("NOT unknown_source AND stand_in IS NOT NULL")
-    words = fn.udf(lambda value: stand_in(value).decode(), "string")
-    other = words(fn.col("value")) != fn.col("stand_in")
-    text = f"its value does not have the digest that is in {side.name}"
-    # Evaluated before the claim, in which Spark allows no Python function.
-    return _found(
-        records.join(standing, _same_source()).withColumn("other", other),
-        _Claim(fn.col("other"), "changed", _place_of(*COORDINATES), text),
+def _unaccounted(cut: AuditCut, topic: str, times: Column, there: Column) -> Iterator[Column]:
+    """Yield the claims about side records that name no source record, or one that is not in the log."""
+    alone, known = fn.expr("verdict IS NULL") & (times > 0), fn.col("topic").isNotNull()
+    yield _claim(alone & ~known, "phantom", there, "names no record of the source topics in its headers", times)
+    partition, offset = fn.concat_ws("/", "topic", "partition"), fn.col("offset")
+    low, committed = (
+        by_key({f"{name}/{at}": value for name in cut.begins for at, value in of(name).items()}, partition)
+        for of in (cut.lows, cut.committed.__getitem__)
     )
+    judged = alone & known & (offset < committed)
+    gone = f"the source records that {topic} names are deleted"
+    yield _claim(judged & (offset < low), NOT_PROVABLE, there, gone, times)
+    kind, text = "phantom", fn.format_string("names %s, which is no record of the source", _shown("source"))
+    if not cut.topology.direct:
+        # Some records end in the repartition step, and others have been purged from its topic.
+        kind, text = NOT_PROVABLE, fn.lit("side records of the repartition step, or of records purged since")
+    yield _claim(judged & (offset >= low), kind, there, text, times)
 
 
-def unaccounted_findings(
-    rows: DataFrame, side: Side, kept: DataFrame, committed: DataFrame, *, why: str | None = None
-) -> DataFrame:
-    """Return records of a side topic that name no source record, or one that is not in the log.
-
-    ``kept`` contains the offset at which each source partition begins now, and ``committed`` the group's offset.
-    ``why`` is the reason not to count such records as phantoms.
-    """
-    left = side.filed.join(rows.select(*COORDINATES), [~fn.col("unknown_source"), *_same_source()], "left_anti")
-    partition = ["source_topic", "source_partition"]
-    left = left.join(kept, partition, "left").join(committed, partition, "left")
-    judged = ~fn.col("unknown_source") & (fn.col("source_offset") < fn.coalesce("committed", fn.lit(0)))
-    gone = fn.col("source_offset") < fn.coalesce("low", fn.lit(0))
-    names = fn.concat(fn.lit("names "), _place_of(*_SOURCE), fn.lit(", which is no record of the source"))
-    kind = fn.when(gone, fn.lit(NOT_PROVABLE)).otherwise("phantom" if why is None else NOT_PROVABLE)
-    deleted = f"the source records that {side.name} names are deleted"
-    text = fn.when(gone, fn.lit(deleted)).otherwise(names if why is None else fn.lit(why))
-    nothing = "names no record of the source topics in its headers"
-    return _found(
-        left,
-        _Claim(fn.col("unknown_source"), "phantom", _filed_place(), nothing),
-        _Claim(judged, kind, _filed_place(), text),
-    )
-
-
-def evidence_findings(rows: DataFrame, topology: Topology, *, wanted: bool) -> list[DataFrame]:
-    """Return dead letters that the record itself does not explain, because a broker or a worker's clock refused it."""
-    if not wanted:
-        return []
-    before = Window.partitionBy("task").orderBy("at").rowsBetween(Window.unboundedPreceding, -1)
-    seen = rows.withColumn("before_ms", fn.coalesce(fn.max("stream_ms").over(before), fn.lit(-(1 << 62))))
-    dead = seen.where("verdict = 'dead_letter' AND NOT pending AND NOT history")
-    here = _place_of(*COORDINATES)
-    refused = _Claim(fn.col("reason") == REFUSED_BY_THE_BROKER, NOT_PROVABLE, here, WHY_REFUSED)
-    if topology.future is not OnFuture.DEAD_LETTER:
-        return [_found(dead, refused)]
-    clock = fn.col("reason") == "future_time"
-    reached = fn.col("time_ms") <= fn.col("before_ms")
-    skew = fn.lit(topology.max_clock_skew_ms)
-    near = fn.col("time_ms") <= fn.col("before_ms") + skew
+def _unexplained(cut: AuditCut) -> Iterator[Column]:
+    """Yield the claims about dead letters that only the broker or a worker's clock explains."""
+    dead = fn.expr("verdict = 'dead_letter' AND NOT pending AND NOT history")
+    reason, here, ahead_ms = fn.col("reason"), _shown("source"), fn.col("time_ms") - fn.col("before_ms")
+    yield _claim(dead & (reason == REFUSED_BY_THE_BROKER), NOT_PROVABLE, here, WHY_REFUSED)
+    by_clock = dead & (reason == FUTURE)
     text = "a dead letter for a future time, which stream time had reached: the rule judges it"
-    wrong = _Claim(clock & reached, "wrong_dead_letter", here, text)
-    return [_found(dead, refused, wrong, _Claim(clock & ~reached & near, NOT_PROVABLE, here, WHY_CLOCK))]
+    yield _claim(by_clock & (ahead_ms <= 0), "wrong_dead_letter", here, text)
+    near = (ahead_ms > 0) & (ahead_ms <= cut.topology.max_clock_skew_ms)
+    yield _claim(by_clock & near, NOT_PROVABLE, here, WHY_CLOCK)
 
 
-def output_findings(
-    rows: DataFrame, output: DataFrame, filed: Sequence[Side], *, complete: bool, sources_whole: bool, doubt: bool
-) -> list[DataFrame]:
-    """Return records that are missing in the output, repeated, unexpected, or out of order.
+def compared(cut: AuditCut, rows: DataFrame) -> DataFrame:
+    """Return how often each digest is expected and found in each topic that is compared by digests.
 
-    A digest is looked for among the ``output`` rows with the same `scope`; these have `scope`, `out`, and the columns
-    `out_topic`, `out_partition`, `out_offset`.
+    A row per `topic`, `scope` (within it the digest may be anywhere) and `digest`: `sure` and `may` (expected, and
+    perhaps expected), `originals` (records that are forwarded unless they repeat another), `task` and `at` of one that
+    is expected, `late_at` of one that is late; `times` (found), `partition` and `offset` of one found.
     """
-    live = rows.where("NOT history AND out IS NOT NULL")
-    for side in filed:
+    topology, zero, headers = cut.topology, fn.lit(0), fn.col("headers")
+    settled, live = fn.expr("NOT pending AND NOT doubtful"), rows.where("NOT history")
+    parts = [cut.spark.createDataFrame([], _COMPARED)]
+    if topology.output is not None and cut.partitions[topology.output.topic]:
         # A record in a side topic by mistake is reported there; it is not also expected in the output.
-        held = side.filed.where("NOT unknown_source").select(*_SOURCE).distinct().withColumn("held", fn.expr("true"))
-        live = live.join(held, _same_source(), "left").drop(*_SOURCE)
-        live = live.withColumn("forwards", fn.col("forwards") & fn.col("held").isNull()).drop("held")
-    sure = fn.col("forwards") & ~fn.col("pending") & ~fn.col("doubtful")
-    may = (fn.col("pending") | fn.col("doubtful")) & (fn.col("verdict") != "dead_letter")
+        elsewhere = fn.expr("coalesce(times_late, 0) + coalesce(times_dead_letter, 0) > 0")
+        sure, may = fn.col("forwards") & ~elsewhere & settled, ~settled & (fn.col("verdict") != "dead_letter")
+        task, partition = (fn.col(name) if topology.direct else zero for name in ("task", "partition"))
+        records = cut.read(topology.output.topic).where(~forwarded_by_replay(topology.source.topics))
+        stamp = fn.col("timestamp_ms") if cut.stamped else zero
+        parts.append(_expected_in(topology.output.topic, live.where("out IS NOT NULL"), task, "out", sure, may))
+        parts.append(_found_in(topology.output.topic, records, partition, digest(headers, stamp)))
+    for topic, verdicts in cut.copies.items():
+        # A task writes to the partition of its own number, which is the source's only if nothing is repartitioned.
+        scope, copied = fn.col("task") % cut.partitions[topic], live.where(fn.col("verdict").isin(*verdicts))
+        parts.append(_expected_in(topic, copied, scope, "copy", settled, ~settled))
+        parts.append(_found_in(topic, cut.read(topic), fn.col("partition"), digest(headers, zero)))
+    if not topology.direct:
+        parts += _repartitioned(cut, rows)
+    every = reduce(lambda one, other: one.unionByName(other, allowMissingColumns=True), parts)
+    sums = (fn.coalesce(fn.sum(name), zero).alias(name) for name in ("sure", "may", "originals", "times"))
+    places = (fn.max(name).alias(name) for name in ("task", "at", "late_at", "partition", "offset"))
+    return every.groupBy("topic", "scope", "digest").agg(*sums, *places)
+
+
+def _expected_in(topic: str, rows: DataFrame, scope: Column, key: str, sure: Column, may: Column) -> DataFrame:
     original = fn.col("verdict").isin("unique", "duplicate", "conflict")
-    wanted = live.groupBy("scope", "out").agg(
-        fn.count_if(sure).alias("sure"),
-        fn.count_if(may).alias("may"),
-        fn.count_if(original).alias("originals"),
-        fn.min(fn.when(sure, _place_of(*COORDINATES))).alias("place"),
-        fn.min(fn.when(fn.col("verdict") == "late", _place_of(*COORDINATES))).alias("late_place"),
-        *(fn.max(fn.when(sure, fn.col(name))).alias(name) for name in ("task", "at")),
-    )
-    there = output.groupBy("scope", "out").agg(
-        fn.count(fn.lit(1)).alias("times"),
-        fn.min(_place_of(*_OUT)).alias("out_place"),
-        *(fn.max(name).alias(name) for name in _OUT),
-    )
-    both = wanted.join(there, ["scope", "out"], "full_outer")
-    findings = [_found(both, *_output_claims(complete=complete, sources_whole=sources_whole)), _order_findings(both)]
-    if doubt:
-        unknown = _Claim(fn.expr("doubtful AND NOT pending"), NOT_PROVABLE, _place_of(*COORDINATES), WHY_FRONT)
-        findings.append(_found(live, unknown))
-    return findings
-
-
-def _output_claims(*, complete: bool, sources_whole: bool) -> list[_Claim]:
-    number = {name: fn.coalesce(name, fn.lit(0)) for name in ("sure", "may", "originals", "times")}
-    missing, extra = number["sure"] - number["times"], number["times"] - number["sure"] - number["may"]
-    kind, why = ("lost", "unique, but not in the output") if complete else (NOT_PROVABLE, WHY_OUTPUT_GONE)
-    late = fn.concat(fn.lit("the rule calls its source record "), fn.col("late_place"), fn.lit(" late"))
-    text = fn.coalesce(late, fn.lit("it is not a record of the source, or was changed"))
-    unexpected = "phantom" if sources_whole else NOT_PROVABLE
-    text = text if sources_whole else fn.lit(f"{WHY_SOURCE_GONE} the output")
-    doubled, at = "more often in the output than the rule allows", fn.col("out_place")
-    return [
-        _Claim(missing > 0, kind, fn.col("place"), why, missing),
-        _Claim((extra > 0) & (number["originals"] > 0), "duplicated", at, doubled, extra),
-        _Claim((extra > 0) & (number["originals"] == 0), unexpected, at, text, extra),
-    ]
-
-
-def _order_findings(both: DataFrame) -> DataFrame:
-    """Return records that overtook another record of their task; only records that occur once are compared."""
-    by_place = Window.partitionBy("task", "out_partition").orderBy("out_offset")
-    placed = both.where("sure = 1 AND times = 1").withColumn("before", fn.lag("at").over(by_place))
-    text = "it comes after a record that is later in the log of its task"
-    return _found(placed, _Claim(fn.col("before") > fn.col("at"), "reordered", _place_of(*_OUT), text))
-
-
-def copy_findings(rows: DataFrame, copies: DataFrame, topic: str, *, complete: bool, whole: bool) -> DataFrame:
-    """Return differences in the duplicates or conflicts topic; ``copies`` has `scope`, `copy`, and record places."""
-    live = rows.where("NOT history")
-    sure = ~fn.col("pending") & ~fn.col("doubtful")
-    wanted = live.groupBy("scope", "copy").agg(
-        fn.count_if(sure).alias("sure"), fn.count_if(~sure).alias("may"), fn.min(_place_of(*COORDINATES)).alias("place")
-    )
-    there = copies.groupBy("scope", "copy").agg(
-        fn.count(fn.lit(1)).alias("times"), fn.min(_place_of(*_OUT)).alias("at")
-    )
-    both = wanted.join(there, ["scope", "copy"], "full_outer")
-    number = {name: fn.coalesce(name, fn.lit(0)) for name in ("sure", "may", "times")}
-    missing, extra = number["sure"] - number["times"], number["times"] - number["sure"] - number["may"]
-    if not complete:
-        return _found(
-            both, _Claim(missing > 0, NOT_PROVABLE, fn.col("place"), f"{topic} has lost its beginning", missing)
-        )
-    text = "not the record that the rule expects here" if whole else f"{WHY_SOURCE_GONE} {topic}"
-    kind = "wrong_duplicate" if whole else NOT_PROVABLE
-    return _found(
-        both,
-        _Claim(missing > 0, "wrong_duplicate", fn.col("place"), f"not in {topic}, or changed there", missing),
-        _Claim(extra > 0, kind, fn.col("at"), text, extra),
+    return rows.select(
+        fn.lit(topic).alias("topic"),
+        scope.alias("scope"),
+        fn.col(key).alias("digest"),
+        *(flag.cast("int").alias(name) for name, flag in (("sure", sure), ("may", may), ("originals", original))),
+        *(fn.when(sure, fn.col(name)).alias(name) for name in ("task", "at")),
+        fn.when(fn.col("verdict") == "late", fn.col("at")).alias("late_at"),
     )
 
 
-def repartition_findings(source: DataFrame, log: DataFrame, *, purged: bool, dead: DataFrame) -> DataFrame:
-    """Return source records that are not in the repartition topic exactly once and unchanged.
+def _found_in(topic: str, records: DataFrame, scope: Column, key: Column) -> DataFrame:
+    names = {"topic": fn.lit(topic), "scope": scope, "digest": key, "times": fn.lit(1)}
+    return records.select(*(value.alias(name) for name, value in names.items()), "partition", "offset")
 
-    Both inputs have `COORDINATES` and `raw`. Records that were purged there, or are dead letters of the repartition
-    step, are not provable.
+
+def _repartitioned(cut: AuditCut, rows: DataFrame) -> Iterator[DataFrame]:
+    """Yield what is expected and found in the repartition topic; the source is part of each digest.
+
+    A dead letter of the repartition step counts as found.
     """
-    position = [fn.col(f"source_{name}").alias(name) for name in COORDINATES]
-    dead_letters = (
-        dead.where("NOT unknown_source").select(*position).distinct().withColumn("dead_letter", fn.expr("true"))
-    )
-    carried = log.groupBy(*COORDINATES).agg(fn.count(fn.lit(1)).alias("times"), fn.min("raw").alias("carried"))
-    joined = source.join(carried, list(COORDINATES), "left").join(dead_letters, list(COORDINATES), "left")
-    here = _place_of(*COORDINATES)
-    missing = fn.expr("times IS NULL AND dead_letter IS NULL")
-    lost = _Claim(missing, "lost", here, "not in the repartition topic")
-    if purged:
-        lost = _Claim(missing, NOT_PROVABLE, here, "purged from the repartition topic")
-    by_step = fn.expr("times IS NULL AND dead_letter")
-    changed = fn.expr("times = 1 AND carried <> raw")
-    return _found(
-        joined,
-        _Claim(by_step, NOT_PROVABLE, here, "dead letters of the repartition step"),
-        lost,
-        _Claim(fn.col("times") > 1, "duplicated", here, "in the repartition topic more than once"),
-        _Claim(changed, "changed", here, "changed in the repartition topic"),
-    )
+    topic, zero, source = cut.topology.repartition_topic, fn.lit(0), fn.col("source").cast("binary")
+    for name in cut.topology.source.topics:
+        key = fn.concat(digest(fn.col("headers"), fn.col("timestamp_ms")), path().cast("binary"))
+        ends = by_key({**cut.begins[name], **cut.committed[name]}, fn.col("partition"))
+        sent = cut.read(name, cut.begins[name]).withColumns(
+            {"key": key, "verdict": fn.lit("unique"), "task": fn.col("partition"), "at": fn.col("offset")}
+        )
+        yield _expected_in(topic, sent, zero, "key", fn.col("at") < ends, fn.col("at") >= ends)
+    yield _found_in(topic, rows.where("verdict IS NOT NULL"), zero, fn.concat("raw", source))
+    stepped = rows.where("verdict IS NULL AND topic IS NOT NULL AND times_dead_letter > 0")
+    yield _found_in(topic, stepped, zero, fn.concat("dead_letter.digest", source))
+
+
+def digest_findings(cut: AuditCut, log: AuditedLog, pairs: DataFrame) -> DataFrame:
+    """Return records that are missing in a topic, repeated or unexpected; ``pairs``: `compared`."""
+    topology, claims = cut.topology, list[Column]()
+    known, whole = all(log.known.values()), all(cut.complete(topic) for topic in topology.source.topics)
+    if topology.output is not None:
+        topic = topology.output.topic
+        lost = ("lost", "unique, but not in the output") if cut.complete(topic) else (NOT_PROVABLE, WHY_OUTPUT_GONE)
+        again = ("duplicated", "more often in the output than the rule allows")
+        late = fn.concat(fn.lit("the rule calls its source record "), _logged(cut, "late_at"), fn.lit(" late"))
+        strange = ("phantom", fn.coalesce(late, fn.lit("it is not a record of the source, or was changed")))
+        gone = (NOT_PROVABLE, fn.lit(f"{WHY_SOURCE_GONE} the output"))
+        claims += _differences(topic, _logged(cut, "at"), lost, again, strange if known and whole else gone)
+    for topic in cut.copies:
+        lost = ("wrong_duplicate", f"not in {topic}, or changed there")
+        lost = lost if cut.complete(topic) else (NOT_PROVABLE, f"{topic} has lost its beginning")
+        text = "not the record that the rule expects here"
+        copy = ("wrong_duplicate", text) if known else (NOT_PROVABLE, f"{WHY_SOURCE_GONE} {topic}")
+        claims += _differences(topic, _logged(cut, "at"), lost, *([copy, copy] if cut.complete(topic) else []))
+    if not topology.direct:
+        topic, source = topology.repartition_topic, fn.expr("cast(substring(digest, 17) AS string)")
+        lost = ("lost", f"not in {topic}, or changed there")
+        lost = lost if cut.complete(topic) else (NOT_PROVABLE, f"purged from {topic}")
+        again, other = ("duplicated", f"more than once in {topic}"), ("phantom", f"in {topic}, but not in the source")
+        other = other if whole else (NOT_PROVABLE, f"{WHY_SOURCE_GONE} {topic}")
+        claims += _differences(topic, source, lost, again, other)
+    return _found(pairs, *claims)
+
+
+def _logged(cut: AuditCut, offset: str) -> Column:
+    return _place(cut.topology.feeding_topics[0], "task", offset)
+
+
+def _differences(topic: str, here: Column, lost: tuple[str, str], *extra: tuple[str, Column | str]) -> Iterator[Column]:
+    """Yield the claims about a topic: kind and text of what is missing, and, if given, repeated and unexpected."""
+    is_it, there = fn.col("topic") == topic, fn.coalesce(_place(topic, "partition", "offset"), here)
+    missing, more = fn.expr("sure - times"), fn.expr("times - sure - may")
+    yield _claim(is_it & (missing > 0), lost[0], here, lost[1], missing)
+    for (kind, text), where in zip(extra, (fn.col("originals") > 0, fn.col("originals") == 0), strict=False):
+        yield _claim(is_it & (more > 0) & where, kind, there, text, more)
+
+
+def order_findings(cut: AuditCut, pairs: DataFrame) -> DataFrame:
+    """Return records that overtook another one of their task; only records that occur once are compared."""
+    topic = "" if cut.topology.output is None else cut.topology.output.topic
+    by_place = Window.partitionBy("task", "partition").orderBy("offset")
+    placed = pairs.where((fn.col("topic") == topic) & fn.expr("sure = 1 AND times = 1"))
+    text = "it comes after a record that is later in the log of its task"
+    overtook = placed.withColumn("before", fn.lag("at").over(by_place)).where("before > at")
+    return _found(overtook, _claim(fn.expr("true"), "reordered", _place(topic, "partition", "offset"), text))
+
+
+def _place(topic: str, partition: str, offset: str) -> Column:
+    """Return ``topic/partition offset n``; null if the offset is."""
+    parts = (fn.lit(f"{topic}/"), fn.col(partition), fn.lit(" offset "), fn.col(offset))
+    return fn.concat(*(part.cast("string") for part in parts))

@@ -33,7 +33,7 @@ from dedup.spark.columns import Batches, BatchFunction
 from dedup.spark.files import History
 from dedup.spark.reduce_side import reduce_function
 from dedup.spark.rows import RECORDS
-from dedup.spark.session import HadoopDirectory, translated_errors
+from dedup.spark.session import RECORD_BYTES, HadoopDirectory, shuffles_for, translated_errors
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -112,8 +112,9 @@ def backfill(
     identity = (
         f"{topology.state_identity({})} {topology.rules} skew={topology.max_clock_skew_ms} {mode} {source.identity}"
     )
-    directory = RunDirectory(source.records.sparkSession, path, run, fmt)
-    with translated_errors():
+    spark = source.records.sparkSession
+    directory = RunDirectory(spark, path, run, fmt)
+    with translated_errors(), shuffles_for(spark, source.size_bytes):
         begun = directory.begin(identity, int(time.time() * 1000) if now_ms is None else now_ms)
         if isinstance(begun, RunReport):
             say(f"{topology.name}: run {run} was published before at {begun.path}; nothing was written")
@@ -147,7 +148,8 @@ def _history_of(df: DataFrame) -> History:
         text = f"only {placed:,} of {rows:,} rows have topic, partition and offset; judge the others separately"
         raise SettingsError([Problem("the DataFrame", text)])
     identity = f"a DataFrame of {rows} rows, digest {digest or 0}"
-    return History(df, placed > 0, contiguous=False, identity=identity, place=f"{rows:,} rows")
+    size_bytes = rows * RECORD_BYTES
+    return History(df, placed > 0, contiguous=False, identity=identity, place=f"{rows:,} rows", size_bytes=size_bytes)
 
 
 def _refuse_unbalanced(source: History, counts: Mapping[str, int]) -> None:

@@ -33,6 +33,7 @@ from dedup.spark.files import InputSplits, opened
 from dedup.spark.map_side import MOST_REDUCERS, PACKED_ROWS, TARGET, MapPlan, Mode, map_function
 from dedup.spark.reduce_side import JUDGED, ReducePlan, reduce_function
 from dedup.spark.rows import COORDINATES, RECORDS, headers_of
+from dedup.spark.session import shuffle_partitions
 from dedup.topology.model import Topology
 
 Order = Literal["offsets", "event_time"]
@@ -164,8 +165,8 @@ def _in_log_order(df: DataFrame, mode: Mode, reducers: int, *, contiguous: bool)
 
 
 def _shuffle_settings(spark: SparkSession) -> tuple[int, int]:
-    """Return the number of reduce tasks, and the number of rows that Spark passes to Python at once."""
-    reducers = int(spark.conf.get("spark.sql.shuffle.partitions") or "200")
+    """Return the number of reduce tasks, and the number of rows that Spark hands to Python at once."""
+    reducers = shuffle_partitions(spark)
     batch_rows = int(spark.conf.get("spark.sql.execution.arrow.maxRecordsPerBatch") or "10000")
     problems = []
     if reducers > MOST_REDUCERS:

@@ -1,4 +1,4 @@
-"""Reads the sightings and seed marks of a fleet's changelog as DataFrames, and turns sightings into changelog records.
+"""Sightings as DataFrames and as changelog records, and the seed marks of a changelog.
 
 The bytes are those of `dedup.store.changelog`, and the same code writes and reads them as in a worker.
 """
@@ -15,20 +15,13 @@ from pyspark.sql import functions as fn
 from pyspark.sql import types as t
 
 from dedup.core.window import Sighting, Source, Window
-from dedup.errors import StateIncompatible
 from dedup.spark.kafka_source import kafka_options
 from dedup.store.changelog import (
     SEED_MARK_KEY,
     SeedMark,
-    SeedMarkKey,
-    SightingKey,
-    TaskRecordKey,
     decode_seed_mark,
-    decode_sightings,
-    decode_task_record,
     encode_sighting,
     encode_single_column,
-    parse_key,
     sighting_key,
 )
 
@@ -59,40 +52,9 @@ of its record (the topic as its position in `source.topics`), and eight bytes of
 OUTSIDE_KAFKA: Final = (1 << 63) - 1
 """The source offset of a sighting whose record was read from files without Kafka coordinates."""
 
-_TASKS: Final = t.StructType(
-    [
-        t.StructField("dedup_partition", _INT),
-        t.StructField("kind", t.StringType()),
-        t.StructField("stream_time_ms", _LONG),
-        t.StructField("next_offset", _LONG),
-        t.StructField("fingerprint", _BYTES),
-        t.StructField("seed", t.StringType()),
-    ]
-)
 _CHANGELOG_ROWS: Final = t.StructType(
     [t.StructField("dedup_partition", _INT), t.StructField("key", _BYTES), t.StructField("value", _BYTES)]
 )
-_RAW: Final = ("partition", "key", "value")
-
-
-def read_changelog(spark: SparkSession, topology: Topology, settings: Settings) -> DataFrame:
-    """Return the committed sightings of a fleet that still count, as `SIGHTINGS`.
-
-    Raises StateIncompatible if a partition holds an unfinished seed, or records that dedup does not write.
-    """
-    records = _records(spark, topology, settings)
-    tasks = {row["dedup_partition"]: row for row in _task_records(records).collect()}
-    half = sorted(partition for partition, row in tasks.items() if row["kind"] == "seeding")
-    if half:
-        raise StateIncompatible(
-            f"{topology.changelog_topic}: partitions {', '.join(map(str, half))} hold an unfinished seed. Run the same "
-            f"`dedup spark seed` again, which finishes it."
-        )
-    found = records.mapInArrow(_decoded, SIGHTINGS)
-    # The segments that a sighting was in before it was extended hold it too, shorter.
-    same = [name for name in SIGHTINGS.fieldNames() if name != "last_ms"]
-    longest = found.groupBy(*same).agg(fn.max("last_ms").alias("last_ms")).select(*SIGHTINGS.fieldNames())
-    return live_sightings(longest, topology.window, {at: row["stream_time_ms"] for at, row in tasks.items()})
 
 
 def live_sightings(sightings: DataFrame, window: Window, stream_times_ms: Mapping[int, int]) -> DataFrame:
@@ -106,73 +68,11 @@ def live_sightings(sightings: DataFrame, window: Window, stream_times_ms: Mappin
 
 def seed_marks(spark: SparkSession, topology: Topology, settings: Settings) -> dict[int, SeedMark]:
     """Return the seed marks in a changelog, by partition; empty for a fleet that was not seeded."""
-    rows = _records(spark, topology, settings).where(fn.col("key") == fn.lit(SEED_MARK_KEY))
-    return {row["partition"]: decode_seed_mark(bytes(row["value"])) for row in rows.collect()}
-
-
-def _records(spark: SparkSession, topology: Topology, settings: Settings) -> DataFrame:
-    """Return a row for every changelog key, with its last committed value."""
     options = {**kafka_options(settings), "subscribe": topology.changelog_topic, "startingOffsets": "earliest"}
-    raw = spark.read.format("kafka").options(**options).option("endingOffsets", "latest").load()
-    return raw.groupBy("partition", "key").agg(fn.max_by("value", "offset").alias("value"))
-
-
-def _task_records(records: DataFrame) -> DataFrame:
-    """Return a row per changelog partition with its task record (`task`) or an unfinished seed's mark (`seeding`)."""
-    few = records.where(fn.length("key") == 1).mapInArrow(_decoded_tasks, _TASKS)
-    # A seed's last transaction also holds the task record: if there is one, the mark has no meaning.
-    return few.groupBy("dedup_partition").agg(
-        fn.max("kind").alias("kind"),
-        *(fn.max_by(name, "kind").alias(name) for name in ("stream_time_ms", "next_offset", "fingerprint")),
-        fn.max("seed").alias("seed"),
-    )
-
-
-def _decoded_tasks(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-    for batch in batches:
-        rows: list[tuple[object, ...]] = []
-        for partition, key, value in zip(*(batch.column(name).to_pylist() for name in _RAW), strict=True):
-            match parse_key(key):
-                case TaskRecordKey():
-                    record = decode_task_record(value)
-                    rows.append(
-                        (partition, "task", record.stream_time_ms, record.next_offset, record.fingerprint, None)
-                    )
-                case SeedMarkKey():
-                    mark = decode_seed_mark(value)
-                    rows.append((partition, mark.phase, mark.stream_time_ms, mark.next_offset, None, mark.seed))
-                case SightingKey():
-                    pass
-        yield _batch(rows, _TASKS)
-
-
-def _decoded(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-    for batch in batches:
-        rows: list[tuple[object, ...]] = []
-        for partition, key, value in zip(*(batch.column(name).to_pylist() for name in _RAW), strict=True):
-            match parse_key(key):
-                case SightingKey(_, state_key):
-                    rows.extend(
-                        (partition, state_key, seen.first_ms, seen.last_ms, *seen.source, seen.fingerprint)
-                        for seen in decode_sightings(value)
-                    )
-                case TaskRecordKey() | SeedMarkKey():
-                    pass
-        yield _batch(rows, SIGHTINGS)
-
-
-def _batch(rows: list[tuple[object, ...]], schema: t.StructType) -> pa.RecordBatch:
-    kinds: dict[t.DataType, pa.DataType] = {
-        _LONG: pa.int64(),
-        _INT: pa.int32(),
-        _BYTES: pa.binary(),
-        t.StringType(): pa.string(),
-    }
-    columns = zip(*rows, strict=True) if rows else [()] * len(schema.fields)
-    arrays = [
-        pa.array(list(column), kinds[field.dataType]) for column, field in zip(columns, schema.fields, strict=True)
-    ]
-    return pa.RecordBatch.from_arrays(arrays, schema.fieldNames())
+    records = spark.read.format("kafka").options(**options).option("endingOffsets", "latest").load()
+    marks = records.where(fn.col("key") == fn.lit(SEED_MARK_KEY)).groupBy("partition")
+    newest = marks.agg(fn.max_by("value", "offset").alias("value"))
+    return {row["partition"]: decode_seed_mark(bytes(row["value"])) for row in newest.collect()}
 
 
 def changelog_rows(sightings: DataFrame, window: Window) -> DataFrame:

@@ -7,7 +7,7 @@ Arrow (`InputSplits`). Spark reads other types, other file systems, and Delta ta
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import reduce
@@ -42,6 +42,7 @@ from dedup.errors import Problem, SettingsError, StateIncompatible
 from dedup.spark.columns import Batches, BatchFunction
 from dedup.spark.map_side import OffsetRun, OffsetRuns, overlap, read_notice, write_notice
 from dedup.spark.rows import COORDINATES, RECORDS, records_of_files
+from dedup.spark.session import HadoopDirectory
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -99,7 +100,7 @@ class History:
     """Records to judge, and what is known about their order."""
 
     records: DataFrame
-    """`rows.RECORDS`."""
+    """`rows.RECORDS`, and the columns in the paths of files, if they have any."""
     placed: bool
     """Whether rows have Kafka coordinates."""
     contiguous: bool
@@ -109,7 +110,9 @@ class History:
     place: str
     """The origin of the records, for messages."""
     feeds: tuple[Feed, ...] = ()
-    """For the repartition topic, every source partition that feeds it."""
+    """For the repartition topic: every source partition that feeds it."""
+    size_bytes: int | None = None
+    """About how large it is; None if that is not known."""
     countable: bool = False
     """Whether it is cheap to count the records, and the number is always the same."""
     pieces: InputSplits | None = None
@@ -127,42 +130,58 @@ def read_files(spark: SparkSession, paths: Sequence[str], fmt: FileFormat, *, ro
     if rows_are_events and fmt.startswith("json"):
         text = f"--rows-are-events is for tables; with --format {fmt} each line is a record already"
         raise SettingsError([Problem(place, text)])
-    table = _table(spark, paths, fmt, place)
+    table, of_path = _table(spark, paths, fmt, place)
     if rows_are_events:
-        table = table.select(as_events(table).alias("value"))
-    records = records_of_files(table, place=place)
-    splits = _input_splits(spark, table.inputFiles(), table) if fmt == "parquet" and not rows_are_events else None
+        table, of_path = table.select(as_events(table).alias("value")), []
+    records = records_of_files(table, place=place, others=of_path)
+    by_arrow = fmt == "parquet" and not rows_are_events and not of_path
+    splits = _input_splits(spark, table.inputFiles(), table) if by_arrow else None
     placed, contiguous = _log_order(records, place, splits) if "offset" in table.columns else (False, False)
-    identity = _delta_version(spark, paths) if fmt == "delta" else _files_identity(spark, table)
-    named = f"{fmt} {identity} rows_are_events={rows_are_events}"
-    countable = fmt in {"parquet", "delta"}
-    return History(records, placed, contiguous, named, place, countable=countable, pieces=splits)
+    identity, size_bytes = _files_identity(spark, table)
+    if fmt == "delta":
+        identity = _delta_version(spark, paths)
+    return History(
+        records,
+        placed,
+        contiguous,
+        f"{fmt} {identity} rows_are_events={rows_are_events}",
+        place,
+        size_bytes=size_bytes,
+        countable=fmt in {"parquet", "delta"},
+        pieces=splits,
+    )
 
 
-def _table(spark: SparkSession, paths: Sequence[str], fmt: FileFormat, place: str) -> DataFrame:
+def _table(spark: SparkSession, paths: Sequence[str], fmt: FileFormat, place: str) -> tuple[DataFrame, list[str]]:
+    """Return the table, and its columns that are in the paths (``day=2026-01-31/``) and are none of a record's."""
     reader = spark.read.options(**_LOSSLESS)
     try:
         match fmt:
-            case "json":
-                # As bytes: Spark's own JSON reader would turn 1.0 into 1, and drop what it cannot parse.
-                lines = reader.option("lineSep", "\n").text(list(paths))
-                return lines.select(F.col("value").cast(BinaryType()).alias("value"))
-            case "json-records":
-                return _json_rows(reader.option("lineSep", "\n").text(list(paths)))
             case "delta":
                 tables = [reader.format("delta").load(path) for path in paths]
-                return reduce(DataFrame.unionByName, tables)
+                return reduce(DataFrame.unionByName, tables), []
             case "parquet":
-                found = reader.option("mergeSchema", "false").parquet(*paths)
-                _refuse_drift(spark, sorted(found.inputFiles()))
-                return found
+                table = reader.option("mergeSchema", "false").parquet(*paths)
+                in_files = _columns_of_files(spark, sorted(table.inputFiles()))
+                of_path = [name for name in table.columns if name not in {*in_files, *RECORDS.names, "timestamp"}]
+                return table, of_path
+            case "json" | "json-records":
+                lines = reader.option("lineSep", "\n").text(list(paths))
     except AnalysisException as error:
         text = f"cannot be read as {fmt}: {str(error).splitlines()[0]}"
         raise SettingsError([Problem(place, text)]) from error
+    of_path = [name for name in lines.columns if name != "value"]
+    taken = [name for name in of_path if name in RECORDS.names]
+    if taken:
+        text = f"the paths have a column `{taken[0]}` (`{taken[0]}=...`), and so have the lines: rename the directories"
+        raise SettingsError([Problem(place, text)])
+    # As bytes: Spark's own JSON reader would turn 1.0 into 1, and drop what it cannot parse.
+    row = F.struct(F.col("value").cast(BinaryType()).alias("value")) if fmt == "json" else _json_row()
+    return lines.select(row.alias("row"), *of_path).select("row.*", *of_path), of_path
 
 
-def _refuse_drift(spark: SparkSession, files: Sequence[str]) -> None:
-    """Raise SettingsError unless all Parquet files have the columns of the first.
+def _columns_of_files(spark: SparkSession, files: Sequence[str]) -> Collection[str]:
+    """Return the columns that all Parquet files have. Raises SettingsError unless they have those of the first.
 
     Spark would fill in nulls for a column that a file lacks. A null value is a tombstone, and a null time is a missing
     time, so verdicts would change.
@@ -180,6 +199,7 @@ def _refuse_drift(spark: SparkSession, files: Sequence[str]) -> None:
                 )
     if problems:
         raise SettingsError(problems)
+    return wanted
 
 
 def _footer(spark: SparkSession, file: str) -> tuple[dict[str, str], str]:
@@ -200,19 +220,23 @@ def _footer(spark: SparkSession, file: str) -> tuple[dict[str, str], str]:
             reader.close()
 
 
-def _files_identity(spark: SparkSession, table: DataFrame) -> str:
-    """Return a digest of the files' names and sizes."""
+def _files_identity(spark: SparkSession, table: DataFrame) -> tuple[str, int]:
+    """Return a digest of the files' names, sizes and times of modification, and their size in bytes."""
     jvm: Any = spark._jvm  # noqa: SLF001
     conf = spark._jsparkSession.sessionState().newHadoopConf()  # noqa: SLF001
-    digest = blake2b(digest_size=16)
+    digest, size_bytes = blake2b(digest_size=16), 0
     for file in sorted(table.inputFiles()):
         path = jvm.org.apache.hadoop.fs.Path(jvm.java.net.URI(file))
-        digest.update(f"{file} {path.getFileSystem(conf).getFileStatus(path).getLen()}\n".encode())
-    return digest.hexdigest()
+        status = path.getFileSystem(conf).getFileStatus(path)
+        digest.update(f"{file} {status.getLen()} {status.getModificationTime()}\n".encode())
+        size_bytes += status.getLen()
+    return digest.hexdigest(), size_bytes
 
 
 def _delta_version(spark: SparkSession, paths: Sequence[str]) -> str:
-    rows = [spark.sql(f"DESCRIBE HISTORY delta.`{path}` LIMIT 1").first() for path in paths]
+    # Delta takes a relative path here for the name of a table.
+    places = [HadoopDirectory(spark, path).absolute for path in paths]
+    rows = [spark.sql(f"DESCRIBE HISTORY delta.`{place}` LIMIT 1").first() for place in places]
     return " ".join(f"{path}@{'?' if row is None else row['version']}" for path, row in zip(paths, rows, strict=True))
 
 
@@ -285,8 +309,8 @@ def _take(runs: OffsetRuns, batch: pa.RecordBatch, topics: list[str]) -> None:
     runs.take(where, partitions, offsets, np.zeros(batch.num_rows, np.int64))
 
 
-def _json_rows(lines: DataFrame) -> DataFrame:
-    """Return lines (`value`) as rows of `rows.RECORDS` as text; the job fails if a line is not such a row.
+def _json_row() -> Column:
+    """Return a line (`value`) as a row of `rows.RECORDS` as text; the job fails at a line that is not such a row.
 
     A line without the member `value` would become a tombstone, and a member with another name, such as a misspelled
     timestamp, would be ignored. Both are refused, and the message shows the line.
@@ -298,8 +322,7 @@ def _json_rows(lines: DataFrame) -> DataFrame:
     text = F.concat(F.lit(rule), F.substring("value", 1, _SHOWN))
     whole = F.array_contains(members, "value") & (F.size(unknown) == 0)
     row = F.from_json("value", _JSON_RECORD, {"mode": "FAILFAST"})
-    checked = F.when(F.coalesce(whole, F.lit(False)), row).otherwise(F.raise_error(text))  # noqa: FBT003 - a column
-    return lines.select(checked.alias("row")).select("row.*")
+    return F.when(F.coalesce(whole, F.lit(False)), row).otherwise(F.raise_error(text))  # noqa: FBT003 - a column
 
 
 def as_events(table: DataFrame) -> Column:

@@ -16,6 +16,7 @@ from dedup.errors import BrokerUnavailable, Problem, SettingsError, StateIncompa
 from dedup.settings import Security, Settings
 from dedup.spark.files import History
 from dedup.spark.rows import records_of_kafka
+from dedup.spark.session import RECORD_BYTES
 from dedup.verify.kafka_reader import Bounds, KafkaReader
 
 if TYPE_CHECKING:
@@ -52,6 +53,10 @@ def kafka_options(settings: Settings) -> dict[str, str]:
         "kafka.isolation.level": "read_committed",
         "includeHeaders": "true",
         "failOnDataLoss": "true",
+        # Spark asks for the ends of the partition after each poll, and discards what else was fetched; a poll returns
+        # 500 records unless told otherwise.
+        "kafka.max.poll.records": "50000",
+        "kafka.max.partition.fetch.bytes": str(4 << 20),
     }
     if security.protocol.endswith("SSL"):
         options |= _tls(security)
@@ -162,7 +167,14 @@ def history_of_range(spark: SparkSession, settings: Settings, begins: Offsets, e
     }
     table = spark.read.format("kafka").options(**options).load()
     place = ", ".join(f"{name} {begin}..{end}" for name, (begin, end) in sorted(ranges.items()))
-    return History(records_of_kafka(table), placed=True, contiguous=True, identity=json.dumps(ranges), place=place)
+    return History(
+        records_of_kafka(table),
+        placed=True,
+        contiguous=True,
+        identity=json.dumps(ranges),
+        place=place,
+        size_bytes=sum(end - begin for begin, end in ranges.values()) * RECORD_BYTES,
+    )
 
 
 def _begins(reader: KafkaReader, topic: str, bounds: Mapping[int, Bounds], start: Start) -> dict[int, int]:

@@ -65,8 +65,8 @@ def records_of_kafka(df: DataFrame) -> DataFrame:
     )
 
 
-def records_of_files(df: DataFrame, *, place: str = "the input", keep: Sequence[str] = ()) -> DataFrame:
-    """Return a table of records as `RECORDS`, by the names of its columns.
+def records_of_files(df: DataFrame, *, place: str = "the input", others: Sequence[str] = ()) -> DataFrame:
+    """Return a table of records as `RECORDS`, by the names of its columns, and the columns ``others`` after them.
 
     Required: `value` (text or bytes). Optional: `key`, `headers`, `timestamp_ms` (integer) or `timestamp`, and `topic`,
     `partition`, `offset`, either all three or none. Raises TopologyError with every column that is missing or whose
@@ -82,7 +82,7 @@ def records_of_files(df: DataFrame, *, place: str = "the input", keep: Sequence[
         )
     if problems:
         raise TopologyError([Problem(place, text) for text in problems])
-    return df.select(*(_as_record(df, field).alias(field.name) for field in RECORDS.fields), *keep)
+    return df.select(*(_as_record(df, field).alias(field.name) for field in RECORDS.fields), *others)
 
 
 def headers_of(df: DataFrame) -> Column:

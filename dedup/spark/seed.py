@@ -43,7 +43,7 @@ from dedup.spark.changelog_frames import changelog_rows
 from dedup.spark.files import History
 from dedup.spark.kafka_source import history_of_range
 from dedup.spark.seed_history import NOTHING_YET, Folded, as_history, fold_history
-from dedup.spark.session import PicklableSettings, connected, translated_errors
+from dedup.spark.session import PicklableSettings, connected, shuffles_for, translated_errors
 from dedup.store.base import TaskRecord
 from dedup.store.changelog import (
     SEED_MARK_KEY,
@@ -173,9 +173,23 @@ def seed(
         whole = _of_topics(spark, settings, found)
     else:
         whole = _before(history if isinstance(history, History) else as_history(history), found, options.until)
+    origin: Literal["topics", "files"] = "topics" if history is None else "files"
+    with shuffles_for(spark, whole.size_bytes):
+        return _seed(topology, settings, options.commit_rows, found, whole, origin, tell)
+
+
+def _seed(
+    topology: Topology,
+    settings: Settings,
+    commit_rows: int,
+    found: _ClusterState,
+    history: History,
+    origin: Literal["topics", "files"],
+    tell: Callable[[str], None],
+) -> Seeded:
     with translated_errors():
         folded = fold_history(
-            whole,
+            history,
             topology,
             tasks=found.tasks,
             source_partitions={name: found.cluster.topics[name].partitions for name in topology.source.topics},
@@ -183,8 +197,7 @@ def seed(
         )
     rows = changelog_rows(folded.sightings, topology.window).withColumn("hash", fn.xxhash64("key", "value")).persist()
     try:
-        origin: Literal["topics", "files"] = "topics" if history is None else "files"
-        plan = _plan(topology, PicklableSettings.of(settings), found, folded, rows, origin, options.commit_rows)
+        plan = _plan(topology, PicklableSettings.of(settings), found, folded, rows, origin, commit_rows)
         _refuse_other_seed(topology, found, plan)
         _on_cluster(topology, settings, lambda wire, _: _begin(plan, settings, wire, found))
         total = sum(mark.sightings for mark in plan.marks.values())

@@ -17,6 +17,7 @@ from dedup.errors import StateIncompatible
 from dedup.spark.batch_verdicts import Order, judged
 from dedup.spark.changelog_frames import OUTSIDE_KAFKA, SIGHTINGS, live_sightings
 from dedup.spark.files import History
+from dedup.spark.session import RECORD_BYTES
 from dedup.store.base import FeedTime
 
 if TYPE_CHECKING:
@@ -61,7 +62,10 @@ def as_history(df: DataFrame) -> History:
             f"{rows - placed} of {rows} records of the history have no topic, partition and offset, and the others "
             f"have them: no order holds both. Nothing was written. Give all of them, or leave the columns out."
         )
-    return History(df, placed > 0, contiguous=False, identity=f"{rows} rows", place=f"{rows:,} rows")
+    size_bytes = rows * RECORD_BYTES
+    return History(
+        df, placed > 0, contiguous=False, identity=f"{rows} rows", place=f"{rows:,} rows", size_bytes=size_bytes
+    )
 
 
 def fold_history(

@@ -59,6 +59,13 @@ _WORKER_CONF: Final = {
 _LOCAL_CONF: Final = {"spark.driver.host": "127.0.0.1", "spark.driver.bindAddress": "127.0.0.1"}
 """A session on this machine must not depend on the resolution of the machine's name."""
 _LOOK_S: Final = 0.5
+_SHUFFLE_PARTITIONS: Final = "spark.sql.shuffle.partitions"
+_DEFAULT_PARTITIONS: Final = 200
+_PARTITION_BYTES: Final = 32 << 20
+_SMALL_BYTES: Final = 1 << 20
+"""Of input, to a shuffle partition: at most, and too little to use another core for."""
+RECORD_BYTES: Final = 256
+"""Assumed of a record, where only the number of records is known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +146,11 @@ class HadoopDirectory:
         conf = spark._jsparkSession.sessionState().newHadoopConf()  # noqa: SLF001
         self.files: Final[Any] = self.path.getFileSystem(conf)
 
+    @property
+    def absolute(self) -> str:
+        """The whole path, with the file system's scheme."""
+        return str(self.files.makeQualified(self.path))
+
     def at(self, name: str, parent: Any = None) -> Any:  # noqa: ANN401
         """Return the path of a file in ``parent``, or in this directory if it is None."""
         return self._jvm.org.apache.hadoop.fs.Path(self.path if parent is None else parent, name)
@@ -161,6 +173,33 @@ class HadoopDirectory:
             stream.close()
         self.files.delete(path, False)  # noqa: FBT003  # not recursive
         self.files.rename(part, path)
+
+
+def shuffle_partitions(spark: SparkSession) -> int:
+    """Return into how many partitions Spark shuffles; its default where that is not a number, as ``auto``."""
+    found = spark.conf.get(_SHUFFLE_PARTITIONS)
+    return int(found) if found is not None and found.isdecimal() else _DEFAULT_PARTITIONS
+
+
+@contextmanager
+def shuffles_for(spark: SparkSession, size_bytes: int | None) -> Iterator[None]:
+    """Inside ``with``, Spark shuffles into as many partitions as suit an input of this size.
+
+    A number that the user has set is kept, and so is Spark's own if the size is not known.
+    """
+    before = spark.conf.getAll.get(_SHUFFLE_PARTITIONS)
+    if size_bytes is None or (before or "").isdecimal():
+        yield
+        return
+    busy = min(spark.sparkContext.defaultParallelism, -(-size_bytes // _SMALL_BYTES))
+    spark.conf.set(_SHUFFLE_PARTITIONS, str(max(1, busy, -(-size_bytes // _PARTITION_BYTES))))
+    try:
+        yield
+    finally:
+        if before is None:
+            spark.conf.unset(_SHUFFLE_PARTITIONS)
+        else:
+            spark.conf.set(_SHUFFLE_PARTITIONS, before)
 
 
 @asynccontextmanager
@@ -216,9 +255,9 @@ def session_for(
 ) -> SparkSession:
     """Return a session with the right Java, Python, and jars: this process's session, or a new one.
 
-    ``conf`` overrides the settings made here. ``master`` None means ``local[*]`` or the master of spark-submit. Under
-    spark-submit no jars are downloaded; pass them to it (`--packages`). Raises BrokerUnavailable if Java or jars cannot
-    be obtained.
+    ``conf`` overrides what is set here. ``master`` None means ``local[*]``, or what spark-submit says. Under
+    spark-submit (`--packages`), and if ``conf`` names jars, none are fetched. Raises BrokerUnavailable if Java or jars
+    cannot be obtained.
     """
     wanted = tuple(packages)
     submitted = "PYSPARK_GATEWAY_PORT" in os.environ
@@ -241,7 +280,7 @@ def session_for(
         settings["spark.master"] = master or "local[*]"
         if settings["spark.master"].startswith("local"):
             settings |= _LOCAL_CONF
-        if wanted:
+        if wanted and not {"spark.jars", "spark.jars.packages"} & (conf or {}).keys():
             settings["spark.jars"] = ",".join(str(jar) for jar in jars_for(wanted))
     elif master is not None:
         settings["spark.master"] = master

@@ -29,8 +29,13 @@ from dedup.errors import BrokerUnavailable
 Package = Literal["kafka", "delta", "jdbc"]
 
 _SCALA: Final = "2.13"
-_DELTA_OF: Final = {"4.0": "4.0.0"}
-"""Delta's version for a minor version of Spark, because the two must match."""
+VERSIONS: Final[Mapping[str, str | None]] = {
+    "4.0.0": f"io.delta:delta-spark_{_SCALA}:4.0.0",
+    "4.0.1": f"io.delta:delta-spark_{_SCALA}:4.0.0",
+    "4.1.1": f"io.delta:delta-spark_4.1_{_SCALA}:4.1.0",
+    "4.2.0": None,
+}
+"""Version of Spark whose Kafka connector is on Maven Central -> Delta for it; None if none is known."""
 _JDBC: Final = ("org.postgresql:postgresql:42.7.4", "org.xerial:sqlite-jdbc:3.46.1.3")
 _LOCK_FILE: Final = "spark-jars.lock"
 _ANSWER_WITHIN_S: Final = 60
@@ -40,21 +45,24 @@ _VERSIONED: Final = re.compile(r"-\d[\w.\-]*\.jar$")
 def coordinates(package: Package, spark_version: str) -> tuple[str, ...]:
     """Return the Maven coordinates of a package for a version of Spark.
 
-    Raises BrokerUnavailable if no version of Delta is known for it.
+    Raises BrokerUnavailable if none is known for that version.
     """
+    delta = VERSIONS.get(spark_version)
     match package:
-        case "kafka":
-            return (f"org.apache.spark:spark-sql-kafka-0-10_{_SCALA}:{spark_version}",)
-        case "delta":
-            minor = ".".join(spark_version.split(".")[:2])
-            if minor not in _DELTA_OF:
-                raise BrokerUnavailable(
-                    f"no Delta release is known here for Spark {spark_version}. Give Spark its jars yourself "
-                    f"(`--conf spark.jars=...`), or use Spark {', '.join(_DELTA_OF)}."
-                )
-            return (f"io.delta:delta-spark_{_SCALA}:{_DELTA_OF[minor]}",)
         case "jdbc":
             return _JDBC
+        case "kafka" if spark_version in VERSIONS:
+            return (f"org.apache.spark:spark-sql-kafka-0-10_{_SCALA}:{spark_version}",)
+        case "delta" if delta is not None:
+            return (delta,)
+        case "kafka" | "delta":
+            what, usable = "Kafka connector", list(VERSIONS)
+            if package == "delta":
+                what, usable = "Delta release", [version for version, found in VERSIONS.items() if found]
+            raise BrokerUnavailable(
+                f"no {what} is known for PySpark {spark_version}: install PySpark {', '.join(usable[:-1])} or "
+                f"{usable[-1]}, or give Spark its jars yourself (`--conf spark.jars=...`)."
+            )
 
 
 def _cache_dir(environ: Mapping[str, str]) -> Path:

@@ -28,6 +28,7 @@ from dedup.errors import DedupError, Problem, SettingsError, StateIncompatible
 from dedup.settings import Settings
 from dedup.spark.columns import identified
 from dedup.spark.kafka_source import history_of_range
+from dedup.spark.session import HadoopDirectory
 from dedup.topology.model import Topology
 from dedup.verify.kafka_reader import KafkaReader
 
@@ -259,7 +260,8 @@ def upsert_delta(rows: DataFrame, path: str) -> None:
     """
     spark = rows.sparkSession
     source = _newest(rows)
-    table = f"delta.`{path}`"
+    # Delta takes a relative path here for the name of a table.
+    table = f"delta.`{HadoopDirectory(spark, path).absolute}`"
     spark.sql(f"CREATE TABLE IF NOT EXISTS {table} ({_ddl(source.schema)}) USING delta")
     _refuse_other_columns(path, source.columns, spark.read.format("delta").load(path).columns)
     newer = f"struct({_listed(ORDER, 's.')}) > struct({_listed(ORDER, 't.')})"

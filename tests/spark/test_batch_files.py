@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from pyspark.sql import SparkSession
 
 from dedup.core.fold import RecordFailed
 from dedup.errors import SettingsError, StateIncompatible, TopologyError
@@ -17,6 +21,7 @@ from dedup.spark.backfill import RunDirectory, backfill
 from dedup.spark.batch_verdicts import judged
 from dedup.spark.files import History, read_files
 from dedup.spark.rows import RECORDS
+from dedup.spark.session import shuffle_partitions, shuffles_for
 from dedup.topology.parse import parse
 
 NOW_MS = 1_800_000_000_000
@@ -360,3 +365,112 @@ def test_another_payload_under_the_same_id_is_a_conflict(spark, tmp_path):
     history = read_files(spark, [str(tmp_path / "in")], "parquet")
     verdicts = judged(history.records, shop, now_ms=NOW_MS, order="offsets")
     assert [row.verdict for row in verdicts.orderBy("offset").collect()] == ["unique", "duplicate", "conflict"]
+
+
+def test_delta_tables_may_be_named_by_relative_paths(spark, tmp_path):
+    write(tmp_path / "in" / "a.parquet", LOG)
+    # Relative to where the session's Java was started.
+    table, out = (os.path.relpath(tmp_path / name, spark._jvm.System.getProperty("user.dir")) for name in ("t", "out"))
+    spark.read.parquet(str(tmp_path / "in")).write.format("delta").save(table)
+    report = backfill(read_files(spark, [table], "delta"), topology(), out, now_ms=NOW_MS, fmt="delta")
+    assert report.verdicts == {"dead_letter": 1, "duplicate": 1, "late": 1, "unique": 4}
+    assert spark.read.format("delta").load(str(tmp_path / "out")).count() == len(LOG)
+    again = backfill(read_files(spark, [table], "delta"), topology(), out, now_ms=NOW_MS, fmt="delta")
+    assert not again.fresh
+
+
+@pytest.fixture
+def no_partitions_set(spark: SparkSession) -> Iterator[None]:
+    """The session is as one whose user has not said into how many partitions to shuffle."""
+    before = spark.conf.get(PARTITIONS)
+    spark.conf.unset(PARTITIONS)
+    yield
+    spark.conf.set(PARTITIONS, before)
+
+
+PARTITIONS = "spark.sql.shuffle.partitions"
+
+
+@pytest.mark.usefixtures("no_partitions_set")
+def test_a_small_input_is_one_task_and_one_file_of_each_verdict(spark, tmp_path):
+    assert spark.conf.get(PARTITIONS) == "200"
+    write(tmp_path / "in" / "a.parquet", LOG)
+    history = read_files(spark, [str(tmp_path / "in")], "parquet")
+    report = backfill(history, topology(), str(tmp_path / "out"), now_ms=NOW_MS)
+    files = list((tmp_path / "out").rglob("*.parquet"))
+    assert sorted(file.parent.name for file in files) == sorted(f"verdict={name}" for name in report.verdicts)
+    assert spark.conf.get(PARTITIONS) == "200"
+    assert PARTITIONS not in spark.conf.getAll
+
+
+@pytest.mark.usefixtures("no_partitions_set")
+@pytest.mark.parametrize(
+    ("size_bytes", "partitions"), [(0, 1), (100_000, 1), (30 << 20, 2), (5 << 30, 160), (None, 200)]
+)
+def test_shuffle_partitions_follow_the_size_of_the_input(spark, size_bytes, partitions):
+    with shuffles_for(spark, size_bytes):
+        assert shuffle_partitions(spark) == partitions
+
+
+def test_a_number_of_shuffle_partitions_that_the_user_sets_is_kept(spark):
+    with shuffles_for(spark, 5 << 30):
+        assert shuffle_partitions(spark) == 2
+
+
+def test_shuffle_partitions_may_be_auto_as_on_databricks(spark):
+    """Spark itself refuses the word, so the configuration is a dictionary here."""
+
+    class Conf(dict[str, str]):
+        set, unset = dict.__setitem__, dict.__delitem__
+        getAll = property(lambda self: self)  # noqa: N815  # Spark's name
+
+    databricks = SimpleNamespace(conf=Conf({PARTITIONS: "auto"}), sparkContext=spark.sparkContext)
+    assert shuffle_partitions(databricks) == 200
+    with shuffles_for(databricks, 5 << 30):
+        assert shuffle_partitions(databricks) == 160
+    assert databricks.conf[PARTITIONS] == "auto"
+
+
+def test_an_input_that_was_replaced_by_one_of_the_same_size_is_another_input(spark, tmp_path):
+    file, out = tmp_path / "in" / "a.json", str(tmp_path / "out")
+    file.parent.mkdir()
+    file.write_bytes(b'{"id":1}\n{"id":1}\n')
+    backfill(read_files(spark, [str(file)], "json"), topology(), out, now_ms=NOW_MS)
+    before = file.stat()
+    file.write_bytes(b'{"id":1}\n{"id":2}\n')
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns + 10_000_000))
+    assert file.stat().st_size == before.st_size
+    with pytest.raises(StateIncompatible, match="with another topology, input or order"):
+        backfill(read_files(spark, [str(file)], "json"), topology(), out, now_ms=NOW_MS)
+
+
+def test_columns_in_the_paths_of_files_are_kept(spark, tmp_path):
+    for day, rows in (("2026-01-31", LOG[:4]), ("2026-02-01", LOG[4:])):
+        (tmp_path / "in" / f"day={day}").mkdir(parents=True)
+        write(tmp_path / "in" / f"day={day}" / "a.parquet", rows)
+    history = read_files(spark, [str(tmp_path / "in")], "parquet")
+    report = backfill(history, topology(), str(tmp_path / "out"), now_ms=NOW_MS)
+    assert verdicts_at(spark, report.path) == VERDICTS
+    days = {(row["partition"], row["offset"]): str(row["day"]) for row in spark.read.parquet(report.path).collect()}
+    assert days == {row[2:]: "2026-01-31" if row in LOG[:4] else "2026-02-01" for row in LOG}
+
+
+@pytest.mark.parametrize("fmt", ["json", "json-records"])
+def test_columns_in_the_paths_of_lines_are_kept_and_never_mistaken_for_those_of_a_record(spark, tmp_path, fmt):
+    value = '{"id":1}' if fmt == "json" else '{"value":"{\\"id\\":1}"}'
+    for column in ("shop", "topic"):
+        directory = tmp_path / column / f"{column}=north"
+        directory.mkdir(parents=True)
+        (directory / "a.json").write_text(f"{value}\n", encoding="utf-8")
+    (row,) = read_files(spark, [str(tmp_path / "shop")], fmt).records.collect()
+    assert (bytes(row["value"]), row["shop"]) == (b'{"id":1}', "north")
+    with pytest.raises(SettingsError, match="the paths have a column `topic`"):
+        read_files(spark, [str(tmp_path / "topic")], fmt)
+
+
+def test_a_column_in_the_paths_that_dedup_adds_is_refused(spark, tmp_path):
+    (tmp_path / "in" / "verdict=unique").mkdir(parents=True)
+    write(tmp_path / "in" / "verdict=unique" / "a.parquet", LOG)
+    history = read_files(spark, [str(tmp_path / "in")], "parquet")
+    with pytest.raises(TopologyError, match="column verdict: is a column that dedup adds"):
+        backfill(history, topology(), str(tmp_path / "out"), now_ms=NOW_MS)

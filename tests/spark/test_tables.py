@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -73,7 +74,8 @@ def table(request, spark, tmp_path) -> Table:
     """Return an empty place for a table."""
     match request.param:
         case "delta":
-            return delta_table(spark, str(tmp_path / "delta"))
+            # Relative to where the session's Java was started.
+            return delta_table(spark, os.path.relpath(tmp_path / "delta", spark._jvm.System.getProperty("user.dir")))
         case "sqlite":
             to = Jdbc(f"jdbc:sqlite:{tmp_path / 'shop.db'}", "orders")
             return jdbc_table(spark, to, "SELECT name FROM sqlite_master")
