@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 WATCH_S: Final = 2.0
 PATIENCE_S: Final = 5.0
-"""Timeout of a request to a worker."""
+"""Time-out of a request to a worker."""
 _BAD_REQUEST: Final = 400
 _UNAUTHORIZED: Final = 401
 _FROM_WORKER: Final = (

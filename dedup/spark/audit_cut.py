@@ -48,9 +48,9 @@ class AuditCut:
     begins: Mapping[str, Mapping[int, int]]
     """Maps each source topic to the offsets at which the fleet began."""
     marks: Mapping[int, SeedMark]
-    """Of a seeded fleet, by changelog partition; empty for others."""
+    """Seed marks by changelog partition; empty for a fleet that was not seeded."""
     stamped: bool
-    """The output keeps the source's timestamps."""
+    """Whether the output keeps the source's timestamps."""
 
     @property
     def copies(self) -> dict[str, list[str]]:
@@ -66,7 +66,7 @@ class AuditCut:
         return RECORD_BYTES * sum(each.high - each.low for part in self.bounds.values() for each in part.values())
 
     def complete(self, topic: str) -> bool:
-        """Tell whether a topic still has its beginning."""
+        """Whether a topic still has its beginning."""
         return all(low == 0 for low in self.lows(topic).values())
 
     def lows(self, topic: str) -> dict[int, int]:
@@ -88,17 +88,17 @@ class AuditedLog:
     """The records that the fleet judged, and what is known of the time before them."""
 
     records: DataFrame
-    """`rows.RECORDS`, history before the log included."""
+    """`rows.RECORDS`, including the history before the log."""
     contiguous: bool
     """As in `batch_verdicts.judged`."""
     feeds: tuple[Feed, ...]
-    """Not empty for the repartition topic."""
+    """The feeds of the repartition topic; otherwise empty."""
     committed: Mapping[int, int]
-    """Log partition -> the group's offset; records from there on may be judged or not."""
+    """Maps each log partition to the group's offset; records from there on may or may not be judged."""
     begins: Mapping[int, int]
-    """Log partition -> where the fleet began; a seed judged what is before, and forwarded nothing."""
+    """Maps each log partition to where the fleet began; a seed judged earlier records and forwarded nothing."""
     known: Mapping[int, bool]
-    """Log partition -> whether nothing is missing before its first record."""
+    """Maps each log partition to whether nothing is missing before its first record."""
 
 
 def take_cut(

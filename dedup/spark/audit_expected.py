@@ -39,7 +39,9 @@ if TYPE_CHECKING:
 _TAILS: Final = {"late": LATE_TAIL, "dead_letter": DEAD_TAIL}
 """The verdicts of records that a topic of their own holds, and the headers that a worker appends there."""
 _NO_CEILING_MS: Final = 1 << 48
-"""Judging refuses no future time: only the dead-letter topic says which times a worker's clock refused."""
+"""The ceiling with which no future time is refused, because only the dead-letter topic shows which times a worker
+refused.
+"""
 _MOST_BROADCAST: Final = 100_000
 _PATH: Final = r"^(.*)/(\d+)/(\d+)$"
 _DIGITS: Final = 32
@@ -68,7 +70,7 @@ def _with_header(headers: Column, name: str, value: Column) -> Column:
 
 
 def _last_header(name: str) -> Column:
-    """Return the value of the last header of a name as text; null if there is none."""
+    """Return the value of the last header with this name as text; null if there is none."""
     named = fn.filter("headers", lambda each: each["key"] == name)
     return fn.try_element_at(named, fn.lit(-1))["value"].cast("string")
 
@@ -138,7 +140,7 @@ def sides_of(cut: AuditCut) -> Sides:
 
 
 def forwarded_by_replay(topics: Sequence[str]) -> Column:
-    """Tell whether `dedup replay --late --forward` put a record into the output, by its two headers, which are last."""
+    """Whether `dedup replay --late --forward` wrote a record to the output, according to its last two headers."""
     last, before = (fn.try_element_at(fn.col("headers"), fn.lit(at)) for at in (-1, -2))
     place = fn.regexp_extract(last["value"].cast("string"), _PATH, 1).isin(*topics)
     marked = (before["key"] == VERDICT_HEADER) & (before["value"].cast("string") == "late")

@@ -15,9 +15,9 @@ from pyspark.sql import functions as fn
 from dedup.core.extract_one import ODD_HEADER_NAME
 from dedup.spark.audit_cut import by_key
 from dedup.spark.audit_expected import digest, forwarded_by_replay, path
-from dedup.verify.direct import WHY_OUTPUT_GONE, WHY_SOURCE_GONE
-from dedup.verify.evidence import stand_in
+from dedup.verify.findings import WHY_OUTPUT_GONE, WHY_SOURCE_GONE
 from dedup.verify.replay import FUTURE, REFUSED_BY_THE_BROKER, WHY_CLOCK, WHY_FRONT, WHY_REFUSED, WHY_SIDE_GONE
+from dedup.verify.spill import stand_in
 
 if TYPE_CHECKING:
     from dedup.spark.audit_cut import AuditCut, AuditedLog
@@ -234,7 +234,7 @@ def _differences(topic: str, here: Column, lost: tuple[str, str], *extra: tuple[
 
 
 def order_findings(cut: AuditCut, pairs: DataFrame) -> DataFrame:
-    """Return records that overtook another one of their task; only records that occur once are compared."""
+    """Return records that overtook another record of their task; only records that occur once are compared."""
     topic = "" if cut.topology.output is None else cut.topology.output.topic
     by_place = Window.partitionBy("task", "partition").orderBy("offset")
     placed = pairs.where((fn.col("topic") == topic) & fn.expr("sure = 1 AND times = 1"))

@@ -165,7 +165,7 @@ def _in_log_order(df: DataFrame, mode: Mode, reducers: int, *, contiguous: bool)
 
 
 def _shuffle_settings(spark: SparkSession) -> tuple[int, int]:
-    """Return the number of reduce tasks, and the number of rows that Spark hands to Python at once."""
+    """Return the number of reduce tasks, and the number of rows that Spark passes to Python at once."""
     reducers = shuffle_partitions(spark)
     batch_rows = int(spark.conf.get("spark.sql.execution.arrow.maxRecordsPerBatch") or "10000")
     problems = []

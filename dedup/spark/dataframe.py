@@ -146,7 +146,7 @@ def _records(df: DataFrame, shape: Shape) -> DataFrame:
             table = df.select("*", row)
         case never:
             assert_never(never)
-    return records_of_files(table, place="the DataFrame", keep=(_ROW,))
+    return records_of_files(table, place="the DataFrame", others=(_ROW,))
 
 
 def _added(source: str) -> Column:

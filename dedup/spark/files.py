@@ -110,7 +110,7 @@ class History:
     place: str
     """The origin of the records, for messages."""
     feeds: tuple[Feed, ...] = ()
-    """For the repartition topic: every source partition that feeds it."""
+    """For the repartition topic, every source partition that feeds it."""
     size_bytes: int | None = None
     """About how large it is; None if that is not known."""
     countable: bool = False
