@@ -118,7 +118,7 @@ def _embedded(options: ChaosOptions, directory: Path, console: Console) -> Chaos
         with FaultProxy(listener.broker_port, port=listener.proxy_port) as proxy:
             _apply(options, config)
             # The workers connect through the proxy, the checks directly.
-            settings = replace(read_settings(config), brokers=(kafka.bootstrap,))
+            settings = read_settings(config).model_copy(update={"brokers": (kafka.bootstrap,)})
             faults = _faults(options, embedded=True)
             ages = _write_past(options, settings, faults)
             with _staged(options, config, settings, directory) as stage:

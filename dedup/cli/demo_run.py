@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 from typing import Final
@@ -83,7 +83,7 @@ class Run:
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         # Without a terminal the bars would be empty lines.
         live = Progress(*columns, console=self._console, transient=True, disable=not self._console.is_terminal)
-        through_proxy = replace(self._stage.settings, brokers=(self._stage.kafka.proxied.bootstrap,))
+        through_proxy = self._stage.settings.model_copy(update={"brokers": (self._stage.kafka.proxied.bootstrap,)})
         per_s = self._size.events_per_second
         with live as bars, Sender(self._flights(), through_proxy, per_s=per_s, options=AT_LEAST_ONCE) as sender:
             self._watch(sender, bars)

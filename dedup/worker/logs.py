@@ -34,6 +34,8 @@ NOISY: Final = (
 """Loggers that always have the level WARNING, because aiokafka prints record values at the debug level."""
 REPEATED_EVERY_S: Final = 60.0
 """Interval at which a failure that goes on is logged again."""
+_ATTEMPTS: Final = ("Unable ", "Group Coordinator Request failed")
+"""Beginnings of what aiokafka logs at each failed attempt."""
 OVER_AFTER_S: Final = 5.0
 """A client retries several times a second, so a failure that has not come for this long is over."""
 
@@ -97,7 +99,7 @@ class Outages(logging.Filter):
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Tell whether to log a record: not if the same failure was logged within the last minute."""
-        if not record.msg.startswith("Unable "):
+        if not (record.name.startswith("aiokafka") and record.msg.startswith(_ATTEMPTS)):
             return True
         failure = _failure(record)
         outage = self._outages.get(failure)
@@ -144,4 +146,4 @@ def set_up_logging(settings: Settings) -> None:
     root.setLevel(level)
     for name in NOISY:
         logging.getLogger(name).setLevel(max(level, logging.WARNING))
-    logging.getLogger("aiokafka.client").filters[:] = [Outages()]
+    handler.addFilter(Outages())

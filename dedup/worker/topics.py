@@ -268,8 +268,8 @@ def state_topics(topology: Topology) -> tuple[str, ...]:
     return (topology.changelog_topic, *(() if topology.direct else (topology.repartition_topic,)))
 
 
-def _refuse_deleted(topology: Topology, have: Collection[str], *, done: str = "touched") -> None:
-    """Raise StateIncompatible if a state topic is missing; ``done`` is the verb for the message, such as "touched"."""
+def _refuse_deleted(topology: Topology, have: Collection[str], *, done: str = "changed") -> None:
+    """Raise StateIncompatible if a state topic is missing; ``done`` is the verb for the message, such as "changed"."""
     if topology.changelog_topic not in have:
         raise StateIncompatible(
             f"the changelog topic {topology.changelog_topic!r} does not exist, but the group {topology.name!r} has "

@@ -54,7 +54,7 @@ def test_f83_one_offline_output_partition_holds_up_its_own_task_alone(make_job: 
             # Each assignment says it once; none was made meanwhile.
             assert _said(worker.log, f"{job.name}-in/1") == said, worker.log
             cluster.nodes[LONE].restart()
-            worker.until_logged(f"{job.name}-in/1: commits again")
+            worker.until_logged(f"{job.name}-in/1: commits succeed again")
         job.until_done()
         assert worker.stop() == 0, worker.log
         job.judge()

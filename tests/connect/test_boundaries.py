@@ -14,7 +14,8 @@ from dedup.connect.file_source import Files
 from dedup.connect.source_connector import TransactionBoundary
 from dedup.errors import StateIncompatible
 from dedup.topology.schema import FilesSource, Marker
-from tests.connect.stage import lines, until
+from tests.connect.stage import lines
+from tests.waiting import until
 
 MARKER = Marker(field="last", equals=True)
 

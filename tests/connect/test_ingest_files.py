@@ -10,7 +10,8 @@ import pytest
 from dedup.connect.file_source import CHUNK_BYTES, Files
 from dedup.errors import AuthorMistake, TaskMigrated
 from dedup.topology.schema import FilesSource
-from tests.connect.stage import lines, until
+from tests.connect.stage import lines
+from tests.waiting import until
 
 pytestmark = pytest.mark.broker
 

@@ -181,7 +181,7 @@ def test_state_beyond_its_bound_stops_the_worker_with_a_sentence(make_job: MakeJ
     worker = job.start()
     assert worker.wait() == 3
     assert "more than state.max_bytes_per_partition (1MiB)" in worker.log
-    assert "nothing is lost" in worker.log
+    assert "Nothing is lost" in worker.log
     # Nothing was dropped, either: with more room it goes on where it stopped, and everything is judged exactly once.
     stopped_at = sum(job.committed().values())
     assert 0 < stopped_at <= len(job.sent)

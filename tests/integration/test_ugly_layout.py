@@ -113,7 +113,8 @@ async def test_f81_an_ugly_layout_under_kills(
                     workers["late"] = job.start("late")
             job.until_sent(EVENTS + 1)
         job.until_done()
-        assert [worker.stop() for worker in workers.values()] == [0, 0, 0], job.logs()
+        # 143: on a slow machine, the last killed worker may still be starting.
+        assert {worker.stop() for worker in workers.values()} <= {0, 143}, job.logs()
     report = verify(job.topology, job.settings)
     assert report.passed, (report.closing_line(), report.samples[:10])
     found = Counter(id_of(message.value()) for message in job.read(job.output))

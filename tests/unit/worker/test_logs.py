@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 from collections.abc import Iterator
 from datetime import datetime, timedelta
 
 import pytest
+from aiokafka.client import AIOKafkaClient
+from aiokafka.errors import KafkaConnectionError
 
 from dedup.kafka.wire import TopicPartition
 from dedup.settings import LogSettings, Settings
@@ -74,7 +77,6 @@ def kept() -> Iterator[None]:
     loggers = [logging.getLogger(name) for name in (None, *NOISY)]
     levels, handlers = [each.level for each in loggers], list(logging.getLogger().handlers)
     yield
-    logging.getLogger("aiokafka.client").filters.clear()
     logging.getLogger().handlers[:] = handlers
     for logger, level in zip(loggers, levels, strict=True):
         logger.setLevel(level)
@@ -91,7 +93,7 @@ def test_the_configured_worker_id_is_in_every_event_and_values_are_not_logged(ke
 def unreachable(node: int, at_s: float) -> logging.LogRecord:
     """Return what aiokafka logs of a failed attempt."""
     text = "Unable connect to node with id %s: %s"
-    record = logging.LogRecord("aiokafka.client", logging.ERROR, "f.py", 1, text, (node, "[Errno 111] refused"), None)
+    record = logging.LogRecord("aiokafka", logging.ERROR, "f.py", 1, text, (node, "[Errno 111] refused"), None)
     record.created = at_s
     return record
 
@@ -116,9 +118,13 @@ def test_a_broker_that_is_away_is_one_line_then_one_a_minute_and_one_when_it_is_
 
 
 def test_each_node_and_each_failure_is_an_outage_of_its_own():
-    metadata = logging.LogRecord("x", logging.ERROR, "f.py", 1, "Unable to update metadata from %s", ([1, 2],), None)
-    other_order = logging.LogRecord("x", logging.ERROR, "f.py", 1, "Unable to update metadata from %s", ([2, 1],), None)
-    warning = logging.LogRecord("x", logging.WARNING, "f.py", 1, "Topic %s is not available", ("t",), None)
+    metadata = logging.LogRecord(
+        "aiokafka", logging.ERROR, "f.py", 1, "Unable to update metadata from %s", ([1, 2],), None
+    )
+    other_order = logging.LogRecord(
+        "aiokafka", logging.ERROR, "f.py", 1, "Unable to update metadata from %s", ([2, 1],), None
+    )
+    warning = logging.LogRecord("aiokafka", logging.WARNING, "f.py", 1, "Topic %s is not available", ("t",), None)
 
     async def said() -> list[bool]:
         outages = Outages()
@@ -126,3 +132,18 @@ def test_each_node_and_each_failure_is_an_outage_of_its_own():
         return [outages.filter(record) for record in records]
 
     assert asyncio.run(said()) == [True, True, True, False, True, True]
+
+
+def test_what_the_real_client_logs_of_a_broker_that_is_away_is_logged_once(kept, capsys):
+    """Was: twenty lines a second, since the filter was on a logger that aiokafka does not use."""
+
+    async def tried() -> None:
+        client = AIOKafkaClient(bootstrap_servers="127.0.0.1:1")
+        for _ in range(5):
+            with contextlib.suppress(KafkaConnectionError):
+                await client.bootstrap()
+        await client.close()
+
+    set_up_logging(Settings(brokers=("b:1",)))
+    asyncio.run(tried())
+    assert capsys.readouterr().err.count('Unable connect to "127.0.0.1:1"') == 1
