@@ -37,6 +37,7 @@ COMMANDS: Final[Mapping[str, Mapping[str, str]]] = {
         "spark seed": "spark.seed_command",
         "spark audit": "spark.audit_command",
         "spark upsert": "spark.upsert_command",
+        "spark sink": "spark.sink_command",
     },
 }
 """Panel of `dedup --help` -> command -> the function in `dedup.cli`; in the order shown.

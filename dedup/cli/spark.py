@@ -1,4 +1,4 @@
-"""Implements `dedup spark run`, `backfill`, `seed`, `audit`, and `upsert`.
+"""Implements `dedup spark run`, `backfill`, `seed`, `audit`, `upsert`, and `sink`.
 
 PySpark is imported when a command runs, because `--help` must be fast and work without it.
 """
@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -32,6 +33,7 @@ from dedup.cli.inputs import (
 )
 from dedup.cli.run import VerdictProgress
 from dedup.errors import Problem, SettingsError, VerificationFailed
+from dedup.quantities import parse_duration
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -41,6 +43,7 @@ if TYPE_CHECKING:
     from dedup.spark.seed import Seeded, Until
     from dedup.spark.spark_jars import Package
     from dedup.spark.stream import BatchReport
+    from dedup.spark.table_sink import Appended
     from dedup.spark.tables import Jdbc
     from dedup.topology.model import Topology
 
@@ -53,6 +56,7 @@ _Conf = Annotated[list[str] | None, typer.Option("--conf", help="Spark setting: 
 _RowsAreEvents = Annotated[
     bool, typer.Option("--rows-are-events", help="Each row of the table, as JSON, is an event (no column `value`).")
 ]
+_Every = Annotated[str, typer.Option(help="Pause when there is nothing new to append to the table.")]
 _Quiet = Annotated[bool, typer.Option("--quiet", help="Show no progress.")]
 
 
@@ -132,28 +136,42 @@ def run(
     onto_existing_output: Annotated[
         bool, typer.Option("--onto-existing-output", help="Let a new group write to an output that holds records.")
     ] = False,
+    delta: Annotated[
+        str | None,
+        typer.Option(metavar="PATH", help="Also append the output topic to this Delta table, as `spark sink` does."),
+    ] = None,
+    every: _Every = "10s",
     quiet: _Quiet = False,
 ) -> None:
     """Deduplicate a topology's topics on Spark, exactly once, with the same verdicts and state as a fleet.
 
     Examples: dedup spark run topologies/orders.yaml --checkpoint /var/lib/dedup/orders
 
+    dedup spark run topologies/orders.yaml --checkpoint /var/lib/dedup/orders --delta tables/orders
+
     dedup spark run topologies/orders.yaml --checkpoint s3a://bucket/orders --master spark://host:7077
 
     dedup spark run topologies/orders.yaml --checkpoint /tmp/orders --exit-when-done
     """
     from dedup.spark.stream import StreamOptions, start_stream
+    from dedup.spark.table_sink import Following, TableSink
 
     settings = read_settings(config, overrides)
     parsed = read_topology(topology)
+    every_s = _seconds("--every", every)
     options = StreamOptions(checkpoint, exit_when_done, most_offsets, commit_rows, onto_existing_output)
     # A local Spark retries a failed task only if the master says so; without a retry a failed task ends the stream.
     local = master is None and "PYSPARK_GATEWAY_PORT" not in os.environ
-    spark = open_session(parsed, "local[*,4]" if local else master, conf, ("kafka",))
+    packages = _packages(kafka=True, delta=delta is not None)
+    spark = open_session(parsed, "local[*,4]" if local else master, conf, packages)
     try:
         with _StreamProgress(enabled=not quiet) as progress:
+            sink = None if delta is None else TableSink(spark, parsed, settings, delta, most_offsets=most_offsets)
             stream = start_stream(spark, parsed, settings, replace(options, on_batch=progress.add))
-            with _stopped_by_signals(stream.stop):
+            following: AbstractContextManager[object] = nullcontext()
+            if sink is not None:
+                following = Following(sink, every_s=every_s, clock_ms=_now_ms, failed=stream.stop)
+            with _stopped_by_signals(stream.stop), following:
                 stream.wait()
         progress.closing_line()
     finally:
@@ -424,6 +442,64 @@ def upsert_command(  # noqa: PLR0917  # one parameter per option
         else:
             upsert_jdbc(found.rows, to)
     typer.echo(f"{delta or table}: up to date" + (f"; {left:,} records cannot be rows: {rejected}" if left else ""))
+
+
+def sink_command(
+    topology: TopologyArgument,
+    *,
+    delta: Annotated[str, typer.Option(metavar="PATH", help="Path of the Delta table.")],
+    exit_when_done: Annotated[
+        bool, typer.Option("--exit-when-done", help="Stop at the end offsets seen at the start.")
+    ] = False,
+    every: _Every = "10s",
+    most_offsets: Annotated[int, typer.Option(min=1, help="Approximate number of offsets in a commit.")] = 1_000_000,
+    config: ConfigOption = None,
+    overrides: SetOption = None,
+    master: _Master = None,
+    conf: _Conf = None,
+    quiet: _Quiet = False,
+) -> None:
+    """Append a topology's output topic to a Delta table, each committed record exactly once.
+
+    A fleet or `dedup spark run` may be writing the topic meanwhile. The table's own history holds the position.
+
+    Examples: dedup spark sink topologies/orders.yaml --delta tables/orders
+
+    dedup spark sink topologies/orders.yaml --delta s3a://lake/orders --every 1m --config config/production.yaml
+
+    dedup spark sink topologies/orders.yaml --delta tables/orders --exit-when-done
+    """
+    from dedup.spark.table_sink import TableSink, catch_up, follow
+
+    parsed, settings = read_both(topology, config, overrides)
+    every_s, over = _seconds("--every", every), threading.Event()
+    total = 0
+
+    def tell(appended: Appended) -> None:
+        nonlocal total
+        total += appended.rows
+        typer.echo(f"version {appended.table_version}: {appended.rows:,} rows", err=True)
+
+    with _job(parsed, master, conf, _packages(kafka=True, delta=True), quiet=quiet) as spark:
+        sink = TableSink(spark, parsed, settings, delta, most_offsets=most_offsets)
+        with _stopped_by_signals(over.set):
+            if exit_when_done:
+                catch_up(sink, clock_ms=_now_ms, over=over, tell=tell)
+            else:
+                follow(sink, every_s=every_s, clock_ms=_now_ms, over=over, tell=tell)
+    typer.echo(f"{delta}: {total:,} rows appended")
+
+
+def _seconds(option: str, text: str) -> float:
+    """Return a duration in seconds. Raises SettingsError for any other text."""
+    try:
+        return parse_duration(text) / 1000
+    except ValueError as error:
+        raise SettingsError([Problem(option, str(error))]) from error
+
+
+def _now_ms() -> int:
+    return int(time.time() * 1000)
 
 
 def _target(

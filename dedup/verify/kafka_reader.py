@@ -9,7 +9,15 @@ from functools import partial
 from operator import methodcaller
 from typing import Any, Final, Self, TypeVar
 
-from confluent_kafka import Consumer, IsolationLevel, KafkaError, KafkaException, Message, TopicPartition
+from confluent_kafka import (
+    Consumer,
+    IsolationLevel,
+    KafkaError,
+    KafkaException,
+    Message,
+    TopicCollection,
+    TopicPartition,
+)
 from confluent_kafka.admin import (  # type: ignore[attr-defined]  # exported, undeclared
     AdminClient,
     ConfigResource,
@@ -182,6 +190,20 @@ class KafkaReader:
             begin = (since or {}).get(partition, 0)
             found[partition] = Bounds(max(start, begin), high[partition], start > begin, max(0, begin - start))
         return found
+
+    def stable_ends(self, topic: str) -> dict[int, int]:
+        """Return by partition the last stable offset: all records before it are committed or aborted."""
+        latest = OffsetSpec.latest()  # type: ignore[no-untyped-call]
+        places = [TopicPartition(topic, partition) for partition in range(self.partitions([topic])[topic])]
+        return self._list_offsets(dict.fromkeys(places, latest), IsolationLevel.READ_COMMITTED) if places else {}
+
+    def topic_id(self, topic: str) -> str:
+        """Return Kafka's id of the topic (KIP-516)."""
+        asked = self._admin.describe_topics(TopicCollection([topic]), request_timeout=_ANSWER_WITHIN_S)
+        try:
+            return str(asked[topic].result().topic_id)
+        except KafkaException as error:
+            raise self._unavailable(f"describing {topic}", error) from error
 
     def compacted(self, topics: Iterable[str]) -> frozenset[str]:
         """Return those of the topics that are compacted, in which records between others may be missing."""

@@ -1,4 +1,4 @@
-"""Drivers are killed and attempts fail while a committed reader looks on: nothing lost, nothing twice."""
+"""Drivers are killed and attempts fail while a committed reader looks on: nothing lost, nothing twice, in the topic and in a table."""
 
 from __future__ import annotations
 
@@ -33,10 +33,11 @@ def until_committed(job, goal, driver):
     assert driver.running, job.logs()
 
 
-def survives(job, *, events, kills, failures):
+def survives(job, spark, *, events, kills, failures):
     job.send(workload(4, events))
     dice = random.Random(8)
-    run = ("--master", "local[2,4]", *SMALL_STEPS)
+    table = str(job.directory / "table")
+    run = ("--master", "local[2,4]", "--delta", table, "--every", "1s", *SMALL_STEPS)
     with Watch(job) as watch:
         for number in range(kills):
             driver = start_driver(job, f"failures={failures}", arguments=run, name=f"driver-{number}")
@@ -49,14 +50,16 @@ def survives(job, *, events, kills, failures):
     assert watch.duplicated == []
     report = job.judge()
     assert report.read == events
+    rows = spark.read.format("delta").load(table).select("partition", "offset", "value").collect()
+    assert sorted(map(tuple, rows)) == sorted((m.partition(), m.offset(), m.value()) for m in job.read(job.output))
 
 
 @pytest.mark.timeout(600)
-def test_a_killed_driver_and_failing_attempts(job):
-    survives(job, events=40_000, kills=1, failures=6)
+def test_a_killed_driver_and_failing_attempts(job, spark):
+    survives(job, spark, events=40_000, kills=1, failures=6)
 
 
 @pytest.mark.long
 @pytest.mark.timeout(1_800)
-def test_five_killed_drivers_and_twenty_failing_attempts(job):
-    survives(job, events=100_000, kills=5, failures=20)
+def test_five_killed_drivers_and_twenty_failing_attempts(job, spark):
+    survives(job, spark, events=100_000, kills=5, failures=20)

@@ -1,0 +1,345 @@
+"""Implements `dedup spark sink`, which appends a topology's committed output records to a Delta table, each once.
+
+Theory of operation. The position is part of the table: each commit names, in its `userMetadata`, the offsets at which
+it ends. Rows and position become visible together, and there is no checkpoint that could disagree with them. A driver
+that was killed anywhere leaves either a whole commit or none, and the next one continues from the last.
+
+Two sinks of one table exclude each other by Delta's transaction id: the successor of commit n is n + 1 for both, and
+Delta accepts it once. Delta drops the second write silently, so every commit is read back and compared by its own id.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, Final, Self
+
+from py4j.protocol import Py4JJavaError
+from pyspark.errors import PySparkException
+
+from dedup.errors import Problem, SettingsError, StateIncompatible
+from dedup.spark.kafka_source import kafka_options
+from dedup.spark.session import HadoopDirectory, translated_errors
+from dedup.verify.kafka_reader import KafkaReader
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from types import TracebackType
+
+    from pyspark.sql import DataFrame, SparkSession
+
+    from dedup.settings import Settings
+    from dedup.topology.model import Topology
+
+Clock = Callable[[], int]
+"""Returns the time in ms."""
+_VERSION: Final = 1
+_COLUMNS: Final = ("key", "value", "headers", "topic", "partition", "offset", "timestamp")
+_REPLACED: Final = frozenset({"RESTORE", "TRUNCATE", "REPLACE TABLE", "CREATE OR REPLACE TABLE", "CLONE"})
+"""Operations after which rows that the sink has written may be gone, although its commits are in the history."""
+_LOG_FILE: Final = re.compile(r"([0-9]{20})\.json")
+_CONCURRENT: Final = ("Concurrent", "CONCURRENT", "ProtocolChanged", "MetadataChanged")
+_RENEWED_AFTER_MS: Final = 24 * 3_600_000
+"""Delta forgets commits after `delta.logRetentionDuration` (30 days), also the one that holds the position."""
+
+
+@dataclass(frozen=True, slots=True)
+class SinkCommit:
+    """A commit of the sink, as `userMetadata` in the table's log describes it."""
+
+    sink: str
+    """The topology and its output topic."""
+    topic_id: str
+    """Kafka's id of the output topic, because a recreated topic has different records at the same offsets."""
+    number: int
+    ends: Mapping[int, int]
+    """By partition, the offset after the last one whose record is in the table."""
+    id: str
+
+
+@dataclass(frozen=True, slots=True)
+class _LogEntry:
+    """A commit in Delta's log."""
+
+    version: int
+    info: Mapping[str, Any]
+    """Its `commitInfo`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Appended:
+    """One commit, as it was found in the table."""
+
+    commit: SinkCommit
+    table_version: int
+    committed_ms: int
+    rows: int
+
+
+class TableSink:
+    """Appends the output topic to one Delta table. Not thread-safe."""
+
+    def __init__(
+        self, spark: SparkSession, topology: Topology, settings: Settings, path: str, *, most_offsets: int = 1_000_000
+    ) -> None:
+        """Raise SettingsError if the topology has no output topic."""
+        if topology.output is None:
+            raise SettingsError([Problem(topology.name, "has no output topic, whose records a table could hold")])
+        self._spark: Final = spark
+        self._settings: Final = settings
+        self._topic: Final = topology.output.topic
+        self._sink: Final = f"{topology.name} {self._topic}"
+        self._most_offsets: Final = most_offsets
+        # Delta takes a relative path for the name of a table.
+        self.path: Final = HadoopDirectory(spark, path).absolute
+        self._last: Appended | None = None
+        self._looked = False
+        self._renewed_ms = 0
+
+    def ends(self) -> dict[int, int]:
+        """Return the ends of what is committed in the output topic now."""
+        with KafkaReader(self._settings) as reader:
+            return reader.stable_ends(self._topic)
+
+    def append(self, *, now_ms: int, until: Mapping[int, int] | None = None) -> Appended | None:
+        """Append what was committed since the last commit, or up to ``until``; None if there is nothing new.
+
+        The table then holds every record before the commit's ends exactly once. Raises StateIncompatible if another
+        sink has written meanwhile, if rows of the sink were replaced or restored away, if the table or the topic is not
+        the one that the position belongs to, or if retention deleted records that are not in the table.
+        """
+        if not self._looked:
+            self._last, self._looked = self._found(), True
+            self._renewed_ms = now_ms if self._last is None else self._last.committed_ms
+        last = self._last
+        with KafkaReader(self._settings) as reader:
+            topic_id = reader.topic_id(self._topic)
+            ends = reader.stable_ends(self._topic)
+            lows = {partition: each.low for partition, each in reader.bounds(self._topic).items()}
+        begins = self._begins(last, topic_id, lows, ends)
+        wanted = {at: min(end, (until or {}).get(at, end)) for at, end in ends.items()}
+        stops = self._stops(begins, wanted)
+        if stops == begins and (last is None or now_ms - self._renewed_ms < _RENEWED_AFTER_MS):
+            return None
+        number = 1 if last is None else last.commit.number + 1
+        commit = SinkCommit(self._sink, topic_id, number, stops, uuid.uuid4().hex)
+        self._write(self._rows(begins, stops), commit)
+        self._last = self._read_back(commit, after=-1 if last is None else last.table_version)
+        # By the caller's clock, so that a clock that is ahead of the table's renews once.
+        self._renewed_ms = now_ms
+        return self._last
+
+    def _begins(
+        self, last: Appended | None, topic_id: str, lows: Mapping[int, int], ends: Mapping[int, int]
+    ) -> dict[int, int]:
+        """Return where to continue each partition; a partition that was added since starts at its beginning."""
+        if last is None:
+            return dict(lows)
+        position = last.commit.ends
+        if topic_id != last.commit.topic_id:
+            raise StateIncompatible(
+                f"{self._topic} was deleted and created again since commit {last.commit.number} of {self.path}: its "
+                f"offsets are other records now. Nothing was written. Append it to a new table."
+            )
+        for partition, low in lows.items():
+            done = position.get(partition, 0)
+            if low > done:
+                raise StateIncompatible(
+                    f"{self._topic}/{partition}: Kafka deleted offsets {done} to {low - 1} before they were in "
+                    f"{self.path}. Nothing was written. Give the topic a longer retention, run the sink more often, "
+                    f"and append to a new table; `dedup spark backfill` judges the source again."
+                )
+            if done > ends[partition]:
+                raise StateIncompatible(
+                    f"{self._topic}/{partition} ends at offset {ends[partition]}, but {self.path} holds records up to "
+                    f"{done}: the topic has lost records, or this is another cluster. Nothing was written."
+                )
+        return {partition: position.get(partition, 0) for partition in lows}
+
+    def _stops(self, begins: Mapping[int, int], ends: Mapping[int, int]) -> dict[int, int]:
+        """Return the ends of the next commit, which holds about `most_offsets` offsets, shared by the partitions."""
+        open_at = [at for at in begins if ends.get(at, 0) > begins[at]]
+        share = max(1, self._most_offsets // max(1, len(open_at)))
+        return {at: max(begin, min(ends.get(at, begin), begin + share)) for at, begin in begins.items()}
+
+    def _rows(self, begins: Mapping[int, int], stops: Mapping[int, int]) -> DataFrame:
+        options = {
+            **kafka_options(self._settings),
+            "assign": json.dumps({self._topic: sorted(begins)}),
+            "startingOffsets": json.dumps({self._topic: begins}),
+            "endingOffsets": json.dumps({self._topic: stops}),
+        }
+        return self._spark.read.format("kafka").options(**options).load().select(*_COLUMNS)
+
+    def _write(self, rows: DataFrame, commit: SinkCommit) -> None:
+        writer = rows.write.format("delta").mode("append")
+        options = {
+            "userMetadata": json.dumps({"dedup": _VERSION, **asdict(commit)}),
+            "txnAppId": f"dedup sink {self._sink}",
+            "txnVersion": str(commit.number),
+        }
+        with translated_errors(), self._exclusive():
+            writer.options(**options).save(self.path)
+
+    @contextmanager
+    def _exclusive(self) -> Iterator[None]:
+        """Inside ``with``, raise StateIncompatible for a conflict with another writer."""
+        try:
+            yield
+        except (PySparkException, Py4JJavaError) as error:
+            text = str(error)
+            if any(name in text for name in _CONCURRENT):
+                raise self._other_sink() from error
+            raise
+
+    def _other_sink(self) -> StateIncompatible:
+        return StateIncompatible(
+            f"another sink has written to {self.path} at the same time. Its commit stands; this one has written "
+            f"nothing. Stop one of the two, then start the other again: it continues from the last commit."
+        )
+
+    def _read_back(self, commit: SinkCommit, *, after: int) -> Appended:
+        """Return the commit as the table has it. Raises StateIncompatible if it is not the only one of a sink."""
+        log = list(self._log(after))
+        ours = [each for each in map(self._sink_commit, log) if each is not None]
+        if [each.commit.id for each in ours] != [commit.id]:
+            raise self._other_sink()
+        self._refuse_replaced(log, ours[0].table_version)
+        return ours[0]
+
+    def _found(self) -> Appended | None:
+        """Return the sink's last commit; None for a table that does not exist or has never held a row."""
+        later: list[_LogEntry] = []
+        for entry in self._log(-1):
+            found = self._sink_commit(entry)
+            if found is not None:
+                self._refuse_replaced(later, -1)
+                return found
+            later.append(entry)
+        if later and self._spark.read.format("delta").load(self.path).limit(1).count():
+            raise StateIncompatible(
+                f"{self.path} holds rows, but no commit of its log is one of the sink {self._sink!r}: another job made "
+                f"the table, or Delta has removed the log of that time. Nothing was written. Append to a new table."
+            )
+        return None
+
+    def _log(self, after: int) -> Iterator[_LogEntry]:
+        """Yield the table's commits after a version, newest first.
+
+        They are read from Delta's log (its protocol, "Delta Log Entries"): `DESCRIBE HISTORY` is a Spark job each time.
+        """
+        directory = HadoopDirectory(self._spark, self.path)
+        log = directory.at("_delta_log")
+        if not directory.files.exists(log):
+            return
+        names = (status.getPath().getName() for status in directory.files.listStatus(log))
+        versions = [int(found[1]) for found in map(_LOG_FILE.fullmatch, names) if found]
+        for version in sorted(versions, reverse=True):
+            if version <= after:
+                return
+            actions = map(json.loads, directory.read(directory.at(f"{version:020}.json", log)).splitlines())
+            yield _LogEntry(version, next((each["commitInfo"] for each in actions if "commitInfo" in each), {}))
+
+    def _sink_commit(self, entry: _LogEntry) -> Appended | None:
+        """Return the commit that an entry of the log describes; None unless it is one of this sink."""
+        info = entry.info
+        try:
+            found = json.loads(info.get("userMetadata") or "null")
+        except ValueError:
+            return None
+        if not isinstance(found, dict) or "dedup" not in found or found.get("sink") != self._sink:
+            return None
+        if found["dedup"] != _VERSION:
+            raise StateIncompatible(
+                f"{self.path}: commit {entry.version} was made by another release of dedup (version {found['dedup']} "
+                f"of its metadata; this one knows {_VERSION}). Nothing was written. Use that release."
+            )
+        ends = {int(partition): int(end) for partition, end in found["ends"].items()}
+        commit = SinkCommit(found["sink"], found["topic_id"], found["number"], ends, found["id"])
+        rows = int(info.get("operationMetrics", {}).get("numOutputRows", 0))
+        return Appended(commit, entry.version, int(info["timestamp"]), rows)
+
+    def _refuse_replaced(self, entries: Sequence[_LogEntry], but: int) -> None:
+        """Raise StateIncompatible if one of these commits, other than version ``but``, may have removed rows."""
+        for entry in entries:
+            operation = str(entry.info.get("operation"))
+            overwritten = operation == "WRITE" and entry.info.get("operationParameters", {}).get("mode") == "Overwrite"
+            if entry.version != but and (overwritten or operation in _REPLACED):
+                raise StateIncompatible(
+                    f"{self.path}: version {entry.version} ({operation}) has replaced what the sink had written, so "
+                    f"its position says nothing about the rows that are left. Restore the version before, as a new "
+                    f"table, or append to a new one."
+                )
+
+
+class Following:
+    """Inside ``with``, a thread appends what a stream commits; at the end, the table holds all of it."""
+
+    def __init__(self, sink: TableSink, *, every_s: float, clock_ms: Clock, failed: Callable[[], None]) -> None:
+        """``failed`` is called, by the thread, if it ends by an error, which the end of ``with`` raises."""
+        self._sink: Final = sink
+        self._every_s: Final = every_s
+        self._clock_ms: Final = clock_ms
+        self._failed: Final = failed
+        self._over: Final = threading.Event()
+        self._error: Exception | None = None
+        self._thread: Final = threading.Thread(target=self._run, name="table-sink", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self._over.set()
+        self._thread.join()
+        if error is not None:
+            return
+        if self._error is not None:
+            raise self._error
+        catch_up(self._sink, clock_ms=self._clock_ms)
+
+    def _run(self) -> None:
+        try:
+            follow(self._sink, every_s=self._every_s, clock_ms=self._clock_ms, over=self._over)
+        except Exception as error:  # noqa: BLE001  # raised at the end of `with`
+            self._error = error
+            self._failed()
+
+
+def follow(
+    sink: TableSink,
+    *,
+    every_s: float,
+    clock_ms: Clock,
+    over: threading.Event,
+    tell: Callable[[Appended], None] | None = None,
+) -> None:
+    """Append until ``over`` is set, with a pause of ``every_s`` whenever there is nothing new."""
+    while not over.is_set():
+        appended = sink.append(now_ms=clock_ms())
+        if appended is None:
+            over.wait(every_s)
+        elif tell is not None:
+            tell(appended)
+
+
+def catch_up(
+    sink: TableSink,
+    *,
+    clock_ms: Clock,
+    over: threading.Event | None = None,
+    tell: Callable[[Appended], None] | None = None,
+) -> None:
+    """Append until the table holds all records that are committed now, or ``over`` is set."""
+    ends = sink.ends()
+    while over is None or not over.is_set():
+        appended = sink.append(now_ms=clock_ms(), until=ends)
+        if appended is None:
+            return
+        if tell is not None:
+            tell(appended)

@@ -1,0 +1,281 @@
+"""The output topic in a Delta table: each record once, through kills and second sinks; what is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from pathlib import Path
+
+import pytest
+from confluent_kafka import Producer
+from confluent_kafka.cimpl import NewPartitions
+
+from dedup.errors import BrokerUnavailable, SettingsError, StateIncompatible
+from dedup.spark.table_sink import TableSink, catch_up
+from tests.brokers import producer_of
+from tests.integration.fleet import Job, until
+from tests.integration.workload import workload
+from tests.spark.streaming import start_spark
+
+pytestmark = pytest.mark.timeout(600)
+DAY_MS = 86_400_000
+
+
+@pytest.fixture
+def job(kafka, admin, tmp_path, topic_names):
+    made = Job(kafka, admin, tmp_path / "job", topic_names("job"))
+    yield made
+    made.end()
+
+
+@pytest.fixture
+def table(tmp_path):
+    return str(tmp_path / "table")
+
+
+@pytest.fixture
+def make_sink(spark, job, table):
+    def make(**options):
+        return TableSink(
+            spark, options.pop("topology", job.topology), job.settings, options.pop("path", table), **options
+        )
+
+    return make
+
+
+@pytest.fixture
+def put(kafka, job):
+    """Sends committed records to the output topic, as a fleet would; ``last`` leaves their transaction open."""
+    producer = Producer({"bootstrap.servers": kafka.bootstrap, "transactional.id": f"{job.name}-put"})
+    producer.init_transactions()
+
+    def put(*names, leave_open=False):
+        producer.begin_transaction()
+        for name in names:
+            producer.produce(job.output, name.encode(), key=name, headers=[("name", name)])
+        producer.flush()
+        if leave_open:
+            return producer.commit_transaction
+        producer.commit_transaction()
+        return None
+
+    return put
+
+
+@pytest.fixture
+def rows(spark, table):
+    """What the table holds, as (partition, offset, value), in order."""
+
+    def rows(path=table):
+        found = spark.read.format("delta").load(path).collect()
+        return sorted((row["partition"], row["offset"], bytes(row["value"])) for row in found)
+
+    return rows
+
+
+def of_topic(job):
+    return sorted((m.partition(), m.offset(), m.value()) for m in job.read(job.output))
+
+
+def now_ms():
+    return int(time.time() * 1000)
+
+
+def fill(sink):
+    catch_up(sink, clock_ms=now_ms)
+
+
+def names(count, prefix="a"):
+    return [f"{prefix}{number}" for number in range(count)]
+
+
+def test_each_record_once_with_its_coordinates(spark, job, make_sink, put, rows, table):
+    put(*names(50))
+    fill(make_sink())
+    put(*names(30, "b"))
+    sink = make_sink(most_offsets=20)
+    fill(sink)
+    assert sink.append(now_ms=now_ms()) is None
+    assert rows() == of_topic(job)
+    assert len(rows()) == 80
+    row = spark.read.format("delta").load(table).where("CAST(value AS STRING) = 'b7'").first()
+    assert bytes(row["key"]) == b"b7"
+    assert [(header["key"], bytes(header["value"])) for header in row["headers"]] == [("name", b"b7")]
+    assert row["topic"] == job.output
+    # About 20 offsets a commit: the second sink did not take the 30 at once.
+    assert len(list(Path(table, "_delta_log").glob("*.json"))) >= 3
+
+
+def test_an_open_transaction_is_left_for_later(job, make_sink, put, rows):
+    put(*names(10))
+    commit = put(*names(10, "open"), leave_open=True)
+    sink = make_sink()
+    fill(sink)
+    assert len(rows()) == 10
+    commit()
+    fill(sink)
+    assert rows() == of_topic(job)
+    assert len(rows()) == 20
+
+
+@pytest.mark.parametrize("when", ["before the commit", "after the commit"])
+def test_a_sink_that_ended_around_its_commit_continues(job, make_sink, put, rows, when):
+    put(*names(20))
+    killed = make_sink()
+    write = killed._write
+
+    def ends(found, commit):
+        if when == "after the commit":
+            write(found, commit)
+        raise KeyboardInterrupt
+
+    killed._write = ends
+    with pytest.raises(KeyboardInterrupt):
+        fill(killed)
+    put(*names(5, "b"))
+    fill(make_sink())
+    assert rows() == of_topic(job)
+
+
+def test_of_two_sinks_one_is_told(job, make_sink, put, rows):
+    put(*names(10))
+    one, other = make_sink(), make_sink()
+    fill(one)
+    put(*names(10, "b"))
+    assert other.append(now_ms=now_ms()) is not None
+    put(*names(10, "c"))
+    with pytest.raises(StateIncompatible, match="another sink has written"):
+        one.append(now_ms=now_ms())
+    fill(make_sink())
+    assert rows() == of_topic(job)
+    assert len(rows()) == 30
+
+
+def test_of_two_sinks_that_begin_one_is_told(job, make_sink, put, rows):
+    put(*names(10))
+    one, other = make_sink(), make_sink()
+    # Both have looked, and found no table.
+    one._last, one._looked = one._found(), True
+    fill(other)
+    with pytest.raises(StateIncompatible, match="another sink has written"):
+        fill(one)
+    assert rows() == of_topic(job)
+
+
+def replace(spark, table):
+    spark.read.format("delta").load(table).limit(1).write.format("delta").mode("overwrite").save(table)
+
+
+def restore(spark, table):
+    spark.sql(f"RESTORE TABLE delta.`{table}` TO VERSION AS OF 0")
+
+
+@pytest.mark.parametrize(("change", "running"), [(replace, True), (restore, False)])
+def test_a_table_that_was_replaced_is_refused(spark, make_sink, put, table, change, running):
+    put(*names(10))
+    sink = make_sink()
+    fill(sink)
+    put(*names(10, "b"))
+    fill(sink)
+    change(spark, table)
+    put(*names(10, "c"))
+    with pytest.raises(StateIncompatible, match="has replaced what the sink had written"):
+        fill(sink if running else make_sink())
+
+
+def test_compaction_and_deleted_rows_are_the_owners_business(spark, make_sink, put, rows, table):
+    put(*names(10))
+    sink = make_sink()
+    fill(sink)
+    spark.sql(f"OPTIMIZE delta.`{table}`")
+    spark.sql(f"DELETE FROM delta.`{table}` WHERE CAST(value AS STRING) = 'a3'")
+    put(*names(10, "b"))
+    fill(sink)
+    put(*names(10, "c"))
+    fill(make_sink())
+    assert {value.decode() for _, _, value in rows()} == {*names(10), *names(10, "b"), *names(10, "c")} - {"a3"}
+
+
+def test_a_table_of_someone_else_is_refused(spark, job, make_sink, put, rows, table):
+    put(*names(10))
+    spark.range(3).write.format("delta").save(table)
+    with pytest.raises(StateIncompatible, match="no commit of its log is one of the sink"):
+        fill(make_sink())
+    assert spark.read.format("delta").load(table).count() == 3
+
+
+def test_a_table_of_another_topology_is_refused(job, make_sink, put, rows):
+    put(*names(10))
+    fill(make_sink())
+    with pytest.raises(StateIncompatible, match="no commit of its log is one of the sink"):
+        fill(make_sink(topology=dataclasses.replace(job.topology, name="another")))
+    assert len(rows()) == 10
+
+
+def test_a_topic_that_was_made_again_is_refused(job, admin, make_sink, put, rows):
+    put(*names(10))
+    fill(make_sink())
+    admin.delete_topic(job.output)
+    admin.create_topic(job.output, job.partitions, {})
+    with pytest.raises(StateIncompatible, match="was deleted and created again"):
+        fill(make_sink())
+    assert len(rows()) == 10
+
+
+def test_records_that_retention_deleted_are_missed_loudly(job, admin, make_sink, put, rows):
+    put(*names(40))
+    sink = make_sink()
+    fill(sink)
+    put(*names(40, "b"))
+    before = rows()
+    admin.delete_below(job.output, admin.end_offsets(job.output))
+    with pytest.raises(StateIncompatible, match="Kafka deleted offsets"):
+        fill(sink)
+    assert rows() == before
+
+
+def test_a_new_partition_is_read_from_its_beginning(job, admin, make_sink, put, rows):
+    put(*names(10))
+    sink = make_sink()
+    fill(sink)
+    for future in admin.client.create_partitions([NewPartitions(job.output, 3)]).values():
+        future.result(timeout=30)
+    until(lambda: len(admin.end_offsets(job.output)) == 3, "the third partition")
+    producer = producer_of(job.kafka.bootstrap)
+    producer.produce(job.output, b"new", partition=2)
+    assert producer.flush(30) == 0
+    fill(sink)
+    assert rows() == of_topic(job)
+    assert {partition for partition, _, _ in rows()} == {0, 1, 2}
+
+
+def test_the_position_is_renewed_before_delta_forgets_it(make_sink, put):
+    put(*names(10))
+    sink = make_sink()
+    first = sink.append(now_ms=now_ms())
+    later = make_sink()
+    assert later.append(now_ms=first.committed_ms + DAY_MS - 1) is None
+    again = later.append(now_ms=first.committed_ms + DAY_MS)
+    assert again.rows == 0
+    assert again.commit.ends == first.commit.ends
+    assert later.append(now_ms=first.committed_ms + 2 * DAY_MS - 1) is None
+
+
+def test_a_topic_or_an_output_that_is_missing(job, make_sink):
+    with pytest.raises(SettingsError, match="has no output topic"):
+        make_sink(topology=dataclasses.replace(job.topology, output=None))
+    elsewhere = job.topology.output.model_copy(update={"topic": f"{job.name}-nowhere"})
+    with pytest.raises(BrokerUnavailable, match="nowhere"):
+        fill(make_sink(topology=dataclasses.replace(job.topology, output=elsewhere)))
+
+
+def test_a_stream_with_its_table_in_one_job(job, rows):
+    job.send(workload(5, 3_000))
+    table = job.directory / "table"
+    run = ("run", "--checkpoint", str(job.directory / "checkpoint"), "--exit-when-done", "--delta", str(table))
+    sink = ("sink", "--exit-when-done", "--delta", str(table))
+    driver = start_spark(job, run, sink, name="both")
+    assert driver.wait(300) == 0, job.logs()
+    assert "0 rows appended" in driver.log
+    job.judge()
+    assert rows(str(table)) == of_topic(job)
