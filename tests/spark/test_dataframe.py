@@ -171,8 +171,23 @@ def test_records_without_a_value_are_refused(orders: DataFrame):
 
 
 def test_a_file_that_is_not_there_is_named(orders: DataFrame, tmp_path: Path):
-    with pytest.raises(SettingsError, match=r"shop\.yaml: cannot be read: No such file"):
+    with pytest.raises(TopologyError, match=r"shop\.yaml: cannot be read: No such file"):
         dedup(orders, tmp_path / "shop.yaml")
+    (tmp_path / "shop.yaml").write_bytes(b"name: \xff")
+    with pytest.raises(TopologyError, match=r"shop\.yaml: is not UTF-8 at byte 6"):
+        dedup(orders, tmp_path / "shop.yaml")
+
+
+@pytest.mark.parametrize(
+    ("option", "says"),
+    [
+        ({"shape": "column"}, 'shape: "column" is none; write columns or kafka'),
+        ({"order": "offset"}, 'order: "offset" is none; write offsets or event_time'),
+    ],
+)
+def test_a_misspelled_option_is_told_the_choices(orders: DataFrame, option: dict[str, str], says: str):
+    with pytest.raises(SettingsError, match=says):
+        dedup(orders, SHOP, **option)
 
 
 def test_the_hash_is_sparks_own(spark: SparkSession):
