@@ -16,6 +16,7 @@ from pyspark.sql.types import IntegerType, StringType, TimestampType
 from dedup.errors import SettingsError, TopologyError
 from dedup.spark import dedup, unique
 from dedup.spark.batch_verdicts import _spark_hash, _targets, judged
+from dedup.spark.dataframe import Shape
 from dedup.spark.files import as_events
 from dedup.spark.rows import records_of_files
 from dedup.topology.parse import parse
@@ -126,6 +127,29 @@ def test_nothing_runs_before_the_result_is_used(spark: SparkSession, orders: Dat
     assert found.count() == 5
     assert set(tracker.getJobIdsForGroup(None)) > before
     assert [path.name for path in tmp_path.iterdir()] == ["shop.yaml"]
+
+
+@pytest.mark.parametrize("shape", ["columns", "kafka"])
+def test_of_few_rows_adaptive_execution_makes_few_tasks_and_no_other_verdicts(
+    spark: SparkSession, orders: DataFrame, shape: Shape
+):
+    if shape == "kafka":
+        value = as_events(orders).alias("value")
+        place = [F.lit("orders").alias("topic"), F.lit(0).alias("partition")]
+        rows = orders.select("at", value).orderBy("at").coalesce(1)
+        orders = rows.select("value", *place, F.monotonically_increasing_id().alias("offset"))
+    before = dedup(orders, SHOP, shape=shape, now_ms=NOW_MS).collect()
+    settings = {"spark.sql.adaptive.enabled": "true", "spark.sql.shuffle.partitions": "40"}
+    found = {name: spark.conf.get(name) for name in settings}
+    try:
+        for name, value in settings.items():
+            spark.conf.set(name, value)
+        after = dedup(orders, SHOP, shape=shape, now_ms=NOW_MS)
+        assert plain(after) == Counter(map(str, before))
+        assert after.rdd.getNumPartitions() < 10
+    finally:
+        for name, value in found.items():
+            spark.conf.set(name, value)
 
 
 def test_a_stream_is_refused(spark: SparkSession):

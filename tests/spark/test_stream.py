@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import logging
 import threading
+import urllib.request
 
 import pyarrow as pa
 import pytest
 from confluent_kafka import TopicPartition
+from prometheus_client.parser import text_string_to_metric_families
+from typer.testing import CliRunner
 
+from dedup.cli.main import create_app
 from dedup.core.fold import RecordFailed
 from dedup.errors import StateIncompatible, TaskMigrated
+from dedup.metrics import METRICS
 from dedup.spark.session import PicklableSettings
 from dedup.spark.stream import StreamOptions, prepared, start_stream
 from dedup.spark.task_attempt import AttemptPlan, judge_partition
@@ -119,6 +126,58 @@ def test_a_silent_partition_is_marked_idle(make_job, spark, topic_names):
 def idle_marks(job):
     found = (dict(message.headers() or ()).get("dedup-idle") for message in job.read(job.topology.repartition_topic))
     return {mark.decode() for mark in found if mark is not None}
+
+
+def test_a_stream_is_seen_as_a_worker_is(make_job, spark, caplog):
+    job = make_job(config={"web": {"port": 0}})
+    job.send(workload(17, 2_000))
+    caplog.set_level(logging.INFO, logger="dedup.spark.stream_monitor")
+    stream = start_stream(spark, job.topology, job.settings, StreamOptions(str(job.directory / "checkpoint")))
+    try:
+        until(lambda: logged(caplog), "the first micro-batch is logged", within_s=100)
+        found = json.loads(dedup_of(job, "status", "--json", "--url", stream.url).stdout)
+        lookup = dedup_of(job, "lookup", "i-1", "--url", stream.url)
+        with urllib.request.urlopen(f"{stream.url}/metrics", timeout=30) as answer:
+            metrics = answer.read().decode()
+    finally:
+        stream.stop()
+        stream.wait()
+    (line,) = logged(caplog)
+    assert f"{job.name}-dedup: micro-batch 0: 2,000 records in " in line
+    assert line.endswith("; lag 0")
+    (name,) = found["workers_that_answered"]
+    assert {(task["owner"], task["state"], task["lag"]) for task in found["tasks"]} == {(name, "running", 0)}
+    assert sum(sum(task["verdicts"].values()) for task in found["tasks"]) == 2_000
+    assert found["dead_letters"]
+    assert "`dedup explain` finds" in str(lookup.exception)
+    # What the panels of the Grafana dashboard read; the others are of restores, standbys and stores that broke.
+    values = samples(metrics)
+    assert {metric.name for metric in METRICS} == set(values)
+    unused = {"dedup_other_formats_total", "dedup_state_max_bytes", "dedup_standby_lag_records"}
+    assert {name for name, found in values.items() if not found} <= unused | {"dedup_last_stable_offset_lag"}
+    assert sum(values["dedup_records_total"]) == 2_000
+    assert sum(values["dedup_state_ids"]) > 1_000
+    jobs = spark.sparkContext._jsc.sc().statusStore().jobsList(None)
+    described = [jobs.apply(at).description().getOrElse(None) for at in range(jobs.size())]
+    assert f"{job.name}-dedup: judge and commit micro-batch 0" in described
+
+
+def logged(caplog):
+    return [record.getMessage() for record in caplog.records if "micro-batch" in record.getMessage()]
+
+
+def dedup_of(job, command, *arguments):
+    given = [command, str(job.topology_file), *arguments, "--config", str(job.config_file)]
+    return CliRunner().invoke(create_app(), given)
+
+
+def samples(exposition):
+    """The values of each metric; a histogram's are its counts."""
+    found = {}
+    for family in text_string_to_metric_families(exposition):
+        name = family.name + ("_total" if family.type == "counter" else "")
+        found[name] = [s.value for s in family.samples if not s.name.endswith(("_bucket", "_sum", "_created"))]
+    return found
 
 
 def test_a_fleet_and_a_stream_take_over_from_each_other(make_job, run):
