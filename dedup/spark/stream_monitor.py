@@ -14,11 +14,11 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from dedup.errors import BrokerUnavailable, Problem, SettingsError, StateIncompatible
+from dedup.errors import DedupError, Problem, SettingsError, StateIncompatible
 from dedup.kafka.wire import NoAnswer, TopicPartition
 from dedup.metrics import TaskNumbers, TaskSeen, WorkerSeen
 from dedup.spark.session import connected
@@ -76,7 +76,7 @@ class StreamMonitor:
         self._dead: Final = DeadShare()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._runs: Final = threading.Event()
-        self._thread: Final = threading.Thread(target=lambda: asyncio.run(self._run()), name="stream", daemon=True)
+        self._thread: Final = threading.Thread(target=self._run_in_thread, name="stream-monitor", daemon=True)
         self.url: str | None = None
         """The address of the pages; None if none are served."""
 
@@ -102,6 +102,13 @@ class StreamMonitor:
         self._over = True
         self._news.set()
 
+    def _run_in_thread(self) -> None:
+        try:
+            asyncio.run(self._run())
+        finally:
+            # Whatever has happened to the pages, the stream starts.
+            self._runs.set()
+
     async def _run(self) -> None:
         self._loop = asyncio.get_running_loop()
         async with AsyncExitStack() as stack:
@@ -113,15 +120,12 @@ class StreamMonitor:
                 try:
                     async with connected(self._settings, f"dedup-{self._topology.name}-monitor") as wire:
                         await self._watch(wire)
-                except (BrokerUnavailable, NoAnswer, TimeoutError) as error:
-                    self._forget_lag()
-                    self._log_ended()
-                    log.warning("lag: %s; asking again", str(error) or "no broker answers")
+                except (DedupError, NoAnswer, TimeoutError) as error:
+                    self._lose_lag(str(error) or "no broker answers")
                     await self._news_within(_ANSWER_WITHIN_S)
 
     async def _watch(self, wire: KafkaWire) -> None:
         while True:
-            self._news.clear()
             async with asyncio.timeout(_ANSWER_WITHIN_S):
                 await asyncio.gather(*(self._look(wire, place, seen) for (_, place), seen in self._seen.items()))
             self._log_ended()
@@ -132,19 +136,21 @@ class StreamMonitor:
             await self._news_within(_LOOK_S)
 
     async def _news_within(self, seconds: float) -> None:
-        try:
+        with suppress(TimeoutError):
             await asyncio.wait_for(self._news.wait(), seconds)
-        except TimeoutError:
-            return
+        self._news.clear()
 
     async def _look(self, wire: KafkaWire, place: TopicPartition, seen: _Seen) -> None:
         committed = await committed_offset(wire, self._topology.name, place, stable=False)
         lag = await lag_after(wire, place, seen.position if committed is None else committed)
         seen.lag_records = lag.records
 
-    def _forget_lag(self) -> None:
+    def _lose_lag(self, why: str) -> None:
+        if any(seen.lag_records is not None for seen in self._seen.values()):
+            log.warning("the lag is unknown until a broker answers: %s", why)
         for seen in self._seen.values():
             seen.lag_records = None
+        self._log_ended()
 
     def _take(self, report: BatchReport) -> None:
         for row in report.partitions:
