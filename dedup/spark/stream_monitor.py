@@ -48,6 +48,7 @@ class _Seen:
     """Where it begins to be read if the group has no offset yet."""
     numbers: TaskNumbers = field(default_factory=TaskNumbers)
     lag_records: int | None = None
+    unstable_records: int | None = None
     state_ids: int = 0
     state_bytes: int = 0
 
@@ -116,9 +117,12 @@ class StreamMonitor:
                 server = await stack.enter_async_context(WebServer(self._settings.web, self))
                 self.url = server.url
             self._runs.set()
+            client_id = f"dedup-{self._topology.name}-monitor"
             while not self._over:
                 try:
-                    async with connected(self._settings, f"dedup-{self._topology.name}-monitor") as wire:
+                    async with AsyncExitStack() as connection:
+                        async with asyncio.timeout(_ANSWER_WITHIN_S):
+                            wire = await connection.enter_async_context(connected(self._settings, client_id))
                         await self._watch(wire)
                 except (DedupError, NoAnswer, TimeoutError) as error:
                     self._lose_lag(str(error) or "no broker answers")
@@ -143,13 +147,13 @@ class StreamMonitor:
     async def _look(self, wire: KafkaWire, place: TopicPartition, seen: _Seen) -> None:
         committed = await committed_offset(wire, self._topology.name, place, stable=False)
         lag = await lag_after(wire, place, seen.position if committed is None else committed)
-        seen.lag_records = lag.records
+        seen.lag_records, seen.unstable_records = lag.records, lag.unstable
 
     def _lose_lag(self, why: str) -> None:
         if any(seen.lag_records is not None for seen in self._seen.values()):
             log.warning("the lag is unknown until a broker answers: %s", why)
         for seen in self._seen.values():
-            seen.lag_records = None
+            seen.lag_records = seen.unstable_records = None
         self._log_ended()
 
     def _take(self, report: BatchReport) -> None:
@@ -195,9 +199,8 @@ class StreamMonitor:
 
     def _task(self, kind: str, place: TopicPartition, seen: _Seen) -> TaskSeen:
         most = self._topology.state.max_bytes_per_partition if kind == "dedup" else None
-        return TaskSeen(
-            kind, *place, "running", seen.numbers, seen.lag_records, None, seen.state_ids, seen.state_bytes, most
-        )
+        lag = seen.lag_records, seen.unstable_records
+        return TaskSeen(kind, *place, "running", seen.numbers, *lag, seen.state_ids, seen.state_bytes, most)
 
     def metrics(self) -> bytes:
         """Return the metrics in Prometheus' text format."""
@@ -235,6 +238,8 @@ class Lag(NamedTuple):
     """The position, or the beginning of the log if that is greater."""
     records: int
     """Number of offsets up to the end; 0 if they hold only markers and aborted records."""
+    unstable: int = 0
+    """How many of them an open transaction hides from readers."""
 
 
 async def lag_after(wire: KafkaWire, place: TopicPartition, position: int) -> Lag:
@@ -245,5 +250,5 @@ async def lag_after(wire: KafkaWire, place: TopicPartition, position: int) -> La
     if begin < bounds.end:
         fetched = await wire.fetch(place, begin, max_bytes=1, wait_ms=0)
         if fetched.records or fetched.next_offset < bounds.end:
-            return Lag(begin, bounds.end - begin)
+            return Lag(begin, bounds.end - begin, fetched.high_watermark - fetched.last_stable_offset)
     return Lag(begin, 0)

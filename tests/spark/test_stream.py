@@ -7,6 +7,7 @@ import json
 import logging
 import threading
 import urllib.request
+from collections import Counter
 
 import pyarrow as pa
 import pytest
@@ -17,10 +18,14 @@ from typer.testing import CliRunner
 from dedup.cli.main import create_app
 from dedup.core.fold import RecordFailed
 from dedup.errors import StateIncompatible, TaskMigrated
-from dedup.metrics import METRICS
+from dedup.kafka.wire import TopicPartition as Place
+from dedup.metrics import METRICS, TaskNumbers
+from dedup.settings import Settings, Web
 from dedup.spark.session import PicklableSettings
 from dedup.spark.stream import StreamOptions, prepared, start_stream
-from dedup.spark.task_attempt import AttemptPlan, judge_partition
+from dedup.spark.stream_monitor import StreamMonitor
+from dedup.spark.task_attempt import AttemptPlan, BatchReport, judge_partition
+from dedup.topology.parse import parse
 from tests.integration.fleet import Job, until
 from tests.integration.workload import BASE_MS, Event, workload
 from tests.spark.streaming import arrow_of
@@ -154,12 +159,33 @@ def test_a_stream_is_seen_as_a_worker_is(make_job, spark, caplog):
     values = samples(metrics)
     assert {metric.name for metric in METRICS} == set(values)
     unused = {"dedup_other_formats_total", "dedup_state_max_bytes", "dedup_standby_lag_records"}
-    assert {name for name, found in values.items() if not found} <= unused | {"dedup_last_stable_offset_lag"}
+    assert {name for name, found in values.items() if not found} <= unused
     assert sum(values["dedup_records_total"]) == 2_000
     assert sum(values["dedup_state_ids"]) > 1_000
     jobs = spark.sparkContext._jsc.sc().statusStore().jobsList(None)
     described = [jobs.apply(at).description().getOrElse(None) for at in range(jobs.size())]
     assert f"{job.name}-dedup: judge and commit micro-batch 0" in described
+
+
+def test_while_no_broker_answers_a_line_says_that_the_lag_is_unknown(caplog):
+    topology = parse(
+        "{dedup: 1, name: shop, source: {topics: [in], partitioned_by: tracking_id}, tracking_id: {field: id}, "
+        "guard_period: 1d, output: {topic: out}}",
+        name="shop.yaml",
+    )
+    nowhere = Settings(brokers=("127.0.0.1:1",), web=Web(enabled=False))
+    monitor = StreamMonitor(topology, nowhere, {"dedup": {Place("in", 0): 0}})
+    caplog.set_level(logging.INFO, logger="dedup.spark.stream_monitor")
+    numbers = TaskNumbers(verdicts=Counter(unique=4_000, duplicate=1), stream_time_ms=BASE_MS)
+    counts = {"next_offset": 4_001, "numbers": numbers, "state_ids": 7, "state_bytes": 9}
+    monitor.start()
+    monitor.add(BatchReport("dedup", 3, ({"topic": "in", "partition": 0, **counts},), 0.25))
+    monitor.stop()
+    line = "shop-dedup: micro-batch 3: 4,001 records in 0.2 s: duplicate 1, unique 4,000; lag unknown"
+    assert logged(caplog) == [line]
+    (task,) = monitor.seen().tasks
+    assert (task.numbers.committed_offset, task.numbers.stream_time_ms) == (4_001, BASE_MS)
+    assert (task.state_ids, task.state_bytes, task.lag_records) == (7, 9, None)
 
 
 def logged(caplog):
