@@ -295,7 +295,8 @@ def _united(bounds: Iterable[PartitionBounds]) -> tuple[PartitionBounds, ...]:
 def _bounds_in(batch: pa.RecordBatch) -> Iterable[PartitionBounds]:
     grouped = pa.Table.from_batches([batch.select(COORDINATES)]).group_by(["topic", "partition"])
     found = grouped.aggregate([("offset", "min"), ("offset", "max"), ("offset", "count")])
-    return (PartitionBounds(*each) for each in zip(*found.to_pydict().values(), strict=True))
+    names = ("topic", "partition", "offset_min", "offset_max", "offset_count")
+    return (PartitionBounds(*each) for each in zip(*(found.column(name).to_pylist() for name in names), strict=True))
 
 
 def _offset_runs(batches: Iterable[pa.RecordBatch]) -> Iterable[pa.RecordBatch]:
