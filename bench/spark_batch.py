@@ -19,6 +19,7 @@ from __future__ import annotations
 import inspect
 import json
 import os
+import resource
 import shutil
 import subprocess
 import tempfile
@@ -119,27 +120,32 @@ def _uuid(number: int) -> str:
 
 
 def _timed(what: Callable[[], None]) -> tuple[float, float]:
-    """Return seconds, and CPU seconds of this process with the JVM and the Python workers below it."""
-    began, before = time.monotonic(), cpu_seconds()
+    """Return seconds, and CPU seconds of this process, the JVM and the Python workers below it, and what it waits for.
+
+    A worker that ends meanwhile was idle for a minute: what it had used before does not count, nor may it be taken off.
+    """
+    began, before, children = time.monotonic(), cpu_seconds(), resource.getrusage(resource.RUSAGE_CHILDREN)
     what()
-    return time.monotonic() - began, cpu_seconds() - before
+    seconds, ended = time.monotonic() - began, resource.getrusage(resource.RUSAGE_CHILDREN)
+    waited_s = ended.ru_utime + ended.ru_stime - children.ru_utime - children.ru_stime
+    return seconds, waited_s + sum(used_s - before.get(pid, 0.0) for pid, used_s in cpu_seconds().items())
 
 
-def cpu_seconds() -> float:
-    """Return what this process and all that descend from it have used; 0 where there is no /proc."""
+def cpu_seconds() -> dict[int, float]:
+    """Return what this process and each that descends from it has used itself; empty where there is no /proc."""
     used: dict[int, tuple[int, int]] = {}
     for file in Path("/proc").glob("[0-9]*/stat"):
         try:
             fields = file.read_text().rpartition(")")[2].split()
         except OSError:
             continue  # ended meanwhile
-        # Its own time and that of children that have ended.
-        used[int(file.parent.name)] = int(fields[1]), sum(map(int, fields[11:15]))
-    total, mine = 0, {os.getpid()}
+        used[int(file.parent.name)] = int(fields[1]), int(fields[11]) + int(fields[12])
+    found: dict[int, float] = {}
+    mine = {os.getpid()}
     while mine:
-        total += sum(used[pid][1] for pid in mine if pid in used)
+        found |= {pid: used[pid][1] / os.sysconf("SC_CLK_TCK") for pid in mine if pid in used}
         mine = {pid for pid, (parent, _) in used.items() if parent in mine}
-    return total / os.sysconf("SC_CLK_TCK")
+    return found
 
 
 def _builtin(spark: SparkSession, rows: Path) -> DataFrame:
