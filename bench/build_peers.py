@@ -1,4 +1,4 @@
-"""Builds the peers under bench/build/: jars and classes for Kafka Streams, a virtual environment for Quix Streams."""
+"""Builds the peers under bench/build/: jars and classes for Kafka Streams; virtual environments for the Python ones."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ BUILD: Final = HERE / "build"
 PEERS: Final = HERE / "peers"
 KAFKA_STREAMS: Final = ("org.apache.kafka:kafka-streams:4.1.1", "org.slf4j:slf4j-simple:1.7.36")
 QUIX: Final = "quixstreams==3.28.1"
+TABLES: Final = ("duckdb==2.0.0", "polars==2.1.0")
 _ANSWER_WITHIN_S: Final = 60
 _BUILD_WITHIN_S: Final = 300
 
@@ -47,13 +48,23 @@ def java() -> str:
 
 def quix_python() -> str:
     """Return the interpreter of a virtual environment that holds Quix Streams in the pinned version."""
-    directory = BUILD / "venv-quix"
+    return _python_with("quix", (QUIX,))
+
+
+def tables_python() -> str:
+    """Return the interpreter of a virtual environment that holds DuckDB and Polars in the pinned versions."""
+    return _python_with("tables", TABLES)
+
+
+def _python_with(name: str, packages: Sequence[str]) -> str:
+    directory = BUILD / f"venv-{name}"
     python = directory / "bin" / "python"
     done = directory / "installed.txt"
-    if not done.exists() or done.read_text(encoding="utf-8") != QUIX:
+    wanted = " ".join(packages)
+    if not done.exists() or done.read_text(encoding="utf-8") != wanted:
         _run([sys.executable, "-m", "venv", "--clear", str(directory)])
-        _run([str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", QUIX])
-        done.write_text(QUIX, encoding="utf-8")
+        _run([str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *packages])
+        done.write_text(wanted, encoding="utf-8")
     return str(python)
 
 

@@ -1,19 +1,27 @@
-"""Spark batch: rows judged a second, beside Spark's own `dropDuplicates` on the same rows in the same session.
+"""Spark batch: rows judged a second, beside Spark's own `dropDuplicates` on the same rows in the same session, DuckDB
+and Polars.
 
     python -m bench.spark_batch                        5,000,000 rows on 2 cores
     python -m bench.spark_batch --rows 1000000 --cores 1
 
 Rows are Kafka records in Parquet with their coordinates, written in the log's order: JSON of about 160 bytes with a
-UUID, of which `--repeats` per cent repeat an ID of the last minutes. `dropDuplicates` reads the ID by
+UUID, of which 30 per cent repeat an ID of the last minutes. `dropDuplicates` reads the ID by
 `get_json_object`; it keeps any one record of an ID for all time, knows no guard period, no late record and no dead
-letter, and does not say which rows it left out. Every verdict is counted against what the generator knows.
+letter, and does not say which rows it left out. DuckDB and Polars (`bench/peers/mark_first.py`, in processes of their
+own with as many threads) mark the first record of each ID and write every row, without a guard period either. Every
+verdict is counted against what the generator knows.
+
+With `--shuffled`, the files hold the same rows in no order.
 """
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
+import resource
 import shutil
+import subprocess
 import tempfile
 import time
 from collections.abc import Callable
@@ -27,6 +35,7 @@ import typer
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812 - the name every Spark page uses
 
+from bench.build_peers import tables_python
 from dedup.spark.backfill import backfill
 from dedup.spark.batch_verdicts import judging
 from dedup.spark.files import read_files
@@ -37,6 +46,8 @@ from dedup.topology.parse import parse
 BASE_MS: Final = 1_700_000_000_000
 PARTITIONS: Final = 4
 FILE_ROWS: Final = 250_000
+REPEATS: Final = 0.3
+"""Share of records that repeat an ID."""
 TOPOLOGY: Final = """
 dedup: 1
 name: bench
@@ -93,6 +104,15 @@ def _write_file(path: Path, partition: int, first: int, numbers: np.ndarray) -> 
     pq.write_table(pa.table(columns, schema=SCHEMA), path)
 
 
+def shuffle_files(source: Path, directory: Path) -> None:
+    """Write the same rows to as many files in no order."""
+    rows = pq.read_table(source)
+    order = np.random.default_rng(3).permutation(rows.num_rows)
+    files = len(list(source.glob("*.parquet")))
+    for at in range(files):
+        pq.write_table(rows.take(pa.array(order[at::files])), directory / f"{at:03}.parquet")
+
+
 def _uuid(number: int) -> str:
     # Multiplied by an odd number, so that neighbours are not neighbours in the sort.
     text = f"{number * 0x9E3779B97F4A7C15F39CC0605CEDC835 % (1 << 128):032x}"
@@ -100,27 +120,32 @@ def _uuid(number: int) -> str:
 
 
 def _timed(what: Callable[[], None]) -> tuple[float, float]:
-    """Return seconds, and CPU seconds of this process with the JVM and the Python workers below it."""
-    began, before = time.monotonic(), cpu_seconds()
+    """Return seconds, and CPU seconds of this process, the JVM and the Python workers below it, and what it waits for.
+
+    A worker that ends meanwhile was idle for a minute: what it had used before does not count, nor may it be taken off.
+    """
+    began, before, children = time.monotonic(), cpu_seconds(), resource.getrusage(resource.RUSAGE_CHILDREN)
     what()
-    return time.monotonic() - began, cpu_seconds() - before
+    seconds, ended = time.monotonic() - began, resource.getrusage(resource.RUSAGE_CHILDREN)
+    waited_s = ended.ru_utime + ended.ru_stime - children.ru_utime - children.ru_stime
+    return seconds, waited_s + sum(used_s - before.get(pid, 0.0) for pid, used_s in cpu_seconds().items())
 
 
-def cpu_seconds() -> float:
-    """Return what this process and all that descend from it have used; 0 where there is no /proc."""
+def cpu_seconds() -> dict[int, float]:
+    """Return what this process and each that descends from it has used itself; empty where there is no /proc."""
     used: dict[int, tuple[int, int]] = {}
     for file in Path("/proc").glob("[0-9]*/stat"):
         try:
             fields = file.read_text().rpartition(")")[2].split()
         except OSError:
             continue  # ended meanwhile
-        # Its own time and that of children that have ended.
-        used[int(file.parent.name)] = int(fields[1]), sum(map(int, fields[11:15]))
-    total, mine = 0, {os.getpid()}
+        used[int(file.parent.name)] = int(fields[1]), int(fields[11]) + int(fields[12])
+    found: dict[int, float] = {}
+    mine = {os.getpid()}
     while mine:
-        total += sum(used[pid][1] for pid in mine if pid in used)
+        found |= {pid: used[pid][1] / os.sysconf("SC_CLK_TCK") for pid in mine if pid in used}
         mine = {pid for pid, (parent, _) in used.items() if parent in mine}
-    return total / os.sysconf("SC_CLK_TCK")
+    return found
 
 
 def _builtin(spark: SparkSession, rows: Path) -> DataFrame:
@@ -129,22 +154,29 @@ def _builtin(spark: SparkSession, rows: Path) -> DataFrame:
 
 
 def main(
+    *,
     rows: Annotated[int, typer.Option(help="Rows, over all partitions.")] = 5_000_000,
     cores: Annotated[int, typer.Option(help="Threads of the local session.")] = 2,
     rounds: Annotated[int, typer.Option(help="Each measured so often, in turn; the first round is left out.")] = 2,
-    repeats: Annotated[float, typer.Option(help="Share of records that repeat an ID.")] = 0.3,
     shuffle: Annotated[int, typer.Option(help="Shuffle partitions.")] = 8,
+    shuffled: Annotated[bool, typer.Option("--shuffled", help="Read the rows in no order.")] = False,
     only: Annotated[str, typer.Option(help="Candidates, separated by semicolons; all where empty.")] = "",
     directory: Annotated[str, typer.Option(help="Keeps the rows for the next run.")] = "",
 ) -> None:
     """Print rows/s of each candidate and round."""
     work = Path(tempfile.mkdtemp(prefix="dedup-spark-bench-"))
     kept = Path(directory) if directory else work
-    source = kept / f"rows-{rows}-{repeats}"
+    source = kept / f"rows-{rows}"
     if not (source / "_ids").exists():
         source.mkdir(parents=True, exist_ok=True)
-        (source / "_ids").write_text(str(write_rows(source, rows, repeats)))
+        (source / "_ids").write_text(str(write_rows(source, rows, REPEATS)))
     ids = int((source / "_ids").read_text())
+    if shuffled:
+        in_order, source = source, kept / f"{source.name}-shuffled"
+        if not (source / "_ids").exists():
+            source.mkdir(exist_ok=True)
+            shuffle_files(in_order, source)
+            (source / "_ids").write_text(str(ids))
     conf = {
         "spark.ui.enabled": "false",
         "spark.ui.showConsoleProgress": "false",
@@ -153,7 +185,9 @@ def main(
         "spark.local.dir": str(work),
     }
     topology = parse(TOPOLOGY, name="bench")
+    tables_python()
     spark = session_for(topology, master=f"local[{cores}]", conf=conf)
+    print(json.dumps({"pyspark": spark.version, "dropDuplicates": inspect.getsource(_builtin)}), flush=True)
     spark.sparkContext.setLogLevel("ERROR")
     try:
         for number in range(rounds + 1):
@@ -167,11 +201,14 @@ def _round(
     spark: SparkSession, topology: Topology, source: Path, out: Path, numbers: tuple[int, int, int, int], only: str
 ) -> None:
     rows, ids, number, cores = numbers
+    out.mkdir()
     files = str(source / "*.parquet")
     candidates: dict[str, Callable[[], None]] = {
         "dropDuplicates, nowhere": lambda: _nowhere(_builtin(spark, source)),
         "dedup, nowhere": lambda: _nowhere(_judged(spark, topology, files)),
-        "dropDuplicates, Parquet": lambda: _builtin(spark, source).write.parquet(str(out / "builtin")),
+        "dropDuplicates, Parquet": lambda: _builtin_written(spark, source, out, ids),
+        "DuckDB, Parquet": lambda: _marked("duckdb", source, out, (rows, ids, cores)),
+        "Polars, Parquet": lambda: _marked("polars", source, out, (rows, ids, cores)),
         "dedup backfill, Parquet": lambda: _backfill(spark, topology, files, out, (rows, ids)),
     }
     for name, what in candidates.items():
@@ -185,15 +222,7 @@ def _round(
 
 def _judged(spark: SparkSession, topology: Topology, files: str) -> DataFrame:
     history = read_files(spark, [files], "parquet")
-    now_ms = int(time.time() * 1000)
-    found = judging(
-        history.records,
-        topology,
-        now_ms=now_ms,
-        order="offsets",
-        contiguous=history.contiguous,
-        pieces=history.pieces,
-    )
+    found = judging(history, topology, now_ms=int(time.time() * 1000), order="offsets")
     return found.frame()
 
 
@@ -201,6 +230,21 @@ def _backfill(spark: SparkSession, topology: Topology, files: str, out: Path, nu
     rows, ids = numbers
     report = backfill(read_files(spark, [files], "parquet"), topology, str(out / "dedup"), say=lambda _: None)
     assert report.verdicts == {"duplicate": rows - ids, "unique": ids}, report.verdicts
+
+
+def _builtin_written(spark: SparkSession, rows: Path, out: Path, ids: int) -> None:
+    _builtin(spark, rows).write.parquet(str(out / "builtin"))
+    found = spark.read.parquet(str(out / "builtin")).count()
+    assert found == ids, found
+
+
+def _marked(engine: str, source: Path, out: Path, numbers: tuple[int, int, int]) -> None:
+    rows, ids, cores = numbers
+    script, made = Path(__file__).parent / "peers" / "mark_first.py", out / f"{engine}.parquet"
+    line = [tables_python(), str(script), engine, str(source / "*.parquet"), str(made), str(cores)]
+    found = json.loads(subprocess.run(line, capture_output=True, text=True, check=True).stdout)
+    assert found["counts"] == {"duplicate": rows - ids, "unique": ids}, found
+    print(json.dumps({"what": engine} | found), flush=True)
 
 
 def _nowhere(df: DataFrame) -> None:

@@ -10,6 +10,7 @@ import difflib
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Final, TypeVar, get_args
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
@@ -25,7 +26,7 @@ from ruamel.yaml.events import (
     SequenceEndEvent,
 )
 
-from dedup.errors import Problem
+from dedup.errors import Problem, TopologyError
 
 _MOST_BYTES: Final = 1 << 20
 _MOST_NODES: Final = 20_000
@@ -50,6 +51,16 @@ _Model = TypeVar("_Model", bound=BaseModel)
 _List = TypeVar("_List", bound=Sequence[Any])
 At = tuple[str | int, ...]
 """Path to a value: keys and list positions from the top."""
+
+
+def text_of(path: Path) -> str:
+    """Return the text of a file. Raises TopologyError if it cannot be read."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise TopologyError([Problem(str(path), f"cannot be read: {error.strerror}; name a topology file")]) from error
+    except UnicodeDecodeError as error:
+        raise TopologyError([Problem(str(path), f"is not UTF-8 at byte {error.start}; save it as UTF-8")]) from error
 
 
 @dataclass(slots=True)

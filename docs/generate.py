@@ -75,7 +75,7 @@ def metrics_page() -> str:
     return _page(
         "dedup/metrics.py",
         "# Metrics",
-        "A worker serves these metrics at `/metrics` in Prometheus' text format. The labels `sub_topology`, `topic`, "
+        "A worker and the driver of `dedup spark run` serve these metrics at `/metrics` in Prometheus' text format. The labels `sub_topology`, `topic`, "
         "and `partition` identify a task by its feeding topic and partition.",
         "\n".join(["| metric | kind | labels | meaning |", "|---|---|---|---|", *rows]),
         f"The buckets of `dedup_commit_seconds` are {_numbers(COMMIT_BUCKETS_S)} seconds. Those of "

@@ -21,7 +21,6 @@ from dedup.cli.inputs import (
     TopologyArgument,
     read_settings,
     read_topology,
-    text_of,
 )
 from dedup.errors import AuthorMistake, DedupError, Problem, SettingsError, TopologyError
 
@@ -146,6 +145,7 @@ def _read_stage(path: Path) -> Named | TopologyError:
     from dedup.topology.chain import Named
     from dedup.topology.ingest_file import is_ingest, parse_ingest
     from dedup.topology.parse import parse
+    from dedup.yaml_document import text_of
 
     try:
         text = text_of(path)

@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 from rich.progress import Progress
 
-from dedup.errors import Problem, SettingsError, TopologyError
+from dedup.errors import Problem, SettingsError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -35,6 +35,7 @@ A_TIME: Final = "2024-01-01T00:00:00Z"
 def read_topology(path: Path) -> Topology:
     """Return the topology in a file. Raises TopologyError with every problem, including an unreadable file."""
     from dedup.topology.parse import parse
+    from dedup.yaml_document import text_of
 
     return parse(text_of(path), name=str(path))
 
@@ -54,18 +55,9 @@ def read_both(topology: Path, config: Path | None, overrides: list[str] | None) 
 def read_ingest(path: Path) -> Ingest:
     """Return the content of an ingest file. Raises TopologyError with every problem."""
     from dedup.topology.ingest_file import parse_ingest
+    from dedup.yaml_document import text_of
 
     return parse_ingest(text_of(path), name=str(path))
-
-
-def text_of(path: Path) -> str:
-    """Return the text of a file. Raises TopologyError if it cannot be read."""
-    try:
-        return path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise TopologyError([Problem(str(path), f"cannot be read: {error.strerror}; name a topology file")]) from error
-    except UnicodeDecodeError as error:
-        raise TopologyError([Problem(str(path), f"is not UTF-8 at byte {error.start}; save it as UTF-8")]) from error
 
 
 def refuse_no_page(page: Path) -> None:

@@ -5,14 +5,14 @@ PySpark is imported when a command runs, because `--help` must be fast and work 
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
-from functools import partial
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final, Literal
 
@@ -29,6 +29,7 @@ from dedup.cli.inputs import (
     read_settings,
     read_topology,
     refuse_no_page,
+    say,
     time_of,
 )
 from dedup.cli.run import VerdictProgress
@@ -42,9 +43,9 @@ if TYPE_CHECKING:
     from dedup.spark.files import History
     from dedup.spark.seed import Seeded, Until
     from dedup.spark.spark_jars import Package
-    from dedup.spark.stream import BatchReport
     from dedup.spark.table_sink import Appended
     from dedup.spark.tables import Jdbc
+    from dedup.spark.task_attempt import BatchReport
     from dedup.topology.model import Topology
 
 _VERDICTS: Final = ("unique", "duplicate", "late", "dead_letter", "exempt")
@@ -57,7 +58,7 @@ _RowsAreEvents = Annotated[
     bool, typer.Option("--rows-are-events", help="Each row of the table, as JSON, is an event (no column `value`).")
 ]
 _Every = Annotated[str, typer.Option(help="Pause when there is nothing new to append to the table.")]
-_Quiet = Annotated[bool, typer.Option("--quiet", help="Show no progress.")]
+_Quiet = Annotated[bool, typer.Option("--quiet", help="Show no progress bar or line.")]
 
 
 InputFormat = Literal["parquet", "json", "json-records", "delta"]
@@ -76,20 +77,34 @@ def open_session(
     return session_for(topology, master=master, packages=packages, conf=pairs_of("--conf", conf))
 
 
+def _say_aside(text: str) -> None:
+    typer.echo(text, err=True)
+
+
 def _packages(**wanted: bool) -> list[Package]:
     return [name for name in ("kafka", "delta", "jdbc") if wanted.get(name)]
 
 
 @contextmanager
 def _job(
-    topology: Topology, master: str | None, conf: list[str] | None, packages: Iterable[Package], *, quiet: bool
+    command: str,
+    topology: Topology,
+    master: str | None,
+    conf: list[str] | None,
+    packages: Iterable[Package],
+    *,
+    quiet: bool,
 ) -> Iterator[SparkSession]:
-    """Yield a session with a progress bar; dedup's own errors from executors are raised unchanged."""
-    from dedup.spark.session import JobProgress, translated_errors
+    """Yield a session with a progress bar, whose jobs are one group in Spark's UI.
+
+    dedup's own errors from executors are raised unchanged.
+    """
+    from dedup.spark.session import JobProgress, described, translated_errors
 
     spark = open_session(topology, master, conf, packages)
+    text, group = f"{topology.name}: {command}", f"dedup {command} {topology.name}"
     try:
-        with translated_errors(), JobProgress(spark, enabled=not quiet):
+        with translated_errors(), described(spark, text, group=group), JobProgress(spark, enabled=not quiet):
             yield spark
     finally:
         spark.stop()
@@ -155,10 +170,14 @@ def run(
     """
     from dedup.spark.stream import StreamOptions, start_stream
     from dedup.spark.table_sink import Following, TableSink
+    from dedup.worker.logs import set_up_logging
 
     settings = read_settings(config, overrides)
     parsed = read_topology(topology)
     every_s = _seconds("--every", every)
+    set_up_logging(settings)
+    # It logs every call from Spark into Python.
+    logging.getLogger("py4j").setLevel(logging.WARNING)
     options = StreamOptions(checkpoint, exit_when_done, most_offsets, commit_rows, onto_existing_output)
     # A local Spark retries a failed task only if the master says so; without a retry a failed task ends the stream.
     local = master is None and "PYSPARK_GATEWAY_PORT" not in os.environ
@@ -229,6 +248,7 @@ def backfill_command(
     overrides: SetOption = None,
     master: _Master = None,
     conf: _Conf = None,
+    as_json: JsonOption = False,
     quiet: _Quiet = False,
 ) -> None:
     """Judge a history exactly (files, Delta tables or ranges of Kafka), and publish every record's verdict once.
@@ -243,21 +263,21 @@ def backfill_command(
         _refuse_topic_options(start, until, repartitioned=repartitioned)
 
     from dedup.spark.backfill import backfill
+    from dedup.spark.batch_verdicts import Counts
     from dedup.spark.files import read_files
 
     parsed = read_topology(topology)
     now_ms = None if now is None else time_of("--now", now)
     packages = _packages(kafka=not inputs, delta=out_format == "delta" or (bool(inputs) and fmt == "delta"))
-    with _job(parsed, master, conf, packages, quiet=quiet) as spark:
+    with _job("backfill", parsed, master, conf, packages, quiet=quiet) as spark:
         if inputs:
             history = read_files(spark, inputs, fmt, rows_are_events=rows_are_events)
         else:
             history = _kafka_history(spark, parsed, (config, overrides), (start, until), repartitioned)
-        say = partial(typer.echo, err=True)
-        report = backfill(history, parsed, out, run=run, now_ms=now_ms, fmt=out_format, say=say)
-    verdicts = "  ".join(f"{name} {count:,}" for name, count in report.verdicts.items())
-    typer.echo(f"judged {sum(report.verdicts.values()):,}: {verdicts}")
-    typer.echo(f"verdicts: {report.path}")
+        report = backfill(history, parsed, out, run=run, now_ms=now_ms, fmt=out_format, say=_say_aside)
+    written = f"{report.files:,} files in {report.seconds:.1f} s"
+    lines = [*Counts(report.verdicts, report.causes).lines, f"verdicts: {report.path}", written]
+    say(asdict(report), lines, as_json=as_json)
 
 
 def _refuse_topic_options(start: str, until: str, *, repartitioned: bool) -> None:
@@ -309,6 +329,7 @@ def seed_command(  # noqa: PLR0917  # one parameter per option
     commit_rows: Annotated[int, typer.Option(min=1, help="Number of changelog records in a transaction.")] = 50_000,
     master: _Master = None,
     conf: _Conf = None,
+    as_json: JsonOption = False,
     quiet: _Quiet = False,
 ) -> None:
     """Write a history's sightings into a fleet's changelog, so that live records continue it without gap or overlap.
@@ -326,21 +347,23 @@ def seed_command(  # noqa: PLR0917  # one parameter per option
 
     parsed, settings = read_both(topology, config, overrides)
     options = SeedOptions(_parse_until(until), commit_rows=commit_rows)
-    with _job(parsed, master, conf, _packages(kafka=True, delta=fmt == "delta"), quiet=quiet) as spark:
+    with _job("seed", parsed, master, conf, _packages(kafka=True, delta=fmt == "delta"), quiet=quiet) as spark:
         files = read_files(spark, history, fmt, rows_are_events=rows_are_events) if history else None
-        done = seed(spark, parsed, settings, options, history=files, tell=partial(typer.echo, err=True))
-    _print_seed(done)
+        done = seed(spark, parsed, settings, options, history=files, tell=_say_aside)
+    say(*_seed_report(done), as_json=as_json)
 
 
-def _print_seed(done: Seeded) -> None:
-    judged = ", ".join(f"{name} {count:,}" for name, count in sorted(done.verdicts.items()))
-    typer.echo(f"history: {judged or 'no record'}")
+def _seed_report(done: Seeded) -> tuple[dict[str, object], list[str]]:
+    """Return what a seed did, as JSON and as lines."""
+    begins = {f"{topic}/{partition}": offset for (topic, partition), offset in sorted(done.begins.items())}
+    lines = done.counts.lines
     for each in done.partitions:
         there = "; an earlier run had finished it" if each.was_there else ""
-        typer.echo(f"changelog partition {each.partition}: {each.sightings:,} records of sightings{there}")
-    for (topic, partition), offset in sorted(done.begins.items()):
-        typer.echo(f"{topic}/{partition}: the fleet begins at offset {offset}")
-    typer.echo(f"seeded: {done.name}")
+        lines.append(f"changelog partition {each.partition}: {each.sightings:,} records of sightings{there}")
+    lines += [f"{place}: the fleet begins at offset {offset}" for place, offset in begins.items()]
+    lines.append(f"seeded: {done.name} in {done.seconds:.1f} s")
+    facts = {"seed": done.name, **asdict(done.counts), "begins": begins, "seconds": done.seconds}
+    return facts | {"partitions": [asdict(each) for each in done.partitions]}, lines
 
 
 def audit_command(  # noqa: PLR0917  # one parameter per option
@@ -376,7 +399,7 @@ def audit_command(  # noqa: PLR0917  # one parameter per option
     from dedup.spark.audit import audit
     from dedup.spark.files import read_files
 
-    with _job(parsed, master, conf, _packages(kafka=True, delta=fmt == "delta"), quiet=quiet) as spark:
+    with _job("audit", parsed, master, conf, _packages(kafka=True, delta=fmt == "delta"), quiet=quiet) as spark:
         files = read_files(spark, history, fmt, rows_are_events=rows_are_events) if history else None
         found = audit(spark, parsed, settings, history=files, begins=offsets)
     publish(found, page, "dedup spark audit", as_json=as_json)
@@ -413,6 +436,7 @@ def upsert_command(  # noqa: PLR0917  # one parameter per option
     overrides: SetOption = None,
     master: _Master = None,
     conf: _Conf = None,
+    as_json: JsonOption = False,
     quiet: _Quiet = False,
 ) -> None:
     """Write records to a table with one row per tracking ID: the newest record wins, and a run may be repeated.
@@ -426,22 +450,26 @@ def upsert_command(  # noqa: PLR0917  # one parameter per option
     from dedup.spark.files import read_files
     from dedup.spark.tables import keep_rejected, output_records, table_rows, upsert_delta, upsert_jdbc
 
+    began_s = time.monotonic()
     parsed = read_topology(topology)
     to = _target(delta, jdbc, table, user, os.environ.get(_PASSWORD))
     has_delta = delta is not None or (bool(inputs) and fmt == "delta")
     packages = _packages(kafka=not inputs, delta=has_delta, jdbc=jdbc is not None)
-    with _job(parsed, master, conf, packages, quiet=quiet) as spark:
+    with _job("upsert", parsed, master, conf, packages, quiet=quiet) as spark:
         if inputs:
             records = read_files(spark, inputs, fmt).records
         else:
             records = output_records(spark, parsed, read_settings(config, overrides))
         found = table_rows(records, parsed, schema=schema, order=order)
         left = keep_rejected(found, rejected)
-        if isinstance(to, str):
-            upsert_delta(found.rows, to)
-        else:
-            upsert_jdbc(found.rows, to)
-    typer.echo(f"{delta or table}: up to date" + (f"; {left:,} records cannot be rows: {rejected}" if left else ""))
+        changed = upsert_delta(found.rows, to) if isinstance(to, str) else upsert_jdbc(found.rows, to)
+    seconds = round(time.monotonic() - began_s, 3)
+    lines = [f"{delta or table}: up to date, {changed:,} rows inserted or replaced in {seconds:.1f} s"]
+    if left:
+        reasons = ", ".join(f"{count:,} {reason}" for reason, count in left.items())
+        lines.append(f"{sum(left.values()):,} records cannot be rows ({reasons}): {rejected}")
+    report = {"table": delta or table, "changed": changed, "rejected": left, "seconds": seconds}
+    say(report, lines, as_json=as_json)
 
 
 def sink_command(

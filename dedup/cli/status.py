@@ -238,11 +238,17 @@ def in_words(found: dict[str, Any]) -> Iterator[str]:
 
 def looked(survey: Survey, pages: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return the brokers' and the workers' view of the tasks together, as the JSON of `dedup status`."""
-    said = {(task["task"], task["topic"], task["partition"]): task for page in pages for task in page["tasks"]}
+    said = {
+        (task["task"], task["topic"], task["partition"]): {**task, "owner": page["worker"]}
+        for page in pages
+        for task in page["tasks"]
+    }
     tasks = []
     for task in survey.tasks:
         known = said.get((task.task, task.topic, task.partition), {})
-        tasks.append({**asdict(task), **{key: known.get(key) for key in _FROM_WORKER}})
+        # A stream on Spark is no member of the group.
+        owner = task.owner or known.get("owner")
+        tasks.append({**asdict(task), "owner": owner, **{key: known.get(key) for key in _FROM_WORKER}})
     return {
         "topology": survey.topology,
         "members": [
@@ -321,8 +327,9 @@ def table(seen: dict[str, Any]) -> RenderableType:
             _restoring(task),
             _share(task["verdicts"]),
         )
-    members = ", ".join(f"{each['worker']} at {each['host']}" for each in seen["members"]) or "none"
-    lines: list[RenderableType] = [f"{seen['topology']}: lag {seen['lag']:,}; workers: {members}", found]
+    members = [f"{each['worker']} at {each['host']}" for each in seen["members"]]
+    workers = ", ".join(members or seen["workers_that_answered"]) or "none"
+    lines: list[RenderableType] = [f"{seen['topology']}: lag {seen['lag']:,}; workers: {workers}", found]
     for name, what in (("dead_letters", "dead letters"), ("other_formats", "of them in another format than JSON")):
         if seen[name]:
             counts = ", ".join(f"{count:,} {reason}" for reason, count in seen[name].items())

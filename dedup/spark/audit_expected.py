@@ -199,9 +199,13 @@ def _digests(cut: AuditCut) -> list[Column]:
     copied = _with_header(copied, FIRST_SOURCE_HEADER, first)
     stamp = fn.col("timestamp_ms") if cut.stamped else fn.lit(0)
     forwards = ("unique", "exempt") if late is None else ("unique", "exempt", "late")
+    raw = digest(own, fn.col("timestamp_ms"))
+    if topology.direct:
+        # Only the side topics are compared with it; behind a repartition topic, so is every record.
+        raw = fn.when(fn.col("verdict").isin(*_TAILS), raw)
     return [
         fn.col("verdict").isin(*forwards).alias("forwards"),
-        digest(own, fn.col("timestamp_ms")).alias("raw"),
+        raw.alias("raw"),
         digest(ahead, stamp).alias("out"),
         fn.when(fn.col("verdict").isin("duplicate", "conflict"), digest(copied, fn.lit(0))).alias("copy"),
     ]

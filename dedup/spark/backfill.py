@@ -17,7 +17,7 @@ import re
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, Self
 from uuid import uuid4
@@ -28,12 +28,12 @@ import pyarrow.parquet as pq
 from pyspark.sql import functions as F  # noqa: N812 - the name every Spark page uses
 
 from dedup.errors import InvariantBroken, Problem, SettingsError, StateIncompatible
-from dedup.spark.batch_verdicts import Order, judging, mode_of, order_text, refuse_other_shape
+from dedup.spark.batch_verdicts import Counts, Order, counts_of, judging, mode_of, order_text, refuse_other_shape
 from dedup.spark.columns import Batches, BatchFunction
 from dedup.spark.files import History
 from dedup.spark.reduce_side import reduce_function
 from dedup.spark.rows import RECORDS
-from dedup.spark.session import RECORD_BYTES, HadoopDirectory, shuffles_for, translated_errors
+from dedup.spark.session import RECORD_BYTES, HadoopDirectory, described, shuffles_for, translated_errors
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -77,6 +77,10 @@ class RunReport:
     order: str
     verdicts: Mapping[str, int]
     path: str
+    causes: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    """See `batch_verdicts.Counts`; empty in the reports of earlier versions, as are the next two."""
+    files: int = 0
+    seconds: float = 0.0
     fresh: bool = True
     """False if the run was already published, so that nothing was written now."""
 
@@ -105,6 +109,7 @@ def backfill(
     """
     if not _RUN.fullmatch(run):
         raise SettingsError([Problem(f"--run {run}", "is not a valid directory name; use letters, digits, - and _")])
+    began_s = time.monotonic()
     source = history if isinstance(history, History) else _history_of(history)
     order: Order = "offsets" if source.placed else "event_time"
     mode = mode_of(topology, order, source.feeds)
@@ -120,21 +125,17 @@ def backfill(
             say(f"{topology.name}: run {run} was published before at {begun.path}; nothing was written")
             return begun
         say(f"{topology.name}: {source.place}: {order_text(mode)}")
-        verdicts = judging(
-            source.records,
-            topology,
-            now_ms=begun,
-            order=order,
-            contiguous=source.contiguous,
-            feeds=source.feeds,
-            pieces=source.pieces,
-        )
+        verdicts = judging(source, topology, now_ms=begun, order=order)
 
-        def report(counts: Mapping[str, int]) -> RunReport:
-            _refuse_unbalanced(source, counts)
-            return RunReport(run, identity, begun, mode, counts, directory.path)
+        def report(written: DataFrame | None) -> RunReport:
+            counts = Counts({}, {}) if written is None else counts_of(written)
+            _refuse_unbalanced(source, counts.verdicts)
+            files = 0 if written is None else len(written.inputFiles())
+            seconds = round(time.monotonic() - began_s, 3)
+            return RunReport(run, identity, begun, mode, counts.verdicts, directory.path, counts.causes, files, seconds)
 
-        return directory.publish(verdicts, report)
+        with described(spark, f"{topology.name}: judge {source.place}, publish run {run}"):
+            return directory.publish(verdicts, report)
 
 
 def _history_of(df: DataFrame) -> History:
@@ -199,14 +200,14 @@ class RunDirectory:
         self._write(mark, json.dumps({"identity": identity, "now_ms": now_ms}))
         return now_ms
 
-    def publish(self, verdicts: Judging, report: Callable[[Mapping[str, int]], RunReport]) -> RunReport:
-        """Write the verdicts, with a directory for each, make them visible, and return the report with their counts."""
+    def publish(self, verdicts: Judging, report: Callable[[DataFrame | None], RunReport]) -> RunReport:
+        """Write the verdicts, with a directory for each, make them visible, and return the report on them."""
         write = self._publish_delta if self._fmt == "delta" else self._publish_files
         made = write(verdicts, report)
         self._files.delete(self._root.at(f"_started-{self._run}.json"), False)  # noqa: FBT003 - not recursive
         return made
 
-    def _publish_files(self, verdicts: Judging, report: Callable[[Mapping[str, int]], RunReport]) -> RunReport:
+    def _publish_files(self, verdicts: Judging, report: Callable[[DataFrame | None], RunReport]) -> RunReport:
         # Only those of this run: another run's name may begin with this one's.
         for left in self._files.globStatus(self._root.at(f"_attempt-{self._run}-{'?' * _MARK_DIGITS}")) or ():
             self._files.delete(left.getPath(), True)  # noqa: FBT003 - of a run that was killed
@@ -217,7 +218,7 @@ class RunDirectory:
         else:
             verdicts.frame().write.partitionBy("verdict").parquet(str(attempt))
             files = 1
-        made = report(_counts(self._spark.read.parquet(str(attempt))) if files else {})
+        made = report(self._spark.read.parquet(str(attempt)) if files else None)
         self._write_report(self._root.at(_REPORT, attempt), made)
         target = self._root.at(f"run={self._run}")
         if self._files.exists(target) or not self._moved(attempt, target):
@@ -232,13 +233,13 @@ class RunDirectory:
         # HADOOP-11452: rename does not fail then.
         return self._files.rename(attempt, target) and not self._files.exists(self._root.at(attempt.getName(), target))
 
-    def _publish_delta(self, verdicts: Judging, report: Callable[[Mapping[str, int]], RunReport]) -> RunReport:
+    def _publish_delta(self, verdicts: Judging, report: Callable[[DataFrame | None], RunReport]) -> RunReport:
         rows = verdicts.frame().withColumn("run", F.lit(self._run))
         # The table's commit publishes; a second commit of the same run replaces the rows of the first.
         writer = rows.write.format("delta").mode("overwrite").partitionBy("run", "verdict")
         writer.option("replaceWhere", f"run = '{self._run}'").save(self.path)
         table = self._spark.read.format("delta").load(self.path)
-        made = report(_counts(table.where(F.col("run") == self._run)))
+        made = report(table.where(F.col("run") == self._run))
         self._files.mkdirs(self._root.at("_runs"))
         self._write_report(self._root.at(f"_runs/{self._run}.json"), made)
         return made
@@ -261,12 +262,6 @@ class RunDirectory:
 
     def _write(self, path: Any, text: str) -> None:  # noqa: ANN401
         self._root.write(path, text, f"_{path.getName()}.part")
-
-
-def _counts(published: DataFrame) -> dict[str, int]:
-    """Return the number of written rows by verdict."""
-    rows = published.groupBy("verdict").count().collect()
-    return {row["verdict"]: row["count"] for row in sorted(rows, key=lambda row: str(row["verdict"]))}
 
 
 def codec_of(spark: SparkSession) -> str | None:

@@ -16,25 +16,32 @@ The reduce side sorts them into judging order and folds them (`reduce_side`, `co
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Final, Literal
 
 import numpy as np
 import numpy.typing as npt
 from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import functions as F  # noqa: N812 - the name every Spark page uses
 from pyspark.sql.types import StructType
 
 from dedup.core.window import Feed
 from dedup.errors import InvariantBroken, Problem, SettingsError, TopologyError
 from dedup.spark.columnar_fold import Integers
 from dedup.spark.columns import BatchFunction
-from dedup.spark.files import InputSplits, opened
+from dedup.spark.files import History, opened
+from dedup.spark.log_order import in_log_order, ranges_of, spread_function
 from dedup.spark.map_side import MOST_REDUCERS, PACKED_ROWS, TARGET, MapPlan, Mode, map_function
 from dedup.spark.reduce_side import JUDGED, ReducePlan, reduce_function
 from dedup.spark.rows import COORDINATES, RECORDS, headers_of
 from dedup.spark.session import shuffle_partitions
 from dedup.topology.model import Topology
+
+_EXPLAINED: Final = frozenset({"dead_letter", "exempt", "late"})
+_MOST_CAUSES: Final = 10
+_LEAST_BYTES_EACH: Final = 256 << 10
+"""A map task should read this much for each reduce task, because each packed value costs as much as a hundred rows."""
 
 Order = Literal["offsets", "event_time"]
 """``offsets`` is for rows with Kafka coordinates, in log order. ``event_time`` is for rows without; nothing is late."""
@@ -75,38 +82,79 @@ def judged(
     repartition topic. Raises TopologyError for an unsuitable table and SettingsError for unusable settings of Spark.
     The running job raises the errors that `backfill` lists.
     """
-    return judging(df, topology, now_ms=now_ms, order=order, contiguous=contiguous, feeds=feeds).frame()
+    history = History(df, placed=order == "offsets", contiguous=contiguous, identity="", place="", feeds=tuple(feeds))
+    return judging(history, topology, now_ms=now_ms, order=order).frame()
 
 
-def judging(
-    df: DataFrame,
-    topology: Topology,
-    *,
-    now_ms: int,
-    order: Order,
-    contiguous: bool = False,
-    feeds: Sequence[Feed] = (),
-    pieces: InputSplits | None = None,
-) -> Judging:
-    """Return the state of `judged` before the reduce side; ``pieces`` are the same records as files for tasks."""
+def judging(history: History, topology: Topology, *, now_ms: int, order: Order) -> Judging:
+    """Return the state of `judged` before the reduce side."""
+    df, feeds, pieces = history.records, history.feeds, history.pieces
     refuse_other_shape(df)
     mode = mode_of(topology, order, feeds)
-    reducers, batch_rows = _shuffle_settings(df.sparkSession)
+    spark = df.sparkSession
+    reducers, batch_rows = _shuffle_settings(spark)
     targets = _targets(reducers)
-    map_batches = map_function(
-        MapPlan(topology, mode, now_ms + topology.max_clock_skew_ms, targets, batch_rows, tuple(feeds))
-    )
-    if pieces is not None and (contiguous or mode == "event_time"):
-        packed = pieces.frame.mapInArrow(_chained(opened(pieces.columns), map_batches), PACKED_ROWS)
+    map_batches = map_function(MapPlan(topology, mode, now_ms + topology.max_clock_skew_ms, targets, batch_rows, feeds))
+    to_sort = mode in {"direct", "merged"} and not history.contiguous
+    if pieces is not None and (history.bounds or not to_sort):
+        read, ready = opened(pieces.columns), pieces.frame
     else:
-        ready = _in_log_order(df.withColumn("headers", headers_of(df)), mode, reducers, contiguous=contiguous)
-        packed = ready.mapInArrow(map_batches, PACKED_ROWS)
+        read, ready = None, df.withColumn("headers", headers_of(df))
+    # The order of Spark's own readers, which may matter, does not survive a merge of their partitions.
+    if history.size_bytes is not None and (pieces is not None or to_sort or mode == "event_time"):
+        ready = ready.coalesce(_map_tasks(spark, history.size_bytes, reducers))
+    if to_sort and history.bounds:
+        topics = topology.source.topics
+        spread = spread_function(ranges_of(history.bounds, topics, reducers), topics, targets, batch_rows)
+        ready = ready.mapInArrow(_chained(read, spread), PACKED_ROWS).repartition(reducers, TARGET)
+        read = in_log_order(topics)
+    elif to_sort:
+        ready = ready.repartitionByRange(reducers, *COORDINATES).sortWithinPartitions(*COORDINATES)
+    elif mode == "log":
+        ready = ready.repartition(reducers, "partition").sortWithinPartitions("partition", "offset")
+    packed = ready.mapInArrow(_chained(read, map_batches), PACKED_ROWS)
+    # Of an unknown size, adaptive execution merges what is too small for a task. It never divides one, because Spark
+    # divides partitions of joins and of REBALANCE only.
+    together = packed.repartition(TARGET) if history.size_bytes is None else packed.repartition(reducers, TARGET)
     schema = StructType([*df.schema.fields, *JUDGED])
-    return Judging(packed.repartition(reducers, TARGET), ReducePlan(topology, mode, df.schema.names), schema)
+    return Judging(together, ReducePlan(topology, mode, df.schema.names), schema)
 
 
-def _chained(first: BatchFunction, then: BatchFunction) -> BatchFunction:
-    return lambda batches: then(first(batches))
+def _chained(first: BatchFunction | None, then: BatchFunction) -> BatchFunction:
+    return then if first is None else lambda batches: then(first(batches))
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """How many records have each verdict, and why."""
+
+    verdicts: Mapping[str, int]
+    causes: Mapping[str, Mapping[str, int]]
+    """The most frequent reasons of dead letters and exempt records, and the source partitions of late records."""
+
+    @property
+    def lines(self) -> list[str]:
+        """The same as sentences."""
+        shown = "  ".join(f"{name} {count:,}" for name, count in self.verdicts.items())
+        lines = [f"judged {sum(self.verdicts.values()):,}: {shown or 'no record'}"]
+        for verdict, causes in self.causes.items():
+            lines.append(f"{verdict}: {', '.join(f'{count:,} {cause}' for cause, count in causes.items())}")
+        return lines
+
+
+def counts_of(verdicts: DataFrame) -> Counts:
+    """Return the counts of rows that `judged` has returned and that are cheap to read again."""
+    rows = verdicts.groupBy("verdict").count().collect()
+    counts = {row["verdict"]: row["count"] for row in sorted(rows, key=lambda row: str(row["verdict"]))}
+    causes: dict[str, dict[str, int]] = {}
+    explained = sorted(_EXPLAINED & counts.keys())
+    if explained:
+        place = F.concat_ws("/", "topic", F.col("partition").cast("string"))
+        found = verdicts.where(F.col("verdict").isin(explained))
+        grouped = found.groupBy("verdict", F.coalesce("reason", place).alias("cause")).count()
+        for row in grouped.orderBy(F.desc("count"), "cause").limit(_MOST_CAUSES).collect():
+            causes.setdefault(row["verdict"], {})[row["cause"]] = row["count"]
+    return Counts(counts, causes)
 
 
 def mode_of(topology: Topology, order: Order, feeds: Sequence[Feed]) -> Mode:
@@ -152,16 +200,14 @@ def refuse_other_shape(df: DataFrame) -> None:
         raise TopologyError(problems)
 
 
-def _in_log_order(df: DataFrame, mode: Mode, reducers: int, *, contiguous: bool) -> DataFrame:
-    match mode:
-        case "event_time":
-            return df
-        case "log":
-            return df.repartition(reducers, "partition").sortWithinPartitions("partition", "offset")
-        case "direct" | "merged" if contiguous:
-            return df
-        case "direct" | "merged":
-            return df.repartitionByRange(reducers, *COORDINATES).sortWithinPartitions(*COORDINATES)
+def _map_tasks(spark: SparkSession, size_bytes: int, reducers: int) -> int:
+    """Return how many tasks may read the input: each has something for every reduce task, and no core is idle.
+
+    It is a multiple of the number of cores, as the number of tasks that have looked at the order of offsets: a task
+    then reads no other rows between its own than they did.
+    """
+    cores = spark.sparkContext.defaultParallelism
+    return cores * max(1, size_bytes // (_LEAST_BYTES_EACH * reducers * cores))
 
 
 def _shuffle_settings(spark: SparkSession) -> tuple[int, int]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Final, Literal, assert_never
+from typing import Final, Literal, get_args
 
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F  # noqa: N812 - the name every Spark page uses
@@ -22,6 +22,7 @@ from dedup.spark.files import as_events
 from dedup.spark.rows import COORDINATES, records_of_files
 from dedup.topology.model import LateForward, Topology
 from dedup.topology.parse import parse
+from dedup.yaml_document import text_of
 
 Shape = Literal["columns", "kafka"]
 """``columns``: each row is an event, and its columns are the members of the event. ``kafka``: the column `value` holds
@@ -60,15 +61,17 @@ def dedup(
     `dedup_stream_time`. ``order`` is "offsets" if ``df`` has topic, partition and offset, else "event_time", unless
     given. ``now_ms`` is the clock that decides which event times are in the future; by default the time of the call.
 
-    Raises SettingsError for a streaming DataFrame, for a column name that the result needs, and for a topology or an
-    order that needs what ``df`` does not have; TopologyError for columns of another type and for an invalid file. The
-    job raises what `backfill.backfill` lists.
+    Raises SettingsError for a streaming DataFrame, an unknown shape or order, a column name that the result needs, and
+    a topology or an order that needs what ``df`` does not have; TopologyError for columns of another type and for an
+    invalid file. The job raises what `backfill.backfill` lists.
     """
-    rules = topology if isinstance(topology, Topology) else _loaded(Path(topology))
+    rules = _rules(topology)
     placed = shape == "kafka" and all(name in df.columns for name in COORDINATES)
     _refuse_unfit(df, rules, shape, order, placed=placed)
     clock_ms = int(time.time() * 1000) if now_ms is None else now_ms
-    decided = judged(_records(df, shape), rules, now_ms=clock_ms, order=order or _order(placed=placed))
+    if order is None:
+        order = "offsets" if placed else "event_time"
+    decided = judged(_records(df, shape), rules, now_ms=clock_ms, order=order)
     return decided.select(f"{_ROW}.*", *(_added(source).alias(name) for name, source in _ADDED.items()))
 
 
@@ -84,26 +87,23 @@ def unique(
 
     These are the first of each tracking ID within the guard period, and what the topology forwards by a policy.
     """
-    rules = topology if isinstance(topology, Topology) else _loaded(Path(topology))
+    rules = _rules(topology)
     forwarded = ["unique", "exempt", *(["late"] if isinstance(rules.late, LateForward) else [])]
     decided = dedup(df, rules, shape=shape, order=order, now_ms=now_ms)
     return decided.where(F.col("dedup_verdict").isin(forwarded)).drop(*_ADDED)
 
 
-def _loaded(path: Path) -> Topology:
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise SettingsError([Problem(str(path), f"cannot be read: {error.strerror}")]) from error
-    return parse(text, name=str(path))
-
-
-def _order(*, placed: bool) -> Order:
-    return "offsets" if placed else "event_time"
+def _rules(topology: Topology | str | Path) -> Topology:
+    """Return the topology, read from its file if a path is given. Raises TopologyError for an invalid file."""
+    return topology if isinstance(topology, Topology) else parse(text_of(Path(topology)), name=str(topology))
 
 
 def _refuse_unfit(df: DataFrame, topology: Topology, shape: Shape, order: Order | None, *, placed: bool) -> None:
     problems = []
+    if shape not in get_args(Shape):
+        problems.append(Problem("shape", f'"{shape}" is none; write {" or ".join(get_args(Shape))}'))
+    if order not in {None, *get_args(Order)}:
+        problems.append(Problem("order", f'"{order}" is none; write {" or ".join(get_args(Order))}'))
     if df.isStreaming:
         text = "is a stream: each micro-batch would be deduplicated by itself. Run `dedup spark run`, or read a table"
         problems.append(Problem("the DataFrame", text))
@@ -139,13 +139,7 @@ def _without_columns(topology: Topology) -> Iterator[Problem]:
 def _records(df: DataFrame, shape: Shape) -> DataFrame:
     """Return `rows.RECORDS`, with the rows of ``df`` as the struct `_ROW`."""
     row = F.struct(*(F.col(f"`{name}`") for name in df.columns)).alias(_ROW)
-    match shape:
-        case "columns":
-            table = df.select(as_events(df).alias("value"), row)
-        case "kafka":
-            table = df.select("*", row)
-        case never:
-            assert_never(never)
+    table = df.select("*", row) if shape == "kafka" else df.select(as_events(df).alias("value"), row)
     return records_of_files(table, place="the DataFrame", others=(_ROW,))
 
 
@@ -153,6 +147,6 @@ def _added(source: str) -> Column:
     column = F.col(source)
     if not source.endswith("_ms"):
         return column
-    time = F.timestamp_millis(column)
+    at = F.timestamp_millis(column)
     # 0 stands for a time that could not be read.
-    return F.when((column != 0) | F.col("dedup_id").isNotNull(), time) if source == "dedup_time_ms" else time
+    return F.when((column != 0) | F.col("dedup_id").isNotNull(), at) if source == "dedup_time_ms" else at

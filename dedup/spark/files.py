@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from functools import reduce
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, Final, Literal
 from urllib.parse import unquote, urlsplit
 
 import numpy as np
+import orjson
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
@@ -40,6 +41,7 @@ from pyspark.sql.types import (
 from dedup.core.window import Feed
 from dedup.errors import Problem, SettingsError, StateIncompatible
 from dedup.spark.columns import Batches, BatchFunction
+from dedup.spark.log_order import PartitionBounds
 from dedup.spark.map_side import OffsetRun, OffsetRuns, overlap, read_notice, write_notice
 from dedup.spark.rows import COORDINATES, RECORDS, records_of_files
 from dedup.spark.session import HadoopDirectory
@@ -54,7 +56,7 @@ text.
 
 _LOSSLESS: Final = {"ignoreCorruptFiles": "false", "ignoreMissingFiles": "false"}
 _FOOTERS_AT_ONCE: Final = 8
-_ORDER_SCHEMA: Final = "counts array<bigint>, notice binary, topics binary"
+_ORDER_SCHEMA: Final = "counts array<bigint>, notice binary, topics binary, bounds binary"
 
 _SHOWN: Final = 200
 """Number of characters shown of a refused line."""
@@ -117,6 +119,8 @@ class History:
     """Whether it is cheap to count the records, and the number is always the same."""
     pieces: InputSplits | None = None
     """The same records, if tasks can read the files themselves."""
+    bounds: tuple[PartitionBounds, ...] = ()
+    """The Kafka partitions of its rows, if they were looked at."""
 
 
 def read_files(spark: SparkSession, paths: Sequence[str], fmt: FileFormat, *, rows_are_events: bool = False) -> History:
@@ -136,7 +140,7 @@ def read_files(spark: SparkSession, paths: Sequence[str], fmt: FileFormat, *, ro
     records = records_of_files(table, place=place, others=of_path)
     by_arrow = fmt == "parquet" and not rows_are_events and not of_path
     splits = _input_splits(spark, table.inputFiles(), table) if by_arrow else None
-    placed, contiguous = _log_order(records, place, splits) if "offset" in table.columns else (False, False)
+    placed, contiguous, bounds = _log_order(records, place, splits) if "offset" in table.columns else (False, False, ())
     identity, size_bytes = _files_identity(spark, table)
     if fmt == "delta":
         identity = _delta_version(spark, paths)
@@ -149,6 +153,7 @@ def read_files(spark: SparkSession, paths: Sequence[str], fmt: FileFormat, *, ro
         size_bytes=size_bytes,
         countable=fmt in {"parquet", "delta"},
         pieces=splits,
+        bounds=bounds,
     )
 
 
@@ -240,8 +245,10 @@ def _delta_version(spark: SparkSession, paths: Sequence[str]) -> str:
     return " ".join(f"{path}@{'?' if row is None else row['version']}" for path, row in zip(paths, rows, strict=True))
 
 
-def _log_order(records: DataFrame, place: str, splits: InputSplits | None) -> tuple[bool, bool]:
-    """Return whether rows have coordinates, and whether Spark reads them in log order without a sort.
+def _log_order(
+    records: DataFrame, place: str, splits: InputSplits | None
+) -> tuple[bool, bool, tuple[PartitionBounds, ...]]:
+    """Return whether rows have coordinates, whether Spark reads them in log order without a sort, and their bounds.
 
     In log order, each Spark partition has ascending offsets and no two overlap. The job checks this while it runs, so a
     wrong result would be noticed. Reads three columns of the input. Raises SettingsError if only some rows have
@@ -257,8 +264,9 @@ def _log_order(records: DataFrame, place: str, splits: InputSplits | None) -> tu
     if anywhere and placed < rows:
         text = f"only {placed:,} of {rows:,} rows have topic, partition and offset; judge the others separately"
         raise SettingsError([Problem(place, text)])
+    bounds = _united(PartitionBounds(*each) for row in found for each in orjson.loads(row["bounds"]))
     if not placed or any(row["notice"] is None for row in found):
-        return placed > 0, False
+        return placed > 0, False, bounds
     runs: list[OffsetRun] = []
     names: list[str] = []
     for row in found:
@@ -270,14 +278,33 @@ def _log_order(records: DataFrame, place: str, splits: InputSplits | None) -> tu
                 names.append(topic)
             run.topic = names.index(topic)
             runs.append(run)
-    return True, overlap(runs) is None
+    return True, overlap(runs) is None, bounds
+
+
+def _united(bounds: Iterable[PartitionBounds]) -> tuple[PartitionBounds, ...]:
+    """Return the bounds of each Kafka partition, given those that several readers found."""
+    whole: dict[tuple[str, int], PartitionBounds] = {}
+    for each in bounds:
+        known = whole.get((each.topic, each.partition), each)
+        first, last = min(known.first_offset, each.first_offset), max(known.last_offset, each.last_offset)
+        rows = each.rows if known is each else known.rows + each.rows
+        whole[each.topic, each.partition] = PartitionBounds(each.topic, each.partition, first, last, rows)
+    return tuple(whole.values())
+
+
+def _bounds_in(batch: pa.RecordBatch) -> Iterable[PartitionBounds]:
+    grouped = pa.Table.from_batches([batch.select(COORDINATES)]).group_by(["topic", "partition"])
+    found = grouped.aggregate([("offset", "min"), ("offset", "max"), ("offset", "count")])
+    names = ("topic", "partition", "offset_min", "offset_max", "offset_count")
+    return (PartitionBounds(*each) for each in zip(*(found.column(name).to_pylist() for name in names), strict=True))
 
 
 def _offset_runs(batches: Iterable[pa.RecordBatch]) -> Iterable[pa.RecordBatch]:
-    """Yield one row: [rows, rows with all coordinates, rows with any coordinates], offset runs or null, and topics."""
+    """Yield one row: [rows, rows with all coordinates, with any], offset runs or null, topics, and bounds."""
     context = TaskContext.get()
     runs = OffsetRuns(0 if context is None else context.partitionId())
     topics: list[str] = []
+    bounds: tuple[PartitionBounds, ...] = ()
     counts = [0, 0, 0]
     ordered = True
     for batch in batches:
@@ -286,6 +313,8 @@ def _offset_runs(batches: Iterable[pa.RecordBatch]) -> Iterable[pa.RecordBatch]:
         anywhere = pc.or_(pc.or_(*valid[:2]), valid[2])
         found = (batch.num_rows, everywhere.true_count, anywhere.true_count)
         counts = [before + more for before, more in zip(counts, found, strict=True)]
+        if everywhere.true_count == batch.num_rows:
+            bounds = _united([*bounds, *_bounds_in(batch)])
         ordered = ordered and everywhere.true_count == batch.num_rows
         if ordered and batch.num_rows:
             try:
@@ -296,6 +325,7 @@ def _offset_runs(batches: Iterable[pa.RecordBatch]) -> Iterable[pa.RecordBatch]:
         "counts": pa.array([counts], pa.list_(pa.int64())),
         "notice": pa.array([write_notice(runs.all) if ordered else None], pa.binary()),
         "topics": pa.array(["\n".join(topics).encode()], pa.binary()),
+        "bounds": pa.array([orjson.dumps([astuple(each) for each in bounds])], pa.binary()),
     }
     yield pa.RecordBatch.from_pydict(columns)
 

@@ -300,7 +300,7 @@ class _Buffers:
         self.size_bytes = 0
 
 
-class _Packer:
+class Packer:
     """Packs the rows of one Spark task by reduce task.
 
     Each packed value costs as much as a hundred rows. So where there are too many reduce tasks for the rows that fit
@@ -497,7 +497,7 @@ def map_function(plan: MapPlan) -> BatchFunction:
     def run(batches: Iterable[pa.RecordBatch]) -> Batches:
         context = TaskContext.get()
         screener = _Screener(plan, 0 if context is None else context.partitionId())
-        with _Packer(plan.targets, plan.batch_rows) as packer:
+        with Packer(plan.targets, plan.batch_rows) as packer:
             for batch in batches:
                 for begin in range(0, batch.num_rows, _BATCH_ROWS):
                     screened = screener.screened(batch.slice(begin, _BATCH_ROWS))
@@ -542,13 +542,14 @@ class _Screener:
     def screened(self, batch: pa.RecordBatch) -> pa.RecordBatch:
         """Return the records with the columns `_added_fields` after them."""
         plan = self._plan
-        partitions, offsets = _integers(batch, "partition"), _integers(batch, "offset")
+        partitions, offsets = integers_of(batch, "partition"), integers_of(batch, "offset")
         idle: frozenset[int] = frozenset()
         if plan.mode == "log":
             batch, idle = _unwrapped(batch)
-        topics = _topics(batch, plan.topology.source.topics, needed=plan.mode != "event_time")
-        feeds = [Feed(0, -1)] if plan.mode == "event_time" else _feeds(topics, _integers(batch, "partition"))
-        rows = Rows(extract_batch(self._extractor, batch), _integers(batch, "offset").tolist(), feeds, idle)
+        unplaced = plan.mode == "event_time"
+        topics = np.zeros(batch.num_rows, np.int64) if unplaced else topics_of(batch, plan.topology.source.topics)
+        feeds = [Feed(0, -1)] if unplaced else _feeds(topics, integers_of(batch, "partition"))
+        rows = Rows(extract_batch(self._extractor, batch), integers_of(batch, "offset").tolist(), feeds, idle)
         outcome, skipped = screen(rows, self._rules, ceiling_ms=plan.ceiling_ms)
         times_ms = np.array(outcome.judged_times_ms, np.int64)
         moving = times_ms.copy()
@@ -612,7 +613,8 @@ def _unjudged(outcome: Outcome, count: int) -> pa.Array:
     return pa.array(texts, pa.string())
 
 
-def _integers(batch: pa.RecordBatch, name: str) -> Integers:
+def integers_of(batch: pa.RecordBatch, name: str) -> Integers:
+    """Return a column as numbers; -1 for a null."""
     column = batch.column(name)
     if column.null_count:
         column = column.fill_null(-1)
@@ -620,10 +622,8 @@ def _integers(batch: pa.RecordBatch, name: str) -> Integers:
     return result
 
 
-def _topics(batch: pa.RecordBatch, topics: tuple[str, ...], *, needed: bool) -> Integers:
-    """Return the positions in ``source.topics``; 0 for all rows if there are no coordinates."""
-    if not needed:
-        return np.zeros(batch.num_rows, np.int64)
+def topics_of(batch: pa.RecordBatch, topics: tuple[str, ...]) -> Integers:
+    """Return the positions in ``source.topics``. Raises StateIncompatible for another topic, or without a place."""
     column = batch.column("topic")
     found = pc.index_in(column, value_set=pa.array(topics, pa.string()))
     if found.null_count or batch.column("partition").null_count or batch.column("offset").null_count:

@@ -109,7 +109,9 @@ class _Reducer:
         within = _numbers(rows, STREAM.name)
         if self._plan.mode not in {"direct", "merged"}:
             return within
-        before = before_each(read_notice(self._received.notices), self._topics)
+        # Of several reduce tasks that adaptive execution merged, each was sent the notices.
+        runs = {run.number: run for run in read_notice(self._received.notices)}
+        before = before_each(list(runs.values()), self._topics)
         return resolved(before, _numbers(rows, RUN.name), within)
 
     def _sorted(self, rows: pa.Table, open_rows: Integers, stream_ms: Integers) -> tuple[Integers, SortedRows]:

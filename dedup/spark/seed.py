@@ -39,11 +39,12 @@ from dedup.kafka.record_batch import Line, fill
 from dedup.kafka.topic_admin import Admin, Group, on_cluster
 from dedup.kafka.transactional_producer import Session
 from dedup.kafka.wire import NoAnswer, Position, TopicPartition
+from dedup.spark.batch_verdicts import Counts
 from dedup.spark.changelog_frames import changelog_rows
 from dedup.spark.files import History
 from dedup.spark.kafka_source import history_of_range
 from dedup.spark.seed_history import NOTHING_YET, Folded, as_history, fold_history
-from dedup.spark.session import PicklableSettings, connected, shuffles_for, translated_errors
+from dedup.spark.session import PicklableSettings, connected, described, shuffles_for, translated_errors
 from dedup.store.base import TaskRecord
 from dedup.store.changelog import (
     SEED_MARK_KEY,
@@ -122,8 +123,9 @@ class Seeded:
     name: str
     partitions: tuple[SeededPartition, ...]
     begins: Mapping[TopicPartition, int]
-    verdicts: Mapping[str, int]
-    """Verdicts on the part of the history that was judged."""
+    counts: Counts
+    """Of the part of the history that was judged."""
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,14 +170,16 @@ def seed(
     fleet will read itself, according to their offset or timestamp, are left out. Writes nothing and raises
     StateIncompatible if the group has offsets, the changelog is not new, or another seed is unfinished.
     """
+    began_s = time.monotonic()
     found = _on_cluster(topology, settings, partial(_cluster_state, topology, settings, options))
     if history is None:
         whole = _of_topics(spark, settings, found)
     else:
         whole = _before(history if isinstance(history, History) else as_history(history), found, options.until)
     origin: Literal["topics", "files"] = "topics" if history is None else "files"
-    with shuffles_for(spark, whole.size_bytes):
-        return _seed(topology, settings, options.commit_rows, found, whole, origin, tell)
+    with shuffles_for(spark, whole.size_bytes), described(spark, f"{topology.name}: seed from {whole.place}"):
+        done = _seed(topology, settings, options.commit_rows, found, whole, origin, tell)
+    return replace(done, seconds=round(time.monotonic() - began_s, 3))
 
 
 def _seed(
@@ -211,7 +215,7 @@ def _seed(
         SeededPartition(at, mark.sightings, mark.stream_time_ms, mark.next_offset, written[at])
         for at, mark in sorted(plan.marks.items())
     )
-    return Seeded(plan.marks[0].seed, tuple(partitions), found.begins, folded.verdicts)
+    return Seeded(plan.marks[0].seed, tuple(partitions), found.begins, folded.counts)
 
 
 def _on_cluster(topology: Topology, settings: Settings, work: Callable[[KafkaWire, Admin], Awaitable[T]]) -> T:

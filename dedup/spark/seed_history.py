@@ -14,7 +14,7 @@ from dedup.core.fold import OnConflict
 from dedup.core.partitioner import partitions
 from dedup.core.window import BEFORE_ALL_TIME
 from dedup.errors import StateIncompatible
-from dedup.spark.batch_verdicts import Order, judged
+from dedup.spark.batch_verdicts import Counts, Order, counts_of, judging
 from dedup.spark.changelog_frames import OUTSIDE_KAFKA, SIGHTINGS, live_sightings
 from dedup.spark.files import History
 from dedup.spark.session import RECORD_BYTES
@@ -47,7 +47,7 @@ class Folded:
     """The sightings that still count, as `changelog_frames.SIGHTINGS`."""
     progress: Mapping[int, SeedProgress]
     """Progress by task, without tasks that had no records."""
-    verdicts: Mapping[str, int]
+    counts: Counts
 
 
 def as_history(df: DataFrame) -> History:
@@ -78,10 +78,10 @@ def fold_history(
     """
     order: Order = "offsets" if history.placed else "event_time"
     _refuse_unplaceable(history.records, topology, source_partitions, order)
-    every = judged(history.records, topology, now_ms=now_ms, order=order, contiguous=history.contiguous)
+    every = judging(history, topology, now_ms=now_ms, order=order).frame()
     verdicts = placed(every, topology, tasks=tasks, order=order).persist()
     try:
-        counts = {row["verdict"]: row["count"] for row in verdicts.groupBy("verdict").count().collect()}
+        counts = counts_of(verdicts)
         progress = _progress(verdicts, topology, source_partitions, order)
         stream_times_ms = {task: each.stream_time_ms for task, each in progress.items()}
         left = _sightings(verdicts, topology, order)

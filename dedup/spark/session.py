@@ -182,6 +182,24 @@ def shuffle_partitions(spark: SparkSession) -> int:
 
 
 @contextmanager
+def described(spark: SparkSession, text: str, *, group: str | None = None) -> Iterator[None]:
+    """Inside ``with``, jobs of this thread have this description in Spark's UI, and belong to a group if it is given.
+
+    A stream's jobs keep the group of their query, by which Spark cancels them.
+    """
+    wanted = {"spark.job.description": text} | ({} if group is None else {"spark.jobGroup.id": group})
+    context = spark.sparkContext
+    before = {name: context.getLocalProperty(name) for name in wanted}
+    for name, value in wanted.items():
+        context.setLocalProperty(name, value)
+    try:
+        yield
+    finally:
+        for name, known in before.items():
+            context.setLocalProperty(name, known)  # type: ignore[arg-type]  # None removes it
+
+
+@contextmanager
 def shuffles_for(spark: SparkSession, size_bytes: int | None) -> Iterator[None]:
     """Inside ``with``, Spark shuffles into as many partitions as suit an input of this size.
 

@@ -19,11 +19,12 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import pickle
 import tempfile
 import threading
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -36,8 +37,9 @@ from dedup.kafka.topic_admin import Admin
 from dedup.kafka.wire import NoAnswer, TopicPartition
 from dedup.spark.columns import feeding_columns
 from dedup.spark.kafka_source import kafka_options
-from dedup.spark.session import ERRORS_BY_NAME, HadoopDirectory, PicklableSettings, connected
-from dedup.spark.task_attempt import REPORT_DDL, AttemptPlan, deleted_unjudged, judge_partition
+from dedup.spark.session import ERRORS_BY_NAME, HadoopDirectory, PicklableSettings, connected, described
+from dedup.spark.stream_monitor import StreamMonitor, lag_after
+from dedup.spark.task_attempt import REPORT_DDL, AttemptPlan, BatchReport, deleted_unjudged, judge_partition
 from dedup.store.rocks import RocksMemory
 from dedup.worker.clock import SteadyClock
 from dedup.worker.offsets import bounds_of, committed_offset, first_offset
@@ -126,12 +128,18 @@ class Prepared:
     unpinned: tuple[TopicPartition, ...]
     """Partitions without a committed offset whose start depends on the time, so that it would differ after a crash."""
 
-    def starting_offsets(self, topics: Iterable[str]) -> dict[str, dict[str, int]]:
+    def feeding(self, sub_topology: SubTopology) -> dict[TopicPartition, int]:
+        """Return the positions of the partitions that this kind of task reads."""
+        topology = self.topology
+        topics = topology.source.topics if sub_topology == "repartition" else topology.feeding_topics
+        return {at: offset for at, offset in self.positions.items() if at.topic in topics}
+
+    def starting_offsets(self, sub_topology: SubTopology) -> dict[str, dict[str, int]]:
         """Return the positions in the format of Spark's `startingOffsets`."""
-        return {
-            topic: {str(at.partition): offset for at, offset in self.positions.items() if at.topic == topic}
-            for topic in topics
-        }
+        offsets: dict[str, dict[str, int]] = {}
+        for at, offset in self.feeding(sub_topology).items():
+            offsets.setdefault(at.topic, {})[str(at.partition)] = offset
+        return offsets
 
     def identity(self) -> CheckpointIdentity:
         """Return the identity of this stream's checkpoint."""
@@ -275,12 +283,8 @@ class _IdleMarks:
     async def _caught_up_at(self, wire: KafkaWire, feeding: TopicPartition) -> int | None:
         """Return the position of a partition if only transaction markers follow; None if the partition has lag."""
         committed = await committed_offset(wire, self._ready.topology.name, feeding)
-        bounds = await bounds_of(wire, feeding)
-        position = max(bounds.start, self._ready.positions[feeding] if committed is None else committed)
-        if position >= bounds.end:
-            return position
-        fetched = await wire.fetch(feeding, position, max_bytes=1, wait_ms=0)
-        return position if not fetched.records and fetched.next_offset >= bounds.end else None
+        lag = await lag_after(wire, feeding, self._ready.positions[feeding] if committed is None else committed)
+        return None if lag.records else lag.position
 
     async def _mark(self, wire: KafkaWire, feeding: TopicPartition, position: int) -> bool:
         """Write the marker unless a micro-batch runs or has moved the position; return whether it was written."""
@@ -302,9 +306,15 @@ class Running:
     """A running stream; `wait` returns when it has ended."""
 
     def __init__(
-        self, starters: Sequence[Callable[[], StreamingQuery]], *, in_turn: bool, idle_marks: _IdleMarks | None
+        self,
+        starters: Sequence[Callable[[], StreamingQuery]],
+        monitor: StreamMonitor,
+        *,
+        in_turn: bool,
+        idle_marks: _IdleMarks | None,
     ) -> None:
         self._starters: Final = starters
+        self._monitor: Final = monitor
         self._in_turn: Final = in_turn
         """Whether each query starts only when the previous one has read all its input."""
         self._idle_marks: Final = idle_marks
@@ -314,14 +324,24 @@ class Running:
         """An error that a retry cannot fix."""
 
     @property
+    def url(self) -> str | None:
+        """The address of the stream's pages; None if it serves none."""
+        return self._monitor.url
+
+    @property
     def queries(self) -> Sequence[StreamingQuery]:
         """The queries started so far."""
         return self._queries
 
     def start(self) -> None:
         """Start the queries, or the first if they run in turn."""
-        for starter in self._starters[:1] if self._in_turn else self._starters:
-            self._queries.append(starter())
+        self._monitor.start()
+        try:
+            for starter in self._starters[:1] if self._in_turn else self._starters:
+                self._queries.append(starter())
+        except BaseException:
+            self._monitor.stop()
+            raise
         if self._idle_marks is not None:
             self._idle_marks.start()
 
@@ -338,6 +358,7 @@ class Running:
                 self._idle_marks.stop()
             for query in self._queries:
                 query.stop()
+            self._monitor.stop()
         self._raise_failure()
 
     def stop(self) -> None:
@@ -366,20 +387,6 @@ class Running:
 
 
 @dataclass(frozen=True, slots=True)
-class BatchReport:
-    """The result of one micro-batch."""
-
-    sub_topology: SubTopology
-    batch_id: int
-    partitions: tuple[Mapping[str, Any], ...]
-    """A row of `task_attempt.REPORT` for each Kafka partition that had records."""
-
-    def total(self, name: str) -> int:
-        """Return the sum of one of the report's counts."""
-        return sum(row[name] for row in self.partitions)
-
-
-@dataclass(frozen=True, slots=True)
 class StreamOptions:
     """Options of a stream."""
 
@@ -400,10 +407,14 @@ class StreamOptions:
 class _Batches:
     """Runs the micro-batches of one query."""
 
-    def __init__(self, sub_topology: SubTopology, plan: AttemptPlan, options: StreamOptions) -> None:
+    def __init__(
+        self, sub_topology: SubTopology, plan: AttemptPlan, options: StreamOptions, monitor: StreamMonitor
+    ) -> None:
         self._sub_topology: Final[SubTopology] = sub_topology
+        self._name: Final = f"{plan.topology.name}-{sub_topology}"
         self._plan: Final = plan
         self._options: Final = options
+        self._monitor: Final = monitor
         self.running: Running | None = None
         self.busy: AbstractContextManager[object] = nullcontext()
 
@@ -412,15 +423,18 @@ class _Batches:
 
         An error that a retry cannot fix is also stored in `running`, because Spark passes on only its text.
         """
+        began_s = time.monotonic()
         try:
-            with self.busy:
+            with self.busy, described(rows.sparkSession, f"{self._name}: judge and commit micro-batch {batch_id}"):
                 reports = _run_batch(rows, self._plan)
         except DedupError as error:
             if self.running is not None:
                 self.running.failure = error
             raise
+        report = BatchReport(self._sub_topology, batch_id, reports, time.monotonic() - began_s)
+        self._monitor.add(report)
         if self._options.on_batch is not None:
-            self._options.on_batch(BatchReport(self._sub_topology, batch_id, reports))
+            self._options.on_batch(report)
 
 
 def _run_batch(rows: DataFrame, plan: AttemptPlan) -> tuple[dict[str, Any], ...]:
@@ -430,6 +444,8 @@ def _run_batch(rows: DataFrame, plan: AttemptPlan) -> tuple[dict[str, Any], ...]
     for report in reports:
         if report["failure"] is not None:
             raise ERRORS_BY_NAME.get(report["failure"], DedupError)(report["failure_text"])
+        # An executor of this stream wrote it, over the connection that carries the passwords, too.
+        report["numbers"] = pickle.loads(report["numbers"])  # noqa: S301
     return reports
 
 
@@ -447,7 +463,9 @@ def start_stream(spark: SparkSession, topology: Topology, settings: Settings, op
     ready.pin_start()
     plan = AttemptPlan(topology, PicklableSettings.of(settings), ready.cluster, options.commit_rows)
     sub_topologies: tuple[SubTopology, ...] = ("dedup",) if topology.direct else ("repartition", "dedup")
-    batches = [_Batches(sub_topology, plan, options) for sub_topology in sub_topologies]
+    feeding = {each: ready.feeding(each) for each in sub_topologies}
+    monitor = StreamMonitor(topology, settings, feeding)
+    batches = [_Batches(sub_topology, plan, options, monitor) for sub_topology in sub_topologies]
     starters = [
         partial(_started, spark, ready, options, sub_topology, each.run)
         for sub_topology, each in zip(sub_topologies, batches, strict=True)
@@ -456,7 +474,7 @@ def start_stream(spark: SparkSession, topology: Topology, settings: Settings, op
     if not (topology.direct or options.exit_when_done):
         idle_marks = _IdleMarks(ready)
         batches[0].busy = idle_marks.busy
-    running = Running(starters, in_turn=options.exit_when_done, idle_marks=idle_marks)
+    running = Running(starters, monitor, in_turn=options.exit_when_done, idle_marks=idle_marks)
     for each in batches:
         each.running = running
     running.start()
@@ -470,18 +488,17 @@ def _started(
     sub_topology: SubTopology,
     run: Callable[[DataFrame, int], None],
 ) -> StreamingQuery:
-    topology = ready.topology
-    topics = topology.source.topics if sub_topology == "repartition" else topology.feeding_topics
+    starting = ready.starting_offsets(sub_topology)
     rows = (
         spark.readStream.format("kafka")
         .options(**kafka_options(ready.settings))
-        .option("subscribe", ",".join(topics))
-        .option("startingOffsets", json.dumps(ready.starting_offsets(topics)))
+        .option("subscribe", ",".join(starting))
+        .option("startingOffsets", json.dumps(starting))
         .option("maxOffsetsPerTrigger", options.most_offsets)
         .load()
     )
     writer = (
-        rows.writeStream.queryName(f"{topology.name}-{sub_topology}")
+        rows.writeStream.queryName(f"{ready.topology.name}-{sub_topology}")
         .option("checkpointLocation", f"{options.checkpoint}/{sub_topology}")
         .foreachBatch(run)
     )

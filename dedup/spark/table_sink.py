@@ -11,6 +11,7 @@ Delta accepts it once. Delta drops the second write silently, so every commit is
 from __future__ import annotations
 
 import json
+import logging
 import re
 import threading
 import uuid
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
 
     from dedup.settings import Settings
     from dedup.topology.model import Topology
+
+log: Final = logging.getLogger(__name__)
 
 Clock = Callable[[], int]
 """Returns the time in ms."""
@@ -132,6 +135,7 @@ class TableSink:
         self._last = self._read_back(commit, after=-1 if last is None else last.table_version)
         # By the caller's clock, so that a clock that is ahead of the table's renews once.
         self._renewed_ms = now_ms
+        log.info("%s: version %d, %d rows appended", self.path, self._last.table_version, self._last.rows)
         return self._last
 
     def _begins(

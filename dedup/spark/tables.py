@@ -24,11 +24,11 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as fn
 from pyspark.sql import types as t
 
-from dedup.errors import DedupError, Problem, SettingsError, StateIncompatible
+from dedup.errors import DedupError, InvariantBroken, Problem, SettingsError, StateIncompatible
 from dedup.settings import Settings
 from dedup.spark.columns import identified
 from dedup.spark.kafka_source import history_of_range
-from dedup.spark.session import HadoopDirectory
+from dedup.spark.session import HadoopDirectory, described
 from dedup.topology.model import Topology
 from dedup.verify.kafka_reader import KafkaReader
 
@@ -187,18 +187,19 @@ def output_records(spark: SparkSession, topology: Topology, settings: Settings) 
     return history_of_range(spark, settings, lows, {topic: {at: each.high for at, each in bounds.items()}}).records
 
 
-def keep_rejected(found: TableRows, path: str | None) -> int:
-    """Replace the Parquet files at ``path`` with the rejected records, and return their number.
+def keep_rejected(found: TableRows, path: str | None) -> dict[str, int]:
+    """Write the records that cannot become rows to ``path``, and return how many there are for each reason.
 
-    Raises DedupError if there are any but no path, because no record may be left out silently.
+    Raises DedupError if there are any and ``path`` is None.
     """
     rejected = found.rejected
     if path is not None:
         rejected.write.mode("overwrite").parquet(path)
-        return rejected.sparkSession.read.parquet(path).count()
+        rows = rejected.sparkSession.read.parquet(path).groupBy("reason").count().orderBy(fn.desc("count")).collect()
+        return {row["reason"]: row["count"] for row in rows}
     first = rejected.first()
     if first is None:
-        return 0
+        return {}
     number = rejected.count()
     where = "" if first["offset"] is None else f" ({first['topic']}/{first['partition']} offset {first['offset']})"
     raise DedupError(
@@ -253,10 +254,10 @@ def _newest(rows: DataFrame) -> DataFrame:
     return best.select(ID, *(fn.col(f"best.{name}").alias(name) for name in others))
 
 
-def upsert_delta(rows: DataFrame, path: str) -> None:
+def upsert_delta(rows: DataFrame, path: str) -> int:
     """Bring the newest row of every ID into the Delta table at ``path``, and create the table if it does not exist.
 
-    Raises StateIncompatible if the table has different columns.
+    Returns how many rows were inserted or replaced. Raises StateIncompatible if the table has different columns.
     """
     spark = rows.sparkSession
     source = _newest(rows)
@@ -269,7 +270,15 @@ def upsert_delta(rows: DataFrame, path: str) -> None:
         f"MERGE INTO {table} t USING {{source}} s ON t.{ID} = s.{ID} "
         f"WHEN MATCHED AND {newer} THEN UPDATE SET * WHEN NOT MATCHED THEN INSERT *"
     )
-    spark.sql(merge, source=source)
+    with described(spark, f"{path}: merge the newest row of each tracking ID"):
+        return _affected(spark.sql(merge, source=source))
+
+
+def _affected(merged: DataFrame) -> int:
+    row = merged.first()
+    if row is None:
+        raise InvariantBroken("Delta's MERGE reported no counts of rows.")
+    return int(row["num_affected_rows"])
 
 
 def _ddl(schema: t.StructType) -> str:
@@ -289,11 +298,11 @@ def _refuse_other_columns(table: str, wanted: Sequence[str], found: Sequence[str
         )
 
 
-def upsert_jdbc(rows: DataFrame, to: Jdbc) -> None:
+def upsert_jdbc(rows: DataFrame, to: Jdbc) -> int:
     """Bring the newest row of every ID into the table, and create it with the key `tracking_id` if it does not exist.
 
-    Raises StateIncompatible if the table has different columns or no unique `tracking_id`. In this case, and whenever
-    the run ends before the last statement, the table is unchanged.
+    Returns how many rows were inserted or replaced. Raises StateIncompatible if the table has different columns or no
+    unique `tracking_id`. In this case, and whenever the run ends before the last statement, the table is unchanged.
     """
     if not _NAME.fullmatch(to.table):
         raise SettingsError(
@@ -311,7 +320,8 @@ def upsert_jdbc(rows: DataFrame, to: Jdbc) -> None:
     source.persist()
     try:
         expected = source.count()
-        with _connected(source.sparkSession, to) as connection:
+        spark = source.sparkSession
+        with described(spark, f"{to.table}: stage the newest rows"), _connected(spark, to) as connection:
             key = f'PRIMARY KEY ("{ID}")'
             _execute(connection, f"CREATE TABLE IF NOT EXISTS {to.table} ({', '.join([*columns, key])})")
             _refuse_other_columns(to.table, source.columns, _columns_of(connection, to.table))
@@ -319,7 +329,7 @@ def upsert_jdbc(rows: DataFrame, to: Jdbc) -> None:
             try:
                 part = source.coalesce(1) if to.dialect.one_writer else source
                 part.write.jdbc(to.url, staging, mode="append", properties=to.properties())
-                _move(connection, staging, to.table, move, expected)
+                return _move(connection, staging, to.table, move, expected)
             finally:
                 _execute(connection, f"DROP TABLE {staging}")
     finally:
@@ -347,15 +357,18 @@ def _moving(staging: str, to: Jdbc, schema: t.StructType) -> str:
     )
 
 
-def _move(connection: Any, staging: str, table: str, move: str, expected: int) -> None:  # noqa: ANN401  # Java's
-    """Move the staged rows to the target in one transaction. Raises StateIncompatible unless all of them are staged."""
+def _move(connection: Any, staging: str, table: str, move: str, expected: int) -> int:  # noqa: ANN401  # Java's
+    """Move the staged rows to the target in one transaction, and return how many were newer.
+
+    Raises StateIncompatible unless all of them are staged.
+    """
     found = _number(connection, f'SELECT count(DISTINCT "{ID}") FROM {staging}')  # noqa: S608  # checked names
     if found != expected:
         raise StateIncompatible(
             f"{found} tracking IDs arrived in {staging}, but {expected} were sent. The table {table} was not touched. "
             f"Run the command again."
         )
-    _execute(connection, move)
+    return _execute(connection, move)
 
 
 @contextlib.contextmanager
@@ -385,9 +398,10 @@ def _explained(what: str) -> Iterator[None]:
         ) from error
 
 
-def _execute(connection: Any, sql: str) -> None:  # noqa: ANN401  # Java's
+def _execute(connection: Any, sql: str) -> int:  # noqa: ANN401  # Java's
+    """Execute a statement, and return how many rows it changed; 0 if it changes none by nature."""
     with contextlib.closing(connection.createStatement()) as statement, _explained(sql.partition(" (")[0]):
-        statement.execute(sql)
+        return int(statement.executeUpdate(sql))
 
 
 def _number(connection: Any, sql: str) -> int:  # noqa: ANN401  # Java's

@@ -20,10 +20,9 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import pickle
 import tempfile
-import time
-from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
@@ -35,18 +34,20 @@ import pyarrow as pa
 from dedup.errors import CommitUnknown, DedupError, StateIncompatible, TaskCorrupted, TaskMigrated
 from dedup.kafka.client import KafkaWire
 from dedup.kafka.wire import NoAnswer, TopicPartition
+from dedup.metrics import TaskNumbers
 from dedup.spark.columns import feed_batches
 from dedup.spark.session import PicklableSettings, connected
 from dedup.store.directory import own_state
 from dedup.store.rocks import RocksMemory
 from dedup.worker.clock import SteadyClock
+from dedup.worker.dedup_task import DedupTask
 from dedup.worker.offsets import bounds_of
 from dedup.worker.task import Task, TaskId
 from dedup.worker.task_factory import TaskFactory
 
 if TYPE_CHECKING:
     from dedup.kafka.record_batch import FeedBatch
-    from dedup.topology.model import Topology
+    from dedup.topology.model import SubTopology, Topology
     from dedup.worker.topics import Cluster
 
 _GC_THRESHOLD: Final = 100_000
@@ -57,16 +58,17 @@ _MARGIN: Final = 4
 """The broker aborts a transaction after its timeout, so the attempt commits when a quarter of that time has passed."""
 _GAP_BYTES: Final = 1 << 16
 _GAP_WAIT_MS: Final = 100
+_VERDICTS: Final = ("unique", "duplicate", "late", "dead_letter", "exempt", "repartitioned")
 _BROKER_TROUBLE: Final = 5
 """Exit code of BrokerUnavailable, which is the only one of dedup's errors that another attempt may fix."""
 
 REPORT_DDL: Final = (
-    "topic string, partition int, first_offset long, next_offset long, judged long, replayed long, unique long, "
-    "duplicate long, late long, dead_letter long, exempt long, conflicts long, repartitioned long, restored long, "
-    "stream_time_ms long, took_ms long, failure string, failure_text string"
+    "topic string, partition int, next_offset long, judged long, replayed long, unique long, duplicate long, "
+    "late long, dead_letter long, exempt long, repartitioned long, numbers binary, state_ids long, state_bytes long, "
+    "failure string, failure_text string"
 )
-"""The columns of the row that an attempt reports to the driver."""
-_ARROW_TYPES: Final = {"string": pa.string(), "int": pa.int32(), "long": pa.int64()}
+"""The columns of the row that an attempt reports to the driver; `numbers` is a pickled `TaskNumbers`."""
+_ARROW_TYPES: Final = {"string": pa.string(), "int": pa.int32(), "long": pa.int64(), "binary": pa.binary()}
 REPORT: Final = pa.schema(
     [(name, _ARROW_TYPES[kind]) for name, kind in (column.split() for column in REPORT_DDL.split(", "))]
 )
@@ -81,6 +83,21 @@ class AttemptPlan:
     cluster: Cluster
     commit_rows: int
     """A transaction is committed after this many rows, because it may not be open longer than its timeout."""
+
+
+@dataclass(frozen=True, slots=True)
+class BatchReport:
+    """The result of one micro-batch."""
+
+    sub_topology: SubTopology
+    batch_id: int
+    partitions: tuple[Mapping[str, Any], ...]
+    """A row of `REPORT` for each Kafka partition that had records, with `numbers` as `TaskNumbers`."""
+    took_s: float
+
+    def total(self, name: str) -> int:
+        """Return the sum of one of the report's counts."""
+        return sum(row[name] for row in self.partitions)
 
 
 @cache
@@ -104,7 +121,6 @@ def judge_partition(plan: AttemptPlan, arrow: Iterable[pa.RecordBatch]) -> Itera
     first = next(batches, None)
     if first is None:
         return
-    began = time.monotonic()
     report = _empty_report(first)
     try:
         with asyncio.Runner() as runner:
@@ -115,14 +131,13 @@ def judge_partition(plan: AttemptPlan, arrow: Iterable[pa.RecordBatch]) -> Itera
         if error.exit_code == _BROKER_TROUBLE:
             raise
         report |= {"failure": type(error).__name__, "failure_text": str(error)}
-    report["took_ms"] = int((time.monotonic() - began) * 1000)
     yield pa.RecordBatch.from_pylist([report], schema=REPORT)
 
 
 def _empty_report(first: FeedBatch) -> dict[str, Any]:
     report: dict[str, Any] = dict.fromkeys(REPORT.names, 0)
-    place = {"topic": first.feeding.topic, "partition": first.feeding.partition, "first_offset": first.offsets[0]}
-    return report | place | {"next_offset": None, "failure": None, "failure_text": None}
+    place = {"topic": first.feeding.topic, "partition": first.feeding.partition}
+    return report | place | dict.fromkeys(("next_offset", "numbers", "failure", "failure_text"))
 
 
 async def _judge(plan: AttemptPlan, first: FeedBatch, batches: Iterator[FeedBatch]) -> dict[str, Any]:
@@ -157,8 +172,8 @@ class _Attempt:
         self._commit_rows: Final = plan.commit_rows
         self._longest_s: Final = plan.settings.plain.transaction_timeout_ms / 1000 / _MARGIN
         self._committed_s = asyncio.get_running_loop().time()
-        self._done: Final[Counter[str]] = Counter()
-        """Counts of records that earlier tasks of this attempt are known to have committed."""
+        self._done: Final = TaskNumbers()
+        """Counts of what earlier tasks of this attempt are known to have committed."""
         self._uncommitted: list[FeedBatch] = []
         self._task = factory.build(feeding)
 
@@ -177,9 +192,10 @@ class _Attempt:
                     await self._commit()
                 batch = await self._next(batches)
             await self._commit()
+            # Before the task releases its store.
+            return self._report()
         finally:
             await self._task.close(drain=False)
-        return self._report()
 
     async def _next(self, batches: Iterator[FeedBatch]) -> FeedBatch | None:
         """Return the next batch; None at the end. Commit while waiting if the transaction has been open for long.
@@ -219,7 +235,7 @@ class _Attempt:
 
     async def _renew(self) -> None:
         """Open a new epoch, which finds out whether the last commit happened, and judge uncommitted records again."""
-        self._done.update(_counts(self._task))
+        self._done.add_counters(self._task.numbers)
         await self._task.close(drain=False)
         self._task = self._factory.build(self._feeding)
         await self._start()
@@ -229,20 +245,21 @@ class _Attempt:
             follows = batch.next_offset
 
     def _report(self) -> dict[str, Any]:
-        self._done.update(_counts(self._task))
-        stream_time_ms = self._task.numbers.stream_time_ms
-        return {**self._done, "next_offset": self._task.next_offset, "stream_time_ms": stream_time_ms}
-
-
-def _counts(task: Task) -> dict[str, int]:
-    verdicts = task.numbers.verdicts
-    return {
-        **{name: verdicts[name] for name in ("unique", "duplicate", "late", "dead_letter", "exempt", "repartitioned")},
-        "judged": sum(verdicts.values()),
-        "conflicts": task.numbers.conflicts,
-        "replayed": task.numbers.replayed,
-        "restored": task.numbers.restored,
-    }
+        """Return what this attempt committed, and the state that its last task leaves."""
+        task, done = self._task, self._done
+        done.add_counters(task.numbers)
+        done.stream_time_ms, done.committed_time_ms = task.numbers.stream_time_ms, task.numbers.committed_time_ms
+        counts = {name: done.verdicts[name] for name in _VERDICTS}
+        store = task.work.store if isinstance(task.work, DedupTask) else None
+        return {
+            **counts,
+            "judged": sum(counts.values()),
+            "replayed": done.replayed,
+            "next_offset": task.next_offset,
+            "numbers": pickle.dumps(done),
+            "state_ids": 0 if store is None else store.count_ids(),
+            "state_bytes": 0 if store is None else store.approximate_bytes(),
+        }
 
 
 async def _refuse_gap(wire: KafkaWire, task: Task, first: FeedBatch) -> None:

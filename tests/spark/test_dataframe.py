@@ -16,6 +16,7 @@ from pyspark.sql.types import IntegerType, StringType, TimestampType
 from dedup.errors import SettingsError, TopologyError
 from dedup.spark import dedup, unique
 from dedup.spark.batch_verdicts import _spark_hash, _targets, judged
+from dedup.spark.dataframe import Shape
 from dedup.spark.files import as_events
 from dedup.spark.rows import records_of_files
 from dedup.topology.parse import parse
@@ -128,6 +129,29 @@ def test_nothing_runs_before_the_result_is_used(spark: SparkSession, orders: Dat
     assert [path.name for path in tmp_path.iterdir()] == ["shop.yaml"]
 
 
+@pytest.mark.parametrize("shape", ["columns", "kafka"])
+def test_of_few_rows_adaptive_execution_makes_few_tasks_and_no_other_verdicts(
+    spark: SparkSession, orders: DataFrame, shape: Shape
+):
+    if shape == "kafka":
+        value = as_events(orders).alias("value")
+        place = [F.lit("orders").alias("topic"), F.lit(0).alias("partition")]
+        rows = orders.select("at", value).orderBy("at").coalesce(1)
+        orders = rows.select("value", *place, F.monotonically_increasing_id().alias("offset"))
+    before = dedup(orders, SHOP, shape=shape, now_ms=NOW_MS).collect()
+    settings = {"spark.sql.adaptive.enabled": "true", "spark.sql.shuffle.partitions": "40"}
+    found = {name: spark.conf.get(name) for name in settings}
+    try:
+        for name, value in settings.items():
+            spark.conf.set(name, value)
+        after = dedup(orders, SHOP, shape=shape, now_ms=NOW_MS)
+        assert plain(after) == Counter(map(str, before))
+        assert after.rdd.getNumPartitions() < 10
+    finally:
+        for name, value in found.items():
+            spark.conf.set(name, value)
+
+
 def test_a_stream_is_refused(spark: SparkSession):
     stream = spark.readStream.format("rate").load()
     with pytest.raises(SettingsError, match="each micro-batch would be deduplicated by itself"):
@@ -171,8 +195,23 @@ def test_records_without_a_value_are_refused(orders: DataFrame):
 
 
 def test_a_file_that_is_not_there_is_named(orders: DataFrame, tmp_path: Path):
-    with pytest.raises(SettingsError, match=r"shop\.yaml: cannot be read: No such file"):
+    with pytest.raises(TopologyError, match=r"shop\.yaml: cannot be read: No such file"):
         dedup(orders, tmp_path / "shop.yaml")
+    (tmp_path / "shop.yaml").write_bytes(b"name: \xff")
+    with pytest.raises(TopologyError, match=r"shop\.yaml: is not UTF-8 at byte 6"):
+        dedup(orders, tmp_path / "shop.yaml")
+
+
+@pytest.mark.parametrize(
+    ("option", "says"),
+    [
+        ({"shape": "column"}, 'shape: "column" is none; write columns or kafka'),
+        ({"order": "offset"}, 'order: "offset" is none; write offsets or event_time'),
+    ],
+)
+def test_a_misspelled_option_is_told_the_choices(orders: DataFrame, option: dict[str, str], says: str):
+    with pytest.raises(SettingsError, match=says):
+        dedup(orders, SHOP, **option)
 
 
 def test_the_hash_is_sparks_own(spark: SparkSession):

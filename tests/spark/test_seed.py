@@ -12,7 +12,9 @@ from pathlib import Path
 
 import pytest
 from pyspark.sql import DataFrame, SparkSession
+from typer.testing import CliRunner
 
+from dedup.cli.main import create_app
 from dedup.core.partitioner import partitions
 from dedup.core.reference_model import ModelRecord, ModelRules, ReferenceModel
 from dedup.core.window import Sighting, Source
@@ -124,7 +126,7 @@ def test_history_and_live_of_one_topic_meet_without_gap_or_double(spark, make_jo
     job.send(history)
     done = seed(spark, job.topology, job.settings, SeedOptions("latest", commit_rows=commit_rows))
     assert sum(each.sightings for each in done.partitions) > 500
-    assert set(done.verdicts) == {"unique", "duplicate", "late", "dead_letter"}
+    assert set(done.counts.verdicts) == {"unique", "duplicate", "late", "dead_letter"}
     job.send(live)
     job.finish()
     for partition in range(2):
@@ -164,14 +166,14 @@ def test_an_audit_leaves_out_what_the_seed_refused_for_its_time(spark, make_job)
     job.send(live)
     files = as_files(spark, [*history, *ahead])
     done = seed(spark, job.topology, job.settings, SeedOptions("earliest"), history=files)
-    assert done.verdicts["dead_letter"] == sum(1 for event in history if event.value == b"bad") + len(ahead)
+    assert done.counts.verdicts["dead_letter"] == sum(1 for event in history if event.value == b"bad") + len(ahead)
     job.finish()
     found = audit(spark, job.topology, job.settings, history=files)
     assert found.passed, found.to_json()
     assert sum(books.unique for books in found.books) > 100
 
 
-def test_a_topology_that_repartitions_two_topics(spark, make_job, topic_names):
+def test_a_topology_that_repartitions_two_topics(spark, make_job, topic_names, monkeypatch):
     name = topic_names("two")
     job = make_job(document={"source": {"topics": [f"{name}-a", f"{name}-b"]}, "guard_period": "1d"})
     made = [
@@ -179,8 +181,13 @@ def test_a_topology_that_repartitions_two_topics(spark, make_job, topic_names):
         for number in range(4_000)
     ]
     job.send(made[:3_000])
-    done = seed(spark, job.topology, job.settings, SeedOptions("latest"))
-    assert done.verdicts == {"unique": 1_500, "duplicate": 1_500}
+    monkeypatch.setattr(type(spark), "stop", lambda _self: None)
+    given = ["spark", "seed", str(job.topology_file), "--config", str(job.config_file), "--until", "latest", "--json"]
+    ran = CliRunner().invoke(create_app(), [*given, "--quiet"])
+    done = json.loads(ran.stdout)
+    assert (done["verdicts"], done["causes"]) == ({"duplicate": 1_500, "unique": 1_500}, {})
+    assert sum(each["sightings"] for each in done["partitions"]) == 1_500
+    assert done["begins"] == {f"{name}-{topic}/{partition}": 750 for topic in "ab" for partition in range(2)}
     job.send([*made[3_000:], Event(0, b'{"id":"new"}', BASE_MS + 5_000, b"k")])
     job.finish()
     assert [message.value() for message in job.read(job.output)] == [b'{"id":"new"}']

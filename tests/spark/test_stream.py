@@ -3,17 +3,29 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import logging
 import threading
+import urllib.request
+from collections import Counter
 
 import pyarrow as pa
 import pytest
 from confluent_kafka import TopicPartition
+from prometheus_client.parser import text_string_to_metric_families
+from typer.testing import CliRunner
 
+from dedup.cli.main import create_app
 from dedup.core.fold import RecordFailed
 from dedup.errors import StateIncompatible, TaskMigrated
+from dedup.kafka.wire import TopicPartition as Place
+from dedup.metrics import METRICS, TaskNumbers
+from dedup.settings import Settings, Web
 from dedup.spark.session import PicklableSettings
 from dedup.spark.stream import StreamOptions, prepared, start_stream
-from dedup.spark.task_attempt import AttemptPlan, judge_partition
+from dedup.spark.stream_monitor import StreamMonitor
+from dedup.spark.task_attempt import AttemptPlan, BatchReport, judge_partition
+from dedup.topology.parse import parse
 from tests.integration.fleet import Job, until
 from tests.integration.workload import BASE_MS, Event, workload
 from tests.spark.streaming import arrow_of
@@ -119,6 +131,79 @@ def test_a_silent_partition_is_marked_idle(make_job, spark, topic_names):
 def idle_marks(job):
     found = (dict(message.headers() or ()).get("dedup-idle") for message in job.read(job.topology.repartition_topic))
     return {mark.decode() for mark in found if mark is not None}
+
+
+def test_a_stream_is_seen_as_a_worker_is(make_job, spark, caplog):
+    job = make_job(config={"web": {"port": 0}})
+    job.send(workload(17, 2_000))
+    caplog.set_level(logging.INFO, logger="dedup.spark.stream_monitor")
+    stream = start_stream(spark, job.topology, job.settings, StreamOptions(str(job.directory / "checkpoint")))
+    try:
+        until(lambda: logged(caplog), "the first micro-batch is logged", within_s=100)
+        found = json.loads(dedup_of(job, "status", "--json", "--url", stream.url).stdout)
+        lookup = dedup_of(job, "lookup", "i-1", "--url", stream.url)
+        with urllib.request.urlopen(f"{stream.url}/metrics", timeout=30) as answer:
+            metrics = answer.read().decode()
+    finally:
+        stream.stop()
+        stream.wait()
+    (line,) = logged(caplog)
+    assert f"{job.name}-dedup: micro-batch 0: 2,000 records in " in line
+    assert line.endswith("; lag 0")
+    (name,) = found["workers_that_answered"]
+    assert {(task["owner"], task["state"], task["lag"]) for task in found["tasks"]} == {(name, "running", 0)}
+    assert sum(sum(task["verdicts"].values()) for task in found["tasks"]) == 2_000
+    assert found["dead_letters"]
+    assert "`dedup explain` finds" in str(lookup.exception)
+    # What the panels of the Grafana dashboard read; the others are of restores, standbys and stores that broke.
+    values = samples(metrics)
+    assert {metric.name for metric in METRICS} == set(values)
+    unused = {"dedup_other_formats_total", "dedup_state_max_bytes", "dedup_standby_lag_records"}
+    assert {name for name, found in values.items() if not found} <= unused
+    assert sum(values["dedup_records_total"]) == 2_000
+    assert sum(values["dedup_state_ids"]) > 1_000
+    jobs = spark.sparkContext._jsc.sc().statusStore().jobsList(None)
+    described = [jobs.apply(at).description().getOrElse(None) for at in range(jobs.size())]
+    assert f"{job.name}-dedup: judge and commit micro-batch 0" in described
+
+
+def test_while_no_broker_answers_a_line_says_that_the_lag_is_unknown(caplog):
+    topology = parse(
+        "{dedup: 1, name: shop, source: {topics: [in], partitioned_by: tracking_id}, tracking_id: {field: id}, "
+        "guard_period: 1d, output: {topic: out}}",
+        name="shop.yaml",
+    )
+    nowhere = Settings(brokers=("127.0.0.1:1",), web=Web(enabled=False))
+    monitor = StreamMonitor(topology, nowhere, {"dedup": {Place("in", 0): 0}})
+    caplog.set_level(logging.INFO, logger="dedup.spark.stream_monitor")
+    numbers = TaskNumbers(verdicts=Counter(unique=4_000, duplicate=1), stream_time_ms=BASE_MS)
+    counts = {"next_offset": 4_001, "numbers": numbers, "state_ids": 7, "state_bytes": 9}
+    monitor.start()
+    monitor.add(BatchReport("dedup", 3, ({"topic": "in", "partition": 0, **counts},), 0.25))
+    monitor.stop()
+    line = "shop-dedup: micro-batch 3: 4,001 records in 0.2 s: duplicate 1, unique 4,000; lag unknown"
+    assert logged(caplog) == [line]
+    (task,) = monitor.seen().tasks
+    assert (task.numbers.committed_offset, task.numbers.stream_time_ms) == (4_001, BASE_MS)
+    assert (task.state_ids, task.state_bytes, task.lag_records) == (7, 9, None)
+
+
+def logged(caplog):
+    return [record.getMessage() for record in caplog.records if "micro-batch" in record.getMessage()]
+
+
+def dedup_of(job, command, *arguments):
+    given = [command, str(job.topology_file), *arguments, "--config", str(job.config_file)]
+    return CliRunner().invoke(create_app(), given)
+
+
+def samples(exposition):
+    """The values of each metric; a histogram's are its counts."""
+    found = {}
+    for family in text_string_to_metric_families(exposition):
+        name = family.name + ("_total" if family.type == "counter" else "")
+        found[name] = [s.value for s in family.samples if not s.name.endswith(("_bucket", "_sum", "_created"))]
+    return found
 
 
 def test_a_fleet_and_a_stream_take_over_from_each_other(make_job, run):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 from collections.abc import Iterator, Mapping
@@ -179,6 +180,15 @@ def test_status_puts_brokers_and_workers_together():
     assert "25.0%" in text
     assert "nobody" in text
     assert "missing topics: out.late; `dedup apply` creates them" in text
+
+
+def test_status_names_a_stream_which_is_no_member_of_the_group():
+    nobody = dataclasses.replace(survey(), members=(), tasks=(dataclasses.replace(survey().tasks[0], owner=None),))
+    seen = looked(nobody, [PAGE | {"worker": "spark-host"}])
+    assert [(task["owner"], task["state"]) for task in seen["tasks"]] == [("spark-host", "running")]
+    console = Console(width=200, record=True, file=io.StringIO())
+    console.print(table(seen))
+    assert "t: lag 200; workers: spark-host" in console.export_text()
 
 
 def test_status_adds_up_dead_letters_of_all_workers_and_says_alerts():

@@ -1,0 +1,135 @@
+"""Brings records into the order of their logs if the input is not in it, with one shuffle of packed rows.
+
+The offsets of each Kafka partition are divided into ranges with about as many rows each, and a task gets the rows of
+one range. It sorts their places and takes the rows in that order, part by part, so that its memory does not depend on
+their number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from dedup.spark.columnar_fold import Integers
+from dedup.spark.columns import Batches, BatchFunction
+from dedup.spark.map_side import Packer, ReceivedRows, integers_of, topics_of
+from dedup.spark.rows import COORDINATES
+
+_PART_BYTES: Final = 256 << 20
+"""A task has so much of its rows in memory at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class PartitionBounds:
+    """What an input holds of one Kafka partition."""
+
+    topic: str
+    partition: int
+    first_offset: int
+    last_offset: int
+    rows: int
+
+
+@dataclass(frozen=True, slots=True)
+class LogRanges:
+    """Ranges of a log, one for each task."""
+
+    places: tuple[tuple[int, int], ...]
+    """Position in ``source.topics`` and partition, in ascending order."""
+    starts: tuple[int, ...]
+    """The range in which each of the places begins."""
+    cuts: tuple[tuple[int, ...], ...]
+    """For each of the places, the offsets at which further ranges begin."""
+
+    def of(self, topics: Integers, partitions: Integers, offsets: Integers) -> npt.NDArray[np.uint16]:
+        """Return the range of each row."""
+        result = np.zeros(len(offsets), np.uint16)
+        for (topic, partition), start, cuts in zip(self.places, self.starts, self.cuts, strict=True):
+            rows = np.flatnonzero((topics == topic) & (partitions == partition))
+            result[rows] = start + np.searchsorted(np.array(cuts, np.int64), offsets[rows], side="right")
+        return result
+
+
+def ranges_of(bounds: Iterable[PartitionBounds], topics: Sequence[str], count: int) -> LogRanges:
+    """Return at most ``count`` ranges with about as many rows each, if offsets are evenly spaced.
+
+    Topics that are none of the source's are left out, because the job refuses their rows.
+    """
+    found = sorted((topics.index(each.topic), each.partition, each) for each in bounds if each.topic in topics)
+    total = sum(each.rows for *_, each in found)
+    starts, cuts, before = [], [], 0
+    for *_, each in found:
+        # Row number `at` of all begins range `at * count // total`.
+        first, last = before * count // total, (before + each.rows - 1) * count // total
+        span = each.last_offset - each.first_offset + 1
+        begins = (-(-number * total // count) - before for number in range(first + 1, last + 1))
+        starts.append(first)
+        cuts.append(tuple(each.first_offset + begin * span // each.rows for begin in begins))
+        before += each.rows
+    return LogRanges(tuple((topic, partition) for topic, partition, _ in found), tuple(starts), tuple(cuts))
+
+
+def spread_function(
+    ranges: LogRanges, topics: tuple[str, ...], targets: tuple[int, ...], batch_rows: int
+) -> BatchFunction:
+    """Return the function for `mapInArrow` from records to `map_side.PACKED_ROWS`, a range for each reduce task.
+
+    The running job raises StateIncompatible for rows of topics that the topology does not read.
+    """
+
+    def run(batches: Iterable[pa.RecordBatch]) -> Batches:
+        with Packer(targets, batch_rows) as packer:
+            for batch in batches:
+                places = topics_of(batch, topics), integers_of(batch, "partition"), integers_of(batch, "offset")
+                yield from packer.add(batch, ranges.of(*places))
+            yield from packer.rest()
+
+    return run
+
+
+def in_log_order(topics: Sequence[str]) -> BatchFunction:
+    """Return the function for `mapInArrow` from `map_side.PACKED_ROWS` to the records, each log's in its order."""
+
+    def run(batches: Iterable[pa.RecordBatch]) -> Batches:
+        with ReceivedRows() as received:
+            received.take(batches)
+            yield from _sorted(received, topics)
+
+    return run
+
+
+def _sorted(received: ReceivedRows, topics: Sequence[str]) -> Batches:
+    places, size_bytes = [], 0
+    for rows in received.rows():
+        places.append(rows.select(COORDINATES))
+        size_bytes += rows.nbytes
+    if not places:
+        return
+    table = pa.Table.from_batches(places)
+    names = pc.index_in(table.column("topic"), value_set=pa.array(topics, pa.string()))
+    columns = (table.column("offset"), table.column("partition"), names)
+    order = np.lexsort([column.to_numpy() for column in columns])
+    rank = np.empty(len(order), np.int64)
+    rank[order] = np.arange(len(order))
+    part_rows = -(-len(order) // -(-size_bytes // _PART_BYTES))
+    for first in range(0, len(order), part_rows):
+        yield _part(received, rank, first, first + part_rows)
+
+
+def _part(received: ReceivedRows, rank: Integers, first: int, end: int) -> pa.RecordBatch:
+    """Return the rows whose rank is in a range, in the order of their ranks."""
+    found, ranks, begin = [], [], 0
+    for rows in received.rows():
+        here = rank[begin : begin + rows.num_rows]
+        begin += rows.num_rows
+        mine = np.flatnonzero((here >= first) & (here < end))
+        if len(mine):
+            found.append(rows if len(mine) == len(here) else rows.take(pa.array(mine)))
+            ranks.append(here[mine])
+    return pa.concat_batches(found).take(pa.array(np.argsort(np.concatenate(ranks))))

@@ -1,0 +1,254 @@
+"""What a stream shows of itself while it runs: a log line for each micro-batch, and the pages and metrics of a worker.
+
+Attempts count on the executors what a worker's tasks count (`TaskNumbers`), and report it when they have committed. The
+monitor adds the reports up in a thread of the driver and asks the brokers for the lag, because only they know it while
+a micro-batch runs. `dedup status`, Prometheus, and the Grafana dashboard therefore read a stream as they read a worker.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AsyncExitStack, suppress
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from dedup.errors import DedupError, Problem, SettingsError, StateIncompatible
+from dedup.kafka.wire import NoAnswer, TopicPartition
+from dedup.metrics import TaskNumbers, TaskSeen, WorkerSeen
+from dedup.spark.session import connected
+from dedup.web.server import WebServer
+from dedup.worker.introspection import exposition
+from dedup.worker.maintenance import Counted, DeadShare
+from dedup.worker.offsets import bounds_of, committed_offset
+from dedup.worker_view import LookedUp, Noted, Peer, ShownRecord, TaskPulse
+
+if TYPE_CHECKING:
+    from dedup.kafka.client import KafkaWire
+    from dedup.settings import Settings
+    from dedup.spark.task_attempt import BatchReport
+    from dedup.topology.model import SubTopology, Topology
+
+log: Final = logging.getLogger(__name__)
+_LOOK_S: Final = 2.0
+"""How old the lag may be while no micro-batch ends."""
+_ANSWER_WITHIN_S: Final = 5.0
+
+
+@dataclass(slots=True)
+class _Seen:
+    """A feeding partition as the monitor knows it."""
+
+    position: int
+    """Where it begins to be read if the group has no offset yet."""
+    numbers: TaskNumbers = field(default_factory=TaskNumbers)
+    lag_records: int | None = None
+    unstable_records: int | None = None
+    state_ids: int = 0
+    state_bytes: int = 0
+
+
+class StreamMonitor:
+    """The `web.server.Answers` of a stream; it runs from `start` to `stop`, in a thread."""
+
+    def __init__(
+        self,
+        topology: Topology,
+        settings: Settings,
+        positions: Mapping[SubTopology, Mapping[TopicPartition, int]],
+    ) -> None:
+        self._topology: Final = topology
+        self._settings: Final = settings
+        self._seen: Final = {
+            (sub_topology, place): _Seen(offset)
+            for sub_topology, places in positions.items()
+            for place, offset in sorted(places.items())
+        }
+        self._name: Final = settings.worker_id or f"spark-{socket.gethostname()}"
+        self._ended: Final[list[BatchReport]] = []
+        """Micro-batches that are not logged yet: the lag in their line is that after them."""
+        self._news: Final = asyncio.Event()
+        self._over = False
+        self._dead: Final = DeadShare()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._runs: Final = threading.Event()
+        self._thread: Final = threading.Thread(target=self._run_in_thread, name="stream-monitor", daemon=True)
+        self.url: str | None = None
+        """The address of the pages; None if none are served."""
+
+    def start(self) -> None:
+        """Serve the pages, if the settings say so, and watch the lag."""
+        self._thread.start()
+        self._runs.wait()
+
+    def stop(self) -> None:
+        """Log what is not logged yet, and stop serving."""
+        self._call(self._stop)
+        self._thread.join()
+
+    def add(self, report: BatchReport) -> None:
+        """Count a micro-batch, and log it; may be called from any thread."""
+        self._call(lambda: self._take(report))
+
+    def _call(self, what: Callable[[], None]) -> None:
+        if self._loop is not None and self._thread.is_alive():
+            self._loop.call_soon_threadsafe(what)
+
+    def _stop(self) -> None:
+        self._over = True
+        self._news.set()
+
+    def _run_in_thread(self) -> None:
+        try:
+            asyncio.run(self._run())
+        finally:
+            # Whatever has happened to the pages, the stream starts.
+            self._runs.set()
+
+    async def _run(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        async with AsyncExitStack() as stack:
+            if self._settings.web.enabled:
+                server = await stack.enter_async_context(WebServer(self._settings.web, self))
+                self.url = server.url
+            self._runs.set()
+            client_id = f"dedup-{self._topology.name}-monitor"
+            while not self._over:
+                try:
+                    async with AsyncExitStack() as connection:
+                        async with asyncio.timeout(_ANSWER_WITHIN_S):
+                            wire = await connection.enter_async_context(connected(self._settings, client_id))
+                        await self._watch(wire)
+                except (DedupError, NoAnswer, TimeoutError) as error:
+                    self._lose_lag(str(error) or "no broker answers")
+                    await self._news_within(_ANSWER_WITHIN_S)
+
+    async def _watch(self, wire: KafkaWire) -> None:
+        while True:
+            async with asyncio.timeout(_ANSWER_WITHIN_S):
+                await asyncio.gather(*(self._look(wire, place, seen) for (_, place), seen in self._seen.items()))
+            self._log_ended()
+            if self._dead.look(Counted.of(self._numbers(), time.time_ns() // 1_000_000)):
+                log.warning("%s", "over: dead letters" if self._dead.alert is None else self._dead.alert.text)
+            if self._over:
+                return
+            await self._news_within(_LOOK_S)
+
+    async def _news_within(self, seconds: float) -> None:
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._news.wait(), seconds)
+        self._news.clear()
+
+    async def _look(self, wire: KafkaWire, place: TopicPartition, seen: _Seen) -> None:
+        committed = await committed_offset(wire, self._topology.name, place, stable=False)
+        lag = await lag_after(wire, place, seen.position if committed is None else committed)
+        seen.lag_records, seen.unstable_records = lag.records, lag.unstable
+
+    def _lose_lag(self, why: str) -> None:
+        if any(seen.lag_records is not None for seen in self._seen.values()):
+            log.warning("the lag is unknown until a broker answers: %s", why)
+        for seen in self._seen.values():
+            seen.lag_records = seen.unstable_records = None
+        self._log_ended()
+
+    def _take(self, report: BatchReport) -> None:
+        for row in report.partitions:
+            seen = self._seen[report.sub_topology, TopicPartition(row["topic"], row["partition"])]
+            counted: TaskNumbers = row["numbers"]
+            seen.numbers.add_counters(counted)
+            seen.numbers.stream_time_ms = counted.stream_time_ms
+            seen.numbers.committed_offset = row["next_offset"]
+            seen.numbers.committed_time_ms = counted.committed_time_ms
+            seen.numbers.last_commit_s = time.monotonic()
+            seen.state_ids, seen.state_bytes = row["state_ids"], row["state_bytes"]
+        self._ended.append(report)
+        self._news.set()
+
+    def _log_ended(self) -> None:
+        for report in self._ended:
+            log.info("%s-%s", self._topology.name, self._line(report))
+        self._ended.clear()
+
+    def _line(self, report: BatchReport) -> str:
+        verdicts: Counter[str] = sum((row["numbers"].verdicts for row in report.partitions), Counter())
+        counts = ", ".join(f"{name} {count:,}" for name, count in sorted(verdicts.items())) or "none was new"
+        lags = [seen.lag_records for (kind, _), seen in self._seen.items() if kind == report.sub_topology]
+        known = [lag for lag in lags if lag is not None]
+        lag = f"{sum(known):,}" if len(known) == len(lags) else "unknown"
+        return (
+            f"{report.sub_topology}: micro-batch {report.batch_id}: {verdicts.total():,} records in "
+            f"{report.took_s:.1f} s: {counts}; lag {lag}"
+        )
+
+    def _numbers(self) -> list[TaskNumbers]:
+        return [seen.numbers for seen in self._seen.values()]
+
+    def not_ready(self) -> str | None:
+        """Return why the stream is not ready; None if it is."""
+        return None
+
+    def seen(self) -> WorkerSeen:
+        """Return the stream's current state."""
+        tasks = tuple(self._task(kind, place, seen) for (kind, place), seen in self._seen.items())
+        return WorkerSeen(self._topology.name, self._name, tasks, {}, 0, 0, None, alert=self._dead.alert)
+
+    def _task(self, kind: str, place: TopicPartition, seen: _Seen) -> TaskSeen:
+        most = self._topology.state.max_bytes_per_partition if kind == "dedup" else None
+        lag = seen.lag_records, seen.unstable_records
+        return TaskSeen(kind, *place, "running", seen.numbers, *lag, seen.state_ids, seen.state_bytes, most)
+
+    def metrics(self) -> bytes:
+        """Return the metrics in Prometheus' text format."""
+        return exposition(self.seen)
+
+    def look_up(self, text: str) -> LookedUp:
+        """Raise SettingsError: the state is on the executors, between micro-batches in files."""
+        why = f"a stream on Spark does not keep its state open; `dedup explain` finds {text!r} in the topics"
+        raise SettingsError([Problem("ID", why)])
+
+    def pulse(self) -> Iterator[TaskPulse]:
+        """Yield the numbers that are sampled every second."""
+        for seen in self._seen.values():
+            yield TaskPulse(seen.numbers, seen.lag_records)
+
+    def latest(self) -> Iterable[Noted]:
+        """Return nothing: attempts report counts, not cases."""
+        return ()
+
+    def peers(self) -> tuple[Peer, ...]:
+        """Return nothing: a stream is not a member of the group."""
+        return ()
+
+    async def record(self, topic: str, partition: int, offset: int) -> ShownRecord | None:
+        """Raise StateIncompatible: records are shown for the latest cases, and there are none."""
+        raise StateIncompatible(
+            f"{topic}/{partition}/{offset}: a stream on Spark shows no records; use `dedup explain`."
+        )
+
+
+class Lag(NamedTuple):
+    """What follows a position of a partition."""
+
+    position: int
+    """The position, or the beginning of the log if that is greater."""
+    records: int
+    """Number of offsets up to the end; 0 if they hold only markers and aborted records."""
+    unstable: int = 0
+    """How many of them an open transaction hides from readers."""
+
+
+async def lag_after(wire: KafkaWire, place: TopicPartition, position: int) -> Lag:
+    """Return what follows a position. Raises NoAnswer if the partition's leader changes meanwhile."""
+    bounds = await bounds_of(wire, place)
+    begin = max(bounds.start, position)
+    # A recreated topic may end before the position.
+    if begin < bounds.end:
+        fetched = await wire.fetch(place, begin, max_bytes=1, wait_ms=0)
+        if fetched.records or fetched.next_offset < bounds.end:
+            return Lag(begin, bounds.end - begin, fetched.high_watermark - fetched.last_stable_offset)
+    return Lag(begin, 0)
