@@ -31,7 +31,7 @@ from dedup.errors import InvariantBroken, Problem, SettingsError, StateIncompati
 from dedup.spark.batch_verdicts import Order, judging, mode_of, order_text, refuse_other_shape
 from dedup.spark.columns import Batches, BatchFunction
 from dedup.spark.files import History
-from dedup.spark.manifest import REPORT, Manifest, listed, renames_directories, report_path
+from dedup.spark.manifest import REPORT, RunManifest, listed, renames_directories, report_path
 from dedup.spark.reduce_side import reduce_function
 from dedup.spark.rows import RECORDS
 from dedup.spark.session import RECORD_BYTES, HadoopDirectory, shuffles_for, translated_errors
@@ -234,7 +234,7 @@ class RunDirectory:
             self._files.delete(each.getPath(), True)  # noqa: FBT003 - of a run that was killed
         return made
 
-    def _publish_manifest(self, made: RunReport, manifest: Manifest | None) -> None:
+    def _publish_manifest(self, made: RunReport, manifest: RunManifest | None) -> None:
         path = report_path(self._root, self._run, renamed=False)
         self._files.mkdirs(path.getParent())
         self._write(path, json.dumps({**asdict(made), "manifest": None if manifest is None else asdict(manifest)}))

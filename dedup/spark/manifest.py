@@ -30,7 +30,7 @@ _IN_A_RUN: Final = re.compile(r"(?P<root>.+)/run=(?P<run>[^/]+)(?P<rest>(?:/[^/]
 
 
 @dataclass(frozen=True, slots=True)
-class Manifest:
+class RunManifest:
     """What a run published on a file system that cannot rename a directory at once."""
 
     directory: str
@@ -51,13 +51,13 @@ def report_path(root: HadoopDirectory, run: str, *, renamed: bool) -> Any:  # no
     return root.at(f"run={run}/{REPORT}" if renamed else f"_runs/{run}.json")
 
 
-def listed(spark: SparkSession, root: HadoopDirectory, directory: Any, schema: StructType) -> Manifest:  # noqa: ANN401
+def listed(spark: SparkSession, root: HadoopDirectory, directory: Any, schema: StructType) -> RunManifest:  # noqa: ANN401
     """Return the manifest of all files that a finished job wrote to ``directory``."""
     place = str(root.files.makeQualified(directory)) + "/"
     files = spark.read.schema(schema).parquet(place).inputFiles()
     uris = (str(root.at(file).toUri().getPath()) for file in files)
     begin = len(str(root.at(place).toUri().getPath())) + 1
-    return Manifest(directory.getName(), tuple(sorted(uri[begin:] for uri in uris)), schema.json())
+    return RunManifest(directory.getName(), tuple(sorted(uri[begin:] for uri in uris)), schema.json())
 
 
 def read_run(spark: SparkSession, path: str, run: str = "backfill") -> DataFrame:
@@ -103,10 +103,10 @@ def files_of_runs(spark: SparkSession, paths: Sequence[str]) -> list[str]:
     return found
 
 
-def _read(root: HadoopDirectory, run: str) -> Manifest | None:
+def _read(root: HadoopDirectory, run: str) -> RunManifest | None:
     """Return the manifest of a run; None if it was not published by one."""
     path = report_path(root, run, renamed=False)
     if not root.files.exists(path):
         return None
     found = json.loads(root.read(path))["manifest"]
-    return None if found is None else Manifest(found["directory"], tuple(found["files"]), found["schema"])
+    return None if found is None else RunManifest(found["directory"], tuple(found["files"]), found["schema"])
