@@ -224,7 +224,7 @@ class RunDirectory:
         else:
             published = self._published() is None
             if published:
-                self._publish_manifest(made, listed(self._spark, self._root, attempt, verdicts.schema))
+                self._publish_manifest(made, listed(self._spark, attempt, verdicts.schema))
         if not published:
             raise StateIncompatible(
                 f"{self.path} appeared while this run was under way: another job has published the same run. Its files "

@@ -51,13 +51,11 @@ def report_path(root: HadoopDirectory, run: str, *, renamed: bool) -> Any:  # no
     return root.at(f"run={run}/{REPORT}" if renamed else f"_runs/{run}.json")
 
 
-def listed(spark: SparkSession, root: HadoopDirectory, directory: Any, schema: StructType) -> RunManifest:  # noqa: ANN401
+def listed(spark: SparkSession, directory: Any, schema: StructType) -> RunManifest:  # noqa: ANN401
     """Return the manifest of all files that a finished job wrote to ``directory``."""
-    place = str(root.files.makeQualified(directory)) + "/"
-    files = spark.read.schema(schema).parquet(place).inputFiles()
-    uris = (str(root.at(file).toUri().getPath()) for file in files)
-    begin = len(str(root.at(place).toUri().getPath())) + 1
-    return RunManifest(directory.getName(), tuple(sorted(uri[begin:] for uri in uris)), schema.json())
+    name = directory.getName()
+    files = spark.read.schema(schema).parquet(str(directory)).inputFiles()
+    return RunManifest(name, tuple(sorted(file.rpartition(f"/{name}/")[2] for file in files)), schema.json())
 
 
 def read_run(spark: SparkSession, path: str, run: str = "backfill") -> DataFrame:
