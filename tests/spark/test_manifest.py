@@ -109,7 +109,7 @@ def test_a_reader_takes_the_files_of_the_manifest_and_no_others(spark, store, hi
 
 
 def test_a_run_without_records_is_an_empty_table(spark, store, tmp_path):
-    write(tmp_path / "in" / "log.parquet", [])
+    write(tmp_path / "in" / "log.parquet", [], placed=False)
     backfill(read_files(spark, [str(tmp_path / "in")], "parquet"), topology(), ROOT, now_ms=NOW_MS)
     empty = read_run(spark, ROOT)
     assert empty.count() == 0
