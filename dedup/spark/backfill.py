@@ -208,8 +208,11 @@ class RunDirectory:
         return made
 
     def _publish_files(self, verdicts: Judging, report: Callable[[Mapping[str, int]], RunReport]) -> RunReport:
-        # Only those of this run: another run's name may begin with this one's.
+        # Only those of this run: another run's name may begin with this one's. A manifest of another job that publishes
+        # the same run at this moment may name one, so none is deleted where there are manifests.
         left = self._files.globStatus(self._root.at(f"_attempt-{self._run}-{'?' * _MARK_DIGITS}")) or ()
+        for each in left if self._renames else ():
+            self._files.delete(each.getPath(), True)  # noqa: FBT003 - of a run that was killed
         attempt = self._root.at(f"_attempt-{self._run}-{uuid4().hex[:_MARK_DIGITS]}")
         codec = codec_of(self._spark)
         if self._files.getScheme() == "file" and codec is not None:
@@ -230,8 +233,6 @@ class RunDirectory:
                 f"{self.path} appeared while this run was under way: another job has published the same run. Its files "
                 f"are kept; those of this job are in {attempt} and can be deleted."
             )
-        for each in left:
-            self._files.delete(each.getPath(), True)  # noqa: FBT003 - of a run that was killed
         return made
 
     def _publish_manifest(self, made: RunReport, manifest: RunManifest | None) -> None:
