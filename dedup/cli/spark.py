@@ -61,7 +61,7 @@ _Every = Annotated[str, typer.Option(help="Pause when there is nothing new to ap
 _Quiet = Annotated[bool, typer.Option("--quiet", help="Show no progress bar or line.")]
 
 
-InputFormat = Literal["parquet", "json", "json-records", "delta"]
+InputFormat = Literal["parquet", "json", "json-records", "delta", "table"]
 _HistoryFormat = Annotated[InputFormat, typer.Option("--format", help="Format of --history.")]
 
 
@@ -81,8 +81,13 @@ def _say_aside(text: str) -> None:
     typer.echo(text, err=True)
 
 
-def _packages(**wanted: bool) -> list[Package]:
-    return [name for name in ("kafka", "delta", "jdbc") if wanted.get(name)]
+def _packages(conf: list[str] | None, fmt: InputFormat | None, *places: str | None, **wanted: bool) -> list[Package]:
+    """Return the packages that are wanted, and those for the format of the input and for the places."""
+    wanted["delta"] = wanted.get("delta", False) or fmt in {"delta", "table"}
+    # Which catalog of the session a table is in, only its settings say.
+    wanted["iceberg"] = fmt == "table" and any("=org.apache.iceberg." in each for each in conf or ())
+    wanted["s3"] = any(place.startswith("s3a:") for place in places if place)
+    return [name for name in ("kafka", "delta", "iceberg", "s3", "jdbc") if wanted.get(name)]
 
 
 @contextmanager
@@ -181,7 +186,7 @@ def run(
     options = StreamOptions(checkpoint, exit_when_done, most_offsets, commit_rows, onto_existing_output)
     # A local Spark retries a failed task only if the master says so; without a retry a failed task ends the stream.
     local = master is None and "PYSPARK_GATEWAY_PORT" not in os.environ
-    packages = _packages(kafka=True, delta=delta is not None)
+    packages = _packages(conf, None, checkpoint, delta, kafka=True, delta=delta is not None)
     spark = open_session(parsed, "local[*,4]" if local else master, conf, packages)
     try:
         with _StreamProgress(enabled=not quiet) as progress:
@@ -228,10 +233,11 @@ def backfill_command(
     *,
     out: Annotated[str, typer.Option(help="Directory, or path of a Delta table, for the verdicts.")],
     inputs: Annotated[
-        list[str] | None, typer.Option("--input", help="Files or directories; the topics by default.")
+        list[str] | None, typer.Option("--input", help="Files, directories or tables; the topics by default.")
     ] = None,
     fmt: Annotated[
-        InputFormat, typer.Option("--format", help="Format of --input. json: each line is an event.")
+        InputFormat,
+        typer.Option("--format", help="Format of --input. json: each line is an event. table: the name of a table."),
     ] = "parquet",
     rows_are_events: _RowsAreEvents = False,
     out_format: Annotated[Literal["parquet", "delta"], typer.Option(help="Format of the verdicts.")] = "parquet",
@@ -268,7 +274,9 @@ def backfill_command(
 
     parsed = read_topology(topology)
     now_ms = None if now is None else time_of("--now", now)
-    packages = _packages(kafka=not inputs, delta=out_format == "delta" or (bool(inputs) and fmt == "delta"))
+    packages = _packages(
+        conf, fmt if inputs else None, out, *(inputs or ()), kafka=not inputs, delta=out_format == "delta"
+    )
     with _job("backfill", parsed, master, conf, packages, quiet=quiet) as spark:
         if inputs:
             history = read_files(spark, inputs, fmt, rows_are_events=rows_are_events)
@@ -320,7 +328,7 @@ def seed_command(  # noqa: PLR0917  # one parameter per option
         ),
     ],
     history: Annotated[
-        list[str] | None, typer.Option(help="Files or directories; the source topics by default.")
+        list[str] | None, typer.Option(help="Files, directories or tables; the source topics by default.")
     ] = None,
     fmt: _HistoryFormat = "parquet",
     rows_are_events: _RowsAreEvents = False,
@@ -347,7 +355,8 @@ def seed_command(  # noqa: PLR0917  # one parameter per option
 
     parsed, settings = read_both(topology, config, overrides)
     options = SeedOptions(_parse_until(until), commit_rows=commit_rows)
-    with _job("seed", parsed, master, conf, _packages(kafka=True, delta=fmt == "delta"), quiet=quiet) as spark:
+    packages = _packages(conf, fmt if history else None, *(history or ()), kafka=True)
+    with _job("seed", parsed, master, conf, packages, quiet=quiet) as spark:
         files = read_files(spark, history, fmt, rows_are_events=rows_are_events) if history else None
         done = seed(spark, parsed, settings, options, history=files, tell=_say_aside)
     say(*_seed_report(done), as_json=as_json)
@@ -368,7 +377,9 @@ def _seed_report(done: Seeded) -> tuple[dict[str, object], list[str]]:
 
 def audit_command(  # noqa: PLR0917  # one parameter per option
     topology: TopologyArgument,
-    history: Annotated[list[str] | None, typer.Option(help="Files from which the fleet was seeded, if any.")] = None,
+    history: Annotated[
+        list[str] | None, typer.Option(help="Files or tables from which the fleet was seeded, if any.")
+    ] = None,
     fmt: _HistoryFormat = "parquet",
     rows_are_events: _RowsAreEvents = False,
     begins: Annotated[
@@ -399,7 +410,8 @@ def audit_command(  # noqa: PLR0917  # one parameter per option
     from dedup.spark.audit import audit
     from dedup.spark.files import read_files
 
-    with _job("audit", parsed, master, conf, _packages(kafka=True, delta=fmt == "delta"), quiet=quiet) as spark:
+    packages = _packages(conf, fmt if history else None, *(history or ()), kafka=True)
+    with _job("audit", parsed, master, conf, packages, quiet=quiet) as spark:
         files = read_files(spark, history, fmt, rows_are_events=rows_are_events) if history else None
         found = audit(spark, parsed, settings, history=files, begins=offsets)
     publish(found, page, "dedup spark audit", as_json=as_json)
@@ -419,7 +431,7 @@ def upsert_command(  # noqa: PLR0917  # one parameter per option
     table: Annotated[str | None, typer.Option(help="Table in the database.")] = None,
     user: Annotated[str | None, typer.Option(help=f"Database user; the password is read from {_PASSWORD}.")] = None,
     inputs: Annotated[
-        list[str] | None, typer.Option("--input", help="Files or directories; the output topic by default.")
+        list[str] | None, typer.Option("--input", help="Files, directories or tables; the output topic by default.")
     ] = None,
     fmt: Annotated[InputFormat, typer.Option("--format", help="Format of --input.")] = "parquet",
     schema: Annotated[
@@ -453,8 +465,14 @@ def upsert_command(  # noqa: PLR0917  # one parameter per option
     began_s = time.monotonic()
     parsed = read_topology(topology)
     to = _target(delta, jdbc, table, user, os.environ.get(_PASSWORD))
-    has_delta = delta is not None or (bool(inputs) and fmt == "delta")
-    packages = _packages(kafka=not inputs, delta=has_delta, jdbc=jdbc is not None)
+    packages = _packages(
+        conf,
+        fmt if inputs else None,
+        *(delta, rejected, *(inputs or ())),
+        kafka=not inputs,
+        delta=delta is not None,
+        jdbc=jdbc is not None,
+    )
     with _job("upsert", parsed, master, conf, packages, quiet=quiet) as spark:
         if inputs:
             records = read_files(spark, inputs, fmt).records
@@ -508,7 +526,7 @@ def sink_command(
         total += appended.rows
         typer.echo(f"version {appended.table_version}: {appended.rows:,} rows", err=True)
 
-    with _job(parsed, master, conf, _packages(kafka=True, delta=True), quiet=quiet) as spark:
+    with _job("sink", parsed, master, conf, _packages(conf, None, delta, kafka=True, delta=True), quiet=quiet) as spark:
         sink = TableSink(spark, parsed, settings, delta, most_offsets=most_offsets)
         with _stopped_by_signals(over.set):
             if exit_when_done:

@@ -1,4 +1,5 @@
-"""The product on Spark. `dedup` and `unique` are functions on a DataFrame; the commands are in `dedup.cli.spark`.
+"""The product on Spark. `dedup` and `unique` are functions on a DataFrame; `read_run` reads what a backfill published.
+The commands are in `dedup.cli.spark`.
 
 They are imported on first access, because executors import parts of this package only.
 """
@@ -10,12 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from dedup.spark.dataframe import dedup, unique
+    from dedup.spark.manifest import read_run
 
-__all__ = ["dedup", "unique"]
+__all__ = ["dedup", "read_run", "unique"]
 
 
 def __getattr__(name: str) -> Any:  # noqa: ANN401  # one of the public functions
     """Import and return a public function."""
     if name not in __all__:
         raise AttributeError(f"module 'dedup.spark' has no attribute {name!r}")
-    return getattr(import_module("dedup.spark.dataframe"), name)
+    return getattr(import_module("dedup.spark.manifest" if name == "read_run" else "dedup.spark.dataframe"), name)

@@ -3,7 +3,7 @@
 Theory of operation. Each attempt of a run writes to its own directory, which Spark ignores because of its name, and
 publishes it with one rename. A run that was already published under the same name is not written again. A run that was
 killed is written from the start, with the clock of its first attempt. A rename is atomic on local disks and HDFS but
-not on object stores. Use Delta there, because its log makes a run visible atomically.
+not on object stores. There, the directory stays, and a manifest that names its files publishes them (`manifest`).
 
 On a local file system, Arrow writes the Parquet files in the tasks that judge. A task writes files under names that are
 unique to its attempt and reports them. The driver moves the reported files to their final place, so files of a failed
@@ -28,9 +28,10 @@ import pyarrow.parquet as pq
 from pyspark.sql import functions as F  # noqa: N812 - the name every Spark page uses
 
 from dedup.errors import InvariantBroken, Problem, SettingsError, StateIncompatible
-from dedup.spark.batch_verdicts import Counts, Order, counts_of, judging, mode_of, order_text, refuse_other_shape
+from dedup.spark.batch_verdicts import Order, counts_of, judging, mode_of, order_text, refuse_other_shape
 from dedup.spark.columns import Batches, BatchFunction
 from dedup.spark.files import History
+from dedup.spark.manifest import REPORT, RunManifest, listed, renames_directories, report_path
 from dedup.spark.reduce_side import reduce_function
 from dedup.spark.rows import RECORDS
 from dedup.spark.session import RECORD_BYTES, HadoopDirectory, described, shuffles_for, translated_errors
@@ -43,7 +44,6 @@ if TYPE_CHECKING:
 
 OutputFormat = Literal["parquet", "delta"]
 _RUN: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}")
-_REPORT: Final = "_run.json"
 _MARK_DIGITS: Final = 8
 
 _CODECS: Final = {
@@ -127,10 +127,10 @@ def backfill(
         say(f"{topology.name}: {source.place}: {order_text(mode)}")
         verdicts = judging(source, topology, now_ms=begun, order=order)
 
-        def report(written: DataFrame | None) -> RunReport:
-            counts = Counts({}, {}) if written is None else counts_of(written)
+        def report(written: DataFrame) -> RunReport:
+            counts = counts_of(written)
             _refuse_unbalanced(source, counts.verdicts)
-            files = 0 if written is None else len(written.inputFiles())
+            files = len(written.inputFiles())
             seconds = round(time.monotonic() - began_s, 3)
             return RunReport(run, identity, begun, mode, counts.verdicts, directory.path, counts.causes, files, seconds)
 
@@ -176,10 +176,11 @@ class RunDirectory:
         self._files: Final = self._root.files
         self._run: Final = run
         self._fmt: Final = fmt
+        self._renames: Final = fmt != "delta" and renames_directories(self._root)
 
     @property
     def path(self) -> str:
-        """The path of the run's files after publication."""
+        """The path of the run's files after publication, as ``--input`` takes it."""
         return str(self._root.path if self._fmt == "delta" else self._root.at(f"run={self._run}"))
 
     def begin(self, identity: str, now_ms: int) -> RunReport | int:
@@ -200,55 +201,68 @@ class RunDirectory:
         self._write(mark, json.dumps({"identity": identity, "now_ms": now_ms}))
         return now_ms
 
-    def publish(self, verdicts: Judging, report: Callable[[DataFrame | None], RunReport]) -> RunReport:
+    def publish(self, verdicts: Judging, report: Callable[[DataFrame], RunReport]) -> RunReport:
         """Write the verdicts, with a directory for each, make them visible, and return the report on them."""
         write = self._publish_delta if self._fmt == "delta" else self._publish_files
         made = write(verdicts, report)
         self._files.delete(self._root.at(f"_started-{self._run}.json"), False)  # noqa: FBT003 - not recursive
         return made
 
-    def _publish_files(self, verdicts: Judging, report: Callable[[DataFrame | None], RunReport]) -> RunReport:
-        # Only those of this run: another run's name may begin with this one's.
-        for left in self._files.globStatus(self._root.at(f"_attempt-{self._run}-{'?' * _MARK_DIGITS}")) or ():
-            self._files.delete(left.getPath(), True)  # noqa: FBT003 - of a run that was killed
+    def _publish_files(self, verdicts: Judging, report: Callable[[DataFrame], RunReport]) -> RunReport:
+        # Only those of this run: another run's name may begin with this one's. A manifest of another job that publishes
+        # the same run at this moment may name one, so none is deleted where there are manifests.
+        left = self._files.globStatus(self._root.at(f"_attempt-{self._run}-{'?' * _MARK_DIGITS}")) or ()
+        for each in left if self._renames else ():
+            self._files.delete(each.getPath(), True)  # noqa: FBT003 - of a run that was killed
         attempt = self._root.at(f"_attempt-{self._run}-{uuid4().hex[:_MARK_DIGITS]}")
         codec = codec_of(self._spark)
         if self._files.getScheme() == "file" and codec is not None:
-            files = _write_files(verdicts, Path(attempt.toUri().getPath()), codec)
+            _write_files(verdicts, Path(attempt.toUri().getPath()), codec)
         else:
             verdicts.frame().write.partitionBy("verdict").parquet(str(attempt))
-            files = 1
-        made = report(self._spark.read.parquet(str(attempt)) if files else None)
-        self._write_report(self._root.at(_REPORT, attempt), made)
-        target = self._root.at(f"run={self._run}")
-        if self._files.exists(target) or not self._moved(attempt, target):
+        made = report(self._spark.read.schema(verdicts.schema).parquet(str(attempt)))
+        if self._renames:
+            self._write_report(self._root.at(REPORT, attempt), made)
+            target = self._root.at(f"run={self._run}")
+            published = not self._files.exists(target) and self._moved(attempt, target)
+        else:
+            published = self._published() is None
+            if published:
+                self._publish_manifest(made, listed(self._spark, attempt, verdicts.schema))
+        if not published:
             raise StateIncompatible(
                 f"{self.path} appeared while this run was under way: another job has published the same run. Its files "
                 f"are kept; those of this job are in {attempt} and can be deleted."
             )
         return made
 
+    def _publish_manifest(self, made: RunReport, manifest: RunManifest | None) -> None:
+        path = report_path(self._root, self._run, renamed=False)
+        self._files.mkdirs(path.getParent())
+        self._write(path, json.dumps({**asdict(made), "manifest": None if manifest is None else asdict(manifest)}))
+
     def _moved(self, attempt: Any, target: Any) -> bool:  # noqa: ANN401 - paths of Hadoop's
         """Rename, and return whether the attempt is now the target; Hadoop would move it into an existing target."""
         # HADOOP-11452: rename does not fail then.
         return self._files.rename(attempt, target) and not self._files.exists(self._root.at(attempt.getName(), target))
 
-    def _publish_delta(self, verdicts: Judging, report: Callable[[DataFrame | None], RunReport]) -> RunReport:
+    def _publish_delta(self, verdicts: Judging, report: Callable[[DataFrame], RunReport]) -> RunReport:
         rows = verdicts.frame().withColumn("run", F.lit(self._run))
         # The table's commit publishes; a second commit of the same run replaces the rows of the first.
         writer = rows.write.format("delta").mode("overwrite").partitionBy("run", "verdict")
         writer.option("replaceWhere", f"run = '{self._run}'").save(self.path)
         table = self._spark.read.format("delta").load(self.path)
         made = report(table.where(F.col("run") == self._run))
-        self._files.mkdirs(self._root.at("_runs"))
-        self._write_report(self._root.at(f"_runs/{self._run}.json"), made)
+        self._publish_manifest(made, None)
         return made
 
     def _published(self) -> RunReport | None:
-        place = f"_runs/{self._run}.json" if self._fmt == "delta" else f"run={self._run}/{_REPORT}"
-        if not self._files.exists(self._root.at(place)):
+        path = report_path(self._root, self._run, renamed=self._renames)
+        if not self._files.exists(path):
             return None
-        return RunReport(**{**json.loads(self._root.read(self._root.at(place))), "fresh": False})
+        found = json.loads(self._root.read(path))
+        found.pop("manifest", None)
+        return RunReport(**{**found, "fresh": False})
 
     def _refuse_other(self, identity: str, before: str, what: str) -> None:
         if identity != before:
@@ -270,8 +284,8 @@ def codec_of(spark: SparkSession) -> str | None:
     return _CODECS.get(name.lower())
 
 
-def _write_files(verdicts: Judging, attempt: Path, codec: str) -> int:
-    """Write the verdicts to files in ``attempt``, with a directory for each verdict; return the number of files."""
+def _write_files(verdicts: Judging, attempt: Path, codec: str) -> None:
+    """Write the verdicts to files in ``attempt``, with a directory for each verdict."""
     work = attempt / "_work"
     work.mkdir(parents=True)
     write = _writing(reduce_function(verdicts.plan), work, codec)
@@ -283,7 +297,6 @@ def _write_files(verdicts: Judging, attempt: Path, codec: str) -> int:
     for left in work.iterdir():
         left.unlink()
     work.rmdir()
-    return len(files)
 
 
 class _VerdictFile:

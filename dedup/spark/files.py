@@ -1,4 +1,4 @@
-"""Reads history from Parquet, JSON lines, or Delta tables; refuses damaged files and different schemas before the job.
+"""Reads history from files and tables; refuses damaged files and different schemas before the job.
 
 Spark reads a file into rows and passes rows to Python one value at a time, while Arrow reads it into the columns that
 are judged. If every executor sees the file system, the task that judges a plain Parquet table therefore reads it with
@@ -42,6 +42,7 @@ from dedup.core.window import Feed
 from dedup.errors import Problem, SettingsError, StateIncompatible
 from dedup.spark.columns import Batches, BatchFunction
 from dedup.spark.log_order import PartitionBounds
+from dedup.spark.manifest import files_of_runs
 from dedup.spark.map_side import OffsetRun, OffsetRuns, overlap, read_notice, write_notice
 from dedup.spark.rows import COORDINATES, RECORDS, records_of_files
 from dedup.spark.session import HadoopDirectory
@@ -49,9 +50,9 @@ from dedup.spark.session import HadoopDirectory
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-FileFormat = Literal["parquet", "json", "json-records", "delta"]
+FileFormat = Literal["parquet", "json", "json-records", "delta", "table"]
 """In ``json``, each line is an event. In ``json-records``, each line is a row with the columns of `rows.RECORDS` as
-text.
+text. ``table`` is any table of a catalog of Spark's, by its name.
 """
 
 _LOSSLESS: Final = {"ignoreCorruptFiles": "false", "ignoreMissingFiles": "false"}
@@ -124,57 +125,120 @@ class History:
 
 
 def read_files(spark: SparkSession, paths: Sequence[str], fmt: FileFormat, *, rows_are_events: bool = False) -> History:
-    """Return the records of files or directories.
+    """Return the records of files, directories or tables.
 
-    With ``rows_are_events``, the table has no column `value`, and each row, as JSON without its null columns, is an
-    event. Raises SettingsError with every file that is damaged or has a different schema than the first, and
-    TopologyError for columns that are missing or have a wrong type.
+    A directory may be that of a run of `backfill`, or one in it, wherever its files are (`manifest.files_of_runs`). A
+    Delta or Iceberg table is read as of its latest version, whatever is written to it meanwhile. With
+    ``rows_are_events``, the table has no column `value`, and each row, as JSON without its null columns, is an event.
+    Raises SettingsError with every file that is damaged or has a different schema than the first, and TopologyError for
+    columns that are missing or have a wrong type.
     """
     place = ", ".join(paths)
     if rows_are_events and fmt.startswith("json"):
         text = f"--rows-are-events is for tables; with --format {fmt} each line is a record already"
         raise SettingsError([Problem(place, text)])
-    table, of_path = _table(spark, paths, fmt, place)
+    found = _read_input(spark, paths, fmt, place)
+    table, of_path = found.table, found.of_path
     if rows_are_events:
         table, of_path = table.select(as_events(table).alias("value")), []
     records = records_of_files(table, place=place, others=of_path)
     by_arrow = fmt == "parquet" and not rows_are_events and not of_path
     splits = _input_splits(spark, table.inputFiles(), table) if by_arrow else None
     placed, contiguous, bounds = _log_order(records, place, splits) if "offset" in table.columns else (False, False, ())
-    identity, size_bytes = _files_identity(spark, table)
-    if fmt == "delta":
-        identity = _delta_version(spark, paths)
     return History(
         records,
         placed,
         contiguous,
-        f"{fmt} {identity} rows_are_events={rows_are_events}",
+        f"{fmt} {found.identity} rows_are_events={rows_are_events}",
         place,
-        size_bytes=size_bytes,
-        countable=fmt in {"parquet", "delta"},
+        size_bytes=found.size_bytes,
+        countable=not fmt.startswith("json"),
         pieces=splits,
         bounds=bounds,
     )
 
 
-def _table(spark: SparkSession, paths: Sequence[str], fmt: FileFormat, place: str) -> tuple[DataFrame, list[str]]:
-    """Return the table, and its columns that are in the paths (``day=2026-01-31/``) and are none of a record's."""
-    reader = spark.read.options(**_LOSSLESS)
+@dataclass(frozen=True, slots=True)
+class _Input:
+    """What was named as input."""
+
+    table: DataFrame
+    of_path: list[str]
+    """Columns that partition the input and are none of a record's."""
+    identity: str
+    size_bytes: int
+
+
+def _read_input(spark: SparkSession, paths: Sequence[str], fmt: FileFormat, place: str) -> _Input:
     try:
         match fmt:
-            case "delta":
-                tables = [reader.format("delta").load(path) for path in paths]
-                return reduce(DataFrame.unionByName, tables), []
-            case "parquet":
-                table = reader.option("mergeSchema", "false").parquet(*paths)
-                in_files = _columns_of_files(spark, sorted(table.inputFiles()))
-                of_path = [name for name in table.columns if name not in {*in_files, *RECORDS.names, "timestamp"}]
-                return table, of_path
-            case "json" | "json-records":
-                lines = reader.option("lineSep", "\n").text(list(paths))
+            case "delta" | "table":
+                pinned = [_pinned_path(spark, path) if fmt == "delta" else _pinned_table(spark, path) for path in paths]
+                table = reduce(DataFrame.unionByName, (each.table for each in pinned))
+                of_path = [name for name in pinned[0].of_path if all(name in each.of_path for each in pinned)]
+                return _Input(table, of_path, " ".join(p.identity for p in pinned), sum(p.size_bytes for p in pinned))
+            case "parquet" | "json" | "json-records":
+                table, of_path = _table_of_files(spark, files_of_runs(spark, paths), fmt, place)
+                return _Input(table, of_path, *_files_identity(spark, table))
     except AnalysisException as error:
         text = f"cannot be read as {fmt}: {str(error).splitlines()[0]}"
         raise SettingsError([Problem(place, text)]) from error
+
+
+def _pinned_path(spark: SparkSession, path: str) -> _Input:
+    """Return the latest version of the Delta table at a path."""
+    # Delta takes a relative path here for the name of a table.
+    return _delta_version(spark, f"delta.`{HadoopDirectory(spark, path).absolute}`", [])
+
+
+def _pinned_table(spark: SparkSession, name: str) -> _Input:
+    """Return the latest version of a table of a catalog; of one without versions, its files as they are."""
+    described = {row["col_name"]: row["data_type"] for row in spark.sql(f"DESCRIBE TABLE EXTENDED {name}").collect()}
+    of_path = [each.name for each in spark.catalog.listColumns(name) if each.isPartition]
+    of_path = [column for column in of_path if column not in RECORDS.names]
+    match str(described.get("Provider")).lower():
+        case "delta":
+            return _delta_version(spark, name, of_path)
+        case "iceberg":
+            jvm: Any = spark._jvm  # noqa: SLF001 - Iceberg has no SQL for the ID of a table
+            of_iceberg = jvm.org.apache.iceberg.spark.Spark3Util.loadIcebergTable(spark._jsparkSession, name)  # noqa: SLF001
+            snapshot = of_iceberg.currentSnapshot()
+            if snapshot is None:
+                raise SettingsError(
+                    [Problem(name, "is an Iceberg table without a snapshot: nothing was written to it")]
+                )
+            return _version(spark, name, of_iceberg.uuid(), snapshot.snapshotId(), of_path)
+        case _:
+            table = spark.table(name)
+            if not table.inputFiles():
+                text = "has no files: it is empty, or no table of Delta, Iceberg or files; write it to one of these"
+                raise SettingsError([Problem(name, text)])
+            return _Input(table, of_path, *_files_identity(spark, table))
+
+
+def _delta_version(spark: SparkSession, name: str, of_path: list[str]) -> _Input:
+    history, detail = (spark.sql(f"DESCRIBE {what} {name}").first() for what in ("HISTORY", "DETAIL"))
+    if history is None or detail is None:
+        raise SettingsError([Problem(name, "has no version that can be read; write to it, or restore its log")])
+    return _version(spark, name, detail["id"], history["version"], of_path)
+
+
+def _version(spark: SparkSession, name: str, table_id: str, version: int, of_path: list[str]) -> _Input:
+    table = spark.sql(f"SELECT * FROM {name} VERSION AS OF {version}")  # noqa: S608 - what the user names
+    size_bytes = table._jdf.queryExecution().optimizedPlan().stats().sizeInBytes()  # noqa: SLF001 - no other way
+    return _Input(table, of_path, f"{table_id}@{version}", int(str(size_bytes)))
+
+
+def _table_of_files(
+    spark: SparkSession, paths: Sequence[str], fmt: Literal["parquet", "json", "json-records"], place: str
+) -> tuple[DataFrame, list[str]]:
+    """Return the table, and its columns that are in the paths (``day=2026-01-31/``) and are none of a record's."""
+    reader = spark.read.options(**_LOSSLESS)
+    if fmt == "parquet":
+        table = reader.option("mergeSchema", "false").parquet(*paths)
+        in_files = _columns_of_files(spark, sorted(table.inputFiles()))
+        return table, [name for name in table.columns if name not in {*in_files, *RECORDS.names, "timestamp"}]
+    lines = reader.option("lineSep", "\n").text(list(paths))
     of_path = [name for name in lines.columns if name != "value"]
     taken = [name for name in of_path if name in RECORDS.names]
     if taken:
@@ -236,13 +300,6 @@ def _files_identity(spark: SparkSession, table: DataFrame) -> tuple[str, int]:
         digest.update(f"{file} {status.getLen()} {status.getModificationTime()}\n".encode())
         size_bytes += status.getLen()
     return digest.hexdigest(), size_bytes
-
-
-def _delta_version(spark: SparkSession, paths: Sequence[str]) -> str:
-    # Delta takes a relative path here for the name of a table.
-    places = [HadoopDirectory(spark, path).absolute for path in paths]
-    rows = [spark.sql(f"DESCRIBE HISTORY delta.`{place}` LIMIT 1").first() for place in places]
-    return " ".join(f"{path}@{'?' if row is None else row['version']}" for path, row in zip(paths, rows, strict=True))
 
 
 def _log_order(

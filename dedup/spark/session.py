@@ -11,6 +11,7 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Self
 
+import pyspark
 from py4j.protocol import Py4JJavaError
 from pyspark.errors import PySparkException
 from pyspark.sql import SparkSession
@@ -24,7 +25,7 @@ from dedup.kafka.client import KafkaWire
 from dedup.kafka.connection import Connection
 from dedup.settings import Secret, Settings, Web
 from dedup.spark import worker_daemon
-from dedup.spark.spark_jars import Package, jars_for
+from dedup.spark.spark_jars import Package, jars_for, release_of
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -274,8 +275,8 @@ def session_for(
     """Return a session with the right Java, Python, and jars: this process's session, or a new one.
 
     ``conf`` overrides what is set here. ``master`` None means ``local[*]``, or what spark-submit says. Under
-    spark-submit (`--packages`), and if ``conf`` names jars, none are fetched. Raises BrokerUnavailable if Java or jars
-    cannot be obtained.
+    spark-submit (`--packages`), and if ``conf`` names jars, none are fetched, and any version of Spark is accepted.
+    Raises BrokerUnavailable if Java or jars cannot be obtained or PySpark is not of a supported version.
     """
     wanted = tuple(packages)
     submitted = "PYSPARK_GATEWAY_PORT" in os.environ
@@ -298,8 +299,10 @@ def session_for(
         settings["spark.master"] = master or "local[*]"
         if settings["spark.master"].startswith("local"):
             settings |= _LOCAL_CONF
-        if wanted and not {"spark.jars", "spark.jars.packages"} & (conf or {}).keys():
-            settings["spark.jars"] = ",".join(str(jar) for jar in jars_for(wanted))
+        if not {"spark.jars", "spark.jars.packages"} & (conf or {}).keys():
+            release_of(pyspark.__version__)
+            if wanted:
+                settings["spark.jars"] = ",".join(str(jar) for jar in jars_for(wanted))
     elif master is not None:
         settings["spark.master"] = master
     builder = SparkSession.builder

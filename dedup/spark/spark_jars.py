@@ -1,10 +1,10 @@
-"""The jars that are not part of Spark (its Kafka connector, Delta, JDBC drivers).
+"""The supported releases of Spark, and the jars that are not part of it (Kafka connector, Delta, Iceberg, S3, JDBC).
 
 jgo downloads them from Maven Central into the user's cache, and Spark gets them as local paths. Spark's own resolver,
 Ivy, fails if a Maven cache has descriptions without jars, and requests a jar that some mirrors lack; jgo does neither.
 
-`spark-jars.lock` lists the jars for the tested version of Spark with their SHA-256; jars for other versions are not
-checked. `python -m dedup.spark.spark_jars` prints a new lock file.
+`spark-jars.lock` lists the jars for every supported version of Spark with their SHA-256. `python -m
+dedup.spark.spark_jars` prints the lock file with those for the installed PySpark.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import re
 import shutil
 import tempfile
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
 from typing import Final, Literal, get_args
@@ -26,20 +26,53 @@ from jgo.parse import Coordinate
 from dedup.embedded.kafka_jars import Jar, locked, read_lock
 from dedup.errors import BrokerUnavailable
 
-Package = Literal["kafka", "delta", "jdbc"]
+Package = Literal["kafka", "delta", "iceberg", "s3", "jdbc"]
 
 _SCALA: Final = "2.13"
-VERSIONS: Final[Mapping[str, str | None]] = {
-    "4.0.0": f"io.delta:delta-spark_{_SCALA}:4.0.0",
-    "4.0.1": f"io.delta:delta-spark_{_SCALA}:4.0.0",
-    "4.1.1": f"io.delta:delta-spark_4.1_{_SCALA}:4.1.0",
-    "4.2.0": None,
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """What goes with a release line of Spark, such as 4.1, whatever the patch release."""
+
+    kafka: str
+    """The Kafka connector of the patch release that Maven Central has with all it needs."""
+    delta: str
+    iceberg: str | None
+    """None if there is no Iceberg for this release line."""
+    hadoop: str
+    """The version of Hadoop that is part of PySpark, which its S3 client must have, too."""
+
+
+RELEASES: Final[Mapping[str, Release]] = {
+    "4.0": Release("4.0.0", f"delta-spark_{_SCALA}:4.0.0", "1.11.0", "3.4.1"),
+    "4.1": Release("4.1.1", f"delta-spark_4.1_{_SCALA}:4.4.0", "1.11.0", "3.4.2"),
+    "4.2": Release("4.2.0", f"delta-spark_4.2_{_SCALA}:4.4.0", None, "3.5.0"),
 }
-"""Version of Spark whose Kafka connector is on Maven Central -> Delta for it; None if none is known."""
 _JDBC: Final = ("org.postgresql:postgresql:42.7.4", "org.xerial:sqlite-jdbc:3.46.1.3")
 _LOCK_FILE: Final = "spark-jars.lock"
 _ANSWER_WITHIN_S: Final = 60
 _VERSIONED: Final = re.compile(r"-\d[\w.\-]*\.jar$")
+
+
+def release_of(spark_version: str) -> Release:
+    """Return what goes with a version of PySpark. Raises BrokerUnavailable if it is of no supported release line."""
+    release = RELEASES.get(_line(spark_version))
+    if release is None:
+        raise BrokerUnavailable(
+            f"PySpark {spark_version} is not supported: install PySpark {_either(RELEASES)} (`pip install "
+            f"'pyspark>=4.0,<4.3'`), or give Spark its jars yourself (`--conf spark.jars=...`)."
+        )
+    return release
+
+
+def _line(spark_version: str) -> str:
+    return ".".join(spark_version.split(".")[:2])
+
+
+def _either(lines: Iterable[str]) -> str:
+    *others, last = lines
+    return f"{', '.join(others)} or {last}"
 
 
 def coordinates(package: Package, spark_version: str) -> tuple[str, ...]:
@@ -47,21 +80,24 @@ def coordinates(package: Package, spark_version: str) -> tuple[str, ...]:
 
     Raises BrokerUnavailable if none is known for that version.
     """
-    delta = VERSIONS.get(spark_version)
+    release = release_of(spark_version)
     match package:
         case "jdbc":
             return _JDBC
-        case "kafka" if spark_version in VERSIONS:
-            return (f"org.apache.spark:spark-sql-kafka-0-10_{_SCALA}:{spark_version}",)
-        case "delta" if delta is not None:
-            return (delta,)
-        case "kafka" | "delta":
-            what, usable = "Kafka connector", list(VERSIONS)
-            if package == "delta":
-                what, usable = "Delta release", [version for version, found in VERSIONS.items() if found]
+        case "kafka":
+            return (f"org.apache.spark:spark-sql-kafka-0-10_{_SCALA}:{release.kafka}",)
+        case "delta":
+            return (f"io.delta:{release.delta}",)
+        case "s3":
+            return (f"org.apache.hadoop:hadoop-aws:{release.hadoop}",)
+        case "iceberg" if release.iceberg is not None:
+            runtime = f"iceberg-spark-runtime-{_line(spark_version)}_{_SCALA}"
+            return (f"org.apache.iceberg:{runtime}:{release.iceberg}",)
+        case "iceberg":
+            lines = [line for line, each in RELEASES.items() if each.iceberg]
             raise BrokerUnavailable(
-                f"no {what} is known for PySpark {spark_version}: install PySpark {', '.join(usable[:-1])} or "
-                f"{usable[-1]}, or give Spark its jars yourself (`--conf spark.jars=...`)."
+                f"there is no Iceberg for PySpark {spark_version}: install PySpark {_either(lines)}, or give Spark its "
+                f"jars yourself (`--conf spark.jars=...`)."
             )
 
 
@@ -92,7 +128,7 @@ def _fetch(wanted: tuple[str, ...], directory: Path) -> None:
         ready = Path(temporary) / "ready"
         ready.mkdir()
         try:
-            locks = _locks(wanted)
+            locks = _locks()
             for artifact in _resolve(wanted, Path(temporary) / "repository"):
                 jar: Path = artifact.resolve()
                 if _VERSIONED.sub("", jar.name) not in bundled:
@@ -107,16 +143,13 @@ def _fetch(wanted: tuple[str, ...], directory: Path) -> None:
             ready.rename(directory)
 
 
-def _locks(wanted: Iterable[str]) -> Mapping[str, Jar] | None:
-    """Return the locked jars by coordinate; None for a version of Spark that is not in the lock file."""
+def _locks() -> Mapping[str, Jar]:
+    """Return the locked jars by coordinate."""
     text = resources.files(__package__).joinpath(_LOCK_FILE).read_text(encoding="utf-8")
-    locks = {jar.coordinate: jar for jar in read_lock(text)}
-    return locks if all(root in locks for root in wanted) else None
+    return {jar.coordinate: jar for jar in read_lock(text)}
 
 
-def _refuse_other(found: Jar, locks: Mapping[str, Jar] | None) -> None:
-    if locks is None:
-        return
+def _refuse_other(found: Jar, locks: Mapping[str, Jar]) -> None:
     wanted = locks.get(found.coordinate)
     if found != wanted:
         expected = "does not name it" if wanted is None else f"expects {wanted.sha256}"
@@ -135,15 +168,16 @@ def _resolve(wanted: Iterable[str], repository: Path) -> list[Artifact]:
 
 
 def _print_lock_file() -> None:
-    lines: dict[str, Jar] = {}
+    lines = dict(_locks())
     for package in get_args(Package):
+        if package == "iceberg" and release_of(pyspark.__version__).iceberg is None:
+            continue
         with tempfile.TemporaryDirectory() as temporary:
             for artifact in _resolve(coordinates(package, pyspark.__version__), Path(temporary)):
                 if _VERSIONED.sub("", artifact.resolve().name) not in _bundled():
                     jar = locked(artifact)
                     lines[jar.coordinate] = jar
-    what = f"# The jars beside PySpark {pyspark.__version__}: sha256, bytes, coordinate."
-    head = f"{what} Written by: python -m dedup.spark.spark_jars"
+    head = "# The jars beside PySpark: sha256, bytes, coordinate. Written by: python -m dedup.spark.spark_jars"
     body = [f"{jar.sha256} {jar.size_bytes} {jar.coordinate}" for _, jar in sorted(lines.items())]
     os.write(1, "\n".join([head, *body, ""]).encode())
 

@@ -4,6 +4,8 @@ Several commands are one application, one after the other: each starts a JVM and
 
 `failures=N`: attempts fail N times, in turn upstream of the judge, inside it, and by SIGKILL of the Python worker; each
 takes a token from the directory ``DRIVER_TOKENS``, so that drivers started one after the other share the number.
+
+`publishing=N`: the driver of a backfill is killed at step N of publishing, of `STEPS`.
 """
 
 from __future__ import annotations
@@ -93,7 +95,49 @@ def attempts_fail(failures: int) -> None:
     stream.judge_partition = partial(judging, judge)
 
 
-ACCIDENTS: dict[str, Callable[[int], None]] = {"failures": attempts_fail}
+STEPS = (
+    "half of the rows are written",
+    "the files are there",
+    "they are counted",
+    "they are listed",
+    "it is published",
+)
+
+
+def killed_while_publishing(step: int) -> None:
+    """This driver is killed at a step of publishing a backfill by its manifest."""
+    from dedup.spark import backfill, batch_verdicts, session  # noqa: PLC0415  only where it is asked for
+
+    driver = os.getpid()
+    frame, write = batch_verdicts.Judging.frame, session.HadoopDirectory.write
+
+    def kill(*_: Any, **__: Any) -> Any:
+        os.kill(driver, signal.SIGKILL)
+
+    def half(batches: Iterable[Any]) -> Iterator[Any]:
+        from pyspark import TaskContext  # noqa: PLC0415  on executors only
+
+        for batch in batches:
+            if TaskContext.get().partitionId():
+                kill()
+            yield batch
+
+    def write_last(self: Any, path: Any, text: str, part_name: str) -> None:
+        write(self, path, text, part_name)
+        if path.getParent().getName() == "_runs":
+            kill()
+
+    patches: list[tuple[Any, str, Any]] = [
+        (batch_verdicts.Judging, "frame", lambda self: frame(self).mapInArrow(half, self.schema)),
+        (backfill, "_counts", kill),
+        (backfill, "listed", kill),
+        (backfill.RunDirectory, "_publish_manifest", kill),
+        (session.HadoopDirectory, "write", write_last),
+    ]
+    setattr(*patches[step])
+
+
+ACCIDENTS: dict[str, Callable[[int], None]] = {"failures": attempts_fail, "publishing": killed_while_publishing}
 
 
 def main() -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
+import subprocess
 import sys
 from pathlib import Path
 
@@ -14,6 +16,7 @@ from dedup.embedded.child_process import ChildProcess
 from dedup.embedded.java import use_java_of_spark
 from tests.integration.fleet import Job, until
 from tests.integration.workload import workload
+from tests.spark import notebook
 from tests.spark.streaming import FAST_JAVA, checkpoint_of, start_spark
 
 SPARK_CLASS = Path(pyspark.__file__).parent / "bin" / "spark-class"
@@ -37,11 +40,15 @@ def free_port():
         return probe.getsockname()[1]
 
 
-def started(directory, name, *arguments):
+def environment():
     environ = {"JAVA_HOME": os.environ["JAVA_HOME"], "PYSPARK_PYTHON": sys.executable, "SPARK_LOCAL_IP": "127.0.0.1"}
     environ |= {"SPARK_HOME": str(SPARK_CLASS.parents[1]), "PATH": os.environ["PATH"]}
     environ["SPARK_DAEMON_JAVA_OPTS"] = FAST_JAVA
-    command = ["env", *(f"{key}={value}" for key, value in environ.items()), str(SPARK_CLASS), *arguments]
+    return ["env", *(f"{key}={value}" for key, value in environ.items())]
+
+
+def started(directory, name, *arguments):
+    command = [*environment(), str(SPARK_CLASS), *arguments]
     return ChildProcess(command, directory / f"{name}.log")
 
 
@@ -89,3 +96,15 @@ def test_a_stream_and_a_backfill_on_a_cluster(cluster, job):
     job.judge()
     unique = len(job.read(job.output))
     assert f"unique {unique:,}" in both.log.rpartition("judged 12,000")[2], both.log
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_the_notebook_of_the_docs_by_spark_submit(cluster, tmp_path):
+    notebook.write_files(tmp_path)
+    submit = [str(SPARK_CLASS.with_name("spark-submit")), "--master", cluster, *LOOPBACK, *SMALL, notebook.__file__]
+    done = subprocess.run(
+        [*environment(), *submit], cwd=tmp_path, capture_output=True, text=True, check=False, timeout=START_S
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout.splitlines()[-1]) == notebook.EXPECTED

@@ -7,6 +7,7 @@ import tomllib
 from dataclasses import replace
 from importlib import resources
 from pathlib import Path
+from typing import get_args
 from unittest.mock import patch
 
 import pyspark
@@ -17,7 +18,7 @@ from dedup.embedded.kafka_jars import read_lock
 from dedup.errors import BrokerUnavailable
 from dedup.spark import session
 from dedup.spark import spark_jars as jars
-from dedup.spark.spark_jars import coordinates, jars_for
+from dedup.spark.spark_jars import RELEASES, Package, coordinates, jars_for
 
 ROOT = Path(__file__).parents[2]
 
@@ -28,7 +29,9 @@ def lock():
 
 def test_the_jars_of_this_run_are_those_of_the_lock_file(spark):
     found = {jar.name: hashlib.sha256(jar.read_bytes()).hexdigest() for jar in jars_for(("kafka", "delta", "jdbc"))}
-    assert found == {jar.file_name: jar.sha256 for jar in lock()}
+    locked = {jar.file_name: jar.sha256 for jar in lock()}
+    assert found == {name: locked[name] for name in found}
+    assert len(found) > 4
 
 
 class Fetched:
@@ -43,14 +46,30 @@ class Fetched:
         return self._path
 
 
-@pytest.mark.parametrize(
-    ("package", "version", "usable"),
-    [("kafka", "4.3.0", "4.0.0, 4.0.1, 4.1.1 or 4.2.0"), ("delta", "4.2.0", "4.0.0, 4.0.1 or 4.1.1")],
-)
-def test_a_version_of_spark_without_known_jars_is_one_sentence_that_names_those_with(package, version, usable):
+@pytest.mark.parametrize("version", ["3.5.8", "4.3.0", "4.30.0", "5.0.0.dev1"])
+def test_another_version_of_spark_is_one_sentence_that_names_the_supported_ones(version):
     with patch.object(pyspark, "__version__", version), pytest.raises(BrokerUnavailable) as refused:
-        jars_for((package,), {"XDG_CACHE_HOME": "/nowhere"})
-    assert f"for PySpark {version}: install PySpark {usable}, or" in str(refused.value)
+        session.session_for(None)
+    assert f"PySpark {version} is not supported" in str(refused.value)
+    assert "install PySpark 4.0, 4.1 or 4.2 (" in str(refused.value)
+
+
+def test_a_spark_without_iceberg_names_those_with():
+    with pytest.raises(BrokerUnavailable, match=r"no Iceberg for PySpark 4\.2\.0: install PySpark 4\.0 or 4\.1, or"):
+        coordinates("iceberg", "4.2.0")
+
+
+@pytest.mark.parametrize("line", RELEASES)
+def test_every_supported_version_is_in_the_lock_file(line):
+    locked = {jar.coordinate for jar in lock()}
+    for package in get_args(Package):
+        if package != "iceberg" or RELEASES[line].iceberg:
+            assert set(coordinates(package, f"{line}.99")) <= locked
+
+
+def test_hadoop_for_s3_is_the_one_that_is_part_of_spark():
+    (bundled,) = (Path(pyspark.__file__).parent / "jars").glob("hadoop-client-api-*.jar")
+    assert coordinates("s3", pyspark.__version__)[0].rpartition(":")[2] == bundled.stem.rpartition("-")[2]
 
 
 def test_jars_that_the_user_names_are_taken_instead_of_a_download(spark):
@@ -61,32 +80,23 @@ def test_jars_that_the_user_names_are_taken_instead_of_a_download(spark):
         assert session.session_for(None, packages=("kafka",), conf=own).sparkContext is spark.sparkContext
 
 
-def test_the_extra_takes_no_newer_spark_than_one_whose_jars_are_known():
+def test_the_extra_takes_what_is_supported_and_nothing_newer():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     (wanted,) = (each for each in map(Requirement, project["optional-dependencies"]["spark"]) if each.name == "pyspark")
-    (newest,) = (each.version for each in wanted.specifier if each.operator == "<=")
-    assert coordinates("kafka", newest)
-    assert coordinates("delta", newest)
-    assert not wanted.specifier.contains("4.3.0")
+    versions = [f"{major}.{minor}.{patch}" for major in (3, 4, 5) for minor in range(6) for patch in (0, 9)]
+    for version in versions:
+        assert wanted.specifier.contains(version) == (version.rpartition(".")[0] in RELEASES)
 
 
-@pytest.mark.parametrize("known", [True, False])
-def test_a_jar_that_differs_is_refused_and_nothing_is_kept(tmp_path, known):
+def test_a_jar_that_differs_is_refused_and_nothing_is_kept(tmp_path):
     (tmp_path / "maven").mkdir()
-    version = pyspark.__version__ if known else "4.0.1"
-    (root,) = coordinates("kafka", version)
-    environ = {"XDG_CACHE_HOME": str(tmp_path / "cache")}
+    (root,) = coordinates("kafka", pyspark.__version__)
     with (
         patch.object(jars, "_resolve", lambda _wanted, _repository: [Fetched(tmp_path / "maven", root)]),
-        patch.object(jars, "coordinates", lambda _package, _version: (root,)),
+        pytest.raises(BrokerUnavailable, match=r"spark-jars.lock expects [0-9a-f]{64}\. Nothing was kept"),
     ):
-        if known:
-            with pytest.raises(BrokerUnavailable, match=r"spark-jars.lock expects [0-9a-f]{64}\. Nothing was kept"):
-                jars_for(("kafka",), environ)
-            assert list((tmp_path / "cache").rglob("*.jar")) == []
-        else:
-            # No list knows that version: what Maven Central has is taken.
-            assert [jar.name for jar in jars_for(("kafka",), environ)] == [f"spark-sql-kafka-0-10_2.13-{version}.jar"]
+        jars_for(("kafka",), {"XDG_CACHE_HOME": str(tmp_path / "cache")})
+    assert list((tmp_path / "cache").rglob("*.jar")) == []
 
 
 def test_a_jar_that_the_list_lacks_is_refused():

@@ -1,0 +1,131 @@
+"""Tables as input: by their names in a catalog, in Delta, Iceberg and files, pinned to a version."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pyspark
+import pytest
+from pyspark.sql import SparkSession
+
+from dedup.errors import SettingsError, StateIncompatible
+from dedup.spark.backfill import backfill
+from dedup.spark.files import read_files
+from dedup.spark.spark_jars import RELEASES
+from tests.spark.streaming import FAST_JAVA
+from tests.spark.test_batch_files import LOG, NOW_MS, VERDICTS, topology, verdicts_at, write
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def log(spark, tmp_path):
+    write(tmp_path / "log.parquet", LOG)
+    return spark.read.parquet(str(tmp_path / "log.parquet"))
+
+
+@pytest.fixture
+def shop(spark: SparkSession):
+    spark.sql("CREATE DATABASE shop")
+    yield "shop"
+    spark.sql("DROP DATABASE shop CASCADE")
+
+
+@pytest.mark.parametrize("fmt", ["delta", "parquet"])
+@pytest.mark.parametrize("catalog", ["", "spark_catalog."])
+def test_a_table_of_a_catalog_is_judged_with_the_column_that_partitions_it(spark, shop, log, tmp_path, fmt, catalog):
+    log.selectExpr("*", "partition AS shard").write.format(fmt).partitionBy("shard").saveAsTable("shop.orders")
+    history = read_files(spark, [f"{catalog}shop.orders"], "table")
+    report = backfill(history, topology(), str(tmp_path / "out"), now_ms=NOW_MS)
+    assert verdicts_at(spark, report.path) == VERDICTS
+    assert {(row["partition"], row["shard"]) for row in spark.read.parquet(report.path).collect()} == {(0, 0), (1, 1)}
+    again = backfill(read_files(spark, ["shop.orders"], "table"), topology(), str(tmp_path / "out"))
+    assert not again.fresh
+    spark.table("shop.orders").limit(1).write.format(fmt).mode("append").partitionBy("shard").saveAsTable("shop.orders")
+    with pytest.raises(StateIncompatible, match="with another topology, input or order"):
+        backfill(read_files(spark, ["shop.orders"], "table"), topology(), str(tmp_path / "out"))
+
+
+@pytest.mark.parametrize("fmt", ["delta", "table"])
+def test_a_delta_table_is_read_as_of_the_version_that_was_there(spark, shop, log, tmp_path, fmt):
+    where = str(tmp_path / "orders")
+    log.write.format("delta").save(where)
+    spark.sql(f"CREATE TABLE shop.orders USING delta LOCATION '{where}'")
+    history = read_files(spark, ["shop.orders" if fmt == "table" else where], fmt)
+    log.write.format("delta").mode("append").save(where)
+    report = backfill(history, topology(), str(tmp_path / "out"), now_ms=NOW_MS)
+    assert verdicts_at(spark, report.path) == VERDICTS
+
+
+def test_another_delta_table_at_the_same_path_is_another_input(spark, log, tmp_path):
+    identities = set()
+    for name in ("first", "second"):
+        log.write.format("delta").save(str(tmp_path / "orders"))
+        identities.add(read_files(spark, [str(tmp_path / "orders")], "delta").identity)
+        (tmp_path / "orders").rename(tmp_path / name)
+    assert len(identities) == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("shop.nowhere", "cannot be read as table: .*TABLE_OR_VIEW_NOT_FOUND"),
+        ("shop.none", "has no files: it is empty"),
+    ],
+)
+def test_a_name_that_is_no_table_of_records_is_refused(spark, shop, name, text):
+    spark.sql("CREATE TABLE shop.none (value STRING) USING parquet")
+    with pytest.raises(SettingsError, match=text):
+        read_files(spark, [name], "table")
+
+
+CREATE = """
+import sys
+from dedup.spark.session import session_for
+spark = session_for(None, master="local[1]", packages=("iceberg",), conf=dict(each.split("=", 1) for each in sys.argv[2:]))
+log = spark.read.parquet(sys.argv[1])
+if spark.catalog.tableExists("lake.shop.orders"):
+    log.limit(1).writeTo("lake.shop.orders").append()
+else:
+    spark.sql("CREATE NAMESPACE lake.shop")
+    log.writeTo("lake.shop.orders").using("iceberg").create()
+"""
+
+
+@pytest.mark.long
+@pytest.mark.skipif(
+    RELEASES[pyspark.__version__.rpartition(".")[0]].iceberg is None, reason="there is no Iceberg for this Spark"
+)
+def test_an_iceberg_table_is_judged_by_its_name(spark, log, tmp_path, monkeypatch):
+    """By commands as a user gives them: this session's Java has no Iceberg."""
+    conf = {
+        "spark.sql.catalog.lake": "org.apache.iceberg.spark.SparkCatalog",
+        "spark.sql.catalog.lake.type": "hadoop",
+        "spark.sql.catalog.lake.warehouse": str(tmp_path / "lake"),
+        "spark.driver.extraJavaOptions": FAST_JAVA,
+        "spark.sql.shuffle.partitions": "2",
+    }
+    settings = [f"{key}={value}" for key, value in conf.items()]
+    shop = '{"dedup": 1, "name": "shop", "source": {"topics": ["orders"], "partitioned_by": "tracking_id"}, '
+    shop += '"tracking_id": {"field": "id"}, "guard_period": "10s", "grace": "5s", "output": {"topic": "out"}}'
+    (tmp_path / "shop.yaml").write_text(shop, encoding="utf-8")
+
+    def run(*command):
+        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=300)
+
+    def create():
+        done = run(sys.executable, "-c", CREATE, "log.parquet", *settings)
+        assert done.returncode == 0, done.stderr
+
+    options = ["--input", "lake.shop.orders", "--format", "table", "--out", "out", "--now", "2026-01-01T00:00:00Z"]
+    options += [part for each in settings for part in ("--conf", each)]
+    backfilling = [sys.executable, "-m", "dedup.cli.main", "spark", "backfill", "shop.yaml", *options]
+    create()
+    first = run(*backfilling)
+    assert first.returncode == 0, first.stderr
+    assert verdicts_at(spark, str(tmp_path / "out" / "run=backfill")) == VERDICTS
+    assert "was published before" in run(*backfilling).stderr
+    create()
+    assert "with another topology, input or order" in run(*backfilling).stderr
