@@ -60,6 +60,6 @@ def test_a_killed_driver_and_failing_attempts(job, spark):
 
 
 @pytest.mark.long
-@pytest.mark.timeout(1_800)
-def test_five_killed_drivers_and_twenty_failing_attempts(job, spark):
-    survives(job, spark, events=100_000, kills=5, failures=20)
+@pytest.mark.timeout(3_600)
+def test_ten_killed_drivers_and_twenty_failing_attempts(job, spark):
+    survives(job, spark, events=1_000_000, kills=10, failures=20)
