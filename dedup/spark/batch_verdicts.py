@@ -16,28 +16,39 @@ The reduce side sorts them into judging order and folds them (`reduce_side`, `co
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 from pyspark.sql import DataFrame, SparkSession
-from pyspark.sql.types import StructType
+from pyspark.sql import functions as F  # noqa: N812 - the name every Spark page uses
+from pyspark.sql.types import BinaryType, StructType
 
 from dedup.core.window import Feed
 from dedup.errors import InvariantBroken, Problem, SettingsError, TopologyError
 from dedup.spark.columnar_fold import Integers
 from dedup.spark.columns import BatchFunction
 from dedup.spark.files import InputSplits, opened
-from dedup.spark.map_side import MOST_REDUCERS, PACKED_ROWS, TARGET, MapPlan, Mode, map_function
+from dedup.spark.map_side import KNOWN, MOST_REDUCERS, PACKED_ROWS, TARGET, LogEnds, MapPlan, Mode, map_function
 from dedup.spark.reduce_side import JUDGED, ReducePlan, reduce_function
 from dedup.spark.rows import COORDINATES, RECORDS, headers_of
 from dedup.spark.session import shuffle_partitions
+from dedup.spark.sightings import routed
 from dedup.topology.model import Topology
 
 Order = Literal["offsets", "event_time"]
 """``offsets`` is for rows with Kafka coordinates, in log order. ``event_time`` is for rows without; nothing is late."""
+
+
+@dataclass(frozen=True, slots=True)
+class Earlier:
+    """What earlier jobs left, for one that continues them."""
+
+    ends: LogEnds
+    layers: Mapping[int, DataFrame]
+    """Rows of `sightings.LAYER`, by their number of buckets."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +89,7 @@ def judged(
     return judging(df, topology, now_ms=now_ms, order=order, contiguous=contiguous, feeds=feeds).frame()
 
 
-def judging(
+def judging(  # noqa: PLR0913 - what is known about the input
     df: DataFrame,
     topology: Topology,
     *,
@@ -87,8 +98,12 @@ def judging(
     contiguous: bool = False,
     feeds: Sequence[Feed] = (),
     pieces: InputSplits | None = None,
+    earlier: Earlier | None = None,
 ) -> Judging:
-    """Return the state of `judged` before the reduce side; ``pieces`` are the same records as files for tasks."""
+    """Return the state of `judged` before the reduce side; ``pieces`` are the same records as files for tasks.
+
+    ``earlier`` makes the job go on where others ended, unless the topology is judged from several feeds.
+    """
     refuse_other_shape(df)
     mode = mode_of(topology, order, feeds)
     reducers, batch_rows = _shuffle_settings(df.sparkSession)
@@ -102,7 +117,14 @@ def judging(
         ready = _in_log_order(df.withColumn("headers", headers_of(df)), mode, reducers, contiguous=contiguous)
         packed = ready.mapInArrow(map_batches, PACKED_ROWS)
     schema = StructType([*df.schema.fields, *JUDGED])
-    return Judging(packed.repartition(reducers, TARGET), ReducePlan(topology, mode, df.schema.names), schema)
+    plan = ReducePlan(topology, mode, df.schema.names)
+    if earlier is not None:
+        plan = replace(plan, ends=earlier.ends)
+        if earlier.layers:
+            packed = packed.withColumn(KNOWN, F.lit(None).cast(BinaryType()))
+        for buckets, layer in earlier.layers.items():
+            packed = packed.unionByName(routed(layer, buckets, targets, batch_rows))
+    return Judging(packed.repartition(reducers, TARGET), plan, schema)
 
 
 def _chained(first: BatchFunction, then: BatchFunction) -> BatchFunction:
