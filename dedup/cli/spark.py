@@ -1,16 +1,17 @@
-"""Implements `dedup spark run`, `backfill`, `seed`, `audit`, and `upsert`.
+"""Implements `dedup spark run`, `backfill`, `incremental`, `seed`, `audit`, and `upsert`.
 
 PySpark is imported when a command runs, because `--help` must be fast and work without it.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final, Literal
@@ -240,6 +241,54 @@ def backfill_command(
     verdicts = "  ".join(f"{name} {count:,}" for name, count in report.verdicts.items())
     typer.echo(f"judged {sum(report.verdicts.values()):,}: {verdicts}")
     typer.echo(f"verdicts: {report.path}")
+
+
+def incremental_command(  # noqa: PLR0917  # one parameter per option
+    topology: TopologyArgument,
+    inputs: Annotated[list[str], typer.Option("--input", help="Files or directories that grow, or a Delta table.")],
+    out: Annotated[str, typer.Option(help="Path of the Delta table of verdicts; the first run creates it.")],
+    fmt: Annotated[
+        InputFormat, typer.Option("--format", help="Format of --input. json: each line is an event.")
+    ] = "parquet",
+    rows_are_events: _RowsAreEvents = False,
+    now: Annotated[str | None, typer.Option(help="Current time, after which event times are in the future.")] = None,
+    as_json: JsonOption = False,
+    master: _Master = None,
+    conf: _Conf = None,
+    quiet: _Quiet = False,
+) -> None:
+    """Judge what is new in an input since the last run, and append the verdicts to a Delta table, exactly once.
+
+    Each run reads the new files, or the new versions of a Delta table, and what the run before left in the table's
+    directory. To finish a run that was killed, run it again.
+
+    Examples: dedup spark incremental topologies/orders.yaml --input bronze/orders/ --out silver/orders
+
+    dedup spark incremental orders.yaml --input bronze/orders --format delta --rows-are-events --out silver/orders
+
+    dedup spark incremental orders.yaml --input s3a://lake/events/ --format json --out s3a://lake/silver/events --json
+    """
+    if fmt == "delta" and len(inputs) > 1:
+        text = f"{len(inputs)} Delta tables are given, and a run reads one; run it once for each, with the same --out"
+        raise SettingsError([Problem("--input", text)])
+
+    from dedup.spark.incremental import incremental
+    from dedup.spark.incremental_input import NewFiles, NewVersions
+
+    parsed = read_topology(topology)
+    now_ms = None if now is None else time_of("--now", now)
+    with _job(parsed, master, conf, _packages(delta=True), quiet=quiet) as spark:
+        if fmt == "delta":
+            source: NewFiles | NewVersions = NewVersions(spark, inputs[0], rows_are_events)
+        else:
+            source = NewFiles(spark, inputs, fmt, rows_are_events)
+        report = incremental(source, parsed, out, now_ms=now_ms, say=partial(typer.echo, err=True))
+    if as_json:
+        typer.echo(json.dumps(asdict(report)))
+    elif report.fresh:
+        verdicts = "  ".join(f"{name} {count:,}" for name, count in report.verdicts.items())
+        typer.echo(f"run {report.run}: judged {report.new_rows:,} in {report.seconds:.1f} s: {verdicts}")
+        typer.echo(f"verdicts: {report.path}")
 
 
 def _refuse_topic_options(start: str, until: str, *, repartitioned: bool) -> None:

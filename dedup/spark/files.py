@@ -119,27 +119,52 @@ class History:
     """The same records, if tasks can read the files themselves."""
 
 
-def read_files(spark: SparkSession, paths: Sequence[str], fmt: FileFormat, *, rows_are_events: bool = False) -> History:
+def read_files(
+    spark: SparkSession,
+    paths: Sequence[str],
+    fmt: FileFormat,
+    *,
+    rows_are_events: bool = False,
+    base: str | None = None,
+) -> History:
     """Return the records of files or directories.
 
     With ``rows_are_events``, the table has no column `value`, and each row, as JSON without its null columns, is an
-    event. Raises SettingsError with every file that is damaged or has a different schema than the first, and
+    event. ``base`` is the directory below which directories are columns (`day=2026-01-31/`), if the paths are files.
+    Raises SettingsError with every file that is damaged or has a different schema than the first, and
     TopologyError for columns that are missing or have a wrong type.
     """
     place = ", ".join(paths)
     if rows_are_events and fmt.startswith("json"):
         text = f"--rows-are-events is for tables; with --format {fmt} each line is a record already"
         raise SettingsError([Problem(place, text)])
-    table, of_path = _table(spark, paths, fmt, place)
+    table, of_path = _table(spark, paths, fmt, place, base)
+    identity = _delta_version(spark, paths) if fmt == "delta" else None
+    return read_table(table, fmt, place, of_path=of_path, identity=identity, rows_are_events=rows_are_events)
+
+
+def read_table(
+    table: DataFrame,
+    fmt: FileFormat,
+    place: str,
+    *,
+    of_path: Sequence[str] = (),
+    identity: str | None = None,
+    rows_are_events: bool = False,
+) -> History:
+    """Return the records of a table; ``of_path`` are columns to keep, and ``identity`` is by default that of its files.
+
+    Raises TopologyError for columns that are missing or have a wrong type.
+    """
+    spark = table.sparkSession
     if rows_are_events:
         table, of_path = table.select(as_events(table).alias("value")), []
     records = records_of_files(table, place=place, others=of_path)
     by_arrow = fmt == "parquet" and not rows_are_events and not of_path
     splits = _input_splits(spark, table.inputFiles(), table) if by_arrow else None
     placed, contiguous = _log_order(records, place, splits) if "offset" in table.columns else (False, False)
-    identity, size_bytes = _files_identity(spark, table)
-    if fmt == "delta":
-        identity = _delta_version(spark, paths)
+    files_identity, size_bytes = _files_identity(spark, table)
+    identity = identity or files_identity
     return History(
         records,
         placed,
@@ -152,9 +177,13 @@ def read_files(spark: SparkSession, paths: Sequence[str], fmt: FileFormat, *, ro
     )
 
 
-def _table(spark: SparkSession, paths: Sequence[str], fmt: FileFormat, place: str) -> tuple[DataFrame, list[str]]:
+def _table(
+    spark: SparkSession, paths: Sequence[str], fmt: FileFormat, place: str, base: str | None
+) -> tuple[DataFrame, list[str]]:
     """Return the table, and its columns that are in the paths (``day=2026-01-31/``) and are none of a record's."""
     reader = spark.read.options(**_LOSSLESS)
+    if base is not None:
+        reader = reader.option("basePath", base)
     try:
         match fmt:
             case "delta":
