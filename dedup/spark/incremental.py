@@ -200,8 +200,8 @@ class _Run:
 
     def publish(self) -> IncrementalReport:
         """Judge what the intent names, write the state, commit, and return the report."""
-        types = self._id_types()
         history = self._source.open(self._intent.pinned)
+        types = self._id_types()
         mode = self._mode(history)
         self._say(f"{self._topology.name}: run {self._intent.run}: {history.place}: {order_text(mode)}")
         known = self._state.live_layers(self._topology.window.retention_ms)
@@ -338,6 +338,12 @@ class OutputTable:
             found = _named(row)
             if found is not None and found == max(runs):
                 return found
+            if found is not None:
+                raise StateIncompatible(
+                    f"{self.path} was restored to run {found.run}, and run {max(runs).run} had been committed: Delta "
+                    f"would drop run {found.run + 1}. Nothing was changed. Restore it to run {max(runs).run}, or judge "
+                    f"everything anew into another table (--out)."
+                )
             restored = row["operation"] == "RESTORE" and row["operationParameters"].get("version")
             if not restored and row["operation"] not in _HARMLESS:
                 raise StateIncompatible(_changed_text(self.path, row, max(runs, default=None)))

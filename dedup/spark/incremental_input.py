@@ -215,7 +215,14 @@ class NewVersions:
             )
         root = self._absolute()
         files = [name if "://" in name else f"{root}/{name}" for name in self._appended(pinned)]
-        return self.spark.read.schema(snapshot.schema).option("basePath", root).parquet(*files)
+        try:
+            return self.spark.read.schema(snapshot.schema).option("basePath", root).parquet(*files)
+        except AnalysisException as error:
+            raise StateIncompatible(
+                f"{self.path}: files that were appended after version {pinned['after']} are gone, because they were "
+                f"compacted and then deleted by VACUUM: {str(error).splitlines()[0]}. Nothing was changed. Judge "
+                f"everything anew into another table (--out), and run at least once within VACUUM's retention."
+            ) from error
 
     def _appended(self, pinned: Pinned) -> list[str]:
         """Return the files that the pinned versions appended."""

@@ -89,7 +89,7 @@ class ReducePlan:
 
 
 @dataclass(frozen=True, slots=True)
-class Folded:
+class FoldedRows:
     """The rows of one reduce task that were judged, sorted by ID and, within an ID, in judging order."""
 
     rows: SortedRows
@@ -148,7 +148,7 @@ def layer_function(plan: ReducePlan, layer: LayerPlan) -> BatchFunction:
     return run
 
 
-def _report(plan: ReducePlan, received: ReceivedRows, folded: Folded | None) -> dict[str, Any]:
+def _report(plan: ReducePlan, received: ReceivedRows, folded: FoldedRows | None) -> dict[str, Any]:
     verdicts: Counter[str] = Counter()
     ends = ends_after(read_notice(received.notices), plan.ends)
     if folded is not None:
@@ -161,7 +161,7 @@ def _report(plan: ReducePlan, received: ReceivedRows, folded: Folded | None) -> 
     return {"verdicts": dict(+verdicts), "ends": [[*place, *end] for place, end in ends.items()]}
 
 
-def _left(folded: Folded, topology: Topology) -> pa.Table:
+def _left(folded: FoldedRows, topology: Topology) -> pa.Table:
     """Return the sightings that these rows made or extended."""
     rows, decided = folded.rows, folded.decided
     nothing = pa.array([b""]).take(pa.array(np.zeros(len(rows.times_ms), np.int64)))
@@ -213,11 +213,11 @@ class Reducer:
             yield self._assembled(records, stream_ms[begin:end], _slice(decided, begin, end))
             begin = end
 
-    def folded(self) -> Folded | None:
+    def folded(self) -> FoldedRows | None:
         """Return what was judged; None if this task has no rows."""
         return None if self._rows is None else self._fold(self._rows, self._stream_times(self._rows))[1]
 
-    def _fold(self, rows: pa.Table, stream_ms: Integers) -> tuple[Integers, Folded]:
+    def _fold(self, rows: pa.Table, stream_ms: Integers) -> tuple[Integers, FoldedRows]:
         """Return the rows that are judged, in judging order, and their verdicts."""
         unjudged = rows.column(UNJUDGED.name)
         open_rows = np.flatnonzero(unjudged.is_null().to_numpy())
@@ -226,7 +226,7 @@ class Reducer:
         decided = judge_sorted(sorted_rows, self._plan.topology.rules, self._by_group(known, names, sorted_rows))
         counts = Counter(text.split(SEPARATOR, 1)[0] for text in unjudged.drop_null().to_pylist())
         ids = rows.column(ID.name).take(pa.array(order)).combine_chunks()
-        return order, Folded(sorted_rows, decided, ids, known, counts)
+        return order, FoldedRows(sorted_rows, decided, ids, known, counts)
 
     def _known(self, names: pa.Array) -> pa.Table:
         """Return the sightings of earlier jobs that have one of these IDs and still count."""

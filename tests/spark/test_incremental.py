@@ -9,13 +9,15 @@ import random
 import signal
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
 
 from dedup.core.reference_model import ReferenceModel
-from dedup.core.window import Source
+from dedup.core.window import BEFORE_ALL_TIME, Source
 from dedup.errors import StateIncompatible
 from dedup.spark.incremental import OutputTable, incremental
 from dedup.spark.incremental_input import NewFiles, NewRows, NewVersions
@@ -69,15 +71,13 @@ def killed(spark, path, out, topology_, point, monkeypatch, *, after):
             append(spark, path, out, topology_)
 
 
-def verdicts_of(spark, out) -> dict[tuple[int, int], tuple[Row, int | None]]:
+def verdicts_of(spark, out) -> dict[tuple[int, int], tuple[Row, int]]:
     found = {}
     for row in spark.read.format("delta").load(str(out)).collect():
         first = None if row.first_partition is None else (row.first_partition, row.first_offset)
         assert (row.partition, row.offset) not in found
-        found[row.partition, row.offset] = (
-            Row(row.verdict, row.reason, row.first_time_ms, first),
-            row.stream_time_ms,
-        )
+        stream_time_ms = BEFORE_ALL_TIME if row.stream_time_ms is None else row.stream_time_ms
+        found[row.partition, row.offset] = Row(row.verdict, row.reason, row.first_time_ms, first), stream_time_ms
     return found
 
 
@@ -102,17 +102,17 @@ def test_any_cuts_with_killed_runs_give_what_the_model_gives(spark, tmp_path, mo
             assert report.new_rows == sum(report.verdicts.values()) == end - begin
     expected = by_model(events, made)
     found = verdicts_of(spark, out)
-    assert {place: row for place, (row, _) in found.items()} == {place: row for place, (row, _) in expected.items()}
+    assert found == expected
     assert {"unique", "duplicate", "late", "dead_letter"} <= {row.verdict for row, _ in found.values()}
-    # Only the last two runs' state is kept.
-    assert {each.name[:8] for each in (out / "_dedup" / "runs").glob("0*.json")} == {"00000005", "00000006"}
+    # A run deletes what neither it nor the one before needs; the last one was killed before it could.
+    assert {each.name[:8] for each in (out / "_dedup" / "runs").glob("0*.json")} == {f"0000000{n}" for n in (4, 5, 6)}
 
 
 def test_rows_without_coordinates_are_judged_as_the_model_fed_run_by_run(spark, tmp_path):
-    made = parse(json.dumps(document("plain", {}, TOPIC)), name="plain")
+    made = parse(json.dumps(document("plain", {"guard_period": "4s", "grace": "2s"}, TOPIC)), name="plain")
     events = [each for each in stream(6, 1_500) if each.timestamp_ms < NOW_MS]
     table = without_places(events)
-    # The last run is an old month that came late: nearly all of it is behind stream time by more than the grace period.
+    # What comes last is the oldest: most of it is behind stream time by more than the grace period.
     parts = [(500, 1_000), (1_000, 1_500), (0, 500)]
     model = ReferenceModel(rules_of(made), [(0, -1)])
     recipe, expected = recipe_of(made), []
@@ -133,7 +133,7 @@ def test_rows_without_coordinates_are_judged_as_the_model_fed_run_by_run(spark, 
         found.append((row.run, value, row.timestamp_ms, verdict))
     assert sorted(map(repr, found)) == sorted(map(repr, expected))
     late = [number for number, *_, row in expected if row.verdict == "late"]
-    assert set(late) >= {3}
+    assert late.count(3) > 200
     assert 1 not in late
 
 
@@ -216,33 +216,39 @@ def test_a_table_that_was_compacted_or_restored_is_gone_on_with(spark, grown):
 
 def test_a_table_restored_to_an_earlier_run_is_refused(spark, grown):
     spark.sql(f"RESTORE TABLE delta.`{grown[1]}` TO VERSION AS OF 0")
-    with pytest.raises(StateIncompatible, match=r"somebody else has changed .* after run 2|no run of dedup"):
+    with pytest.raises(StateIncompatible, match=r"was restored to run 1, and run 2 had been committed"):
         again(spark, grown)
 
 
-@pytest.mark.parametrize("when", ["before", "within"])
-def test_of_two_runs_at_once_one_wins_and_the_other_is_told(spark, grown, monkeypatch, when):
-    commit = OutputTable.commit
-    balanced = OutputTable._refuse_other_columns
-    others = []
-
-    def other():
-        if not others:
-            others.append(None)
-            others[0] = again(spark, grown)
+def test_a_run_that_commits_after_another_of_the_same_parent_is_told(spark, grown, monkeypatch):
+    """Delta drops its commit without a word."""
+    commit, others = OutputTable.commit, []
 
     def late(self, *arguments):
-        other()
+        monkeypatch.setattr(OutputTable, "commit", commit)
+        others.append(again(spark, grown))
         commit(self, *arguments)
 
-    def checked(self, rows):
-        balanced(self, rows)
-        other()
-
-    monkeypatch.setattr(OutputTable, *(("commit", late) if when == "before" else ("_refuse_other_columns", checked)))
+    monkeypatch.setattr(OutputTable, "commit", late)
     with pytest.raises(StateIncompatible, match=r"another job has committed run 3 of .* Nothing of this one"):
         again(spark, grown)
     assert others[0].verdicts == {"duplicate": 1, "unique": 1}
+    assert sorted(verdicts_of(spark, grown[1])) == [(0, offset) for offset in range(6)]
+
+
+def test_of_two_runs_that_commit_at_once_one_wins(spark, grown, monkeypatch):
+    check, both = OutputTable._refuse_other_columns, threading.Barrier(2)
+
+    def checked(self, rows):
+        check(self, rows)
+        both.wait(timeout=120)
+
+    monkeypatch.setattr(OutputTable, "_refuse_other_columns", checked)
+    with ThreadPoolExecutor(2) as pool:
+        ended = [pool.submit(again, spark, grown) for _ in range(2)]
+    failed = [each.exception() for each in ended if each.exception()]
+    assert [type(each) for each in failed] == [StateIncompatible]
+    assert "another job has committed run 3" in str(failed[0])
     assert sorted(verdicts_of(spark, grown[1])) == [(0, offset) for offset in range(6)]
 
 
@@ -321,7 +327,7 @@ def test_a_delta_table_is_read_by_what_was_appended(spark, tmp_path):
     spark.sql(f"OPTIMIZE delta.`{bronze}`")
     assert not judge().fresh
     spark.sql(f"DELETE FROM delta.`{bronze}` WHERE id = 5")
-    with pytest.raises(StateIncompatible, match=r"version 6 \(DELETE\) changed or deleted rows"):
+    with pytest.raises(StateIncompatible, match=r"version \d \(DELETE\) changed or deleted rows"):
         judge()
     read = spark.read.format("delta").load(silver)
     assert sorted(json.loads(row.value)["id"] for row in read.collect()) == [1, 1, 2, 2, 3, 4, 5]
