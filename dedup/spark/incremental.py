@@ -145,6 +145,10 @@ def incremental(
     began_s = time.monotonic()
     with translated_errors():
         table = OutputTable(source.spark, out)
+        scheme = table.path.partition(":")[0]
+        warning = store_warning(table.path, source.spark.conf.get(f"spark.delta.logStore.{scheme}.impl", None))
+        if warning is not None:
+            say(f"{topology.name}: {warning}")
         last = table.last_run()
         state = table.state_of(last)
         identity = _identity(topology)
@@ -162,6 +166,17 @@ def incremental(
             say(f"{topology.name}: run {intent.run} was begun before and is finished now, with the input of then")
         report = _Run(source, topology, table, intent, state, say).publish()
     return replace(report, seconds=time.monotonic() - began_s)
+
+
+def store_warning(path: str, log_store: str | None) -> str | None:
+    """Return a sentence if two drivers could commit the same version of a table there; None if they cannot."""
+    scheme = path.partition(":")[0]
+    if log_store is not None or scheme not in {"s3", "s3a", "s3n"}:
+        return None
+    return (
+        f"{path}: Delta on S3 is safe with one driver at a time only, unless spark.delta.logStore.{scheme}.impl names "
+        f"a log store that prevents two commits of one version"
+    )
 
 
 def _identity(topology: Topology) -> str:
