@@ -68,13 +68,13 @@ SCHEMA: Final = pa.schema(
 )
 
 
-def write_rows(directory: Path, rows: int, repeats: float) -> int:
+def write_rows(directory: Path, rows: int, repeats: float, file_rows: int = FILE_ROWS) -> int:
     """Write the records of each partition to files of its own; return how many IDs there are."""
     dice = np.random.default_rng(7)
     fresh = 0
     for partition in range(PARTITIONS):
-        for first in range(0, rows // PARTITIONS, FILE_ROWS):
-            count = min(FILE_ROWS, rows // PARTITIONS - first)
+        for first in range(0, rows // PARTITIONS, file_rows):
+            count = min(file_rows, rows // PARTITIONS - first)
             again = dice.random(count) < repeats
             again[0] = False
             number = fresh + np.cumsum(~again) - 1

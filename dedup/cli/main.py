@@ -34,6 +34,7 @@ COMMANDS: Final[Mapping[str, Mapping[str, str]]] = {
     "Spark": {
         "spark run": "spark.run",
         "spark backfill": "spark.backfill_command",
+        "spark incremental": "spark.incremental_command",
         "spark seed": "spark.seed_command",
         "spark audit": "spark.audit_command",
         "spark upsert": "spark.upsert_command",
@@ -65,7 +66,9 @@ def create_app() -> typer.Typer:
         pretty_exceptions_enable=False,
     )
     app.callback()(_options)
-    spark = typer.Typer(help="The same topology on Spark: stream, backfill, seed, audit, tables.", no_args_is_help=True)
+    spark = typer.Typer(
+        help="The same topology on Spark: stream, backfill, incremental, seed, audit, tables.", no_args_is_help=True
+    )
     groups = {"": app, "spark": spark}
     for panel, commands in COMMANDS.items():
         for path, place in commands.items():

@@ -1,4 +1,4 @@
-"""Implements `dedup spark run`, `backfill`, `seed`, `audit`, `upsert`, and `sink`.
+"""Implements `dedup spark run`, `backfill`, `incremental`, `seed`, `audit`, `upsert`, and `sink`.
 
 PySpark is imported when a command runs, because `--help` must be fast and work without it.
 """
@@ -286,6 +286,55 @@ def backfill_command(
     written = f"{report.files:,} files in {report.seconds:.1f} s"
     lines = [*Counts(report.verdicts, report.causes).lines, f"verdicts: {report.path}", written]
     say(asdict(report), lines, as_json=as_json)
+
+
+def incremental_command(  # noqa: PLR0917  # one parameter per option
+    topology: TopologyArgument,
+    inputs: Annotated[list[str], typer.Option("--input", help="Files or directories that grow, or a Delta table.")],
+    out: Annotated[str, typer.Option(help="Path of the Delta table of verdicts; the first run creates it.")],
+    fmt: Annotated[
+        InputFormat, typer.Option("--format", help="Format of --input. json: each line is an event.")
+    ] = "parquet",
+    rows_are_events: _RowsAreEvents = False,
+    now: Annotated[str | None, typer.Option(help="Current time, after which event times are in the future.")] = None,
+    as_json: JsonOption = False,
+    master: _Master = None,
+    conf: _Conf = None,
+    quiet: _Quiet = False,
+) -> None:
+    """Judge what is new in an input since the last run, and append the verdicts to a Delta table, exactly once.
+
+    Each run reads the new files, or the new versions of a Delta table, and what the run before left in the table's
+    directory. To finish a run that was killed, run it again.
+
+    Examples: dedup spark incremental topologies/orders.yaml --input bronze/orders/ --out silver/orders
+
+    dedup spark incremental orders.yaml --input bronze/orders --format delta --rows-are-events --out silver/orders
+
+    dedup spark incremental orders.yaml --input s3a://lake/events/ --format json --out s3a://lake/silver/events --json
+    """
+    if fmt == "delta" and len(inputs) > 1:
+        text = f"{len(inputs)} Delta tables are given, and a run reads one; run it once for each, with the same --out"
+        raise SettingsError([Problem("--input", text)])
+
+    from dedup.spark.incremental import incremental
+    from dedup.spark.incremental_input import NewFiles, NewVersions
+
+    parsed = read_topology(topology)
+    now_ms = None if now is None else time_of("--now", now)
+    packages = _packages(conf, fmt, out, *inputs, delta=True)
+    with _job("incremental", parsed, master, conf, packages, quiet=quiet) as spark:
+        if fmt == "delta":
+            source: NewFiles | NewVersions = NewVersions(spark, inputs[0], rows_are_events)
+        else:
+            source = NewFiles(spark, inputs, fmt, rows_are_events)
+        report = incremental(source, parsed, out, now_ms=now_ms, say=_say_aside)
+    verdicts = "  ".join(f"{name} {count:,}" for name, count in report.verdicts.items())
+    lines = [
+        f"run {report.run}: judged {report.new_rows:,} in {report.seconds:.1f} s: {verdicts}",
+        f"verdicts: {report.path}",
+    ]
+    say(asdict(report), lines if report.fresh else [], as_json=as_json)
 
 
 def _refuse_topic_options(start: str, until: str, *, repartitioned: bool) -> None:

@@ -110,7 +110,7 @@ def backfill(
     if not _RUN.fullmatch(run):
         raise SettingsError([Problem(f"--run {run}", "is not a valid directory name; use letters, digits, - and _")])
     began_s = time.monotonic()
-    source = history if isinstance(history, History) else _history_of(history)
+    source = history if isinstance(history, History) else history_of(history)
     order: Order = "offsets" if source.placed else "event_time"
     mode = mode_of(topology, order, source.feeds)
     # Verdicts depend on more than state does: on the policies, too.
@@ -138,7 +138,11 @@ def backfill(
             return directory.publish(verdicts, report)
 
 
-def _history_of(df: DataFrame) -> History:
+def history_of(df: DataFrame) -> History:
+    """Return a DataFrame of `rows.RECORDS` as a history, identified by the number and a digest of its rows.
+
+    Raises SettingsError if only some rows have coordinates.
+    """
     refuse_other_shape(df)
     names = RECORDS.fieldNames()
     # xxhash64 ignores nulls. A sum does not depend on the order of rows; 64 bits would overflow.

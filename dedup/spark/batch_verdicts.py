@@ -17,14 +17,14 @@ The reduce side sorts them into judging order and folds them (`reduce_side`, `co
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, Literal
 
 import numpy as np
 import numpy.typing as npt
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812 - the name every Spark page uses
-from pyspark.sql.types import StructType
+from pyspark.sql.types import BinaryType, StructType
 
 from dedup.core.window import Feed
 from dedup.errors import InvariantBroken, Problem, SettingsError, TopologyError
@@ -32,10 +32,11 @@ from dedup.spark.columnar_fold import Integers
 from dedup.spark.columns import BatchFunction
 from dedup.spark.files import History, opened
 from dedup.spark.log_order import in_log_order, ranges_of, spread_function
-from dedup.spark.map_side import MOST_REDUCERS, PACKED_ROWS, TARGET, MapPlan, Mode, map_function
+from dedup.spark.map_side import KNOWN, MOST_REDUCERS, PACKED_ROWS, TARGET, LogEnds, MapPlan, Mode, map_function
 from dedup.spark.reduce_side import JUDGED, ReducePlan, reduce_function
 from dedup.spark.rows import COORDINATES, RECORDS, headers_of
 from dedup.spark.session import shuffle_partitions
+from dedup.spark.sightings import routed
 from dedup.topology.model import Topology
 
 _EXPLAINED: Final = frozenset({"dead_letter", "exempt", "late"})
@@ -45,6 +46,15 @@ _LEAST_BYTES_EACH: Final = 256 << 10
 
 Order = Literal["offsets", "event_time"]
 """``offsets`` is for rows with Kafka coordinates, in log order. ``event_time`` is for rows without; nothing is late."""
+
+
+@dataclass(frozen=True, slots=True)
+class Earlier:
+    """What earlier jobs left, for one that continues them."""
+
+    ends: LogEnds
+    layers: Mapping[int, DataFrame]
+    """Rows of `sightings.LAYER`, by their number of buckets."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +96,13 @@ def judged(
     return judging(history, topology, now_ms=now_ms, order=order).frame()
 
 
-def judging(history: History, topology: Topology, *, now_ms: int, order: Order) -> Judging:
-    """Return the state of `judged` before the reduce side."""
+def judging(
+    history: History, topology: Topology, *, now_ms: int, order: Order, earlier: Earlier | None = None
+) -> Judging:
+    """Return the state of `judged` before the reduce side.
+
+    ``earlier`` makes the job go on where others ended, unless the topology is judged from several feeds.
+    """
     df, feeds, pieces = history.records, history.feeds, history.pieces
     refuse_other_shape(df)
     mode = mode_of(topology, order, feeds)
@@ -113,11 +128,18 @@ def judging(history: History, topology: Topology, *, now_ms: int, order: Order) 
     elif mode == "log":
         ready = ready.repartition(reducers, "partition").sortWithinPartitions("partition", "offset")
     packed = ready.mapInArrow(_chained(read, map_batches), PACKED_ROWS)
+    plan = ReducePlan(topology, mode, df.schema.names)
+    if earlier is not None:
+        plan = replace(plan, ends=earlier.ends)
+        if earlier.layers:
+            packed = packed.withColumn(KNOWN, F.lit(None).cast(BinaryType()))
+        for buckets, layer in earlier.layers.items():
+            packed = packed.unionByName(routed(layer, buckets, targets, batch_rows))
     # Of an unknown size, adaptive execution merges what is too small for a task. It never divides one, because Spark
     # divides partitions of joins and of REBALANCE only.
     together = packed.repartition(TARGET) if history.size_bytes is None else packed.repartition(reducers, TARGET)
     schema = StructType([*df.schema.fields, *JUDGED])
-    return Judging(together, ReducePlan(topology, mode, df.schema.names), schema)
+    return Judging(together, plan, schema)
 
 
 def _chained(first: BatchFunction | None, then: BatchFunction) -> BatchFunction:

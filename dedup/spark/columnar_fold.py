@@ -6,8 +6,9 @@ the others, with the stream time of each row.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Final
 
 import numpy as np
@@ -26,6 +27,7 @@ DUPLICATE: Final = 1
 CONFLICT: Final = 2
 LATE: Final = 3
 FORWARDED_CONFLICT: Final = 4
+NOTHING_KNOWN: Final[Mapping[int, Sightings]] = MappingProxyType({})
 _CHUNK_ROWS: Final = 4096
 _LONG_GROUP: Final = 256
 """Number of rows of one ID that are judged at a time, because the cost grows with the square of their number."""
@@ -73,8 +75,8 @@ class Decided:
         self.first_topics[row], self.first_partitions[row], self.first_offsets[row] = seen.source
 
 
-def judge_sorted(rows: SortedRows, rules: Rules) -> Decided:
-    """Return the verdicts. Raises RecordFailed for a policy `fail`."""
+def judge_sorted(rows: SortedRows, rules: Rules, known: Mapping[int, Sightings] = NOTHING_KNOWN) -> Decided:
+    """Return the verdicts; ``known`` are sightings from before, by group. Raises RecordFailed for a policy `fail`."""
     late = rows.times_ms < rows.stream_ms - rules.window.grace_ms
     decided = Decided.of(np.where(late, LATE, UNIQUE).astype(np.int8))
     count = len(rows.times_ms)
@@ -82,21 +84,24 @@ def judge_sorted(rows: SortedRows, rules: Rules) -> Decided:
         return decided
     starts = np.append(0, np.flatnonzero(rows.groups[1:] != rows.groups[:-1]) + 1)
     lengths = np.diff(np.append(starts, count))
-    several = _decide_plain_groups(rows, rules, starts, lengths, decided)
-    known: Sightings = ()
+    numbers = rows.groups[starts]
+    seen_before = np.isin(numbers, np.fromiter(known, np.int64, len(known)))
+    several = _decide_plain_groups(rows, rules, starts, lengths, decided, seen_before)
+    left: Sightings = ()
     of_group = -1
-    for chunk, groups in _chunks(starts, lengths, np.flatnonzero(several).tolist()):
-        if int(groups[0]) != of_group:
-            known = ()
-        known = _judge_chunk(rows, rules, chunk, groups, known, decided)
+    for chunk, groups in _chunks(starts, lengths, np.flatnonzero(several | seen_before).tolist()):
+        earlier = {group: known[int(numbers[group])] for group in np.unique(groups[seen_before[groups]]).tolist()}
+        if int(groups[0]) == of_group:
+            earlier[of_group] = left
+        left = _judge_chunk(rows, rules, chunk, groups, earlier, decided)
         of_group = int(groups[-1])
     return decided
 
 
 def _decide_plain_groups(
-    rows: SortedRows, rules: Rules, starts: Integers, lengths: Integers, decided: Decided
+    rows: SortedRows, rules: Rules, starts: Integers, lengths: Integers, decided: Decided, seen_before: Booleans
 ) -> Booleans:
-    """Decide, in columns, the groups in which every row repeats the first by the plain rule.
+    """Decide, in columns, the groups without earlier sightings in which every row repeats the first by the plain rule.
 
     Returns which of the other groups have several rows.
     """
@@ -109,7 +114,7 @@ def _decide_plain_groups(
     near = np.abs(rows.times_ms - first_ms) < window.guard_ms
     # The first row itself is near, and must be unique.
     plain = near & (first_ms >= rows.stream_ms - window.retention_ms) & (decided.verdicts[first] == UNIQUE)
-    easy = several & np.logical_and.reduceat(plain, starts)
+    easy = several & ~seen_before & np.logical_and.reduceat(plain, starts)
     repeats = np.flatnonzero(np.repeat(easy, lengths) & (np.arange(len(first)) != first))
     of = first[repeats]
     decided.verdicts[repeats] = DUPLICATE
@@ -122,16 +127,24 @@ def _decide_plain_groups(
 
 
 def _judge_chunk(
-    rows: SortedRows, rules: Rules, chunk: Integers, groups: Integers, known_before: Sightings, decided: Decided
+    rows: SortedRows,
+    rules: Rules,
+    chunk: Integers,
+    groups: Integers,
+    earlier: Mapping[int, Sightings],
+    decided: Decided,
 ) -> Sightings:
-    """Judge rows of a few IDs, given the sightings of the first ID; return the sightings of the last."""
+    """Judge rows of a few IDs, given the sightings before, by group; return the sightings of the last."""
     names = [b"%d" % group for group in groups.tolist()]
     outcome = Outcome(judged_times_ms=rows.times_ms[chunk].tolist())
     columns = _columns(rows, chunk, names, outcome.judged_times_ms)
     stream_times = rows.stream_ms[chunk].tolist()
-    oldest_ms = rules.window.oldest_live_ms(stream_times[0])
-    before = tuple(seen for seen in known_before if seen.last_ms >= oldest_ms)
-    known = {names[0]: before} if before else {}
+    known = {b"%d" % group: each for group, each in earlier.items()}
+    if names[0] in known:
+        # What no longer counts would be looked at again with each part of a long group.
+        oldest_ms = rules.window.oldest_live_ms(stream_times[0])
+        live = tuple(seen for seen in known.pop(names[0]) if seen.last_ms >= oldest_ms)
+        known |= {names[0]: live} if live else {}
     judge(columns, rules, outcome, known, stream_times, set())
     _note(decided, chunk.tolist(), columns, outcome)
     fresh = {names[row]: row for row in outcome.singles}

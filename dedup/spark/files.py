@@ -124,26 +124,46 @@ class History:
     """The Kafka partitions of its rows, if they were looked at."""
 
 
-def read_files(spark: SparkSession, paths: Sequence[str], fmt: FileFormat, *, rows_are_events: bool = False) -> History:
+def read_files(
+    spark: SparkSession,
+    paths: Sequence[str],
+    fmt: FileFormat,
+    *,
+    rows_are_events: bool = False,
+    base: str | None = None,
+) -> History:
     """Return the records of files, directories or tables.
 
     A directory may be that of a run of `backfill`, or one in it, wherever its files are (`manifest.files_of_runs`). A
     Delta or Iceberg table is read as of its latest version, whatever is written to it meanwhile. With
     ``rows_are_events``, the table has no column `value`, and each row, as JSON without its null columns, is an event.
-    Raises SettingsError with every file that is damaged or has a different schema than the first, and TopologyError for
+    ``base`` is the directory below which directories are columns (`day=2026-01-31/`), if the paths are files. Raises
+    SettingsError with every file that is damaged or has a different schema than the first, and TopologyError for
     columns that are missing or have a wrong type.
     """
     place = ", ".join(paths)
     if rows_are_events and fmt.startswith("json"):
         text = f"--rows-are-events is for tables; with --format {fmt} each line is a record already"
         raise SettingsError([Problem(place, text)])
-    found = _read_input(spark, paths, fmt, place)
+    return _history(_read_input(spark, paths, fmt, place, base), fmt, place, rows_are_events=rows_are_events)
+
+
+def read_table(table: DataFrame, fmt: FileFormat, place: str, *, rows_are_events: bool = False) -> History:
+    """Return the records of a table, which is identified by its files.
+
+    Raises TopologyError for columns that are missing or have a wrong type.
+    """
+    found = _Input(table, [], *_files_identity(table.sparkSession, table))
+    return _history(found, fmt, place, rows_are_events=rows_are_events)
+
+
+def _history(found: _Input, fmt: FileFormat, place: str, *, rows_are_events: bool) -> History:
     table, of_path = found.table, found.of_path
     if rows_are_events:
         table, of_path = table.select(as_events(table).alias("value")), []
     records = records_of_files(table, place=place, others=of_path)
     by_arrow = fmt == "parquet" and not rows_are_events and not of_path
-    splits = _input_splits(spark, table.inputFiles(), table) if by_arrow else None
+    splits = _input_splits(table.sparkSession, table.inputFiles(), table) if by_arrow else None
     placed, contiguous, bounds = _log_order(records, place, splits) if "offset" in table.columns else (False, False, ())
     return History(
         records,
@@ -169,7 +189,7 @@ class _Input:
     size_bytes: int
 
 
-def _read_input(spark: SparkSession, paths: Sequence[str], fmt: FileFormat, place: str) -> _Input:
+def _read_input(spark: SparkSession, paths: Sequence[str], fmt: FileFormat, place: str, base: str | None) -> _Input:
     try:
         match fmt:
             case "delta" | "table":
@@ -178,7 +198,7 @@ def _read_input(spark: SparkSession, paths: Sequence[str], fmt: FileFormat, plac
                 of_path = [name for name in pinned[0].of_path if all(name in each.of_path for each in pinned)]
                 return _Input(table, of_path, " ".join(p.identity for p in pinned), sum(p.size_bytes for p in pinned))
             case "parquet" | "json" | "json-records":
-                table, of_path = _table_of_files(spark, files_of_runs(spark, paths), fmt, place)
+                table, of_path = _table_of_files(spark, files_of_runs(spark, paths), fmt, place, base)
                 return _Input(table, of_path, *_files_identity(spark, table))
     except AnalysisException as error:
         text = f"cannot be read as {fmt}: {str(error).splitlines()[0]}"
@@ -230,10 +250,16 @@ def _version(spark: SparkSession, name: str, table_id: str, version: int, of_pat
 
 
 def _table_of_files(
-    spark: SparkSession, paths: Sequence[str], fmt: Literal["parquet", "json", "json-records"], place: str
+    spark: SparkSession,
+    paths: Sequence[str],
+    fmt: Literal["parquet", "json", "json-records"],
+    place: str,
+    base: str | None,
 ) -> tuple[DataFrame, list[str]]:
     """Return the table, and its columns that are in the paths (``day=2026-01-31/``) and are none of a record's."""
     reader = spark.read.options(**_LOSSLESS)
+    if base is not None:
+        reader = reader.option("basePath", base)
     if fmt == "parquet":
         table = reader.option("mergeSchema", "false").parquet(*paths)
         in_files = _columns_of_files(spark, sorted(table.inputFiles()))

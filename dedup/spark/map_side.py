@@ -14,7 +14,8 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import IO, Final, Literal, Self
+from types import MappingProxyType
+from typing import IO, Final, Literal, NamedTuple, Self
 from zlib import crc32
 
 import numpy as np
@@ -53,6 +54,8 @@ RUN: Final = StructField("_dedup_run", LongType())
 SEPARATOR: Final = "\n"
 
 TARGET: Final = "_dedup_target"
+KNOWN: Final = "known"
+"""Optional column of packed rows: sightings of earlier jobs as an Arrow stream; see `sightings`."""
 PACKED_ROWS: Final = StructType(
     [StructField(TARGET, IntegerType()), StructField("packed", BinaryType()), StructField("notice", BinaryType())]
 )
@@ -175,10 +178,25 @@ def overlap(runs: Iterable[OffsetRun]) -> tuple[OffsetRun, OffsetRun] | None:
     return None
 
 
-def before_each(runs: Sequence[OffsetRun], topics: Sequence[str]) -> Mapping[int, int]:
-    """Return, by the number of each offset run, the greatest time in ms of earlier runs in its Kafka partition.
+class LogEnd(NamedTuple):
+    """How far earlier jobs have judged one source partition, or all rows if they have no coordinates."""
 
-    Raises StateIncompatible if two overlap, because a record occurs twice or the rows were not in log order.
+    next_offset: int
+    greatest_ms: int
+    """The greatest event time accepted."""
+
+
+LogEnds = Mapping[tuple[int, int], LogEnd]
+"""By position in ``source.topics`` and partition; by `UNPLACED` for rows without coordinates."""
+UNPLACED: Final = (0, -1)
+NO_ENDS: Final[LogEnds] = MappingProxyType({})
+
+
+def before_each(runs: Sequence[OffsetRun], topics: Sequence[str], ends: LogEnds = NO_ENDS) -> Mapping[int, int]:
+    """Return, by the number of each offset run, the greatest time in ms of what precedes it in its Kafka partition.
+
+    Raises StateIncompatible if two overlap, because a record occurs twice or the rows were not in log order, and if one
+    begins below ``ends``.
     """
     both = overlap(runs)
     if both is not None:
@@ -188,12 +206,29 @@ def before_each(runs: Sequence[OffsetRun], topics: Sequence[str]) -> Mapping[int
             f"met twice, or the rows are not in the log's order. Remove the repeated records from the input, or call "
             f"the job with `contiguous=False`, so that it sorts the rows first."
         )
-    greatest: dict[tuple[int, int], int] = {}
+    greatest = {place: end.greatest_ms for place, end in ends.items()}
     result: dict[int, int] = {}
     for run in _in_order(runs):
+        end = ends.get((run.topic, run.partition))
+        if end is not None and run.first_offset < end.next_offset:
+            raise StateIncompatible(
+                f"{topics[run.topic]}/{run.partition}: the input begins at offset {run.first_offset}, and earlier runs "
+                f"judged this partition up to offset {end.next_offset - 1}. Nothing was published. Leave out the files "
+                f"with records that were judged already; records that were overtaken cannot be judged exactly any more."
+            )
         place = run.topic, run.partition
         result[run.number] = greatest.get(place, BEFORE_ALL_TIME)
         greatest[place] = max(result[run.number], run.greatest_ms)
+    return result
+
+
+def ends_after(runs: Sequence[OffsetRun], ends: LogEnds) -> dict[tuple[int, int], LogEnd]:
+    """Return how far each source partition is judged after these offset runs."""
+    result = dict(ends)
+    for run in runs:
+        before = result.get((run.topic, run.partition), LogEnd(0, BEFORE_ALL_TIME))
+        after = max(before.next_offset, run.last_offset + 1), max(before.greatest_ms, run.greatest_ms)
+        result[run.topic, run.partition] = LogEnd(*after)
     return result
 
 
@@ -399,7 +434,7 @@ class Packer:
         return pa.RecordBatch.from_arrays(columns, schema=_PACKED_SCHEMA)
 
     def _pack(self, target: int, slices: Sequence[pa.RecordBatch]) -> pa.RecordBatch:
-        packed = _stream(_together(slices), _WRITE_OPTIONS)
+        packed = packed_stream(_together(slices))
         count = 1 + self._batch_rows * packed.size // BATCH_BYTES
         offsets = np.full(count + 1, packed.size, np.int32)
         offsets[0] = 0
@@ -421,6 +456,7 @@ class ReceivedRows:
 
     def __init__(self) -> None:
         self._packed: Final = _Buffers()
+        self._known: Final = _Buffers()
         self.notices: Final[list[bytes]] = []
         """Notices in the form that `read_notice` accepts."""
 
@@ -429,6 +465,7 @@ class ReceivedRows:
 
     def __exit__(self, *_: object) -> None:
         self._packed.clear()
+        self._known.clear()
 
     def take(self, batches: Iterable[pa.RecordBatch]) -> None:
         """Add the content of these rows of `PACKED_ROWS`, including notices."""
@@ -436,17 +473,21 @@ class ReceivedRows:
             notices = batch.column("notice")
             if notices.null_count < len(notices):
                 self.notices.extend(notices.drop_null().to_pylist())
-            packed = batch.column("packed")
-            sizes = pc.binary_length(packed).fill_null(0).to_numpy(zero_copy_only=False)
-            for row in np.flatnonzero(sizes).tolist():
-                self._packed.add(packed[row].as_buffer())
+            _keep(batch.column("packed"), self._packed)
+            if KNOWN in batch.schema.names:
+                _keep(batch.column(KNOWN), self._known)
+
+    def known(self) -> Batches:
+        """Yield the sightings of earlier jobs; in the same order each time."""
+        for packed in self._known.all():
+            yield unpacked(packed)
 
     def rows(self) -> Batches:
         """Yield the rows, those of small packed values together; in the same order each time."""
         held: list[pa.RecordBatch] = []
         count = size_bytes = 0
         for packed in self._packed.all():
-            batch = pa.ipc.open_stream(packed, options=_READ_OPTIONS).read_next_batch()
+            batch = unpacked(packed)
             held.append(batch)
             count, size_bytes = count + batch.num_rows, size_bytes + packed.size
             if count >= _BATCH_ROWS or size_bytes >= _MOST_PACKED_BYTES:
@@ -454,6 +495,23 @@ class ReceivedRows:
                 held, count, size_bytes = [], 0, 0
         if held:
             yield _together(held)
+
+
+def _keep(column: pa.Array, buffers: _Buffers) -> None:
+    """Add what is neither null nor empty."""
+    sizes = pc.binary_length(column).fill_null(0).to_numpy(zero_copy_only=False)
+    for row in np.flatnonzero(sizes).tolist():
+        buffers.add(column[row].as_buffer())
+
+
+def packed_stream(rows: pa.RecordBatch) -> pa.Buffer:
+    """Return rows as a compressed Arrow stream."""
+    return _stream(rows, _WRITE_OPTIONS)
+
+
+def unpacked(stream: pa.Buffer) -> pa.RecordBatch:
+    """Return the rows of `packed_stream`."""
+    return pa.ipc.open_stream(stream, options=_READ_OPTIONS).read_next_batch()
 
 
 def _together(batches: Sequence[pa.RecordBatch]) -> pa.RecordBatch:

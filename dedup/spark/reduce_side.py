@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
+from pyspark import TaskContext
 from pyspark.sql.types import IntegerType, LongType, StringType, StructField
 
+from dedup.core.fold import Sightings
 from dedup.core.window import BEFORE_ALL_TIME
-from dedup.spark.columnar_fold import Decided, Integers, SortedRows, judge_sorted
+from dedup.spark.columnar_fold import FORWARDED_CONFLICT, UNIQUE, Decided, Integers, SortedRows, judge_sorted
 from dedup.spark.columns import Batches, BatchFunction, content_digests
 from dedup.spark.map_side import (
     FINGERPRINT,
@@ -25,11 +28,25 @@ from dedup.spark.map_side import (
     TASK,
     TIME,
     UNJUDGED,
+    UNPLACED,
+    LogEnd,
+    LogEnds,
     Mode,
     ReceivedRows,
     before_each,
+    ends_after,
     read_notice,
     resolved,
+)
+from dedup.spark.sightings import (
+    SIGHTINGS,
+    LayerWriter,
+    buckets_of,
+    current,
+    live,
+    merged,
+    report_row,
+    sightings_of,
 )
 from dedup.topology.model import Topology
 
@@ -67,6 +84,22 @@ class ReducePlan:
     mode: Mode
     names: list[str]
     """The columns of the input."""
+    ends: LogEnds = field(default_factory=dict)
+    """How far earlier jobs have judged, if this one continues them."""
+
+
+@dataclass(frozen=True, slots=True)
+class FoldedRows:
+    """The rows of one reduce task that were judged, sorted by ID and, within an ID, in judging order."""
+
+    rows: SortedRows
+    decided: Decided
+    ids: pa.Array
+    """The ID of each row."""
+    known: pa.Table
+    """The sightings of earlier jobs that have one of these IDs and still count, as `sightings.SIGHTINGS`."""
+    unjudged: dict[str, int]
+    """The number of rows that were not judged, by verdict."""
 
 
 def reduce_function(plan: ReducePlan) -> BatchFunction:
@@ -75,12 +108,88 @@ def reduce_function(plan: ReducePlan) -> BatchFunction:
     def run(batches: Iterable[pa.RecordBatch]) -> Batches:
         with ReceivedRows() as received:
             received.take(batches)
-            yield from _Reducer(plan, received).judged()
+            yield from Reducer(plan, received).judged()
 
     return run
 
 
-class _Reducer:
+@dataclass(frozen=True, slots=True)
+class LayerPlan:
+    """The parameters of a task that writes what a job leaves."""
+
+    reducers: int
+    buckets: int
+    """A multiple of ``reducers``."""
+    whole: bool
+    """Whether earlier sightings that still count are written again, so that no earlier layer is needed."""
+
+
+def layer_function(plan: ReducePlan, layer: LayerPlan) -> BatchFunction:
+    """Return the function for `mapInArrow` from packed rows to `sightings.LAYER`: what they leave, and one report.
+
+    A report has the number of rows by verdict, and how far the source partitions are judged, as far as this task knows.
+    """
+
+    def run(batches: Iterable[pa.RecordBatch]) -> Batches:
+        context = TaskContext.get()
+        reducer = 0 if context is None else context.partitionId()
+        with ReceivedRows() as received:
+            received.take(batches)
+            folded = Reducer(plan, received).folded()
+            writer = LayerWriter(layer.buckets)
+            if folded is not None:
+                yield from writer.add(_left(folded, plan.topology).to_batches())
+            for batch in received.known() if layer.whole else ():
+                mine = buckets_of(batch.column("id"), layer.reducers) == reducer
+                yield from writer.add([live(batch.filter(pa.array(mine)), plan.topology, plan.ends)])
+            yield from writer.rest()
+            yield report_row(_report(plan, received, folded))
+
+    return run
+
+
+def _report(plan: ReducePlan, received: ReceivedRows, folded: FoldedRows | None) -> dict[str, Any]:
+    verdicts: Counter[str] = Counter()
+    ends = ends_after(read_notice(received.notices), plan.ends)
+    if folded is not None:
+        verdicts.update(folded.unjudged)
+        for code, count in enumerate(np.bincount(folded.decided.verdicts).tolist()):
+            verdicts[_NAMES[code].as_py()] += count
+        if plan.mode == "event_time" and len(folded.rows.times_ms):
+            before = ends.get(UNPLACED, LogEnd(0, BEFORE_ALL_TIME))
+            ends[UNPLACED] = LogEnd(0, max(before.greatest_ms, int(folded.rows.times_ms.max())))
+    return {"verdicts": dict(+verdicts), "ends": [[*place, *end] for place, end in ends.items()]}
+
+
+def _left(folded: FoldedRows, topology: Topology) -> pa.Table:
+    """Return the sightings that these rows made or extended."""
+    rows, decided = folded.rows, folded.decided
+    nothing = pa.array([b""]).take(pa.array(np.zeros(len(rows.times_ms), np.int64)))
+    fingerprints = nothing if rows.fingerprints is None else rows.fingerprints
+    made = {
+        "id": folded.ids,
+        "first_ms": pa.array(rows.times_ms),
+        "last_ms": pa.array(rows.times_ms),
+        "topic": pa.array(rows.topics),
+        "partition": pa.array(rows.partitions),
+        "offset": pa.array(rows.offsets),
+        "fingerprint": fingerprints,
+    }
+    longest_ms = decided.first_ms + topology.window.extend_at_most_ms
+    repeats = {
+        "first_ms": pa.array(decided.first_ms),
+        "last_ms": pa.array(np.minimum(rows.times_ms, longest_ms)),
+        "topic": pa.array(decided.first_topics),
+        "partition": pa.array(decided.first_partitions),
+        "offset": pa.array(decided.first_offsets),
+    }
+    is_new = (decided.verdicts == UNIQUE) | (decided.verdicts == FORWARDED_CONFLICT)
+    new = pa.table(made, schema=SIGHTINGS).filter(pa.array(is_new))
+    repeated = pa.table(made | repeats, schema=SIGHTINGS).filter(pa.array(decided.has_first))
+    return merged(new, repeated, folded.known, topology)
+
+
+class Reducer:
     """Judges all rows of one Spark task; only the columns that are needed for this are kept as a table in memory."""
 
     def __init__(self, plan: ReducePlan, received: ReceivedRows) -> None:
@@ -96,36 +205,75 @@ class _Reducer:
         if self._rows is None:
             return
         stream_ms = self._stream_times(self._rows)
-        open_rows = np.flatnonzero(self._rows.column(UNJUDGED.name).is_null().to_numpy())
-        order, sorted_rows = self._sorted(self._rows, open_rows, stream_ms)
-        decided = _scattered(judge_sorted(sorted_rows, self._plan.topology.rules), order, len(stream_ms))
+        order, folded = self._fold(self._rows, stream_ms)
+        decided = _scattered(folded.decided, order, len(stream_ms))
         begin = 0
         for records in self._received.rows():
             end = begin + records.num_rows
             yield self._assembled(records, stream_ms[begin:end], _slice(decided, begin, end))
             begin = end
 
+    def folded(self) -> FoldedRows | None:
+        """Return what was judged; None if this task has no rows."""
+        return None if self._rows is None else self._fold(self._rows, self._stream_times(self._rows))[1]
+
+    def _fold(self, rows: pa.Table, stream_ms: Integers) -> tuple[Integers, FoldedRows]:
+        """Return the rows that are judged, in judging order, and their verdicts."""
+        unjudged = rows.column(UNJUDGED.name)
+        open_rows = np.flatnonzero(unjudged.is_null().to_numpy())
+        order, sorted_rows, names = self._sorted(rows, open_rows, stream_ms)
+        known = self._known(names)
+        decided = judge_sorted(sorted_rows, self._plan.topology.rules, self._by_group(known, names, sorted_rows))
+        counts = Counter(text.split(SEPARATOR, 1)[0] for text in unjudged.drop_null().to_pylist())
+        ids = rows.column(ID.name).take(pa.array(order)).combine_chunks()
+        return order, FoldedRows(sorted_rows, decided, ids, known, counts)
+
+    def _known(self, names: pa.Array) -> pa.Table:
+        """Return the sightings of earlier jobs that have one of these IDs and still count."""
+        found = [batch.filter(pc.is_in(batch.column("id"), value_set=names)) for batch in self._received.known()]
+        return current(found, self._plan.topology, self._plan.ends)
+
+    def _by_group(self, known: pa.Table, names: pa.Array, rows: SortedRows) -> dict[int, Sightings]:
+        """Return the sightings by the numbers that `_sorted_rows` gives to the groups."""
+        numbers = pc.index_in(known.column("id"), value_set=names).to_numpy().astype(np.int64)
+        if self._plan.mode == "direct":
+            width = int(rows.partitions.max(initial=0)) + 1
+            inside = known.column("partition").to_numpy() < width
+            known, numbers = known.filter(pa.array(inside)), numbers[inside]
+            numbers = numbers * width + known.column("partition").to_numpy()
+        groups: dict[int, Sightings] = {}
+        for number, seen in zip(numbers.tolist(), sightings_of(known), strict=True):
+            groups[number] = (*groups.get(number, ()), seen)
+        return groups
+
     def _stream_times(self, rows: pa.Table) -> Integers:
         within = _numbers(rows, STREAM.name)
-        if self._plan.mode not in {"direct", "merged"}:
-            return within
-        # Of several reduce tasks that adaptive execution merged, each was sent the notices.
-        runs = {run.number: run for run in read_notice(self._received.notices)}
-        before = before_each(list(runs.values()), self._topics)
-        return resolved(before, _numbers(rows, RUN.name), within)
+        match self._plan.mode:
+            case "direct" | "merged":
+                # Of several reduce tasks that adaptive execution merged, each was sent the notices.
+                runs = {run.number: run for run in read_notice(self._received.notices)}
+                before = before_each(list(runs.values()), self._topics, self._plan.ends)
+                return resolved(before, _numbers(rows, RUN.name), within)
+            case "event_time" if UNPLACED in self._plan.ends:
+                reached_ms = self._plan.ends[UNPLACED].greatest_ms
+                return np.where(within > BEFORE_ALL_TIME, np.maximum(within, reached_ms), within)
+            case "event_time" | "log":
+                return within
 
-    def _sorted(self, rows: pa.Table, open_rows: Integers, stream_ms: Integers) -> tuple[Integers, SortedRows]:
-        """Return the rows to judge, grouped by ID and, within an ID, in judging order."""
+    def _sorted(
+        self, rows: pa.Table, open_rows: Integers, stream_ms: Integers
+    ) -> tuple[Integers, SortedRows, pa.Array]:
+        """Return the rows to judge, grouped by ID and, within an ID, in judging order, and all IDs by group."""
         if len(open_rows) < rows.num_rows:
             rows, stream_ms = rows.take(pa.array(open_rows)), stream_ms[open_rows]
-        groups, lengths = _groups(rows.column(ID.name))
+        groups, lengths, names = _groups(rows.column(ID.name))
         several = np.flatnonzero(lengths[groups] > 1)
         order = several[np.lexsort([*self._judging_order(rows, several, stream_ms), groups[several]])]
         if self._plan.mode == "event_time":
             order = self._ties_ordered(rows, order, groups, open_rows)
         order = np.append(order, np.flatnonzero(lengths[groups] == 1))
         taken = self._sorted_rows(rows, groups, stream_ms, order)
-        return open_rows[order], taken
+        return open_rows[order], taken, names
 
     def _judging_order(self, rows: pa.Table, several: Integers, stream_ms: Integers) -> list[Integers]:
         """Return the columns by which to sort an ID's rows, the last one first."""
@@ -232,12 +380,13 @@ def _columns_to_judge(plan: ReducePlan) -> list[str]:
             return names
 
 
-def _groups(ids: pa.ChunkedArray) -> tuple[Integers, Integers]:
-    """Return a number for the ID of each row, and how many rows have each number."""
+def _groups(ids: pa.ChunkedArray) -> tuple[Integers, Integers, pa.Array]:
+    """Return a number for the ID of each row, how many rows have each number, and the ID of each number."""
     chunks = ids.dictionary_encode().chunks
     groups = [chunk.indices.to_numpy().astype(np.int64) for chunk in chunks]
     together: Integers = np.concatenate(groups) if groups else np.empty(0, np.int64)
-    return together, np.bincount(together)
+    # All chunks have the dictionary of the whole column.
+    return together, np.bincount(together), chunks[-1].dictionary if chunks else pa.array([], pa.binary())
 
 
 def _scattered(decided: Decided, order: Integers, count: int) -> Decided:

@@ -201,17 +201,19 @@ def described(spark: SparkSession, text: str, *, group: str | None = None) -> It
 
 
 @contextmanager
-def shuffles_for(spark: SparkSession, size_bytes: int | None) -> Iterator[None]:
+def shuffles_for(spark: SparkSession, size_bytes: int | None, *, power_of_two: bool = False) -> Iterator[None]:
     """Inside ``with``, Spark shuffles into as many partitions as suit an input of this size.
 
-    A number that the user has set is kept, and so is Spark's own if the size is not known.
+    A number that the user has set is kept, and so is Spark's own if the size is not known. ``power_of_two`` rounds the
+    number up.
     """
     before = spark.conf.getAll.get(_SHUFFLE_PARTITIONS)
     if size_bytes is None or (before or "").isdecimal():
         yield
         return
     busy = min(spark.sparkContext.defaultParallelism, -(-size_bytes // _SMALL_BYTES))
-    spark.conf.set(_SHUFFLE_PARTITIONS, str(max(1, busy, -(-size_bytes // _PARTITION_BYTES))))
+    count = max(1, busy, -(-size_bytes // _PARTITION_BYTES))
+    spark.conf.set(_SHUFFLE_PARTITIONS, str(1 << (count - 1).bit_length() if power_of_two else count))
     try:
         yield
     finally:

@@ -1,0 +1,483 @@
+"""Implements `dedup spark incremental`, which judges what is new in a growing input and appends it to a Delta table.
+
+Theory of operation. A run reads its new input and what the run before left: where each source partition ended, stream
+time, and the sightings that still count. So a run costs what is new, and all runs together judge as one run over
+everything.
+
+A run has a single commit point, the commit of the output table. It writes three things in this order:
+
+1. its *intent*: which input it reads, and the clock by which it judges. If the run is killed, the next attempt takes
+   the intent as it is, so it judges the same rows in the same way, although the input has grown. Only if that input
+   is gone, or the topology is another one, it makes a new intent; nothing was published under the old one;
+2. its *state*, in files that bear the name of the attempt. Nothing refers to them yet;
+3. the verdicts, in one commit of the table that names run and attempt in its metadata. The state of the attempt that is
+   named there is the state of the table; that of any other attempt is never read.
+
+Delta ties the commit to the run's number (`txnAppId`, `txnVersion`). Of two runs that go on from the same run, one
+commits, and the table refuses the other, or silently drops it. So a run reads the table's history after its commit, and
+raises StateIncompatible if it does not find itself.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from uuid import uuid4
+
+from pyspark import StorageLevel
+from pyspark.sql import functions as F  # noqa: N812 - the name every Spark page uses
+
+from dedup.core.window import BEFORE_ALL_TIME
+from dedup.errors import InvariantBroken, StateIncompatible
+from dedup.spark.batch_verdicts import Earlier, Judging, Order, judging, mode_of, order_text
+from dedup.spark.incremental_input import GrowingInput, id_types
+from dedup.spark.map_side import LogEnd, LogEnds, Mode
+from dedup.spark.reduce_side import LayerPlan, layer_function
+from dedup.spark.session import HadoopDirectory, shuffle_partitions, shuffles_for, translated_errors
+from dedup.spark.sightings import LAYER, PACKED_AT_ONCE, Layer
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+
+    from dedup.spark.files import History
+    from dedup.topology.model import Topology
+
+_STATE: Final = "_dedup"
+"""Directory in that of the table; Delta ignores names with an underscore, and `VACUUM` keeps them."""
+_MOST_LAYERS: Final = 16
+_FEW_SIGHTINGS: Final = 100_000
+_SIGHTING_BYTES: Final = 16
+"""Of input, for a sighting that a run reads: it costs a reduce task a quarter of what a record does."""
+_HARMLESS: Final = frozenset(
+    {"OPTIMIZE", "REORG", "VACUUM START", "VACUUM END", "SET TBLPROPERTIES", "UNSET TBLPROPERTIES", "COMPUTE STATS"}
+)
+"""Operations of Delta that change no row."""
+
+
+class Committed(NamedTuple):
+    """A run that the table's history names."""
+
+    run: int
+    attempt: str
+
+
+@dataclass(frozen=True, slots=True)
+class RunState:
+    """What a run left, as its file says."""
+
+    identity: str = ""
+    """Everything in the topology on which sightings depend."""
+    mode: str = ""
+    position: Mapping[str, Any] = field(default_factory=dict)
+    """How far the input was read; see `incremental_input`."""
+    id_types: Mapping[str, str] = field(default_factory=dict)
+    """The types of the columns from which the tracking ID is read, if rows are events."""
+    ends: Sequence[Sequence[int]] = ()
+    """Rows of topic's position, partition, next offset, and greatest event time."""
+    layers: Sequence[Mapping[str, Any]] = ()
+    """The layers of sightings that together are the state, the oldest first."""
+
+    def log_ends(self) -> LogEnds:
+        """Return `ends` by source partition."""
+        return {(topic, partition): LogEnd(*end) for topic, partition, *end in self.ends}
+
+    def live_layers(self, retention_ms: int) -> list[Layer]:
+        """Return the layers with sightings that may still count."""
+        oldest_ms = min((end.greatest_ms for end in self.log_ends().values()), default=BEFORE_ALL_TIME) - retention_ms
+        layers = [Layer(**each) for each in self.layers]
+        return [layer for layer in layers if layer.rows and layer.newest_ms >= oldest_ms]
+
+
+@dataclass(frozen=True, slots=True)
+class Intent:
+    """What a run is about to judge."""
+
+    run: int
+    identity: str
+    now_ms: int
+    pinned: Mapping[str, Any]
+    """The input; see `incremental_input`."""
+
+
+@dataclass(frozen=True, slots=True)
+class IncrementalReport:
+    """What a run appended."""
+
+    run: int
+    path: str
+    verdicts: Mapping[str, int]
+    new_rows: int
+    now_ms: int
+    """The clock time that decided which event times were in the future."""
+    order: str
+    sightings: int
+    """At most as many count for the next run."""
+    seconds: float
+    fresh: bool = True
+    """False if there was no new input, so that nothing was written; ``run`` is then the last run."""
+
+
+def incremental(
+    source: GrowingInput,
+    topology: Topology,
+    out: str,
+    *,
+    now_ms: int | None = None,
+    say: Callable[[str], None] = print,
+) -> IncrementalReport:
+    """Judge what is new in ``source`` since the last run, and append the verdicts to the Delta table at ``out``.
+
+    The columns are those of `batch_verdicts.judged` and `run`, the run's number, partitioned by verdict. ``now_ms`` is
+    the clock time that decides which event times are in the future (now, if None). Rows with coordinates are judged in
+    the order of offsets; all runs together then equal one run over everything. Others are judged run by run, in the
+    order of event times within a run, and from the second run on, rows behind stream time by more than the grace period
+    are late. Publishes nothing and raises
+
+    * StateIncompatible if the table was changed by others, or belongs to another topology; if another run committed
+      meanwhile; if a file of the input was replaced, or the type of an ID was changed; if offsets go back; and for
+      coordinates of a topology that repartitions,
+    * what `backfill.backfill` lists otherwise.
+    """
+    began_s = time.monotonic()
+    with translated_errors():
+        table = OutputTable(source.spark, out)
+        scheme = table.path.partition(":")[0]
+        warning = store_warning(table.path, source.spark.conf.get(f"spark.delta.logStore.{scheme}.impl", None))
+        if warning is not None:
+            say(f"{topology.name}: {warning}")
+        last = table.last_run()
+        state = table.state_of(last)
+        identity = _identity(topology)
+        _refuse_other_topology(table.path, identity, state)
+        intent = table.intent_after(last, identity)
+        if intent is None or not source.has(intent.pinned):
+            pinned = source.pin(state.position)
+            if pinned is None:
+                say(f"{topology.name}: nothing is new in {source.place}; nothing was written")
+                run = 0 if last is None else last.run
+                return IncrementalReport(run, table.path, {}, 0, 0, "", 0, time.monotonic() - began_s, fresh=False)
+            clock_ms = int(time.time() * 1000) if now_ms is None else now_ms
+            intent = table.begin(Intent(1 if last is None else last.run + 1, identity, clock_ms, pinned))
+        else:
+            say(f"{topology.name}: run {intent.run} was begun before and is finished now, with the input of then")
+        report = _Run(source, topology, table, intent, state, say).publish()
+    return replace(report, seconds=time.monotonic() - began_s)
+
+
+def store_warning(path: str, log_store: str | None) -> str | None:
+    """Return a sentence if two drivers could commit the same version of a table there; None if they cannot."""
+    scheme = path.partition(":")[0]
+    if log_store is not None or scheme not in {"s3", "s3a", "s3n"}:
+        return None
+    return (
+        f"{path}: Delta on S3 is safe with one driver at a time only, unless spark.delta.logStore.{scheme}.impl names "
+        f"a log store that prevents two commits of one version"
+    )
+
+
+def _identity(topology: Topology) -> str:
+    return f"{topology.state_identity({})} {topology.window}"
+
+
+def _refuse_other_topology(path: str, identity: str, state: RunState) -> None:
+    if state.identity not in {"", identity}:
+        raise StateIncompatible(
+            f"the runs at {path} belong to another topology: sightings depend on its tracking ID, topics, event time "
+            f"and window. Nothing was changed. Then: {state.identity}. Now: {identity}. Judge everything anew into "
+            f"another table (--out), or go back to the topology of then."
+        )
+
+
+class _Run:
+    """One attempt of a run."""
+
+    def __init__(
+        self,
+        source: GrowingInput,
+        topology: Topology,
+        table: OutputTable,
+        intent: Intent,
+        state: RunState,
+        say: Callable[[str], None],
+    ) -> None:
+        self._source: Final = source
+        self._spark: Final = source.spark
+        self._topology: Final = topology
+        self._table: Final = table
+        self._intent: Final = intent
+        self._state: Final = state
+        self._say: Final = say
+        self._attempt: Final = uuid4().hex
+
+    def publish(self) -> IncrementalReport:
+        """Judge what the intent names, write the state, commit, and return the report."""
+        history = self._source.open(self._intent.pinned)
+        types = self._id_types()
+        mode = self._mode(history)
+        self._say(f"{self._topology.name}: run {self._intent.run}: {history.place}: {order_text(mode)}")
+        known = self._state.live_layers(self._topology.window.retention_ms)
+        known_bytes = _SIGHTING_BYTES * sum(layer.rows for layer in known)
+        with shuffles_for(self._spark, (history.size_bytes or 0) + known_bytes, power_of_two=True):
+            verdicts = self._judging(history, known)
+            # Both jobs judge these: the state must be there before the commit, and a shuffle is not read twice.
+            verdicts = replace(verdicts, packed=verdicts.packed.persist(StorageLevel.DISK_ONLY))
+            try:
+                layers, counts, ends = self._leave(verdicts, known)
+                rows = _balanced(history, counts)
+                self._source.refuse_changed(self._intent.pinned)
+                position = self._source.position(self._intent.pinned, self._state.position)
+                after = RunState(self._intent.identity, mode, position, types, ends, [asdict(each) for each in layers])
+                self._table.keep_state(self._intent.run, self._attempt, after)
+                self._table.commit(verdicts.frame(), self._intent.run, self._attempt, counts)
+            finally:
+                verdicts.packed.unpersist()
+        self._table.forget_before(self._intent.run, [*self._state.layers, *after.layers])
+        run, now_ms, sightings = self._intent.run, self._intent.now_ms, sum(layer.rows for layer in layers)
+        return IncrementalReport(run, self._table.path, counts, rows, now_ms, mode, sightings, 0.0)
+
+    def _id_types(self) -> dict[str, str]:
+        types = id_types(self._source.schema(self._intent.pinned), self._topology)
+        for name in sorted(types.keys() & self._state.id_types.keys()):
+            if types[name] != self._state.id_types[name]:
+                raise StateIncompatible(
+                    f"column `{name}` of {self._source.place} is {types[name]}, and was {self._state.id_types[name]} "
+                    f"in earlier runs: it is part of the tracking ID, and 1 and '1' are different IDs. Nothing was "
+                    f"changed. Cast it to its earlier type, or judge everything anew into another table (--out)."
+                )
+        return {**self._state.id_types, **types}
+
+    def _mode(self, history: History) -> Mode:
+        mode = mode_of(self._topology, "offsets" if history.placed else "event_time", history.feeds)
+        if mode not in {"direct", "event_time"}:
+            raise StateIncompatible(
+                f"{history.place} has coordinates, and {self._topology.name} judges several source partitions in one "
+                f"log, whose order no run can know before the next run's input is there: judge all of it at once with "
+                f"`dedup spark backfill`, or leave out the columns topic, partition and offset."
+            )
+        if self._state.mode not in {"", mode}:
+            names = {"direct": "with topic, partition and offset", "event_time": "without topic, partition and offset"}
+            raise StateIncompatible(
+                f"{history.place} has rows {names[mode]}, and earlier runs at {self._table.path} judged rows "
+                f"{names[self._state.mode]}: no order holds both. Nothing was changed. Judge them into another table."
+            )
+        return mode
+
+    def _judging(self, history: History, known: Sequence[Layer]) -> Judging:
+        order: Order = "offsets" if history.placed else "event_time"
+        paths: dict[int, list[str]] = {}
+        for layer in known:
+            paths.setdefault(layer.buckets, []).append(self._table.state_path(layer.path))
+        layers = {buckets: self._spark.read.schema(LAYER).parquet(*each) for buckets, each in paths.items()}
+        earlier = Earlier(self._state.log_ends(), layers)
+        return judging(history, self._topology, now_ms=self._intent.now_ms, order=order, earlier=earlier)
+
+    def _leave(self, verdicts: Judging, known: Sequence[Layer]) -> tuple[list[Layer], dict[str, int], list[list[int]]]:
+        """Write the sightings; return the layers of the state, the number of rows by verdict, and `RunState.ends`."""
+        older = [layer.rows for layer in known]
+        whole = len(older) >= _MOST_LAYERS or sum(older[1:]) > max(_FEW_SIGHTINGS, *older[:1])
+        reducers = shuffle_partitions(self._spark)
+        split = -(-sum(older) // (reducers * PACKED_AT_ONCE)) if whole else 1
+        plan = LayerPlan(reducers, reducers << max(0, split - 1).bit_length(), whole)
+        name = f"state/{self._intent.run:08}-{self._attempt}"
+        left = verdicts.packed.mapInArrow(layer_function(verdicts.plan, plan), LAYER)
+        # Its values are compressed already.
+        left.write.option("compression", "none").parquet(self._table.state_path(name))
+        written = self._spark.read.schema(LAYER).parquet(self._table.state_path(name))
+        found = written.select("rows", "newest_ms", "report").collect()
+        counts: Counter[str] = Counter()
+        ends = dict(self._state.log_ends())
+        for report in (json.loads(row["report"]) for row in found if row["report"] is not None):
+            counts.update(report["verdicts"])
+            for topic, partition, *end in report["ends"]:
+                before = ends.get((topic, partition), LogEnd(0, BEFORE_ALL_TIME))
+                ends[topic, partition] = LogEnd(*map(max, before, end))
+        rows = sum(row["rows"] or 0 for row in found)
+        newest_ms = max((row["newest_ms"] for row in found if row["rows"]), default=BEFORE_ALL_TIME)
+        layers = [*([] if whole else known), Layer(name, plan.buckets, rows, newest_ms)]
+        return layers, dict(sorted(counts.items())), [[*place, *end] for place, end in sorted(ends.items())]
+
+
+def _balanced(history: History, counts: Mapping[str, int]) -> int:
+    """Return the number of records. Raises InvariantBroken unless there are as many verdicts."""
+    rows = history.records.count()
+    if rows != sum(counts.values()):
+        raise InvariantBroken(
+            f"{history.place} has {rows:,} records, and {sum(counts.values()):,} verdicts were given. Nothing was "
+            f"published. If nobody changed the input in the meantime, this is a defect: please report it."
+        )
+    return rows
+
+
+class OutputTable:
+    """The Delta table of verdicts, and the state of its runs in `_dedup` beside its files."""
+
+    def __init__(self, spark: SparkSession, out: str) -> None:
+        self._spark: Final = spark
+        self._root: Final = HadoopDirectory(spark, out)
+        self._files: Final = self._root.files
+        self.path: Final = self._root.absolute
+
+    def state_path(self, name: str) -> str:
+        """Return the path of a file or directory of the state."""
+        return f"{self.path}/{_STATE}/{name}"
+
+    def last_run(self) -> Committed | None:
+        """Return the last run that was committed; None if the table does not exist.
+
+        Raises StateIncompatible if anybody else has changed rows of the table since then.
+        """
+        if not self._files.exists(self._root.at("_delta_log")):
+            if self._files.exists(self._root.path) and self._others():
+                raise StateIncompatible(
+                    f"{self.path} is not empty and not a Delta table: it holds {', '.join(self._others()[:3])}. "
+                    f"Choose another --out."
+                )
+            return None
+        history = self._history()
+        runs = [found for found in map(_named, history) if found is not None]
+        at = history[0]["version"]
+        for row in history:
+            if row["version"] != at:
+                continue
+            found = _named(row)
+            if found is not None and found == max(runs):
+                return found
+            if found is not None:
+                raise StateIncompatible(
+                    f"{self.path} was restored to run {found.run}, and run {max(runs).run} had been committed: Delta "
+                    f"would drop run {found.run + 1}. Nothing was changed. Restore it to run {max(runs).run}, or judge "
+                    f"everything anew into another table (--out)."
+                )
+            restored = row["operation"] == "RESTORE" and row["operationParameters"].get("version")
+            if not restored and row["operation"] not in _HARMLESS:
+                raise StateIncompatible(_changed_text(self.path, row, max(runs, default=None)))
+            at = int(restored) if restored else at - 1
+        raise StateIncompatible(
+            f"no run of dedup is in the history of {self.path}, so where to go on is not known: the table was made by "
+            f"others, or Delta has deleted its history (delta.logRetentionDuration). Choose another --out."
+        )
+
+    def _others(self) -> list[str]:
+        names = [each.getPath().getName() for each in self._files.listStatus(self._root.path)]
+        return sorted(name for name in names if name != _STATE)
+
+    def _history(self) -> list[Any]:
+        """Return the table's commits, the newest first."""
+        quoted = self.path.replace("`", "``")
+        columns = ("version", "timestamp", "operation", "operationParameters", "userMetadata")
+        return self._spark.sql(f"DESCRIBE HISTORY delta.`{quoted}`").select(*columns).collect()
+
+    def state_of(self, run: Committed | None) -> RunState:
+        """Return the state that a run left; an empty one before the first run."""
+        if run is None:
+            return RunState()
+        place = self._at(f"runs/{run.run:08}-{run.attempt}.json")
+        if not self._files.exists(place):
+            raise StateIncompatible(
+                f"{place} is missing, the state of the last run of the table: its files were deleted, or the table is "
+                f"a copy without `{_STATE}`. Restore them, or judge everything anew into another table (--out)."
+            )
+        return RunState(**json.loads(self._root.read(place)))
+
+    def intent_after(self, last: Committed | None, identity: str) -> Intent | None:
+        """Return what a killed run after ``last`` was about to judge; None without one, or if its topology changed."""
+        place = self._at(f"runs/{1 if last is None else last.run + 1:08}.json")
+        if not self._files.exists(place):
+            return None
+        intent = Intent(**json.loads(self._root.read(place)))
+        return intent if intent.identity == identity else None
+
+    def begin(self, intent: Intent) -> Intent:
+        """Write the intent of a run, and return it."""
+        self._write(f"runs/{intent.run:08}.json", asdict(intent))
+        return intent
+
+    def keep_state(self, run: int, attempt: str, state: RunState) -> None:
+        """Write the state that an attempt leaves, which counts once `commit` names the attempt."""
+        self._write(f"runs/{run:08}-{attempt}.json", asdict(state))
+
+    def commit(self, verdicts: DataFrame, run: int, attempt: str, counts: Mapping[str, int]) -> None:
+        """Append the rows as this attempt of a run. Raises StateIncompatible if another attempt has committed it."""
+        named = json.dumps({"dedup": {"run": run, "attempt": attempt, "verdicts": counts}})
+        rows = verdicts.withColumn("run", F.lit(run).cast("bigint"))
+        self._refuse_other_columns(rows)
+        writer = rows.write.format("delta").mode("append").partitionBy("verdict").option("userMetadata", named)
+        failed: Exception | None = None
+        try:
+            writer.option("txnAppId", "dedup").option("txnVersion", run).save(self.path)
+        except Exception as error:  # noqa: BLE001 - the history tells what has happened
+            failed = error
+        there = self._files.exists(self._root.at("_delta_log"))
+        attempts = (
+            [found.attempt for found in map(_named, self._history()) if found and found.run == run] if there else []
+        )
+        if attempts == [attempt]:
+            return
+        if attempts:
+            raise StateIncompatible(
+                f"another job has committed run {run} of {self.path} while this one was under way. Nothing of this one "
+                f"was published. Run it again: it goes on from there."
+            ) from failed
+        if failed is not None:
+            raise failed
+        raise StateIncompatible(
+            f"Delta dropped the commit of run {run} of {self.path}, because the table knows a later run: it was "
+            f"restored to an earlier version. Nothing was published. Judge everything anew into another table (--out)."
+        )
+
+    def _refuse_other_columns(self, rows: DataFrame) -> None:
+        if self._files.exists(self._root.at("_delta_log")):
+            there = self._spark.read.format("delta").load(self.path).schema
+            before, now = ({each.name: each.dataType.simpleString() for each in s.fields} for s in (there, rows.schema))
+            changed = sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name))
+            if changed:
+                name = changed[0]
+                raise StateIncompatible(
+                    f"column `{name}` of {self.path} is {before.get(name, 'missing')}, and of this run's verdicts "
+                    f"{now.get(name, 'missing')}. Nothing was published. Columns come from the directories of the "
+                    f"input (`name=value`): they must be the same in each run."
+                )
+
+    def forget_before(self, run: int, layers: Sequence[Mapping[str, Any]]) -> None:
+        """Delete what neither this run nor the one before it needs."""
+        kept = {str(layer["path"]).rpartition("/")[2] for layer in layers}
+        for each in self._files.listStatus(self._at("state")):
+            name = each.getPath().getName()
+            if name not in kept and int(name[:8]) <= run:
+                self._files.delete(each.getPath(), True)  # noqa: FBT003 - recursive
+        for each in self._files.listStatus(self._at("runs")):
+            name = each.getPath().getName()
+            if name[:8].isdecimal() and int(name[:8]) < run - 1:
+                self._files.delete(each.getPath(), False)  # noqa: FBT003 - a file
+
+    def _at(self, name: str) -> Any:  # noqa: ANN401 - a path of Hadoop's
+        return self._root.at(f"{_STATE}/{name}")
+
+    def _write(self, name: str, content: Mapping[str, Any]) -> None:
+        place = self._at(name)
+        self._files.mkdirs(place.getParent())
+        self._root.write(place, json.dumps(content), f"_{place.getName()}-{uuid4().hex}.part")
+
+
+def _named(row: Any) -> Committed | None:  # noqa: ANN401 - a row of Delta's history
+    """Return the run that a commit names."""
+    try:
+        named = json.loads(row["userMetadata"] or "{}")["dedup"]
+        return Committed(named["run"], named["attempt"])
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
+def _changed_text(path: str, row: Any, last: Committed | None) -> str:  # noqa: ANN401
+    what = f"{row['operation']} (version {row['version']}, {row['timestamp']})"
+    if last is None:
+        return f"{path} is a table of others: its last operation is {what}, and no run of dedup. Choose another --out."
+    return (
+        f"somebody else has changed {path} after run {last.run}: {what}. Its rows and the state of its runs no longer "
+        f"belong together, so nothing was changed. Restore the table to run {last.run} (RESTORE TABLE ... TO VERSION "
+        f"AS OF ...), or judge everything anew into another table (--out)."
+    )

@@ -1,0 +1,399 @@
+"""Runs over an input that grows: together they are one run over everything, and each is there whole or not at all."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+
+from dedup.core.reference_model import ReferenceModel
+from dedup.core.window import BEFORE_ALL_TIME, Source
+from dedup.errors import StateIncompatible
+from dedup.spark.incremental import OutputTable, incremental, store_warning
+from dedup.spark.incremental_input import NewFiles, NewRows, NewVersions
+from dedup.topology.parse import parse
+from tests.spark.parity import (
+    NOW_MS,
+    POLICIES,
+    Row,
+    by_model,
+    document,
+    model_record,
+    recipe_of,
+    rules_of,
+    stream,
+)
+from tests.spark.test_batch_files import BASE_MS, topology, write
+from tests.spark.test_batch_files import NOW_MS as FILES_NOW_MS
+from tests.spark.test_batch_halves import batches
+from tests.spark.test_sightings import by_job, without_places
+
+ROOT = Path(__file__).parents[2]
+COUNT = 5_000
+TOPIC = "parity-in"
+POINTS = ("begin", "keep_state", "commit")
+
+
+class KilledOnPurpose(Exception):
+    """What a run meets at a named point."""
+
+
+def quiet(*_: object) -> None:
+    """Say nothing."""
+
+
+def append(spark, path, out, topology_, now_ms=NOW_MS):
+    return incremental(NewFiles(spark, [str(path)], "parquet"), topology_, str(out), now_ms=now_ms, say=quiet)
+
+
+def killed(spark, path, out, topology_, point, monkeypatch, *, after):
+    """Run until the point, before or after what happens there, and no further."""
+    real = getattr(OutputTable, point)
+
+    def broken(self, *arguments):
+        if after:
+            real(self, *arguments)
+        raise KilledOnPurpose(point)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(OutputTable, point, broken)
+        with pytest.raises(KilledOnPurpose):
+            append(spark, path, out, topology_)
+
+
+def verdicts_of(spark, out) -> dict[tuple[int, int], tuple[Row, int]]:
+    found = {}
+    for row in spark.read.format("delta").load(str(out)).collect():
+        first = None if row.first_partition is None else (row.first_partition, row.first_offset)
+        assert (row.partition, row.offset) not in found
+        stream_time_ms = BEFORE_ALL_TIME if row.stream_time_ms is None else row.stream_time_ms
+        found[row.partition, row.offset] = Row(row.verdict, row.reason, row.first_time_ms, first), stream_time_ms
+    return found
+
+
+def test_any_cuts_with_killed_runs_give_what_the_model_gives(spark, tmp_path, monkeypatch):
+    name = "identity"
+    made = parse(json.dumps(document(name, POLICIES[name], TOPIC)), name=name)
+    events = stream(5, COUNT)
+    table = batches(events)
+    dice = random.Random(11)
+    borders = [0, *sorted(dice.sample(range(COUNT), 5)), COUNT]
+    bronze, out = tmp_path / "bronze", tmp_path / "silver"
+    bronze.mkdir()
+    points = itertools.cycle(itertools.product(POINTS, (False, True)))
+    for number, (begin, end) in enumerate(itertools.pairwise(borders)):
+        pq.write_table(table.slice(begin, end - begin), bronze / f"{number}.parquet")
+        point, after = next(points)
+        killed(spark, bronze, out, made, point, monkeypatch, after=after)
+        committed = (point, after) == ("commit", True)
+        report = append(spark, bronze, out, made)
+        assert (report.run, report.fresh) == (number + 1, not committed)
+        if not committed:
+            assert report.new_rows == sum(report.verdicts.values()) == end - begin
+    expected = by_model(events, made)
+    found = verdicts_of(spark, out)
+    assert found == expected
+    assert {"unique", "duplicate", "late", "dead_letter"} <= {row.verdict for row, _ in found.values()}
+    # A run deletes what neither it nor the one before needs; the last one was killed before it could.
+    assert {each.name[:8] for each in (out / "_dedup" / "runs").glob("0*.json")} == {f"0000000{n}" for n in (4, 5, 6)}
+
+
+def test_rows_without_coordinates_are_judged_as_the_model_fed_run_by_run(spark, tmp_path):
+    made = parse(json.dumps(document("plain", {"guard_period": "4s", "grace": "2s"}, TOPIC)), name="plain")
+    events = [each for each in stream(6, 1_500) if each.timestamp_ms < NOW_MS]
+    table = without_places(events)
+    # What comes last is the oldest: most of it is behind stream time by more than the grace period.
+    parts = [(500, 1_000), (1_000, 1_500), (0, 500)]
+    model = ReferenceModel(rules_of(made), [(0, -1)])
+    recipe, expected = recipe_of(made), []
+    (tmp_path / "bronze").mkdir()
+    for number, (begin, end) in enumerate(parts):
+        part = events[begin:end]
+        pq.write_table(table.slice(begin, len(part)), tmp_path / "bronze" / f"{number}.parquet")
+        append(spark, tmp_path / "bronze", tmp_path / "silver", made)
+        faulty = [event for event in part if model_record(recipe, event, Source(0, -1, -1), NOW_MS)[0].fault]
+        whole = [event for event in part if event not in faulty]
+        expected += [(number + 1, *each) for each in by_job(model, made, whole)]
+        expected += [(number + 1, *each) for each in by_job(model, made, faulty)]
+    rows = spark.read.format("delta").load(str(tmp_path / "silver")).collect()
+    found = []
+    for row in rows:
+        value = None if row.value is None else bytes(row.value)
+        verdict = Row(row.verdict, row.reason, row.first_time_ms, None)
+        found.append((row.run, value, row.timestamp_ms, verdict))
+    assert sorted(map(repr, found)) == sorted(map(repr, expected))
+    late = [number for number, *_, row in expected if row.verdict == "late"]
+    assert late.count(3) > 200
+    assert 1 not in late
+
+
+LINES = [(b'{"id":%d}' % (number // 2), number, 0, number) for number in range(6)]
+
+
+@pytest.fixture
+def grown(spark, tmp_path):
+    """Return the input of two runs and their table; a third file is there to be read."""
+    for number in range(2):
+        write(tmp_path / "bronze" / f"{number}.parquet", LINES[2 * number : 2 * number + 2])
+        append(spark, tmp_path / "bronze", tmp_path / "silver", topology(), FILES_NOW_MS)
+    write(tmp_path / "bronze" / "2.parquet", LINES[4:])
+    return tmp_path / "bronze", tmp_path / "silver"
+
+
+def again(spark, grown, **options):
+    return append(spark, *grown, topology(**options), FILES_NOW_MS)
+
+
+def test_nothing_new_commits_nothing_and_files_that_were_read_may_go(spark, grown):
+    bronze, silver = grown
+    (bronze / "0.parquet").unlink()
+    assert again(spark, grown).verdicts == {"duplicate": 1, "unique": 1}
+    commits = sorted((silver / "_delta_log").glob("*.json"))
+    report = again(spark, grown)
+    assert (report.fresh, report.run, report.verdicts) == (False, 3, {})
+    assert sorted((silver / "_delta_log").glob("*.json")) == commits
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("overwrite", r"somebody else has changed .* after run 2: WRITE \(version 2"),
+        ("delete", r"somebody else has changed .* after run 2: DELETE \(version 2"),
+        ("topology", r"belong to another topology"),
+        ("replaced", r"1\.parquet: replaced since an earlier run read it"),
+        ("below", r"orders/0: the input begins at offset 3, and earlier runs judged this partition up to offset 3"),
+        ("unplaced", r"has rows without topic, partition and offset, and earlier runs .* judged rows with"),
+        ("state", r"is missing, the state of the last run"),
+    ],
+)
+def test_what_does_not_fit_the_runs_before_is_refused_by_name(spark, grown, change, message):
+    bronze, silver = grown
+    table = f"delta.`{silver}`"
+    options = {}
+    match change:
+        case "overwrite":
+            rows = spark.read.format("delta").load(str(silver)).where("verdict = 'unique'")
+            rows.write.format("delta").mode("overwrite").save(str(silver))
+        case "delete":
+            spark.sql(f"DELETE FROM {table} WHERE verdict = 'duplicate'")
+        case "topology":
+            options = {"tracking_id": {"field": "number"}}
+        case "replaced":
+            write(bronze / "1.parquet", LINES[:3])
+        case "below":
+            write(bronze / "2.parquet", LINES[3:])
+        case "unplaced":
+            write(bronze / "2.parquet", LINES[4:], placed=False)
+        case "state":
+            for each in (silver / "_dedup" / "runs").iterdir():
+                each.unlink()
+    version = len(list((silver / "_delta_log").glob("*.json")))
+    with pytest.raises(StateIncompatible, match=message):
+        again(spark, grown, **options)
+    assert len(list((silver / "_delta_log").glob("*.json"))) == version
+
+
+def test_a_table_that_was_compacted_or_restored_is_gone_on_with(spark, grown):
+    _, silver = grown
+    table = f"delta.`{silver}`"
+    spark.sql(f"DELETE FROM {table} WHERE verdict = 'duplicate'")
+    spark.sql(f"RESTORE TABLE {table} TO VERSION AS OF 1")
+    spark.sql(f"OPTIMIZE {table}")
+    assert again(spark, grown).run == 3
+    assert spark.read.format("delta").load(str(silver)).groupBy("verdict").count().collect() != []
+    assert sorted(verdicts_of(spark, silver)) == [(0, offset) for offset in range(6)]
+
+
+def test_a_table_restored_to_an_earlier_run_is_refused(spark, grown):
+    spark.sql(f"RESTORE TABLE delta.`{grown[1]}` TO VERSION AS OF 0")
+    with pytest.raises(StateIncompatible, match=r"was restored to run 1, and run 2 had been committed"):
+        again(spark, grown)
+
+
+def test_a_run_that_commits_after_another_of_the_same_parent_is_told(spark, grown, monkeypatch):
+    """Delta drops its commit without a word."""
+    commit, others = OutputTable.commit, []
+
+    def late(self, *arguments):
+        monkeypatch.setattr(OutputTable, "commit", commit)
+        others.append(again(spark, grown))
+        commit(self, *arguments)
+
+    monkeypatch.setattr(OutputTable, "commit", late)
+    with pytest.raises(StateIncompatible, match=r"another job has committed run 3 of .* Nothing of this one"):
+        again(spark, grown)
+    assert others[0].verdicts == {"duplicate": 1, "unique": 1}
+    assert sorted(verdicts_of(spark, grown[1])) == [(0, offset) for offset in range(6)]
+
+
+def test_of_two_runs_that_commit_at_once_one_wins(spark, grown, monkeypatch):
+    check, both = OutputTable._refuse_other_columns, threading.Barrier(2)
+
+    def checked(self, rows):
+        check(self, rows)
+        both.wait(timeout=120)
+
+    monkeypatch.setattr(OutputTable, "_refuse_other_columns", checked)
+    with ThreadPoolExecutor(2) as pool:
+        ended = [pool.submit(again, spark, grown) for _ in range(2)]
+    failed = [each.exception() for each in ended if each.exception()]
+    assert [type(each) for each in failed] == [StateIncompatible]
+    assert "another job has committed run 3" in str(failed[0])
+    assert sorted(verdicts_of(spark, grown[1])) == [(0, offset) for offset in range(6)]
+
+
+def test_a_killed_run_judges_what_it_began_with_and_by_its_clock(spark, grown, monkeypatch):
+    bronze, silver = grown
+    killed(spark, bronze, silver, topology(), "commit", monkeypatch, after=False)
+    write(bronze / "3.parquet", [(b'{"id":9}', 9, 0, 6)])
+    finished = append(spark, *grown, topology(), 5)
+    assert (finished.run, finished.new_rows, finished.now_ms) == (3, 2, NOW_MS)
+    assert again(spark, grown).new_rows == 1
+
+
+def test_an_intent_whose_input_is_gone_is_replaced(spark, grown, monkeypatch):
+    bronze, silver = grown
+    killed(spark, bronze, silver, topology(), "keep_state", monkeypatch, after=False)
+    write(bronze / "2.parquet", LINES[4:5])
+    assert again(spark, grown).new_rows == 1
+
+
+def test_a_file_that_changes_while_it_is_judged_is_refused(spark, grown, monkeypatch):
+    bronze, _ = grown
+    check = NewFiles.refuse_changed
+
+    def changed(self, pinned):
+        write(bronze / "2.parquet", LINES[4:5])
+        check(self, pinned)
+
+    monkeypatch.setattr(NewFiles, "refuse_changed", changed)
+    with pytest.raises(StateIncompatible, match=r"2\.parquet: deleted or changed while a run was reading it"):
+        again(spark, grown)
+
+
+def test_coordinates_of_a_topology_that_repartitions_are_refused(spark, tmp_path):
+    write(tmp_path / "bronze" / "0.parquet", LINES)
+    with pytest.raises(StateIncompatible, match=r"judges several source partitions in one log.*spark backfill"):
+        append(spark, tmp_path / "bronze", tmp_path / "silver", topology(source={"topics": ["orders"]}))
+
+
+def test_a_store_in_which_two_drivers_could_commit_one_version_is_named():
+    assert "one driver at a time" in (store_warning("s3a://lake/silver", None) or "")
+    assert store_warning("s3a://lake/silver", "io.delta.storage.S3DynamoDBLogStore") is None
+    assert store_warning("file:/lake/silver", None) is None
+
+
+def test_a_directory_of_others_is_refused(spark, tmp_path):
+    write(tmp_path / "bronze" / "0.parquet", LINES)
+    with pytest.raises(StateIncompatible, match=r"is not empty and not a Delta table: it holds 0\.parquet"):
+        append(spark, tmp_path / "bronze", tmp_path / "bronze", topology())
+
+
+def bronze_rows(spark, ids, seconds, *, id_type="bigint", more=""):
+    """Return events as a data engineer has them: columns."""
+    rows = [(number, BASE_MS + second * 1000) for number, second in zip(ids, seconds, strict=True)]
+    frame = spark.createDataFrame(rows, "id bigint, placed_ms bigint")
+    extra = [f"'{more}' AS {more}"] if more else []
+    return frame.selectExpr(f"CAST(id AS {id_type}) AS id", "placed_ms", "placed_ms % 2 AS day", *extra)
+
+
+def of_columns():
+    return topology(event_time={"field": "placed_ms", "unit": "ms"})
+
+
+def test_a_delta_table_is_read_by_what_was_appended(spark, tmp_path):
+    bronze, silver = str(tmp_path / "bronze table"), str(tmp_path / "silver")
+
+    def grow(ids, seconds, **more):
+        writer = bronze_rows(spark, ids, seconds, **more).write.format("delta").mode("append").partitionBy("day")
+        writer.option("mergeSchema", "true").save(bronze)
+
+    def judge():
+        source = NewVersions(spark, bronze, rows_are_events=True)
+        return incremental(source, of_columns(), silver, now_ms=NOW_MS, say=quiet)
+
+    grow([1, 2], [0, 1])
+    grow([3], [2])
+    assert judge().verdicts == {"unique": 3}
+    grow([1, 4], [3, 4])
+    spark.sql(f"OPTIMIZE delta.`{bronze}`")
+    grow([5, 2], [5, 5], more="customer")
+    assert judge().verdicts == {"duplicate": 2, "unique": 2}
+    assert not judge().fresh
+    spark.sql(f"OPTIMIZE delta.`{bronze}`")
+    assert not judge().fresh
+    spark.sql(f"DELETE FROM delta.`{bronze}` WHERE id = 5")
+    with pytest.raises(StateIncompatible, match=r"version \d \(DELETE\) changed or deleted rows"):
+        judge()
+    read = [json.loads(row.value) for row in spark.read.format("delta").load(silver).collect()]
+    assert sorted(each["id"] for each in read) == [1, 1, 2, 2, 3, 4, 5]
+    assert sorted(each["id"] for each in read if each.get("customer")) == [2, 5]
+
+
+def test_a_dataframe_is_one_run_which_may_be_repeated_and_an_id_keeps_its_type(spark, tmp_path):
+    silver = str(tmp_path / "silver")
+
+    def judge(rows):
+        return incremental(NewRows(rows, rows_are_events=True), of_columns(), silver, now_ms=NOW_MS, say=quiet)
+
+    first, second = bronze_rows(spark, [1, 2], [0, 1]), bronze_rows(spark, [2, 3], [2, 3], more="customer")
+    assert judge(first).verdicts == {"unique": 2}
+    assert not judge(first).fresh
+    assert judge(second).verdicts == {"duplicate": 1, "unique": 1}
+    with pytest.raises(StateIncompatible, match=r"column `id` of the DataFrame is string, and was bigint"):
+        judge(bronze_rows(spark, [2], [2], id_type="string"))
+    assert not judge(second.limit(0)).fresh
+
+
+DRIVER = """
+import os, signal, sys
+from tests.spark.driver import _session_stays
+from dedup.cli.main import main
+from dedup.spark.incremental import OutputTable
+
+command = ["spark", "incremental", "shop.yaml", "--input", "bronze", "--out", "silver", "--json"]
+command += ["--now", "2027-01-15T00:00:00Z", "--master", "local[1]", "--quiet"]
+sys.argv[1:] = command
+with _session_stays():
+    try:
+        main()
+    except SystemExit as ended:
+        assert not ended.code
+os.rename("next/1.parquet", "bronze/1.parquet")
+OutputTable.commit = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+main()
+"""
+
+
+def test_a_driver_that_is_killed_before_its_commit_leaves_a_run_to_be_finished(spark, tmp_path):
+    """The command as users give it, in a process of its own, with relative paths."""
+    write(tmp_path / "bronze" / "0.parquet", LINES[:3])
+    write(tmp_path / "next" / "1.parquet", LINES[3:])
+    made = {"dedup": 1, "name": "shop", "source": {"topics": ["orders"], "partitioned_by": "tracking_id"}}
+    made |= {"tracking_id": {"field": "id"}, "guard_period": "10s", "grace": "5s", "output": {"topic": "orders.unique"}}
+    (tmp_path / "shop.yaml").write_text(json.dumps(made))
+    ended = subprocess.run(
+        [sys.executable, "-c", DRIVER],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ended.returncode == -signal.SIGKILL, ended.stderr
+    report = json.loads(ended.stdout)
+    assert (report["run"], report["new_rows"], report["verdicts"]) == (1, 3, {"duplicate": 1, "unique": 2})
+    assert sorted(verdicts_of(spark, tmp_path / "silver")) == [(0, offset) for offset in range(3)]
+    finished = append(spark, tmp_path / "bronze", tmp_path / "silver", topology(), FILES_NOW_MS)
+    assert (finished.run, finished.now_ms, finished.verdicts) == (2, 1_799_971_200_000, {"duplicate": 2, "unique": 1})
+    assert sorted(verdicts_of(spark, tmp_path / "silver")) == [(0, offset) for offset in range(6)]
