@@ -190,7 +190,7 @@ def routed(frame: DataFrame, buckets: int, targets: Sequence[int], batch_rows: i
     wanted = [[target for at, target in enumerate(targets) if at % common == rest] for rest in range(common)]
     of_bucket = F.element_at(F.array(*(F.array(*map(F.lit, each)) for each in wanted)), F.col("bucket") % common + 1)
     placed = frame.where(F.col(KNOWN).isNotNull()).withColumn(TARGET, F.explode(of_bucket))
-    empty = (F.length(KNOWN) * F.lit(batch_rows) / F.lit(BATCH_BYTES)).cast("int")
+    empty = (F.length(KNOWN).cast("long") * F.lit(batch_rows) / F.lit(BATCH_BYTES)).cast("int")
     padded = placed.select(TARGET, KNOWN, F.explode(F.sequence(F.lit(0), empty)).alias("at"))
     columns: list[Column] = [F.lit(None).cast(BinaryType()).alias(name) for name in PACKED_ROWS.names[1:]]
     return padded.select(TARGET, *columns, F.when(F.col("at") == 0, F.col(KNOWN)).alias(KNOWN))
