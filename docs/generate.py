@@ -75,8 +75,8 @@ def metrics_page() -> str:
     return _page(
         "dedup/metrics.py",
         "# Metrics",
-        "A worker and the driver of `dedup spark run` serve these metrics at `/metrics` in Prometheus' text format. The labels `sub_topology`, `topic`, "
-        "and `partition` identify a task by its feeding topic and partition.",
+        "A worker and the driver of `dedup spark run` serve these metrics at `/metrics` in Prometheus' text format. "
+        "The labels `sub_topology`, `topic`, and `partition` identify a task by its feeding topic and partition.",
         "\n".join(["| metric | kind | labels | meaning |", "|---|---|---|---|", *rows]),
         f"The buckets of `dedup_commit_seconds` are {_numbers(COMMIT_BUCKETS_S)} seconds. Those of "
         f"`dedup_end_to_end_seconds` are {_numbers(END_TO_END_BUCKETS_S)} seconds.",
