@@ -285,7 +285,7 @@ class _Run:
     def _leave(self, verdicts: Judging, known: Sequence[Layer]) -> tuple[list[Layer], dict[str, int], list[list[int]]]:
         """Write the sightings; return the layers of the state, the number of rows by verdict, and `RunState.ends`."""
         older = [layer.rows for layer in known]
-        whole = len(older) >= _MOST_LAYERS or sum(older[1:]) > max(_FEW_SIGHTINGS, *older[:1])
+        whole = len(older) >= _MOST_LAYERS or sum(older[1:]) > max([_FEW_SIGHTINGS, *older[:1]])
         reducers = shuffle_partitions(self._spark)
         split = -(-sum(older) // (reducers * PACKED_AT_ONCE)) if whole else 1
         plan = LayerPlan(reducers, reducers << max(0, split - 1).bit_length(), whole)
