@@ -321,7 +321,8 @@ def _files_identity(spark: SparkSession, table: DataFrame) -> tuple[str, int]:
     conf = spark._jsparkSession.sessionState().newHadoopConf()  # noqa: SLF001
     digest, size_bytes = blake2b(digest_size=16), 0
     for file in sorted(table.inputFiles()):
-        path = jvm.org.apache.hadoop.fs.Path(jvm.java.net.URI(file))
+        # Delta's names of files are not encoded, those of other tables are.
+        path = jvm.org.apache.hadoop.fs.Path(jvm.java.net.URI(file.replace(" ", "%20")))
         status = path.getFileSystem(conf).getFileStatus(path)
         digest.update(f"{file} {status.getLen()} {status.getModificationTime()}\n".encode())
         size_bytes += status.getLen()
