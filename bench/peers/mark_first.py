@@ -32,14 +32,14 @@ def main(engine: str, rows: str, out: str, threads: str) -> None:
     """Run one engine."""
     os.environ["POLARS_MAX_THREADS"] = threads
     if engine == "duckdb":
-        import duckdb  # type: ignore[import-not-found]  # noqa: PLC0415
+        import duckdb  # noqa: PLC0415
 
         version, query = duckdb.__version__, DUCKDB.format(rows=rows, out=out)
         duckdb.execute(f"SET threads = {threads}")
         duckdb.execute(query)
         counts = dict(duckdb.execute(f"SELECT verdict, count(*) FROM '{out}' GROUP BY 1").fetchall())
     else:
-        import polars as pl  # type: ignore[import-not-found]  # noqa: PLC0415
+        import polars as pl  # noqa: PLC0415
 
         version, query = pl.__version__, POLARS
         exec(f"({query.strip()})", {"pl": pl, "rows": rows, "out": out})
