@@ -65,7 +65,7 @@ def manifest_written(write_text):
 
 
 STEPS = {
-    "the files are there": (module, "_counts", lambda _: killed),
+    "the files are there": (module, "counts_of", lambda _: killed),
     "they are counted": (module, "listed", lambda _: killed),
     "they are listed": (RunDirectory, "_publish_manifest", lambda _: killed),
     "the manifest is there": (HadoopDirectory, "write", manifest_written),
@@ -130,8 +130,8 @@ def test_a_run_that_another_job_publishes_meanwhile_is_refused(store, history, m
         (store / "_runs" / "backfill.json").write_text(json.dumps({**mine, "manifest": None}))
         return counted(*arguments)
 
-    counted = module._counts
-    monkeypatch.setattr(module, "_counts", published)
+    counted = module.counts_of
+    monkeypatch.setattr(module, "counts_of", published)
     with pytest.raises(StateIncompatible, match="appeared while this run was under way"):
         backfill(history, topology(), ROOT, now_ms=NOW_MS)
 

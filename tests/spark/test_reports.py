@@ -37,11 +37,15 @@ def spark_command(spark, tmp_path, monkeypatch):
     return run
 
 
+def text_of(option) -> str | None:
+    return option.get() if option.isDefined() else None
+
+
 def jobs_of(spark) -> set[tuple[str, str]]:
     """The groups and descriptions of jobs in Spark's UI."""
     jobs = spark.sparkContext._jsc.sc().statusStore().jobsList(None)
     found = map(jobs.apply, range(jobs.size()))
-    return {(job.jobGroup().getOrElse(None), job.description().getOrElse(None)) for job in found}
+    return {(text_of(job.jobGroup()), text_of(job.description())) for job in found}
 
 
 def test_a_backfill_and_an_upsert_say_what_they_did(spark, spark_command, tmp_path):

@@ -163,7 +163,8 @@ def test_a_stream_is_seen_as_a_worker_is(make_job, spark, caplog):
     assert sum(values["dedup_records_total"]) == 2_000
     assert sum(values["dedup_state_ids"]) > 1_000
     jobs = spark.sparkContext._jsc.sc().statusStore().jobsList(None)
-    described = [jobs.apply(at).description().getOrElse(None) for at in range(jobs.size())]
+    texts = [jobs.apply(at).description() for at in range(jobs.size())]
+    described = [text.get() for text in texts if text.isDefined()]
     assert f"{job.name}-dedup: judge and commit micro-batch 0" in described
 
 

@@ -33,11 +33,11 @@ def until_committed(job, goal, driver):
     assert driver.running, job.logs()
 
 
-def survives(job, spark, *, events, kills, failures):
+def survives(job, spark, *, events, kills, failures, steps=SMALL_STEPS, end_s=END_S):
     job.send(workload(4, events))
     dice = random.Random(8)
     table = str(job.directory / "table")
-    run = ("--master", "local[2,4]", "--delta", table, "--every", "1s", *SMALL_STEPS)
+    run = ("--master", "local[2,4]", "--delta", table, "--every", "1s", *steps)
     with Watch(job) as watch:
         for number in range(kills):
             driver = start_driver(job, f"failures={failures}", arguments=run, name=f"driver-{number}")
@@ -45,7 +45,7 @@ def survives(job, spark, *, events, kills, failures):
             until_committed(job, goal, driver)
             driver.kill()
         last = start_driver(job, f"failures={failures}", arguments=(*run, "--exit-when-done"), name="last")
-        assert last.wait(END_S) == 0, job.logs()
+        assert last.wait(end_s) == 0, job.logs()
     assert accidents_of(job) == failures
     assert watch.duplicated == []
     report = job.judge()
@@ -62,4 +62,5 @@ def test_a_killed_driver_and_failing_attempts(job, spark):
 @pytest.mark.long
 @pytest.mark.timeout(3_600)
 def test_ten_killed_drivers_and_twenty_failing_attempts(job, spark):
-    survives(job, spark, events=1_000_000, kills=10, failures=20)
+    steps = ("--most-offsets", "50000", "--commit-rows", "10000")
+    survives(job, spark, events=1_000_000, kills=10, failures=20, steps=steps, end_s=1_800)
