@@ -514,14 +514,8 @@ def upsert_command(  # noqa: PLR0917  # one parameter per option
     began_s = time.monotonic()
     parsed = read_topology(topology)
     to = _target(delta, jdbc, table, user, os.environ.get(_PASSWORD))
-    packages = _packages(
-        conf,
-        fmt if inputs else None,
-        *(delta, rejected, *(inputs or ())),
-        kafka=not inputs,
-        delta=delta is not None,
-        jdbc=jdbc is not None,
-    )
+    needs = {"kafka": not inputs, "delta": delta is not None, "jdbc": jdbc is not None}
+    packages = _packages(conf, fmt if inputs else None, delta, rejected, *(inputs or ()), **needs)
     with _job("upsert", parsed, master, conf, packages, quiet=quiet) as spark:
         if inputs:
             records = read_files(spark, inputs, fmt).records

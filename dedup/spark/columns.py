@@ -15,12 +15,13 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.compute as pc
 from pyspark.sql import DataFrame
 from pyspark.sql.types import BinaryType, LongType, StringType, StructField, StructType
 
 from dedup.core.extract import Extracted, Extractor
 from dedup.core.extract_one import ODD_HEADER_NAME
-from dedup.errors import InvariantBroken
+from dedup.errors import InvariantBroken, StateIncompatible
 from dedup.kafka.record_batch import FeedBatch
 from dedup.kafka.wire import Header, TopicPartition
 from dedup.spark.rows import headers_of
@@ -218,3 +219,28 @@ def _identified_arrays(extracted: Extracted) -> list[pa.Array]:
         pa.nulls(count, pa.binary()) if fingerprints is None else pa.array(fingerprints, pa.binary()),
         *(pa.array(column, pa.string()) for column in faults),
     ]
+
+
+def integers_of(batch: pa.RecordBatch, name: str) -> npt.NDArray[np.int64]:
+    """Return a column as numbers; -1 for a null."""
+    column = batch.column(name)
+    if column.null_count:
+        column = column.fill_null(-1)
+    result: npt.NDArray[np.int64] = column.to_numpy(zero_copy_only=False).astype(np.int64)
+    return result
+
+
+def topics_of(batch: pa.RecordBatch, topics: tuple[str, ...]) -> npt.NDArray[np.int64]:
+    """Return the positions in ``source.topics``. Raises StateIncompatible for another topic, or without a place."""
+    column = batch.column("topic")
+    found = pc.index_in(column, value_set=pa.array(topics, pa.string()))
+    if found.null_count or batch.column("partition").null_count or batch.column("offset").null_count:
+        others = sorted({str(each) for each in column.filter(pc.is_null(found)).to_pylist()})
+        what = f"topic {', '.join(others)}" if others else "no partition or offset"
+        raise StateIncompatible(
+            f"the input holds records of {what}; the topology reads {', '.join(topics)}, and its records are judged in "
+            f"the order of their offsets. Filter the input, or drop its columns topic, partition and offset to judge "
+            f"it in the order of event times."
+        )
+    result: npt.NDArray[np.int64] = found.to_numpy(zero_copy_only=False).astype(np.int64)
+    return result

@@ -17,8 +17,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from dedup.spark.columnar_fold import Integers
-from dedup.spark.columns import Batches, BatchFunction
-from dedup.spark.map_side import Packer, ReceivedRows, integers_of, topics_of
+from dedup.spark.columns import Batches, BatchFunction, integers_of, topics_of
+from dedup.spark.map_side import Packer, ReceivedRows
 from dedup.spark.rows import COORDINATES
 
 _PART_BYTES: Final = 256 << 20

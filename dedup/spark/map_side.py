@@ -30,7 +30,7 @@ from dedup.core.fold import Outcome, Rows, screen
 from dedup.core.window import BEFORE_ALL_TIME, Feed, StreamTime
 from dedup.errors import InvariantBroken, StateIncompatible
 from dedup.spark.columnar_fold import Integers
-from dedup.spark.columns import Batches, BatchFunction, binary_column, extract_batch
+from dedup.spark.columns import Batches, BatchFunction, binary_column, extract_batch, integers_of, topics_of
 from dedup.topology.model import Topology, extractor_of
 from dedup.worker.record_collector import IDLE, SOURCE, TIMESTAMP
 
@@ -669,31 +669,6 @@ def _unjudged(outcome: Outcome, count: int) -> pa.Array:
     for row, dead in outcome.dead:
         texts[row] = SEPARATOR.join(("dead_letter", dead.code, dead.detail))
     return pa.array(texts, pa.string())
-
-
-def integers_of(batch: pa.RecordBatch, name: str) -> Integers:
-    """Return a column as numbers; -1 for a null."""
-    column = batch.column(name)
-    if column.null_count:
-        column = column.fill_null(-1)
-    result: Integers = column.to_numpy(zero_copy_only=False).astype(np.int64)
-    return result
-
-
-def topics_of(batch: pa.RecordBatch, topics: tuple[str, ...]) -> Integers:
-    """Return the positions in ``source.topics``. Raises StateIncompatible for another topic, or without a place."""
-    column = batch.column("topic")
-    found = pc.index_in(column, value_set=pa.array(topics, pa.string()))
-    if found.null_count or batch.column("partition").null_count or batch.column("offset").null_count:
-        others = sorted({str(each) for each in column.filter(pc.is_null(found)).to_pylist()})
-        what = f"topic {', '.join(others)}" if others else "no partition or offset"
-        raise StateIncompatible(
-            f"the input holds records of {what}; the topology reads {', '.join(topics)}, and its records are judged in "
-            f"the order of their offsets. Filter the input, or drop its columns topic, partition and offset to judge "
-            f"it in the order of event times."
-        )
-    result: Integers = found.to_numpy(zero_copy_only=False).astype(np.int64)
-    return result
 
 
 def _feeds(topics: Integers, partitions: Integers) -> list[Feed]:
