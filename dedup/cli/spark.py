@@ -192,10 +192,16 @@ def run(
         with _StreamProgress(enabled=not quiet) as progress:
             sink = None if delta is None else TableSink(spark, parsed, settings, delta, most_offsets=most_offsets)
             stream = start_stream(spark, parsed, settings, replace(options, on_batch=progress.add))
+            stopped = threading.Event()
+
+            def stop() -> None:
+                stopped.set()
+                stream.stop()
+
             following: AbstractContextManager[object] = nullcontext()
             if sink is not None:
-                following = Following(sink, every_s=every_s, clock_ms=_now_ms, failed=stream.stop)
-            with _stopped_by_signals(stream.stop), following:
+                following = Following(sink, every_s=every_s, clock_ms=_now_ms, stopped=stopped, failed=stream.stop)
+            with _stopped_by_signals(stop), following:
                 stream.wait()
         progress.closing_line()
     finally:

@@ -65,6 +65,8 @@ class Judging:
     """Rows of `map_side.PACKED_ROWS`, each in the Spark partition of its reduce task."""
     plan: ReducePlan
     schema: StructType
+    reducers: int
+    """The number of reduce tasks; fewer where adaptive execution has merged some."""
 
     def frame(self) -> DataFrame:
         """Return the records with their verdicts."""
@@ -136,10 +138,11 @@ def judging(
         for buckets, layer in earlier.layers.items():
             packed = packed.unionByName(routed(layer, buckets, targets, batch_rows))
     # Of an unknown size, adaptive execution merges what is too small for a task. It never divides one, because Spark
-    # divides partitions of joins and of REBALANCE only.
-    together = packed.repartition(TARGET) if history.size_bytes is None else packed.repartition(reducers, TARGET)
+    # divides partitions of joins and of REBALANCE only. Known sightings are in the task of their ID.
+    merged = history.size_bytes is None and earlier is None
+    together = packed.repartition(TARGET) if merged else packed.repartition(reducers, TARGET)
     schema = StructType([*df.schema.fields, *JUDGED])
-    return Judging(together, plan, schema)
+    return Judging(together, plan, schema, reducers)
 
 
 def _chained(first: BatchFunction | None, then: BatchFunction) -> BatchFunction:

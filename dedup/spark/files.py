@@ -55,7 +55,7 @@ FileFormat = Literal["parquet", "json", "json-records", "delta", "table"]
 text. ``table`` is any table of a catalog of Spark's, by its name.
 """
 
-_LOSSLESS: Final = {"ignoreCorruptFiles": "false", "ignoreMissingFiles": "false"}
+LOSSLESS: Final = {"ignoreCorruptFiles": "false", "ignoreMissingFiles": "false"}
 _FOOTERS_AT_ONCE: Final = 8
 _ORDER_SCHEMA: Final = "counts array<bigint>, notice binary, topics binary, bounds binary"
 
@@ -257,7 +257,7 @@ def _table_of_files(
     base: str | None,
 ) -> tuple[DataFrame, list[str]]:
     """Return the table, and its columns that are in the paths (``day=2026-01-31/``) and are none of a record's."""
-    reader = spark.read.options(**_LOSSLESS)
+    reader = spark.read.options(**LOSSLESS)
     if base is not None:
         reader = reader.option("basePath", base)
     if fmt == "parquet":
@@ -344,6 +344,8 @@ def _log_order(
         read = opened(splits.columns, COORDINATES)
         frame = splits.frame.coalesce(splits.frame.sparkSession.sparkContext.defaultParallelism)
         found = frame.mapInArrow(lambda batches: _offset_runs(read(batches)), _ORDER_SCHEMA).collect()
+    if not found:
+        return False, False, ()
     rows, placed, anywhere = (sum(counts) for counts in zip(*(row["counts"] for row in found), strict=True))
     if anywhere and placed < rows:
         text = f"only {placed:,} of {rows:,} rows have topic, partition and offset; judge the others separately"

@@ -29,15 +29,17 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from uuid import uuid4
 
 from pyspark import StorageLevel
+from pyspark.errors import AnalysisException
 from pyspark.sql import functions as F  # noqa: N812 - the name every Spark page uses
 
 from dedup.core.window import BEFORE_ALL_TIME
 from dedup.errors import InvariantBroken, StateIncompatible
 from dedup.spark.batch_verdicts import Earlier, Judging, Order, judging, mode_of, order_text
+from dedup.spark.files import LOSSLESS
 from dedup.spark.incremental_input import GrowingInput, id_types
 from dedup.spark.map_side import LogEnd, LogEnds, Mode
 from dedup.spark.reduce_side import LayerPlan, layer_function
-from dedup.spark.session import HadoopDirectory, shuffle_partitions, shuffles_for, translated_errors
+from dedup.spark.session import HadoopDirectory, shuffles_for, translated_errors
 from dedup.spark.sightings import LAYER, PACKED_AT_ONCE, Layer
 
 if TYPE_CHECKING:
@@ -217,7 +219,8 @@ class _Run:
         """Judge what the intent names, write the state, commit, and return the report."""
         history = self._source.open(self._intent.pinned)
         types = self._id_types()
-        mode = self._mode(history)
+        empty = not history.placed and history.records.limit(1).count() == 0
+        mode = self._mode(history, empty=empty)
         self._say(f"{self._topology.name}: run {self._intent.run}: {history.place}: {order_text(mode)}")
         known = self._state.live_layers(self._topology.window.retention_ms)
         known_bytes = _SIGHTING_BYTES * sum(layer.rows for layer in known)
@@ -230,7 +233,10 @@ class _Run:
                 rows = _balanced(history, counts)
                 self._source.refuse_changed(self._intent.pinned)
                 position = self._source.position(self._intent.pinned, self._state.position)
-                after = RunState(self._intent.identity, mode, position, types, ends, [asdict(each) for each in layers])
+                kept_mode = self._state.mode if empty else mode
+                after = RunState(
+                    self._intent.identity, kept_mode, position, types, ends, [asdict(each) for each in layers]
+                )
                 self._table.keep_state(self._intent.run, self._attempt, after)
                 self._table.commit(verdicts.frame(), self._intent.run, self._attempt, counts)
             finally:
@@ -250,7 +256,7 @@ class _Run:
                 )
         return {**self._state.id_types, **types}
 
-    def _mode(self, history: History) -> Mode:
+    def _mode(self, history: History, *, empty: bool) -> Mode:
         mode = mode_of(self._topology, "offsets" if history.placed else "event_time", history.feeds)
         if mode not in {"direct", "event_time"}:
             raise StateIncompatible(
@@ -258,7 +264,8 @@ class _Run:
                 f"log, whose order no run can know before the next run's input is there: judge all of it at once with "
                 f"`dedup spark backfill`, or leave out the columns topic, partition and offset."
             )
-        if self._state.mode not in {"", mode}:
+        # Without a row, nothing says whether rows have coordinates.
+        if not empty and self._state.mode not in {"", mode}:
             names = {"direct": "with topic, partition and offset", "event_time": "without topic, partition and offset"}
             raise StateIncompatible(
                 f"{history.place} has rows {names[mode]}, and earlier runs at {self._table.path} judged rows "
@@ -268,18 +275,37 @@ class _Run:
 
     def _judging(self, history: History, known: Sequence[Layer]) -> Judging:
         order: Order = "offsets" if history.placed else "event_time"
-        paths: dict[int, list[str]] = {}
+        alike: dict[int, list[Layer]] = {}
         for layer in known:
-            paths.setdefault(layer.buckets, []).append(self._table.state_path(layer.path))
-        layers = {buckets: self._spark.read.schema(LAYER).parquet(*each) for buckets, each in paths.items()}
+            alike.setdefault(layer.buckets, []).append(layer)
+        layers = {buckets: self._whole(each) for buckets, each in alike.items()}
         earlier = Earlier(self._state.log_ends(), layers)
         return judging(history, self._topology, now_ms=self._intent.now_ms, order=order, earlier=earlier)
+
+    def _whole(self, layers: Sequence[Layer]) -> DataFrame:
+        """Return the layers' rows. Raises StateIncompatible unless all sightings are there."""
+        places = [self._table.state_path(layer.path) for layer in layers]
+        expected = sum(layer.rows for layer in layers)
+        try:
+            rows = self._spark.read.options(**LOSSLESS).schema(LAYER).parquet(*places)
+            found = rows.agg(F.sum("rows")).first()
+        except AnalysisException as error:
+            found, cause = None, str(error).splitlines()[0]
+        else:
+            cause = f"they hold {found[0] if found else 0} sightings, and {expected} were written"
+        if found is None or found[0] != expected:
+            raise StateIncompatible(
+                f"files of {', '.join(places)} are missing, the sightings of earlier runs: {cause}. Nothing was "
+                f"changed. Restore them, or judge everything anew into another table (--out)."
+            )
+        return rows
 
     def _leave(self, verdicts: Judging, known: Sequence[Layer]) -> tuple[list[Layer], dict[str, int], list[list[int]]]:
         """Write the sightings; return the layers of the state, the number of rows by verdict, and `RunState.ends`."""
         older = [layer.rows for layer in known]
         whole = len(older) >= _MOST_LAYERS or sum(older[1:]) > max([_FEW_SIGHTINGS, *older[:1]])
-        reducers = shuffle_partitions(self._spark)
+        # Not what the session says now: another run in the same session may have set it.
+        reducers = verdicts.reducers
         split = -(-sum(older) // (reducers * PACKED_AT_ONCE)) if whole else 1
         plan = LayerPlan(reducers, reducers << max(0, split - 1).bit_length(), whole)
         name = f"state/{self._intent.run:08}-{self._attempt}"
@@ -330,7 +356,7 @@ class OutputTable:
 
         Raises StateIncompatible if anybody else has changed rows of the table since then.
         """
-        if not self._files.exists(self._root.at("_delta_log")):
+        if not self._exists():
             if self._files.exists(self._root.path) and self._others():
                 raise StateIncompatible(
                     f"{self.path} is not empty and not a Delta table: it holds {', '.join(self._others()[:3])}. "
@@ -361,9 +387,17 @@ class OutputTable:
             f"others, or Delta has deleted its history (delta.logRetentionDuration). Choose another --out."
         )
 
+    def _exists(self) -> bool:
+        """Whether the table has a commit; a first run that was killed while it wrote leaves a log without one."""
+        return bool(self._files.globStatus(self._root.at("_delta_log/*.json")))
+
     def _others(self) -> list[str]:
-        names = [each.getPath().getName() for each in self._files.listStatus(self._root.path)]
-        return sorted(name for name in names if name != _STATE)
+        """Return what is in the directory and was not left by a first run that was killed."""
+        names = {each.getPath().getName() for each in self._files.listStatus(self._root.path)}
+        begun = _STATE in names
+        return sorted(
+            name for name in names if not (begun and (name in {_STATE, "_delta_log"} or name.startswith("verdict=")))
+        )
 
     def _history(self) -> list[Any]:
         """Return the table's commits, the newest first."""
@@ -411,7 +445,7 @@ class OutputTable:
             writer.option("txnAppId", "dedup").option("txnVersion", run).save(self.path)
         except Exception as error:  # noqa: BLE001 - the history tells what has happened
             failed = error
-        there = self._files.exists(self._root.at("_delta_log"))
+        there = self._exists()
         attempts = (
             [found.attempt for found in map(_named, self._history()) if found and found.run == run] if there else []
         )
@@ -430,7 +464,7 @@ class OutputTable:
         )
 
     def _refuse_other_columns(self, rows: DataFrame) -> None:
-        if self._files.exists(self._root.at("_delta_log")):
+        if self._exists():
             there = self._spark.read.format("delta").load(self.path).schema
             before, now = ({each.name: each.dataType.simpleString() for each in s.fields} for s in (there, rows.schema))
             changed = sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name))
@@ -447,7 +481,7 @@ class OutputTable:
         kept = {str(layer["path"]).rpartition("/")[2] for layer in layers}
         for each in self._files.listStatus(self._at("state")):
             name = each.getPath().getName()
-            if name not in kept and int(name[:8]) <= run:
+            if name not in kept and name[:8].isdecimal() and int(name[:8]) <= run:
                 self._files.delete(each.getPath(), True)  # noqa: FBT003 - recursive
         for each in self._files.listStatus(self._at("runs")):
             name = each.getPath().getName()

@@ -19,7 +19,7 @@ from dedup.core.json_path import Path
 from dedup.core.tracking_id import ContentRule, FieldRule, FieldsRule
 from dedup.errors import Problem, SettingsError, StateIncompatible
 from dedup.spark.backfill import history_of
-from dedup.spark.files import FileFormat, History, as_events, read_files, read_table
+from dedup.spark.files import LOSSLESS, FileFormat, History, as_events, read_files, read_table
 from dedup.spark.rows import records_of_files
 from dedup.spark.session import HadoopDirectory
 
@@ -114,8 +114,12 @@ class NewFiles:
         )
 
     def schema(self, pinned: Pinned) -> StructType | None:
-        """Return the columns of the first file."""
-        return self.spark.read.parquet(next(iter(pinned["files"]))).schema if self.rows_are_events else None
+        """Return the columns of the files, also those of their directories, as `open` reads them."""
+        if not self.rows_are_events:
+            return None
+        base = self._base()
+        reader = self.spark.read if base is None else self.spark.read.option("basePath", base)
+        return reader.parquet(*pinned["files"]).schema
 
     def refuse_changed(self, pinned: Pinned) -> None:
         """Raise StateIncompatible for pinned files that are gone or changed."""
@@ -216,7 +220,8 @@ class NewVersions:
         root = self._absolute()
         files = [name if "://" in name else f"{root}/{name}" for name in self._appended(pinned)]
         try:
-            return self.spark.read.schema(snapshot.schema).option("basePath", root).parquet(*files)
+            reader = self.spark.read.options(**LOSSLESS).schema(snapshot.schema)
+            return reader.option("basePath", root).parquet(*files)
         except AnalysisException as error:
             raise StateIncompatible(
                 f"{self.path}: files that were appended after version {pinned['after']} are gone, because they were "

@@ -173,7 +173,11 @@ class HadoopDirectory:
         finally:
             stream.close()
         self.files.delete(path, False)  # noqa: FBT003  # not recursive
-        self.files.rename(part, path)
+        if not self.files.rename(part, path):
+            raise StateIncompatible(
+                f"{path} could not be written: its file system refused to rename {part}. Another job may be writing it "
+                f"at the same time; run the command again."
+            )
 
 
 def shuffle_partitions(spark: SparkSession) -> int:

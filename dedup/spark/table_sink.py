@@ -14,16 +14,17 @@ import json
 import logging
 import re
 import threading
+import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Final, Self
 
 from py4j.protocol import Py4JJavaError
 from pyspark.errors import PySparkException
 
-from dedup.errors import Problem, SettingsError, StateIncompatible
+from dedup.errors import BrokerUnavailable, Problem, SettingsError, StateIncompatible
 from dedup.spark.kafka_source import kafka_options
 from dedup.spark.session import HadoopDirectory, translated_errors
 from dedup.verify.kafka_reader import KafkaReader
@@ -43,10 +44,14 @@ Clock = Callable[[], int]
 """Returns the time in ms."""
 _VERSION: Final = 1
 _COLUMNS: Final = ("key", "value", "headers", "topic", "partition", "offset", "timestamp")
-_REPLACED: Final = frozenset({"RESTORE", "TRUNCATE", "REPLACE TABLE", "CREATE OR REPLACE TABLE", "CLONE"})
-"""Operations after which rows that the sink has written may be gone, although its commits are in the history."""
+_REPLACED: Final = ("RESTORE", "TRUNCATE", "REPLACE TABLE", "CLONE")
+"""In the names of operations after which rows of the sink may be gone, although its commits are in the log."""
 _LOG_FILE: Final = re.compile(r"([0-9]{20})\.json")
-_CONCURRENT: Final = ("Concurrent", "CONCURRENT", "ProtocolChanged", "MetadataChanged")
+_CONFLICT: Final = re.compile(
+    r"Concurrent\w*Exception|DELTA_CONCURRENT|ProtocolChangedException|MetadataChangedException"
+)
+_SETTLED_WITHIN_S: Final = 60.0
+_SETTLED_LOOK_S: Final = 0.2
 _RENEWED_AFTER_MS: Final = 24 * 3_600_000
 """Delta forgets commits after `delta.logRetentionDuration` (30 days), also the one that holds the position."""
 
@@ -60,6 +65,8 @@ class SinkCommit:
     topic_id: str
     """Kafka's id of the output topic, because a recreated topic has different records at the same offsets."""
     number: int
+    after: int
+    """The table's version with the commit before this one; -1 for the first."""
     ends: Mapping[int, int]
     """By partition, the offset after the last one whose record is in the table."""
     id: str
@@ -82,6 +89,8 @@ class Appended:
     table_version: int
     committed_ms: int
     rows: int
+    more: bool = False
+    """Whether the topic had more to append at once."""
 
 
 class TableSink:
@@ -119,6 +128,8 @@ class TableSink:
         if not self._looked:
             self._last, self._looked = self._found(), True
             self._renewed_ms = now_ms if self._last is None else self._last.committed_ms
+        elif self._last is not None:
+            self._refuse_changed_since(self._last)
         last = self._last
         with KafkaReader(self._settings) as reader:
             topic_id = reader.topic_id(self._topic)
@@ -129,10 +140,10 @@ class TableSink:
         stops = self._stops(begins, wanted)
         if stops == begins and (last is None or now_ms - self._renewed_ms < _RENEWED_AFTER_MS):
             return None
-        number = 1 if last is None else last.commit.number + 1
-        commit = SinkCommit(self._sink, topic_id, number, stops, uuid.uuid4().hex)
+        number, after = (1, -1) if last is None else (last.commit.number + 1, last.table_version)
+        commit = SinkCommit(self._sink, topic_id, number, after, stops, uuid.uuid4().hex)
         self._write(self._rows(begins, stops), commit)
-        self._last = self._read_back(commit, after=-1 if last is None else last.table_version)
+        self._last = replace(self._read_back(commit), more=stops != wanted)
         # By the caller's clock, so that a clock that is ahead of the table's renews once.
         self._renewed_ms = now_ms
         log.info("%s: version %d, %d rows appended", self.path, self._last.table_version, self._last.rows)
@@ -143,8 +154,19 @@ class TableSink:
     ) -> dict[int, int]:
         """Return where to continue each partition; a partition that was added since starts at its beginning."""
         if last is None:
+            gone = [f"{self._topic}/{partition} before offset {low}" for partition, low in lows.items() if low]
+            if gone:
+                log.warning(
+                    "%s is new, and Kafka has deleted %s: the table begins after them", self.path, ", ".join(gone)
+                )
             return dict(lows)
         position = last.commit.ends
+        if position.keys() - lows.keys():
+            raise BrokerUnavailable(
+                f"{self._topic} has {len(lows)} partitions by what {', '.join(self._settings.brokers)} said, and had "
+                f"{len(position)} in commit {last.commit.number} of {self.path}: a broker does not know the cluster's "
+                f"present state. Nothing was written. Try again, and look at its logs."
+            )
         if topic_id != last.commit.topic_id:
             raise StateIncompatible(
                 f"{self._topic} was deleted and created again since commit {last.commit.number} of {self.path}: its "
@@ -158,7 +180,7 @@ class TableSink:
                     f"{self.path}. Nothing was written. Give the topic a longer retention, run the sink more often, "
                     f"and append to a new table; `dedup spark backfill` judges the source again."
                 )
-            if done > ends[partition]:
+            if done > ends.get(partition, done):
                 raise StateIncompatible(
                     f"{self._topic}/{partition} ends at offset {ends[partition]}, but {self.path} holds records up to "
                     f"{done}: the topic has lost records, or this is another cluster. Nothing was written."
@@ -196,35 +218,55 @@ class TableSink:
         try:
             yield
         except (PySparkException, Py4JJavaError) as error:
-            text = str(error)
-            if any(name in text for name in _CONCURRENT):
-                raise self._other_sink() from error
+            if _CONFLICT.search(str(error)):
+                raise self._other_sink("and this one has written nothing") from error
             raise
 
-    def _other_sink(self) -> StateIncompatible:
+    def _other_sink(self, ours: str) -> StateIncompatible:
         return StateIncompatible(
-            f"another sink has written to {self.path} at the same time. Its commit stands; this one has written "
-            f"nothing. Stop one of the two, then start the other again: it continues from the last commit."
+            f"another sink has written to {self.path} at the same time, {ours}. Every record is there once. Stop one "
+            f"of the two, then start the other again: it continues from the last commit."
         )
 
-    def _read_back(self, commit: SinkCommit, *, after: int) -> Appended:
+    def _read_back(self, commit: SinkCommit) -> Appended:
         """Return the commit as the table has it. Raises StateIncompatible if it is not the only one of a sink."""
-        log = list(self._log(after))
-        ours = [each for each in map(self._sink_commit, log) if each is not None]
-        if [each.commit.id for each in ours] != [commit.id]:
-            raise self._other_sink()
-        self._refuse_replaced(log, ours[0].table_version)
-        return ours[0]
+        entries = list(self._log(commit.after))
+        found = [each for each in map(self._sink_commit, entries) if each is not None]
+        if [each.commit.id for each in found] != [commit.id]:
+            there = any(each.commit.id == commit.id for each in found)
+            raise self._other_sink("after this one" if there else "and this one has written nothing")
+        self._refuse_replaced(entries)
+        return found[0]
+
+    def _refuse_changed_since(self, last: Appended) -> None:
+        """Raise StateIncompatible if the table is not the one of the last commit any more."""
+        entries = list(self._log(last.table_version - 1))
+        ids = [each.commit.id for each in map(self._sink_commit, entries) if each is not None]
+        if last.commit.id not in ids:
+            raise StateIncompatible(
+                f"{self.path} does not hold commit {last.commit.number} of the sink any more: the table was removed or "
+                f"made again. Nothing was written. Restore it, or append to a new table."
+            )
+        self._refuse_replaced(entries)
 
     def _found(self) -> Appended | None:
         """Return the sink's last commit; None for a table that does not exist or has never held a row."""
         later: list[_LogEntry] = []
+        last: Appended | None = None
         for entry in self._log(-1):
-            found = self._sink_commit(entry)
-            if found is not None:
-                self._refuse_replaced(later, -1)
-                return found
+            # Back to the commit before: whoever made the last one may have been stopped before it looked.
+            if last is not None and entry.version <= last.commit.after:
+                break
+            last = last or self._sink_commit(entry)
             later.append(entry)
+        if last is not None:
+            if last.commit.after >= last.table_version:
+                raise StateIncompatible(
+                    f"{self.path} was removed and made again by commit {last.commit.number} of the sink: the rows "
+                    f"before it are gone. Nothing was written. Restore the table, or append to a new one."
+                )
+            self._refuse_replaced(later)
+            return last
         if later and self._spark.read.format("delta").load(self.path).limit(1).count():
             raise StateIncompatible(
                 f"{self.path} holds rows, but no commit of its log is one of the sink {self._sink!r}: another job made "
@@ -238,15 +280,19 @@ class TableSink:
         They are read from Delta's log (its protocol, "Delta Log Entries"): `DESCRIBE HISTORY` is a Spark job each time.
         """
         directory = HadoopDirectory(self._spark, self.path)
-        log = directory.at("_delta_log")
-        if not directory.files.exists(log):
+        log_path = directory.at("_delta_log")
+        if not directory.files.exists(log_path):
             return
-        names = (status.getPath().getName() for status in directory.files.listStatus(log))
-        versions = [int(found[1]) for found in map(_LOG_FILE.fullmatch, names) if found]
-        for version in sorted(versions, reverse=True):
-            if version <= after:
-                return
-            actions = map(json.loads, directory.read(directory.at(f"{version:020}.json", log)).splitlines())
+        versions: list[int] = []
+        if after < 0:
+            names = (status.getPath().getName() for status in directory.files.listStatus(log_path))
+            versions = sorted(int(found[1]) for found in map(_LOG_FILE.fullmatch, names) if found)
+        else:
+            # A table with a commit every few seconds has hundreds of thousands of them.
+            while directory.files.exists(directory.at(f"{after + 1 + len(versions):020}.json", log_path)):
+                versions.append(after + 1 + len(versions))
+        for version in reversed(versions):
+            actions = map(json.loads, directory.read(directory.at(f"{version:020}.json", log_path)).splitlines())
             yield _LogEntry(version, next((each["commitInfo"] for each in actions if "commitInfo" in each), {}))
 
     def _sink_commit(self, entry: _LogEntry) -> Appended | None:
@@ -264,31 +310,59 @@ class TableSink:
                 f"of its metadata; this one knows {_VERSION}). Nothing was written. Use that release."
             )
         ends = {int(partition): int(end) for partition, end in found["ends"].items()}
-        commit = SinkCommit(found["sink"], found["topic_id"], found["number"], ends, found["id"])
+        commit = SinkCommit(found["sink"], found["topic_id"], found["number"], found["after"], ends, found["id"])
         rows = int(info.get("operationMetrics", {}).get("numOutputRows", 0))
         return Appended(commit, entry.version, int(info["timestamp"]), rows)
 
-    def _refuse_replaced(self, entries: Sequence[_LogEntry], but: int) -> None:
-        """Raise StateIncompatible if one of these commits, other than version ``but``, may have removed rows."""
+    def _refuse_replaced(self, entries: Sequence[_LogEntry]) -> None:
+        """Raise StateIncompatible if one of these commits may have removed rows of the sink by replacing the table."""
         for entry in entries:
-            operation = str(entry.info.get("operation"))
-            overwritten = operation == "WRITE" and entry.info.get("operationParameters", {}).get("mode") == "Overwrite"
-            if entry.version != but and (overwritten or operation in _REPLACED):
+            operation, parameters = str(entry.info.get("operation")), entry.info.get("operationParameters", {})
+            overwritten = parameters.get("mode") == "Overwrite" or parameters.get("outputMode") == "Complete"
+            if overwritten or any(name in operation for name in _REPLACED):
                 raise StateIncompatible(
                     f"{self.path}: version {entry.version} ({operation}) has replaced what the sink had written, so "
                     f"its position says nothing about the rows that are left. Restore the version before, as a new "
                     f"table, or append to a new one."
                 )
 
+    def settle(self, stopped: threading.Event) -> None:
+        """Return when no transaction in the topic is open, ``stopped`` is set, or after a minute, with a warning.
+
+        A commit is acknowledged before its markers are in all partitions, and until then its records are not stable.
+        """
+        until_s = time.monotonic() + _SETTLED_WITHIN_S
+        while time.monotonic() < until_s and not stopped.is_set():
+            with KafkaReader(self._settings) as reader:
+                stable = reader.stable_ends(self._topic)
+                bounds = reader.bounds(self._topic)
+            if all(each.high <= stable.get(partition, -1) for partition, each in bounds.items()):
+                return
+            stopped.wait(_SETTLED_LOOK_S)
+        if not stopped.is_set():
+            log.warning("%s: a transaction stays open; its records are not in %s yet", self._topic, self.path)
+
 
 class Following:
     """Inside ``with``, a thread appends what a stream commits; at the end, the table holds all of it."""
 
-    def __init__(self, sink: TableSink, *, every_s: float, clock_ms: Clock, failed: Callable[[], None]) -> None:
-        """``failed`` is called, by the thread, if it ends by an error, which the end of ``with`` raises."""
+    def __init__(
+        self,
+        sink: TableSink,
+        *,
+        every_s: float,
+        clock_ms: Clock,
+        stopped: threading.Event,
+        failed: Callable[[], None],
+    ) -> None:
+        """Once ``stopped`` is set, the end of ``with`` does not wait for the table, which the next run brings up.
+
+        ``failed`` is called, by the thread, if it ends by an error, which the end of ``with`` raises.
+        """
         self._sink: Final = sink
         self._every_s: Final = every_s
         self._clock_ms: Final = clock_ms
+        self._stopped: Final = stopped
         self._failed: Final = failed
         self._over: Final = threading.Event()
         self._error: Exception | None = None
@@ -305,12 +379,14 @@ class Following:
             return
         if self._error is not None:
             raise self._error
-        catch_up(self._sink, clock_ms=self._clock_ms)
+        self._sink.settle(self._stopped)
+        catch_up(self._sink, clock_ms=self._clock_ms, over=self._stopped)
 
     def _run(self) -> None:
         try:
             follow(self._sink, every_s=self._every_s, clock_ms=self._clock_ms, over=self._over)
-        except Exception as error:  # noqa: BLE001  # raised at the end of `with`
+        except Exception as error:
+            log.exception("the table sink has ended")
             self._error = error
             self._failed()
 
@@ -323,13 +399,24 @@ def follow(
     over: threading.Event,
     tell: Callable[[Appended], None] | None = None,
 ) -> None:
-    """Append until ``over`` is set, with a pause of ``every_s`` whenever there is nothing new."""
+    """Append until ``over`` is set, with a pause of ``every_s`` unless there is more at once.
+
+    Once it has reached the brokers, it waits for them whenever they are away: the position is safe.
+    """
+    reached = False
     while not over.is_set():
-        appended = sink.append(now_ms=clock_ms())
-        if appended is None:
-            over.wait(every_s)
-        elif tell is not None:
+        try:
+            appended = sink.append(now_ms=clock_ms())
+        except BrokerUnavailable as error:
+            if not reached:
+                raise
+            log.warning("%s; trying again in %g s", error, every_s)
+            appended = None
+        reached = True
+        if appended is not None and tell is not None:
             tell(appended)
+        if appended is None or not appended.more:
+            over.wait(every_s)
 
 
 def catch_up(

@@ -174,6 +174,7 @@ def test_nothing_new_commits_nothing_and_files_that_were_read_may_go(spark, grow
         ("below", r"orders/0: the input begins at offset 3, and earlier runs judged this partition up to offset 3"),
         ("unplaced", r"has rows without topic, partition and offset, and earlier runs .* judged rows with"),
         ("state", r"is missing, the state of the last run"),
+        ("sightings", r"are missing, the sightings of earlier runs"),
     ],
 )
 def test_what_does_not_fit_the_runs_before_is_refused_by_name(spark, grown, change, message):
@@ -197,10 +198,38 @@ def test_what_does_not_fit_the_runs_before_is_refused_by_name(spark, grown, chan
         case "state":
             for each in (silver / "_dedup" / "runs").iterdir():
                 each.unlink()
+        case "sightings":
+            newest = max((silver / "_dedup" / "state").iterdir())
+            for each in newest.glob("*.parquet"):
+                each.unlink()
     version = len(list((silver / "_delta_log").glob("*.json")))
     with pytest.raises(StateIncompatible, match=message):
         again(spark, grown, **options)
     assert len(list((silver / "_delta_log").glob("*.json"))) == version
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_files_without_rows_decide_nothing(spark, tmp_path, first):
+    bronze, silver = tmp_path / "bronze", tmp_path / "silver"
+    write(tmp_path / "rows.parquet", LINES[:2])
+    rows = pq.read_table(tmp_path / "rows.parquet")
+    bronze.mkdir()
+    tables = [rows.slice(0, 0), rows] if first else [rows, rows.slice(0, 0)]
+    for number, table in enumerate(tables):
+        pq.write_table(table, bronze / f"{number}.parquet")
+        assert append(spark, bronze, silver, topology(), FILES_NOW_MS).new_rows == table.num_rows
+    write(bronze / "2.parquet", LINES[2:])
+    assert append(spark, bronze, silver, topology(), FILES_NOW_MS).verdicts == {"duplicate": 2, "unique": 2}
+
+
+def test_a_first_run_that_is_killed_while_delta_writes_is_finished(spark, tmp_path, monkeypatch):
+    bronze, silver = tmp_path / "bronze", tmp_path / "silver"
+    write(bronze / "0.parquet", LINES)
+    killed(spark, bronze, silver, topology(), "commit", monkeypatch, after=False)
+    # What Delta makes before its first commit.
+    (silver / "_delta_log").mkdir()
+    (silver / "verdict=unique").mkdir()
+    assert append(spark, bronze, silver, topology(), FILES_NOW_MS).verdicts == {"duplicate": 3, "unique": 3}
 
 
 def test_a_table_that_was_compacted_or_restored_is_gone_on_with(spark, grown):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
+import threading
 import time
 from pathlib import Path
 
@@ -11,7 +13,8 @@ from confluent_kafka import Producer
 from confluent_kafka.cimpl import NewPartitions
 
 from dedup.errors import BrokerUnavailable, SettingsError, StateIncompatible
-from dedup.spark.table_sink import TableSink, catch_up
+from dedup.spark.table_sink import TableSink, catch_up, follow
+from dedup.verify.kafka_reader import KafkaReader
 from tests.brokers import producer_of
 from tests.integration.fleet import Job, until
 from tests.integration.workload import workload
@@ -170,7 +173,11 @@ def restore(spark, table):
     spark.sql(f"RESTORE TABLE delta.`{table}` TO VERSION AS OF 0")
 
 
-@pytest.mark.parametrize(("change", "running"), [(replace, True), (restore, False)])
+def made_anew(spark, table):
+    spark.sql(f"CREATE OR REPLACE TABLE delta.`{table}` USING delta AS SELECT * FROM delta.`{table}` LIMIT 1")
+
+
+@pytest.mark.parametrize(("change", "running"), [(replace, True), (restore, False), (made_anew, False)])
 def test_a_table_that_was_replaced_is_refused(spark, make_sink, put, table, change, running):
     put(*names(10))
     sink = make_sink()
@@ -181,6 +188,68 @@ def test_a_table_that_was_replaced_is_refused(spark, make_sink, put, table, chan
     put(*names(10, "c"))
     with pytest.raises(StateIncompatible, match="has replaced what the sink had written"):
         fill(sink if running else make_sink())
+
+
+def test_a_table_that_is_replaced_during_a_commit_is_refused_by_every_later_sink(spark, make_sink, put, table):
+    put(*names(10))
+    sink = make_sink()
+    fill(sink)
+    put(*names(10, "b"))
+    write = sink._write
+
+    def replaced_before(found, commit):
+        replace(spark, table)
+        write(found, commit)
+
+    sink._write = replaced_before
+    for each in (sink, make_sink()):
+        with pytest.raises(StateIncompatible, match="has replaced what the sink had written"):
+            fill(each)
+
+
+def test_a_table_that_was_removed_is_refused(make_sink, put, table):
+    put(*names(10))
+    sink = make_sink()
+    fill(sink)
+    shutil.rmtree(table)
+    put(*names(10, "b"))
+    with pytest.raises(StateIncompatible, match="was removed or made again"):
+        fill(sink)
+    assert not Path(table).exists()
+
+
+def test_brokers_that_are_away_are_waited_for_once_they_were_reached(make_sink, put, rows, job):
+    put(*names(10))
+    sink, over, answers = make_sink(), threading.Event(), [None, BrokerUnavailable("away"), None]
+    append = sink.append
+
+    def away_once(**options):
+        away = answers.pop(0)
+        if not answers:
+            over.set()
+        if away is not None:
+            raise away
+        return append(**options)
+
+    sink.append = away_once
+    follow(sink, every_s=0.01, clock_ms=now_ms, over=over)
+    assert rows() == of_topic(job)
+    sink.append = lambda **_: (_ for _ in ()).throw(BrokerUnavailable("away"))
+    with pytest.raises(BrokerUnavailable):
+        follow(sink, every_s=0.01, clock_ms=now_ms, over=threading.Event())
+
+
+def test_a_broker_that_knows_fewer_partitions_is_not_believed(make_sink, put, rows, job, monkeypatch):
+    put(*names(20))
+    sink = make_sink()
+    fill(sink)
+    put(*names(20, "b"))
+    with monkeypatch.context() as patch:
+        patch.setattr(KafkaReader, "partitions", lambda _, topics: dict.fromkeys(topics, 1))
+        with pytest.raises(BrokerUnavailable, match="has 1 partitions"):
+            fill(sink)
+    fill(sink)
+    assert rows() == of_topic(job)
 
 
 def test_compaction_and_deleted_rows_are_the_owners_business(spark, make_sink, put, rows, table):
