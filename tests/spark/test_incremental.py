@@ -137,6 +137,7 @@ def test_rows_without_coordinates_are_judged_as_the_model_fed_run_by_run(spark, 
     assert 1 not in late
 
 
+LEFT = {"state": "runs/*", "sightings": "state/*/*.parquet"}
 LINES = [(b'{"id":%d}' % (number // 2), number, 0, number) for number in range(6)]
 
 
@@ -195,12 +196,8 @@ def test_what_does_not_fit_the_runs_before_is_refused_by_name(spark, grown, chan
             write(bronze / "2.parquet", LINES[3:])
         case "unplaced":
             write(bronze / "2.parquet", LINES[4:], placed=False)
-        case "state":
-            for each in (silver / "_dedup" / "runs").iterdir():
-                each.unlink()
-        case "sightings":
-            newest = max((silver / "_dedup" / "state").iterdir())
-            for each in newest.glob("*.parquet"):
+        case "state" | "sightings":
+            for each in (silver / "_dedup").glob(LEFT[change]):
                 each.unlink()
     version = len(list((silver / "_delta_log").glob("*.json")))
     with pytest.raises(StateIncompatible, match=message):
