@@ -193,15 +193,10 @@ def run(
             sink = None if delta is None else TableSink(spark, parsed, settings, delta, most_offsets=most_offsets)
             stream = start_stream(spark, parsed, settings, replace(options, on_batch=progress.add))
             stopped = threading.Event()
-
-            def stop() -> None:
-                stopped.set()
-                stream.stop()
-
             following: AbstractContextManager[object] = nullcontext()
             if sink is not None:
                 following = Following(sink, every_s=every_s, clock_ms=_now_ms, stopped=stopped, failed=stream.stop)
-            with _stopped_by_signals(stop), following:
+            with _stopped_by_signals(stopped.set, stream.stop), following:
                 stream.wait()
         progress.closing_line()
     finally:
@@ -209,9 +204,14 @@ def run(
 
 
 @contextmanager
-def _stopped_by_signals(stop: Callable[[], None]) -> Iterator[None]:
-    """Call ``stop`` on SIGTERM and SIGINT inside ``with``."""
-    before = {number: signal.signal(number, lambda *_: stop()) for number in (signal.SIGTERM, signal.SIGINT)}
+def _stopped_by_signals(*stops: Callable[[], None]) -> Iterator[None]:
+    """Call each of ``stops`` on SIGTERM and SIGINT inside ``with``."""
+
+    def stop(*_: object) -> None:
+        for each in stops:
+            each()
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         yield
     finally:
