@@ -11,7 +11,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final, Literal
@@ -170,8 +170,6 @@ def run(
     dedup spark run topologies/orders.yaml --checkpoint /var/lib/dedup/orders --delta tables/orders
 
     dedup spark run topologies/orders.yaml --checkpoint s3a://bucket/orders --master spark://host:7077
-
-    dedup spark run topologies/orders.yaml --checkpoint /tmp/orders --exit-when-done
     """
     from dedup.spark.stream import StreamOptions, start_stream
     from dedup.spark.table_sink import Following, TableSink
@@ -193,10 +191,9 @@ def run(
             sink = None if delta is None else TableSink(spark, parsed, settings, delta, most_offsets=most_offsets)
             stream = start_stream(spark, parsed, settings, replace(options, on_batch=progress.add))
             stopped = threading.Event()
-            following: AbstractContextManager[object] = nullcontext()
-            if sink is not None:
-                following = Following(sink, every_s=every_s, clock_ms=_now_ms, stopped=stopped, failed=stream.stop)
-            with _stopped_by_signals(stopped.set, stream.stop), following:
+            with _stopped_by_signals(stopped.set, stream.stop), ExitStack() as beside:
+                if sink is not None:
+                    beside.enter_context(Following(sink, every_s, _now_ms, stopped=stopped, failed=stream.stop))
                 stream.wait()
         progress.closing_line()
     finally:

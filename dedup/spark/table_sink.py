@@ -349,9 +349,9 @@ class Following:
     def __init__(
         self,
         sink: TableSink,
-        *,
         every_s: float,
         clock_ms: Clock,
+        *,
         stopped: threading.Event,
         failed: Callable[[], None],
     ) -> None:
