@@ -30,8 +30,8 @@ def main(
     """Print ``count`` sentences with their places."""
     found = sorted(set(_of_pages()) | set(_of_code()))
     for number, (place, sentence) in enumerate(random.Random(seed).sample(found, count), 1):  # noqa: S311  # no secret
-        print(f"{number}. {sentence}  [{place}]")
-    print(f"{count} of {len(found)} sentences, seed {seed}")
+        typer.echo(f"{number}. {sentence}  [{place}]")
+    typer.echo(f"{count} of {len(found)} sentences, seed {seed}")
 
 
 def _of_pages() -> Iterator[tuple[str, str]]:
