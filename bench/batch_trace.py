@@ -7,8 +7,8 @@ A worker runs in this process on the embedded broker. Once it has nothing left t
 every call in dedup/ is noted from the moment the fetch answer is decoded until the task's commit has returned. Also
 counted: files entered from reading the topology until the first record is judged.
 
-Two counts of switches: all, and those without what runs meanwhile for other batches: the next fetch, the reader that
-waits for it, and the worker's look at its own state.
+Two counts of switches: all, and those without what runs meanwhile for other batches: the worker's look at its own
+state, and, once the batch has reached its task, the next fetch and the reader that waits for it.
 """
 
 from __future__ import annotations
@@ -47,8 +47,10 @@ JUDGED = ("dedup_task.py", "judge")
 RECORDS = 500
 
 
-MEANWHILE = ("fetch from ", "run_worker", "Fetcher._fetcher")
-"""In the names of asyncio tasks that serve no batch, or, once a batch has reached its task, the next ones."""
+WORKER = "run_worker"
+"""The name of the asyncio task that looks after the worker and serves no batch."""
+NEXT_BATCHES = ("fetch from ", "Fetcher._fetcher")
+"""In the names of asyncio tasks that serve the next batches once a batch has reached its task."""
 
 
 @dataclass
@@ -82,7 +84,8 @@ class Trace:
         if self.noting:
             self.judging = self.judging or at == JUDGED
             _append(self.files, name)
-            if not (self.judging and any(each in _running() for each in MEANWHILE)):
+            running = _running()
+            if running != WORKER and not (self.judging and any(each in running for each in NEXT_BATCHES)):
                 _append(self.own, name)
             if event == "call":
                 self.functions.add(code)
@@ -129,7 +132,7 @@ async def _traced(bootstrap: str, directory: Path, trace: Trace) -> None:
     topology = parse(TOPOLOGY, name="traced.yaml")
     settings = Settings(brokers=(bootstrap,), state_dir=directory)
     options: Any = RunOptions()
-    running = asyncio.create_task(run_worker(topology, settings, options), name="run_worker")
+    running = asyncio.create_task(run_worker(topology, settings, options), name=WORKER)
     await _until(lambda: not trace.starting or running.done())
     await asyncio.sleep(2)
     trace.armed = True
@@ -141,7 +144,7 @@ async def _traced(bootstrap: str, directory: Path, trace: Trace) -> None:
 
 
 def main(
-    *, walk: Annotated[bool, typer.Option("--walk", help="Print the files in the order entered.")] = False
+    *, walk: Annotated[bool, typer.Option("--walk", help="Print the files of the batch in the order entered.")] = False
 ) -> None:
     """Print the figures of one batch."""
     trace = Trace()
@@ -150,7 +153,7 @@ def main(
         _send(kafka.bootstrap, 0, RECORDS)
         asyncio.run(_traced(kafka.bootstrap, Path(directory), trace))
     if walk:
-        print("\n".join(trace.files))
+        print("\n".join(trace.own))
     all_files, own = (f"{len(set(each))} files, {len(each) - 1} switches" for each in (trace.files, trace.own))
     print(f"one batch: {own}; with what runs meanwhile: {all_files}; {len(trace.functions)} functions")
     print(f"from the topology file to the first record judged: {len(trace.start_files)} files")

@@ -12,7 +12,7 @@ Other batches are judged record by record.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import compress
 from operator import ne
@@ -90,10 +90,6 @@ class Rows:
         feed = self.feeds[row] if len(self.feeds) > 1 else self.feeds[0]
         return Source(feed.topic, feed.partition, self.sources[row])
 
-    def sources_of(self, rows: Iterable[int]) -> list[Source]:
-        """Return the sources of these records."""
-        return [self.source(row) for row in rows]
-
 
 @dataclass(frozen=True, slots=True)
 class DeadLetter:
@@ -108,6 +104,9 @@ class Exempt:
     """A record that a policy forwards without a verdict; a header marks it."""
 
     why: str
+
+
+_BEFORE_ALL: Final = StreamTime.before(())
 
 
 @dataclass(slots=True)
@@ -131,7 +130,7 @@ class Outcome:
     """Rows whose sighting, at their own event time, is the only one of their ID in its segment."""
     rewritten: dict[tuple[int, bytes], Sightings] = field(default_factory=dict)
     """(segment, ID) -> all sightings there, if more than one row or an older sighting is involved."""
-    stream_time: StreamTime = field(default_factory=lambda: StreamTime.before(()))
+    stream_time: StreamTime = _BEFORE_ALL
     judged_times_ms: list[int] = field(default_factory=list)
     """Event time of each row, as it was judged."""
 

@@ -247,14 +247,20 @@ class Session:
             raise self._refused
         return self._ends
 
-    async def commit(
-        self, offsets: Mapping[TopicPartition, Position], *, before_end: Callable[[], Awaitable[None]] | None = None
-    ) -> Mapping[TopicPartition, int]:
+    async def commit(self, offsets: Mapping[TopicPartition, Position]) -> Mapping[TopicPartition, int]:
         """Make everything added since the last commit visible together with the offsets; return the result of `settle`.
 
-        ``before_end`` is awaited when everything is written but nothing is visible yet. If it raises an exception, the
-        transaction is not committed and the exception is passed on. Raises the same errors as `settle`, such as
-        TaskMigrated if another owner has fenced this session, and CommitUnknown if a response is missing.
+        Raises the errors of `prepare` and `end`.
+        """
+        ends = await self.prepare(offsets)
+        await self.end()
+        return ends
+
+    async def prepare(self, offsets: Mapping[TopicPartition, Position]) -> Mapping[TopicPartition, int]:
+        """Write everything that was added, and the offsets; return the result of `settle`. Nothing is visible yet.
+
+        Raises the same errors as `settle`, such as TaskMigrated if another owner has fenced this session, and
+        CommitUnknown if a response is missing.
         """
         if self._sender is not None:
             await self._sender
@@ -274,15 +280,16 @@ class Session:
             await asyncio.gather(sent, return_exceptions=True)
             raise
         crashpoints.reached("after_offsets")
-        if before_end is not None:
-            await before_end()
+        return ends
+
+    async def end(self) -> None:
+        """Make visible what `prepare` has written. Raises TaskMigrated, CommitUnknown, or BrokerUnavailable."""
         crashpoints.reached("before_end")
         await self._once(
             "EndTxn", lambda: self._wire.end_transaction(self.transactional_id, self._identity, commit=True)
         )
         crashpoints.reached("after_end")
         self._forget_transaction()
-        return ends
 
     async def _appended_everywhere(self) -> None:
         """Wait until every partition of the transaction has accepted a batch.

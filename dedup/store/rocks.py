@@ -409,9 +409,9 @@ class RocksStore:
         asked = [(start, held) for start in segments if (held := self._segments.get(start)) is not None]
         if not asked or not ids:
             return {}
-        hashed = Hashed(ids) if len(ids) >= _FEW_IDS else None
         found: dict[int, dict[bytes, bytes]] = {}
         with ErrorsOf(self._directory):
+            hashed = Hashed(ids) if len(ids) >= _FEW_IDS else None
             for start, held in asked:
                 wanted = ids
                 if hashed is not None and held.filtered_to is None:

@@ -13,7 +13,7 @@ less time than it took to maintain a cache (7 % of the hot path in a measurement
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -40,14 +40,14 @@ class WriteBuffer:
 
     def get_many(self, ids: Sequence[bytes], *, after_ms: float = -math.inf) -> dict[bytes, list[bytes]]:
         """Return the encoded values of each known ID, one per segment that starts after ``after_ms`` and has it."""
-        starts = set(self._store.segments()).union(*self._tiers())
-        segments = sorted(start for start in starts if start > after_ms)
+        tiers = self._tiers()
+        segments = sorted(filter(after_ms.__lt__, set(self._store.segments()).union(*tiers)))
         if not segments:
             return {}
         hits = self._store.get_each(segments, ids)
         for segment in segments:
             # What is not applied yet hides the stored value of the same ID in the same segment.
-            if found := self._in_tiers(segment, ids):
+            if found := _in_tiers(tiers, segment, ids):
                 hits.setdefault(segment, {}).update(found)
         if len(hits) == 1:
             (found,) = hits.values()
@@ -90,15 +90,16 @@ class WriteBuffer:
         self._open = {}
         self._committing = None
 
-    def _tiers(self) -> tuple[Mapping[int, Mapping[bytes, bytes]], ...]:
+    def _tiers(self) -> tuple[Writes, ...]:
         """Return the generations that lookups read before the store, older ones first."""
         return ({} if self._committing is None else self._committing.writes), self._open
 
-    def _in_tiers(self, segment: int, ids: Sequence[bytes]) -> dict[bytes, bytes]:
-        found: dict[bytes, bytes] = {}
-        for tier in self._tiers():
-            values = tier.get(segment)
-            if values:
-                # The intersection runs in C: nothing per ID in Python when all are unknown, the usual case.
-                found.update((state_key, values[state_key]) for state_key in values.keys() & ids)
-        return found
+
+def _in_tiers(tiers: Iterable[Writes], segment: int, ids: Sequence[bytes]) -> dict[bytes, bytes]:
+    found: dict[bytes, bytes] = {}
+    for tier in tiers:
+        values = tier.get(segment)
+        if values:
+            # The intersection runs in C: nothing per ID in Python when all are unknown, the usual case.
+            found.update((state_key, values[state_key]) for state_key in values.keys() & ids)
+    return found

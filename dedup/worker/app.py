@@ -6,7 +6,6 @@ in the transaction of its record. Tasks restore themselves, so Faust's recovery 
 
 from __future__ import annotations
 
-import asyncio
 from collections import defaultdict
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Final, NoReturn, cast
@@ -35,13 +34,11 @@ from dedup.worker.standby import Standbys
 from dedup.worker.task_factory import TaskFactory
 from dedup.worker.task_manager import TaskManager
 from dedup.worker.topics import Cluster
+from dedup.worker.transport import BatchSchema
 from dedup.worker_view import Peer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from faust.assignor.partition_assignor import PartitionAssignor
-    from faust.types import AppT, StreamT
 
     from dedup.settings import Settings
     from dedup.topology.model import Topology
@@ -84,30 +81,11 @@ def _peer(name: str, partitions: tuple[tuple[str, int], ...], *, here: bool) -> 
     return Peer(url.fragment or url.host or name, address, partitions, here)
 
 
-class BatchSchema(faust.Schema[Any, Any]):
-    """Messages are already `FeedBatch` values; there is nothing to decode."""
-
-    def compile(self, app: AppT, **_: Any) -> Callable[..., Any]:
-        """Return a decoder that returns the batch unchanged."""
-        create_event = app.create_event
-
-        async def decode(message: Any, *, propagate: bool = False) -> Any:  # Faust's signature
-            return create_event(message.key, message.value, message.headers, message)
-
-        return decode
-
-
 def _attach_agents(app: DedupApp) -> None:
     """Declare one agent per sub-topology. If an agent fails, it crashes the app instead of skipping the batch."""
     for sub_topology, topics in app.sub_topologies.items():
         channel = app.topic(*topics, schema=BatchSchema(), acks=False, internal=False)
-
-        @app.agent(channel, name=sub_topology, supervisor_strategy=CrashingSupervisor)
-        async def judge(stream: StreamT[Any]) -> None:
-            async for batch in stream:
-                await app.tasks.process(batch)
-                # Judging never yields: without this, answers to a commit in flight would wait for the whole queue.
-                await asyncio.sleep(0)
+        app.agent(channel, name=sub_topology, supervisor_strategy=CrashingSupervisor)(app.tasks.process_all)
 
 
 class SightingsStore(FaustStore[Any, Any]):

@@ -361,7 +361,8 @@ class DedupTask:
             return committed if committed is not None else await first_offset(self._wire, plan.feeding, plan.start)
         self._applied = self._stream_time = _stream_time(record, plan.feeds)
         self._numbers.reached(record.stream_time_ms)
-        self._drop_expired()
+        # By applied stream time, here as after a commit: the open transaction may still abort.
+        store.drop_below(self.oldest_live_ms, self._segment_ms)
         return max(committed or 0, record.next_offset)
 
     async def overtaken(self) -> bool:
@@ -381,15 +382,14 @@ class DedupTask:
             log.warning("%s", what_it_means(changelog, newest, window))
         return restored.records
 
-    def _kept_from(self, stream_time_ms: int) -> int:
-        """Return the changelog offset from which on all state that is live at a given stream time was written.
+    def _kept_from(self, oldest_ms: int) -> int:
+        """Return the changelog offset from which on all state was written that may end at ``oldest_ms`` or later.
 
         It is at or above `truncate_below` once this is applied, so a truncation by the owner is never mistaken for a
         loss. It rises when segments expire, but not when the changelog begins later than before, because somebody else
         may have truncated it, and then only this disk holds the deleted records.
         """
         store = self._opened()
-        oldest_ms = self._window.oldest_live_ms(stream_time_ms)
         births = [birth for start, birth in store.segments().items() if start + self._segment_ms > oldest_ms]
         record = store.task_record
         said = NOT_SAID if record is None else record.kept_from
@@ -559,7 +559,8 @@ class DedupTask:
         judged, self._judged = self._judged, TaskNumbers()
         noted = self.recent.freeze()
         future, self._future = self._future, None
-        record = self._record(stream_time, next_offset)
+        oldest_ms = self._window.oldest_live_ms(stream_time.value_ms)
+        record = self._record(stream_time, next_offset, self._kept_from(oldest_ms))
         line = (OWN_ROW, self._clock.now_ms(), task_record_key(), encode_task_record(record), _NO_HEADERS)
         closing = fill(changelog, [line], compression="none")
 
@@ -569,25 +570,21 @@ class DedupTask:
             self._numbers.add_verdicts(judged)
             self._numbers.reached(stream_time.value_ms)
             self.recent.commit(noted)
-            self._drop_expired()
-            self._opened().warm(_WARM_IDS)
+            store = self._opened()
+            store.drop_below(oldest_ms, self._segment_ms)
+            store.warm(_WARM_IDS)
 
         return Frozen(closing, apply, lambda append_time_ms: self._confirm(future, append_time_ms))
 
-    def _record(self, stream_time: StreamTime, next_offset: int) -> TaskRecord:
+    def _record(self, stream_time: StreamTime, next_offset: int, kept_from: int) -> TaskRecord:
         feeds = tuple(
             FeedTime(feed.topic, feed.partition, progress.max_ms, progress.idle)
             for feed, progress in stream_time.feeds.items()
         )
         plan, time_ms = self._plan, stream_time.value_ms
-        kept_from = self._kept_from(time_ms)
         return TaskRecord(
             plan.fingerprint, time_ms, feeds, next_offset, self._segment_ms, kept_from, plan.feeding_topic_id
         )
-
-    def _drop_expired(self) -> None:
-        """Drop segments that no longer count, by *applied* stream time; the open transaction may still abort."""
-        self._opened().drop_below(self.oldest_live_ms, self._segment_ms)
 
     def idle(self) -> list[RecordBatch]:
         """See `TaskWork`; no other task reads the output of a dedup task."""

@@ -73,24 +73,22 @@ class Recent:
 
 def _cases(rows: Rows, outcome: Outcome, now_ms: int) -> list[_Case]:
     times_ms, ids = outcome.judged_times_ms, rows.extracted.ids
-    repeats = outcome.repeats[-MOST_OF_A_BATCH:]
-    firsts = rows.sources_of([first for _, first in repeats])
     found: list[tuple[Kind, int, Source | None, int, str]] = []
     for row, seen in outcome.duplicates[-MOST_OF_A_BATCH:]:
         found.append(("duplicate", row, seen.source, times_ms[row] - seen.first_ms, ""))
-    for (row, first), source in zip(repeats, firsts, strict=True):
-        found.append(("duplicate", row, source, times_ms[row] - times_ms[first], ""))
+    for row, first in outcome.repeats[-MOST_OF_A_BATCH:]:
+        found.append(("duplicate", row, rows.source(first), times_ms[row] - times_ms[first], ""))
     for row, seen in outcome.conflicts[-MOST_OF_A_BATCH:]:
         found.append(("conflict", row, seen.source, times_ms[row] - seen.first_ms, ""))
     for row, late in outcome.late[-MOST_OF_A_BATCH:]:
         found.append(("late", row, None, late.behind_ms, ""))
     for row, dead in outcome.dead[-MOST_OF_A_BATCH:]:
         found.append(("dead_letter", row, None, 0, f"{dead.code}: {dead.detail}"))
-    sources = rows.sources_of([row for _, row, *_ in found])
-    return [
-        _Case(kind, source, ids[row], None if kind == "dead_letter" else times_ms[row], now_ms, of, away_ms, detail)
-        for source, (kind, row, of, away_ms, detail) in zip(sources, found, strict=True)
-    ]
+    cases: list[_Case] = []
+    for kind, row, of, away_ms, detail in found:
+        time_ms = None if kind == "dead_letter" else times_ms[row]
+        cases.append(_Case(kind, rows.source(row), ids[row], time_ms, now_ms, of, away_ms, detail))
+    return cases
 
 
 def _place(source: Source, source_topics: Sequence[str]) -> str:

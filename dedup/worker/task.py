@@ -328,17 +328,18 @@ class Task:
 
     async def _commit_confirmed(self, position: Position, frozen: Frozen) -> Mapping[TopicPartition, int]:
         """Commit if the topics have not changed, which is checked after the last fetch and before EndTxn."""
-        asked = asyncio.ensure_future(self._committing.confirm())
-
-        async def before_end() -> None:
-            await asked
-            frozen.confirm(self._session.append_time_ms)
-
+        written = asyncio.ensure_future(self._session.prepare({self.task_id.feeding: position}))
+        confirmed = asyncio.ensure_future(self._committing.confirm())
         try:
-            return await self._session.commit({self.task_id.feeding: position}, before_end=before_end)
+            ends = await written
+            await confirmed
+            frozen.confirm(self._session.append_time_ms)
+            await self._session.end()
         finally:
-            asked.cancel()
-            await asyncio.gather(asked, return_exceptions=True)
+            for each in (written, confirmed):
+                each.cancel()
+            await asyncio.gather(written, confirmed, return_exceptions=True)
+        return ends
 
     def _may_apply(self) -> bool:
         """Whether the store still belongs to this task, which may have been closed while its commit was in flight."""

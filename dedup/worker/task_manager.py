@@ -7,7 +7,7 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import AsyncIterable, Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
@@ -121,6 +121,13 @@ class TaskManager:
             self._tasks[partition] = self._build(partition)
             self._loops[partition] = asyncio.create_task(self._live(partition), name=f"task {partition}")
         self.opened.set()
+
+    async def process_all(self, batches: AsyncIterable[FeedBatch]) -> None:
+        """Pass each batch to its task, in order; this is the body of each Faust agent."""
+        async for batch in batches:
+            await self.process(batch)
+            # Judging never yields: without this, answers to a commit in flight would wait for the whole queue.
+            await asyncio.sleep(0)
 
     async def process(self, batch: FeedBatch) -> None:
         """Pass a batch to its task. If the partition was revoked in the meantime, drop the batch without judging it."""

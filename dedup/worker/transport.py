@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn, Protocol, cast
 
 import aiokafka
 import aiokafka.abc
+import faust
 from aiokafka.errors import KafkaError
 from aiokafka.protocol.group import HeartbeatRequest, LeaveGroupRequest
 from faust.transport import base
@@ -28,6 +29,10 @@ from dedup.kafka.record_batch import Columns, FeedBatch
 from dedup.kafka.wire import COORDINATOR_MOVED, NoAnswer, Position, TopicPartition
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from faust.types import AppT
+
     from dedup.kafka.client import KafkaWire
     from dedup.kafka.connection import Connection
     from dedup.kafka.consumer import TopicCheck
@@ -47,6 +52,19 @@ _REBALANCE_IN_PROGRESS: Final = 27
 """Error code of a heartbeat when the member must rejoin; until then, its partitions wait for it."""
 _NOT_READ: Final = -1
 """Identifies a reading that did not begin."""
+
+
+class BatchSchema(faust.Schema[Any, Any]):
+    """Messages are already `FeedBatch` values; there is nothing to decode."""
+
+    def compile(self, app: AppT, **_: Any) -> Callable[..., Any]:
+        """Return a decoder that returns the batch unchanged."""
+        create_event = app.create_event
+
+        async def decode(message: Any, *, propagate: bool = False) -> Any:  # Faust's signature
+            return create_event(message.key, message.value, message.headers, message)
+
+        return decode
 
 
 class RebalanceListener(aiokafka.abc.ConsumerRebalanceListener):  # type: ignore[misc]  # untyped base

@@ -14,7 +14,6 @@ from dedup.kafka.transactional_producer import Session
 from dedup.kafka.wire import (
     LogBounds,
     NoAnswer,
-    Position,
     Produced,
     ProducerIdentity,
     RecordBatch,
@@ -291,15 +290,11 @@ class UnappliedExpiry(DedupTask):
 class HopefulCommit(Session):
     """No answer to EndTxn is taken for a success."""
 
-    async def commit(
-        self, offsets: Mapping[TopicPartition, Position], *, before_end: Callable[[], Awaitable[None]] | None = None
-    ) -> Mapping[TopicPartition, int]:
-        ends = await self.settle()
+    async def end(self) -> None:
         try:
-            return await super().commit(offsets, before_end=before_end)
+            await super().end()
         except CommitUnknown:
             self._forget_transaction()
-            return ends
 
 
 class StaleSequences(Session):
