@@ -35,10 +35,10 @@ def topology_page() -> str:
     return _page(
         "dedup/topology/schema.py",
         "# The topology file: what to deduplicate",
-        "The topology file says what to deduplicate; [the config file](config-file.md) says where. Unknown keys are "
-        "refused with a suggestion. All errors are reported at once with file:line:column, and the exit code is 2. "
-        "`dedup check FILE` reports them without a broker, and `dedup schema topology` prints the JSON Schema that "
-        "editors use.",
+        "The topology file says what to deduplicate; [the config file](config-file.md) says where. An unknown key "
+        "is an error, and the message suggests a similar key. All errors are reported together, each with "
+        "file:line:column, and the exit code is 2. `dedup check FILE` reports errors without a broker, and `dedup "
+        "schema topology` prints the JSON Schema that editors use.",
         "A *duration* is an integer and a unit, such as `100ms` or `24h`. A *size* is written like `512MiB` "
         "or `20GiB`. A *path* names a member of a JSON value, such as `order.id` or `items[0].id`. If a name "
         'contains a dot, write `a["b.c"]`. Keys in **bold** are required; a bold key with a dot is required only '
@@ -56,10 +56,10 @@ def config_page() -> str:
     return _page(
         "dedup/settings.py",
         "# The config file: where the brokers are, and how a worker runs",
-        "`--config FILE` names the config file; the default is `config/local.yaml`. Environment variables such as "
-        "`DEDUP_COMMIT_INTERVAL` or `DEDUP_SECURITY__PASSWORD` override the file, and `--set commit_interval=50ms` "
-        "overrides both. Write secrets as `${env:NAME}` or `${file:PATH}`; they are never printed. Only **bold** keys "
-        "are required.",
+        "The option `--config FILE` names the config file; the default is `config/local.yaml`. Environment variables "
+        "such as `DEDUP_COMMIT_INTERVAL` or `DEDUP_SECURITY__PASSWORD` override the file, and `--set "
+        "commit_interval=50ms` overrides both. Write secrets as `${env:NAME}` or `${file:PATH}`; secrets are never "
+        "printed. Only **bold** keys are required.",
         _table(settings_schema()),
         "## Every key in one file",
         f"```yaml\n{example}```",

@@ -30,12 +30,12 @@ WORLD: Final[tuple[tuple[str, str, str], ...]] = (
     (
         "F71",
         "source topic deleted or recreated under a worker, a sink, or a reader",
-        "O8 at once, no new record judged",
+        "O8 immediately, no new record judged",
     ),
-    ("F72", "partitions added to the source", "O8 at once, O2"),
-    ("F73", "changelog deleted and recreated", "O8 at once, O2"),
+    ("F72", "partitions added to the source", "O8 immediately, O2"),
+    ("F73", "changelog deleted and recreated", "O8 immediately, O2"),
     ("F74", "`dedup reset` while a worker is frozen; a killed reset", "O8, state unchanged"),
-    ("F75", "records deleted by retention or by hand, before or after they were judged", "O8 at once; O1-O4"),
+    ("F75", "records deleted by retention or by hand, before or after they were judged", "O8 immediately; O1-O4"),
     ("F76", "size limit, compression or timestamp type of the output changed", "one verdict each"),
     ("F77", "ACL removed: output, source, changelog, group, transactional id", "O8, no loss"),
     ("F78", "clock behind at startup, then right; stepped forward and back", "verdicts by the broker's clock"),
@@ -63,7 +63,7 @@ GRID: Final[tuple[tuple[str, str, str], ...]] = (
     ("F18", "partitions added to the input while running", "O8"),
     ("F19", "offsets reset, deleted, out of range", "no duplicates; out of range: O8"),
     ("F21", "broker SIGKILL and restart in each phase of a transaction", "O1-O6"),
-    ("F22", "broker frozen 20 s", "own deadline, O1-O6"),
+    ("F22", "broker frozen 20 s", "the worker's own timeout applies, O1-O6"),
     ("F23", "three nodes: a leader or coordinator killed, paused, isolated; below min.isr", "no loss; stops, resumes"),
     ("F24", "connections cut, half-open, or slow; responses lost", "O1 O2"),
     ("F25", "an EndTxn delayed past the next transaction", "O2"),
@@ -78,7 +78,7 @@ GRID: Final[tuple[tuple[str, str, str], ...]] = (
     ("F39", "changelog deleted while the fleet is down, local state intact", "exit 3, state unchanged"),
     ("F40", "SIGKILL when only one of two RocksDB segments is flushed", "O1-O5"),
     ("F41", "invalid JSON, empty, truncated, BOM, UTF-16, invalid UTF-8, NUL, lone surrogate", "one verdict each"),
-    ("F42", "ID missing, null, empty, blank, object, array, bool, NaN", "one verdict each"),
+    ("F42", "ID missing, null, empty, blank, object, array, Boolean, NaN", "one verdict each"),
     ("F43", '1 / "1" / 1.0 / true; integers beyond 2^53, 2^63, 2^64; NFC/NFD; case', "one verdict each"),
     ("F44", "the ID's member twice in one object", "one verdict each"),
     ("F45", "null value, null key, both", "one verdict each"),
@@ -88,11 +88,15 @@ GRID: Final[tuple[tuple[str, str, str], ...]] = (
     ("F49", "times -1, -5, 0, -400 days", "one verdict each"),
     ("F51", "LogAppendTime topics, mixed", "one verdict each"),
     ("F52", "aborted and open transactions in the input, control batches, compacted gaps", "one verdict each"),
-    ("F53", "poison first, middle, last, all of a batch; the dead-letter topic refuses", "one verdict each; stops"),
-    ("F61", "guard period made longer", "semantics, last section"),
-    ("F62", "guard period made shorter", "semantics, last section"),
-    ("F63", "ID rule changed", "semantics, last section"),
-    ("F64", "old and new version mixed in a rolling upgrade", "semantics, last section"),
+    (
+        "F53",
+        "invalid records first, in the middle, last, or all of a batch; the dead-letter topic refuses a record",
+        "one verdict each; stops",
+    ),
+    ("F61", "guard period made longer", "as in [Upgrade](operations.md#upgrade)"),
+    ("F62", "guard period made shorter", "as in [Upgrade](operations.md#upgrade)"),
+    ("F63", "ID rule changed", "as in [Upgrade](operations.md#upgrade)"),
+    ("F64", "old and new version mixed in a rolling upgrade", "as in [Upgrade](operations.md#upgrade)"),
     *WORLD,
 )
 """Page 5 of the design, and the family above: id, fault, expected."""
@@ -129,9 +133,10 @@ ALSO: Final[dict[str, tuple[str, ...]]] = {
 }
 """Tests that cover a row but do not have its number in their name."""
 ORACLES: Final = (
-    "O1 lost 0 · O2 duplicated 0, also for a reader during the fault · O3 order kept · O4 counts balance · O5 store = "
-    "changelog = model · O6 running again · O7 a zombie gets an error · O8 refused with a reason, exit code not 0 · "
-    "O9 clean shutdown."
+    "The expected results are: O1 no record is lost; O2 no record is duplicated, not even for a reader during the "
+    "fault; O3 the order is kept; O4 each record has one verdict; O5 store, changelog, and model agree; O6 the workers "
+    "run again; O7 a zombie gets an error; O8 the program refuses with a reason and an exit code other than 0; O9 the "
+    "shutdown is clean."
 )
 FIGURES: Final[dict[str, tuple[str, ...]]] = {
     "simulator": ("schedules", "seeds"),
@@ -227,7 +232,7 @@ def runs() -> list[dict[str, Any]]:
 
 def figures() -> str:
     """Return what the long runs came to, kind by kind, added up."""
-    lines = ["| | runs | in all | wrong | hours | at |", "|---|---|---|---|---|---|"]
+    lines = ["| | runs | total | failures | hours | commits |", "|---|---|---|---|---|---|"]
     by_kind: dict[str, list[dict[str, Any]]] = {}
     for run in runs():
         by_kind.setdefault(run["proof_run"], []).append(run)
@@ -242,9 +247,10 @@ def figures() -> str:
             total = sum(run.get(name, 0) for run in own)
             if name in names and total and not wrong:
                 lines.append(
-                    f"| | | 0 of {total:,} {name}: with 95 % confidence fewer than 3 in {total:,} fail | | | |"
+                    f"| | | 0 of {total:,} {name} caused a failure: with 95 % confidence, fewer than 3 in {total:,} do "
+                    "| | | |"
                 )
-    return "\n".join(lines if len(lines) > 2 else ["No result of a long run is kept."])  # noqa: PLR2004  # the head
+    return "\n".join(lines if len(lines) > 2 else ["There is no result of a long run."])  # noqa: PLR2004  # the head
 
 
 def filled(text: str, results: dict[str, Any]) -> str:
