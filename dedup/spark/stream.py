@@ -367,9 +367,7 @@ class Running:
         self._raise_failure()
 
     def stop(self) -> None:
-        """Make `wait` return soon; the next run judges the uncommitted records. Signal handlers may call this
-        method.
-        """
+        """Make `wait` return soon; the next run judges uncommitted records. Signal handlers may call this method."""
         self._stopping.set()
 
     def _watch(self) -> None:

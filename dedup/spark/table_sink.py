@@ -260,9 +260,7 @@ class TableSink:
         self._refuse_replaced(entries)
 
     def _found(self) -> Appended | None:
-        """Return the sink's last commit, or None if the table does not exist or has neither rows nor commits of the
-        sink.
-        """
+        """Return the sink's last commit, or None if there is none and the table is empty or does not exist."""
         later: list[_LogEntry] = []
         last: Appended | None = None
         for entry in self._log(-1):
