@@ -2,11 +2,11 @@
 
 Theory of operation. All topics are read up to one cut: the driver first reads the group's offsets, and then the ends of
 the topics. The log is judged by `batch_verdicts.judged`, which the tests compare with the exact model row by row, and
-each record is joined with the late records and dead letters that name it as their source (`audit_expected`). In all
-other topics, records are compared by digests. One shuffle brings the expected and the found digests together. A record
-that is found less often than expected is lost, a record that is found more often is duplicated, and a record that is
-found but not expected is a phantom (`audit_findings`). A record whose verdict the log cannot prove is counted as not
-provable, never as passed.
+each record is joined with the late records and dead letters that name it as their source (`audit_expected`). The
+records of the output and side topics are compared with the expected records by digests. One shuffle brings the expected
+and the found digests together. A record that is found less often than expected is lost, a record that is found more
+often is duplicated, and a record that is found but not expected is a phantom (`audit_findings`). A record whose verdict
+the log cannot prove is counted as not provable, never as passed.
 """
 
 from __future__ import annotations

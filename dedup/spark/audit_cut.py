@@ -1,6 +1,6 @@
 """The input of an audit: the offsets up to which it reads each topic (the cut), and the log up to these offsets.
 
-The driver determines the cut. The driver reads the group's offsets before it reads the ends of the topics.
+The driver determines the cut: it first reads the group's offsets, and then the ends of the topics.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class AuditedLog:
 def take_cut(
     spark: SparkSession, topology: Topology, settings: Settings, begins: Mapping[TopicPartition, int] | None
 ) -> AuditCut:
-    """Determine the cut and return it.
+    """Determine and return the offsets up to which an audit reads each topic.
 
     Raises StateIncompatible if there is nothing to audit, and SettingsError if it is not known where the fleet began.
     """
@@ -202,7 +202,7 @@ def by_key(values: Mapping[int, int] | Mapping[str, int], key: Column) -> Column
 def _before_the_log(history: History, cut: AuditCut) -> DataFrame:
     """Return a history with coordinates that precede the log: its own if it has any, or ones assigned by event time.
 
-    Records from the offset at which the fleet began are left out, because the audit reads them from the log.
+    Records at or after the offset at which the fleet began are left out, because the audit reads them from the log.
     """
     topology, topic = cut.topology, cut.topology.source.topics[0]
     if history.placed:

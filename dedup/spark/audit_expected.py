@@ -49,7 +49,7 @@ _DIGITS: Final = 32
 
 
 def path(*columns: str) -> Column:
-    """Return a column with ``topic/partition/offset``, in the form that a worker writes."""
+    """Return a column with ``topic/partition/offset``, in the form that a worker writes to headers."""
     return fn.concat_ws("/", *(fn.col(name).cast("string") for name in columns or COORDINATES))
 
 
@@ -219,9 +219,9 @@ def _with_doubt(cut: AuditCut, log: AuditedLog, rows: DataFrame, *, unexplained:
     """Return the rows with the columns `before_ms` (null if it is not needed) and `doubtful`.
 
     If the beginning of a log was deleted, any ID may have a sighting there, up to the stream time at the first record
-    that was not late, plus grace. An ID that has a record before this sighting must have expired stays doubtful to the
-    end of the log. `dedup verify` proves more records, because it treats an ID as doubtful only until the sighting must
-    have expired.
+    that was not late, plus grace. If an ID has a record before all sightings in the deleted part must have expired, the
+    ID stays doubtful to the end of the log. `dedup verify` proves more records, because it treats an ID as doubtful
+    only until all sightings in the deleted part must have expired.
     """
     topology, window = cut.topology, cut.topology.window
     clamped, unknown = topology.future is OnFuture.CLAMP, [task for task, known in log.known.items() if not known]

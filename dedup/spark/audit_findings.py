@@ -42,7 +42,7 @@ def _claim(
 
 
 def _found(rows: DataFrame, *claims: Column) -> DataFrame:
-    """Return the findings of all ``claims``, the results of `_claim`, in one pass over the rows."""
+    """Return the findings of all ``claims`` (results of `_claim`), computed in one pass over the rows."""
     return rows.select(fn.inline(fn.array_compact(fn.array(*claims))))
 
 
@@ -52,9 +52,7 @@ def _shown(place: str) -> Column:
 
 
 def row_findings(cut: AuditCut, log: AuditedLog, sides: Sides, rows: DataFrame) -> Iterator[DataFrame]:
-    """Yield findings on single records: errors in the late and dead-letter topics, and records that are not
-    provable.
-    """
+    """Yield findings on single records: errors in late and dead-letter topics, and records that are not provable."""
     doubtful = fn.expr("doubtful AND NOT pending AND NOT history AND out IS NOT NULL")
     claims = [_claim(doubtful, NOT_PROVABLE, _shown("source"), WHY_FRONT), *_unexplained(cut)]
     for verdict in sides.topics:
@@ -233,8 +231,8 @@ def _logged(cut: AuditCut, offset: str) -> Column:
 def _differences(topic: str, here: Column, lost: tuple[str, str], *extra: tuple[str, Column | str]) -> Iterator[Column]:
     """Yield the columns with findings on the records of one topic.
 
-    ``lost`` contains the kind and the text for missing records. ``extra`` contains those for repeated and for
-    unexpected records, if they are to be reported.
+    ``lost`` contains the kind and the text for missing records. ``extra`` contains the kinds and the texts for repeated
+    and for unexpected records, if these are to be reported.
     """
     is_it, there = fn.col("topic") == topic, fn.coalesce(_place(topic, "partition", "offset"), here)
     missing, more = fn.expr("sure - times"), fn.expr("times - sure - may")

@@ -1,10 +1,10 @@
-"""Implements `dedup spark backfill`, which judges a whole history and publishes all of its verdicts once, or none.
+"""Implements `dedup spark backfill`, which judges a whole history and publishes all of its verdicts exactly once.
 
 Theory of operation. Each attempt of a run writes to its own directory, which Spark ignores because of its name, and
-publishes it with one rename. A run that was already published under the same name is not written again. A run that was
-killed is written from the start, with the clock time of its first attempt. A rename is atomic on local disks and HDFS
-but not on object stores. On an object store, the directory keeps its name, and a manifest that names its files
-publishes the run (`manifest`).
+publishes the directory with one rename. All verdicts of a run are published or none. A run that was already published
+under the same name is not written again. A run that was killed is written from the start, with the clock time of its
+first attempt. A rename is atomic on local disks and HDFS but not on object stores. On an object store, the directory
+keeps its name, and a manifest that names its files publishes the run (`manifest`).
 
 On a local file system, the tasks that judge records write the Parquet files with Arrow. A task writes files under names
 that are unique to its attempt, and reports these names. The driver moves the reported files to their final place, so
@@ -96,13 +96,13 @@ def backfill(
     fmt: OutputFormat = "parquet",
     say: Callable[[str], None] = print,
 ) -> RunReport:
-    """Publish the verdict of every record of the history under ``path``, exactly once, and return the counts.
+    """Publish the verdict of every record of the history under ``path``, exactly once, and return the report.
 
     ``history`` is the result of `files.read_files` or `kafka_source.read_kafka`, or a DataFrame of `rows.RECORDS` with
     coordinates in every row or in none. The files have the columns of `batch_verdicts.judged`, and are partitioned by
     verdict. All verdicts are published together, under ``run=<run>``; a run that is already published is not written
-    again. ``now_ms`` is the clock time that decides which event times are in the future (by default, now). The function
-    publishes nothing and raises
+    again. ``now_ms`` is the clock time that decides which event times are in the future (by default, now). In the
+    following cases, the function publishes nothing and raises
 
     * StateIncompatible if an earlier run with this name had another input or topology, if rows are repeated or belong
       to other topics, or if retention deleted records while they were read,
@@ -186,7 +186,7 @@ class RunDirectory:
 
     @property
     def path(self) -> str:
-        """The path of the run's files after publication, as ``--input`` takes it."""
+        """The path of the run's files after publication, in the form that ``--input`` accepts."""
         return str(self._root.path if self._fmt == "delta" else self._root.at(f"run={self._run}"))
 
     def begin(self, identity: str, now_ms: int) -> RunReport | int:
@@ -251,7 +251,7 @@ class RunDirectory:
     def _moved(self, attempt: Any, target: Any) -> bool:  # noqa: ANN401 - paths of Hadoop's
         """Rename the attempt to the target, and return whether the attempt is now the target.
 
-        If the target exists, Hadoop moves the attempt into the target.
+        If the target exists, Hadoop moves the attempt's directory into the target directory.
         """
         # HADOOP-11452: rename does not fail if the target exists.
         return self._files.rename(attempt, target) and not self._files.exists(self._root.at(attempt.getName(), target))

@@ -3,17 +3,17 @@
 Theory of operation. A verdict depends on the sightings of the record's own ID and on stream time. Stream time is a
 property of the log, so the map side computes it first (`map_side`). One shuffle then brings the rows of an ID together.
 The reduce side sorts the rows of each ID into judging order and judges them (`reduce_side`, `columnar_fold`). The
-judging order is:
+judging order depends on the input:
 
-* for a direct topology: each source partition in the order of its offsets, as a worker's task judges it;
-* for the repartition topic: each of its partitions in the order of its offsets, with the stream time of all feeds, as a
-  worker's task judges it;
-* for the source topics of a topology that repartitions: by the running maximum of event time within the source
-  partition, then by topic, partition, and offset. (No log shows the order in which a fleet judged these records.)
-  Stream time is the running maximum of event time, because no feed is ahead of another in this order;
-* for rows without coordinates: by event time, and rows of equal event time by a digest of key, value, headers, and
-  timestamp. No row is late. Rows that are equal in all of these values are the same event twice, so their order does
-  not matter.
+* In a direct topology, each source partition is judged in the order of its offsets, as by a worker's task.
+* Each partition of the repartition topic is judged in the order of its offsets, with the stream time of all feeds, as
+  by a worker's task.
+* The source topics of a topology that repartitions are judged by the running maximum of event time within the source
+  partition, and then by topic, partition, and offset. No log shows the order in which a fleet judged these records.
+  Stream time is the running maximum of event time, because no feed is ahead of another in this order.
+* Rows without coordinates are judged by event time, and rows of equal event time by a digest of key, value, headers,
+  and timestamp. None of these rows is late. Rows that are equal in all of these values are the same event twice, so
+  their order does not matter.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def judged(
     overlap, as with Spark's Kafka source. Setting ``contiguous`` saves a sort, and the job checks the order while it
     runs. ``feeds`` lists all source partitions if ``df`` is read from the repartition topic. Raises TopologyError for
     an unsuitable table and SettingsError for unusable settings of Spark. The running job raises the errors that
-    `backfill` lists.
+    `backfill.backfill` lists.
     """
     history = History(df, placed=order == "offsets", contiguous=contiguous, identity="", place="", feeds=tuple(feeds))
     return judging(history, topology, now_ms=now_ms, order=order).frame()
@@ -176,7 +176,7 @@ class Counts:
 
 
 def counts_of(verdicts: DataFrame) -> Counts:
-    """Return the counts of rows that `judged` has returned; the rows are read twice, which should be cheap."""
+    """Return the counts of rows that `judged` has returned; the rows are read twice."""
     rows = verdicts.groupBy("verdict").count().collect()
     counts = {row["verdict"]: row["count"] for row in sorted(rows, key=lambda row: str(row["verdict"]))}
     causes: dict[str, dict[str, int]] = {}
@@ -237,7 +237,7 @@ def _map_tasks(spark: SparkSession, size_bytes: int, reducers: int) -> int:
     """Return how many tasks should read the input, so that each has rows for every reduce task and no core is idle.
 
     The result is a multiple of the number of cores, which is the number of tasks that checked the order of offsets.
-    Each task then reads a part of what one of those tasks read, in the same order.
+    Each map task then reads a part of the rows that one of the checking tasks read, in the same order.
     """
     cores = spark.sparkContext.defaultParallelism
     return cores * max(1, size_bytes // (_LEAST_BYTES_EACH * reducers * cores))

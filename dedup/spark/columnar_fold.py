@@ -63,7 +63,7 @@ class Decided:
 
     @classmethod
     def of(cls, verdicts: npt.NDArray[np.int8]) -> Decided:
-        """Return these verdicts for records that repeat no sighting."""
+        """Return ``verdicts`` as the verdicts of records that repeat no sighting."""
         count = len(verdicts)
         return cls(verdicts, np.zeros(count, np.bool_), *(np.zeros(count, np.int64) for _ in range(4)))
 
@@ -106,8 +106,8 @@ def _decide_plain_groups(
 ) -> Booleans:
     """Set the verdicts of all groups without earlier sightings in which every row is a duplicate of the first row.
 
-    Does nothing if duplicates extend sightings or payloads are compared. Returns, for each group, whether it has
-    several rows that are still to be judged.
+    The function sets no verdicts if duplicates extend sightings or payloads are compared. Returns, for each group,
+    whether it has several rows that are still to be judged.
     """
     several: Booleans = lengths > 1
     window = rules.window

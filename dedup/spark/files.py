@@ -134,11 +134,11 @@ def read_files(
 ) -> History:
     """Return the records in files, directories, or tables.
 
-    A directory may be that of a run of `backfill`, or a directory inside a run, even if a manifest names the run's
-    files (`manifest.files_of_runs`). A Delta or Iceberg table is read at the version that is the latest at the time of
-    the call, even if someone writes to the table in the meantime. With ``rows_are_events``, each row of the table is an
-    event, as JSON without its null columns, and the table needs no column `value`. If the paths are files, ``base`` is
-    the directory whose subdirectories are columns (`day=2026-01-31/`). Raises SettingsError, which lists every file
+    A directory may be that of a run of `backfill`, or a directory inside a run, even if the run was published by a
+    manifest (`manifest.files_of_runs`). A Delta or Iceberg table is read at the version that is the latest at the time
+    of the call, even if someone writes to the table in the meantime. With ``rows_are_events``, each row of the table is
+    an event, as JSON without its null columns, and the table needs no column `value`. If the paths are files, ``base``
+    is the directory whose subdirectories are columns (`day=2026-01-31/`). Raises SettingsError, which lists every file
     that is damaged or has a different schema from the first file. Raises TopologyError for columns that are missing or
     have the wrong type.
     """
@@ -150,7 +150,7 @@ def read_files(
 
 
 def read_table(table: DataFrame, fmt: FileFormat, place: str, *, rows_are_events: bool = False) -> History:
-    """Return the records of a table, whose files identify the input.
+    """Return the records of a table; the files of the table identify the input.
 
     Raises TopologyError for columns of the table that are missing or have the wrong type.
     """
@@ -433,9 +433,9 @@ def _take(runs: OffsetRuns, batch: pa.RecordBatch, topics: list[str]) -> None:
 def _json_row() -> Column:
     """Return the columns of a record, as text, that are parsed from a line of `json-records` in the column `value`.
 
-    The job fails at a line without the member `value`, because the line would become a tombstone. It also fails at a
-    line with an unknown member, such as a misspelled timestamp, because the member would be ignored. The error message
-    shows the line.
+    The job fails at a line without the member `value`, because the line would become a tombstone. The job also fails at
+    a line with an unknown member, such as a misspelled timestamp, because the member would be ignored. The error
+    message shows the line.
     """
     members = F.json_object_keys("value")
     unknown = F.array_except(members, F.array(*map(F.lit, RECORDS.fieldNames())))
@@ -450,8 +450,8 @@ def _json_row() -> Column:
 def as_events(table: DataFrame) -> Column:
     """Return each row as JSON without its null columns, as bytes.
 
-    A time with a higher precision than milliseconds keeps all its digits. Spark alone would cut the additional digits
-    off, so two different events could become equal.
+    A time with a higher precision than milliseconds keeps all its digits. By default, Spark would cut off the
+    additional digits, so two different events could become equal.
     """
     columns = [_exact(F.col(f"`{field.name}`"), field.dataType).alias(field.name) for field in table.schema.fields]
     return F.to_json(F.struct(*columns)).cast(BinaryType())

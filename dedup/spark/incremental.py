@@ -6,13 +6,13 @@ new input. For rows with coordinates, all runs together give the same verdicts a
 
 A run has a single commit point, the commit of the output table. A run writes three things in this order:
 
-1. Its *intent*, which says which input the run reads and by which clock time it judges. If the run is killed, the next
-   attempt uses the same intent, so it judges the same rows in the same way even if the input has grown. The next
-   attempt makes a new intent only if the input of the old intent is gone or the topology has changed. Nothing was
-   published under the old intent.
-2. Its *state*, in files that are named after the attempt. Nothing refers to these files yet.
-3. The verdicts, in one commit of the table whose metadata names the run and the attempt. The state of the attempt that
-   the commit names is the state of the table; the state of any other attempt is never read.
+* First, the run writes its *intent*, which says which input it reads and by which clock time it judges. If the run is
+  killed, the next attempt uses the same intent, so it judges the same rows in the same way even if the input has grown.
+  The next attempt makes a new intent only if the input of the old intent is gone or the topology has changed. Nothing
+  was published under the old intent.
+* Second, the run writes its *state*, in files that are named after the attempt and to which nothing refers yet.
+* Third, the run appends the verdicts in one commit of the table, whose metadata names the run and the attempt. The
+  state of the attempt that the commit names is the state of the table; the state of any other attempt is never read.
 
 Delta ties the commit to the run's number (`txnAppId`, `txnVersion`). If two runs continue from the same run, one
 commits, and Delta refuses the commit of the other or silently drops it. Therefore, a run reads the table's history
@@ -143,7 +143,7 @@ def incremental(
     with coordinates are judged in the order of offsets; all runs together then give the verdicts of a single run over
     all input. Rows without coordinates are judged run by run, and in the order of event times within a run. From the
     second run on, a row without coordinates is late if it is behind stream time by more than the grace period and its
-    ID is not known. The function publishes nothing and raises
+    ID is not known. In the following cases, the function publishes nothing and raises
 
     * StateIncompatible if someone else changed the table, the table belongs to another topology, another run committed
       in the meantime, a file of the input was replaced, the type of an ID column changed, offsets were judged before,
@@ -222,7 +222,7 @@ class _Run:
         self._attempt: Final = uuid4().hex
 
     def publish(self) -> IncrementalReport:
-        """Judge what the intent names, write the state, commit, and return the report."""
+        """Judge the input that the intent names, write the state, commit, and return the report."""
         history = self._source.open(self._intent.pinned)
         types = self._id_types()
         empty = not history.placed and history.records.limit(1).count() == 0
@@ -290,7 +290,7 @@ class _Run:
         return judging(history, self._topology, now_ms=self._intent.now_ms, order=order, earlier=earlier)
 
     def _whole(self, layers: Sequence[Layer]) -> DataFrame:
-        """Return the rows of the layers. Raises StateIncompatible unless all their sightings exist."""
+        """Return the rows of the layers. Raises StateIncompatible if sightings of a layer are missing."""
         places = [self._table.state_path(layer.path) for layer in layers]
         expected = sum(layer.rows for layer in layers)
         try:
@@ -335,7 +335,7 @@ class _Run:
 
 
 def _balanced(history: History, counts: Mapping[str, int]) -> int:
-    """Return the number of records. Raises InvariantBroken unless the number of verdicts is the same."""
+    """Return the number of records. Raises InvariantBroken unless there are as many verdicts as records."""
     rows = history.records.count()
     if rows != sum(counts.values()):
         raise InvariantBroken(

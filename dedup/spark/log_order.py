@@ -1,8 +1,8 @@
 """Sorts records into the order of their logs, with one shuffle of packed rows.
 
 The offsets of all Kafka partitions are divided into ranges with about the same number of rows, and each task receives
-the rows of one range. The task sorts only the coordinates of its rows in memory. It then reads the rows themselves in
-that order, part by part, so that it never needs all of them in memory.
+the rows of one range. The task sorts only the coordinates of its rows in memory. The task then reads the rows
+themselves in that order, part by part, so that it never needs all of them in memory.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 Theory of operation. Renaming a directory is atomic only on a local disk or HDFS; on an object store, a rename copies
 file by file. On an object store, the files of a run therefore stay in a directory that Spark ignores. The run's
-*manifest*, a small object that names the files, is written last, and readers see it complete or not at all. The run is
-not published until its manifest exists.
+*manifest*, a small object that names the files, is written last, and readers see it complete or not at all. On an
+object store, a run is not published until its manifest exists.
 """
 
 from __future__ import annotations

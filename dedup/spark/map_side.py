@@ -1,8 +1,8 @@
 """The map side of a batch job, which extracts IDs and event times, computes stream time, and packs the rows.
 
-A map task extracts the ID and event time of each record, and sets the verdict of records that must not be judged. It
-computes stream time within its own part of the input (`OffsetRuns`), and packs each row for the reduce task that judges
-the row's ID.
+A map task extracts the ID and event time of each record, and sets the verdict of records that must not be judged. The
+task computes stream time within its own part of the input (`OffsetRuns`), and packs each row for the reduce task that
+judges the row's ID.
 """
 
 from __future__ import annotations
@@ -336,7 +336,7 @@ class _Buffers:
         return self._held
 
     def clear(self) -> None:
-        """Remove all buffers, and close the file."""
+        """Remove all buffers, and close the temporary file."""
         self._held.clear()
         self._sizes.clear()
         self._open.close()

@@ -151,7 +151,7 @@ class Prepared:
         return CheckpointIdentity(self.topology.name, self.topology.state_identity(partitions), ids)
 
     def pin_start(self) -> None:
-        """Commit start offsets that depend on the current time, so that they stay the same after a crash."""
+        """Commit the start offsets that could otherwise differ after a crash."""
         if self.unpinned:
             asyncio.run(_pin(self))
 
@@ -235,8 +235,8 @@ class _IdleMarks:
 
     With a repartition topic, stream time is the smallest of the feeds' greatest event times. Without a marker, a source
     partition without new records would hold stream time back, so that no record would be late and no sighting would
-    expire. The partition's own `repartition` task writes the marker. It does so only while no micro-batch runs, because
-    it must not fence a task that is at work.
+    expire. The partition's own `repartition` task writes the marker. The marker is written only while no micro-batch
+    runs, because writing it would fence a task that is at work.
     """
 
     def __init__(self, ready: Prepared) -> None:

@@ -126,7 +126,7 @@ class TableSink:
     def append(self, *, now_ms: int, until: Mapping[int, int] | None = None) -> Appended | None:
         """Append the topic's new committed records, and return the sink's commit; return None if there is nothing new.
 
-        Only records before the offsets ``until`` are appended, if it is given. Afterward, the table contains every
+        If ``until`` is given, only records before these offsets are appended. Afterward, the table contains every
         record before the ends of the commit exactly once. Raises StateIncompatible if another sink has written in the
         meantime, if rows of the sink were replaced or removed by a restore, if the position belongs to another table or
         topic, or if retention deleted records that are not in the table.
@@ -159,7 +159,7 @@ class TableSink:
     def _begins(
         self, last: Appended | None, topic_id: str, lows: Mapping[int, int], ends: Mapping[int, int]
     ) -> dict[int, int]:
-        """Return the offset at which to continue each partition; a partition added since the last commit has 0."""
+        """Return the offset at which to continue each partition, or 0 for a partition added since the last commit."""
         if last is None:
             gone = [f"{self._topic}/{partition} before offset {low}" for partition, low in lows.items() if low]
             if gone:
@@ -370,7 +370,8 @@ class Following:
         stopped: threading.Event,
         failed: Callable[[], None],
     ) -> None:
-        """If ``stopped`` is set, leaving the ``with`` block does not append the remaining records; the next run does.
+        """If ``stopped`` is set, leaving the ``with`` block does not append the remaining records; the next run appends
+        them.
 
         If the thread fails, it calls ``failed``, and leaving the ``with`` block raises the thread's error.
         """
@@ -416,8 +417,8 @@ def follow(
 ) -> None:
     """Append new records until ``over`` is set, with a pause of ``every_s`` seconds whenever there are no more.
 
-    Raises BrokerUnavailable if no broker responds at first. After the first success, the function waits for brokers
-    that do not respond, because the position is safe in the table.
+    Raises BrokerUnavailable if no broker responds to the first attempt. After the first success, the function waits for
+    brokers that do not respond, because the position is safe in the table.
     """
     reached = False
     while not over.is_set():
