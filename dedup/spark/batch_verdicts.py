@@ -146,7 +146,7 @@ def judging(
             packed = packed.unionByName(routed(layer, buckets, targets, batch_rows))
     # If the size is unknown, adaptive execution merges partitions that are too small for a task. It never divides a
     # partition, because Spark divides only partitions of joins and of REBALANCE. With ``earlier``, no partitions are
-    # merged, because known sightings are sent to the task with a certain number.
+    # merged, because each known sighting is sent to one particular task.
     merged = history.size_bytes is None and earlier is None
     together = packed.repartition(TARGET) if merged else packed.repartition(reducers, TARGET)
     schema = StructType([*df.schema.fields, *JUDGED])

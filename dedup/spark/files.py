@@ -208,7 +208,7 @@ def _read_input(spark: SparkSession, paths: Sequence[str], fmt: FileFormat, plac
 
 def _pinned_path(spark: SparkSession, path: str) -> _Input:
     """Return the latest version of the Delta table at a path."""
-    # Delta takes a relative path here for the name of a table.
+    # Delta would interpret a relative path as the name of a table.
     return _delta_version(spark, f"delta.`{HadoopDirectory(spark, path).absolute}`", [])
 
 

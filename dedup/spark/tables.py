@@ -262,7 +262,7 @@ def upsert_delta(rows: DataFrame, path: str) -> int:
     """
     spark = rows.sparkSession
     source = _newest(rows)
-    # Delta takes a relative path here for the name of a table.
+    # Delta would interpret a relative path as the name of a table.
     table = f"delta.`{HadoopDirectory(spark, path).absolute}`"
     spark.sql(f"CREATE TABLE IF NOT EXISTS {table} ({_ddl(source.schema)}) USING delta")
     _refuse_other_columns(path, source.columns, spark.read.format("delta").load(path).columns)
