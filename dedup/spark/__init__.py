@@ -1,7 +1,9 @@
-"""The product on Spark. `dedup` and `unique` are functions on a DataFrame; `read_run` reads what a backfill published.
-The commands are in `dedup.cli.spark`.
+"""Deduplication on Spark.
 
-They are imported on first access, because executors import parts of this package only.
+`dedup` and `unique` deduplicate a DataFrame, and `read_run` reads the verdicts that a backfill published. The commands
+are in `dedup.cli.spark`.
+
+These functions are imported on first access, because executors need only parts of this package.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ __all__ = ["dedup", "read_run", "unique"]
 
 
 def __getattr__(name: str) -> Any:  # noqa: ANN401  # one of the public functions
-    """Import and return a public function."""
+    """Import the public function ``name`` and return it."""
     if name not in __all__:
         raise AttributeError(f"module 'dedup.spark' has no attribute {name!r}")
     return getattr(import_module("dedup.spark.manifest" if name == "read_run" else "dedup.spark.dataframe"), name)

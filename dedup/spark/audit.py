@@ -1,11 +1,12 @@
-"""Implements `dedup spark audit`, the findings of `dedup verify` at cluster scale, including a seeded fleet's history.
+"""Implements `dedup spark audit`: the checks of `dedup verify` on Spark, including the history of a seeded fleet.
 
-Theory of operation. Everything is read up to one cut: the group's offsets first, then the ends of the topics. The log
-is judged by `batch_verdicts.judged`, which the tests compare with the exact model row by row, and each record is joined
-with the late records and dead letters that name it as their source (`audit_expected`). What a record must look like in
-any other topic is a digest. One shuffle brings expected and found digests together: one found less often than expected
-is lost, more often duplicated, without any reason a phantom (`audit_findings`). What the log cannot prove is counted as
-not provable, never as passed.
+Theory of operation. All topics are read up to one cut: the driver first reads the group's offsets, and then the ends of
+the topics. The log is judged by `batch_verdicts.judged`, which the tests compare with the exact model row by row, and
+each record is joined with the late records and dead letters that name it as their source (`audit_expected`). The
+records of the output and side topics are compared with the expected records by digests. One shuffle brings the expected
+and the found digests together. A record that is found less often than expected is lost, a record that is found more
+often is duplicated, and a record that is found but not expected is a phantom (`audit_findings`). A record whose verdict
+the log cannot prove is counted as not provable, never as passed.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ _BOOKED: Final[Mapping[str, str]] = {name: name for name in ("unique", "exempt",
     "conflict": "duplicates",
     "dead_letter": "dead_letters",
 }
-"""Verdict -> its count in `Books`."""
+"""Maps a verdict to the name of its count in `Books`."""
 
 
 def audit(
@@ -53,11 +54,12 @@ def audit(
     history: History | DataFrame | None = None,
     begins: Mapping[TopicPartition, int] | None = None,
 ) -> Report:
-    """Audit everything in the topics without writing anything, and return the report.
+    """Audit all records in the topics without writing anything, and return the report.
 
-    ``history`` contains the files from which the fleet was seeded, if any. ``begins`` are the offsets at which the
-    fleet began, if neither the topology's start nor a seed says so. Raises StateIncompatible if there is nothing to
-    audit or retention deletes records in the meantime, SettingsError if the start is not known, and BrokerUnavailable.
+    ``history`` contains the files from which the fleet was seeded, if any. ``begins`` contains the offsets at which the
+    fleet began, and is needed if neither the topology's `start` nor a seed determines them. Raises StateIncompatible if
+    there is nothing to audit or retention deletes records in the meantime, SettingsError if it is not known where the
+    fleet began, and BrokerUnavailable if no broker responds.
     """
     began_s = time.time()
     report = Report(topology.name, ", ".join(settings.brokers), "audit on Spark", int(began_s * 1000))
@@ -85,7 +87,7 @@ def _compare(report: Report, cut: AuditCut, log: AuditedLog) -> None:
 
 
 def _keep_books(report: Report, cut: AuditCut, live: DataFrame) -> None:
-    """Count the verdicts of each task, and over event time; a record without a usable one has the time 0."""
+    """Count the verdicts by task and by event time; a record without a usable event time has the time 0."""
     time_ms, is_judged = fn.col("time_ms"), fn.col("verdict").isin("unique", "duplicate", "conflict", "late")
     dated = (is_judged & (time_ms >= 0)) | ((time_ms > 0) & ~fn.col("reason").eqNullSafe(FUTURE))
     grouped = live.groupBy("task", "pending", "doubtful", "verdict", dated.alias("dated"))
@@ -120,7 +122,7 @@ def _keep_books(report: Report, cut: AuditCut, live: DataFrame) -> None:
 
 
 def _count_ended(report: Report, cut: AuditCut, sides: Sides, pairs: DataFrame) -> None:
-    """Count in which topics the records of each fully judged partition are found, and report what does not balance."""
+    """Count in which topics the records of each fully judged partition ended, and report counts that do not add up."""
     topology, output = cut.topology, cut.topology.output
     if topology.direct and output is not None and cut.partitions[output.topic] and cut.complete(output.topic):
         committed = by_key(cut.committed[topology.source.topics[0]], fn.col("partition"))

@@ -1,6 +1,6 @@
-"""What one audit reads: a cut through a topology's topics, and the log up to it with what is known of the time before.
+"""The input of an audit: the offsets up to which it reads each topic (the cut), and the log up to these offsets.
 
-The driver takes the cut, and reads the group's offsets before the ends of the topics.
+The driver determines the cut: it first reads the group's offsets, and then the ends of the topics.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class AuditCut:
 
     @property
     def copies(self) -> dict[str, list[str]]:
-        """The duplicates and conflicts topics that exist, with the verdicts of their records."""
+        """The topics for duplicates and conflicts that exist, each with the verdicts of its records."""
         topology = self.topology
         both = ["duplicate"] if topology.conflicts is not None else ["duplicate", "conflict"]
         wanted = {topology.duplicates: both, topology.conflicts: ["conflict"]}
@@ -62,11 +62,11 @@ class AuditCut:
 
     @property
     def size_bytes(self) -> int:
-        """About how large the topics are."""
+        """The approximate size of the topics."""
         return RECORD_BYTES * sum(each.high - each.low for part in self.bounds.values() for each in part.values())
 
     def complete(self, topic: str) -> bool:
-        """Whether a topic still has its beginning."""
+        """Return whether all partitions of a topic still begin at offset 0."""
         return all(low == 0 for low in self.lows(topic).values())
 
     def lows(self, topic: str) -> dict[int, int]:
@@ -74,7 +74,7 @@ class AuditCut:
         return {at: each.low for at, each in self.bounds[topic].items()}
 
     def read(self, topic: str, begins: Mapping[int, int] | None = None) -> DataFrame:
-        """Return the committed records of a topic within the cut, from ``begins`` on; empty if it does not exist."""
+        """Return the committed records of a topic within the cut, from ``begins`` on; none if it does not exist."""
         bounds = self.bounds[topic]
         if not bounds:
             return self.spark.createDataFrame([], RECORDS)
@@ -85,7 +85,7 @@ class AuditCut:
 
 @dataclass(frozen=True, slots=True)
 class AuditedLog:
-    """The records that the fleet judged, and what is known of the time before them."""
+    """The records that the fleet judged, and whether earlier records may be missing."""
 
     records: DataFrame
     """`rows.RECORDS`, including the history before the log."""
@@ -104,9 +104,9 @@ class AuditedLog:
 def take_cut(
     spark: SparkSession, topology: Topology, settings: Settings, begins: Mapping[TopicPartition, int] | None
 ) -> AuditCut:
-    """Return the cut.
+    """Determine and return the offsets up to which an audit reads each topic.
 
-    Raises StateIncompatible if there is nothing to audit, SettingsError if the fleet's start is not known.
+    Raises StateIncompatible if there is nothing to audit, and SettingsError if it is not known where the fleet began.
     """
     late = topology.late.topic if isinstance(topology.late, LateTo) else None
     output = topology.output.topic if topology.output is not None else None
@@ -131,7 +131,7 @@ def take_cut(
 
 
 def _broker_time(reader: KafkaReader, topic: str, bounds: Mapping[int, Bounds]) -> bool:
-    """Tell by the first record whether the broker replaces timestamps in a topic (LogAppendTime)."""
+    """Return whether the first record of a topic has a timestamp that the broker set (LogAppendTime)."""
     for partition, each in bounds.items():
         for columns in reader.read(topic, partition, each.low, min(each.high, each.low + 1)):
             return columns.broker_time
@@ -169,7 +169,7 @@ def _starts(
 
 
 def audited_log(cut: AuditCut, history: History | None) -> AuditedLog:
-    """Return the log that the fleet judged; ``history``: the files that it was seeded from, if any."""
+    """Return the log that the fleet judged; ``history`` contains the files from which the fleet was seeded, if any."""
     name = cut.topology.feeding_topics[0]
     lows, begins, contiguous = cut.lows(name), cut.begins.get(name, cut.lows(name)), True
     feeds: tuple[Feed, ...] = ()
@@ -192,7 +192,7 @@ def audited_log(cut: AuditCut, history: History | None) -> AuditedLog:
 
 
 def by_key(values: Mapping[int, int] | Mapping[str, int], key: Column) -> Column:
-    """Return the value of the key in a column; 0 for a key without a value, and for null."""
+    """Return a column with the value of each row's key, or 0 for a key without a value and for null."""
     if not values:
         return fn.lit(0)
     mapped = fn.create_map(*(fn.lit(each) for pair in values.items() for each in pair))
@@ -200,9 +200,9 @@ def by_key(values: Mapping[int, int] | Mapping[str, int], key: Column) -> Column
 
 
 def _before_the_log(history: History, cut: AuditCut) -> DataFrame:
-    """Return a history with coordinates before the log: its own if it has any, else by event time.
+    """Return a history with coordinates that precede the log: its own if it has any, or ones assigned by event time.
 
-    Records that the log still holds are left out, because they are judged there.
+    Records at or after the offset at which the fleet began are left out, because the audit reads them from the log.
     """
     topology, topic = cut.topology, cut.topology.source.topics[0]
     if history.placed:
@@ -224,7 +224,7 @@ def _before_the_log(history: History, cut: AuditCut) -> DataFrame:
 def _accepted_by_seed(history: DataFrame, cut: AuditCut) -> DataFrame:
     """Return a seed's history without the records that the seed refused for a future time.
 
-    An audit judges without a clock, so one such record would make every later record late.
+    An audit judges without a clock, so a single record with a future time would make every later record late.
     """
     topology = cut.topology
     if not cut.marks or topology.future is not OnFuture.DEAD_LETTER:

@@ -1,4 +1,4 @@
-"""Computes the records that the topics must contain by the rule, with verdicts and digests for the comparison."""
+"""Computes the records that the topics must contain, with verdicts and digests for the comparison."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from dedup.spark.audit_cut import AuditCut, AuditedLog
 
 _TAILS: Final = {"late": LATE_TAIL, "dead_letter": DEAD_TAIL}
-"""The verdicts of records that a topic of their own holds, and the headers that a worker appends there."""
+"""Maps each verdict whose records have a topic of their own to the headers that a worker appends to these records."""
 _NO_CEILING_MS: Final = 1 << 48
 """The ceiling with which no future time is refused, because only the dead-letter topic shows which times a worker
 refused.
@@ -49,14 +49,14 @@ _DIGITS: Final = 32
 
 
 def path(*columns: str) -> Column:
-    """Return ``topic/partition/offset``, as a worker writes it."""
+    """Return a column with ``topic/partition/offset``, in the form that a worker writes to headers."""
     return fn.concat_ws("/", *(fn.col(name).cast("string") for name in columns or COORDINATES))
 
 
 def digest(headers: Column, timestamp_ms: Column) -> Column:
     """Return a digest of key, value, headers, and timestamp, which covers the lengths of key and value (-1 for null).
 
-    It uses SHA-256 rather than a fast checksum, because a chosen collision would hide a change.
+    The digest is SHA-256 rather than a fast checksum, because a deliberate collision would hide a change.
     """
     sizes = (fn.coalesce(fn.length(name), fn.lit(-1)).cast("string") for name in ("key", "value"))
     head = fn.concat_ws(" ", timestamp_ms.cast("string"), *sizes, fn.to_json(headers)).cast("binary")
@@ -76,10 +76,10 @@ def _last_header(name: str) -> Column:
 
 
 def _filed(records: DataFrame, topics: Sequence[str], side: str) -> DataFrame:
-    """Return the records of a side topic: the source record they name, their reason, and a digest of the original.
+    """Return the records of a side topic with the source record they name, their reason, and a digest of the original.
 
-    `topic` is null, and `source` occurs once, if they name no record of the source topics. `stand_in`: the digest that
-    replaces the value.
+    If a side record names no record of the source topics, its `topic` is null, and its `source` is its own place.
+    `stand_in` is the digest that replaces the value, if the value was replaced.
     """
     replaced, named = _last_header(DIGEST_HEADER), _last_header(SOURCE_HEADER)
     own = fn.size("headers") - len(_TAILS[side]) - replaced.isNotNull().cast("int")
@@ -101,12 +101,14 @@ def _filed(records: DataFrame, topics: Sequence[str], side: str) -> DataFrame:
 
 @dataclass(frozen=True, slots=True)
 class Sides:
-    """What the late and dead-letter topics hold, by the source record that each record names."""
+    """The records in the late and dead-letter topics, by the source record that each of them names."""
 
     topics: Mapping[str, str]
-    """Verdict -> topic."""
+    """Maps a verdict to its topic."""
     records: DataFrame
-    """A row per `source`: how often it is in each topic (`times_late`), and the first there as a struct (`late`)."""
+    """One row for each `source`: how often it is in each topic (such as `times_late`), and the first record there as a
+    struct (such as `late`).
+    """
     with_stand_ins: tuple[str, ...]
     """Verdicts in whose topics a digest stands for a value."""
     refused: DataFrame
@@ -115,7 +117,7 @@ class Sides:
 
 
 def sides_of(cut: AuditCut) -> Sides:
-    """Return what the side topics hold; `Sides.records` is persisted."""
+    """Return the records of the side topics; `Sides.records` is persisted, and the caller must unpersist it."""
     topology = cut.topology
     topics = {"late": topology.late.topic} if isinstance(topology.late, LateTo) else {}
     topics |= {"dead_letter": topology.dead_letter}
@@ -140,7 +142,7 @@ def sides_of(cut: AuditCut) -> Sides:
 
 
 def forwarded_by_replay(topics: Sequence[str]) -> Column:
-    """Whether `dedup replay --late --forward` wrote a record to the output, according to its last two headers."""
+    """Return whether the last two headers say that `dedup replay --late --forward` wrote a record to the output."""
     last, before = (fn.try_element_at(fn.col("headers"), fn.lit(at)) for at in (-1, -2))
     place = fn.regexp_extract(last["value"].cast("string"), _PATH, 1).isin(*topics)
     marked = (before["key"] == VERDICT_HEADER) & (before["value"].cast("string") == "late")
@@ -148,13 +150,14 @@ def forwarded_by_replay(topics: Sequence[str]) -> Column:
 
 
 def expected(cut: AuditCut, log: AuditedLog, sides: Sides) -> DataFrame:
-    """Return every record of the log with its verdict, what it must look like in each topic, and where it was filed.
+    """Return every record of the log with its verdict, its expected digests, and its records in side topics.
 
-    Dead letters that the record does not explain left no sighting and did not advance stream time, so they are not
-    judged with the others. Columns: `source`, `verdict`, `reason`, `time_ms`, `stream_ms`, `before_ms` (the stream time
-    before), `task`, `at` (the log's offset), `pending`, `history`, `doubtful` (another verdict is possible),
-    `forwards`, digests of the record (`raw` as it was, `out` in the output, `copy` among the duplicates), and those of
-    `Sides.records`. A side record of no record of the log has a row with null for `verdict`.
+    Dead letters whose cause is not in the record itself left no sighting and did not advance stream time, so they are
+    not judged with the other records. The columns are `source`, `verdict`, `reason`, `time_ms`, `stream_ms`,
+    `before_ms` (the stream time before the record), `task`, `at` (the offset in the log), `pending`, `history`,
+    `doubtful` (another verdict is possible), `forwards`, digests of the record (`raw` as it was, `out` in the output,
+    `copy` among the duplicates), and the columns of `Sides.records`. A side record that names no record of the log has
+    a row whose `verdict` is null.
     """
     topology, records, contiguous = cut.topology, log.records, log.contiguous
     if sides.refused_number:
@@ -192,7 +195,8 @@ def _digests(cut: AuditCut) -> list[Column]:
     ahead = fn.when(why.isNotNull(), _with_header(own, VERDICT_HEADER, why)).otherwise(own)
     if topology.output is not None and topology.output.headers:
         ahead = _with_header(ahead, SOURCE_HEADER, path())
-    # A seed's sighting from files without offsets: the audit gave it a negative one, the fleet writes this one.
+    # A seed's sighting may come from files without offsets: the audit gave it a negative offset, but the fleet writes
+    # this one.
     outside = fn.when(fn.col("first_offset") < 0, fn.lit(OUTSIDE_KAFKA)).otherwise(fn.col("first_offset"))
     first = fn.concat_ws("/", "first_topic", fn.col("first_partition").cast("string"), outside.cast("string"))
     copied = _with_header(own, FIRST_TIME_HEADER, fn.col("first_time_ms").cast("string"))
@@ -201,7 +205,7 @@ def _digests(cut: AuditCut) -> list[Column]:
     forwards = ("unique", "exempt") if late is None else ("unique", "exempt", "late")
     raw = digest(own, fn.col("timestamp_ms"))
     if topology.direct:
-        # Only the side topics are compared with it; behind a repartition topic, so is every record.
+        # Only side topics are compared with this digest, except with a repartition topic, where every record is.
         raw = fn.when(fn.col("verdict").isin(*_TAILS), raw)
     return [
         fn.col("verdict").isin(*forwards).alias("forwards"),
@@ -212,11 +216,12 @@ def _digests(cut: AuditCut) -> list[Column]:
 
 
 def _with_doubt(cut: AuditCut, log: AuditedLog, rows: DataFrame, *, unexplained: bool) -> DataFrame:
-    """Return the rows with `before_ms` (null if nobody asks for it) and `doubtful`.
+    """Return the rows with the columns `before_ms` (null if it is not needed) and `doubtful`.
 
-    If the beginning of a log was deleted, there may have been any sighting before it, up to the first record that was
-    not late plus grace. An ID in that range stays doubtful to the end. `dedup verify` claims more, because it follows
-    the ID until that sighting must have expired.
+    If the beginning of a log was deleted, any ID may have a sighting there, up to the stream time at the first record
+    that was not late, plus grace. If an ID has a record before all sightings in the deleted part must have expired, the
+    ID stays doubtful to the end of the log. `dedup verify` proves more records, because it treats an ID as doubtful
+    only until all sightings in the deleted part must have expired.
     """
     topology, window = cut.topology, cut.topology.window
     clamped, unknown = topology.future is OnFuture.CLAMP, [task for task, known in log.known.items() if not known]
@@ -229,7 +234,8 @@ def _with_doubt(cut: AuditCut, log: AuditedLog, rows: DataFrame, *, unexplained:
         beyond = fn.col("time_ms") > fn.col("before_ms") + topology.max_clock_skew_ms
         doubt |= fn.coalesce(fn.bool_or(beyond).over(by_log), fn.expr("false"))
     if unknown:
-        # If late records are dropped or forwarded, no topic says which they were: any row may have been late.
+        # If late records are dropped or forwarded, no topic shows which records were late, so any row may have been
+        # late.
         on_time = fn.coalesce("times_late", fn.lit(0)) == 0 if isinstance(topology.late, LateTo) else fn.expr("false")
         whole = by_log.rowsBetween(Window.unboundedPreceding, Window.unboundedFollowing)
         first_ms = fn.first(fn.when(on_time, fn.col("stream_ms")), ignorenulls=True).over(whole)
@@ -238,6 +244,7 @@ def _with_doubt(cut: AuditCut, log: AuditedLog, rows: DataFrame, *, unexplained:
         of_id = fn.bool_or("front").over(Window.partitionBy("task", "id").orderBy("at"))
         doubt |= fn.col("id").isNotNull() & fn.coalesce(of_id, fn.expr("false"))
         if log.feeds:
-            # One of several feeds may have been far ahead of stream time: nothing bounds what was purged.
+            # One of several feeds may have been far ahead of stream time, so nothing limits the event times of purged
+            # records.
             doubt |= fn.col("task").isin(*unknown)
     return rows.withColumn("doubtful", doubt).drop("front")

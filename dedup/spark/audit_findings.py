@@ -1,6 +1,7 @@
-"""The differences between what the rule expects and what the topics hold, as rows with kind, place, text, and number.
+"""Finds the differences between expected records and topics, as rows with kind, place, text, and number.
 
-A kind in `verify.report.MEANINGS` is a violation; `not_provable` is a record about which the audit claims nothing.
+A finding of a kind in `verify.report.MEANINGS` is a violation. A finding of the kind `not_provable` is a record whose
+verdict the log cannot prove.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _COMPARED: Final = (
 def _claim(
     where: Column, kind: Column | str, place: Column, text: Column | str, number: Column | None = None
 ) -> Column:
-    """Return what is wrong with the rows for which ``where`` is true, as a struct; null for the others."""
+    """Return a finding, as a struct, for each row for which ``where`` is true, and null for all other rows."""
     values = {"kind": kind, "place": place, "text": text, "number": fn.lit(1) if number is None else number}
     columns = {name: fn.lit(value) if isinstance(value, str) else value for name, value in values.items()}
     columns["number"] = columns["number"].cast("long")
@@ -41,7 +42,7 @@ def _claim(
 
 
 def _found(rows: DataFrame, *claims: Column) -> DataFrame:
-    """Return the findings of all claims in one pass over the rows."""
+    """Return the findings of all ``claims`` (results of `_claim`), computed in one pass over the rows."""
     return rows.select(fn.inline(fn.array_compact(fn.array(*claims))))
 
 
@@ -51,15 +52,15 @@ def _shown(place: str) -> Column:
 
 
 def row_findings(cut: AuditCut, log: AuditedLog, sides: Sides, rows: DataFrame) -> Iterator[DataFrame]:
-    """Yield what is wrong with single records: in the late and dead-letter topics, or not provable."""
+    """Yield findings on single records: errors in late and dead-letter topics, and records that are not provable."""
     doubtful = fn.expr("doubtful AND NOT pending AND NOT history AND out IS NOT NULL")
     claims = [_claim(doubtful, NOT_PROVABLE, _shown("source"), WHY_FRONT), *_unexplained(cut)]
     for verdict in sides.topics:
         claims += _filed(cut, sides, verdict)
-    # Nothing can be claimed here of the others, which are nearly all.
+    # The claims are false for all other rows, which are nearly all rows.
     yield _found(rows.where("doubtful OR verdict IN ('late', 'dead_letter') OR times_dead_letter IS NOT NULL"), *claims)
     for verdict in sides.with_stand_ins if cut.topology.direct else ():
-        # Spark evaluates a Python function before the claim.
+        # The Python function has a column of its own, because Spark evaluates it before the claim.
         words = fn.udf(lambda value: stand_in(value).decode(), "string")
         standing = sides.records.where(f"{verdict}.stand_in IS NOT NULL").select("source", f"{verdict}.stand_in")
         there = log.records.withColumn("source", path()).join(standing, "source")
@@ -69,7 +70,7 @@ def row_findings(cut: AuditCut, log: AuditedLog, sides: Sides, rows: DataFrame) 
 
 
 def _filed(cut: AuditCut, sides: Sides, verdict: str) -> Iterator[Column]:
-    """Yield the claims about one side topic."""
+    """Yield the columns with findings on one side topic."""
     topic, says = sides.topics[verdict], fn.col("verdict")
     times, first = fn.coalesce(f"times_{verdict}", fn.lit(0)), fn.col(verdict)
     here, there = _shown("source"), _shown(f"{verdict}.place")
@@ -95,7 +96,7 @@ def _filed(cut: AuditCut, sides: Sides, verdict: str) -> Iterator[Column]:
 
 
 def _unaccounted(cut: AuditCut, topic: str, times: Column, there: Column) -> Iterator[Column]:
-    """Yield the claims about side records that name no source record, or one that is not in the log."""
+    """Yield the columns with findings on side records that name no source record, or one that is not in the log."""
     alone, known = fn.expr("verdict IS NULL") & (times > 0), fn.col("topic").isNotNull()
     yield _claim(alone & ~known, "phantom", there, "names no record of the source topics in its headers", times)
     partition, offset = fn.concat_ws("/", "topic", "partition"), fn.col("offset")
@@ -114,7 +115,7 @@ def _unaccounted(cut: AuditCut, topic: str, times: Column, there: Column) -> Ite
 
 
 def _unexplained(cut: AuditCut) -> Iterator[Column]:
-    """Yield the claims about dead letters that only the broker or a worker's clock explains."""
+    """Yield the columns with findings on dead letters that only the broker or a worker's clock explains."""
     dead = fn.expr("verdict = 'dead_letter' AND NOT pending AND NOT history")
     reason, here, ahead_ms = fn.col("reason"), _shown("source"), fn.col("time_ms") - fn.col("before_ms")
     yield _claim(dead & (reason == REFUSED_BY_THE_BROKER), NOT_PROVABLE, here, WHY_REFUSED)
@@ -128,15 +129,18 @@ def _unexplained(cut: AuditCut) -> Iterator[Column]:
 def compared(cut: AuditCut, rows: DataFrame) -> DataFrame:
     """Return how often each digest is expected and found in each topic that is compared by digests.
 
-    A row per `topic`, `scope` (within it the digest may be anywhere) and `digest`: `sure` and `may` (expected, and
-    perhaps expected), `originals` (records that are forwarded unless they repeat another), `task` and `at` of one that
-    is expected, `late_at` of one that is late; `times` (found), `partition` and `offset` of one found.
+    The result has one row for each `topic`, `scope` (the part of the topic in which the digest may be anywhere), and
+    `digest`. The columns `sure` and `may` count how often the digest is expected and possibly expected, `originals`
+    counts records that are forwarded unless they repeat another record, and `times` counts how often the digest is
+    found. `task` and `at` belong to an expected record, `late_at` to a late record, and `partition` and `offset` to a
+    found record.
     """
     topology, zero, headers = cut.topology, fn.lit(0), fn.col("headers")
     settled, live = fn.expr("NOT pending AND NOT doubtful"), rows.where("NOT history")
     parts = [cut.spark.createDataFrame([], _COMPARED)]
     if topology.output is not None and cut.partitions[topology.output.topic]:
-        # A record in a side topic by mistake is reported there; it is not also expected in the output.
+        # A record that is in a side topic by mistake is reported for that topic, and is not also expected in the
+        # output.
         elsewhere = fn.expr("coalesce(times_late, 0) + coalesce(times_dead_letter, 0) > 0")
         sure, may = fn.col("forwards") & ~elsewhere & settled, ~settled & (fn.col("verdict") != "dead_letter")
         task, partition = (fn.col(name) if topology.direct else zero for name in ("task", "partition"))
@@ -145,7 +149,7 @@ def compared(cut: AuditCut, rows: DataFrame) -> DataFrame:
         parts.append(_expected_in(topology.output.topic, live.where("out IS NOT NULL"), task, "out", sure, may))
         parts.append(_found_in(topology.output.topic, records, partition, digest(headers, stamp)))
     for topic, verdicts in cut.copies.items():
-        # A task writes to the partition of its own number, which is the source's only if nothing is repartitioned.
+        # A task writes to the partition with its own number, which is the source partition only in a direct topology.
         scope, copied = fn.col("task") % cut.partitions[topic], live.where(fn.col("verdict").isin(*verdicts))
         parts.append(_expected_in(topic, copied, scope, "copy", settled, ~settled))
         parts.append(_found_in(topic, cut.read(topic), fn.col("partition"), digest(headers, zero)))
@@ -175,7 +179,7 @@ def _found_in(topic: str, records: DataFrame, scope: Column, key: Column) -> Dat
 
 
 def _repartitioned(cut: AuditCut, rows: DataFrame) -> Iterator[DataFrame]:
-    """Yield what is expected and found in the repartition topic; the source is part of each digest.
+    """Yield the digests that are expected and found in the repartition topic; each includes the source record's place.
 
     A dead letter of the repartition step counts as found.
     """
@@ -193,7 +197,7 @@ def _repartitioned(cut: AuditCut, rows: DataFrame) -> Iterator[DataFrame]:
 
 
 def digest_findings(cut: AuditCut, log: AuditedLog, pairs: DataFrame) -> DataFrame:
-    """Return records that are missing in a topic, repeated or unexpected; ``pairs``: `compared`."""
+    """Return the findings on missing, repeated, and unexpected records; ``pairs`` is the result of `compared`."""
     topology, claims = cut.topology, list[Column]()
     known, whole = all(log.known.values()), all(cut.complete(topic) for topic in topology.source.topics)
     if topology.output is not None:
@@ -225,7 +229,11 @@ def _logged(cut: AuditCut, offset: str) -> Column:
 
 
 def _differences(topic: str, here: Column, lost: tuple[str, str], *extra: tuple[str, Column | str]) -> Iterator[Column]:
-    """Yield the claims about a topic: kind and text of what is missing, and, if given, repeated and unexpected."""
+    """Yield the columns with findings on the records of one topic.
+
+    ``lost`` contains the kind and the text for missing records. ``extra`` contains the kinds and the texts for repeated
+    and for unexpected records, if these are to be reported.
+    """
     is_it, there = fn.col("topic") == topic, fn.coalesce(_place(topic, "partition", "offset"), here)
     missing, more = fn.expr("sure - times"), fn.expr("times - sure - may")
     yield _claim(is_it & (missing > 0), lost[0], here, lost[1], missing)
@@ -234,7 +242,7 @@ def _differences(topic: str, here: Column, lost: tuple[str, str], *extra: tuple[
 
 
 def order_findings(cut: AuditCut, pairs: DataFrame) -> DataFrame:
-    """Return records that overtook another record of their task; only records that occur once are compared."""
+    """Return the findings on records that are out of their task's order; only records that occur once are compared."""
     topic = "" if cut.topology.output is None else cut.topology.output.topic
     by_place = Window.partitionBy("task", "partition").orderBy("offset")
     placed = pairs.where((fn.col("topic") == topic) & fn.expr("sure = 1 AND times = 1"))
@@ -244,6 +252,6 @@ def order_findings(cut: AuditCut, pairs: DataFrame) -> DataFrame:
 
 
 def _place(topic: str, partition: str, offset: str) -> Column:
-    """Return ``topic/partition offset n``; null if the offset is."""
+    """Return ``topic/partition offset n``, or null if the offset is null."""
     parts = (fn.lit(f"{topic}/"), fn.col(partition), fn.lit(" offset "), fn.col(offset))
     return fn.concat(*(part.cast("string") for part in parts))

@@ -1,13 +1,14 @@
-"""Implements `dedup spark backfill`, which judges a whole history and publishes all of its verdicts once, or none.
+"""Implements `dedup spark backfill`, which judges a whole history and publishes all of its verdicts exactly once.
 
 Theory of operation. Each attempt of a run writes to its own directory, which Spark ignores because of its name, and
-publishes it with one rename. A run that was already published under the same name is not written again. A run that was
-killed is written from the start, with the clock of its first attempt. A rename is atomic on local disks and HDFS but
-not on object stores. There, the directory stays, and a manifest that names its files publishes them (`manifest`).
+publishes the directory with one rename. All verdicts of a run are published or none. A run that was already published
+under the same name is not written again. A run that was killed is written from the start, with the clock time of its
+first attempt. A rename is atomic on local disks and HDFS but not on object stores. On an object store, the directory
+keeps its name, and a manifest that names its files publishes the run (`manifest`).
 
-On a local file system, Arrow writes the Parquet files in the tasks that judge. A task writes files under names that are
-unique to its attempt and reports them. The driver moves the reported files to their final place, so files of a failed
-or second attempt of a task are never included.
+On a local file system, the tasks that judge records write the Parquet files with Arrow. A task writes files under names
+that are unique to its attempt, and reports these names. The driver moves the reported files to their final place, so
+files of a failed or second attempt of a task are never included.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ _WITHOUT_STATISTICS: Final = frozenset({"value", "headers", "detail"})
 
 @dataclass(frozen=True, slots=True)
 class RunReport:
-    """The content that a run published."""
+    """The result of a run that was published."""
 
     run: str
     identity: str
@@ -78,7 +79,7 @@ class RunReport:
     verdicts: Mapping[str, int]
     path: str
     causes: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
-    """See `batch_verdicts.Counts`; empty in the reports of earlier versions, as are the next two."""
+    """See `batch_verdicts.Counts`. In reports of earlier versions, this field and the next two have their defaults."""
     files: int = 0
     seconds: float = 0.0
     fresh: bool = True
@@ -95,12 +96,13 @@ def backfill(
     fmt: OutputFormat = "parquet",
     say: Callable[[str], None] = print,
 ) -> RunReport:
-    """Publish the verdict of every record of the history under ``path``, exactly once, and return the counts.
+    """Publish the verdict of every record of the history under ``path``, exactly once, and return the report.
 
     ``history`` is the result of `files.read_files` or `kafka_source.read_kafka`, or a DataFrame of `rows.RECORDS` with
-    coordinates in every row or in none. The columns are those of `batch_verdicts.judged`, partitioned by verdict.
-    Everything is published at once, under ``run=<run>``; a run that exists is not written again. ``now_ms`` is the
-    clock time that decides which event times are in the future (now, if None). Publishes nothing and raises
+    coordinates in every row or in none. The files have the columns of `batch_verdicts.judged`, and are partitioned by
+    verdict. All verdicts are published together, under ``run=<run>``; a run that is already published is not written
+    again. ``now_ms`` is the clock time that decides which event times are in the future (by default, now). In the
+    following cases, the function publishes nothing and raises
 
     * StateIncompatible if an earlier run with this name had another input or topology, if rows are repeated or belong
       to other topics, or if retention deleted records while they were read,
@@ -113,7 +115,7 @@ def backfill(
     source = history if isinstance(history, History) else history_of(history)
     order: Order = "offsets" if source.placed else "event_time"
     mode = mode_of(topology, order, source.feeds)
-    # Verdicts depend on more than state does: on the policies, too.
+    # Unlike the state, verdicts also depend on the policies.
     identity = (
         f"{topology.state_identity({})} {topology.rules} skew={topology.max_clock_skew_ms} {mode} {source.identity}"
     )
@@ -145,7 +147,7 @@ def history_of(df: DataFrame) -> History:
     """
     refuse_other_shape(df)
     names = RECORDS.fieldNames()
-    # xxhash64 ignores nulls. A sum does not depend on the order of rows; 64 bits would overflow.
+    # xxhash64 ignores nulls. A sum does not depend on the order of rows; in 64 bits, it would overflow.
     hashed = F.xxhash64(*names, *(F.col(name).isNull() for name in names)).cast("decimal(20,0)")
     row = df.agg(F.count("offset").alias("placed"), F.count(F.lit(1)).alias("rows"), F.sum(hashed).alias("sum")).first()
     placed, rows, digest = (0, 0, None) if row is None else (row["placed"], row["rows"], row["sum"])
@@ -158,9 +160,9 @@ def history_of(df: DataFrame) -> History:
 
 
 def _refuse_unbalanced(source: History, counts: Mapping[str, int]) -> None:
-    """Raise InvariantBroken unless there are as many verdicts as records, which another job counts.
+    """Raise InvariantBroken unless the number of verdicts equals the number of records, which another job counts.
 
-    For input from Kafka this is skipped, because it would be read a second time.
+    Input that is expensive to read a second time, such as Kafka, is not checked.
     """
     if source.countable:
         rows = source.records.count()
@@ -172,7 +174,7 @@ def _refuse_unbalanced(source: History, counts: Mapping[str, int]) -> None:
 
 
 class RunDirectory:
-    """The directory of all runs of one output."""
+    """One run in the directory that contains all runs of an output."""
 
     def __init__(self, spark: SparkSession, root: str, run: str, fmt: OutputFormat) -> None:
         self._spark: Final = spark
@@ -184,11 +186,11 @@ class RunDirectory:
 
     @property
     def path(self) -> str:
-        """The path of the run's files after publication, as ``--input`` takes it."""
+        """The path of the run's files after publication, in the form that ``--input`` accepts."""
         return str(self._root.path if self._fmt == "delta" else self._root.at(f"run={self._run}"))
 
     def begin(self, identity: str, now_ms: int) -> RunReport | int:
-        """Return the report of this run if it was published; otherwise the clock time in ms by which to judge.
+        """Return the report of this run if it was published; otherwise, return the clock time in ms by which to judge.
 
         Raises StateIncompatible if a run with this name was begun with another input, topology, or order.
         """
@@ -206,15 +208,16 @@ class RunDirectory:
         return now_ms
 
     def publish(self, verdicts: Judging, report: Callable[[DataFrame], RunReport]) -> RunReport:
-        """Write the verdicts, with a directory for each, make them visible, and return the report on them."""
+        """Write the records with one directory for each verdict, publish them, and return the report."""
         write = self._publish_delta if self._fmt == "delta" else self._publish_files
         made = write(verdicts, report)
         self._files.delete(self._root.at(f"_started-{self._run}.json"), False)  # noqa: FBT003 - not recursive
         return made
 
     def _publish_files(self, verdicts: Judging, report: Callable[[DataFrame], RunReport]) -> RunReport:
-        # Only those of this run: another run's name may begin with this one's. A manifest of another job that publishes
-        # the same run at this moment may name one, so none is deleted where there are manifests.
+        # The pattern matches only attempts of this run, because the name of another run may begin with the name of this
+        # one. Where runs have manifests, no attempt is deleted, because the manifest of another job that publishes the
+        # same run at this moment may name it.
         left = self._files.globStatus(self._root.at(f"_attempt-{self._run}-{'?' * _MARK_DIGITS}")) or ()
         for each in left if self._renames else ():
             self._files.delete(each.getPath(), True)  # noqa: FBT003 - of a run that was killed
@@ -246,13 +249,16 @@ class RunDirectory:
         self._write(path, json.dumps({**asdict(made), "manifest": None if manifest is None else asdict(manifest)}))
 
     def _moved(self, attempt: Any, target: Any) -> bool:  # noqa: ANN401 - paths of Hadoop's
-        """Rename, and return whether the attempt is now the target; Hadoop would move it into an existing target."""
-        # HADOOP-11452: rename does not fail then.
+        """Rename the attempt to the target, and return whether the attempt is now the target.
+
+        If the target exists, Hadoop moves the attempt's directory into the target directory.
+        """
+        # HADOOP-11452: rename does not fail if the target exists.
         return self._files.rename(attempt, target) and not self._files.exists(self._root.at(attempt.getName(), target))
 
     def _publish_delta(self, verdicts: Judging, report: Callable[[DataFrame], RunReport]) -> RunReport:
         rows = verdicts.frame().withColumn("run", F.lit(self._run))
-        # The table's commit publishes; a second commit of the same run replaces the rows of the first.
+        # The commit of the table publishes the run; a second commit of the same run replaces the rows of the first.
         writer = rows.write.format("delta").mode("overwrite").partitionBy("run", "verdict")
         writer.option("replaceWhere", f"run = '{self._run}'").save(self.path)
         table = self._spark.read.format("delta").load(self.path)
@@ -289,7 +295,7 @@ def codec_of(spark: SparkSession) -> str | None:
 
 
 def _write_files(verdicts: Judging, attempt: Path, codec: str) -> None:
-    """Write the verdicts to files in ``attempt``, with a directory for each verdict."""
+    """Write the records to files in ``attempt``, with one directory for each verdict."""
     work = attempt / "_work"
     work.mkdir(parents=True)
     write = _writing(reduce_function(verdicts.plan), work, codec)
@@ -304,7 +310,7 @@ def _write_files(verdicts: Judging, attempt: Path, codec: str) -> None:
 
 
 class _VerdictFile:
-    """The file of one verdict and attempt, which gathers rows into row groups of a suitable size for readers."""
+    """The Parquet file of one verdict in one attempt, with row groups of a size that suits readers."""
 
     def __init__(self, path: Path, schema: pa.Schema, codec: str) -> None:
         self._writer: Final = pq.ParquetWriter(

@@ -1,17 +1,19 @@
-"""Exact verdicts on a finished table of records, which equal those of a worker and of the model, row by row.
+"""Judges a complete table of records; the verdict of each row equals that of a worker and of the exact model.
 
 Theory of operation. A verdict depends on the sightings of the record's own ID and on stream time. Stream time is a
 property of the log, so the map side computes it first (`map_side`). One shuffle then brings the rows of an ID together.
-The reduce side sorts them into judging order and folds them (`reduce_side`, `columnar_fold`). The order is:
+The reduce side sorts the rows of each ID into judging order and judges them (`reduce_side`, `columnar_fold`). The
+judging order depends on the input:
 
-* for a direct topology: each source partition in the order of its offsets, as its task does;
-* for the repartition topic: each of its partitions in the order of its offsets, with stream time by the skew rule over
-  the feeds, as its task does;
-* for the source topics of a topology that repartitions, which no log orders as a fleet did: *in step*, that is by the
-  running maximum of event time within the source partition, then by topic, partition, offset. Stream time is that
-  running maximum: no feed is ahead of another, which is what the skew rule waits for;
-* for rows without coordinates: by event time, equal times by a digest of key, value, headers and timestamp; nothing
-  is late. Rows equal in all of these are the same event twice, so their order does not matter.
+* In a direct topology, each source partition is judged in the order of its offsets, as by a worker's task.
+* Each partition of the repartition topic is judged in the order of its offsets, with the stream time of all feeds, as
+  by a worker's task.
+* The source topics of a topology that repartitions are judged by the running maximum of event time within the source
+  partition, and then by topic, partition, and offset. No log shows the order in which a fleet judged these records.
+  Stream time is the running maximum of event time, because no feed is ahead of another in this order.
+* Rows without coordinates are judged by event time, and rows of equal event time by a digest of key, value, headers,
+  and timestamp. None of these rows is late. Rows that are equal in all of these values are the same event twice, so
+  their order does not matter.
 """
 
 from __future__ import annotations
@@ -42,24 +44,28 @@ from dedup.topology.model import Topology
 _EXPLAINED: Final = frozenset({"dead_letter", "exempt", "late"})
 _MOST_CAUSES: Final = 10
 _LEAST_BYTES_EACH: Final = 256 << 10
-"""A map task should read this much for each reduce task, because each packed value costs as much as a hundred rows."""
+"""A map task should read at least this much for each reduce task, because each packed value costs as much time as a
+hundred rows.
+"""
 
 Order = Literal["offsets", "event_time"]
-"""``offsets`` is for rows with Kafka coordinates, in log order. ``event_time`` is for rows without; nothing is late."""
+"""``offsets`` is for rows with Kafka coordinates, in log order. ``event_time`` is for rows without coordinates, none of
+which is late.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Earlier:
-    """What earlier jobs left, for one that continues them."""
+    """The state that earlier jobs left, for a job that continues them."""
 
     ends: LogEnds
     layers: Mapping[int, DataFrame]
-    """Rows of `sightings.LAYER`, by their number of buckets."""
+    """Maps a number of buckets to the rows of `sightings.LAYER` that have this number of buckets."""
 
 
 @dataclass(frozen=True, slots=True)
 class Judging:
-    """Records after the shuffle, for the reduce side to judge."""
+    """Records after the shuffle, which the reduce side judges."""
 
     packed: DataFrame
     """Rows of `map_side.PACKED_ROWS`, each in the Spark partition of its reduce task."""
@@ -82,17 +88,18 @@ def judged(
     contiguous: bool = False,
     feeds: Sequence[Feed] = (),
 ) -> DataFrame:
-    """Return the records (`rows.RECORDS` and any other columns) with `JUDGED` after them, one row each, in no order.
+    """Return the records (`rows.RECORDS` and any other columns) with `JUDGED` appended, in no particular order.
 
     `verdict` is unique, duplicate, conflict, late, dead_letter, or exempt. Exempt records are forwarded by policy
-    without being judged, with the reason missing_id or tombstone. A forwarded conflict is ``unique`` with the reason
-    conflict.
+    without being judged, with the reason missing_id or tombstone. A forwarded conflict has the verdict unique and the
+    reason conflict.
 
-    ``now_ms`` is the wall-clock time with which future times are compared. ``contiguous`` says that each Spark
-    partition of ``df`` holds ascending offsets of its Kafka partitions and that no two overlap, as with Spark's Kafka
-    source. This saves a sort, and the job checks it while it runs. ``feeds`` are all source partitions of the
-    repartition topic. Raises TopologyError for an unsuitable table and SettingsError for unusable settings of Spark.
-    The running job raises the errors that `backfill` lists.
+    ``now_ms`` is the wall-clock time that decides which event times are in the future. ``contiguous`` says that each
+    Spark partition of ``df`` contains ascending offsets of its Kafka partitions and that no two Spark partitions
+    overlap, as with Spark's Kafka source. Setting ``contiguous`` saves a sort, and the job checks the order while it
+    runs. ``feeds`` lists all source partitions if ``df`` is read from the repartition topic. Raises TopologyError for
+    an unsuitable table and SettingsError for unusable settings of Spark. The running job raises the errors that
+    `backfill.backfill` lists.
     """
     history = History(df, placed=order == "offsets", contiguous=contiguous, identity="", place="", feeds=tuple(feeds))
     return judging(history, topology, now_ms=now_ms, order=order).frame()
@@ -101,9 +108,9 @@ def judged(
 def judging(
     history: History, topology: Topology, *, now_ms: int, order: Order, earlier: Earlier | None = None
 ) -> Judging:
-    """Return the state of `judged` before the reduce side.
+    """Return the records of a history after the shuffle, before the reduce side judges them.
 
-    ``earlier`` makes the job go on where others ended, unless the topology is judged from several feeds.
+    With ``earlier``, the job continues where earlier jobs ended, which the modes ``merged`` and ``log`` do not support.
     """
     df, feeds, pieces = history.records, history.feeds, history.pieces
     refuse_other_shape(df)
@@ -117,7 +124,7 @@ def judging(
         read, ready = opened(pieces.columns), pieces.frame
     else:
         read, ready = None, df.withColumn("headers", headers_of(df))
-    # The order of Spark's own readers, which may matter, does not survive a merge of their partitions.
+    # Merging partitions is safe only if the order in which Spark's own readers return rows does not matter.
     if history.size_bytes is not None and (pieces is not None or to_sort or mode == "event_time"):
         ready = ready.coalesce(_map_tasks(spark, history.size_bytes, reducers))
     if to_sort and history.bounds:
@@ -137,8 +144,9 @@ def judging(
             packed = packed.withColumn(KNOWN, F.lit(None).cast(BinaryType()))
         for buckets, layer in earlier.layers.items():
             packed = packed.unionByName(routed(layer, buckets, targets, batch_rows))
-    # Of an unknown size, adaptive execution merges what is too small for a task. It never divides one, because Spark
-    # divides partitions of joins and of REBALANCE only. Known sightings are in the task of their ID.
+    # If the size is unknown, adaptive execution merges partitions that are too small for a task. It never divides a
+    # partition, because Spark divides only partitions of joins and of REBALANCE. With ``earlier``, no partitions are
+    # merged, because each known sighting is sent to one particular task.
     merged = history.size_bytes is None and earlier is None
     together = packed.repartition(TARGET) if merged else packed.repartition(reducers, TARGET)
     schema = StructType([*df.schema.fields, *JUDGED])
@@ -151,7 +159,7 @@ def _chained(first: BatchFunction | None, then: BatchFunction) -> BatchFunction:
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """How many records have each verdict, and why."""
+    """The number of records with each verdict, and the most frequent causes of some verdicts."""
 
     verdicts: Mapping[str, int]
     causes: Mapping[str, Mapping[str, int]]
@@ -159,7 +167,7 @@ class Counts:
 
     @property
     def lines(self) -> list[str]:
-        """The same as sentences."""
+        """The counts and the causes as lines of text."""
         shown = "  ".join(f"{name} {count:,}" for name, count in self.verdicts.items())
         lines = [f"judged {sum(self.verdicts.values()):,}: {shown or 'no record'}"]
         for verdict, causes in self.causes.items():
@@ -168,7 +176,7 @@ class Counts:
 
 
 def counts_of(verdicts: DataFrame) -> Counts:
-    """Return the counts of rows that `judged` has returned and that are cheap to read again."""
+    """Return the counts of rows that `judged` has returned; the rows are read twice."""
     rows = verdicts.groupBy("verdict").count().collect()
     counts = {row["verdict"]: row["count"] for row in sorted(rows, key=lambda row: str(row["verdict"]))}
     causes: dict[str, dict[str, int]] = {}
@@ -183,7 +191,7 @@ def counts_of(verdicts: DataFrame) -> Counts:
 
 
 def mode_of(topology: Topology, order: Order, feeds: Sequence[Feed]) -> Mode:
-    """Return how rows of this topology are judged."""
+    """Return the mode in which rows of this topology are judged."""
     if order == "event_time":
         return "event_time"
     if topology.direct:
@@ -211,7 +219,7 @@ def order_text(mode: Mode) -> str:
 
 
 def refuse_other_shape(df: DataFrame) -> None:
-    """Raise TopologyError for a frame that lacks columns of `rows.RECORDS`, or has a column that judging adds."""
+    """Raise TopologyError for a DataFrame that lacks columns of `rows.RECORDS`, or has a column that judging adds."""
     found = {field.name: field.dataType for field in df.schema.fields}
     problems = [
         Problem(f"column {field.name}", f"is {found.get(field.name, 'missing')}; it must be {field.dataType}")
@@ -226,17 +234,17 @@ def refuse_other_shape(df: DataFrame) -> None:
 
 
 def _map_tasks(spark: SparkSession, size_bytes: int, reducers: int) -> int:
-    """Return how many tasks may read the input: each has something for every reduce task, and no core is idle.
+    """Return how many tasks should read the input, so that each has rows for every reduce task and no core is idle.
 
-    It is a multiple of the number of cores, as the number of tasks that have looked at the order of offsets: a task
-    then reads no other rows between its own than they did.
+    The result is a multiple of the number of cores, which is the number of tasks that checked the order of offsets.
+    Each map task then reads a part of the rows that one of the checking tasks read, in the same order.
     """
     cores = spark.sparkContext.defaultParallelism
     return cores * max(1, size_bytes // (_LEAST_BYTES_EACH * reducers * cores))
 
 
 def _shuffle_settings(spark: SparkSession) -> tuple[int, int]:
-    """Return the number of reduce tasks, and the number of rows that Spark passes to Python at once."""
+    """Return the number of reduce tasks, and the number of rows in a batch that Spark passes to Python."""
     reducers = shuffle_partitions(spark)
     batch_rows = int(spark.conf.get("spark.sql.execution.arrow.maxRecordsPerBatch") or "10000")
     problems = []
@@ -251,7 +259,7 @@ def _shuffle_settings(spark: SparkSession) -> tuple[int, int]:
 
 
 def _targets(reducers: int) -> tuple[int, ...]:
-    """Return, for every partition of a shuffle into ``reducers``, the least int that Spark's hash sends there."""
+    """Return, for each of ``reducers`` shuffle partitions, the smallest integer that Spark's hash assigns to it."""
     for tries in (64, 1024):
         places = _spark_hash(np.arange(reducers * tries, dtype=np.uint32)) % reducers
         reached, numbers = np.unique(places, return_index=True)
@@ -261,7 +269,7 @@ def _targets(reducers: int) -> tuple[int, ...]:
 
 
 def _spark_hash(numbers: npt.NDArray[np.uint32]) -> Integers:
-    """Return what Spark's `hash` makes of each of these ints: MurmurHash3 (Appleby 2011) with the seed 42."""
+    """Return the value of Spark's `hash` for each integer, which is MurmurHash3 (Appleby 2011) with the seed 42."""
     hashed = _rotated(numbers * np.uint32(0xCC9E2D51), 15) * np.uint32(0x1B873593)
     hashed = _rotated(np.uint32(42) ^ hashed, 13) * np.uint32(5) + np.uint32(0xE6546B64)
     hashed ^= np.uint32(numbers.itemsize)

@@ -1,6 +1,6 @@
 """Sightings as DataFrames and as changelog records, and the seed marks of a changelog.
 
-The bytes are those of `dedup.store.changelog`, and the same code writes and reads them as in a worker.
+The records are encoded and decoded by `dedup.store.changelog`, the same code that a worker uses.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ SIGHTINGS: Final = t.StructType(
         t.StructField("fingerprint", _BYTES),
     ]
 )
-"""A sighting, with the changelog partition (the task), the state key, the interval in ms of event time, the coordinates
-of its record (the topic as its position in `source.topics`), and eight bytes of the payload's digest or none.
+"""A sighting, with the changelog partition (the task), the state key, the interval of event times in ms, the
+coordinates of its record (the topic as its position in `source.topics`), and the fingerprint, which may be empty.
 """
 
 OUTSIDE_KAFKA: Final = (1 << 63) - 1
@@ -58,7 +58,7 @@ _CHANGELOG_ROWS: Final = t.StructType(
 
 
 def live_sightings(sightings: DataFrame, window: Window, stream_times_ms: Mapping[int, int]) -> DataFrame:
-    """Return the sightings that still count, given the stream time of each task."""
+    """Return the sightings that have not expired, given the stream time of each task."""
     if not stream_times_ms:
         return sightings.limit(0)
     pairs = ((task, window.oldest_live_ms(time_ms)) for task, time_ms in stream_times_ms.items())
@@ -67,7 +67,7 @@ def live_sightings(sightings: DataFrame, window: Window, stream_times_ms: Mappin
 
 
 def seed_marks(spark: SparkSession, topology: Topology, settings: Settings) -> dict[int, SeedMark]:
-    """Return the seed marks in a changelog, by partition; empty for a fleet that was not seeded."""
+    """Return the seed marks in a changelog, by partition; the result is empty for a fleet that was not seeded."""
     options = {**kafka_options(settings), "subscribe": topology.changelog_topic, "startingOffsets": "earliest"}
     records = spark.read.format("kafka").options(**options).option("endingOffsets", "latest").load()
     marks = records.where(fn.col("key") == fn.lit(SEED_MARK_KEY)).groupBy("partition")
@@ -78,7 +78,7 @@ def seed_marks(spark: SparkSession, topology: Topology, settings: Settings) -> d
 def changelog_rows(sightings: DataFrame, window: Window) -> DataFrame:
     """Return sightings (`SIGHTINGS`) as changelog records, one for each ID and segment.
 
-    Columns: `dedup_partition`, `key`, `value`.
+    The columns are `dedup_partition`, `key`, and `value`.
     """
     segment = fn.col("last_ms") - fn.pmod(fn.col("last_ms"), fn.lit(window.segment_ms))
     seen = fn.struct("first_ms", "last_ms", "source_topic", "source_partition", "source_offset", "fingerprint")
@@ -100,7 +100,7 @@ def _encoded(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
 
 
 def _encoded_values(lists: pa.ListArray) -> list[bytes]:
-    """Return the state values for a column of sighting lists; fast if each list holds one unextended sighting."""
+    """Return the encoded value of each list of sightings, with a fast path for lists of one unextended sighting."""
     flat = lists.flatten()
     first, last = (flat.field(name).to_numpy(zero_copy_only=False) for name in ("first_ms", "last_ms"))
     places = [flat.field(name).to_numpy() for name in ("source_topic", "source_partition", "source_offset")]

@@ -1,7 +1,7 @@
 """Judges rows that are sorted by ID and, within an ID, in judging order.
 
-numpy decides, in columns, IDs that occur once and IDs for which every row repeats the first. The worker's fold judges
-the others, with the stream time of each row.
+NumPy judges IDs that occur once, and IDs for which every row repeats the first row, as whole columns. The worker's fold
+judges all other IDs, with the stream time of each row.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ FORWARDED_CONFLICT: Final = 4
 NOTHING_KNOWN: Final[Mapping[int, Sightings]] = MappingProxyType({})
 _CHUNK_ROWS: Final = 4096
 _LONG_GROUP: Final = 256
-"""Number of rows of one ID that are judged at a time, because the cost grows with the square of their number."""
+"""Maximum number of rows of one ID that are judged at a time, because the cost grows with the square of this number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,12 +63,12 @@ class Decided:
 
     @classmethod
     def of(cls, verdicts: npt.NDArray[np.int8]) -> Decided:
-        """Return these verdicts without repeated sightings."""
+        """Return ``verdicts`` as the verdicts of records that repeat no sighting."""
         count = len(verdicts)
         return cls(verdicts, np.zeros(count, np.bool_), *(np.zeros(count, np.int64) for _ in range(4)))
 
     def put(self, row: int, verdict: int, seen: Sighting) -> None:
-        """Set the verdict of a record that repeats this sighting."""
+        """Set the verdict of a record that repeats the sighting ``seen``."""
         self.verdicts[row] = verdict
         self.has_first[row] = True
         self.first_ms[row] = seen.first_ms
@@ -76,7 +76,10 @@ class Decided:
 
 
 def judge_sorted(rows: SortedRows, rules: Rules, known: Mapping[int, Sightings] = NOTHING_KNOWN) -> Decided:
-    """Return the verdicts; ``known`` are sightings from before, by group. Raises RecordFailed for a policy `fail`."""
+    """Return the verdicts of all rows; ``known`` contains the sightings from earlier jobs, by group.
+
+    Raises RecordFailed if a record meets a policy `fail`.
+    """
     late = rows.times_ms < rows.stream_ms - rules.window.grace_ms
     decided = Decided.of(np.where(late, LATE, UNIQUE).astype(np.int8))
     count = len(rows.times_ms)
@@ -101,9 +104,10 @@ def judge_sorted(rows: SortedRows, rules: Rules, known: Mapping[int, Sightings] 
 def _decide_plain_groups(
     rows: SortedRows, rules: Rules, starts: Integers, lengths: Integers, decided: Decided, seen_before: Booleans
 ) -> Booleans:
-    """Decide, in columns, the groups without earlier sightings in which every row repeats the first by the plain rule.
+    """Set the verdicts of all groups without earlier sightings in which every row is a duplicate of the first row.
 
-    Returns which of the other groups have several rows.
+    The function sets no verdicts if duplicates extend sightings or payloads are compared. Returns, for each group,
+    whether it has several rows that are still to be judged.
     """
     several: Booleans = lengths > 1
     window = rules.window
@@ -112,7 +116,7 @@ def _decide_plain_groups(
     first = np.repeat(starts, lengths)
     first_ms = rows.times_ms[first]
     near = np.abs(rows.times_ms - first_ms) < window.guard_ms
-    # The first row itself is near, and must be unique.
+    # The first row is near itself, and its verdict must be unique.
     plain = near & (first_ms >= rows.stream_ms - window.retention_ms) & (decided.verdicts[first] == UNIQUE)
     easy = several & ~seen_before & np.logical_and.reduceat(plain, starts)
     repeats = np.flatnonzero(np.repeat(easy, lengths) & (np.arange(len(first)) != first))
@@ -134,14 +138,14 @@ def _judge_chunk(
     earlier: Mapping[int, Sightings],
     decided: Decided,
 ) -> Sightings:
-    """Judge rows of a few IDs, given the sightings before, by group; return the sightings of the last."""
+    """Judge the rows of a few IDs, given their earlier sightings by group, and return the sightings of the last ID."""
     names = [b"%d" % group for group in groups.tolist()]
     outcome = Outcome(judged_times_ms=rows.times_ms[chunk].tolist())
     columns = _columns(rows, chunk, names, outcome.judged_times_ms)
     stream_times = rows.stream_ms[chunk].tolist()
     known = {b"%d" % group: each for group, each in earlier.items()}
     if names[0] in known:
-        # What no longer counts would be looked at again with each part of a long group.
+        # Otherwise, expired sightings would be examined again with each part of a long group.
         oldest_ms = rules.window.oldest_live_ms(stream_times[0])
         live = tuple(seen for seen in known.pop(names[0]) if seen.last_ms >= oldest_ms)
         known |= {names[0]: live} if live else {}
@@ -167,7 +171,7 @@ def _note(decided: Decided, chunk: list[int], columns: Rows, outcome: Outcome) -
 
 
 def _chunks(starts: Integers, lengths: Integers, marked: list[int]) -> Iterator[tuple[Integers, Integers]]:
-    """Yield (rows, the group of each row) of the marked groups, with short groups together and long ones in parts."""
+    """Yield the rows of the marked groups and the group of each row; combine short groups, and divide long ones."""
     taken: list[int] = []
     rows = 0
     for group, size in zip(marked, lengths[marked].tolist(), strict=True):

@@ -1,8 +1,8 @@
-"""Converts Arrow columns of records for the worker's code, and its results back to Arrow columns.
+"""Converts Arrow columns of records into the worker's data structures, and the worker's results into Arrow columns.
 
 `feed_batches` turns rows of Spark's Kafka source into the batches that a task judges. `identified` adds tracking ID,
-event time, and fingerprint to a table. It runs the code of `dedup.core.extract`, so the golden vectors in
-tests/vectors/ apply to it, too.
+event time, and fingerprint to a table. `identified` runs the code of `dedup.core.extract`, so the golden vectors in
+`tests/vectors/` also test `identified`.
 """
 
 from __future__ import annotations
@@ -40,24 +40,24 @@ IDENTIFIED: Final = (
     StructField("dedup_detail", StringType()),
 )
 """State key (null if there is a fault), event time (ms), eight bytes of the payload's digest (null unless the topology
-compares payloads), and for a fault its code, its kind (`dedup.core.extract.FaultKind`), and a sentence.
+compares payloads), and for a fault its code, its kind (`dedup.core.extract.FaultKind`), and an explanation.
 """
 
 _REPLACEMENT: Final = "\ufffd"
 _US_PER_MS: Final = 1_000
 _BATCH_ROWS: Final = 4_000
-"""As many rows as one fetch of a worker returns, which is few enough for the processor's caches."""
+"""The maximum number of rows that one fetch of a worker returns, which is small enough for the processor's caches."""
 
 
 def feeding_columns(rows: DataFrame) -> DataFrame:
-    """Return the columns of Spark's Kafka source, read with `includeHeaders`, that `feed_batches` needs."""
+    """Return the columns that `feed_batches` needs from Spark's Kafka source with the option `includeHeaders`."""
     return rows.select("topic", "partition", "offset", "timestamp", "key", "value", "headers")
 
 
 def feed_batches(arrow: Iterable[pa.RecordBatch]) -> Iterator[FeedBatch]:
-    """Yield the records of one feeding partition in log order; the caller must fill in `follows`.
+    """Yield the records of one feeding partition in log order; the caller must set `follows` of each batch.
 
-    Raises InvariantBroken if a Spark partition holds more than one Kafka partition or is out of order.
+    Raises InvariantBroken if a Spark partition contains more than one Kafka partition or its offsets are out of order.
     """
     feeding: TopicPartition | None = None
     reached = -1
@@ -95,9 +95,9 @@ def _feed_batch(batch: pa.RecordBatch) -> FeedBatch:
 
 
 def _odd_rows(column: Any) -> list[int]:  # noqa: ANN401  # pyarrow's list array has no useful type
-    """Return the rows with a header name that is not UTF-8, in which Java has replaced invalid bytes with U+FFFD.
+    """Return the rows with a header name that was not valid UTF-8, in which Java put U+FFFD for the invalid bytes.
 
-    They become dead letters, as in a worker, because their header names would otherwise change.
+    The records of these rows become dead letters, as in a worker, because their header names would otherwise change.
     """
     names = [each or b"" for each in binary_column(column.flatten().field("key").cast(pa.binary()))]
     if not _is_odd(b"\n".join(names)):
@@ -116,13 +116,13 @@ def _is_odd(name: bytes) -> bool:
 
 
 def binary_column(column: pa.Array) -> list[bytes | None]:
-    """Return the entries as bytes, with None for null; with numpy this is five times as fast as `to_pylist`."""
+    """Return the entries of a column as bytes, with None for null; NumPy is five times as fast here as `to_pylist`."""
     found: list[bytes | None] = column.to_numpy(zero_copy_only=False).tolist()
     return found
 
 
 def _headers_column(column: Any) -> list[list[Header]]:  # noqa: ANN401  # pyarrow's list array has no useful type
-    """Return each record's headers in order; empty for null."""
+    """Return the headers of each record in order, with an empty list for null."""
     if column.null_count == len(column):
         return [[]] * len(column)
     flat = column.flatten()
@@ -139,9 +139,9 @@ def _headers_column(column: Any) -> list[list[Header]]:  # noqa: ANN401  # pyarr
 
 
 def content_digests(records: pa.RecordBatch) -> npt.NDArray[np.uint64]:
-    """Return 128 bits of BLAKE2b of each record's key, value, headers and timestamp, as two numbers a row.
+    """Return a 128-bit BLAKE2b digest of each record's key, value, headers, and timestamp, as two numbers per record.
 
-    They decide which of several records of one ID and one event time is judged first where no offset does.
+    The digests determine the judging order of records that have the same ID and event time but no offsets.
     """
     columns = zip(
         binary_column(records.column("key")),
@@ -155,13 +155,13 @@ def content_digests(records: pa.RecordBatch) -> npt.NDArray[np.uint64]:
 
 def _digest(key: bytes | None, value: bytes | None, headers: list[Header], time_ms: int | None) -> bytes:
     parts = [key, value, *(part for name, content in headers for part in (name.encode(), content))]
-    # The lengths first: without them, bytes could move from one part to the next unnoticed.
+    # The lengths are included, because otherwise bytes that move from one part to the next would not change the digest.
     lengths = ",".join("-" if part is None else str(len(part)) for part in parts)
     return blake2b(b"".join([f"{time_ms};{lengths};".encode(), *filter(None, parts)]), digest_size=16).digest()
 
 
 def identified(df: DataFrame, topology: Topology) -> DataFrame:
-    """Return the records (`rows.RECORDS` and any other columns) with the columns `IDENTIFIED` after them."""
+    """Return the records (`rows.RECORDS` and any other columns) with the columns `IDENTIFIED` appended."""
     schema = StructType([*df.schema.fields, *IDENTIFIED])
 
     def run(batches: Iterable[pa.RecordBatch]) -> Batches:
@@ -175,9 +175,10 @@ def identified(df: DataFrame, topology: Topology) -> DataFrame:
 
 
 def extract_batch(extractor: Extractor, batch: pa.RecordBatch) -> Extracted:
-    """Return the result of the extractor for the Arrow columns `key`, `value`, `headers`, `timestamp_ms`.
+    """Return the result of the extractor for the Arrow columns `key`, `value`, `headers`, and `timestamp_ms`.
 
-    A row without a timestamp gets the time -1, so it becomes a dead letter if the topology uses the record's time.
+    A row without a timestamp gets the timestamp -1, so it becomes a dead letter if the topology takes event time from
+    the record's timestamp.
     """
     count = batch.num_rows
     timestamps = batch.column("timestamp_ms")
@@ -196,7 +197,7 @@ def extract_batch(extractor: Extractor, batch: pa.RecordBatch) -> Extracted:
 
 
 def _without_odd_names(extracted: Extracted, odd: list[int]) -> Extracted:
-    """Return the extracted columns with the rows in ``odd`` as faults."""
+    """Return the extracted columns with the rows in ``odd`` marked as faults."""
     for row in odd:
         extracted.ids[row] = None
         extracted.times_ms[row] = 0
@@ -222,7 +223,7 @@ def _identified_arrays(extracted: Extracted) -> list[pa.Array]:
 
 
 def integers_of(batch: pa.RecordBatch, name: str) -> npt.NDArray[np.int64]:
-    """Return a column as numbers; -1 for a null."""
+    """Return a column as integers, with -1 for null."""
     column = batch.column(name)
     if column.null_count:
         column = column.fill_null(-1)
@@ -231,7 +232,10 @@ def integers_of(batch: pa.RecordBatch, name: str) -> npt.NDArray[np.int64]:
 
 
 def topics_of(batch: pa.RecordBatch, topics: tuple[str, ...]) -> npt.NDArray[np.int64]:
-    """Return the positions in ``source.topics``. Raises StateIncompatible for another topic, or without a place."""
+    """Return the position of each row's topic in ``source.topics``.
+
+    Raises StateIncompatible if a row has a topic that the topology does not read, or has no partition or offset.
+    """
     column = batch.column("topic")
     found = pc.index_in(column, value_set=pa.array(topics, pa.string()))
     if found.null_count or batch.column("partition").null_count or batch.column("offset").null_count:

@@ -1,7 +1,8 @@
-"""`dedup` and `unique`: verdicts on any DataFrame, in a notebook, by spark-submit or through Spark Connect.
+"""`dedup` and `unique`, which deduplicate a DataFrame in a notebook, with spark-submit, or through Spark Connect.
 
-Both only extend the plan: no job runs and no file is written until the result is used. They need no JVM object on the
-driver, so they work on a Spark Connect session too, if dedup is installed where the executors run.
+Both functions only extend the DataFrame's plan: no job runs and no file is written until the result is used. `dedup`
+and `unique` use no JVM objects, so they also work in a Spark Connect session if dedup is installed where the executors
+run.
 """
 
 from __future__ import annotations
@@ -25,11 +26,13 @@ from dedup.topology.parse import parse
 from dedup.yaml_document import text_of
 
 Shape = Literal["columns", "kafka"]
-"""``columns``: each row is an event, and its columns are the members of the event. ``kafka``: the column `value` holds
-the event; `key`, `headers`, `timestamp` and the coordinates may stand beside it, as Spark's Kafka source names them."""
+"""``columns``: each row is an event, and its columns are the members of the event. ``kafka``: the column `value`
+contains the event, and the optional columns `key`, `headers`, `timestamp`, and the coordinates have the names that
+Spark's Kafka source gives them.
+"""
 
 _ROW: Final = "dedup_row"
-"""The input's own columns, on their way through the shuffle."""
+"""The column that carries the input's own columns through the shuffle."""
 _ADDED: Final = {
     "dedup_verdict": "verdict",
     "dedup_reason": "reason",
@@ -42,7 +45,7 @@ _ADDED: Final = {
     "dedup_first_offset": "first_offset",
     "dedup_stream_time": "stream_time_ms",
 }
-"""Column of the result -> column of `batch_verdicts.judged`; times in ms become timestamps."""
+"""Maps each column of the result to the column of `batch_verdicts.judged`; times in ms become timestamps."""
 
 
 def dedup(
@@ -53,17 +56,19 @@ def dedup(
     order: Order | None = None,
     now_ms: int | None = None,
 ) -> DataFrame:
-    """Return the rows of ``df`` with their verdicts; the columns of ``df`` keep their names, types and values.
+    """Return the rows of ``df`` with their verdicts; the columns of ``df`` keep their names, types, and values.
 
-    ``topology`` is a topology or the path of its file. Added are `dedup_verdict` (unique, duplicate, conflict, late,
-    dead_letter or exempt), `dedup_reason`, `dedup_detail`, `dedup_id` (bytes), `dedup_time` (the event time),
-    `dedup_first_seen` with `dedup_first_topic`, `_partition` and `_offset` (the sighting that a duplicate repeats), and
-    `dedup_stream_time`. ``order`` is "offsets" if ``df`` has topic, partition and offset, else "event_time", unless
-    given. ``now_ms`` is the clock that decides which event times are in the future; by default the time of the call.
+    ``topology`` is a topology or the path of its file. The added columns are `dedup_verdict` (unique, duplicate,
+    conflict, late, dead_letter, or exempt), `dedup_reason`, `dedup_detail`, `dedup_id` (bytes), `dedup_time` (the event
+    time), `dedup_first_seen`, `dedup_first_topic`, `dedup_first_partition`, and `dedup_first_offset` (the sighting that
+    a duplicate repeats), and `dedup_stream_time`. By default, ``order`` is "offsets" if ``shape`` is "kafka" and ``df``
+    has topic, partition, and offset; otherwise, it is "event_time". ``now_ms`` is the clock time in ms that decides
+    which event times are in the future, by default the time of the call.
 
-    Raises SettingsError for a streaming DataFrame, an unknown shape or order, a column name that the result needs, and
-    a topology or an order that needs what ``df`` does not have; TopologyError for columns of another type and for an
-    invalid file. The job raises what `backfill.backfill` lists.
+    Raises SettingsError for a streaming DataFrame, an unknown shape or order, a column name that occurs twice or that
+    dedup adds, and a topology or an order that needs columns that ``df`` does not have. Raises TopologyError for a
+    column of an unsupported type and for an invalid topology file. The running job raises the errors that
+    `backfill.backfill` lists.
     """
     rules = _rules(topology)
     placed = shape == "kafka" and all(name in df.columns for name in COORDINATES)
@@ -83,9 +88,10 @@ def unique(
     order: Order | None = None,
     now_ms: int | None = None,
 ) -> DataFrame:
-    """Return the rows of ``df`` that the output topic would hold, with the columns of ``df``; otherwise as `dedup`.
+    """Return the rows of ``df`` that a worker would forward to the output topic, with the columns of ``df``.
 
-    These are the first of each tracking ID within the guard period, and what the topology forwards by a policy.
+    These rows are the first of each tracking ID within the guard period, and those that a policy of the topology
+    forwards. The parameters and errors are those of `dedup`.
     """
     rules = _rules(topology)
     forwarded = ["unique", "exempt", *(["late"] if isinstance(rules.late, LateForward) else [])]
@@ -126,7 +132,7 @@ def _refuse_unfit(df: DataFrame, topology: Topology, shape: Shape, order: Order 
 
 
 def _without_columns(topology: Topology) -> Iterator[Problem]:
-    """Yield what the topology takes from a part of a record that a row of columns does not have."""
+    """Yield a problem for each setting of the topology that needs a part of a record that plain columns lack."""
     lacks = 'which a row of columns does not have; give shape="kafka"'
     if isinstance(topology.tracking_id.rule, KeyRule | HeaderRule):
         yield Problem("tracking_id", f"is taken from the record's key or a header, {lacks}")
@@ -137,7 +143,7 @@ def _without_columns(topology: Topology) -> Iterator[Problem]:
 
 
 def _records(df: DataFrame, shape: Shape) -> DataFrame:
-    """Return `rows.RECORDS`, with the rows of ``df`` as the struct `_ROW`."""
+    """Return ``df`` as `rows.RECORDS`, with the original columns in the struct `_ROW`."""
     row = F.struct(*(F.col(f"`{name}`") for name in df.columns)).alias(_ROW)
     table = df.select("*", row) if shape == "kafka" else df.select(as_events(df).alias("value"), row)
     return records_of_files(table, place="the DataFrame", others=(_ROW,))

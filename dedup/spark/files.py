@@ -1,8 +1,8 @@
-"""Reads history from files and tables; refuses damaged files and different schemas before the job.
+"""Reads a history from files and tables, and refuses damaged files and differing schemas before the job starts.
 
-Spark reads a file into rows and passes rows to Python one value at a time, while Arrow reads it into the columns that
-are judged. If every executor sees the file system, the task that judges a plain Parquet table therefore reads it with
-Arrow (`InputSplits`). Spark reads other types, other file systems, and Delta tables.
+Spark reads a file into rows and passes them to Python one value at a time, whereas Arrow reads the file directly into
+the columns that are judged. Therefore, tasks read plain Parquet files on local file systems (`file:`) with Arrow
+(`InputSplits`). Spark reads all other inputs, including Delta tables.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 
 FileFormat = Literal["parquet", "json", "json-records", "delta", "table"]
 """In ``json``, each line is an event. In ``json-records``, each line is a row with the columns of `rows.RECORDS` as
-text. ``table`` is any table of a catalog of Spark's, by its name.
+text. ``table`` is a table in one of Spark's catalogs, given by its name.
 """
 
 LOSSLESS: Final = {"ignoreCorruptFiles": "false", "ignoreMissingFiles": "false"}
@@ -85,7 +85,7 @@ _TASKS_PER_CORE: Final = 4
 
 
 class DamagedFile(Exception):
-    """A file cannot be read to its end. `session.translated_errors` turns this into a sentence."""
+    """Raised if a file cannot be read to its end; `session.translated_errors` turns this error into a SettingsError."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +93,7 @@ class InputSplits:
     """The row groups of Parquet files, ordered by file name."""
 
     frame: DataFrame
-    """A row (`file`, `row_group`) per row group, in as many Spark partitions as tasks should read."""
+    """A row (`file`, `row_group`) for each row group, in as many Spark partitions as there should be tasks."""
     columns: tuple[str, ...]
     """The columns of `rows.RECORDS` that the files have; the others are null, and headers are empty."""
 
@@ -115,13 +115,13 @@ class History:
     feeds: tuple[Feed, ...] = ()
     """For the repartition topic, every source partition that feeds it."""
     size_bytes: int | None = None
-    """About how large it is; None if that is not known."""
+    """The approximate size; None if it is not known."""
     countable: bool = False
     """Whether it is cheap to count the records, and the number is always the same."""
     pieces: InputSplits | None = None
-    """The same records, if tasks can read the files themselves."""
+    """The same records as row groups, if tasks can read the files themselves; otherwise None."""
     bounds: tuple[PartitionBounds, ...] = ()
-    """The Kafka partitions of its rows, if they were looked at."""
+    """The Kafka partitions of the records, if they were determined."""
 
 
 def read_files(
@@ -132,14 +132,15 @@ def read_files(
     rows_are_events: bool = False,
     base: str | None = None,
 ) -> History:
-    """Return the records of files, directories or tables.
+    """Return the records in files, directories, or tables.
 
-    A directory may be that of a run of `backfill`, or one in it, wherever its files are (`manifest.files_of_runs`). A
-    Delta or Iceberg table is read as of its latest version, whatever is written to it meanwhile. With
-    ``rows_are_events``, the table has no column `value`, and each row, as JSON without its null columns, is an event.
-    ``base`` is the directory below which directories are columns (`day=2026-01-31/`), if the paths are files. Raises
-    SettingsError with every file that is damaged or has a different schema than the first, and TopologyError for
-    columns that are missing or have a wrong type.
+    A directory may be that of a run of `backfill`, or a directory inside a run, even if the run was published by a
+    manifest (`manifest.files_of_runs`). A Delta or Iceberg table is read at the version that is the latest at the time
+    of the call, even if someone writes to the table in the meantime. With ``rows_are_events``, each row of the table is
+    an event, as JSON without its null columns, and the table needs no column `value`. If the paths are files, ``base``
+    is the directory whose subdirectories are columns (`day=2026-01-31/`). Raises SettingsError, which lists every file
+    that is damaged or has a different schema from the first file. Raises TopologyError for columns that are missing or
+    have the wrong type.
     """
     place = ", ".join(paths)
     if rows_are_events and fmt.startswith("json"):
@@ -149,9 +150,9 @@ def read_files(
 
 
 def read_table(table: DataFrame, fmt: FileFormat, place: str, *, rows_are_events: bool = False) -> History:
-    """Return the records of a table, which is identified by its files.
+    """Return the records of a table; the files of the table identify the input.
 
-    Raises TopologyError for columns that are missing or have a wrong type.
+    Raises TopologyError for columns of the table that are missing or have the wrong type.
     """
     found = _Input(table, [], *_files_identity(table.sparkSession, table))
     return _history(found, fmt, place, rows_are_events=rows_are_events)
@@ -180,11 +181,11 @@ def _history(found: _Input, fmt: FileFormat, place: str, *, rows_are_events: boo
 
 @dataclass(frozen=True, slots=True)
 class _Input:
-    """What was named as input."""
+    """The input that the user named, as a table."""
 
     table: DataFrame
     of_path: list[str]
-    """Columns that partition the input and are none of a record's."""
+    """Columns that partition the input and are not columns of a record."""
     identity: str
     size_bytes: int
 
@@ -207,12 +208,12 @@ def _read_input(spark: SparkSession, paths: Sequence[str], fmt: FileFormat, plac
 
 def _pinned_path(spark: SparkSession, path: str) -> _Input:
     """Return the latest version of the Delta table at a path."""
-    # Delta takes a relative path here for the name of a table.
+    # Delta would interpret a relative path as the name of a table.
     return _delta_version(spark, f"delta.`{HadoopDirectory(spark, path).absolute}`", [])
 
 
 def _pinned_table(spark: SparkSession, name: str) -> _Input:
-    """Return the latest version of a table of a catalog; of one without versions, its files as they are."""
+    """Return the latest version of a table in a catalog, or the current files of a table without versions."""
     described = {row["col_name"]: row["data_type"] for row in spark.sql(f"DESCRIBE TABLE EXTENDED {name}").collect()}
     of_path = [each.name for each in spark.catalog.listColumns(name) if each.isPartition]
     of_path = [column for column in of_path if column not in RECORDS.names]
@@ -256,7 +257,7 @@ def _table_of_files(
     place: str,
     base: str | None,
 ) -> tuple[DataFrame, list[str]]:
-    """Return the table, and its columns that are in the paths (``day=2026-01-31/``) and are none of a record's."""
+    """Return the table, and its columns that come from the paths (``day=2026-01-31/``) and are not a record's."""
     reader = spark.read.options(**LOSSLESS)
     if base is not None:
         reader = reader.option("basePath", base)
@@ -270,13 +271,13 @@ def _table_of_files(
     if taken:
         text = f"the paths have a column `{taken[0]}` (`{taken[0]}=...`), and so have the lines: rename the directories"
         raise SettingsError([Problem(place, text)])
-    # As bytes: Spark's own JSON reader would turn 1.0 into 1, and drop what it cannot parse.
+    # The lines are read as bytes, because Spark's own JSON reader would turn 1.0 into 1, and drop what it cannot parse.
     row = F.struct(F.col("value").cast(BinaryType()).alias("value")) if fmt == "json" else _json_row()
     return lines.select(row.alias("row"), *of_path).select("row.*", *of_path), of_path
 
 
 def _columns_of_files(spark: SparkSession, files: Sequence[str]) -> Collection[str]:
-    """Return the columns that all Parquet files have. Raises SettingsError unless they have those of the first.
+    """Return the columns of the Parquet files. Raises SettingsError unless all files have the columns of the first.
 
     Spark would fill in nulls for a column that a file lacks. A null value is a tombstone, and a null time is a missing
     time, so verdicts would change.
@@ -316,12 +317,12 @@ def _footer(spark: SparkSession, file: str) -> tuple[dict[str, str], str]:
 
 
 def _files_identity(spark: SparkSession, table: DataFrame) -> tuple[str, int]:
-    """Return a digest of the files' names, sizes and times of modification, and their size in bytes."""
+    """Return a digest of the files' names, sizes, and modification times, and the total size of the files in bytes."""
     jvm: Any = spark._jvm  # noqa: SLF001
     conf = spark._jsparkSession.sessionState().newHadoopConf()  # noqa: SLF001
     digest, size_bytes = blake2b(digest_size=16), 0
     for file in sorted(table.inputFiles()):
-        # Delta's names of files are not encoded, those of other tables are.
+        # Names of Delta files are not URL-encoded; those of other tables are.
         path = jvm.org.apache.hadoop.fs.Path(jvm.java.net.URI(file.replace(" ", "%20")))
         status = path.getFileSystem(conf).getFileStatus(path)
         digest.update(f"{file} {status.getLen()} {status.getModificationTime()}\n".encode())
@@ -332,11 +333,11 @@ def _files_identity(spark: SparkSession, table: DataFrame) -> tuple[str, int]:
 def _log_order(
     records: DataFrame, place: str, splits: InputSplits | None
 ) -> tuple[bool, bool, tuple[PartitionBounds, ...]]:
-    """Return whether rows have coordinates, whether Spark reads them in log order without a sort, and their bounds.
+    """Return whether the rows have coordinates, whether Spark reads them in log order without a sort, and their bounds.
 
-    In log order, each Spark partition has ascending offsets and no two overlap. The job checks this while it runs, so a
-    wrong result would be noticed. Reads three columns of the input. Raises SettingsError if only some rows have
-    coordinates.
+    The rows are in log order if each Spark partition has ascending offsets and no two Spark partitions overlap. The job
+    checks the order again while it runs, so it would notice a wrong result of this function. The function reads only
+    the coordinates of the rows. Raises SettingsError if only some rows have coordinates.
     """
     if splits is None:
         found = records.select(*COORDINATES).mapInArrow(_offset_runs, _ORDER_SCHEMA).collect()
@@ -356,7 +357,7 @@ def _log_order(
     runs: list[OffsetRun] = []
     names: list[str] = []
     for row in found:
-        # Each task numbers the topics by itself.
+        # Each task assigns its own numbers to the topics.
         own = bytes(row["topics"]).decode().split("\n")
         for run in read_notice([bytes(row["notice"])]):
             topic = own[run.topic]
@@ -368,7 +369,7 @@ def _log_order(
 
 
 def _united(bounds: Iterable[PartitionBounds]) -> tuple[PartitionBounds, ...]:
-    """Return the bounds of each Kafka partition, given those that several readers found."""
+    """Return the bounds of each Kafka partition, combined from the bounds that several tasks found."""
     whole: dict[tuple[str, int], PartitionBounds] = {}
     for each in bounds:
         known = whole.get((each.topic, each.partition), each)
@@ -386,7 +387,11 @@ def _bounds_in(batch: pa.RecordBatch) -> Iterable[PartitionBounds]:
 
 
 def _offset_runs(batches: Iterable[pa.RecordBatch]) -> Iterable[pa.RecordBatch]:
-    """Yield one row: [rows, rows with all coordinates, with any], offset runs or null, topics, and bounds."""
+    """Yield one row with the columns of `_ORDER_SCHEMA`.
+
+    The column `counts` contains the number of rows, of rows with all coordinates, and of rows with any coordinate. The
+    column `notice` contains the offset runs, or null if the rows are not in log order or lack coordinates.
+    """
     context = TaskContext.get()
     runs = OffsetRuns(0 if context is None else context.partitionId())
     topics: list[str] = []
@@ -426,10 +431,11 @@ def _take(runs: OffsetRuns, batch: pa.RecordBatch, topics: list[str]) -> None:
 
 
 def _json_row() -> Column:
-    """Return a line (`value`) as a row of `rows.RECORDS` as text; the job fails at a line that is not such a row.
+    """Return the columns of a record, as text, that are parsed from a line of `json-records` in the column `value`.
 
-    A line without the member `value` would become a tombstone, and a member with another name, such as a misspelled
-    timestamp, would be ignored. Both are refused, and the message shows the line.
+    The job fails at a line without the member `value`, because the line would become a tombstone. The job also fails at
+    a line with an unknown member, such as a misspelled timestamp, because the member would be ignored. The error
+    message shows the line.
     """
     members = F.json_object_keys("value")
     unknown = F.array_except(members, F.array(*map(F.lit, RECORDS.fieldNames())))
@@ -444,15 +450,15 @@ def _json_row() -> Column:
 def as_events(table: DataFrame) -> Column:
     """Return each row as JSON without its null columns, as bytes.
 
-    A time with more digits than milliseconds keeps all of them. Spark would cut them off, so two events could become
-    one.
+    A time with a higher precision than milliseconds keeps all its digits. By default, Spark would cut off the
+    additional digits, so two different events could become equal.
     """
     columns = [_exact(F.col(f"`{field.name}`"), field.dataType).alias(field.name) for field in table.schema.fields]
     return F.to_json(F.struct(*columns)).cast(BinaryType())
 
 
 def _exact(column: Column, kind: DataType) -> Column:
-    """Return a column with times as text in Spark's own format, with more digits if milliseconds are not exact."""
+    """Return a column with times as text in Spark's own format, with more digits where milliseconds are not exact."""
     match kind:
         case TimestampType():
             return F.concat(_time(column), F.date_format(column, "XXX"))
@@ -476,7 +482,7 @@ def _time(column: Column) -> Column:
 
 
 def _input_splits(spark: SparkSession, files: Sequence[str], table: DataFrame) -> InputSplits | None:
-    """Return the row groups of these files (URIs); None if Spark must read them."""
+    """Return the row groups of the files (URIs), or None if Spark must read the files."""
     if not files or any(urlsplit(file).scheme != "file" for file in files):
         return None
     columns = tuple(name for name in RECORDS.names if name in table.columns)
@@ -499,9 +505,10 @@ def _input_splits(spark: SparkSession, files: Sequence[str], table: DataFrame) -
 
 
 def opened(columns: Sequence[str], wanted: Sequence[str] = tuple(RECORDS.names)) -> BatchFunction:
-    """Return a function for `mapInArrow` from rows of `InputSplits.frame` to the `wanted` columns of `rows.RECORDS`.
+    """Return a function for `mapInArrow` that reads the ``wanted`` columns of the row groups in `InputSplits.frame`.
 
-    ``columns`` are the columns in the files. The function raises DamagedFile.
+    ``columns`` names the columns that the files have. The returned function raises DamagedFile if it cannot read a
+    file.
     """
     there = [name for name in wanted if name in columns]
 

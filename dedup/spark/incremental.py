@@ -1,21 +1,22 @@
-"""Implements `dedup spark incremental`, which judges what is new in a growing input and appends it to a Delta table.
+"""Implements `dedup spark incremental`, which judges new input and appends the verdicts to a Delta table.
 
-Theory of operation. A run reads its new input and what the run before left: where each source partition ended, stream
-time, and the sightings that still count. So a run costs what is new, and all runs together judge as one run over
-everything.
+Theory of operation. A run reads its new input and the state that the previous run saved: the position in each source
+partition, stream time, and the sightings that have not expired. The cost of a run therefore depends on the size of the
+new input. For rows with coordinates, all runs together give the same verdicts as a single run over all input.
 
-A run has a single commit point, the commit of the output table. It writes three things in this order:
+A run has a single commit point, the commit of the output table. A run writes three things in this order:
 
-1. its *intent*: which input it reads, and the clock by which it judges. If the run is killed, the next attempt takes
-   the intent as it is, so it judges the same rows in the same way, although the input has grown. Only if that input
-   is gone, or the topology is another one, it makes a new intent; nothing was published under the old one;
-2. its *state*, in files that bear the name of the attempt. Nothing refers to them yet;
-3. the verdicts, in one commit of the table that names run and attempt in its metadata. The state of the attempt that is
-   named there is the state of the table; that of any other attempt is never read.
+* First, the run writes its *intent*, which says which input it reads and by which clock time it judges. If the run is
+  killed, the next attempt uses the same intent, so it judges the same rows in the same way even if the input has grown.
+  The next attempt makes a new intent only if the input of the old intent is gone or the topology has changed. Nothing
+  was published under the old intent.
+* Second, the run writes its *state*, in files that are named after the attempt and to which nothing refers yet.
+* Third, the run appends the verdicts in one commit of the table, whose metadata names the run and the attempt. The
+  state of the attempt that the commit names is the state of the table; the state of any other attempt is never read.
 
-Delta ties the commit to the run's number (`txnAppId`, `txnVersion`). Of two runs that go on from the same run, one
-commits, and the table refuses the other, or silently drops it. So a run reads the table's history after its commit, and
-raises StateIncompatible if it does not find itself.
+Delta ties the commit to the run's number (`txnAppId`, `txnVersion`). If two runs continue from the same run, one
+commits, and Delta refuses the commit of the other or silently drops it. Therefore, a run reads the table's history
+after its commit, and raises StateIncompatible if its attempt is not in the history.
 """
 
 from __future__ import annotations
@@ -49,11 +50,13 @@ if TYPE_CHECKING:
     from dedup.topology.model import Topology
 
 _STATE: Final = "_dedup"
-"""Directory in that of the table; Delta ignores names with an underscore, and `VACUUM` keeps them."""
+"""The directory of the state, inside the table's directory. Delta ignores names that begin with an underscore, and
+`VACUUM` keeps them.
+"""
 _MOST_LAYERS: Final = 16
 _FEW_SIGHTINGS: Final = 100_000
 _SIGHTING_BYTES: Final = 16
-"""Of input, for a sighting that a run reads: it costs a reduce task a quarter of what a record does."""
+"""Bytes of input that are assumed for a sighting, which costs a reduce task a quarter of what a record costs."""
 _HARMLESS: Final = frozenset(
     {"OPTIMIZE", "REORG", "VACUUM START", "VACUUM END", "SET TBLPROPERTIES", "UNSET TBLPROPERTIES", "COMPUTE STATS"}
 )
@@ -61,7 +64,7 @@ _HARMLESS: Final = frozenset(
 
 
 class Committed(NamedTuple):
-    """A run that the table's history names."""
+    """A committed run, as the table's history names it."""
 
     run: int
     attempt: str
@@ -69,7 +72,7 @@ class Committed(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RunState:
-    """What a run left, as its file says."""
+    """The state that a run saved for the next run, as it is in the state file."""
 
     identity: str = ""
     """Everything in the topology on which sightings depend."""
@@ -79,7 +82,9 @@ class RunState:
     id_types: Mapping[str, str] = field(default_factory=dict)
     """The types of the columns from which the tracking ID is read, if rows are events."""
     ends: Sequence[Sequence[int]] = ()
-    """Rows of topic's position, partition, next offset, and greatest event time."""
+    """For each source partition, the position of the topic in ``source.topics``, the partition, the next offset, and
+    the greatest event time.
+    """
     layers: Sequence[Mapping[str, Any]] = ()
     """The layers of sightings that together are the state, the oldest first."""
 
@@ -88,7 +93,7 @@ class RunState:
         return {(topic, partition): LogEnd(*end) for topic, partition, *end in self.ends}
 
     def live_layers(self, retention_ms: int) -> list[Layer]:
-        """Return the layers with sightings that may still count."""
+        """Return the layers that may contain sightings that have not expired."""
         oldest_ms = min((end.greatest_ms for end in self.log_ends().values()), default=BEFORE_ALL_TIME) - retention_ms
         layers = [Layer(**each) for each in self.layers]
         return [layer for layer in layers if layer.rows and layer.newest_ms >= oldest_ms]
@@ -96,7 +101,7 @@ class RunState:
 
 @dataclass(frozen=True, slots=True)
 class Intent:
-    """What a run is about to judge."""
+    """The input that a run is about to judge, and the clock time by which it judges."""
 
     run: int
     identity: str
@@ -107,7 +112,7 @@ class Intent:
 
 @dataclass(frozen=True, slots=True)
 class IncrementalReport:
-    """What a run appended."""
+    """The result of an incremental run."""
 
     run: int
     path: str
@@ -117,7 +122,7 @@ class IncrementalReport:
     """The clock time that decided which event times were in the future."""
     order: str
     sightings: int
-    """At most as many count for the next run."""
+    """The number of sightings kept for the next run, some of which may have expired."""
     seconds: float
     fresh: bool = True
     """False if there was no new input, so that nothing was written; ``run`` is then the last run."""
@@ -133,16 +138,17 @@ def incremental(
 ) -> IncrementalReport:
     """Judge what is new in ``source`` since the last run, and append the verdicts to the Delta table at ``out``.
 
-    The columns are those of `batch_verdicts.judged` and `run`, the run's number, partitioned by verdict. ``now_ms`` is
-    the clock time that decides which event times are in the future (now, if None). Rows with coordinates are judged in
-    the order of offsets; all runs together then equal one run over everything. Others are judged run by run, in the
-    order of event times within a run, and from the second run on, rows behind stream time by more than the grace period
-    are late. Publishes nothing and raises
+    The table has the columns of `batch_verdicts.judged` and the column `run`, the number of the run, and is partitioned
+    by verdict. ``now_ms`` is the clock time that decides which event times are in the future (by default, now). Rows
+    with coordinates are judged in the order of offsets; all runs together then give the verdicts of a single run over
+    all input. Rows without coordinates are judged run by run, and in the order of event times within a run. From the
+    second run on, a row without coordinates is late if it is behind stream time by more than the grace period and its
+    ID is not known. In the following cases, the function publishes nothing and raises
 
-    * StateIncompatible if the table was changed by others, or belongs to another topology; if another run committed
-      meanwhile; if a file of the input was replaced, or the type of an ID was changed; if offsets go back; and for
-      coordinates of a topology that repartitions,
-    * what `backfill.backfill` lists otherwise.
+    * StateIncompatible if someone else changed the table, the table belongs to another topology, another run committed
+      in the meantime, a file of the input was replaced, the type of an ID column changed, offsets were judged before,
+      or rows have coordinates although the topology repartitions,
+    * the other errors that `backfill.backfill` lists.
     """
     began_s = time.monotonic()
     with translated_errors():
@@ -171,7 +177,7 @@ def incremental(
 
 
 def store_warning(path: str, log_store: str | None) -> str | None:
-    """Return a sentence if two drivers could commit the same version of a table there; None if they cannot."""
+    """Return a warning if two drivers could commit the same version of a table at ``path``, or None if they cannot."""
     scheme = path.partition(":")[0]
     if log_store is not None or scheme not in {"s3", "s3a", "s3n"}:
         return None
@@ -216,7 +222,7 @@ class _Run:
         self._attempt: Final = uuid4().hex
 
     def publish(self) -> IncrementalReport:
-        """Judge what the intent names, write the state, commit, and return the report."""
+        """Judge the input that the intent names, write the state, commit, and return the report."""
         history = self._source.open(self._intent.pinned)
         types = self._id_types()
         empty = not history.placed and history.records.limit(1).count() == 0
@@ -226,7 +232,8 @@ class _Run:
         known_bytes = _SIGHTING_BYTES * sum(layer.rows for layer in known)
         with shuffles_for(self._spark, (history.size_bytes or 0) + known_bytes, power_of_two=True):
             verdicts = self._judging(history, known)
-            # Both jobs judge these: the state must be there before the commit, and a shuffle is not read twice.
+            # Two jobs judge these rows, because the state must be written before the commit. Without `persist`, Spark
+            # would repeat the shuffle for the second job.
             verdicts = replace(verdicts, packed=verdicts.packed.persist(StorageLevel.DISK_ONLY))
             try:
                 layers, counts, ends = self._leave(verdicts, known)
@@ -264,7 +271,7 @@ class _Run:
                 f"log, whose order no run can know before the next run's input is there: judge all of it at once with "
                 f"`dedup spark backfill`, or leave out the columns topic, partition and offset."
             )
-        # Without a row, nothing says whether rows have coordinates.
+        # An empty input does not show whether its rows have coordinates.
         if not empty and self._state.mode not in {"", mode}:
             names = {"direct": "with topic, partition and offset", "event_time": "without topic, partition and offset"}
             raise StateIncompatible(
@@ -283,7 +290,7 @@ class _Run:
         return judging(history, self._topology, now_ms=self._intent.now_ms, order=order, earlier=earlier)
 
     def _whole(self, layers: Sequence[Layer]) -> DataFrame:
-        """Return the layers' rows. Raises StateIncompatible unless all sightings are there."""
+        """Return the rows of the layers. Raises StateIncompatible if sightings of a layer are missing."""
         places = [self._table.state_path(layer.path) for layer in layers]
         expected = sum(layer.rows for layer in layers)
         try:
@@ -301,16 +308,16 @@ class _Run:
         return rows
 
     def _leave(self, verdicts: Judging, known: Sequence[Layer]) -> tuple[list[Layer], dict[str, int], list[list[int]]]:
-        """Write the sightings; return the layers of the state, the number of rows by verdict, and `RunState.ends`."""
+        """Write the sightings, and return the state's layers, the number of rows by verdict, and `RunState.ends`."""
         older = [layer.rows for layer in known]
         whole = len(older) >= _MOST_LAYERS or sum(older[1:]) > max([_FEW_SIGHTINGS, *older[:1]])
-        # Not what the session says now: another run in the same session may have set it.
+        # The session's setting is not used, because another run in the same session may have changed it.
         reducers = verdicts.reducers
         split = -(-sum(older) // (reducers * PACKED_AT_ONCE)) if whole else 1
         plan = LayerPlan(reducers, reducers << max(0, split - 1).bit_length(), whole)
         name = f"state/{self._intent.run:08}-{self._attempt}"
         left = verdicts.packed.mapInArrow(layer_function(verdicts.plan, plan), LAYER)
-        # Its values are compressed already.
+        # The values are already compressed.
         left.write.option("compression", "none").parquet(self._table.state_path(name))
         written = self._spark.read.schema(LAYER).parquet(self._table.state_path(name))
         found = written.select("rows", "newest_ms", "report").collect()
@@ -328,7 +335,7 @@ class _Run:
 
 
 def _balanced(history: History, counts: Mapping[str, int]) -> int:
-    """Return the number of records. Raises InvariantBroken unless there are as many verdicts."""
+    """Return the number of records. Raises InvariantBroken unless there are as many verdicts as records."""
     rows = history.records.count()
     if rows != sum(counts.values()):
         raise InvariantBroken(
@@ -339,7 +346,7 @@ def _balanced(history: History, counts: Mapping[str, int]) -> int:
 
 
 class OutputTable:
-    """The Delta table of verdicts, and the state of its runs in `_dedup` beside its files."""
+    """The Delta table of verdicts, and the state of its runs in the directory `_dedup` inside it."""
 
     def __init__(self, spark: SparkSession, out: str) -> None:
         self._spark: Final = spark
@@ -352,9 +359,9 @@ class OutputTable:
         return f"{self.path}/{_STATE}/{name}"
 
     def last_run(self) -> Committed | None:
-        """Return the last run that was committed; None if the table does not exist.
+        """Return the last run that was committed, or None if the table does not exist.
 
-        Raises StateIncompatible if anybody else has changed rows of the table since then.
+        Raises StateIncompatible if someone else has changed rows of the table since that run.
         """
         if not self._exists():
             if self._files.exists(self._root.path) and self._others():
@@ -388,11 +395,11 @@ class OutputTable:
         )
 
     def _exists(self) -> bool:
-        """Whether the table has a commit; a first run that was killed while it wrote leaves a log without one."""
+        """Return whether the table has a commit; a first run that was killed while writing leaves a log without one."""
         return bool(self._files.globStatus(self._root.at("_delta_log/*.json")))
 
     def _others(self) -> list[str]:
-        """Return what is in the directory and was not left by a first run that was killed."""
+        """Return the names in the directory, except those that a first run may have left when it was killed."""
         names = {each.getPath().getName() for each in self._files.listStatus(self._root.path)}
         begun = _STATE in names
         return sorted(
@@ -406,7 +413,7 @@ class OutputTable:
         return self._spark.sql(f"DESCRIBE HISTORY delta.`{quoted}`").select(*columns).collect()
 
     def state_of(self, run: Committed | None) -> RunState:
-        """Return the state that a run left; an empty one before the first run."""
+        """Return the state that a run saved, or an empty state before the first run."""
         if run is None:
             return RunState()
         place = self._at(f"runs/{run.run:08}-{run.attempt}.json")
@@ -418,7 +425,7 @@ class OutputTable:
         return RunState(**json.loads(self._root.read(place)))
 
     def intent_after(self, last: Committed | None, identity: str) -> Intent | None:
-        """Return what a killed run after ``last`` was about to judge; None without one, or if its topology changed."""
+        """Return the intent of a killed run after ``last``, or None if there is none or the topology has changed."""
         place = self._at(f"runs/{1 if last is None else last.run + 1:08}.json")
         if not self._files.exists(place):
             return None
@@ -431,11 +438,14 @@ class OutputTable:
         return intent
 
     def keep_state(self, run: int, attempt: str, state: RunState) -> None:
-        """Write the state that an attempt leaves, which counts once `commit` names the attempt."""
+        """Write the state of an attempt, which becomes the table's state when `commit` names the attempt."""
         self._write(f"runs/{run:08}-{attempt}.json", asdict(state))
 
     def commit(self, verdicts: DataFrame, run: int, attempt: str, counts: Mapping[str, int]) -> None:
-        """Append the rows as this attempt of a run. Raises StateIncompatible if another attempt has committed it."""
+        """Append the verdicts in a commit that names the run and the attempt.
+
+        Raises StateIncompatible if another attempt has committed the run.
+        """
         named = json.dumps({"dedup": {"run": run, "attempt": attempt, "verdicts": counts}})
         rows = verdicts.withColumn("run", F.lit(run).cast("bigint"))
         self._refuse_other_columns(rows)
@@ -477,7 +487,7 @@ class OutputTable:
                 )
 
     def forget_before(self, run: int, layers: Sequence[Mapping[str, Any]]) -> None:
-        """Delete what neither this run nor the one before it needs."""
+        """Delete the files of the state that neither this run nor the previous run needs."""
         kept = {str(layer["path"]).rpartition("/")[2] for layer in layers}
         for each in self._files.listStatus(self._at("state")):
             name = each.getPath().getName()
@@ -498,7 +508,7 @@ class OutputTable:
 
 
 def _named(row: Any) -> Committed | None:  # noqa: ANN401 - a row of Delta's history
-    """Return the run that a commit names."""
+    """Return the run that a commit of the table names, or None if it names none."""
     try:
         named = json.loads(row["userMetadata"] or "{}")["dedup"]
         return Committed(named["run"], named["attempt"])

@@ -1,7 +1,8 @@
-"""What is new in an input that grows: files of a directory, versions of a Delta table, or rows of a DataFrame.
+"""Finds what is new in a growing input: files of a directory, versions of a Delta table, or rows of a DataFrame.
 
-A run *pins* its input before it reads it, as JSON, so that another attempt reads the same. How far all runs together
-have read is their *position*, JSON too; each kind of input has a member of its own, so a table may be fed by several.
+Before a run reads its input, it *pins* the input: it stores a description as JSON, so that another attempt reads the
+same input. The *position*, which is also JSON, says how far all runs together have read. Each kind of input has its own
+member in the position, so one output table can be filled from several kinds of input.
 """
 
 from __future__ import annotations
@@ -36,47 +37,50 @@ _ACTIONS: Final = {
     "removes": "$.remove.dataChange",
     "operation": "$.commitInfo.operation",
 }
-"""Where a line of Delta's log has what is looked for; `OPTIMIZE` adds and removes files without a change of data."""
+"""JSON paths of the values that are read from a line of Delta's log. `OPTIMIZE` adds and removes files, with
+`dataChange` false.
+"""
 
 
 class GrowingInput(Protocol):
-    """An input of which each run reads what is new."""
+    """An input that grows, and of which each run reads only the new part."""
 
     @property
     def spark(self) -> SparkSession:
-        """The session that reads it."""
+        """The Spark session that reads the input."""
 
     @property
     def place(self) -> str:
-        """Its name, for messages."""
+        """The name of the input, for messages."""
 
     def pin(self, position: Pinned) -> Pinned | None:
-        """Return what is new since ``position`` (empty before the first run); None if nothing is.
+        """Return a description of what is new since ``position``, or None if nothing is new.
 
-        Raises StateIncompatible if what was read before has changed.
+        ``position`` is empty before the first run. Raises StateIncompatible if input that an earlier run read has
+        changed.
         """
 
     def has(self, pinned: Pinned) -> bool:
-        """Return whether what an earlier attempt has pinned is there, unchanged."""
+        """Return whether the input that an earlier attempt pinned still exists, unchanged."""
 
     def open(self, pinned: Pinned) -> History:
         """Return the pinned records."""
 
     def schema(self, pinned: Pinned) -> StructType | None:
-        """Return the columns of the table if its rows are events; None otherwise."""
+        """Return the columns of the pinned input if its rows are events, or None otherwise."""
 
     def refuse_changed(self, pinned: Pinned) -> None:
-        """Raise StateIncompatible if the pinned input is not as it was."""
+        """Raise StateIncompatible if the pinned input has changed since it was pinned."""
 
     def position(self, pinned: Pinned, before: Pinned) -> Pinned:
-        """Return how far all runs have read after one that began at ``before``."""
+        """Return the position after a run that began at the position ``before`` and read the pinned input."""
 
 
 @dataclass(frozen=True)
 class NewFiles:
     """The files that were added to directories since the last run.
 
-    A file is known by its path, size and time of modification. Files may be deleted once they were read.
+    A file is identified by its path, size, and modification time. A file may be deleted after a run has read it.
     """
 
     spark: SparkSession = field(repr=False)
@@ -86,7 +90,7 @@ class NewFiles:
 
     @property
     def place(self) -> str:
-        """The paths."""
+        """The paths, separated by commas."""
         return ", ".join(self.paths)
 
     def pin(self, position: Pinned) -> Pinned | None:
@@ -103,7 +107,7 @@ class NewFiles:
         return {"files": new} if new else None
 
     def has(self, pinned: Pinned) -> bool:
-        """Return whether the pinned files are there, unchanged."""
+        """Return whether the pinned files still exist, unchanged."""
         found = self._statuses(self.paths)
         return "files" in pinned and pinned["files"].items() <= found.items()
 
@@ -114,7 +118,7 @@ class NewFiles:
         )
 
     def schema(self, pinned: Pinned) -> StructType | None:
-        """Return the columns of the files, also those of their directories, as `open` reads them."""
+        """Return the columns of the files, including those in directory names, as `open` reads them."""
         if not self.rows_are_events:
             return None
         base = self._base()
@@ -122,7 +126,7 @@ class NewFiles:
         return reader.parquet(*pinned["files"]).schema
 
     def refuse_changed(self, pinned: Pinned) -> None:
-        """Raise StateIncompatible for pinned files that are gone or changed."""
+        """Raise StateIncompatible if a pinned file was deleted or changed."""
         try:
             found = self._statuses(list(pinned["files"]))
         except SettingsError as error:
@@ -136,17 +140,17 @@ class NewFiles:
             )
 
     def position(self, pinned: Pinned, before: Pinned) -> Pinned:
-        """Return all files read."""
+        """Return the position with the pinned files added to the files that were read before."""
         return {**before, "files": {**before.get("files", {}), **pinned["files"]}}
 
     def _base(self) -> str | None:
-        """Return the directory below which directories are columns (`day=2026-01-31/`)."""
+        """Return the directory whose subdirectories are columns (`day=2026-01-31/`), or None if there is none."""
         directory = HadoopDirectory(self.spark, self.paths[0])
         is_one = len(self.paths) == 1 and directory.files.isDirectory(directory.path)
         return directory.absolute if is_one else None
 
     def _statuses(self, paths: Sequence[str]) -> dict[str, list[int]]:
-        """Return size and time of modification in ms by path, for all files that Spark would read."""
+        """Return, by path, the size and the modification time in ms of all files that Spark would read."""
         try:
             files = self.spark.read.format("binaryFile").load(list(paths))
             rows = files.select("path", "length", F.unix_millis("modificationTime").alias("modified_ms")).collect()
@@ -166,11 +170,14 @@ class NewVersions:
 
     @property
     def place(self) -> str:
-        """The path."""
+        """The path of the table."""
         return self.path
 
     def pin(self, position: Pinned) -> Pinned | None:
-        """Return a range of versions; see `GrowingInput.pin`. Raises StateIncompatible if one deleted rows."""
+        """Return the range of versions that no run has read; see `GrowingInput.pin`.
+
+        Raises StateIncompatible if one of these versions changed or deleted rows.
+        """
         table, newest = self._detail()["id"], self._newest()
         before, version = position.get("versions", {}).get(self._absolute(), (table, -1))
         if table != before or newest < version:
@@ -182,7 +189,7 @@ class NewVersions:
         return pinned if version < 0 or self._appended(pinned) else None
 
     def has(self, pinned: Pinned) -> bool:
-        """Return whether it is this table that was pinned."""
+        """Return whether the pinned table is this table, and not an earlier table at the same path."""
         return bool(pinned.get("table") == self._detail()["id"])
 
     def open(self, pinned: Pinned) -> History:
@@ -195,10 +202,10 @@ class NewVersions:
         return self._snapshot(pinned).schema if self.rows_are_events else None
 
     def refuse_changed(self, pinned: Pinned) -> None:
-        """Do nothing, because a version never changes; a job fails if its files are gone."""
+        """Do nothing, because a Delta version never changes; if files of a version are missing, the job fails."""
 
     def position(self, pinned: Pinned, before: Pinned) -> Pinned:
-        """Return the last version read."""
+        """Return the position with the last pinned version as the last version that was read."""
         read = [pinned["table"], pinned["until"]]
         return {**before, "versions": {**before.get("versions", {}), self._absolute(): read}}
 
@@ -269,7 +276,7 @@ class NewVersions:
         return int(self._described("HISTORY", " LIMIT 1")["version"])
 
     def _described(self, what: str, limit: str = "") -> Any:  # noqa: ANN401 - a row
-        # Delta takes a relative path here for the name of a table.
+        # Delta would interpret a relative path as the name of a table.
         quoted = HadoopDirectory(self.spark, self.path).absolute.replace("`", "``")
         try:
             (row,) = self.spark.sql(f"DESCRIBE {what} delta.`{quoted}`{limit}").collect()
@@ -282,9 +289,10 @@ class NewVersions:
 
 @dataclass(frozen=True)
 class NewRows:
-    """The rows of a DataFrame, all of them new: `rows.RECORDS` by name, or any columns if rows are events.
+    """The rows of a DataFrame, all of which are new.
 
-    The rows of the run before are recognized by their number and digest, so a run may be repeated.
+    The columns are those of `rows.RECORDS`, or any columns if each row is an event. The rows of the last run are
+    recognized by their number and digest, so a run may be repeated.
     """
 
     frame: DataFrame = field(repr=False)
@@ -297,17 +305,17 @@ class NewRows:
 
     @property
     def place(self) -> str:
-        """Always the same."""
+        """The text "the DataFrame", because a DataFrame has no name."""
         return "the DataFrame"
 
     def pin(self, position: Pinned) -> Pinned | None:
-        """Return number and digest of the rows; None if there are none, or the run before has judged them."""
+        """Return the number and digest of the rows, or None if there are no rows or the last run has judged them."""
         identity = self._history().identity
         is_empty = self.frame.isEmpty()
         return None if is_empty or position.get("rows") == identity else {"rows": identity}
 
     def has(self, pinned: Pinned) -> bool:
-        """Return whether these rows were pinned."""
+        """Return whether the pinned rows are the rows of this DataFrame."""
         return pinned.get("rows") == self._history().identity
 
     def open(self, pinned: Pinned) -> History:  # noqa: ARG002 - there are no others
@@ -319,10 +327,10 @@ class NewRows:
         return self.frame.schema if self.rows_are_events else None
 
     def refuse_changed(self, pinned: Pinned) -> None:
-        """Do nothing: nobody can tell without reading it once more."""
+        """Do nothing, because a change could only be found by reading the DataFrame again."""
 
     def position(self, pinned: Pinned, before: Pinned) -> Pinned:
-        """Return the rows read last."""
+        """Return the position with these rows as the rows that were read last."""
         return {**before, **pinned}
 
     def _history(self) -> History:
@@ -340,7 +348,7 @@ def _some(names: Sequence[str]) -> str:
 
 
 def id_types(schema: StructType | None, topology: Topology) -> dict[str, str]:
-    """Return the types of the columns from which the tracking ID is read; empty if rows are no events."""
+    """Return the types of the columns that contain the tracking ID; the result is empty if rows are not events."""
     if schema is None:
         return {}
     match topology.tracking_id.rule:

@@ -1,6 +1,6 @@
-"""Kafka as a source for Spark, with the options to reach the cluster and ranges of offsets as records to judge.
+"""Kafka as a source for Spark jobs: the options for reaching the cluster, and ranges of offsets as records to judge.
 
-A range is read completely, or refused with the offsets that retention has deleted.
+A range of offsets is read completely, or it is refused with an error that names the offsets that retention deleted.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from dedup.topology.model import Topology
 
 Start = Literal["whole", "earliest"] | int
-"""``whole`` is from offset 0, and is refused if retention deleted it; ``earliest`` is what is left; a number is a time
-in ms.
+"""``whole`` begins at offset 0, and is refused if retention deleted records; ``earliest`` begins at the first record
+that is left; a number is a time in ms.
 """
 Until = Literal["now"] | int
 Offsets = Mapping[str, Mapping[int, int]]
@@ -53,8 +53,8 @@ def kafka_options(settings: Settings) -> dict[str, str]:
         "kafka.isolation.level": "read_committed",
         "includeHeaders": "true",
         "failOnDataLoss": "true",
-        # Spark asks for the ends of the partition after each poll, and discards what else was fetched; a poll returns
-        # 500 records unless told otherwise.
+        # Spark asks for the ends of the partition after each poll, and then discards records that were fetched in
+        # advance. By default, a poll returns only 500 records.
         "kafka.max.poll.records": "50000",
         "kafka.max.partition.fetch.bytes": str(4 << 20),
     }
@@ -121,8 +121,8 @@ def read_kafka(
 ) -> History:
     """Return the committed records of the source topics, or of the repartition topic if ``repartitioned``.
 
-    Raises StateIncompatible if ``start`` is ``whole`` and retention deleted records, BrokerUnavailable if a topic does
-    not exist.
+    Raises StateIncompatible if ``start`` is ``whole`` and retention deleted records, and BrokerUnavailable if a topic
+    does not exist.
     """
     topics = (topology.repartition_topic,) if repartitioned else topology.source.topics
     with KafkaReader(settings) as reader:
@@ -142,7 +142,7 @@ def read_kafka(
 
 
 def feeds_of(topology: Topology, counts: Mapping[str, int]) -> tuple[Feed, ...]:
-    """Return every source partition, given the partition counts by topic."""
+    """Return every source partition as a feed, given the partition counts by topic."""
     return tuple(
         Feed(position, partition)
         for position, topic in enumerate(topology.source.topics)
@@ -151,7 +151,7 @@ def feeds_of(topology: Topology, counts: Mapping[str, int]) -> tuple[Feed, ...]:
 
 
 def history_of_range(spark: SparkSession, settings: Settings, begins: Offsets, ends: Offsets) -> History:
-    """Return the committed records of these offsets, not including the ends."""
+    """Return the committed records from the offsets ``begins`` up to, but not including, the offsets ``ends``."""
     ranges = {
         f"{topic}/{partition}": [begin, ends[topic][partition]]
         for topic, part in begins.items()
@@ -162,7 +162,7 @@ def history_of_range(spark: SparkSession, settings: Settings, begins: Offsets, e
         "assign": json.dumps({topic: sorted(part) for topic, part in begins.items()}),
         "startingOffsets": json.dumps(begins),
         "endingOffsets": json.dumps(ends),
-        # Several tasks read one partition; `map_side.OffsetRuns` restores the order.
+        # Several tasks read one Kafka partition; `map_side.OffsetRuns` makes this possible.
         "minPartitions": str(spark.sparkContext.defaultParallelism * 2),
     }
     table = spark.read.format("kafka").options(**options).load()
@@ -190,7 +190,7 @@ def _ends(reader: KafkaReader, topic: str, bounds: Mapping[int, Bounds], until: 
 
 
 def offsets_at(reader: KafkaReader, topic: str, bounds: Mapping[int, Bounds], time_ms: int) -> dict[int, int]:
-    """Return, by partition, the offset of the first record at or after a time; the end if there is none."""
+    """Return, by partition, the offset of the first record at or after a time, or the end if there is none."""
     found = {partition: reader.offset_for_time(topic, partition, time_ms) for partition in bounds}
     return {partition: bounds[partition].high if at is None else at for partition, at in found.items()}
 

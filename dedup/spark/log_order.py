@@ -1,8 +1,8 @@
-"""Brings records into the order of their logs if the input is not in it, with one shuffle of packed rows.
+"""Sorts records into the order of their logs, with one shuffle of packed rows.
 
-The offsets of each Kafka partition are divided into ranges with about as many rows each, and a task gets the rows of
-one range. It sorts their places and takes the rows in that order, part by part, so that its memory does not depend on
-their number.
+The offsets of all Kafka partitions are divided into ranges with about the same number of rows, and each task receives
+the rows of one range. The task sorts only the coordinates of its rows in memory. The task then reads the rows
+themselves in that order, part by part, so that it never needs all of them in memory.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from dedup.spark.map_side import Packer, ReceivedRows
 from dedup.spark.rows import COORDINATES
 
 _PART_BYTES: Final = 256 << 20
-"""A task has so much of its rows in memory at once."""
+"""Size of the part of its rows that a task sorts in memory at a time."""
 
 
 @dataclass(frozen=True, slots=True)
 class PartitionBounds:
-    """What an input holds of one Kafka partition."""
+    """The range of offsets and the number of rows that an input contains of one Kafka partition."""
 
     topic: str
     partition: int
@@ -38,17 +38,17 @@ class PartitionBounds:
 
 @dataclass(frozen=True, slots=True)
 class LogRanges:
-    """Ranges of a log, one for each task."""
+    """Ranges of offsets, one for each task."""
 
     places: tuple[tuple[int, int], ...]
     """Position in ``source.topics`` and partition, in ascending order."""
     starts: tuple[int, ...]
-    """The range in which each of the places begins."""
+    """For each place, the number of the range in which it begins."""
     cuts: tuple[tuple[int, ...], ...]
-    """For each of the places, the offsets at which further ranges begin."""
+    """For each place, the offsets at which further ranges begin."""
 
     def of(self, topics: Integers, partitions: Integers, offsets: Integers) -> npt.NDArray[np.uint16]:
-        """Return the range of each row."""
+        """Return the number of the range that each row belongs to."""
         result = np.zeros(len(offsets), np.uint16)
         for (topic, partition), start, cuts in zip(self.places, self.starts, self.cuts, strict=True):
             rows = np.flatnonzero((topics == topic) & (partitions == partition))
@@ -57,15 +57,15 @@ class LogRanges:
 
 
 def ranges_of(bounds: Iterable[PartitionBounds], topics: Sequence[str], count: int) -> LogRanges:
-    """Return at most ``count`` ranges with about as many rows each, if offsets are evenly spaced.
+    """Return at most ``count`` ranges, which have about the same number of rows if offsets are evenly spaced.
 
-    Topics that are none of the source's are left out, because the job refuses their rows.
+    Topics that are not source topics are left out, because the job refuses their rows.
     """
     found = sorted((topics.index(each.topic), each.partition, each) for each in bounds if each.topic in topics)
     total = sum(each.rows for *_, each in found)
     starts, cuts, before = [], [], 0
     for *_, each in found:
-        # Row number `at` of all begins range `at * count // total`.
+        # Row number `at` of all rows belongs to range `at * count // total`.
         first, last = before * count // total, (before + each.rows - 1) * count // total
         span = each.last_offset - each.first_offset + 1
         begins = (-(-number * total // count) - before for number in range(first + 1, last + 1))
@@ -78,7 +78,7 @@ def ranges_of(bounds: Iterable[PartitionBounds], topics: Sequence[str], count: i
 def spread_function(
     ranges: LogRanges, topics: tuple[str, ...], targets: tuple[int, ...], batch_rows: int
 ) -> BatchFunction:
-    """Return the function for `mapInArrow` from records to `map_side.PACKED_ROWS`, a range for each reduce task.
+    """Return a function for `mapInArrow` that packs records as `map_side.PACKED_ROWS`, one range for each reduce task.
 
     The running job raises StateIncompatible for rows of topics that the topology does not read.
     """
@@ -94,7 +94,7 @@ def spread_function(
 
 
 def in_log_order(topics: Sequence[str]) -> BatchFunction:
-    """Return the function for `mapInArrow` from `map_side.PACKED_ROWS` to the records, each log's in its order."""
+    """Return a function for `mapInArrow` that turns `map_side.PACKED_ROWS` into records in the order of each log."""
 
     def run(batches: Iterable[pa.RecordBatch]) -> Batches:
         with ReceivedRows() as received:
@@ -123,7 +123,7 @@ def _sorted(received: ReceivedRows, topics: Sequence[str]) -> Batches:
 
 
 def _part(received: ReceivedRows, rank: Integers, first: int, end: int) -> pa.RecordBatch:
-    """Return the rows whose rank is in a range, in the order of their ranks."""
+    """Return the rows whose rank is at least ``first`` and less than ``end``, in the order of their ranks."""
     found, ranks, begin = [], [], 0
     for rows in received.rows():
         here = rank[begin : begin + rows.num_rows]

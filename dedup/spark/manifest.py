@@ -1,8 +1,9 @@
-"""The files that a published run consists of, and the only way to read a run that needs no directory listing.
+"""The manifest of a published run, which names the run's files, and functions that read published runs.
 
-Theory of operation. A rename publishes a directory at once on a local disk or HDFS only; on an object store it copies
-file by file. There, the files of a run stay under a name that Spark ignores, and the run's *manifest*, a small object
-that names them, is written last: the store shows it whole or not at all. A run without a manifest does not exist.
+Theory of operation. Renaming a directory is atomic only on a local disk or HDFS; on an object store, a rename copies
+file by file. On an object store, the files of a run therefore stay in a directory that Spark ignores. The run's
+*manifest*, a small object that names the files, is written last, and readers see it complete or not at all. On an
+object store, a run is not published until its manifest exists.
 """
 
 from __future__ import annotations
@@ -25,16 +26,16 @@ if TYPE_CHECKING:
 REPORT: Final = "_run.json"
 """The report in the directory of a run that was published by a rename."""
 _RENAMING: Final = frozenset({"file", "hdfs"})
-"""File systems that rename a directory at once."""
+"""File systems that rename a directory atomically."""
 _IN_A_RUN: Final = re.compile(r"(?P<root>.+)/run=(?P<run>[^/]+)(?P<rest>(?:/[^/]+=[^/]+)*)/?")
 
 
 @dataclass(frozen=True, slots=True)
 class RunManifest:
-    """What a run published on a file system that cannot rename a directory at once."""
+    """The files that a run published on a file system that cannot rename a directory atomically."""
 
     directory: str
-    """The directory that the files are in, relative to that of all runs."""
+    """The directory that contains the files, relative to the directory of all runs."""
     files: tuple[str, ...]
     """Paths relative to ``directory``."""
     schema: str
@@ -42,12 +43,12 @@ class RunManifest:
 
 
 def renames_directories(root: HadoopDirectory) -> bool:
-    """Return whether a rename publishes a directory at once."""
+    """Return whether the file system renames a directory atomically."""
     return str(root.files.getScheme()) in _RENAMING
 
 
 def report_path(root: HadoopDirectory, run: str, *, renamed: bool) -> Any:  # noqa: ANN401 - a path of Hadoop's
-    """Return the path of a run's report, which is there if and only if the run was published."""
+    """Return the path of a run's report, which exists if and only if the run was published."""
     return root.at(f"run={run}/{REPORT}" if renamed else f"_runs/{run}.json")
 
 
@@ -59,10 +60,10 @@ def listed(spark: SparkSession, directory: Any, schema: StructType) -> RunManife
 
 
 def read_run(spark: SparkSession, path: str, run: str = "backfill") -> DataFrame:
-    """Return the verdicts that a run of `backfill` published under ``path``, on every file system and in every format.
+    """Return the verdicts that a run of `backfill` published under ``path``, on any file system and in any format.
 
-    Reads exactly the files of the run, whatever else is there. Raises SettingsError if there is no such run, which is
-    so until all of it is published.
+    The function reads exactly the files of the run, whatever other files exist under ``path``. Raises SettingsError if
+    the run does not exist or is not completely published.
     """
     root = HadoopDirectory(spark, path)
     if root.files.exists(report_path(root, run, renamed=True)):
@@ -81,9 +82,9 @@ def read_run(spark: SparkSession, path: str, run: str = "backfill") -> DataFrame
 
 
 def files_of_runs(spark: SparkSession, paths: Sequence[str]) -> list[str]:
-    """Return the paths, with the files of the manifest for one of a run that has one (``verdicts/run=may``).
+    """Return the paths; the path of a run that has a manifest (``verdicts/run=may``) is replaced by the run's files.
 
-    A directory in the run, such as ``verdicts/run=may/verdict=unique``, stands for the run's files in it.
+    The path of a directory in the run, such as ``verdicts/run=may/verdict=unique``, is replaced by the files in it.
     """
     found: list[str] = []
     for path in paths:
@@ -102,7 +103,7 @@ def files_of_runs(spark: SparkSession, paths: Sequence[str]) -> list[str]:
 
 
 def _read(root: HadoopDirectory, run: str) -> RunManifest | None:
-    """Return the manifest of a run; None if it was not published by one."""
+    """Return the manifest of a run, or None if the run was not published by a manifest."""
     path = report_path(root, run, renamed=False)
     if not root.files.exists(path):
         return None

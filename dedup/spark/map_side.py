@@ -1,7 +1,8 @@
-"""The map side of a batch job, which finds IDs, event times, and stream time in input order and packs the rows.
+"""The map side of a batch job, which extracts IDs and event times, computes stream time, and packs the rows.
 
-A map task extracts the values of each record, decides the records that cannot be judged, computes stream time as far as
-it can know it (`OffsetRuns`), and packs the rows for the reduce task that judges their IDs.
+A map task extracts the ID and event time of each record, and sets the verdict of records that must not be judged. The
+task computes stream time within its own part of the input (`OffsetRuns`), and packs each row for the reduce task that
+judges the row's ID.
 """
 
 from __future__ import annotations
@@ -35,20 +36,21 @@ from dedup.topology.model import Topology, extractor_of
 from dedup.worker.record_collector import IDLE, SOURCE, TIMESTAMP
 
 Mode = Literal["direct", "merged", "log", "event_time"]
-"""In ``direct``, each source partition is a separate log. In ``merged``, several are judged in step. ``log`` is for the
-repartition topic with its feeds, and ``event_time`` for rows without coordinates.
+"""In ``direct``, each source partition is a separate log. In ``merged``, several source partitions are judged together,
+in the order that `batch_verdicts` defines. ``log`` is for the repartition topic with its feeds, and ``event_time`` for
+rows without coordinates.
 """
 
 ID: Final = StructField("dedup_id", BinaryType())
 TIME: Final = StructField("dedup_time_ms", LongType())
 FINGERPRINT: Final = StructField("dedup_fingerprint", BinaryType())
 STREAM: Final = StructField("_dedup_stream_ms", LongType())
-"""Stream time or, if rows have `RUN`, the running maximum within the offset run."""
+"""Stream time or, if rows have `RUN`, the running maximum of event time within the offset run."""
 UNJUDGED: Final = StructField("_dedup_unjudged", StringType())
-"""Verdict, reason, and detail of a row that must not be judged, separated by `SEPARATOR`; null for nearly all rows."""
+"""Verdict, reason, and detail of a row that must not be judged, separated by `SEPARATOR`; null for all other rows."""
 TASK: Final = StructField("_dedup_task", IntegerType())
 PLACE: Final = StructField("_dedup_place", LongType())
-"""Partition and offset in the repartition topic, if that is read."""
+"""`TASK` and `PLACE` are the partition and offset in the repartition topic, if the job reads that topic."""
 RUN: Final = StructField("_dedup_run", LongType())
 """Number of the offset run."""
 SEPARATOR: Final = "\n"
@@ -62,39 +64,40 @@ PACKED_ROWS: Final = StructType(
 _PACKED_SCHEMA: Final = pa.schema([(TARGET, pa.int32()), ("packed", pa.binary()), ("notice", pa.binary())])
 MOST_REDUCERS: Final = 1 << 16
 BATCH_BYTES: Final = 64 << 20
-"""Maximum size of the packed rows that Spark passes to Python at once."""
+"""Maximum size of the packed rows in a batch that Spark passes to Python."""
 _WRITE_OPTIONS: Final = pa.ipc.IpcWriteOptions(compression="lz4", use_threads=False)
 """Compression halves the number of bytes, and each byte is copied eight times between tasks."""
 _READ_OPTIONS: Final = pa.ipc.IpcReadOptions(use_threads=False)
 _BATCH_ROWS: Final = 8_192
-"""Number of rows that are screened at once, which is few enough for the processor's caches."""
+"""Number of rows that are screened at a time, which is small enough for the processor's caches."""
 _ROWS_PER_REDUCER: Final = 4_096
 _MOST_ROWS: Final = 131_072
 _MOST_BYTES: Final = 64 << 20
 """A map task sends its packed rows when it holds this many rows or bytes."""
 _LEAST_ROWS: Final = 1_024
 _LEAST_BYTES: Final = 256 << 10
-"""A packed value should hold this many rows or bytes."""
+"""A packed value should contain at least this many rows or bytes."""
 _MOST_PACKED_BYTES: Final = 16 << 20
-"""Before compression; rows of one reduce task beyond this many bytes begin another packed value."""
+"""When a packed value reaches this size before compression, further rows of its reduce task begin another value."""
 _IN_MEMORY_BYTES: Final = 256 << 20
-"""A task keeps this much of its packed or waiting rows in memory, and all of them in a file if there are more."""
+"""A task keeps up to this much of its packed or buffered rows in memory; if there are more, it writes all to a file."""
 _MOST_RUNS: Final = 10_000
 """Maximum number of offset runs in one Spark task; a log that is read in order has one for each Kafka partition."""
 
 _ReducerIndexes = npt.NDArray[np.uint16]
 
 
-# Stream time in one pass. Stream time is a running maximum over a source partition, in offset order, but Spark reads
-# that partition as several input splits, on many machines. An *offset run* is a sequence of ascending offsets that one
-# Spark task read. The task knows the running maximum within it; what it lacks is the greatest time of the runs before
-# it. So each task, after its rows, sends a notice of its runs to every reduce task. A reduce task has all notices
-# before it judges its first record, and adds what was missing. The log is neither read twice nor sorted as a whole.
+# How stream time is computed in one pass. Stream time is the running maximum of event time over a source partition, in
+# offset order, but Spark reads the partition as several input splits, on several machines. An *offset run* is a
+# sequence of ascending offsets that one Spark task reads. The task knows the running maximum within the run, but not
+# the greatest event time of the runs before it. Therefore, after its rows, each task sends a notice that describes its
+# runs to every reduce task. A reduce task has all notices before it judges its first record, and computes stream time
+# from them. The log is neither read twice nor sorted as a whole.
 
 
 @dataclass(slots=True)
 class OffsetRun:
-    """A run of ascending offsets in one Kafka partition, and the greatest event time accepted in it."""
+    """A sequence of ascending offsets in one Kafka partition, with the greatest event time of its judged records."""
 
     number: int
     topic: int
@@ -114,10 +117,10 @@ class OffsetRuns:
         self.all: Final[list[OffsetRun]] = []
 
     def take(self, topics: Integers, partitions: Integers, offsets: Integers, times_ms: Integers) -> list[Integers]:
-        """Return, for each record, the number of its offset run and the running maximum within the run.
+        """Return, for each record, the number of its offset run and the running maximum of event time within the run.
 
         ``times_ms`` is `BEFORE_ALL_TIME` for a record that does not advance stream time. Raises StateIncompatible if
-        the offsets are out of order too often for the rows to be in log order.
+        the offsets go backward so often that the rows cannot be in log order.
         """
         numbers = np.empty(len(offsets), np.int64)
         running = np.empty(len(offsets), np.int64)
@@ -170,7 +173,7 @@ def _in_order(runs: Iterable[OffsetRun]) -> list[OffsetRun]:
 
 
 def overlap(runs: Iterable[OffsetRun]) -> tuple[OffsetRun, OffsetRun] | None:
-    """Return two offset runs of one Kafka partition that overlap; None if no two do."""
+    """Return two offset runs of one Kafka partition that overlap, or None if there are none."""
     for before, after in pairwise(_in_order(runs)):
         same = (before.topic, before.partition) == (after.topic, after.partition)
         if same and after.first_offset <= before.last_offset:
@@ -179,24 +182,24 @@ def overlap(runs: Iterable[OffsetRun]) -> tuple[OffsetRun, OffsetRun] | None:
 
 
 class LogEnd(NamedTuple):
-    """How far earlier jobs have judged one source partition, or all rows if they have no coordinates."""
+    """How far earlier jobs have judged one source partition, or all input if its rows have no coordinates."""
 
     next_offset: int
     greatest_ms: int
-    """The greatest event time accepted."""
+    """The greatest event time of the judged records."""
 
 
 LogEnds = Mapping[tuple[int, int], LogEnd]
-"""By position in ``source.topics`` and partition; by `UNPLACED` for rows without coordinates."""
+"""The keys are a position in ``source.topics`` and a partition, or `UNPLACED` for rows without coordinates."""
 UNPLACED: Final = (0, -1)
 NO_ENDS: Final[LogEnds] = MappingProxyType({})
 
 
 def before_each(runs: Sequence[OffsetRun], topics: Sequence[str], ends: LogEnds = NO_ENDS) -> Mapping[int, int]:
-    """Return, by the number of each offset run, the greatest time in ms of what precedes it in its Kafka partition.
+    """Return, by offset run number, the greatest event time in ms that precedes the run in its Kafka partition.
 
-    Raises StateIncompatible if two overlap, because a record occurs twice or the rows were not in log order, and if one
-    begins below ``ends``.
+    Raises StateIncompatible if two runs overlap, because a record occurs twice or the rows are not in log order, or if
+    a run begins below ``ends``, where earlier jobs have already judged.
     """
     both = overlap(runs)
     if both is not None:
@@ -223,7 +226,7 @@ def before_each(runs: Sequence[OffsetRun], topics: Sequence[str], ends: LogEnds 
 
 
 def ends_after(runs: Sequence[OffsetRun], ends: LogEnds) -> dict[tuple[int, int], LogEnd]:
-    """Return how far each source partition is judged after these offset runs."""
+    """Return how far each source partition has been judged after these offset runs."""
     result = dict(ends)
     for run in runs:
         before = result.get((run.topic, run.partition), LogEnd(0, BEFORE_ALL_TIME))
@@ -233,7 +236,11 @@ def ends_after(runs: Sequence[OffsetRun], ends: LogEnds) -> dict[tuple[int, int]
 
 
 def resolved(before: Mapping[int, int], numbers: Integers, running: Integers) -> Integers:
-    """Return the running maximum over the whole log, given the one within each offset run (and `before_each`)."""
+    """Return the running maximum of event time over the whole log, for each row.
+
+    ``before`` is the result of `before_each`, ``numbers`` are the offset runs of the rows, and ``running`` is the
+    running maximum within each offset run.
+    """
     met, where = np.unique(numbers, return_inverse=True)
     known = np.array([before[number] for number in met.tolist()], np.int64)
     result: Integers = np.maximum(known[where], running)
@@ -243,8 +250,8 @@ def resolved(before: Mapping[int, int], numbers: Integers, running: Integers) ->
 def _unwrapped(batch: pa.RecordBatch) -> tuple[pa.RecordBatch, frozenset[int]]:
     """Return records of the repartition topic as they were in the source topics, and which rows are idle markers.
 
-    The original coordinates and timestamp are in the last two headers. Raises InvariantBroken for a record that no
-    repartition task wrote.
+    The original coordinates and timestamp are in the last two headers of each record. Raises InvariantBroken for a
+    record that no repartition task wrote.
     """
     places: list[tuple[str, int, int]] = []
     timestamps_ms: list[int] = []
@@ -279,16 +286,18 @@ def _unwrapped(batch: pa.RecordBatch) -> tuple[pa.RecordBatch, frozenset[int]]:
     return pa.RecordBatch.from_arrays(arrays, batch.schema.names), frozenset(idle_rows)
 
 
-# Packed rows. A shuffle moves rows, and each row costs microseconds on its way out of Python, through the JVM and back.
-# So a map task packs the rows for one reduce task into one binary value, an Arrow stream, and Spark shuffles these: the
-# cost is by the byte, no longer by the row. Spark's own hash of `TARGET` decides where a value goes.
+# Why rows are packed. In a shuffle, each row costs microseconds on its way out of Python, through the JVM, and back.
+# Therefore, a map task packs the rows for one reduce task into one binary value, an Arrow stream, and Spark shuffles
+# these values. The cost then depends on the number of bytes, not on the number of rows. Spark's own hash of `TARGET`
+# determines which reduce task receives a value.
 #
-# Spark hands Python a batch of `maxRecordsPerBatch` rows, whatever their size, and a batch must stay below 2 GiB. So
-# packed rows are followed by empty rows, as many as keep a full batch at `BATCH_BYTES`.
+# Spark passes batches of `maxRecordsPerBatch` rows to Python, whatever the size of the rows, and a batch must stay
+# below 2 GiB. Therefore, each packed value is followed by as many empty rows as are needed to keep a full batch within
+# `BATCH_BYTES`.
 
 
 class _Buffers:
-    """Buffers in the order added: in memory, or in a file of Spark's local directory if they are many."""
+    """Stores buffers in order, in memory or, if they are too large together, in a file in Spark's local directory."""
 
     def __init__(self) -> None:
         self._held: list[pa.Buffer] = []
@@ -318,7 +327,7 @@ class _Buffers:
         self._held.clear()
 
     def all(self) -> list[pa.Buffer]:
-        """Return the buffers; add no more afterwards."""
+        """Return all buffers; no buffer may be added after this call."""
         if self._file is not None and not self._held:
             self._file.flush()
             whole = pa.py_buffer(mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_READ))
@@ -327,7 +336,7 @@ class _Buffers:
         return self._held
 
     def clear(self) -> None:
-        """Forget all buffers."""
+        """Remove all buffers, and close the temporary file."""
         self._held.clear()
         self._sizes.clear()
         self._open.close()
@@ -336,14 +345,15 @@ class _Buffers:
 
 
 class Packer:
-    """Packs the rows of one Spark task by reduce task.
+    """Packs the rows of one map task separately for each reduce task.
 
-    Each packed value costs as much as a hundred rows. So where there are too many reduce tasks for the rows that fit
-    into memory, sorted rows wait in a file until a value is large enough, or the task ends.
+    Each packed value costs as much time as a hundred rows. Therefore, if there are too many reduce tasks for the rows
+    that fit into memory, sorted rows are buffered, in a file if necessary, until each value is large enough or the task
+    ends.
     """
 
     def __init__(self, targets: Sequence[int], batch_rows: int) -> None:
-        """``batch_rows`` is the number of rows that Spark passes to Python at once."""
+        """``batch_rows`` is the number of rows in a batch that Spark passes to Python."""
         self._targets: Final = targets
         self._batch_rows: Final = batch_rows
         self._full: Final = min(_MOST_ROWS, _ROWS_PER_REDUCER * len(targets))
@@ -353,7 +363,9 @@ class Packer:
         self._waiting: Final = _Buffers()
         self._waiting_rows = 0
         self._borders: Final[list[Integers]] = []
-        """Of each batch that waits: where the rows of each reduce task begin, and the end."""
+        """For each buffered batch, the positions at which the rows of each reduce task begin, and the end of the
+        batch.
+        """
 
     def __enter__(self) -> Self:
         return self
@@ -362,7 +374,10 @@ class Packer:
         self._waiting.clear()
 
     def add(self, batch: pa.RecordBatch, reducers: _ReducerIndexes) -> Batches:
-        """Add rows, and yield packed rows when there are enough; ``reducers`` are positions in the targets."""
+        """Add rows, and yield packed rows when there are enough.
+
+        ``reducers`` contains, for each row, the position of its reduce task in the targets.
+        """
         self._held.append((batch, reducers))
         self._rows += batch.num_rows
         self._bytes += batch.nbytes
@@ -378,7 +393,7 @@ class Packer:
                 yield from self._packed_waiting()
 
     def rest(self) -> Batches:
-        """Yield all remaining rows, packed."""
+        """Yield all remaining rows in packed form."""
         if self._borders:
             rows, borders = self._sorted() if self._held else (None, None)
             yield from self._packed_waiting(rows, borders)
@@ -391,9 +406,9 @@ class Packer:
         return rows >= _LEAST_ROWS * count or size_bytes >= _LEAST_BYTES * count
 
     def _sorted(self) -> tuple[pa.RecordBatch, Integers]:
-        """Return what is held, sorted by reduce task, and where the rows of each begin."""
+        """Return the held rows, sorted by reduce task, and the position at which each reduce task's rows begin."""
         reducers = np.concatenate([reducers for _, reducers in self._held])
-        # A stable sort of 16-bit numbers is a radix sort: it is fast, and the rows stay in the log's order.
+        # NumPy's stable sort of 16-bit integers is a radix sort, which is fast and keeps the rows in log order.
         order = np.argsort(reducers, kind="stable")
         rows = pa.concat_batches([batch for batch, _ in self._held]).take(pa.array(order))
         self._held.clear()
@@ -401,7 +416,7 @@ class Packer:
         return rows, np.searchsorted(reducers[order], np.arange(len(self._targets) + 1))
 
     def _packed_waiting(self, rows: pa.RecordBatch | None = None, borders: Integers | None = None) -> Batches:
-        """Yield what waits, and these rows after it, packed."""
+        """Yield the buffered rows, followed by ``rows``, in packed form."""
         parts = [pa.ipc.open_stream(each).read_next_batch() for each in self._waiting.all()]
         if rows is not None and borders is not None:
             parts.append(rows)
@@ -428,7 +443,7 @@ class Packer:
                 yield self._pack(target, slices)
 
     def notices(self, text: bytes) -> pa.RecordBatch:
-        """Return the same notice for every reduce task."""
+        """Return packed rows that send the same notice to every reduce task."""
         count = len(self._targets)
         columns = [pa.array(self._targets, pa.int32()), pa.nulls(count, pa.binary()), pa.array([text] * count)]
         return pa.RecordBatch.from_arrays(columns, schema=_PACKED_SCHEMA)
@@ -438,7 +453,7 @@ class Packer:
         count = 1 + self._batch_rows * packed.size // BATCH_BYTES
         offsets = np.full(count + 1, packed.size, np.int32)
         offsets[0] = 0
-        # Rows after the first are empty, which tells them from packed rows.
+        # The value is empty in all rows after the first, so that the receiver can ignore these rows.
         column = pa.BinaryArray.from_buffers(pa.binary(), count, [None, pa.py_buffer(offsets), packed])
         columns = [pa.array(np.full(count, target, np.int32)), column, pa.nulls(count, pa.binary())]
         return pa.RecordBatch.from_arrays(columns, schema=_PACKED_SCHEMA)
@@ -452,7 +467,7 @@ def _stream(rows: pa.RecordBatch, options: pa.ipc.IpcWriteOptions | None) -> pa.
 
 
 class ReceivedRows:
-    """All packed rows sent to one reduce task."""
+    """All packed rows that one reduce task has received."""
 
     def __init__(self) -> None:
         self._packed: Final = _Buffers()
@@ -478,12 +493,12 @@ class ReceivedRows:
                 _keep(batch.column(KNOWN), self._known)
 
     def known(self) -> Batches:
-        """Yield the sightings of earlier jobs; in the same order each time."""
+        """Yield the sightings of earlier jobs, in the same order on every call."""
         for packed in self._known.all():
             yield unpacked(packed)
 
     def rows(self) -> Batches:
-        """Yield the rows, those of small packed values together; in the same order each time."""
+        """Yield the rows in the same order on every call, with small packed values combined into larger batches."""
         held: list[pa.RecordBatch] = []
         count = size_bytes = 0
         for packed in self._packed.all():
@@ -498,7 +513,7 @@ class ReceivedRows:
 
 
 def _keep(column: pa.Array, buffers: _Buffers) -> None:
-    """Add what is neither null nor empty."""
+    """Add the values of a column that are neither null nor empty."""
     sizes = pc.binary_length(column).fill_null(0).to_numpy(zero_copy_only=False)
     for row in np.flatnonzero(sizes).tolist():
         buffers.add(column[row].as_buffer())
@@ -510,7 +525,7 @@ def packed_stream(rows: pa.RecordBatch) -> pa.Buffer:
 
 
 def unpacked(stream: pa.Buffer) -> pa.RecordBatch:
-    """Return the rows of `packed_stream`."""
+    """Return the rows that `packed_stream` has packed."""
     return pa.ipc.open_stream(stream, options=_READ_OPTIONS).read_next_batch()
 
 
@@ -519,7 +534,7 @@ def _together(batches: Sequence[pa.RecordBatch]) -> pa.RecordBatch:
 
 
 def _local_directory() -> Path | None:
-    """Return Spark's spill directory; None outside an executor, for the system's temporary directory."""
+    """Return Spark's spill directory, or None outside an executor, where the system's temporary directory is used."""
     first = os.environ.get("SPARK_LOCAL_DIRS", "").split(",")[0]
     return Path(first) if first and Path(first).is_dir() else None
 
@@ -534,13 +549,13 @@ class MapPlan:
     targets: tuple[int, ...] = (0,)
     """The value of `TARGET` for each reduce task."""
     batch_rows: int = 10_000
-    """The number of rows that Spark passes to Python at once."""
+    """The number of rows in a batch that Spark passes to Python."""
     feeds: tuple[Feed, ...] = ()
-    """For the repartition topic, every source partition."""
+    """Every source partition, if the input is the repartition topic."""
 
 
 def _added_fields(plan: MapPlan) -> list[StructField]:
-    """Return the columns that the map side adds, as few as the mode allows, because each costs time in every row."""
+    """Return the columns that the map side adds: only those that the mode needs, because each column costs time."""
     fields = [ID, TIME, *([FINGERPRINT] if plan.topology.fingerprints_wanted else []), STREAM, UNJUDGED]
     if plan.mode == "log":
         fields += [TASK, PLACE]
@@ -550,7 +565,7 @@ def _added_fields(plan: MapPlan) -> list[StructField]:
 
 
 def map_function(plan: MapPlan) -> BatchFunction:
-    """Return the function for `mapInArrow` from records (`rows.RECORDS`) to `PACKED_ROWS`."""
+    """Return a function for `mapInArrow` that turns records (`rows.RECORDS`) into `PACKED_ROWS`."""
 
     def run(batches: Iterable[pa.RecordBatch]) -> Batches:
         context = TaskContext.get()
@@ -568,7 +583,7 @@ def map_function(plan: MapPlan) -> BatchFunction:
 
 
 def _reducers(screened: pa.RecordBatch, reducers: int) -> _ReducerIndexes:
-    """Return the reduce task of each row, which depends on its ID; a row without an ID may be sent to any task."""
+    """Return the reduce task of each row, which depends on the row's ID; a row without an ID may go to any task."""
     ids = binary_column(screened.column(ID.name))
     if None in ids:
         ids = [b"%d" % row if each is None else each for row, each in enumerate(ids)]
@@ -577,17 +592,17 @@ def _reducers(screened: pa.RecordBatch, reducers: int) -> _ReducerIndexes:
 
 
 def write_notice(runs: Sequence[OffsetRun]) -> bytes:
-    """Return offset runs in the form that `read_notice` reads."""
+    """Return offset runs in the encoding that `read_notice` reads."""
     return orjson.dumps([asdict(each) for each in runs])
 
 
 def read_notice(values: Iterable[bytes]) -> list[OffsetRun]:
-    """Return the offset runs that several tasks have written with `write_notice`."""
+    """Return the offset runs that several tasks have encoded with `write_notice`."""
     return [OffsetRun(**each) for value in values for each in orjson.loads(value)]
 
 
 class _Screener:
-    """Screens the batches of one Spark task, in order."""
+    """Extracts the values of a Spark task's batches in order, and finds the records that must not be judged."""
 
     def __init__(self, plan: MapPlan, task: int) -> None:
         self._plan: Final = plan
@@ -598,7 +613,7 @@ class _Screener:
         self._stream_time = StreamTime.before(plan.feeds)
 
     def screened(self, batch: pa.RecordBatch) -> pa.RecordBatch:
-        """Return the records with the columns `_added_fields` after them."""
+        """Return the records, without idle markers, with the columns of `_added_fields` appended."""
         plan = self._plan
         partitions, offsets = integers_of(batch, "partition"), integers_of(batch, "offset")
         idle: frozenset[int] = frozenset()
@@ -639,7 +654,7 @@ class _Screener:
         return result.filter(_without(idle, batch.num_rows)) if idle else result
 
     def _along_log(self, partitions: Integers, rows: Rows, times_ms: Integers, skipped: set[int]) -> Integers:
-        """Return stream time at every row of the repartition topic, whose partitions are read one after another."""
+        """Return the stream time at each row of the repartition topic, whose partitions are read one after another."""
         result = np.empty(len(partitions), np.int64)
         borders = [0, *(np.flatnonzero(partitions[1:] != partitions[:-1]) + 1).tolist(), len(partitions)]
         for begin, end in pairwise(borders):

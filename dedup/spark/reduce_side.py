@@ -1,4 +1,4 @@
-"""The reduce side of a batch job, which judges records when all rows of an ID are in one Spark task."""
+"""The reduce side of a batch job, which judges records after all rows of an ID have reached the same Spark task."""
 
 from __future__ import annotations
 
@@ -65,11 +65,11 @@ JUDGED: Final = (
     StructField("first_partition", IntegerType()),
     StructField("first_offset", LongType()),
 )
-"""`dedup_time_ms` is the time as judged (the ceiling if a future time was clamped; 0 without a time). `reason` is the
-code of a dead letter, an exemption, or a forwarded conflict, and `detail` is a dead letter's sentence.
-`dedup_partition` and `dedup_offset` are the position in the task's log, or null if rows are not judged in the order of
-one task. `stream_time_ms` is the task's stream time after this record. The `first_*` columns describe the sighting that
-a duplicate repeats.
+"""`dedup_time_ms` is the event time by which the record was judged (the greatest allowed time if a future time was
+clamped; 0 if the record has no event time). `reason` is the code of a dead letter, an exemption, or a forwarded
+conflict, and `detail` is a dead letter's sentence. `dedup_partition` and `dedup_offset` are the position in the task's
+log, or null if rows are not judged in the order of one task. `stream_time_ms` is the task's stream time after this
+record. The `first_*` columns describe the sighting that a duplicate repeats.
 """
 _NAMES: Final = pa.array(["unique", "duplicate", "conflict", "late", "unique"])
 _REASONS: Final = pa.array([None, None, None, None, "conflict"], pa.string())
@@ -85,7 +85,7 @@ class ReducePlan:
     names: list[str]
     """The columns of the input."""
     ends: LogEnds = field(default_factory=dict)
-    """How far earlier jobs have judged, if this one continues them."""
+    """How far earlier jobs have judged, if this job continues them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,13 +97,13 @@ class FoldedRows:
     ids: pa.Array
     """The ID of each row."""
     known: pa.Table
-    """The sightings of earlier jobs that have one of these IDs and still count, as `sightings.SIGHTINGS`."""
+    """The sightings of earlier jobs that have one of these IDs and have not expired, as `sightings.SIGHTINGS`."""
     unjudged: dict[str, int]
     """The number of rows that were not judged, by verdict."""
 
 
 def reduce_function(plan: ReducePlan) -> BatchFunction:
-    """Return the function for `mapInArrow` from `map_side.PACKED_ROWS` to records with `JUDGED` after them."""
+    """Return a function for `mapInArrow` that turns `map_side.PACKED_ROWS` into records with `JUDGED` appended."""
 
     def run(batches: Iterable[pa.RecordBatch]) -> Batches:
         with ReceivedRows() as received:
@@ -115,19 +115,20 @@ def reduce_function(plan: ReducePlan) -> BatchFunction:
 
 @dataclass(frozen=True, slots=True)
 class LayerPlan:
-    """The parameters of a task that writes what a job leaves."""
+    """The parameters of a task that writes a layer of sightings for the next job."""
 
     reducers: int
     buckets: int
     """A multiple of ``reducers``."""
     whole: bool
-    """Whether earlier sightings that still count are written again, so that no earlier layer is needed."""
+    """Whether earlier sightings that have not expired are written again, so that no earlier layer is needed."""
 
 
 def layer_function(plan: ReducePlan, layer: LayerPlan) -> BatchFunction:
-    """Return the function for `mapInArrow` from packed rows to `sightings.LAYER`: what they leave, and one report.
+    """Return a function for `mapInArrow` that turns packed rows into `sightings.LAYER`: their sightings and one report.
 
-    A report has the number of rows by verdict, and how far the source partitions are judged, as far as this task knows.
+    The report contains the number of rows by verdict and, as far as the task knows, how far each source partition has
+    been judged.
     """
 
     def run(batches: Iterable[pa.RecordBatch]) -> Batches:
@@ -162,7 +163,7 @@ def _report(plan: ReducePlan, received: ReceivedRows, folded: FoldedRows | None)
 
 
 def _left(folded: FoldedRows, topology: Topology) -> pa.Table:
-    """Return the sightings that these rows made or extended."""
+    """Return the sightings that these rows created or extended."""
     rows, decided = folded.rows, folded.decided
     nothing = pa.array([b""]).take(pa.array(np.zeros(len(rows.times_ms), np.int64)))
     fingerprints = nothing if rows.fingerprints is None else rows.fingerprints
@@ -190,7 +191,7 @@ def _left(folded: FoldedRows, topology: Topology) -> pa.Table:
 
 
 class Reducer:
-    """Judges all rows of one Spark task; only the columns that are needed for this are kept as a table in memory."""
+    """Judges all rows of one Spark task; only the columns that judging needs are kept as a table in memory."""
 
     def __init__(self, plan: ReducePlan, received: ReceivedRows) -> None:
         self._plan: Final = plan
@@ -201,7 +202,7 @@ class Reducer:
         self._rows: Final = pa.Table.from_batches(parts) if parts else None
 
     def judged(self) -> Batches:
-        """Yield the records with their verdicts, in the batches in which they were packed."""
+        """Yield the records with their verdicts, in the batches of `ReceivedRows.rows`."""
         if self._rows is None:
             return
         stream_ms = self._stream_times(self._rows)
@@ -214,11 +215,11 @@ class Reducer:
             begin = end
 
     def folded(self) -> FoldedRows | None:
-        """Return what was judged; None if this task has no rows."""
+        """Return the judged rows with their verdicts, or None if this task has no rows."""
         return None if self._rows is None else self._fold(self._rows, self._stream_times(self._rows))[1]
 
     def _fold(self, rows: pa.Table, stream_ms: Integers) -> tuple[Integers, FoldedRows]:
-        """Return the rows that are judged, in judging order, and their verdicts."""
+        """Return the positions of the judged rows, in judging order, and the rows with their verdicts."""
         unjudged = rows.column(UNJUDGED.name)
         open_rows = np.flatnonzero(unjudged.is_null().to_numpy())
         order, sorted_rows, names = self._sorted(rows, open_rows, stream_ms)
@@ -229,12 +230,12 @@ class Reducer:
         return order, FoldedRows(sorted_rows, decided, ids, known, counts)
 
     def _known(self, names: pa.Array) -> pa.Table:
-        """Return the sightings of earlier jobs that have one of these IDs and still count."""
+        """Return the sightings of earlier jobs whose ID is in ``names`` and that have not expired."""
         found = [batch.filter(pc.is_in(batch.column("id"), value_set=names)) for batch in self._received.known()]
         return current(found, self._plan.topology, self._plan.ends)
 
     def _by_group(self, known: pa.Table, names: pa.Array, rows: SortedRows) -> dict[int, Sightings]:
-        """Return the sightings by the numbers that `_sorted_rows` gives to the groups."""
+        """Return the known sightings by the group numbers that `_sorted_rows` assigns."""
         numbers = pc.index_in(known.column("id"), value_set=names).to_numpy().astype(np.int64)
         if self._plan.mode == "direct":
             width = int(rows.partitions.max(initial=0)) + 1
@@ -250,7 +251,7 @@ class Reducer:
         within = _numbers(rows, STREAM.name)
         match self._plan.mode:
             case "direct" | "merged":
-                # Of several reduce tasks that adaptive execution merged, each was sent the notices.
+                # If adaptive execution merged several reduce tasks, the notices were sent to each of them.
                 runs = {run.number: run for run in read_notice(self._received.notices)}
                 before = before_each(list(runs.values()), self._topics, self._plan.ends)
                 return resolved(before, _numbers(rows, RUN.name), within)
@@ -263,7 +264,7 @@ class Reducer:
     def _sorted(
         self, rows: pa.Table, open_rows: Integers, stream_ms: Integers
     ) -> tuple[Integers, SortedRows, pa.Array]:
-        """Return the rows to judge, grouped by ID and, within an ID, in judging order, and all IDs by group."""
+        """Return the positions of the rows to judge, by ID and in judging order, these rows, and all IDs by group."""
         if len(open_rows) < rows.num_rows:
             rows, stream_ms = rows.take(pa.array(open_rows)), stream_ms[open_rows]
         groups, lengths, names = _groups(rows.column(ID.name))
@@ -276,7 +277,7 @@ class Reducer:
         return open_rows[order], taken, names
 
     def _judging_order(self, rows: pa.Table, several: Integers, stream_ms: Integers) -> list[Integers]:
-        """Return the columns by which to sort an ID's rows, the last one first."""
+        """Return the columns by which to sort the rows of an ID, the least significant column first."""
         match self._plan.mode:
             case "direct":
                 return [_numbers(rows, "offset")[several], _numbers(rows, "partition")[several]]
@@ -291,7 +292,7 @@ class Reducer:
                 return [_numbers(rows, TIME.name)[several]]
 
     def _ties_ordered(self, rows: pa.Table, order: Integers, groups: Integers, open_rows: Integers) -> Integers:
-        """Return the order with rows of one ID and one event time sorted by the digest of their content."""
+        """Return ``order`` with rows of the same ID and event time sorted by the digest of their content."""
         times_ms = _numbers(rows, TIME.name)[order]
         same = (groups[order][1:] == groups[order][:-1]) & (times_ms[1:] == times_ms[:-1])
         if not same.any():
@@ -305,7 +306,7 @@ class Reducer:
         return result
 
     def _digests(self, wanted: Integers) -> npt.NDArray[np.uint64]:
-        """Return the content digests of these rows as two numbers each; one batch of content is in memory at a time."""
+        """Return the content digest of each row as two numbers; only one batch of content is in memory at a time."""
         found = np.empty((len(wanted), 2), np.uint64)
         ascending = np.argsort(wanted)
         begin = 0
@@ -323,7 +324,7 @@ class Reducer:
         groups = groups[order]
         tasks = {"direct": "partition", "log": TASK.name}.get(self._plan.mode)
         if tasks is not None:
-            # Each task judges the rows of an ID apart, so ID and task together make a group.
+            # Each task judges its own rows of an ID, so ID and task together identify a group.
             task = _numbers(rows, tasks)[order]
             groups = groups * (int(task.max(initial=0)) + 1) + task
         unplaced = np.full(len(order), -1, np.int64)
@@ -381,7 +382,7 @@ def _columns_to_judge(plan: ReducePlan) -> list[str]:
 
 
 def _groups(ids: pa.ChunkedArray) -> tuple[Integers, Integers, pa.Array]:
-    """Return a number for the ID of each row, how many rows have each number, and the ID of each number."""
+    """Return a number for the ID of each row, the number of rows of each ID, and the IDs by their numbers."""
     chunks = ids.dictionary_encode().chunks
     groups = [chunk.indices.to_numpy().astype(np.int64) for chunk in chunks]
     together: Integers = np.concatenate(groups) if groups else np.empty(0, np.int64)
@@ -390,7 +391,7 @@ def _groups(ids: pa.ChunkedArray) -> tuple[Integers, Integers, pa.Array]:
 
 
 def _scattered(decided: Decided, order: Integers, count: int) -> Decided:
-    """Return the verdicts in the order before sorting; those of rows that were not judged are meaningless."""
+    """Return the verdicts in the order before sorting; the verdicts of rows that were not judged are meaningless."""
     result = Decided.of(np.zeros(count, np.int8))
     for before, after in zip(_columns(decided), _columns(result), strict=True):
         after[order] = before
@@ -421,7 +422,7 @@ def _found(decided: Decided, topics: tuple[str, ...]) -> dict[str, pa.Array]:
 
 
 def _with_unjudged(unjudged: pa.Array, found: dict[str, pa.Array]) -> dict[str, pa.Array]:
-    """Return verdict, reason, and detail; those of rows that must not be judged come from `UNJUDGED`."""
+    """Return verdict, reason, and detail of each row, taken from `UNJUDGED` for rows that must not be judged."""
     parts = [(None, None, None) if text is None else text.split(SEPARATOR, 2) for text in unjudged.to_pylist()]
     verdicts, reasons, details = (pa.array([part[at] or None for part in parts], pa.string()) for at in range(3))
     judged = unjudged.is_null()

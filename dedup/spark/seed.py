@@ -1,19 +1,19 @@
 """Implements `dedup spark seed`, which turns a history into the state from which a fleet starts.
 
-Theory of operation. The history is judged as in a backfill and folded into the sightings that still count. Then one
-transaction writes `seeding` into every changelog partition. If the topology repartitions, the source offsets are
-committed. Spark tasks then write each partition under the fleet's transactional id. The last transaction of a partition
-contains the task record, `seeded`, and the group's offset. A task that starts before that transaction stops with
-StateIncompatible.
+Theory of operation. The history is judged as in a backfill and reduced to the sightings that have not expired. One
+transaction then writes a seed mark in the phase `seeding` to every changelog partition. If the topology repartitions,
+the source offsets are committed next. Spark tasks then write the sightings of each partition under the fleet's
+transactional IDs. The last transaction of a partition contains the task record, the seed mark in the phase `seeded`,
+and the group's offset. A task of the fleet that starts before the last transaction stops with StateIncompatible.
 
-To finish a seed that was killed, run it again. The marks identify the seed, with its offsets and its clock, so the
-second run writes the same records. A different history or different offsets are refused, because the records of the
-first run would stay.
+To finish a seed that was killed, run the same command again. The seed marks contain the name, the offsets, and the
+clock time of the seed, so the second run writes the same records. A different history or different offsets are refused,
+because the records of the first run would stay in the changelog.
 
-To open the session of a partition fences its owner. An attempt always writes a whole partition. A changelog record that
-is written twice has the same meaning, so attempts may be repeated, killed, or run twice at once. To Python, a task that
-failed upstream looks like a normal end of its input, so the last transaction is committed only if count and digest
-match the mark.
+Opening the session of a partition fences the previous owner. An attempt always writes a whole partition. A changelog
+record that is written twice has the same meaning as one that is written once, so attempts may be repeated, killed, or
+run concurrently. If an upstream task fails, the Python code sees only a normal end of its input. Therefore, the last
+transaction is committed only if the number and the digest of the records match the seed mark.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ if TYPE_CHECKING:
     from dedup.topology.model import Topology
 
 Until = Mapping[TopicPartition, int] | int | Literal["earliest", "latest"]
-"""Where the fleet begins: an offset for each source partition, a record time in ms, or the current ends."""
+"""Where the fleet begins: an offset for each source partition, a record time in ms, or the current starts or ends."""
 
 Row = tuple[int, bytes, bytes, int]
 """Columns: changelog partition, key, value, hash of both."""
@@ -88,7 +88,7 @@ _WRITTEN_DDL: Final = "partition int, records long, was_there boolean"
 
 
 class PartitionTruncated(DedupError):
-    """Rows of a partition are missing because an earlier Spark task failed, so Spark tries again."""
+    """Raised if rows of a partition are missing because an earlier Spark task failed; Spark then repeats the task."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,8 +97,8 @@ class SeedOptions:
 
     until: Until
     now_ms: int | None = None
-    """The wall-clock time that decides which times are in the future; now, if None. A second run uses that of the
-    first.
+    """The wall-clock time that decides which times are in the future; now, if None. A second run of the same seed uses
+    the time of the first.
     """
     commit_rows: int = _COMMIT_ROWS
 
@@ -124,13 +124,13 @@ class Seeded:
     partitions: tuple[SeededPartition, ...]
     begins: Mapping[TopicPartition, int]
     counts: Counts
-    """Of the part of the history that was judged."""
+    """The counts of verdicts on the part of the history that was judged."""
     seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class _ClusterState:
-    """A cluster that can be seeded or whose seed can be finished."""
+    """The state of a cluster on which a seed can begin or be finished."""
 
     cluster: Cluster
     tasks: int
@@ -145,7 +145,7 @@ class _ClusterState:
 
 @dataclass(frozen=True, slots=True)
 class WritePlan:
-    """The parameters of an attempt, which are sent to the executors with the task."""
+    """The parameters of a Spark task that writes the seed; the driver sends them to the executors with the task."""
 
     topology: Topology
     settings: PicklableSettings
@@ -164,11 +164,11 @@ def seed(
     history: History | DataFrame | None = None,
     tell: Callable[[str], None] = lambda _: None,
 ) -> Seeded:
-    """Write the changelog and offsets of a fleet that has judged the history and continues at `until`.
+    """Write the changelog and offsets of a fleet that has judged the history and continues at `SeedOptions.until`.
 
-    ``history`` is files, a DataFrame of `rows.RECORDS`, or None for the source topics from their start. Rows that the
-    fleet will read itself, according to their offset or timestamp, are left out. Writes nothing and raises
-    StateIncompatible if the group has offsets, the changelog is not new, or another seed is unfinished.
+    ``history`` is a `History` of files, a DataFrame of `rows.RECORDS`, or None for the source topics from their start.
+    Rows that the fleet will read itself, according to their offset or timestamp, are left out. Raises StateIncompatible
+    and writes no seed if the group has offsets, the changelog is not new, or a different seed was begun.
     """
     began_s = time.monotonic()
     found = _on_cluster(topology, settings, partial(_cluster_state, topology, settings, options))
@@ -239,7 +239,7 @@ def _before(history: History, found: _ClusterState, until: Until) -> History:
         fn.lit(each) for place, offset in found.begins.items() for each in (f"{place.topic}/{place.partition}", offset)
     ]
     begins = fn.create_map(*pairs)[fn.concat_ws("/", "topic", fn.col("partition").cast("string"))]
-    # Rows of other partitions than the source's are kept: the fold refuses them.
+    # Rows of partitions that are not source partitions are kept here, because the fold refuses them.
     mine = fn.col("offset").isNull() | begins.isNull() | (fn.col("offset") < begins)
     if isinstance(until, int):
         mine &= fn.col("offset").isNotNull() | fn.col("timestamp_ms").isNull() | (fn.col("timestamp_ms") < until)
@@ -325,7 +325,7 @@ def _write_sightings(rows: DataFrame, plan: WritePlan, tasks: int) -> dict[int, 
 
 
 async def _write_empty(plan: WritePlan, settings: Settings, wire: KafkaWire) -> dict[int, bool]:
-    """Finish the partitions that have no sightings, because no Spark task sees them."""
+    """Finish the partitions that have no sightings, because no Spark task receives rows of them."""
     written = {}
     for task, mark in plan.marks.items():
         if not mark.sightings:
@@ -380,7 +380,7 @@ def _not_new(topology: Topology, why: str) -> StateIncompatible:
 
 
 async def _mark(topology: Topology, wire: KafkaWire, task: int) -> SeedMark | None:
-    """Return the mark at the beginning of a changelog partition; None if the partition is empty."""
+    """Return the seed mark at the beginning of a changelog partition, or None if the partition is empty."""
     first = await _first_record(wire, TopicPartition(topology.changelog_topic, task))
     if first is None:
         return None
@@ -405,9 +405,9 @@ async def _first_record(wire: KafkaWire, partition: TopicPartition) -> FetchedRe
 
 
 def _refuse_other_begins(topology: Topology, until: Until, begins: Mapping[TopicPartition, int]) -> None:
-    """Raise StateIncompatible if ``until`` has different offsets than the earlier run.
+    """Raise StateIncompatible if the offsets in ``until`` differ from those of the earlier run.
 
-    The first run resolves `latest`, `earliest`, and a time, so these are not compared.
+    `latest`, `earliest`, and times are not compared, because the first run has already turned them into offsets.
     """
     if not isinstance(until, Mapping) or dict(until) == dict(begins):
         return
@@ -466,7 +466,7 @@ async def _begins(topology: Topology, cluster: Cluster, wire: KafkaWire, until: 
 
 
 async def _begin(plan: WritePlan, settings: Settings, wire: KafkaWire, found: _ClusterState) -> None:
-    """Mark every partition and, if records are repartitioned, commit the source offsets.
+    """Write a seed mark to every changelog partition and, if the topology repartitions, commit the source offsets.
 
     The offsets are committed before a task can start on any partition, because a fleet that starts in the meantime must
     not repartition the history again.
@@ -486,7 +486,10 @@ async def _begin(plan: WritePlan, settings: Settings, wire: KafkaWire, found: _C
 
 
 async def _announce(topology: Topology, settings: Settings, wire: KafkaWire, marks: Mapping[int, SeedMark]) -> None:
-    """Write `seeding` into every partition in one transaction. No task then starts before its partition is seeded."""
+    """Write seed marks in the phase `seeding` to all changelog partitions in one transaction.
+
+    From this transaction on, no task of the fleet starts before its partition is seeded.
+    """
     for partition in marks:
         # An open transaction of a stopped worker must not be committed after the marks.
         await _task_session(topology, settings, wire, partition).open()
@@ -512,7 +515,7 @@ def _task_session(topology: Topology, settings: Settings, wire: KafkaWire, parti
 
 
 def _write_partitions(plan: WritePlan, arrow: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-    """Write the rows of a Spark partition, sorted by changelog partition; yield a row of `_WRITTEN` for each."""
+    """Write rows that are sorted by changelog partition, and yield a row of `_WRITTEN` for each of the partitions."""
     for partition, rows in groupby(_rows(arrow), key=itemgetter(0)):
         with asyncio.Runner() as runner:
             written = runner.run(_write(plan, partition, rows))
@@ -535,20 +538,20 @@ async def _write(plan: WritePlan, partition: int, rows: Iterable[Row]) -> dict[s
 async def _write_partition(
     plan: WritePlan, settings: Settings, wire: KafkaWire, partition: int, rows: Iterable[Row]
 ) -> dict[str, int | bool]:
-    """Seed the partition; if it is already seeded, only read its rows to the end.
+    """Seed one changelog partition; if it is already seeded, only read its rows to the end.
 
-    Raises PartitionTruncated, TaskMigrated, or CommitUnknown; another attempt then writes the partition again.
+    Raises PartitionTruncated, TaskMigrated, or CommitUnknown, after which another attempt writes the partition again.
     """
     topology = plan.topology
     session = _task_session(topology, settings, wire, partition)
     feeding = TopicPartition(topology.feeding_topics[0], partition)
     await session.open()
     try:
-        # Read in our own epoch: the transactions of older attempts have ended by now.
+        # The offset is read in this attempt's own epoch, when the transactions of older attempts have ended.
         if await committed_offset(wire, topology.name, feeding) is not None:
             skipped = sum(1 for _ in rows)
             return {"partition": partition, "records": skipped, "was_there": True}
-        # All of the state is what this seed writes: if the log begins higher one day, it was truncated.
+        # This seed writes the whole state, so a changelog that later begins at a higher offset was truncated.
         kept_from = (await bounds_of(wire, TopicPartition(topology.changelog_topic, partition))).start
         count = await _write_rows(plan, settings, session, partition, rows)
         await _finish(plan, session, wire, partition, kept_from)
@@ -589,10 +592,11 @@ async def _insist(
     offsets: Mapping[TopicPartition, Position] | None = None,
     is_committed: Callable[[], Awaitable[bool]] | None = None,
 ) -> None:
-    """Commit lines and offsets, in a new epoch if needed.
+    """Commit changelog lines and offsets, and repeat a commit with an unknown result in a new epoch.
 
-    Lines may be written twice; ``is_committed`` returns, before another attempt, whether the previous one succeeded.
-    Raises TaskMigrated if another owner has taken over the partition, and CommitUnknown after `_MOST_ATTEMPTS`.
+    Lines may be written twice. Before another attempt, ``is_committed`` tells whether the previous attempt succeeded.
+    Raises TaskMigrated if another owner has taken over the partition, and CommitUnknown after `_MOST_ATTEMPTS`
+    attempts.
     """
     for attempt in range(_MOST_ATTEMPTS):
         try:
@@ -604,7 +608,7 @@ async def _insist(
                 session.add(fill(target, part, compression=compression))
             await session.commit(offsets or {})
         except CommitUnknown:
-            # The leader moved, or does not know a new topic yet.
+            # The partition's leader has moved, or does not know the new topic yet.
             if attempt + 1 == _MOST_ATTEMPTS:
                 raise
             await asyncio.sleep(_RETRY_S)
@@ -613,7 +617,7 @@ async def _insist(
 
 
 async def _finish(plan: WritePlan, session: Session, wire: KafkaWire, partition: int, kept_from: int) -> None:
-    """Commit the last transaction, after which a task may start."""
+    """Commit the last transaction of a partition, after which a task of the fleet may start."""
     topology, record = plan.topology, replace(plan.records[partition], kept_from=kept_from)
     mark = replace(plan.marks[partition], phase="seeded")
     now_ms = int(time.time() * 1000)
@@ -625,7 +629,7 @@ async def _finish(plan: WritePlan, session: Session, wire: KafkaWire, partition:
     feeding = TopicPartition(topology.feeding_topics[0], partition)
 
     async def is_committed() -> bool:
-        # A task may have moved the offset on since: never set it back.
+        # A task may have advanced the offset in the meantime, so it must not be set back.
         return await committed_offset(wire, topology.name, feeding) is not None
 
     offsets = {feeding: Position(record.next_offset)}

@@ -1,4 +1,4 @@
-"""Folds a history into a fleet's state: the sightings that still count, and the progress of each task's feeds."""
+"""Turns a history into a fleet's state: the sightings that have not expired, and the progress of each task's feeds."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ NOTHING_YET: Final = SeedProgress(BEFORE_ALL_TIME, ())
 
 @dataclass(frozen=True, slots=True)
 class Folded:
-    """The state after a history, and the verdicts."""
+    """The state of a fleet after a history, and the counts of verdicts."""
 
     sightings: DataFrame
-    """The sightings that still count, as `changelog_frames.SIGHTINGS`."""
+    """The sightings that have not expired, as `changelog_frames.SIGHTINGS`."""
     progress: Mapping[int, SeedProgress]
     """Progress by task, without tasks that had no records."""
     counts: Counts
@@ -53,7 +53,7 @@ class Folded:
 def as_history(df: DataFrame) -> History:
     """Return a DataFrame of `rows.RECORDS` as a history.
 
-    Raises StateIncompatible if only some rows have Kafka coordinates, because there is no common order.
+    Raises StateIncompatible if only some rows have Kafka coordinates, because all rows must have a common order.
     """
     row = df.agg(fn.count("offset").alias("placed"), fn.count(fn.lit(1)).alias("all")).first()
     placed, rows = (0, 0) if row is None else (row["placed"], row["all"])
@@ -115,7 +115,11 @@ def _refuse_unplaceable(
 
 
 def placed(verdicts: DataFrame, topology: Topology, *, tasks: int, order: Order) -> DataFrame:
-    """Return the rows with `dedup_partition`, the task of the ID according to the log, the key, or the hash."""
+    """Return the verdicts with the column `dedup_partition`, the number of the task that judges the record's ID.
+
+    In a direct topology, the number is the source partition or, for rows without coordinates, the partition of the key.
+    With a repartition topic, the number is the partition of the ID.
+    """
     if topology.direct and order == "offsets":
         return verdicts.withColumn("dedup_partition", fn.col("partition"))
     column = "key" if topology.direct else "dedup_id"
@@ -138,7 +142,7 @@ def _topic_position(topology: Topology, column: str) -> Column:
 
 
 def _sightings(verdicts: DataFrame, topology: Topology, order: Order) -> DataFrame:
-    """Return every sighting after judging, extended if the topology says so."""
+    """Return the sightings that result from the verdicts, with extensions if the topology extends sightings."""
     outside = order == "event_time"
     fingerprint = fn.coalesce("dedup_fingerprint", fn.lit(b"")) if topology.fingerprints_wanted else fn.lit(b"")
     first = verdicts.where("verdict = 'unique'").select(
@@ -164,7 +168,8 @@ def _sightings(verdicts: DataFrame, topology: Topology, order: Order) -> DataFra
         "dedup_id",
         fn.col("first_time_ms").alias("first_ms"),
         *([] if outside else source),
-        # With `on_conflict: forward` an event is ID and payload: only the same payload repeats a sighting.
+        # With `on_conflict: forward`, ID and payload identify an event, so only a record with the same payload repeats
+        # a sighting.
         *([fingerprint.alias("fingerprint")] if topology.on_conflict is OnConflict.FORWARD else []),
         "dedup_time_ms",
     )
@@ -202,8 +207,8 @@ def _task_progress(
     feeds = []
     for position, topic in enumerate(topology.source.topics):
         for partition in range(source_partitions[topic]):
-            # Files do not say which feed a record is from: the history brings all feeds to its end.
+            # Files do not say which feed a record is from, so all feeds get the greatest event time of the history.
             max_ms = greatest if order == "event_time" else maxima.get((topic, partition), BEFORE_ALL_TIME)
-            # A feed without history is idle: it must not hold stream time back.
+            # A feed without history is idle, so that it does not hold stream time back.
             feeds.append(FeedTime(position, partition, max_ms, idle=max_ms == BEFORE_ALL_TIME))
     return SeedProgress(min(feed.max_ms for feed in feeds if not feed.idle), tuple(feeds))

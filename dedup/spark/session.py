@@ -1,4 +1,4 @@
-"""Shared code of Spark jobs: session, settings for executors, their errors, progress bar, files, and connections."""
+"""Code that the Spark jobs share: session, settings for executors, errors, progress bar, files, and connections."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 ERRORS_BY_NAME: Final[Mapping[str, type[DedupError]]] = {
     kind.__name__: kind for kind in (StateIncompatible, RecordFailed, InvariantBroken, BrokerUnavailable)
 }
-"""Errors of an executor that another attempt cannot fix."""
+"""Errors that the driver raises again if an executor raised them, by class name."""
 _RAISED: Final = re.compile(rf"^dedup\.[\w.]+\.({'|'.join(ERRORS_BY_NAME)}): (.*)$", re.MULTILINE)
 _UNREADABLE: Final = re.compile(
     r"(?:FAILED_READ_FILE|CANNOT_READ_FILE|Error while reading file|is not a Parquet file|Could not read footer)"
@@ -64,17 +64,19 @@ _SHUFFLE_PARTITIONS: Final = "spark.sql.shuffle.partitions"
 _DEFAULT_PARTITIONS: Final = 200
 _PARTITION_BYTES: Final = 32 << 20
 _SMALL_BYTES: Final = 1 << 20
-"""Of input, to a shuffle partition: at most, and too little to use another core for."""
+"""A shuffle partition is for at most `_PARTITION_BYTES` of input; less than `_SMALL_BYTES` is not worth another
+core.
+"""
 RECORD_BYTES: Final = 256
-"""Assumed of a record, where only the number of records is known."""
+"""The assumed size of a record if only the number of records is known."""
 
 
 @dataclass(frozen=True, slots=True)
 class PicklableSettings:
     """Settings with secrets as text, for executors, because a `Secret` cannot be pickled.
 
-    They are sent over Spark's own connections, which must be encrypted (`spark.network.crypto.enabled`) if the network
-    is not trusted. No repr shows a secret.
+    The settings are sent over Spark's own connections, which must be encrypted (`spark.network.crypto.enabled`) if the
+    network is not trusted. The repr of the settings shows no secrets.
     """
 
     plain: Settings
@@ -149,11 +151,11 @@ class HadoopDirectory:
 
     @property
     def absolute(self) -> str:
-        """The whole path, with the file system's scheme."""
+        """The absolute path, including the scheme of the file system."""
         return str(self.files.makeQualified(self.path))
 
     def at(self, name: str, parent: Any = None) -> Any:  # noqa: ANN401
-        """Return the path of a file in ``parent``, or in this directory if it is None."""
+        """Return the path of a file in ``parent``, or in this directory if ``parent`` is None."""
         return self._jvm.org.apache.hadoop.fs.Path(self.path if parent is None else parent, name)
 
     def read(self, path: Any) -> str:  # noqa: ANN401
@@ -165,7 +167,7 @@ class HadoopDirectory:
             stream.close()
 
     def write(self, path: Any, text: str, part_name: str) -> None:  # noqa: ANN401
-        """Write a file under another name, then rename it, so that nobody finds a half-written file."""
+        """Write a file as ``part_name``, and then rename it, so that no reader finds a half-written file."""
         part = self.at(part_name, path.getParent())
         stream = self.files.create(part, True)  # noqa: FBT003  # Java has no keywords: overwrite
         try:
@@ -181,16 +183,16 @@ class HadoopDirectory:
 
 
 def shuffle_partitions(spark: SparkSession) -> int:
-    """Return into how many partitions Spark shuffles; its default where that is not a number, as ``auto``."""
+    """Return the number of Spark's shuffle partitions, or Spark's default if the setting is not a number (``auto``)."""
     found = spark.conf.get(_SHUFFLE_PARTITIONS)
     return int(found) if found is not None and found.isdecimal() else _DEFAULT_PARTITIONS
 
 
 @contextmanager
 def described(spark: SparkSession, text: str, *, group: str | None = None) -> Iterator[None]:
-    """Inside ``with``, jobs of this thread have this description in Spark's UI, and belong to a group if it is given.
+    """Give the jobs that this thread runs inside ``with`` a description in Spark's UI and, if given, a job group.
 
-    A stream's jobs keep the group of their query, by which Spark cancels them.
+    Jobs of a stream must keep the group of their query, by which Spark cancels them.
     """
     wanted = {"spark.job.description": text} | ({} if group is None else {"spark.jobGroup.id": group})
     context = spark.sparkContext
@@ -206,10 +208,10 @@ def described(spark: SparkSession, text: str, *, group: str | None = None) -> It
 
 @contextmanager
 def shuffles_for(spark: SparkSession, size_bytes: int | None, *, power_of_two: bool = False) -> Iterator[None]:
-    """Inside ``with``, Spark shuffles into as many partitions as suit an input of this size.
+    """Set the number of Spark's shuffle partitions inside ``with`` to one that suits an input of this size.
 
-    A number that the user has set is kept, and so is Spark's own if the size is not known. ``power_of_two`` rounds the
-    number up.
+    A number that the user has set is kept, and so is Spark's default if the size is not known. With ``power_of_two``,
+    the number is rounded up to a power of two.
     """
     before = spark.conf.getAll.get(_SHUFFLE_PARTITIONS)
     if size_bytes is None or (before or "").isdecimal():
@@ -242,8 +244,8 @@ async def connected(settings: Settings, client_id: str) -> AsyncIterator[KafkaWi
 def translated_errors() -> Iterator[None]:
     """Inside ``with``, raise dedup's own errors from executors unchanged, and SettingsError for unreadable files.
 
-    Raises StateIncompatible if Kafka deleted records while they were read. Other errors from Spark are passed on
-    unchanged.
+    Raises StateIncompatible if Kafka deleted records while a job was reading them. Other errors from Spark are passed
+    on unchanged.
     """
     try:
         yield
@@ -278,11 +280,12 @@ def session_for(
     packages: Iterable[Package] = (),
     conf: Mapping[str, str] | None = None,
 ) -> SparkSession:
-    """Return a session with the right Java, Python, and jars: this process's session, or a new one.
+    """Return the Spark session of this process, or a new one, with the right Java, Python, and jars.
 
-    ``conf`` overrides what is set here. ``master`` None means ``local[*]``, or what spark-submit says. Under
-    spark-submit (`--packages`), and if ``conf`` names jars, none are fetched, and any version of Spark is accepted.
-    Raises BrokerUnavailable if Java or jars cannot be obtained or PySpark is not of a supported version.
+    ``conf`` overrides the settings that this function makes. If ``master`` is None, the master is ``local[*]`` or,
+    under spark-submit, the one that spark-submit names. Under spark-submit, or if ``conf`` names jars, no jars are
+    downloaded, and any version of Spark is accepted. Raises BrokerUnavailable if Java or jars cannot be obtained, or if
+    the version of PySpark is not supported.
     """
     wanted = tuple(packages)
     submitted = "PYSPARK_GATEWAY_PORT" in os.environ

@@ -1,8 +1,9 @@
-"""Sightings that a batch job leaves for the next one: as Arrow columns, and packed into rows of a table.
+"""Sightings that a batch job saves for the next job, as Arrow columns and packed into rows of a table.
 
-A *layer* is what one job leaves: the sightings that its records made or extended, or, if it is whole, all that still
-count. They are packed by bucket of the ID's hash, so that the next job moves a few large values through its shuffle and
-a reduce task gets the sightings of its IDs.
+A *layer* is the set of sightings that one job saves. A layer contains the sightings that the job's records created or
+extended. A whole layer also contains all earlier sightings that have not expired. The sightings are packed into buckets
+by a hash of the ID. The next job therefore shuffles only a few large values, and each reduce task receives the
+sightings of its own IDs.
 """
 
 from __future__ import annotations
@@ -41,7 +42,9 @@ SIGHTINGS: Final = pa.schema(
         ("fingerprint", pa.binary()),
     ]
 )
-"""Source as in `dedup.core.window.Source`; -1 and -1 without coordinates. The fingerprint is empty unless compared."""
+"""`topic`, `partition`, and `offset` are those of `dedup.core.window.Source`; partition and offset are -1 for rows
+without coordinates. `fingerprint` is empty unless the topology compares payloads.
+"""
 LAYER: Final = StructType(
     [
         StructField("bucket", IntegerType()),
@@ -51,7 +54,9 @@ LAYER: Final = StructType(
         StructField("report", StringType()),
     ]
 )
-"""Packed sightings of a bucket with their number and greatest `last_ms`; or the report of a task, and all else null."""
+"""A row contains either the packed sightings of a bucket, with their number and greatest `last_ms`, or only the report
+of a task, with null in all other columns.
+"""
 _LAYER_SCHEMA: Final = pa.schema(
     [
         ("bucket", pa.int32()),
@@ -62,20 +67,20 @@ _LAYER_SCHEMA: Final = pa.schema(
     ]
 )
 PACKED_AT_ONCE: Final = 131_072
-"""Maximum number of sightings in one value: some 8 MB before compression."""
+"""Maximum number of sightings in one packed value, which has about 8 MB before compression."""
 _HELD: Final = 1 << 20
-"""Number of sightings that wait for others of their bucket."""
+"""Number of sightings that `LayerWriter` collects before it packs them."""
 
 
 def sightings_of(table: pa.Table) -> Iterator[Sighting]:
-    """Yield the rows of a table as `SIGHTINGS`."""
+    """Yield each row of a table with the schema `SIGHTINGS` as a `Sighting`."""
     ids_aside = (table.column(name).to_pylist() for name in SIGHTINGS.names[1:])
     for first_ms, last_ms, topic, partition, offset, fingerprint in zip(*ids_aside, strict=True):
         yield Sighting(first_ms, last_ms, Source(topic, partition, offset), fingerprint)
 
 
 def current(found: Sequence[pa.RecordBatch], topology: Topology, ends: LogEnds) -> pa.Table:
-    """Return the sightings that still count where earlier jobs ended, each as it was extended last."""
+    """Return the sightings that had not expired when the earlier jobs ended, each with its latest extension."""
     table = pa.Table.from_batches([live(batch, topology, ends) for batch in found], SIGHTINGS)
     if not topology.window.extend:
         return table
@@ -85,7 +90,7 @@ def current(found: Sequence[pa.RecordBatch], topology: Topology, ends: LogEnds) 
 
 
 def live(batch: pa.RecordBatch, topology: Topology, ends: LogEnds) -> pa.RecordBatch:
-    """Return the rows of `SIGHTINGS` that still count where earlier jobs ended."""
+    """Return the sightings in ``batch`` that had not expired when the earlier jobs ended."""
     partitions = batch.column("partition").to_numpy()
     oldest_ms = np.zeros(batch.num_rows, np.int64)
     for (_, partition), end in ends.items():
@@ -94,15 +99,17 @@ def live(batch: pa.RecordBatch, topology: Topology, ends: LogEnds) -> pa.RecordB
 
 
 def merged(new: pa.Table, repeated: pa.Table, known: pa.Table, topology: Topology) -> pa.Table:
-    """Return the sightings that are new or extended, given the new ones, what repeats which, and the earlier ones.
+    """Return the new sightings, and the known sightings that a repetition extended.
 
-    ``repeated`` has a row per repetition: the sighting, with the time to which the repetition extends it as `last_ms`.
+    ``repeated`` has one row for each repetition: the repeated sighting, with `last_ms` set to the time to which the
+    repetition extends the sighting. ``known`` contains the sightings of earlier jobs.
     """
     if not topology.window.extend:
         return new
     key = ["id", "first_ms", "topic", "partition", "offset"]
     if topology.on_conflict is OnConflict.FORWARD:
-        # The identity is then ID and fingerprint; otherwise a repetition may have another fingerprint.
+        # With this policy, ID and fingerprint identify an event. Otherwise, a repetition may have a different
+        # fingerprint.
         key.append("fingerprint")
     else:
         nothing = pa.nulls(repeated.num_rows, pa.binary())
@@ -120,7 +127,7 @@ def merged(new: pa.Table, repeated: pa.Table, known: pa.Table, topology: Topolog
 
 
 class LayerWriter:
-    """Packs the sightings of one reduce task into rows of `LAYER`, by bucket."""
+    """Packs the sightings of one reduce task into rows of `LAYER`, grouped by bucket."""
 
     def __init__(self, buckets: int) -> None:
         self._buckets: Final = buckets
@@ -128,7 +135,7 @@ class LayerWriter:
         self._rows = 0
 
     def add(self, rows: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        """Add sightings; yield rows of `LAYER` when there are enough."""
+        """Add sightings, and yield rows of `LAYER` when enough sightings are collected."""
         for batch in rows:
             self._held.append(batch)
             self._rows += batch.num_rows
@@ -136,7 +143,7 @@ class LayerWriter:
                 yield from self.rest()
 
     def rest(self) -> Iterator[pa.RecordBatch]:
-        """Yield all remaining sightings, packed."""
+        """Yield rows of `LAYER` with all remaining sightings."""
         if not self._rows:
             return
         rows = pa.concat_batches(self._held)
@@ -164,27 +171,27 @@ def _layer_row(*values: object) -> pa.RecordBatch:
 
 
 def buckets_of(ids: pa.Array, buckets: int) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """Return the bucket of each ID, by the hash that also chooses its reduce task."""
+    """Return the bucket of each ID, computed with the hash that also chooses the ID's reduce task."""
     hashed = np.fromiter(map(crc32, binary_column(ids)), np.int64, len(ids))  # type: ignore[arg-type]  # none is null
     return hashed % buckets
 
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """Where a job left its sightings."""
+    """The location and size of the sightings that a job saved."""
 
     path: str
     buckets: int
     rows: int
     newest_ms: int
-    """The greatest `last_ms`: once that does not count any more, nothing in the layer does."""
+    """The greatest `last_ms` in the layer; when this sighting has expired, all sightings of the layer have."""
 
 
 def routed(frame: DataFrame, buckets: int, targets: Sequence[int], batch_rows: int) -> DataFrame:
-    """Return rows of `LAYER` as packed rows with `KNOWN`, for each reduce task that may have their IDs.
+    """Return rows of `LAYER` as packed rows with `KNOWN`, once for each reduce task that may judge their IDs.
 
-    ``batch_rows`` is the number of rows that Spark passes to Python at once. Empty rows follow a value, as many as keep
-    a full batch at `BATCH_BYTES`.
+    ``batch_rows`` is the number of rows in a batch that Spark passes to Python. Each packed value is followed by as
+    many empty rows as are needed to keep a full batch within `BATCH_BYTES`.
     """
     common = gcd(buckets, len(targets))
     wanted = [[target for at, target in enumerate(targets) if at % common == rest] for rest in range(common)]

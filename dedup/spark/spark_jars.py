@@ -1,10 +1,11 @@
-"""The supported releases of Spark, and the jars that are not part of it (Kafka connector, Delta, Iceberg, S3, JDBC).
+"""The supported releases of Spark, and the jars that Spark lacks (Kafka connector, Delta, Iceberg, S3, JDBC).
 
-jgo downloads them from Maven Central into the user's cache, and Spark gets them as local paths. Spark's own resolver,
-Ivy, fails if a Maven cache has descriptions without jars, and requests a jar that some mirrors lack; jgo does neither.
+The library jgo downloads the jars from Maven Central into the user's cache, and Spark receives local paths. Spark's own
+resolver, Ivy, is not used: it fails if a Maven cache contains POM files without their jars, and it requests a jar that
+some mirrors lack.
 
-`spark-jars.lock` lists the jars for every supported version of Spark with their SHA-256. `python -m
-dedup.spark.spark_jars` prints the lock file with those for the installed PySpark.
+`spark-jars.lock` lists the jars for every supported version of Spark with their SHA-256 digests. The command `python -m
+dedup.spark.spark_jars` prints the lock file, including the jars for the installed PySpark.
 """
 
 from __future__ import annotations
@@ -33,15 +34,15 @@ _SCALA: Final = "2.13"
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """What goes with a release line of Spark, such as 4.1, whatever the patch release."""
+    """The versions of the libraries that match a release line of Spark, such as 4.1, whatever the patch release."""
 
     kafka: str
-    """The Kafka connector of the patch release that Maven Central has with all it needs."""
+    """The version of the Kafka connector, from a patch release for which Maven Central has all its dependencies."""
     delta: str
     iceberg: str | None
     """None if there is no Iceberg for this release line."""
     hadoop: str
-    """The version of Hadoop that is part of PySpark, which its S3 client must have, too."""
+    """The version of Hadoop that PySpark includes; the S3 client must have the same version."""
 
 
 RELEASES: Final[Mapping[str, Release]] = {
@@ -56,7 +57,10 @@ _VERSIONED: Final = re.compile(r"-\d[\w.\-]*\.jar$")
 
 
 def release_of(spark_version: str) -> Release:
-    """Return what goes with a version of PySpark. Raises BrokerUnavailable if it is of no supported release line."""
+    """Return the library versions that match a version of PySpark.
+
+    Raises BrokerUnavailable if the version of PySpark is not supported.
+    """
     release = RELEASES.get(_line(spark_version))
     if release is None:
         raise BrokerUnavailable(
@@ -78,7 +82,7 @@ def _either(lines: Iterable[str]) -> str:
 def coordinates(package: Package, spark_version: str) -> tuple[str, ...]:
     """Return the Maven coordinates of a package for a version of Spark.
 
-    Raises BrokerUnavailable if none is known for that version.
+    Raises BrokerUnavailable if the package has no known coordinates for that version.
     """
     release = release_of(spark_version)
     match package:
@@ -144,7 +148,7 @@ def _fetch(wanted: tuple[str, ...], directory: Path) -> None:
 
 
 def _locks() -> Mapping[str, Jar]:
-    """Return the locked jars by coordinate."""
+    """Return the jars of the lock file by Maven coordinate."""
     text = resources.files(__package__).joinpath(_LOCK_FILE).read_text(encoding="utf-8")
     return {jar.coordinate: jar for jar in read_lock(text)}
 

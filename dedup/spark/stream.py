@@ -1,17 +1,18 @@
-"""Implements `dedup spark run`, Structured Streaming with a fleet's verdicts, state, and exactly-once protocol.
+"""Implements `dedup spark run`: Structured Streaming with the verdicts, state, and exactly-once protocol of a fleet.
 
-Theory of operation. Spark reads the topics, schedules the work, retries, and stores the offsets of a micro-batch. A
+Theory of operation. Spark reads the topics, schedules and retries tasks, and stores the offsets of each micro-batch. A
 Spark task judges its Kafka partition as a worker does (`task_attempt`) and commits records, sightings, task record, and
-group offset in one transaction of the fleet's transactional id. A fleet can therefore take over where the stream stops,
-and vice versa, but the two cannot run at the same time, because they would fence each other. `dedup status` and
-`verify` work for both.
+group offset in one transaction of the fleet's transactional ID. A fleet can therefore take over where the stream stops,
+and vice versa, but the two cannot run at the same time, because they would fence each other. `dedup status` and `dedup
+verify` work for both a fleet and a stream.
 
-A topology that is not direct runs two queries, just as a fleet runs two kinds of task. `repartition` writes records to
-the topic in which equal IDs share a partition, and `dedup` judges in that topic's order.
+A topology with a repartition topic runs two queries, just as a fleet runs two kinds of task. The query `repartition`
+writes records to the repartition topic, in which equal IDs share a partition. The query `dedup` judges the records in
+the order of that topic.
 
-Spark itself would resume any query from any checkpoint, and would mistake another topology's offsets for this
-topology's. Therefore, the checkpoint directory, on any file system that Hadoop supports, contains a file with its
-identity, which is compared at every start.
+Spark resumes any query from any checkpoint, and would mistake the offsets of another topology for those of this one.
+Therefore, the checkpoint directory contains a file that identifies the topology and its topics, and every start
+compares this file. The directory may be on any file system that Hadoop supports.
 """
 
 from __future__ import annotations
@@ -73,7 +74,9 @@ class CheckpointIdentity:
     state: str
     """`Topology.state_identity`, which contains rules and partition counts."""
     topics: Mapping[str, str]
-    """Kafka's ids of the topics read, because a recreated topic has different records at the same offsets."""
+    """Kafka's IDs of the topics that the stream reads, because a recreated topic has different records at the same
+    offsets.
+    """
     semantics: str = "exact"
     """A constant, kept because existing checkpoints contain it."""
 
@@ -81,14 +84,14 @@ class CheckpointIdentity:
 def _claim(checkpoint: HadoopDirectory, identity: CheckpointIdentity) -> None:
     """Write the identity into a new checkpoint directory.
 
-    Raises StateIncompatible, with nothing changed, if the directory has a different identity or other files.
+    Raises StateIncompatible and changes nothing if the directory has a different identity or contains other files.
     """
     path, files = checkpoint.at(_IDENTITY_FILE), checkpoint.files
     if files.exists(path):
         _refuse_other(checkpoint, identity)
         return
     found = files.listStatus(checkpoint.path) if files.exists(checkpoint.path) else []
-    # A driver that was killed while it wrote leaves the part file.
+    # A driver that was killed while it wrote the identity leaves the part file.
     if any(status.getPath().getName() != _PART_FILE for status in found):
         raise StateIncompatible(
             f"{checkpoint.path}: is not empty, and no checkpoint of `dedup spark run`: {_IDENTITY_FILE} is missing. "
@@ -129,7 +132,7 @@ class Prepared:
     """Partitions without a committed offset whose start depends on the time, so that it would differ after a crash."""
 
     def feeding(self, sub_topology: SubTopology) -> dict[TopicPartition, int]:
-        """Return the positions of the partitions that this kind of task reads."""
+        """Return the positions of the partitions that the tasks of a sub-topology read."""
         topology = self.topology
         topics = topology.source.topics if sub_topology == "repartition" else topology.feeding_topics
         return {at: offset for at, offset in self.positions.items() if at.topic in topics}
@@ -148,7 +151,7 @@ class Prepared:
         return CheckpointIdentity(self.topology.name, self.topology.state_identity(partitions), ids)
 
     def pin_start(self) -> None:
-        """Commit the offsets that `latest` or a time currently resolves to."""
+        """Commit the start offsets that could otherwise differ after a crash."""
         if self.unpinned:
             asyncio.run(_pin(self))
 
@@ -156,11 +159,12 @@ class Prepared:
 def prepared(
     topology: Topology, settings: Settings, *, onto_existing_output: bool = False, begun: bool = False
 ) -> Prepared:
-    """Create missing topics, and return the topology on its cluster.
+    """Create missing topics, and return the topology with its positions on the cluster.
 
-    ``begun`` says that there is a checkpoint, whose identity is compared instead of checking the output. Raises
-    StateIncompatible if topics do not match, if retention deleted records that were not judged, or if a new group's
-    output holds records without ``onto_existing_output``. Raises BrokerUnavailable if no broker responds.
+    ``begun`` is true if the stream already has a checkpoint; the function then does not check whether the output topic
+    is empty. Raises StateIncompatible if topics do not match the topology, if retention deleted records that were not
+    judged, or if the group is new, its output topic contains records, and ``onto_existing_output`` is false. Raises
+    BrokerUnavailable if no broker responds.
     """
     return asyncio.run(_prepared(topology, settings, meant=onto_existing_output, begun=begun))
 
@@ -229,9 +233,10 @@ class _Quiet:
 class _IdleMarks:
     """Marks source partitions without new records as idle in the repartition topic, in a thread of the driver.
 
-    With a repartition topic, stream time is the minimum over the feeds. Without a marker, a partition without new
-    records would hold it back, so that nothing would be late and nothing would expire. The partition's own
-    `repartition` task writes the marker while no micro-batch runs, because it must not fence a task that is judging.
+    With a repartition topic, stream time is the smallest of the feeds' greatest event times. Without a marker, a source
+    partition without new records would hold stream time back, so that no record would be late and no sighting would
+    expire. The partition's own `repartition` task writes the marker. The marker is written only while no micro-batch
+    runs, because writing it would fence a task that is at work.
     """
 
     def __init__(self, ready: Prepared) -> None:
@@ -247,7 +252,7 @@ class _IdleMarks:
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop, and return when no more markers are written."""
+        """Stop the thread, and return when it has ended."""
         self._over.set()
         self._thread.join()
 
@@ -256,7 +261,7 @@ class _IdleMarks:
             try:
                 asyncio.run(self._watch())
             except (BrokerUnavailable, NoAnswer, TaskMigrated) as error:
-                # Markers only advance stream time: a failure that must stop the stream stops a task.
+                # Markers only advance stream time. An error that must stop the stream also stops a task.
                 log.warning("idle markers: %s; trying again", error)
                 self._over.wait(_IDLE_LOOK_S)
 
@@ -281,13 +286,13 @@ class _IdleMarks:
             quiet.marked = await self._mark(wire, feeding, position)
 
     async def _caught_up_at(self, wire: KafkaWire, feeding: TopicPartition) -> int | None:
-        """Return the position of a partition if only transaction markers follow; None if the partition has lag."""
+        """Return the position of a partition if only transaction markers follow, or None if the partition has lag."""
         committed = await committed_offset(wire, self._ready.topology.name, feeding)
         lag = await lag_after(wire, feeding, self._ready.positions[feeding] if committed is None else committed)
         return None if lag.records else lag.position
 
     async def _mark(self, wire: KafkaWire, feeding: TopicPartition, position: int) -> bool:
-        """Write the marker unless a micro-batch runs or has moved the position; return whether it was written."""
+        """Write the idle marker unless a micro-batch runs or has moved the position; return whether it was written."""
         if not self.busy.acquire(blocking=False):
             return False
         try:
@@ -334,7 +339,7 @@ class Running:
         return self._queries
 
     def start(self) -> None:
-        """Start the queries, or the first if they run in turn."""
+        """Start all queries, or only the first if they run one after another."""
         self._monitor.start()
         try:
             for starter in self._starters[:1] if self._in_turn else self._starters:
@@ -346,7 +351,7 @@ class Running:
             self._idle_marks.start()
 
     def wait(self) -> None:
-        """Return when every query was stopped or has read all its input. Raises the error of a query that failed."""
+        """Return when every query was stopped or has read all its input; raise the error of a query that failed."""
         try:
             self._watch()
             for starter in self._starters[1:] if self._in_turn else ():
@@ -362,7 +367,7 @@ class Running:
         self._raise_failure()
 
     def stop(self) -> None:
-        """Make `wait` return soon; the next run judges uncommitted records. Signal handlers may call this."""
+        """Make `wait` return soon; the next run judges uncommitted records. Signal handlers may call this method."""
         self._stopping.set()
 
     def _watch(self) -> None:
@@ -421,7 +426,7 @@ class _Batches:
     def run(self, rows: DataFrame, batch_id: int) -> None:
         """Judge and send a micro-batch.
 
-        An error that a retry cannot fix is also stored in `running`, because Spark passes on only its text.
+        An error that a retry cannot fix is also stored in `running`, because Spark passes on only the text of an error.
         """
         began_s = time.monotonic()
         try:
@@ -438,13 +443,13 @@ class _Batches:
 
 
 def _run_batch(rows: DataFrame, plan: AttemptPlan) -> tuple[dict[str, Any], ...]:
-    """Judge and send a micro-batch; return the reports of its partitions. Raises errors that attempts reported."""
+    """Judge and send a micro-batch, and return its partitions' reports; raise an error that an attempt reported."""
     judged = feeding_columns(rows).mapInArrow(partial(judge_partition, plan), REPORT_DDL)
     reports = tuple(row.asDict() for row in judged.collect())
     for report in reports:
         if report["failure"] is not None:
             raise ERRORS_BY_NAME.get(report["failure"], DedupError)(report["failure_text"])
-        # An executor of this stream wrote it, over the connection that carries the passwords, too.
+        # An executor of this stream wrote the value, and it came over the connection that also carries the passwords.
         report["numbers"] = pickle.loads(report["numbers"])  # noqa: S301
     return reports
 
@@ -452,9 +457,10 @@ def _run_batch(rows: DataFrame, plan: AttemptPlan) -> tuple[dict[str, Any], ...]
 def start_stream(spark: SparkSession, topology: Topology, settings: Settings, options: StreamOptions) -> Running:
     """Create missing topics, and start the stream of a topology.
 
-    With `exit_when_done`, the second query starts when the first has ended. Raises StateIncompatible, with nothing
-    changed, if the checkpoint belongs to another topology, topics do not match, a new group's output already holds
-    records, or retention deleted records that were not judged. Raises BrokerUnavailable if no broker responds.
+    With `exit_when_done`, the second query starts when the first has ended. Raises StateIncompatible before a query
+    starts if the checkpoint belongs to another topology, topics do not match the topology, the output topic of a new
+    group already contains records, or retention deleted records that were not judged. Raises BrokerUnavailable if no
+    broker responds.
     """
     checkpoint = HadoopDirectory(spark, options.checkpoint)
     begun = bool(checkpoint.files.exists(checkpoint.at(_IDENTITY_FILE)))

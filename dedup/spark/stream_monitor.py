@@ -1,8 +1,9 @@
-"""What a stream shows of itself while it runs: a log line for each micro-batch, and the pages and metrics of a worker.
+"""Shows the state of a running stream: a log line for each micro-batch, and the same pages and metrics as a worker.
 
-Attempts count on the executors what a worker's tasks count (`TaskNumbers`), and report it when they have committed. The
-monitor adds the reports up in a thread of the driver and asks the brokers for the lag, because only they know it while
-a micro-batch runs. `dedup status`, Prometheus, and the Grafana dashboard therefore read a stream as they read a worker.
+On the executors, attempts keep the same counts as a worker's tasks (`TaskNumbers`), and report them after they have
+committed. In a thread of the driver, the monitor adds up these reports. The monitor also asks the brokers for the lag,
+because only the brokers know the lag while a micro-batch runs. `dedup status`, Prometheus, and the Grafana dashboard
+therefore work for a stream as they do for a worker.
 """
 
 from __future__ import annotations
@@ -36,16 +37,16 @@ if TYPE_CHECKING:
 
 log: Final = logging.getLogger(__name__)
 _LOOK_S: Final = 2.0
-"""How old the lag may be while no micro-batch ends."""
+"""The interval at which the lag is read while no micro-batch ends."""
 _ANSWER_WITHIN_S: Final = 5.0
 
 
 @dataclass(slots=True)
 class _Seen:
-    """A feeding partition as the monitor knows it."""
+    """What the monitor knows about one feeding partition."""
 
     position: int
-    """Where it begins to be read if the group has no offset yet."""
+    """The offset at which the stream begins to read if the group has no offset yet."""
     numbers: TaskNumbers = field(default_factory=TaskNumbers)
     lag_records: int | None = None
     unstable_records: int | None = None
@@ -54,7 +55,7 @@ class _Seen:
 
 
 class StreamMonitor:
-    """The `web.server.Answers` of a stream; it runs from `start` to `stop`, in a thread."""
+    """Implements `web.server.Answers` for a stream, in a thread that runs from `start` to `stop`."""
 
     def __init__(
         self,
@@ -71,7 +72,7 @@ class StreamMonitor:
         }
         self._name: Final = settings.worker_id or f"spark-{socket.gethostname()}"
         self._ended: Final[list[BatchReport]] = []
-        """Micro-batches that are not logged yet: the lag in their line is that after them."""
+        """Micro-batches that are not logged yet, because their log line contains the lag after them."""
         self._news: Final = asyncio.Event()
         self._over = False
         self._dead: Final = DeadShare()
@@ -82,17 +83,17 @@ class StreamMonitor:
         """The address of the pages; None if none are served."""
 
     def start(self) -> None:
-        """Serve the pages, if the settings say so, and watch the lag."""
+        """Start to serve the pages, if the settings enable them, and to watch the lag."""
         self._thread.start()
         self._runs.wait()
 
     def stop(self) -> None:
-        """Log what is not logged yet, and stop serving."""
+        """Log the micro-batches that are not logged yet, and stop serving the pages."""
         self._call(self._stop)
         self._thread.join()
 
     def add(self, report: BatchReport) -> None:
-        """Count a micro-batch, and log it; may be called from any thread."""
+        """Count a micro-batch, and log it; any thread may call this method."""
         self._call(lambda: self._take(report))
 
     def _call(self, what: Callable[[], None]) -> None:
@@ -107,7 +108,7 @@ class StreamMonitor:
         try:
             asyncio.run(self._run())
         finally:
-            # Whatever has happened to the pages, the stream starts.
+            # The stream starts even if the pages cannot be served.
             self._runs.set()
 
     async def _run(self) -> None:
@@ -189,7 +190,7 @@ class StreamMonitor:
         return [seen.numbers for seen in self._seen.values()]
 
     def not_ready(self) -> str | None:
-        """Return why the stream is not ready; None if it is."""
+        """Return None, because a running stream is always ready."""
         return None
 
     def seen(self) -> WorkerSeen:
@@ -203,47 +204,47 @@ class StreamMonitor:
         return TaskSeen(kind, *place, "running", seen.numbers, *lag, seen.state_ids, seen.state_bytes, most)
 
     def metrics(self) -> bytes:
-        """Return the metrics in Prometheus' text format."""
+        """Return the metrics in the text format of Prometheus."""
         return exposition(self.seen)
 
     def look_up(self, text: str) -> LookedUp:
-        """Raise SettingsError: the state is on the executors, between micro-batches in files."""
+        """Raise SettingsError, because the state is on the executors, and is open only while an attempt runs."""
         why = f"a stream on Spark does not keep its state open; `dedup explain` finds {text!r} in the topics"
         raise SettingsError([Problem("ID", why)])
 
     def pulse(self) -> Iterator[TaskPulse]:
-        """Yield the numbers that are sampled every second."""
+        """Yield the numbers of each feeding partition that are sampled every second."""
         for seen in self._seen.values():
             yield TaskPulse(seen.numbers, seen.lag_records)
 
     def latest(self) -> Iterable[Noted]:
-        """Return nothing: attempts report counts, not cases."""
+        """Return nothing, because attempts report only counts and no single records."""
         return ()
 
     def peers(self) -> tuple[Peer, ...]:
-        """Return nothing: a stream is not a member of the group."""
+        """Return nothing, because a stream is not a member of the consumer group."""
         return ()
 
     async def record(self, topic: str, partition: int, offset: int) -> ShownRecord | None:
-        """Raise StateIncompatible: records are shown for the latest cases, and there are none."""
+        """Raise StateIncompatible, because a stream keeps no latest duplicates or dead letters to show."""
         raise StateIncompatible(
             f"{topic}/{partition}/{offset}: a stream on Spark shows no records; use `dedup explain`."
         )
 
 
 class Lag(NamedTuple):
-    """What follows a position of a partition."""
+    """The lag of a partition after a position."""
 
     position: int
     """The position, or the beginning of the log if that is greater."""
     records: int
     """Number of offsets up to the end; 0 if they hold only markers and aborted records."""
     unstable: int = 0
-    """How many of them an open transaction hides from readers."""
+    """The number of these offsets that an open transaction hides from readers."""
 
 
 async def lag_after(wire: KafkaWire, place: TopicPartition, position: int) -> Lag:
-    """Return what follows a position. Raises NoAnswer if the partition's leader changes meanwhile."""
+    """Return the lag after a position. Raises NoAnswer if the partition's leader changes in the meantime."""
     bounds = await bounds_of(wire, place)
     begin = max(bounds.start, position)
     # A recreated topic may end before the position.

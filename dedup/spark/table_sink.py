@@ -1,11 +1,12 @@
-"""Implements `dedup spark sink`, which appends a topology's committed output records to a Delta table, each once.
+"""Implements `dedup spark sink`, which appends each committed output record to a Delta table exactly once.
 
 Theory of operation. The position is part of the table: each commit names, in its `userMetadata`, the offsets at which
-it ends. Rows and position become visible together, and there is no checkpoint that could disagree with them. A driver
-that was killed anywhere leaves either a whole commit or none, and the next one continues from the last.
+it ends. Rows and position become visible together, and there is no checkpoint that could disagree with them. If a
+driver is killed, its commit is either complete or absent, and the next driver continues after the last commit.
 
-Two sinks of one table exclude each other by Delta's transaction id: the successor of commit n is n + 1 for both, and
-Delta accepts it once. Delta drops the second write silently, so every commit is read back and compared by its own id.
+Two sinks that write to the same table exclude each other by Delta's transaction ID: both would write the same next
+commit number, and Delta accepts each number only once. Delta drops the second write silently, so a sink reads each of
+its commits back and compares the commit's own ID.
 """
 
 from __future__ import annotations
@@ -45,7 +46,9 @@ Clock = Callable[[], int]
 _VERSION: Final = 1
 _COLUMNS: Final = ("key", "value", "headers", "topic", "partition", "offset", "timestamp")
 _REPLACED: Final = ("RESTORE", "TRUNCATE", "REPLACE TABLE", "CLONE")
-"""In the names of operations after which rows of the sink may be gone, although its commits are in the log."""
+"""Words in the names of Delta operations after which rows of the sink may be gone, although its commits are in the
+log.
+"""
 _LOG_FILE: Final = re.compile(r"([0-9]{20})\.json")
 _CONFLICT: Final = re.compile(
     r"Concurrent\w*Exception|DELTA_CONCURRENT|ProtocolChangedException|MetadataChangedException"
@@ -53,7 +56,9 @@ _CONFLICT: Final = re.compile(
 _SETTLED_WITHIN_S: Final = 60.0
 _SETTLED_LOOK_S: Final = 0.2
 _RENEWED_AFTER_MS: Final = 24 * 3_600_000
-"""Delta forgets commits after `delta.logRetentionDuration` (30 days), also the one that holds the position."""
+"""The sink commits its position again after this time without records, because Delta forgets commits after
+`delta.logRetentionDuration` (30 days), including the commit that contains the position.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,10 +68,10 @@ class SinkCommit:
     sink: str
     """The topology and its output topic."""
     topic_id: str
-    """Kafka's id of the output topic, because a recreated topic has different records at the same offsets."""
+    """Kafka's ID of the output topic, because a recreated topic has different records at the same offsets."""
     number: int
     after: int
-    """The table's version with the commit before this one; -1 for the first."""
+    """The version of the table with the sink's previous commit; -1 for the first commit."""
     ends: Mapping[int, int]
     """By partition, the offset after the last one whose record is in the table."""
     id: str
@@ -78,19 +83,19 @@ class _LogEntry:
 
     version: int
     info: Mapping[str, Any]
-    """Its `commitInfo`."""
+    """The `commitInfo` of the commit."""
 
 
 @dataclass(frozen=True, slots=True)
 class Appended:
-    """One commit, as it was found in the table."""
+    """A commit of the sink, as it was read back from the table."""
 
     commit: SinkCommit
     table_version: int
     committed_ms: int
     rows: int
     more: bool = False
-    """Whether the topic had more to append at once."""
+    """Whether the topic already had more records to append."""
 
 
 class TableSink:
@@ -107,23 +112,24 @@ class TableSink:
         self._topic: Final = topology.output.topic
         self._sink: Final = f"{topology.name} {self._topic}"
         self._most_offsets: Final = most_offsets
-        # Delta takes a relative path for the name of a table.
+        # Delta would interpret a relative path as the name of a table.
         self.path: Final = HadoopDirectory(spark, path).absolute
         self._last: Appended | None = None
         self._looked = False
         self._renewed_ms = 0
 
     def ends(self) -> dict[int, int]:
-        """Return the ends of what is committed in the output topic now."""
+        """Return, by partition, the offset at which the committed records of the output topic end now."""
         with KafkaReader(self._settings) as reader:
             return reader.stable_ends(self._topic)
 
     def append(self, *, now_ms: int, until: Mapping[int, int] | None = None) -> Appended | None:
-        """Append what was committed since the last commit, or up to ``until``; None if there is nothing new.
+        """Append the topic's new committed records, and return the sink's commit; return None if there is nothing new.
 
-        The table then holds every record before the commit's ends exactly once. Raises StateIncompatible if another
-        sink has written meanwhile, if rows of the sink were replaced or restored away, if the table or the topic is not
-        the one that the position belongs to, or if retention deleted records that are not in the table.
+        If ``until`` is given, only records before these offsets are appended. Afterward, the table contains every
+        record before the ends of the commit exactly once. Raises StateIncompatible if another sink has written in the
+        meantime, if rows of the sink were replaced or removed by a restore, if the position belongs to another table or
+        topic, or if retention deleted records that are not in the table.
         """
         if not self._looked:
             self._last, self._looked = self._found(), True
@@ -144,7 +150,8 @@ class TableSink:
         commit = SinkCommit(self._sink, topic_id, number, after, stops, uuid.uuid4().hex)
         self._write(self._rows(begins, stops), commit)
         self._last = replace(self._read_back(commit), more=stops != wanted)
-        # By the caller's clock, so that a clock that is ahead of the table's renews once.
+        # This is the caller's time, not the table's, so that the position is renewed only once if the caller's clock is
+        # ahead.
         self._renewed_ms = now_ms
         log.info("%s: version %d, %d rows appended", self.path, self._last.table_version, self._last.rows)
         return self._last
@@ -152,7 +159,7 @@ class TableSink:
     def _begins(
         self, last: Appended | None, topic_id: str, lows: Mapping[int, int], ends: Mapping[int, int]
     ) -> dict[int, int]:
-        """Return where to continue each partition; a partition that was added since starts at its beginning."""
+        """Return the offset at which to continue each partition, or 0 for a partition added since the last commit."""
         if last is None:
             gone = [f"{self._topic}/{partition} before offset {low}" for partition, low in lows.items() if low]
             if gone:
@@ -188,7 +195,7 @@ class TableSink:
         return {partition: position.get(partition, 0) for partition in lows}
 
     def _stops(self, begins: Mapping[int, int], ends: Mapping[int, int]) -> dict[int, int]:
-        """Return the ends of the next commit, which holds about `most_offsets` offsets, shared by the partitions."""
+        """Return the end offsets of the next commit, which covers about `most_offsets` offsets over all partitions."""
         open_at = [at for at in begins if ends.get(at, 0) > begins[at]]
         share = max(1, self._most_offsets // max(1, len(open_at)))
         return {at: max(begin, min(ends.get(at, begin), begin + share)) for at, begin in begins.items()}
@@ -214,7 +221,7 @@ class TableSink:
 
     @contextmanager
     def _exclusive(self) -> Iterator[None]:
-        """Inside ``with``, raise StateIncompatible for a conflict with another writer."""
+        """Raise StateIncompatible if code inside ``with`` fails because of a conflict with another writer."""
         try:
             yield
         except (PySparkException, Py4JJavaError) as error:
@@ -229,7 +236,10 @@ class TableSink:
         )
 
     def _read_back(self, commit: SinkCommit) -> Appended:
-        """Return the commit as the table has it. Raises StateIncompatible if it is not the only one of a sink."""
+        """Return the commit as it is in the table.
+
+        Raises StateIncompatible if the commit is missing or another sink has also committed.
+        """
         entries = list(self._log(commit.after))
         found = [each for each in map(self._sink_commit, entries) if each is not None]
         if [each.commit.id for each in found] != [commit.id]:
@@ -239,7 +249,7 @@ class TableSink:
         return found[0]
 
     def _refuse_changed_since(self, last: Appended) -> None:
-        """Raise StateIncompatible if the table is not the one of the last commit any more."""
+        """Raise StateIncompatible if the table no longer contains the sink's last commit, or was replaced after it."""
         entries = list(self._log(last.table_version - 1))
         ids = [each.commit.id for each in map(self._sink_commit, entries) if each is not None]
         if last.commit.id not in ids:
@@ -250,11 +260,12 @@ class TableSink:
         self._refuse_replaced(entries)
 
     def _found(self) -> Appended | None:
-        """Return the sink's last commit; None for a table that does not exist or has never held a row."""
+        """Return the sink's last commit, or None if there is none and the table is empty or does not exist."""
         later: list[_LogEntry] = []
         last: Appended | None = None
         for entry in self._log(-1):
-            # Back to the commit before: whoever made the last one may have been stopped before it looked.
+            # Look back to the previous commit, because the sink may have been stopped before it checked its last
+            # commit.
             if last is not None and entry.version <= last.commit.after:
                 break
             last = last or self._sink_commit(entry)
@@ -277,7 +288,8 @@ class TableSink:
     def _log(self, after: int) -> Iterator[_LogEntry]:
         """Yield the table's commits after a version, newest first.
 
-        They are read from Delta's log (its protocol, "Delta Log Entries"): `DESCRIBE HISTORY` is a Spark job each time.
+        The commits are read from the files of Delta's log, which Delta's protocol describes under "Delta Log Entries",
+        because each `DESCRIBE HISTORY` runs a Spark job.
         """
         directory = HadoopDirectory(self._spark, self.path)
         log_path = directory.at("_delta_log")
@@ -288,7 +300,8 @@ class TableSink:
             names = (status.getPath().getName() for status in directory.files.listStatus(log_path))
             versions = sorted(int(found[1]) for found in map(_LOG_FILE.fullmatch, names) if found)
         else:
-            # A table with a commit every few seconds has hundreds of thousands of them.
+            # The directory is not listed, because a table with a commit every few seconds has hundreds of thousands of
+            # files.
             while directory.files.exists(directory.at(f"{after + 1 + len(versions):020}.json", log_path)):
                 versions.append(after + 1 + len(versions))
         for version in reversed(versions):
@@ -296,7 +309,7 @@ class TableSink:
             yield _LogEntry(version, next((each["commitInfo"] for each in actions if "commitInfo" in each), {}))
 
     def _sink_commit(self, entry: _LogEntry) -> Appended | None:
-        """Return the commit that an entry of the log describes; None unless it is one of this sink."""
+        """Return the commit that an entry of the log describes, or None if it is not a commit of this sink."""
         info = entry.info
         try:
             found = json.loads(info.get("userMetadata") or "null")
@@ -327,9 +340,11 @@ class TableSink:
                 )
 
     def settle(self, stopped: threading.Event) -> None:
-        """Return when no transaction in the topic is open, ``stopped`` is set, or after a minute, with a warning.
+        """Wait, for at most one minute, until no transaction in the topic is open or ``stopped`` is set.
 
-        A commit is acknowledged before its markers are in all partitions, and until then its records are not stable.
+        If a transaction is still open after one minute, the method logs a warning. Kafka acknowledges a commit before
+        its markers are in all partitions, and a reader of committed records does not see the commit's records until the
+        markers are there.
         """
         until_s = time.monotonic() + _SETTLED_WITHIN_S
         while time.monotonic() < until_s and not stopped.is_set():
@@ -344,7 +359,7 @@ class TableSink:
 
 
 class Following:
-    """Inside ``with``, a thread appends what a stream commits; at the end, the table holds all of it."""
+    """Runs a thread inside ``with`` that appends the records that a stream commits, and appends the rest at the end."""
 
     def __init__(
         self,
@@ -355,9 +370,10 @@ class Following:
         stopped: threading.Event,
         failed: Callable[[], None],
     ) -> None:
-        """Once ``stopped`` is set, the end of ``with`` does not wait for the table, which the next run brings up.
+        """If ``stopped`` is set, leaving the ``with`` block does not append the remaining records; the next run appends
+        them.
 
-        ``failed`` is called, by the thread, if it ends by an error, which the end of ``with`` raises.
+        If the thread fails, it calls ``failed``, and leaving the ``with`` block raises the thread's error.
         """
         self._sink: Final = sink
         self._every_s: Final = every_s
@@ -399,9 +415,10 @@ def follow(
     over: threading.Event,
     tell: Callable[[Appended], None] | None = None,
 ) -> None:
-    """Append until ``over`` is set, with a pause of ``every_s`` unless there is more at once.
+    """Append new records until ``over`` is set, with a pause of ``every_s`` seconds whenever there are no more.
 
-    Once it has reached the brokers, it waits for them whenever they are away: the position is safe.
+    Raises BrokerUnavailable if no broker responds to the first attempt. After the first success, the function waits for
+    brokers that do not respond, because the position is safe in the table.
     """
     reached = False
     while not over.is_set():
@@ -426,7 +443,7 @@ def catch_up(
     over: threading.Event | None = None,
     tell: Callable[[Appended], None] | None = None,
 ) -> None:
-    """Append until the table holds all records that are committed now, or ``over`` is set."""
+    """Append until the table contains all records that are committed when the call begins, or ``over`` is set."""
     ends = sink.ends()
     while over is None or not over.is_set():
         appended = sink.append(now_ms=clock_ms(), until=ends)

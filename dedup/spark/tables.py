@@ -1,12 +1,13 @@
-"""Implements `dedup spark upsert`, which keeps one row per tracking ID, in Delta by MERGE or in a database by JDBC.
+"""Implements `dedup spark upsert`, which keeps one row per tracking ID in a Delta table (MERGE) or a database (JDBC).
 
-If several records have the same ID, the table keeps the newest by an *explicit* order. The order is stored in the table
-(`order_value`, `order_partition`, `order_offset`), so a record that is older than the existing row changes nothing.
-Runs may be repeated, killed, and done in any order, with the same result. A record that equals the row in all three
-columns changes nothing either.
+If several records have the same ID, the table keeps the newest according to an *explicit* order. The order is stored in
+the table (`order_value`, `order_partition`, `order_offset`), so a record that is older than the existing row changes
+nothing. Runs may be repeated, killed, and started in any order, and the result is the same. A record that equals the
+existing row in all three order columns also changes nothing.
 
-Spark's JDBC writer has no upsert. Rows are written to a staging table of this run, and one statement in one database
-transaction moves them to the target. A killed run leaves its staging table behind and the target unchanged.
+Spark's JDBC writer cannot upsert. Each run therefore writes its rows to its own staging table, and one statement in one
+database transaction moves the rows to the target table. A run that is killed before that statement leaves its staging
+table behind and the target table unchanged.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class Jdbc:
 
     @property
     def dialect(self) -> Dialect:
-        """The SQL dialect of the database. Raises SettingsError for an unknown one."""
+        """The SQL dialect of the database. Raises SettingsError for an unsupported database."""
         for dialect in (_POSTGRESQL, _SQLITE):
             if self.url.startswith(dialect.prefix):
                 return dialect
@@ -134,10 +135,10 @@ class TableRows:
 def table_rows(records: DataFrame, topology: Topology, *, schema: str | None = None, order: str) -> TableRows:
     """Return records (`rows.RECORDS`) as rows of a table.
 
-    ``schema`` is Spark DDL that turns members of the JSON value into columns; values of other types are rejected.
-    Without it, the columns are `key` and `value` as bytes. A null value becomes a row whose payload columns are null.
-    ``order`` is `event_time`, `offset` (in Kafka; an ID must stay in its partition), or a column of ``schema``. Raises
-    SettingsError for an unusable schema or order.
+    ``schema`` is Spark DDL that names members of the JSON value to become columns; records with values of other types
+    are rejected. Without ``schema``, the columns are `key` and `value` as bytes. A null value becomes a row whose
+    payload columns are null. ``order`` is `event_time`, `offset` (which requires that all records of an ID are in the
+    same Kafka partition), or a column of ``schema``. Raises SettingsError for an unusable schema or order.
     """
     payload = _schema(schema)
     _refuse_order(order, payload)
@@ -145,7 +146,7 @@ def table_rows(records: DataFrame, topology: Topology, *, schema: str | None = N
     reason = fn.col("dedup_fault")
     detail = fn.col("dedup_detail")
     if payload is not None:
-        # A column for what Spark cannot parse: without it, a value of another type would silently become null.
+        # This column receives what Spark cannot parse. Without it, a value of another type would silently become null.
         asked = t.StructType([*payload.fields, t.StructField(_BAD_JSON, t.StringType())])
         options = {"mode": "PERMISSIVE", "columnNameOfCorruptRecord": _BAD_JSON}
         known = known.withColumn("_payload", fn.from_json(fn.col("value").cast("string"), asked, options))
@@ -190,7 +191,7 @@ def output_records(spark: SparkSession, topology: Topology, settings: Settings) 
 def keep_rejected(found: TableRows, path: str | None) -> dict[str, int]:
     """Write the records that cannot become rows to ``path``, and return how many there are for each reason.
 
-    Raises DedupError if there are any and ``path`` is None.
+    Raises DedupError if ``path`` is None and any record cannot become a row.
     """
     rejected = found.rejected
     if path is not None:
@@ -228,7 +229,7 @@ def _schema(ddl: str | None) -> t.StructType | None:
 
 
 def _is_unfit(kind: t.DataType) -> bool:
-    """Whether Spark cannot read the type from JSON or cannot hash it, which `_newest` requires."""
+    """Return whether Spark cannot read the type from JSON or cannot hash it, as `_newest` requires."""
     match kind:
         case t.MapType() | t.VariantType() | t.CharType() | t.VarcharType():
             return True
@@ -247,7 +248,7 @@ def _refuse_order(order: str, payload: t.StructType | None) -> None:
 
 
 def _newest(rows: DataFrame) -> DataFrame:
-    """Return one row per tracking ID, the greatest by `ORDER`; every run chooses the same of several equal ones."""
+    """Return the greatest row by `ORDER` of each tracking ID; every run chooses the same among rows of equal order."""
     others = [name for name in rows.columns if name != ID]
     by = fn.struct(*ORDER, fn.xxhash64(*others).alias("tie"))
     best = rows.groupBy(ID).agg(fn.max_by(fn.struct(*others), by).alias("best"))
@@ -255,13 +256,13 @@ def _newest(rows: DataFrame) -> DataFrame:
 
 
 def upsert_delta(rows: DataFrame, path: str) -> int:
-    """Bring the newest row of every ID into the Delta table at ``path``, and create the table if it does not exist.
+    """Merge the newest row of each ID into the Delta table at ``path``, and create the table if it does not exist.
 
-    Returns how many rows were inserted or replaced. Raises StateIncompatible if the table has different columns.
+    Returns how many rows were inserted or replaced. Raises StateIncompatible if the table lacks a column.
     """
     spark = rows.sparkSession
     source = _newest(rows)
-    # Delta takes a relative path here for the name of a table.
+    # Delta would interpret a relative path as the name of a table.
     table = f"delta.`{HadoopDirectory(spark, path).absolute}`"
     spark.sql(f"CREATE TABLE IF NOT EXISTS {table} ({_ddl(source.schema)}) USING delta")
     _refuse_other_columns(path, source.columns, spark.read.format("delta").load(path).columns)
@@ -299,10 +300,11 @@ def _refuse_other_columns(table: str, wanted: Sequence[str], found: Sequence[str
 
 
 def upsert_jdbc(rows: DataFrame, to: Jdbc) -> int:
-    """Bring the newest row of every ID into the table, and create it with the key `tracking_id` if it does not exist.
+    """Upsert the newest row of each ID into the table, and create the table with the key `tracking_id` if necessary.
 
-    Returns how many rows were inserted or replaced. Raises StateIncompatible if the table has different columns or no
-    unique `tracking_id`. In this case, and whenever the run ends before the last statement, the table is unchanged.
+    Returns how many rows were inserted or replaced. Raises StateIncompatible if the table lacks a column or has no
+    unique `tracking_id`. Only the last statement changes the rows of the table, so a run that ends before it leaves
+    them unchanged.
     """
     if not _NAME.fullmatch(to.table):
         raise SettingsError(
@@ -337,20 +339,21 @@ def upsert_jdbc(rows: DataFrame, to: Jdbc) -> int:
 
 
 def _column(dialect: Dialect, field: t.StructField) -> str:
-    """Return a column's definition; text in order columns is compared by its bytes, as in `_newest`."""
+    """Return the SQL definition of a column; text in order columns is compared by its bytes, as in `_newest`."""
     collation = dialect.collated(field.dataType) if field.name in ORDER else ""
     return f'"{field.name}" {dialect.column(field.dataType)}{collation}'
 
 
 def _moving(staging: str, to: Jdbc, schema: t.StructType) -> str:
-    """Return the statement that moves the staged rows to the target."""
+    """Return the SQL statement that moves the staged rows to the target table."""
     table, names = to.table, schema.names
     listed = ", ".join(f'"{name}"' for name in names)
     changed = ", ".join(f'"{name}" = excluded."{name}"' for name in names if name != ID)
-    # The table may have been created with another collation, so this statement names it too.
+    # The table may have been created with another collation, so this statement names the collation, too.
     order = [f'"{name}"{to.dialect.collated(schema[name].dataType)}' for name in ORDER]
     newer = f"({_listed(order, 'excluded.')}) > ({_listed(order, f'{table}.')})"
-    # DISTINCT: a task whose commit succeeded but was not acknowledged is tried again, and stages its rows twice.
+    # DISTINCT is needed because a task whose commit succeeded but was not acknowledged is retried, and stages its rows
+    # twice.
     return (
         f"INSERT INTO {table} ({listed}) SELECT DISTINCT {listed} FROM {staging} WHERE true "  # noqa: S608  # checked names
         f'ON CONFLICT ("{ID}") DO UPDATE SET {changed} WHERE {newer}'
@@ -358,9 +361,9 @@ def _moving(staging: str, to: Jdbc, schema: t.StructType) -> str:
 
 
 def _move(connection: Any, staging: str, table: str, move: str, expected: int) -> int:  # noqa: ANN401  # Java's
-    """Move the staged rows to the target in one transaction, and return how many were newer.
+    """Move the staged rows to the target table in one transaction, and return how many rows were inserted or replaced.
 
-    Raises StateIncompatible unless all of them are staged.
+    Raises StateIncompatible unless the staging table contains all ``expected`` rows.
     """
     found = _number(connection, f'SELECT count(DISTINCT "{ID}") FROM {staging}')  # noqa: S608  # checked names
     if found != expected:
@@ -388,7 +391,7 @@ def _connected(spark: SparkSession, to: Jdbc) -> Iterator[Any]:
 
 @contextlib.contextmanager
 def _explained(what: str) -> Iterator[None]:
-    """Inside ``with``, raise StateIncompatible for database errors."""
+    """Raise StateIncompatible for database errors that occur inside ``with``."""
     try:
         yield
     except Py4JJavaError as error:
@@ -399,7 +402,7 @@ def _explained(what: str) -> Iterator[None]:
 
 
 def _execute(connection: Any, sql: str) -> int:  # noqa: ANN401  # Java's
-    """Execute a statement, and return how many rows it changed; 0 if it changes none by nature."""
+    """Execute a statement, and return how many rows it changed, which is 0 for a statement such as CREATE TABLE."""
     with contextlib.closing(connection.createStatement()) as statement, _explained(sql.partition(" (")[0]):
         return int(statement.executeUpdate(sql))
 

@@ -1,19 +1,20 @@
-"""One attempt of a Spark task, which judges a partition of a micro-batch with the task that a worker would run.
+"""One attempt of a Spark task, which judges one partition of a micro-batch with the same code as a worker's task.
 
 Theory of operation. Every transaction contains the sent records, their sightings, the task record with the next offset,
 and the group's offset, so the position of a partition is part of its state. Each attempt begins where the last
 committed transaction ended, regardless of what Spark does:
 
 * If a micro-batch is run again after a crash, rows below the position are skipped and the rest are judged.
-* To Python, a task that fails upstream looks like a normal end of its input. (In a test, a writer that marked epochs
-  lost 10,000 of 40,000 rows this way.) Here, a shorter input is a shorter prefix of the log, which may be committed
-  because the next attempt continues after it.
-* If the broker's response to a commit is lost, a new epoch finds out what was committed, and the rest is judged again,
-  as in a worker.
-* If a speculative copy runs, or an executor has lost its driver, InitProducerId fences the older attempt, which can
-  then no longer commit.
-* If rows begin *after* the position, the attempt reads the gap from the log. If the gap contains more than transaction
-  markers, the attempt stops, because these records would be lost.
+* If an upstream task fails, the Python code sees only a normal end of its input. (A prototype that recorded finished
+  micro-batches instead of positions lost 10,000 of 40,000 rows in this way.) With positions, a truncated input is a
+  shorter prefix of the log. The attempt can safely commit this prefix, because the next attempt continues after it.
+* If the broker's response to a commit is lost, the attempt opens a new epoch, finds out what was committed, and judges
+  the remaining records again, as a worker does.
+* If Spark runs a speculative copy of a task, or an executor has lost its driver, the InitProducerId request of the
+  newer attempt fences the older attempt, which can then no longer commit.
+* If the rows begin *after* the position, the attempt reads the offsets between the position and the first row from the
+  log. If these offsets contain records, and not only transaction markers, the attempt stops, because the records would
+  be lost.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ if TYPE_CHECKING:
     from dedup.worker.topics import Cluster
 
 _GC_THRESHOLD: Final = 100_000
-"""As in a worker, because a batch creates tens of thousands of objects, none of them in a cycle."""
+"""The same as in a worker: a batch creates tens of thousands of objects, but no reference cycles."""
 _MOST_RENEWALS: Final = 3
 """Number of new epochs in which a commit is retried; after that, the attempt fails and Spark starts another one."""
 _MARGIN: Final = 4
@@ -60,7 +61,9 @@ _GAP_BYTES: Final = 1 << 16
 _GAP_WAIT_MS: Final = 100
 _VERDICTS: Final = ("unique", "duplicate", "late", "dead_letter", "exempt", "repartitioned")
 _BROKER_TROUBLE: Final = 5
-"""Exit code of BrokerUnavailable, which is the only one of dedup's errors that another attempt may fix."""
+"""Exit code of BrokerUnavailable. Apart from TaskMigrated, it is the only error of dedup that another attempt may
+fix.
+"""
 
 REPORT_DDL: Final = (
     "topic string, partition int, next_offset long, judged long, replayed long, unique long, duplicate long, "
@@ -76,13 +79,13 @@ REPORT: Final = pa.schema(
 
 @dataclass(frozen=True, slots=True)
 class AttemptPlan:
-    """The parameters of an attempt, which are sent to the executors with the task."""
+    """The parameters of a Spark task that judges a partition; the driver sends them to the executors with the task."""
 
     topology: Topology
     settings: PicklableSettings
     cluster: Cluster
     commit_rows: int
-    """A transaction is committed after this many rows, because it may not be open longer than its timeout."""
+    """A transaction is committed after this many rows, because it must not stay open longer than its timeout."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,11 +95,11 @@ class BatchReport:
     sub_topology: SubTopology
     batch_id: int
     partitions: tuple[Mapping[str, Any], ...]
-    """A row of `REPORT` for each Kafka partition that had records, with `numbers` as `TaskNumbers`."""
+    """A row of `REPORT` for each Kafka partition that had records, with `numbers` already decoded to `TaskNumbers`."""
     took_s: float
 
     def total(self, name: str) -> int:
-        """Return the sum of one of the report's counts."""
+        """Return the sum of the count ``name`` over all partitions."""
         return sum(row[name] for row in self.partitions)
 
 
@@ -111,7 +114,7 @@ def _memory() -> RocksMemory:
 
 
 def judge_partition(plan: AttemptPlan, arrow: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-    """Judge and send the rows of one Spark partition; yield one row of `REPORT`, or none if there are no rows.
+    """Judge the rows of one Spark partition and send the results; yield one row of `REPORT`, or none without rows.
 
     An error that another attempt may fix is raised, so that Spark tries again. Any other error becomes part of the
     report, and the driver raises it.
@@ -152,7 +155,7 @@ async def _judge(plan: AttemptPlan, first: FeedBatch, batches: Iterator[FeedBatc
 
 
 def _refuse_growth(plan: AttemptPlan, feeding: TopicPartition) -> None:
-    """Raise StateIncompatible for a partition that did not exist when the stream started; IDs may have moved to it."""
+    """Raise StateIncompatible if the partition was added after the stream started, because IDs may have moved to it."""
     had = plan.cluster.topics[feeding.topic].partitions
     if feeding.partition >= had:
         raise StateIncompatible(
@@ -163,7 +166,7 @@ def _refuse_growth(plan: AttemptPlan, feeding: TopicPartition) -> None:
 
 
 class _Attempt:
-    """The partition's task, and the batches since its last commit."""
+    """Runs the worker's task for one partition, and keeps the batches that are not committed yet."""
 
     def __init__(self, factory: TaskFactory, wire: KafkaWire, feeding: TopicPartition, plan: AttemptPlan) -> None:
         self._factory: Final = factory
@@ -178,7 +181,7 @@ class _Attempt:
         self._task = factory.build(feeding)
 
     async def run(self, first: FeedBatch, batches: Iterator[FeedBatch]) -> dict[str, Any]:
-        """Judge and commit everything; return the report."""
+        """Judge and commit all batches, and return the report."""
         try:
             await self._start()
             await _refuse_gap(self._wire, self._task, first)
@@ -192,15 +195,15 @@ class _Attempt:
                     await self._commit()
                 batch = await self._next(batches)
             await self._commit()
-            # Before the task releases its store.
+            # The report reads the store, which `close` releases.
             return self._report()
         finally:
             await self._task.close(drain=False)
 
     async def _next(self, batches: Iterator[FeedBatch]) -> FeedBatch | None:
-        """Return the next batch; None at the end. Commit while waiting if the transaction has been open for long.
+        """Return the next batch, or None at the end; while waiting for it, commit a transaction that is open too long.
 
-        A thread reads from Spark, so that judged records are sent in the meantime.
+        A separate thread reads from Spark, so that judged records are sent in the meantime.
         """
         coming = asyncio.ensure_future(asyncio.to_thread(next, batches, None))
         if self._uncommitted:
@@ -211,7 +214,7 @@ class _Attempt:
         return await coming
 
     async def _start(self) -> None:
-        """Start the task; damaged local state is deleted once and restored."""
+        """Start the task; if its local state is damaged, delete the state and start the task once more."""
         try:
             await self._task.start()
         except TaskCorrupted:
@@ -234,7 +237,7 @@ class _Attempt:
                 return
 
     async def _renew(self) -> None:
-        """Open a new epoch, which finds out whether the last commit happened, and judge uncommitted records again."""
+        """Open a new epoch to find out whether the last commit succeeded, and judge the uncommitted records again."""
         self._done.add_counters(self._task.numbers)
         await self._task.close(drain=False)
         self._task = self._factory.build(self._feeding)
@@ -245,7 +248,7 @@ class _Attempt:
             follows = batch.next_offset
 
     def _report(self) -> dict[str, Any]:
-        """Return what this attempt committed, and the state that its last task leaves."""
+        """Return the counts of what this attempt committed, and the size of its state."""
         task, done = self._task, self._done
         done.add_counters(task.numbers)
         done.stream_time_ms, done.committed_time_ms = task.numbers.stream_time_ms, task.numbers.committed_time_ms
@@ -297,10 +300,10 @@ def deleted_unjudged(task_id: TaskId, position: int, kept: int) -> StateIncompat
 
 @contextmanager
 def _own_directory(state_dir: Path, topology: str, feeding: TopicPartition) -> Iterator[Path]:
-    """Yield a directory that is reserved for the partition's state inside ``with``.
+    """Yield a directory that is reserved for the partition's state while the ``with`` block runs.
 
-    Micro-batches on one machine use the same directory. If a fenced attempt still uses it, a temporary directory is
-    used instead, and the state is restored from the changelog.
+    All micro-batches of a partition on one machine use the same directory. If a fenced attempt still uses that
+    directory, a temporary directory is used instead, and the state is restored from the changelog.
     """
     shared = state_dir / ".spark"
     shared.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -1,15 +1,15 @@
-"""The process from which Spark forks its Python workers, which is PySpark's daemon with preloaded modules.
+"""The process from which Spark forks its Python workers: PySpark's daemon with preloaded modules.
 
-`session_for` makes Spark start it, with `spark.python.daemon.module`. It differs in three ways, which save CPU time in
-each Python task:
+`session.session_for` makes Spark start this process, with the setting `spark.python.daemon.module`. This daemon differs
+from PySpark's daemon in three ways, each of which saves CPU time in every Python task:
 
-* Executors get PySpark as a zip file, with a jar also on Python's path, and PySpark invalidates Python's import caches
-  before each task. The directories of these archives are then read eighteen times, which takes 0.16 CPU-s. If the same
-  version of PySpark is installed, the installed version is used instead.
-* NumPy, pyarrow, and dedup's modules are imported before the fork rather than in every worker, which would take 0.4
-  CPU-s each, and more with dedup.
-* Loaded objects are frozen, so the garbage collection after each task only looks at objects of that task, which saves
-  0.04 CPU-s.
+* Spark puts PySpark's zip files and a jar on the Python path of executors, and PySpark invalidates Python's import
+  caches before each task. Python then reads the directories of these archives eighteen times, which takes 0.16 CPU
+  seconds. If the same version of PySpark is installed, this daemon uses the installed version instead of the archives.
+* NumPy, pyarrow, and dedup's modules are imported once, before the fork. Importing NumPy and pyarrow in every worker
+  would take 0.4 CPU seconds each time, and dedup's modules would take more.
+* Loaded objects are frozen, so the garbage collection after each task examines only the objects of that task, which
+  saves 0.04 CPU seconds.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _LOADED: Final = (
 
 
 def without_spark_zips(path: Iterable[str]) -> list[str]:
-    """Return the search path, without Spark's archives if the same PySpark is installed."""
+    """Return the search path, without Spark's archives if the same version of PySpark is installed."""
     entries = list(path)
     zips = [entry for entry in entries if _ARCHIVE.fullmatch(Path(entry).name)]
     rest = [entry for entry in entries if entry not in zips]
@@ -60,7 +60,7 @@ def _version_of(archive: str) -> str | None:
 
 
 def _installed(path: list[str]) -> str | None:
-    """Return the text of an installed PySpark's `version.py`; None if there is none."""
+    """Return the text of `version.py` in an installed PySpark, or None if PySpark is not installed."""
     found = PathFinder.find_spec("pyspark", path)
     if found is None or found.origin is None:
         return None
