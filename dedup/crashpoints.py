@@ -46,7 +46,7 @@ _plan: Final = _Plan(os.environ.get(VARIABLE))
 
 
 def _die_at(point: Point) -> None:
-    """Kill the process with SIGKILL if ``DEDUP_CRASH_AT`` names this point and this is the n-th time it is reached."""
+    """Kill the process with SIGKILL if this is the n-th arrival at the point that ``DEDUP_CRASH_AT`` names."""
     if _plan.point == point:
         _plan.left -= 1
         if _plan.left == 0:

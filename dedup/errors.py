@@ -27,7 +27,7 @@ from typing import Final
 
 
 class DedupError(Exception):
-    """Base class of every error this package raises on purpose."""
+    """The base class of every error that this package raises on purpose."""
 
     exit_code: int = 1
 

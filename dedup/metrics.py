@@ -1,6 +1,6 @@
 """Defines the metrics of a running worker, the counters of each task, and snapshots of both for display.
 
-Everything here is a plain value. The worker does the counting, and `web` renders Prometheus text and pages from the
+All these objects are plain values. The worker does the counting, and `web` renders Prometheus text and pages from the
 snapshots.
 """
 

@@ -54,7 +54,7 @@ At = tuple[str | int, ...]
 
 
 def text_of(path: Path) -> str:
-    """Return the text of a file. Raises TopologyError if it cannot be read."""
+    """Return the text of a file. Raises TopologyError if the file cannot be read."""
     try:
         return path.read_text(encoding="utf-8")
     except OSError as error:

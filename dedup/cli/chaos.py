@@ -66,11 +66,11 @@ def chaos(  # noqa: PLR0917  # one parameter per option
     """Inject faults into a fleet under load, then prove that nothing was lost or duplicated.
 
     The command kills, freezes, stops, and adds workers while a read_committed consumer watches the output. Without
-    --config, it uses an embedded Kafka, and also kills the broker and cuts connections. --harder above 1 also restarts
-    the broker cleanly, changes the compression and record size of the output, shortens the retention of the source to
-    delete judged records, and tries to delete the group. With --config, it uses your test environment: it writes
-    made-up records to the topology's source topics, which must exist and be empty, and affects only the workers that it
-    starts itself. The exit code is 4 if a check fails.
+    --config, the command uses an embedded Kafka, and also kills the broker and cuts connections. --harder above 1 also
+    restarts the broker cleanly, changes the compression and record size of the output, shortens the retention of the
+    source to delete judged records, and tries to delete the group. With --config, the command uses your test
+    environment: it writes made-up records to the topology's source topics, which must exist and be empty, and affects
+    only the workers that it starts itself. The exit code is 4 if a check fails.
 
     Examples: dedup chaos topologies/simplest.yaml --minutes 2
 
@@ -145,7 +145,7 @@ def _faults(options: ChaosOptions, *, embedded: bool) -> list[ScheduledFault]:
 
 
 def _write_past(options: ChaosOptions, settings: Settings, faults: list[ScheduledFault]) -> list[Age]:
-    """Write old records if the run shortens retention, because it can delete them without affecting the proof."""
+    """Write old records, which a run that shortens retention can delete without affecting the proof."""
     from dedup.chaos.fault_run import FaultType
     from dedup.chaos.load import write_past
 

@@ -276,7 +276,7 @@ def _instant_ms(text: str, option: str) -> int:
 
 @contextlib.contextmanager
 def _lines(file: Path | None) -> Iterator[tuple[Iterator[bytes], str]]:
-    """Yield the lines and the name of the file, or those of standard input."""
+    """Yield the lines and the name of a file, or of standard input."""
     if file is None or str(file) == "-":
         yield sys.stdin.buffer, "standard input"
         return

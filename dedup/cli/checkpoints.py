@@ -35,7 +35,7 @@ def checkpoint(
     state_dir: Annotated[
         Path | None,
         typer.Option(
-            help="Directory for the state that is read; state_dir/.checkpoint by default. Never use a worker's own."
+            help="Directory for the state; state_dir/.checkpoint by default. Never name the state_dir of a worker."
         ),
     ] = None,
     partitions: Annotated[

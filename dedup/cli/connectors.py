@@ -34,7 +34,7 @@ def ingest(
     """Send the lines of files or the rows of a table to a topic, each exactly once, even across crashes.
 
     Each Kafka transaction contains records and the position in the source. If a second process starts with the same
-    ingest file, it takes over, and the first process stops with TaskMigrated.
+    ingest file, the second one takes over, and the first one stops with TaskMigrated.
 
     Examples: dedup ingest topologies/files-to-topic.yaml
 
@@ -75,7 +75,7 @@ def sink(
         str | None,
         typer.Option(
             metavar="0,2-5",
-            help="Partitions that this process reads; all by default. Other processes may read the others.",
+            help="Partitions that this process reads; all by default.",
         ),
     ] = None,
     exit_when_done: Annotated[
@@ -85,7 +85,7 @@ def sink(
     """Write a topic to a table with one row per tracking ID; reading the topic a second time changes nothing.
 
     Each database transaction contains rows and the topic's offsets. If a second process starts with the same
-    partitions, it takes over, and the first process stops with TaskMigrated.
+    partitions, the second one takes over, and the first one stops with TaskMigrated.
 
     Examples: dedup sink topologies/topic-to-database.yaml
 
@@ -127,7 +127,7 @@ def _numbers(text: str) -> set[int]:
 
 
 def resolved_sink(topology: Topology, path: Path) -> SinkSpec:
-    """Return a topology's sink with resolved references in its URL. Raises TopologyError if it has no sink."""
+    """Return a topology's sink with resolved references in its URL. Raises TopologyError if the topology has no sink."""
     from dedup.connect.sink_connector import spec_of
     from dedup.settings import with_references
 
@@ -136,7 +136,7 @@ def resolved_sink(topology: Topology, path: Path) -> SinkSpec:
 
 
 def apply_tables(spec: SinkSpec, *, dry_run: bool, quiet: bool) -> dict[str, str]:
-    """Create the sink's missing tables unless ``dry_run``, and return the CREATE statement of each by its name.
+    """Create the sink's missing tables, unless ``dry_run`` is set, and map table names to CREATE statements.
 
     Raises StateIncompatible if an existing table is unsuitable, and DatabaseUnavailable if the database does not
     respond.

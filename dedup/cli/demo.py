@@ -24,8 +24,8 @@ def demo(
 
     A producer whose connection breaks before the acknowledgment arrives sends the record again, which creates real
     duplicates. Two workers deduplicate the records; one of them is killed with SIGKILL and restarted. Finally, the demo
-    reads every record and compares the result with the exact model. The demo needs no installed Kafka or Java. It takes
-    about a minute, or about 20 seconds with --fast.
+    reads every record and compares the result with the exact model. The demo needs no installed Kafka or Java. The demo
+    takes about a minute, or about 20 seconds with --fast.
 
     Example: dedup demo --fast
 

@@ -62,7 +62,7 @@ class DemoStage:
 
 
 class Run:
-    """One run of the demo. Each instance runs only once."""
+    """One run of the demo. Each instance of this class runs only once."""
 
     def __init__(self, stage: DemoStage, size: Size, console: Console) -> None:
         self._stage: Final = stage
@@ -200,8 +200,8 @@ def _config_file(directory: Path, bootstrap: str, number: int) -> Path:
 
 
 def print_books(found: Report, distinct: int, page: Path | None, console: Console) -> None:
-    """Print the report. Raises VerificationFailed unless it proves that each distinct flight was forwarded exactly
-    once.
+    """Print the report. Raises VerificationFailed unless the report proves that each distinct flight was forwarded
+    exactly once.
     """
     if page is not None:
         write_report(page, to_html(found), found.to_json())

@@ -56,8 +56,8 @@ def doctor(
     """Find what prevents a topology from running: DNS, TCP, TLS, authentication, version, ACL, or topics.
 
     The command prints one sentence and one remedy for each problem, changes nothing, and does not affect any worker.
-    Without TOPOLOGY, it checks only the cluster. The exit code is 5 for a problem with the brokers, 3 for a problem
-    with the topics, and 0 if there are no problems or only warnings.
+    Without TOPOLOGY, the command checks only the cluster. The exit code is 5 for a problem with the brokers, 3 for a
+    problem with the topics, and 0 if there are no problems or only warnings.
 
     Examples: dedup doctor topologies/orders.yaml --config config/production.yaml
 

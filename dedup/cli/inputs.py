@@ -33,7 +33,7 @@ A_TIME: Final = "2024-01-01T00:00:00Z"
 
 
 def read_topology(path: Path) -> Topology:
-    """Return the topology in a file. Raises TopologyError, which lists every problem, such as an unreadable file."""
+    """Return the topology in a file. Raises TopologyError, which lists every problem in the file."""
     from dedup.topology.parse import parse
     from dedup.yaml_document import text_of
 
@@ -61,7 +61,7 @@ def read_ingest(path: Path) -> Ingest:
 
 
 def refuse_no_page(page: Path) -> None:
-    """Create the reports' directory. Raises SettingsError now, not after hours of work, if they cannot be written."""
+    """Create the reports' directory. Raises SettingsError early, before hours of work, if no report can be written."""
     if page.suffix == ".json":
         text = f"{page} is where the JSON report goes, next to the HTML one; name that, for example "
         raise SettingsError([Problem("--report", text + str(page.with_suffix(".html")))])
@@ -108,7 +108,10 @@ def pairs_of(option: str, texts: list[str] | None) -> dict[str, str]:
 
 
 def time_of(option: str, text: str, write: str = A_TIME) -> int:
-    """Return a time in ms from a text in ms or RFC 3339. Raises SettingsError, which suggests ``write``."""
+    """Return a time in ms from a text in ms or RFC 3339. Raises SettingsError for other texts.
+
+    The error suggests ``write`` instead.
+    """
     from dedup.core.event_time import rfc3339_ms
 
     found = int(text) if text.isdecimal() else rfc3339_ms(text)

@@ -44,8 +44,8 @@ def run(
     """Deduplicate a topology's topics with one or more worker processes until a signal arrives.
 
     A new consumer group is refused if its output already holds records, because a renamed topology, or a second
-    topology with the same output, would forward them again. --onto-existing-output allows the new group. Kafka
-    remembers this for seven days, so one run with the option is enough.
+    topology with the same output, would forward them again. --onto-existing-output allows the new group. Kafka stores
+    this permission for seven days, so one run with the option is enough.
 
     Examples: dedup run topologies/orders.yaml
 
@@ -81,7 +81,7 @@ def _run_one(parsed: Topology, settings: Settings, *, exit_when_done: bool, onto
 
 
 class VerdictProgress:
-    """Shows the verdicts so far in one line on a terminal, and prints a closing line. Use it as a context manager."""
+    """A context manager that shows the verdicts so far in one line on a terminal, and prints a closing line."""
 
     def __init__(self, *, enabled: bool) -> None:
         self._console: Final = Console(stderr=True)

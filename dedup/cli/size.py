@@ -1,8 +1,9 @@
 """Implements `dedup size`, which predicts the size of a topology's state from the number and length of its IDs.
 
-The constants are measured on the store itself, with IDs that do not compress because they have nothing in common, such
-as UUIDs and hashes. tests/unit/cli/test_size.py checks that predictions are accurate to within 20 %. Sequential IDs
-share prefixes and may take only half the space, so the prediction for them is too high rather than too low.
+The constants in this module are measured on the store itself, with IDs that do not compress because they have nothing
+in common, such as UUIDs and hashes. tests/unit/cli/test_size.py checks that predictions are accurate to within 20 %.
+Sequential IDs share prefixes and may take only half the space, so the prediction for them is too high rather than too
+low.
 """
 
 from __future__ import annotations
@@ -102,7 +103,9 @@ def predict(window: Window, ids_per_s: float, key_length: int, *, fingerprints: 
 
 
 def key_bytes(id_bytes: int) -> int:
-    """Return the length of the state key of a text or bytes ID with this length. Long IDs are stored as digests."""
+    """Return the length of the state key for an ID of ``id_bytes`` bytes that is text or bytes. Long IDs are stored as
+    digests.
+    """
     return min(id_bytes + _TAG_BYTES, KEPT_BYTES + 1)
 
 

@@ -101,9 +101,9 @@ def _job(
     *,
     quiet: bool,
 ) -> Iterator[SparkSession]:
-    """Yield a session with a progress bar. Its jobs form one group in Spark's UI.
+    """Yield a session with a progress bar. The jobs of the session form one group in Spark's UI.
 
-    Errors that dedup raises on executors are raised here unchanged.
+    Errors that dedup raises on executors are raised unchanged on the driver.
     """
     from dedup.spark.session import JobProgress, described, translated_errors
 
@@ -237,29 +237,21 @@ def backfill_command(
     *,
     out: Annotated[str, typer.Option(help="Directory, or path of a Delta table, for the verdicts.")],
     inputs: Annotated[
-        list[str] | None,
-        typer.Option("--input", help="Files, directories, or tables; the topology's topics by default."),
+        list[str] | None, typer.Option("--input", help="Files, directories, or tables. Default: the topics.")
     ] = None,
     fmt: Annotated[
         InputFormat,
-        typer.Option(
-            "--format",
-            help="Format of --input. With json, each line is an event. With table, --input is a table's name.",
-        ),
+        typer.Option("--format", help="Format of --input. json means one event per line; table, the name of a table."),
     ] = "parquet",
     rows_are_events: _RowsAreEvents = False,
     out_format: Annotated[Literal["parquet", "delta"], typer.Option(help="Format of the verdicts.")] = "parquet",
     run: Annotated[str, typer.Option(help="Name of this run. An existing run is not written again.")] = "backfill",
     start: Annotated[
-        str,
-        typer.Option(help="Where to start in topics: whole (offset 0), earliest (first existing offset), or a time."),
+        str, typer.Option(help="Where to start in topics: whole (offset 0), earliest (first offset left), or a time.")
     ] = "whole",
     until: Annotated[str, typer.Option(help="Where to stop in topics: now, or a time.")] = "now",
     repartitioned: Annotated[
-        bool,
-        typer.Option(
-            "--repartitioned", help="Read the repartition topic, whose order is the one in which a fleet judges."
-        ),
+        bool, typer.Option("--repartitioned", help="Read the repartition topic, in the order that a fleet judges in.")
     ] = False,
     now: Annotated[str | None, typer.Option(help="Current time, after which event times are in the future.")] = None,
     config: ConfigOption = None,

@@ -266,7 +266,7 @@ def looked(survey: Survey, pages: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _summed(pages: Sequence[dict[str, Any]], name: str) -> dict[str, int]:
-    """Return the sums of the workers' counters, largest first. Workers of older versions may lack these counters."""
+    """Return the sums of the workers' counters, largest first. Workers of older versions may lack some counters."""
     found: Counter[str] = Counter()
     for page in pages:
         found.update(page.get(name) or {})
@@ -274,7 +274,7 @@ def _summed(pages: Sequence[dict[str, Any]], name: str) -> dict[str, int]:
 
 
 class Shown:
-    """Prints the status, or refreshes it in place with --watch on a terminal. Use it as a context manager."""
+    """A context manager that prints the status, or refreshes the status in place with --watch on a terminal."""
 
     def __init__(self, *, watch: bool, as_json: bool) -> None:
         self._watch: Final = watch

@@ -67,8 +67,9 @@ class _Envelope(msgspec.Struct):
 def entries(lines: Iterable[bytes], *, name: str, envelope: bool, start_ms: int) -> Iterator[Entry]:
     """Yield the records of a file, and skip blank lines.
 
-    Line n has the timestamp ``start_ms`` plus n-1 seconds, unless its envelope contains one. Raises AuthorMistake if a
-    line should be an envelope but is not. A value that is not JSON is yielded like any other value.
+    Line n has the timestamp ``start_ms`` plus n-1 seconds, unless the line is an envelope that contains a timestamp.
+    Raises AuthorMistake if a line should be an envelope but is not. A value that is not JSON is yielded like any other
+    value.
     """
     for number, line in enumerate(lines, 1):
         text = line.rstrip(b"\r\n")

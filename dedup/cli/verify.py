@@ -42,9 +42,9 @@ def explain(
 ) -> None:
     """Show the records of one tracking ID, each verdict with its reason, and where each record was sent.
 
-    The command reads only Kafka, and no worker needs to run. It reads all topics of the topology from the beginning,
-    but keeps only the records with this ID in memory. A composite ID is a JSON array of its parts. The exit code is 4
-    if the topics contradict the rule, and 0 otherwise, even if no topic holds the ID.
+    The command reads only Kafka, and no worker needs to run. The command reads all topics of the topology from the
+    beginning, but keeps only the records with this ID in memory. A composite ID is a JSON array of its parts. The exit
+    code is 4 if the topics contradict the rule, and 0 otherwise, even if no topic holds the ID.
 
     Examples: dedup explain topologies/orders.yaml 8d5e957f-297893487bd98fa830fa6413
 
@@ -150,9 +150,9 @@ def verify_topology(
     """Prove from the data in Kafka alone that nothing was lost or duplicated.
 
     The command reads the source topics, the written topics, and the group's offsets with a different Kafka client than
-    the worker's. It replays the exact model, and compares keys, values, headers, timestamps, and order. The exit code
-    is 4 if anything violates the guarantee. Memory use does not grow with the topics. Files in --scratch take about 200
-    bytes per record, plus its key.
+    the worker's. The command then replays the exact model, and compares keys, values, headers, timestamps, and order.
+    The exit code is 4 if anything violates the guarantee. Memory use does not grow with the topics. Files in --scratch
+    take about 200 bytes per record, in addition to the record's key.
 
     Examples: dedup verify topologies/orders.yaml --report reports/orders.html
 

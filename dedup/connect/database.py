@@ -32,7 +32,7 @@ Row = tuple[Any, ...]
 
 
 class DatabaseAway(Exception):
-    """The database did not respond or is busy. Until it responds again, it is unknown whether a commit happened."""
+    """The database did not respond or is busy. Until it responds, it is unknown whether a commit happened."""
 
 
 class RowsRefused(Exception):
@@ -80,7 +80,7 @@ class WriteOutcome:
 
 
 class DatabaseConnection(ABC):
-    """One connection to a database. Its methods block, and only one thread may use it at a time.
+    """One connection to a database. All methods block, and only one thread may use a connection at a time.
 
     Every method raises DatabaseAway for a temporary failure such as a lost connection, RowsRefused for values that the
     database rejects, and StateIncompatible for errors that a retry cannot fix.
@@ -164,7 +164,7 @@ def make_staging(connection: DatabaseConnection, table: Table) -> None:
 
 
 def make(connection: DatabaseConnection, table: str, statement: str) -> None:
-    """Create the table if it is missing. If it exists, no permission to create tables is needed."""
+    """Create the table if it is missing. If the table exists, no permission to create tables is needed."""
     if connection.has(table):
         return
     try:

@@ -2,8 +2,9 @@
 
 The dead letters are sent while the database transaction is open, so no other process can own the partition. The same
 Kafka transaction commits the offset after the last dead letter for the sink's consumer group. When a sink starts, the
-database may be behind that offset, because the process died before the database committed or because it is a different
-database. The sink then reads records that may already have dead letters, so it looks them up in the dead-letter topic.
+database may be behind the committed offset, because the process died before the database committed or because the
+database is a different one. In this case, the sink reads records that may already have dead letters, so it first reads
+the dead-letter topic to find those dead letters.
 """
 
 from __future__ import annotations
@@ -119,7 +120,7 @@ class DeadLetterProducer:
         return sum(map(len, by_source.values()))
 
     def settled(self, positions: Mapping[TopicPartition, int]) -> None:
-        """Forget everything below these offsets, because the database has committed it."""
+        """Forget the dead letters below the given offsets, because the database has committed these offsets."""
         for source, position in positions.items():
             state = self._partitions[source]
             state.sent = {offset for offset in state.sent if offset >= position}

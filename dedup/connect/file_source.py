@@ -281,7 +281,7 @@ class Files:
         return self._close_file(opened) if opened.gone else None
 
     def _close_file(self, opened: _Open) -> SourceRecords | None:
-        """Close a file that was read to its end. If it was deleted, commit that, because its inode may be reused."""
+        """Close a file that was read to its end. A deletion is committed, because the inode may be reused."""
         if opened.reader.rest_bytes:
             if not opened.warned:
                 text = "%s was deleted; the %d bytes after its last line feed are not sent until a line feed follows"
@@ -351,7 +351,7 @@ def _unreadable(path: Path, error: OSError) -> AuthorMistake:
 
 
 def _head_digest(descriptor: int, length_bytes: int) -> str:
-    """Return the digest of a file's first bytes; an empty string if it is shorter."""
+    """Return the digest of a file's first ``length_bytes`` bytes; an empty string if the file is shorter."""
     head = os.pread(descriptor, length_bytes, 0)
     return blake2b(head, digest_size=16).hexdigest() if len(head) == length_bytes else ""
 
@@ -475,7 +475,7 @@ class _CsvRows:
         self._first = 0
 
     def ready(self) -> bool:
-        """Return whether the header line is complete. Raises AuthorMistake if it has different columns."""
+        """Tell whether the header line is complete. Raises AuthorMistake if the header has different columns."""
         if self._names is not None:
             return True
         head = os.pread(self._descriptor, self._most_bytes, 0)

@@ -59,7 +59,7 @@ class _Transaction:
 
 
 def spec_of(topology: Topology, name: str) -> SinkSpec:
-    """Return the sink of a topology. Raises TopologyError if it has none, or no topic to read."""
+    """Return the sink of a topology. Raises TopologyError if the topology has no sink, or no topic for it to read."""
     spec = topology.sink
     if spec is None or not spec.topic:
         what = "no `sink`" if spec is None else "a sink, but no output and no `sink.topic` to read"

@@ -9,7 +9,7 @@ from typing import Protocol
 
 @dataclass(frozen=True, slots=True)
 class DeadRecord:
-    """A part of the source that cannot become a record; it becomes a dead letter."""
+    """A part of the source that cannot become a record and becomes a dead letter instead."""
 
     place: str
     """The place in the source, with the prefix."""
@@ -47,7 +47,7 @@ class SourceRecords:
 
 
 class RecordSource(Protocol):
-    """Reads files or a table. Its methods block, and only one thread may use it at a time."""
+    """Reads files or a table. All methods block, and only one thread may use a source at a time."""
 
     def restore(self, positions: Mapping[str, bytes]) -> None:
         """Continue from committed positions, so that uncommitted records are polled again."""

@@ -274,8 +274,8 @@ class _Pending:
 class TransactionBoundary:
     """A source whose own records mark where a transaction ends, so that each poll returns one transaction.
 
-    This is like `transaction.boundary=connector` of KIP-618, but the marker is a field of a normal record, which is
-    also sent.
+    This class works like `transaction.boundary=connector` of KIP-618, but the marker is a field of a normal record,
+    which is also sent.
     """
 
     def __init__(self, source: RecordSource, marker: Marker) -> None:

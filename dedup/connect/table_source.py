@@ -9,7 +9,7 @@ number may have no transaction ID yet, and no snapshot contains a transaction wi
 docs/decisions/0012-edges.md.) SQLite has one writer at a time, so rows are final immediately. If the number is not
 assigned by the INSERT itself, the source waits for the time that `settle` sets, which is not exact.
 
-Before the first row is sent, `_readable_columns` rejects tables and queries that cannot be read this way.
+Before the first row is sent, `_readable_columns` rejects tables and queries that cannot be read by number.
 """
 
 from __future__ import annotations
@@ -240,7 +240,7 @@ def _refusal(name: str, spec: TableSource, why: str) -> StateIncompatible:
 
 
 def _readable_columns(connection: DatabaseConnection, name: str, spec: TableSource, *, postgres: bool) -> list[str]:
-    """Return the columns of a table or query. Raises StateIncompatible if its rows cannot be read by number."""
+    """Return the columns of a table or query. Raises StateIncompatible if the rows cannot be read by number."""
     if spec.query:
         return _columns_of_query(connection, name, spec)
     shape = _postgres_shape(connection, spec) if postgres else _sqlite_shape(connection, name, spec)
@@ -264,8 +264,8 @@ def _readable_columns(connection: DatabaseConnection, name: str, spec: TableSour
 def _relations_of(connection: DatabaseConnection, spec: TableSource) -> list[int]:
     """Return the OIDs of the PostgreSQL relations whose writers may still add rows with lower numbers.
 
-    For a query, these are the relations that PostgreSQL locks to plan the query. They include the tables behind views
-    and the partitions, but not the tables that a function reads.
+    For a query, the result is the relations that PostgreSQL locks to plan the query. These relations include the tables
+    behind views and the partitions, but not the tables that a function reads.
     """
     if spec.table:
         rows = connection.query(

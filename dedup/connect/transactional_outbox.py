@@ -4,9 +4,9 @@ The position in a source is stored in a compacted topic and written in the same 
 Connect's exactly-once sources (KIP-618). Unlike in Kafka Connect, each source has its own positions topic, and each
 transaction also writes its owner and its number. `Session` sends nothing twice. If a response is missing, `Session`
 raises CommitUnknown and the epoch ends. The outbox then begins a new epoch and reads the last transaction's number from
-the positions topic, which shows whether the transaction was committed. If it was not, the outbox sends the same records
-again. The caller therefore sees one of two results: the transaction is committed, or TaskMigrated is raised because
-another process has taken over the source.
+the positions topic, which shows whether the transaction was committed. If the transaction was not committed, the outbox
+sends the same records again. The caller therefore sees one of two results: the transaction is committed, or
+TaskMigrated is raised because another process has taken over the source.
 
 `wanted` describes the connectors' topics, and `provide` creates them.
 """
@@ -89,12 +89,12 @@ class Positions:
 
 
 async def _read_positions(wire: Wire, topic: str, known: Positions, *, stable: bool = False) -> Positions:
-    """Return all committed positions. Reading continues after those that are already known.
+    """Return all committed positions. Reading continues after the ``known`` positions.
 
-    Call this function after a new epoch has begun, when no older write can arrive any more. It reads up to the high
-    watermark, because another writer's open transaction could hide this source's committed records behind the last
-    stable offset. With ``stable``, it does not wait for records that an open transaction hides, because that
-    transaction may be the caller's own.
+    Call this function after a new epoch has begun, when no older write can arrive any more. The function reads up to
+    the high watermark, because another writer's open transaction could hide this source's committed records behind the
+    last stable offset. With ``stable``, the function does not wait for records that an open transaction hides, because
+    that transaction may be the caller's own.
     """
     place = TopicPartition(topic, 0)
     found = Positions(known.owner, dict(known.values), known.read_to)

@@ -243,7 +243,7 @@ def _upsert_statement(table: Table) -> str:
 
 
 def write_rows(connection: DatabaseConnection, table: Table, rows: Sequence[Row]) -> WriteOutcome:
-    """Upsert the rows in the open transaction, except those that the database refuses. The outcome lists these."""
+    """Upsert rows in the open transaction. The outcome lists the rows that the database refuses, which are left out."""
     written = WriteOutcome()
     left = list(range(len(rows)))
     while left:

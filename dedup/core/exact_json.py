@@ -4,8 +4,8 @@ This module is slow and exact, and keeps every number as it is written. The colu
 processes only the rows for which it is certain to agree with this module, and leaves all other rows to this module.
 
 A value that is not JSON is compared with the first bytes of other formats. The result is a guess, which may be wrong
-for random bytes, so it never affects what happens to a record. It only tells the reader of a dead letter where to look
-first.
+for random bytes, so it never affects what happens to a record. The guess only tells the reader of a dead letter where
+to look first.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ class Number:
 
 
 class Members(dict[str, "JsonValue"]):
-    """A JSON object that records which member names are repeated. For a repeated name, it keeps the last value."""
+    """A JSON object that records which member names are repeated, and keeps the last value of a repeated name."""
 
     __slots__ = ("repeated",)
 
@@ -164,7 +164,7 @@ ABSENT: Final = Absent()
 
 
 def decode(value: bytes) -> JsonValue:
-    """Return the decoded value exactly as it is written. Raises Unreadable unless it is valid according to RFC 8259."""
+    """Return the decoded value exactly as it is written. Raises Unreadable unless the value is JSON (RFC 8259)."""
     try:
         text = value.decode()
     except UnicodeDecodeError as error:

@@ -141,7 +141,7 @@ def compile_extractor(
     fingerprint: bool,
     fingerprint_exclude: tuple[Path, ...] = (),
 ) -> Extractor:
-    """Return the extractor of a topology. Raises ValueError with a message if it could never find an ID or a time."""
+    """Return the extractor of a topology. Raises ValueError if the extractor could never find an ID or a time."""
     return Extractor(Recipe(tracking_id, event_time, fmt, fingerprint, fingerprint_exclude))
 
 

@@ -3,10 +3,10 @@
 `fold` runs for every record, so it does only what the rule needs. `reference_model` implements the same rule in a slow
 way, and property tests check that both give the same verdicts.
 
-Most batches are judged as a whole (`judged_at_once`). Their records are close together in event time, no record is near
-a bound of the window, and the known sightings of their IDs are well within the guard period. In such a batch, a record
-is a duplicate if its ID is known or occurs earlier in the batch, and unique otherwise, so dict lookups in C are enough
-to judge it. Other batches are judged record by record.
+Most batches are judged as a whole (`judged_at_once`). The records of such a batch are close together in event time, no
+record is near a bound of the window, and the known sightings of the IDs are well within the guard period. A record of
+such a batch is a duplicate if its ID is known or occurs earlier in the batch, and unique otherwise, so dict lookups in
+C are enough to judge the batch. Other batches are judged record by record.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class DeadLetter:
 
 @dataclass(frozen=True, slots=True)
 class Exempt:
-    """The reason why a policy forwards a record without a verdict. A header marks such a record."""
+    """The reason why a policy forwards a record without a verdict. A header marks the forwarded record."""
 
     why: str
 
@@ -253,8 +253,8 @@ def judge(
 ) -> None:
     """Judge each row that is not skipped at its own stream time, and add the verdicts to the outcome.
 
-    The function updates `known`, except for the IDs of `outcome.singles`. It is for engines that group rows by ID and
-    already know the stream time of each row. Raises RecordFailed if a policy says `fail`.
+    The function updates `known`, except for the IDs of `outcome.singles`. The function is for engines that group rows
+    by ID and already know the stream time of each row. Raises RecordFailed if a policy says `fail`.
     """
     _Judging(rows, rules, outcome, known).run(stream_times, skipped)
 

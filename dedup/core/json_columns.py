@@ -186,7 +186,7 @@ class _Node:
     leaf: Literal["id", "time"] | None
 
     def grow(self, path: Path, *, is_time: bool) -> bool:
-        """Add a path. Return False if the fast path cannot read it."""
+        """Add a path. Return False if the fast path cannot read values at that path."""
         here = self
         for step in path:
             if isinstance(step, int) or here.leaf is not None:
@@ -257,7 +257,9 @@ def _joined(values: Sequence[bytes | None]) -> bytes | None:
 
 
 def may_be_deep(value: bytes) -> bool:
-    """Tell whether a value may be nested more than `MAX_DEPTH` deep. If the result is False, it certainly is not."""
+    """Tell whether a value may be nested more than `MAX_DEPTH` deep. If the result is False, the value certainly is
+    not.
+    """
     return len(value) > _SHORT_BYTES and value.count(b"{") + value.count(b"[") > MAX_DEPTH
 
 

@@ -1,9 +1,9 @@
 """Defines the exact model, which implements the rule of deduplication in the slow, obvious way.
 
 Tests and ``dedup verify`` compare all other implementations with the exact model, including other engines. The model
-shares only the value types ``Source`` and ``Sighting`` with the fast code. It implements the rule of the semantics page
-a second time, with plain loops. It receives records one at a time, in the order of one task's log, and never reads a
-clock.
+shares only the value types ``Source`` and ``Sighting`` with the fast code. The model implements the rule of the
+semantics page a second time, with plain loops. The model receives records one at a time, in the order of one task's
+log, and never reads a clock.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class ReferenceModel:
         return self._decide(record.id, time_ms, record)
 
     def forget(self) -> None:
-        """Drop every sighting that is too old to count. This changes no later verdict."""
+        """Drop every sighting that is too old to count, which changes no later verdict."""
         oldest_ms = self.stream_time_ms - self.rules.guard_ms - self.rules.grace_ms
         for tracking_id in list(self.sightings):
             kept = [seen for seen in self.sightings[tracking_id] if seen.last_ms >= oldest_ms]
@@ -115,7 +115,7 @@ class ReferenceModel:
                 del self.sightings[tracking_id]
 
     def _advance(self) -> None:
-        """Set stream time to the minimum of the greatest times of all feeds that are not idle. It never decreases."""
+        """Set stream time to the least of the greatest times of all feeds that are not idle, but never decrease it."""
         awake = [greatest_ms for feed, greatest_ms in self.greatest.items() if not self.idle[feed]]
         candidate_ms = min(awake) if awake else max(self.greatest.values())
         self.stream_time_ms = max(self.stream_time_ms, candidate_ms)

@@ -131,9 +131,9 @@ def _kept(canonical: Iterable[bytes]) -> list[bytes]:
 def _uuid_keys(lines: bytes, count: int) -> list[bytes] | None:
     """Return the state keys of lines that are all canonical UUID text; None if a line is not.
 
-    The function checks line feeds and hyphens at their positions and then removes them everywhere. If there were more
-    of them, too few digits would remain. The conversion back must give the same text, which excludes capitals and white
-    space.
+    The function checks line feeds and hyphens at their positions and then removes them everywhere. If a line had more
+    line feeds or hyphens, too few digits would remain. The conversion back must give the same text, which excludes
+    capitals and white space.
     """
     if lines[_UUID_CHARS::_ROW] != b"\n" * (count - 1):
         return None

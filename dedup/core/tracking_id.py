@@ -12,9 +12,9 @@ Equal IDs have equal canonical bytes, which consist of a tag and a value:
     09 composite       per part: its canonical length (LEB128), its canonical bytes
     0a content         canonical JSON text (exact_json.canonical_json)
 
-If an ID has at most 32 canonical bytes, they are the state key. Otherwise, the state key is ``00`` and the BLAKE2b-256
-digest of the canonical bytes, 33 bytes in total. A digest therefore never equals an ID that is stored directly, and
-nobody can suppress another event by choosing an ID that collides with it.
+If an ID has at most 32 canonical bytes, these bytes are the state key. Otherwise, the state key is ``00`` and the
+BLAKE2b-256 digest of the canonical bytes, 33 bytes in total. A digest therefore never equals an ID that is stored
+directly, and nobody can suppress another event by choosing an ID that collides with it.
 
 A header ``a`` (bytes) and a field ``"a"`` (text) have different state keys. Only a UUID has the same state key in a
 header and in a field, which cannot make two events equal, because a topology has only one rule.

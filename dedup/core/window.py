@@ -148,7 +148,9 @@ class FeedProgress:
 
 @dataclass(frozen=True, slots=True)
 class StreamTime:
-    """A task's stream time, and the feeds from which it is computed. It is immutable; every batch gets a new object."""
+    """A task's stream time, and the feeds from which it is computed. The object is immutable; each batch gets a new
+    one.
+    """
 
     value_ms: int
     feeds: Mapping[Feed, FeedProgress]

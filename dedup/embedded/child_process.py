@@ -67,12 +67,12 @@ class ChildProcess:
         return "\n".join(self.log.splitlines()[-_TAIL_LINES:])
 
     def pause(self) -> None:
-        """Freeze the program with SIGSTOP. Raises InvariantBroken if it does not run."""
+        """Freeze the program with SIGSTOP. Raises InvariantBroken if the program does not run."""
         self._order(b"s")
         self.paused = True
 
     def resume(self) -> None:
-        """Let a frozen program continue with SIGCONT. Raises InvariantBroken if it does not run."""
+        """Let a frozen program continue with SIGCONT. Raises InvariantBroken if the program does not run."""
         self._order(b"c")
         self.paused = False
 
@@ -114,7 +114,7 @@ class ChildProcess:
 class Processes:
     """Runs named processes, each with its own log file in a directory.
 
-    Use it as a context manager. At its end, processes that still run are killed.
+    Use the object as a context manager. At the end of the context, processes that still run are killed.
     """
 
     def __init__(

@@ -38,8 +38,9 @@ class Link:
 
 
 class FaultProxy:
-    """A TCP proxy in a thread with its own event loop. Use it with `with`. A method returns when its fault is in
-    effect.
+    """A TCP proxy in a thread with its own event loop. Use the proxy with `with`.
+
+    A method that injects a fault returns when the fault is in effect.
     """
 
     def __init__(self, upstream_port: int, *, port: int = 0) -> None:
@@ -52,7 +53,7 @@ class FaultProxy:
         self._server: asyncio.Server
 
     def __enter__(self) -> Self:
-        """Start the proxy. Raises OSError if its port is in use."""
+        """Start the proxy. Raises OSError if the proxy's port is in use."""
         self._thread.start()
         self._run(self._start())
         return self

@@ -135,7 +135,7 @@ class EmbeddedKafka:
         return self._process
 
     def start(self) -> Self:
-        """Start the node, and wait until it responds to clients. The start takes 2 s, or longer if jars are missing."""
+        """Start the node, and wait until it responds to clients. A start takes 2 s, or longer if jars are missing."""
         if self.running:
             raise InvariantBroken("this embedded Kafka already runs; call stop() or kill() first")
         self.kill()  # cleans up after a node that ended by itself
@@ -170,7 +170,7 @@ class EmbeddedKafka:
             )
 
     def stop(self) -> None:
-        """Shut the node down cleanly and delete temporary data. Its ports are then free. May be called repeatedly."""
+        """Shut the node down cleanly, delete temporary data, and free the ports. This method may be called again."""
         self._shut_down()
         if self._given_dir is None and self._dir is not None:
             shutil.rmtree(self._dir, ignore_errors=True)
@@ -279,8 +279,9 @@ class ClassArchive:
     """The archive of Kafka's parsed and verified classes (JEP 350), which a node uses or creates.
 
     Java writes the archive when a user's first node shuts down cleanly, which takes about 4 s longer; later nodes map
-    the archive into memory. The archive is valid for one Java version and one set of jars. Nodes also start without it.
-    On 2 cores, a start with the archive of 49 MB took 1.8 s and 1.5 CPU-seconds instead of 3.8 s and 2.6 CPU-seconds.
+    the archive into memory. The archive is valid for one Java version and one set of jars. Nodes also start without an
+    archive. On 2 cores, a start with the archive of 49 MB took 1.8 s and 1.5 CPU-seconds instead of 3.8 s and 2.6
+    CPU-seconds.
     """
 
     file: Path

@@ -146,7 +146,7 @@ class Topology:
 
     @property
     def repartition_topic(self) -> str:
-        """The topic in which equal IDs are in the same partition. It is used unless `direct` is true."""
+        """The topic in which equal IDs are in the same partition; it is used unless `direct` is true."""
         return f"{self.name}.repartition"
 
     @property

@@ -48,7 +48,7 @@ class MetricHistory:
     _last_ms: int | None = None
 
     def sample(self, pulses: Iterable[TaskPulse], now_ms: int) -> None:
-        """Add a sample. The first call adds none, and only records the counters as a starting point."""
+        """Add a sample. The first call adds no sample, and only records the counters as a starting point."""
         grown: Counter[str] = Counter()
         latencies = [0] * (len(END_TO_END_BUCKETS_S) + 1)
         lags: list[int] = []

@@ -109,7 +109,7 @@ class Answers(Protocol):
         """Return the members of the group."""
 
     async def record(self, topic: str, partition: int, offset: int) -> ShownRecord | None:
-        """Return a source record; None if it was deleted. Raises DedupError if it cannot be read."""
+        """Return a source record; None if the record was deleted. Raises DedupError if the record cannot be read."""
 
 
 class WebServer:
@@ -128,8 +128,8 @@ class WebServer:
 
     @property
     def advertised(self) -> str | None:
-        """The URL for others, which is `web.advertise`, or that of the listening address, or of the host for all
-        addresses.
+        """The URL under which others reach these pages: `web.advertise`, or the listening address, or else the host's
+        name.
         """
         if self.url is None or self._settings.advertise is not None:
             return None if self.url is None else self._settings.advertise
@@ -291,7 +291,7 @@ def status_of(seen: WorkerSeen, peers: Iterable[Peer]) -> dict[str, Any]:
 
 
 def _task(task: TaskSeen, counted: TaskNumbers) -> dict[str, Any]:
-    """Return the status of a task as plain data. Its counters count since this worker started, as in /metrics."""
+    """Return the status of a task as plain data. The counters count since this worker started, as in /metrics."""
     numbers = task.numbers
     return {
         "task": task.sub_topology,
