@@ -1,6 +1,7 @@
-"""Named points at which a test can kill the process. ``DEDUP_CRASH_AT=point:n`` kills it on the n-th arrival there.
+"""Defines named points in the code at which a test can kill the process.
 
-Outside tests, the variable is not set, and reaching a point calls a builtin that does nothing.
+``DEDUP_CRASH_AT=point:n`` kills the process when it reaches that point for the n-th time. Outside tests, the variable
+is not set, and reaching a point calls a built-in function that does nothing.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ VARIABLE: Final = "DEDUP_CRASH_AT"
 
 
 class _Plan:
-    """The point at which this process is killed, and how often it must still reach the point."""
+    """The point at which this process is killed, and how many more times it must reach that point first."""
 
     def __init__(self, text: str | None) -> None:
         self.point: str | None = None
@@ -45,7 +46,7 @@ _plan: Final = _Plan(os.environ.get(VARIABLE))
 
 
 def _die_at(point: Point) -> None:
-    """Kill the process with SIGKILL if ``DEDUP_CRASH_AT`` names this arrival."""
+    """Kill the process with SIGKILL if this is the n-th arrival at the point that ``DEDUP_CRASH_AT`` names."""
     if _plan.point == point:
         _plan.left -= 1
         if _plan.left == 0:
@@ -53,4 +54,4 @@ def _die_at(point: Point) -> None:
 
 
 reached: Callable[[Point], object] = bool if _plan.point is None else _die_at
-"""Call this function when a point is reached."""
+"""The function that the code calls when it reaches a point."""

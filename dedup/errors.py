@@ -1,4 +1,4 @@
-"""Errors, one class per action to take.
+"""Defines the errors of this package, with one class for each action to take.
 
     DedupError
     ├── AuthorMistake            exit 2: correct the file or the command line
@@ -6,14 +6,14 @@
     │   └── SettingsError            the config file, --set, DEDUP_*
     ├── StateIncompatible        exit 3: nothing was changed; the message names the command that accepts it
     ├── VerificationFailed       exit 4: the verifier found a violation
-    ├── BrokerUnavailable        exit 5: no broker answers, or it refuses us
+    ├── BrokerUnavailable        exit 5: no broker answers, or a broker refuses the connection
     ├── DatabaseUnavailable      exit 5: the same for the database of a source or a sink
-    ├── CheckpointUnusable       continue without it, the changelog holds everything; exit 5 if making one failed
+    ├── CheckpointUnusable       continue from the changelog, which holds everything; exit 5 if creating one failed
     ├── TaskMigrated             discard the task and rejoin: another owner has the partition
-    │   └── CommitUnknown            the same: whether the commit happened is not known
-    ├── TaskCorrupted            delete this partition's local state, restore it from the changelog
+    │   └── CommitUnknown            the same; it is unknown whether the commit happened
+    ├── TaskCorrupted            delete this partition's local state and restore it from the changelog
     ├── RecordRefused            the broker will never accept these records: make them dead letters
-    ├── ClockBehind              judge the open transaction again: the broker's clock is ahead of ours
+    ├── ClockBehind              judge the open transaction again: the broker's clock is ahead of the worker's
     └── InvariantBroken          exit 1: a bug in dedup; stop
 
 The text of an error says what happened, where, and what to do next.
@@ -27,7 +27,7 @@ from typing import Final
 
 
 class DedupError(Exception):
-    """Base class of every error this package raises on purpose."""
+    """The base class of every error that this package raises on purpose."""
 
     exit_code: int = 1
 
@@ -55,15 +55,15 @@ class AuthorMistake(DedupError):
 
 
 class TopologyError(AuthorMistake):
-    """The topology file does not describe a topology."""
+    """The topology file does not describe a valid topology."""
 
 
 class SettingsError(AuthorMistake):
-    """The config file, an override or an environment variable is wrong."""
+    """The config file, a `--set` option, or an environment variable is wrong."""
 
 
 class StateIncompatible(DedupError):
-    """State, changelog, and topology do not match; nothing was changed."""
+    """The state, the changelog, and the topology do not match; nothing was changed."""
 
     exit_code = 3
 
@@ -93,11 +93,11 @@ class CheckpointUnusable(DedupError):
 
 
 class TaskMigrated(DedupError):
-    """The partition has another owner (KIP-98 fencing); discard this task."""
+    """Another worker owns the partition now (KIP-98 fencing); the task must be discarded."""
 
 
 class CommitUnknown(TaskMigrated):
-    """A transactional request got no response; only a new epoch can find out what happened."""
+    """A transactional request got no response; a new epoch is needed to find out whether it took effect."""
 
 
 class TaskCorrupted(DedupError):
@@ -120,11 +120,11 @@ class RecordRefused(DedupError):
         self.topic: Final = topic
         self.partition: Final = partition
         self.rows: Final = rows
-        """Feeding offsets of the refused records, or of the whole batch if the broker names none; -1 for a record that
-        dedup itself made.
+        """Feeding offsets of the refused records, or of the whole batch if the broker names none. An offset of -1
+        stands for a record that dedup itself made.
         """
         self.reasons: Final = reasons or {}
-        """The broker's message for each refused record, if it names them (KIP-467)."""
+        """The broker's message for each refused record, if the broker names the records (KIP-467)."""
         self.too_large: Final = too_large
         self.also: Final[list[RecordRefused]] = []
         """Other refused batches of the same transaction."""
@@ -132,7 +132,7 @@ class RecordRefused(DedupError):
 
 
 class ClockBehind(DedupError):
-    """A record was judged as being in the future by a clock that is behind the broker's clock."""
+    """The worker judged a record to be in the future only because its clock is behind the broker's clock."""
 
 
 class InvariantBroken(DedupError):

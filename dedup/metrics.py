@@ -1,6 +1,6 @@
 """Defines the metrics of a running worker, the counters of each task, and snapshots of both for display.
 
-Everything here is a plain value. The worker does the counting, and `web` renders Prometheus text and pages from the
+All these objects are plain values. The worker does the counting, and `web` renders Prometheus text and pages from the
 snapshots.
 """
 
@@ -17,12 +17,12 @@ Verdict = Literal["unique", "duplicate", "late", "dead_letter", "exempt", "repar
 
 _TASK_LABELS: Final = ("sub_topology", "topic", "partition")
 Place = tuple[str, str, int]
-"""A task: sub-topology, feeding topic, partition."""
+"""Identifies a task by its sub-topology, feeding topic, and partition."""
 
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """A metric as Prometheus sees it."""
+    """The Prometheus definition of a metric."""
 
     name: str
     kind: Literal["counter", "gauge", "histogram"]
@@ -56,10 +56,10 @@ METRICS: Final[tuple[Metric, ...]] = (
     Metric(
         "dedup_lag_records",
         "gauge",
-        "Feeding offsets from the committed one to the end; 0 if they contain no record.",
+        "Offsets of the feeding partition from the committed offset to the end; 0 if they hold no records.",
     ),
     Metric("dedup_lag_seconds", "gauge", "Age of the last committed record while there is lag; 0 without lag."),
-    Metric("dedup_last_stable_offset_lag", "gauge", "Feeding offsets that an open transaction hides from readers."),
+    Metric("dedup_last_stable_offset_lag", "gauge", "Offsets of the feeding partition that an open transaction hides."),
     Metric("dedup_seconds_since_commit", "gauge", "Age of the last commit."),
     Metric("dedup_standby_lag_records", "gauge", "Changelog offsets that a standby has not applied.", ("partition",)),
     Metric("dedup_fenced_total", "counter", "Tasks discarded because another owner fenced them.", ()),
@@ -67,7 +67,7 @@ METRICS: Final[tuple[Metric, ...]] = (
     Metric(
         "dedup_checkpoints_unusable_total",
         "counter",
-        "Unusable checkpoints, instead of which the changelog was read.",
+        "Unusable checkpoints; the worker read the changelog instead.",
         (),
     ),
 )
@@ -89,7 +89,7 @@ class Durations:
         self.counts = self.counts or [0] * (len(self.bounds_s) + 1)
 
     def add(self, seconds: float, times: int = 1) -> None:
-        """Count a duration, ``times`` times."""
+        """Count the same duration ``times`` times."""
         self.counts[bisect_left(self.bounds_s, seconds)] += times
         self.total_s += seconds * times
 
@@ -101,7 +101,7 @@ class Durations:
 
 @dataclass(slots=True)
 class TaskNumbers:
-    """Counters of one task; they are only updated after a whole batch."""
+    """The counters of one task, which are updated only after a whole batch."""
 
     verdicts: Counter[str] = field(default_factory=Counter)
     dead_reasons: Counter[str] = field(default_factory=Counter)
@@ -135,8 +135,8 @@ class TaskNumbers:
         self.last_commit_s = time.monotonic()
 
     def reached(self, stream_time_ms: int) -> None:
-        """Set stream time; with several feeds, there is none until each feed has reported its own or is idle."""
-        # Before the first judged record stream time is BEFORE_ALL_TIME; no event time is negative.
+        """Set the stream time; a task with several feeds has none until each feed has a stream time or is idle."""
+        # Before the first judged record, stream time is BEFORE_ALL_TIME; no event time is negative.
         self.stream_time_ms = None if stream_time_ms < 0 else stream_time_ms
 
     def settled(self, oldest_ms: int, newest_ms: int, records: int) -> None:
@@ -179,22 +179,22 @@ class TaskSeen:
     lag_records: int | None
     """The lag as `dedup status` counts it; None until the partition's leader has responded once."""
     unstable_records: int | None
-    """Feeding offsets that an open transaction hides from readers."""
+    """Number of offsets of the feeding partition that an open transaction hides from `read_committed` readers."""
     state_ids: int = 0
     state_bytes: int = 0
     state_max_bytes: int | None = None
-    """The topology's limit; None without one."""
+    """The topology's limit in bytes; None if the topology sets no limit."""
 
     @property
     def lag_seconds(self) -> float:
-        """Age of the last committed record while there is lag; 0 without lag."""
+        """Age of the last committed record in seconds while there is lag; 0 without lag."""
         if not self.lag_records or self.numbers.committed_time_ms is None:
             return 0.0
         return max(0.0, time.time() - self.numbers.committed_time_ms / 1000)
 
     @property
     def seconds_since_commit(self) -> float:
-        """Age of the last commit, or of the task before its first commit."""
+        """Seconds since the last commit; before the first commit, seconds since the task was created."""
         return time.monotonic() - self.numbers.last_commit_s
 
 
@@ -206,12 +206,12 @@ _REMEDIES: Final[Mapping[str, str]] = {
     "refused_by_broker": "Compare max.message.bytes of the topics with the size of the records.",
     "id_missing": "Compare `tracking_id` with what the producers send.",
 }
-"""Maps a reason to what to check first if nearly all records have it."""
+"""Maps a reason for dead letters to what to check first if nearly all records have that reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeadLetterAlert:
-    """Warns that nearly all records of the last minute are dead letters."""
+    """A warning that nearly all records judged in the last minute are dead letters."""
 
     judged: int
     dead: int
@@ -222,7 +222,7 @@ class DeadLetterAlert:
 
     @property
     def text(self) -> str:
-        """A message that says what happened and what to do."""
+        """The warning as a message that says what happened and what to do."""
         remedy = _REMEDIES.get(self.reason, "Look at dedup-detail of some of them.")
         return (
             f"{self.dead:,} of {self.judged:,} records judged in the last minute are dead letters, {self.count:,} of "
@@ -249,7 +249,7 @@ class WorkerSeen:
     """The counters of closed tasks, which are kept because a counter must not decrease when a partition moves away."""
 
     def counters(self) -> dict[Place, TaskNumbers]:
-        """Return the counters of each task since this worker started, closed tasks included."""
+        """Return the counters of each task since this worker started, including closed tasks."""
         counted: dict[Place, TaskNumbers] = {}
         now = [((task.sub_topology, task.topic, task.partition), task.numbers) for task in self.tasks]
         for place, numbers in [*self.ended.items(), *now]:
@@ -258,10 +258,10 @@ class WorkerSeen:
 
 
 def formats_of(counted: Iterable[TaskNumbers]) -> Counter[str]:
-    """Return the dead letters of several tasks that are not JSON, by the format that they seem to have."""
+    """Count the dead letters of several tasks that are not JSON, by the format that they seem to have."""
     return sum((each.formats for each in counted), Counter[str]())
 
 
 def reasons_of(counted: Iterable[TaskNumbers]) -> Counter[str]:
-    """Return the dead letters of several tasks, by reason."""
+    """Count the dead letters of several tasks, by reason."""
     return sum((each.dead_reasons for each in counted), Counter[str]())

@@ -1,6 +1,6 @@
-"""Durations and byte sizes as people write them: ``24h``, ``100ms``, ``20GiB``; and times in UTC.
+"""Parses and formats durations and byte sizes such as ``24h``, ``100ms``, and ``20GiB``, and formats times in UTC.
 
-A number without a unit is refused.
+A number without a unit is rejected.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ SIZE_PATTERN: Final = r"^[0-9]{1,19}(B|KiB|MiB|GiB|TiB)$"
 
 
 def parse_duration(text: str) -> int:
-    """Return the milliseconds of a text such as ``15m``. Raises ValueError with a sentence."""
+    """Return a duration such as ``15m`` in milliseconds. Raises ValueError with a message for the user."""
     # A bare 24 probably means hours, a bare 500 milliseconds.
     likely, other = ("ms", "s") if len(text) > 2 else ("h", "m")  # noqa: PLR2004 - two digits
     value_ms = _quantity(text, _MS, likely, other)
@@ -31,7 +31,7 @@ def parse_duration(text: str) -> int:
 
 
 def parse_size(text: str) -> int:
-    """Return the bytes of a text such as ``20GiB``. Raises ValueError with a sentence."""
+    """Return a size such as ``20GiB`` in bytes. Raises ValueError with a message for the user."""
     value_bytes = _quantity(text, _BYTES, "GiB", "MiB")
     if value_bytes > _LARGEST_BYTES:
         raise ValueError(f'"{text}" is more than a disk holds; write at most "1048576TiB"')
@@ -39,12 +39,12 @@ def parse_size(text: str) -> int:
 
 
 def format_duration(value_ms: int) -> str:
-    """Return the shortest exact text in a single unit, such as ``15m``."""
+    """Return a duration in the largest unit that gives a whole number, such as ``15m``."""
     return _in_largest_unit(value_ms, _MS) if value_ms else "0s"
 
 
 def format_size(value_bytes: int) -> str:
-    """Return the shortest exact text in a single unit, such as ``20GiB``."""
+    """Return a size in the largest unit that gives a whole number, such as ``20GiB``."""
     return _in_largest_unit(value_bytes, _BYTES) if value_bytes else "0B"
 
 

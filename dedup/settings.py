@@ -1,8 +1,9 @@
-"""Where a worker runs: the settings, which have the shape of the config file, and how they are loaded.
+"""Defines the settings of a worker, which mirror the config file, and loads them.
 
-`load_settings` merges defaults, the file, the environment and `--set`; later ones win. ``DEDUP_WEB__PORT=0`` means
-``web.port: 0``. A file never contains a secret, only ``${env:NAME}`` or ``${file:PATH}``, and no repr, error or log
-shows one. The models are also the published JSON Schema; their descriptions are what editors show.
+`load_settings` merges defaults, the config file, the environment, and `--set`; later sources override earlier ones.
+``DEDUP_WEB__PORT=0`` means ``web.port: 0``. A config file contains no secrets, only references such as ``${env:NAME}``
+or ``${file:PATH}``, and no repr, error, or log shows a secret. The published JSON Schema is generated from the models,
+and editors show their descriptions.
 """
 
 from __future__ import annotations
@@ -103,7 +104,7 @@ _Broker = Annotated[str, AfterValidator(_broker), WithJsonSchema({"type": "strin
 
 
 class Secret(SecretStr):
-    """A text that no repr or log shows, and that is never pickled."""
+    """A string that no repr or log shows and that cannot be pickled."""
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("a secret must not be pickled")
@@ -113,7 +114,7 @@ _SecretText = Annotated[Secret, WithJsonSchema({"type": "string", "pattern": _RE
 
 
 class Security(Keys):
-    """How to reach the brokers and trust them."""
+    """Protocol, credentials, and certificates for connections to the brokers."""
 
     protocol: Protocol = Field(
         default="PLAINTEXT", description="Security protocol. With SSL, host names are always verified."
@@ -125,7 +126,9 @@ class Security(Keys):
     password: _SecretText | None = Field(
         default=None, description="SASL password, or the OAUTHBEARER token: ${env:NAME} or ${file:PATH}."
     )
-    ca_file: str | None = Field(default=None, description="CA certificates to trust (PEM). Default: the system's.")
+    ca_file: str | None = Field(
+        default=None, description="CA certificates to trust (PEM). Default: the system's certificates."
+    )
     cert_file: str | None = Field(default=None, description="Client certificate (PEM), for mutual TLS.")
     key_file: str | None = Field(default=None, description="Private key of the client certificate (PEM).")
     key_password: _SecretText | None = Field(
@@ -134,7 +137,7 @@ class Security(Keys):
 
 
 class StateSection(Keys):
-    """Sources of state besides the changelog."""
+    """Sources of state other than the changelog."""
 
     checkpoint: Annotated[str, AfterValidator(_place)] | None = Field(
         default=None,
@@ -144,7 +147,7 @@ class StateSection(Keys):
 
 
 class TopicDefaults(Keys):
-    """How topics are created."""
+    """How dedup creates topics."""
 
     create: bool = Field(default=True, description="Whether `run` creates missing topics; `apply` always does.")
     replication_factor: Annotated[int, within(1, 32_767)] | None = Field(
@@ -155,26 +158,29 @@ class TopicDefaults(Keys):
     )
     retention: Annotated[str, _between("1s", "36500d"), _DURATION] | None = Field(
         default=None,
-        description="Retention of output, duplicates, conflicts. Default: the sources' longest; -1 if compacted.",
+        description="Retention of the output, duplicates, and conflicts topics. Default: the longest retention of the "
+        "source topics, or unlimited if one of them is compacted.",
     )
     partitions: Annotated[int, within(1, 100_000)] | None = Field(
-        default=None, description="Partitions of the repartition topic. Default: as in the source topic."
+        default=None, description="Partitions of the repartition topic. Default: those of the largest source topic."
     )
     compression: Literal["none", "gzip", "snappy", "lz4", "zstd"] = Field(
-        default="snappy", description="Compression of written records. lz4 needs much CPU here."
+        default="snappy", description="Compression of written records. lz4 uses a lot of CPU in the worker."
     )
 
     @property
     def retention_ms(self) -> int | None:
-        """`retention` in ms."""
+        """`retention` in milliseconds."""
         return None if self.retention is None else parse_duration(self.retention)
 
 
 class Web(Keys):
-    """The worker's own pages: metrics, health, dashboard."""
+    """The worker's web pages, which show metrics, health, and a dashboard."""
 
     enabled: bool = Field(default=True, description="Whether the worker serves web pages.")
-    host: str = Field(default="127.0.0.1", description="Address to listen on; any but loopback requires a token.")
+    host: str = Field(
+        default="127.0.0.1", description="Address to listen on; any address other than loopback requires web.token."
+    )
     port: Annotated[int, within(0, _LAST_PORT)] = Field(
         default=6066, description="Port to listen on; 0 picks a free one."
     )
@@ -182,12 +188,13 @@ class Web(Keys):
         default=None, description="Token that callers must send: ${env:NAME} or ${file:PATH}."
     )
     advertise: Annotated[str, _PAGE_RULE] | None = Field(
-        default=None, description="URL at which others reach these pages. Default: the host and port above."
+        default=None,
+        description="URL at which other workers and users reach these pages. Default: web.host and web.port.",
     )
 
 
 class LogSettings(Keys):
-    """What is logged, and how."""
+    """Format and level of the log."""
 
     format: LogFormat = Field(default="text", description="Log format: text for people, json for machines.")
     level: LogLevel = Field(default="info", description="The lowest level that is logged.")
@@ -199,40 +206,44 @@ class Settings(Keys):
     brokers: Annotated[tuple[_Broker, ...], BeforeValidator(_listed), some("broker")] = Field(
         description="Bootstrap servers of the cluster.", json_schema_extra={"minItems": 1}
     )
-    security: Security = Field(default=Security(), description="How to reach the brokers and trust them.")
+    security: Security = Field(
+        default=Security(), description="Protocol, credentials, and certificates for connections to the brokers."
+    )
     state_dir: Annotated[Path, BeforeValidator(_directory), WithJsonSchema({"type": "string"})] = Field(
         default=Path("state"), description="Directory of local state; each worker needs its own."
     )
-    state: StateSection = Field(default=StateSection(), description="Sources of state besides the changelog.")
+    state: StateSection = Field(default=StateSection(), description="Sources of state other than the changelog.")
     commit_interval: Annotated[str, _between("1ms", "60s"), _DURATION] = Field(
-        default="100ms", description="How long a transaction stays open."
+        default="100ms", description="How long a transaction stays open before the worker commits it."
     )
     transaction_timeout: Annotated[str, _between("1s", "15m"), _DURATION] = Field(
-        default="30s", description="After this time the brokers abort the transaction of a silent worker."
+        default="30s",
+        description="Time after which the brokers abort the transaction of a worker that no longer responds.",
     )
     session_timeout: Annotated[str, _between("1s", "30m"), _DURATION] = Field(
-        default="10s", description="After this time the partitions of a silent worker move to others."
+        default="10s",
+        description="Time after which the partitions of a worker that no longer responds move to other workers.",
     )
     worker_id: Annotated[str, _WORKER_ID_RULE] | None = Field(
-        default=None, description="Id of the static group member. Default: an id kept in state_dir."
+        default=None, description="ID of the static group member. Default: an ID that is stored in state_dir."
     )
-    topics: TopicDefaults = Field(default=TopicDefaults(), description="How topics are created.")
-    web: Web = Field(default=Web(), description="The worker's own web pages.")
-    log: LogSettings = Field(default=LogSettings(), description="What is logged, and how.")
+    topics: TopicDefaults = Field(default=TopicDefaults(), description="How dedup creates topics.")
+    web: Web = Field(default=Web(), description="The worker's web pages.")
+    log: LogSettings = Field(default=LogSettings(), description="Format and level of the log.")
 
     @property
     def commit_interval_ms(self) -> int:
-        """`commit_interval` in ms."""
+        """`commit_interval` in milliseconds."""
         return parse_duration(self.commit_interval)
 
     @property
     def transaction_timeout_ms(self) -> int:
-        """`transaction_timeout` in ms."""
+        """`transaction_timeout` in milliseconds."""
         return parse_duration(self.transaction_timeout)
 
     @property
     def session_timeout_ms(self) -> int:
-        """`session_timeout` in ms."""
+        """`session_timeout` in milliseconds."""
         return parse_duration(self.session_timeout)
 
 
@@ -246,7 +257,7 @@ def _keys_of(model: type[BaseModel], holder: At = ()) -> Iterator[tuple[At, Any]
 
 
 def _takes(annotation: Any, *types: type) -> bool:  # noqa: ANN401 - any type there is
-    """Whether a key takes a single value of one of these types, whatever its limits."""
+    """Tell whether a key takes a single value of one of these types; limits on the value are ignored."""
     if annotation in types:
         return True
     return get_origin(annotation) is not tuple and any(_takes(part, *types) for part in get_args(annotation))
@@ -255,13 +266,13 @@ def _takes(annotation: Any, *types: type) -> bool:  # noqa: ANN401 - any type th
 _KEYS: Final = dict(_keys_of(Settings))
 _SECRETS: Final = frozenset(at for at, annotation in _KEYS.items() if _takes(annotation, Secret))
 _TEXTS: Final = frozenset(at for at, annotation in _KEYS.items() if _takes(annotation, str, Path, Secret))
-"""The keys that take text, whose characters are kept: ``0042`` is a name."""
+"""The keys that take text. Their values are kept as written, because ``0042`` may be a name."""
 
 
 def load_settings(path: Path | None, overrides: Sequence[str], environ: Mapping[str, str]) -> Settings:
     """Return the settings of a config file, overridden by the environment and then by the command line.
 
-    Without a path, `config/local.yaml` is read if it exists. Raises SettingsError with every problem.
+    Without a path, `config/local.yaml` is read if it exists. Raises SettingsError, which lists every problem.
     """
     if path is None and _DEFAULT_CONFIG.is_file():
         path = _DEFAULT_CONFIG
@@ -304,7 +315,7 @@ def _read_file(path: Path) -> Document:
 
 
 def _plain_secrets(document: Document) -> Iterator[Problem]:
-    """Refuse secrets written into the file, and mask them, so that no other message can show them."""
+    """Report each secret that is written in the file, and mask it so that no other message can show it."""
     for at in sorted(_SECRETS):
         written = document.written(at)
         if written is not None and not _REFERENCE.fullmatch(written):
@@ -325,7 +336,7 @@ def _from_environment(document: Document, environ: Mapping[str, str]) -> Iterato
         if at is None:
             yield Problem(variable, f"no setting has this variable{did_you_mean(variable, known)}")
         elif at in _SECRETS:
-            # A password may look like a reference: refer to the variable, so that its value is not resolved.
+            # A password may look like a reference. Refer to the variable instead, so that its value is not resolved.
             document.put(at, "${env:" + variable + "}", variable)
         else:
             _put(document, at, environ[variable], variable)
@@ -349,7 +360,7 @@ def _from_command_line(document: Document, overrides: Sequence[str]) -> Iterator
 
 
 def _put(document: Document, at: At, text: str, place: str) -> None:
-    """Set a value written as in YAML: a number, true, a list in brackets, or text. Keys that take text get the text."""
+    """Set a key to a value in YAML syntax. A key that takes text gets the text unchanged."""
     parsed = read(text, name=place)
     # Text such as "host: a" would be a mapping in YAML; it is meant as text.
     plain = at not in _TEXTS and not parsed.problems and isinstance(parsed.value, bool | int | list)
@@ -357,7 +368,7 @@ def _put(document: Document, at: At, text: str, place: str) -> None:
 
 
 def _resolve(document: Document, environ: Mapping[str, str], resolved: dict[str, str]) -> Iterator[Problem]:
-    """Replace every reference by its value, and add value -> reference to ``resolved``."""
+    """Replace every reference with its value, and map each value to its reference in ``resolved``."""
     for at, holder, step in list(_texts(document.value, ())):
         pieces: list[str] = []
         end = 0
@@ -378,7 +389,7 @@ def _resolve(document: Document, environ: Mapping[str, str], resolved: dict[str,
 
 
 def with_references(text: str, place: str, environ: Mapping[str, str]) -> str:
-    """Return a text with every reference replaced by its value. Raises SettingsError if one has none."""
+    """Return a text with every reference replaced by its value. Raises SettingsError if a reference has no value."""
     try:
         return _REFERENCE.sub(lambda match: _referred(match[1], match[2], environ), text)
     except ValueError as error:
@@ -407,7 +418,7 @@ def _referred(kind: str, name: str, environ: Mapping[str, str]) -> str:
 
 
 def _texts(value: Any, at: At) -> Iterator[tuple[At, Any, Any]]:  # noqa: ANN401 - any plain value
-    """Yield path, container and key of every text inside."""
+    """Yield the path, container, and key of every string inside a value."""
     match value:
         case dict():
             steps: list[Any] = list(value)
@@ -423,7 +434,7 @@ def _texts(value: Any, at: At) -> Iterator[tuple[At, Any, Any]]:  # noqa: ANN401
 
 
 def _worded(problem: Problem, resolved: Mapping[str, str]) -> Problem:
-    """Return the problem with references instead of their values, and with the remedy for missing brokers."""
+    """Return a problem with values replaced by their references, and with a remedy if the brokers are missing."""
     text = problem.text
     for value, reference in resolved.items():
         if value:
@@ -434,7 +445,7 @@ def _worded(problem: Problem, resolved: Mapping[str, str]) -> Problem:
 
 
 def _contradictions(settings: Settings, document: Document) -> Iterator[Problem]:
-    """Yield the problems that single keys do not show: keys that need or exclude each other."""
+    """Yield the problems that involve several keys, such as keys that require or exclude each other."""
     security = settings.security
     protocol_at: At = ("security", "protocol")
     if security.protocol.startswith("SASL"):

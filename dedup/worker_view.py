@@ -1,4 +1,4 @@
-"""Defines what a worker shows besides its metrics, as values that `worker` creates and `web` renders as pages."""
+"""Defines what a worker shows in addition to metrics, as values that `worker` creates and `web` renders as pages."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ _MOST_SHOWN_BYTES: Final = 4096
 
 @dataclass(frozen=True, slots=True)
 class Noted:
-    """A record with a committed verdict other than unique, and the reason."""
+    """A record with a committed verdict other than unique, and the reason for the verdict."""
 
     kind: Kind
     source: str
-    """topic/partition/offset."""
+    """Position of the record, as topic/partition/offset."""
     id: str | None
     """The ID in the form that `dedup lookup` accepts; None if the record has no ID or only its digest is known."""
     event_time_ms: int | None
     """None if the record has no event time that could be judged."""
     judged_ms: int
-    """Time by the worker's clock."""
+    """Time of the verdict by the worker's clock."""
     why: str
 
 
@@ -34,11 +34,11 @@ class Peer:
 
     worker: str
     url: str | None
-    """URL of its pages; None if it serves none."""
+    """URL of the member's pages; None if the member serves none."""
     partitions: tuple[tuple[str, int], ...]
-    """The feeding topic and partition of each of its tasks."""
+    """The feeding topic and partition of each of the member's tasks."""
     here: bool
-    """Whether this is the worker itself."""
+    """True if this member is the worker that returns the list."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class SeenId:
     last_ms: int
     guarded_until_ms: int
     source: str
-    """topic/partition/offset of the record that was forwarded."""
+    """Position of the record that was forwarded, as topic/partition/offset."""
     live: bool
     """Whether the sighting still counts, because stream time has not passed its retention."""
     went: str | None
@@ -68,40 +68,41 @@ class SeenId:
 
 @dataclass(frozen=True, slots=True)
 class LookedUp:
-    """Everything one worker knows about an ID."""
+    """Everything that one worker knows about an ID."""
 
     topology: str
     worker: str
     id: str
     sightings: tuple[SeenId, ...]
     asked: tuple[int, ...]
-    """The partitions that were searched, which are this worker's."""
+    """The partitions that were searched, which are those of this worker."""
     partitions: int
-    """Number of all partitions; if fewer were searched, another worker may know the ID. 0 while there is no assignment.
+    """Total number of partitions; if fewer were searched, another worker may know the ID. 0 while the worker has no
+    assignment.
     """
     belongs_to: int | None
     """The ID's partition, if dedup itself placed it (repartitioned); None if the producers did."""
     candidates: tuple[int, ...]
-    """The partitions it may be in."""
+    """The partitions that the ID may be in."""
     feeding_topics: tuple[str, ...]
     """The topics of these partitions."""
 
 
 @dataclass(frozen=True, slots=True)
 class ShownRecord:
-    """A source record that a user asked to see. No other payload is shown on a page."""
+    """A source record that a user asked to see. Pages show no other payloads."""
 
     place: str
     timestamp_ms: int
     key: str | None
     value: str | None
-    """At most 4,096 bytes of it; bytes that are not UTF-8 are replaced."""
+    """The first 4,096 bytes of the value at most; bytes that are not UTF-8 are replaced."""
     value_bytes: int
     """Length of the whole value."""
 
     @classmethod
     def of(cls, place: str, timestamp_ms: int, key: bytes | None, value: bytes | None) -> Self:
-        """Return the record with key and value as text."""
+        """Return the record with its key and value as text."""
         return cls(place, timestamp_ms, _text(key), _text(value), len(value or b""))
 
 

@@ -1,6 +1,6 @@
-"""Reads YAML text into plain values with line and column, and validates it with errors that give these positions.
+"""Reads YAML text into plain values, and validates them with errors that give the line and column of each value.
 
-The values are built from the parser's events, not by ruamel's constructor. Tags, aliases, and merge keys are refused,
+The values are built from the parser's events, not by ruamel's constructor. Tags, aliases, and merge keys are rejected,
 which rules out "billion laughs" attacks. A repeated key, which a constructor would silently drop, is reported.
 """
 
@@ -45,16 +45,16 @@ _WANTED: Final[Mapping[str, str]] = {
     "model_attributes_type": "must be a mapping of keys to values",
     "dict_type": "must be a mapping of keys to values",
 }
-"""pydantic's error type -> what the file should hold instead."""
+"""Maps each pydantic error type to what the file should contain instead."""
 
 _Model = TypeVar("_Model", bound=BaseModel)
 _List = TypeVar("_List", bound=Sequence[Any])
 At = tuple[str | int, ...]
-"""Path to a value: keys and list positions from the top."""
+"""Path to a value, as the keys and list positions from the top-level value."""
 
 
 def text_of(path: Path) -> str:
-    """Return the text of a file. Raises TopologyError if it cannot be read."""
+    """Return the text of a file. Raises TopologyError if the file cannot be read."""
     try:
         return path.read_text(encoding="utf-8")
     except OSError as error:
@@ -65,13 +65,13 @@ def text_of(path: Path) -> str:
 
 @dataclass(slots=True)
 class Document:
-    """The values of a YAML text, and the place of each."""
+    """The values of a YAML text, with the position of each."""
 
     name: str
     value: Any = None
     """None, bool, int, float, str, and lists and string-keyed dicts of them."""
     problems: list[Problem] = field(default_factory=list)
-    """The errors in the text as YAML; ``value`` holds everything that could be read."""
+    """The YAML errors in the text; ``value`` holds everything that could be read."""
     _values: dict[At, str] = field(default_factory=dict)
     _keys: dict[At, str] = field(default_factory=dict)
     _written: dict[At, str] = field(default_factory=dict)
@@ -140,9 +140,9 @@ class _Refused(Exception):
 
 
 def read(text: str, *, name: str, texts: Collection[At] = ()) -> Document:
-    """Return the values of a YAML text; its ``problems`` are the errors in it as YAML.
+    """Return the values of a YAML text, and its YAML errors as ``problems``.
 
-    At the paths in ``texts``, an integer stays text as written, because a name ``0042`` is not 42.
+    An integer at a path in ``texts`` remains a string as written, because the name ``0042`` is not the number 42.
     """
     document = Document(name)
     if len(text.encode(errors="replace")) > _MOST_BYTES:
@@ -158,12 +158,12 @@ def read(text: str, *, name: str, texts: Collection[At] = ()) -> Document:
         problem = Problem(name, f"is not YAML: {' '.join(str(error).split())}")
     else:
         return document
-    # Only this problem: the text is incomplete after it, and every missing key would be reported too.
+    # Report only this problem. Nothing after it was read, so every later key would be reported as missing.
     return Document(name, problems=[problem])
 
 
 class _Reading:
-    """One pass over the parser's events; `_MOST_DEPTH` bounds the recursion."""
+    """One pass over the parser's events; `_MOST_DEPTH` limits the recursion."""
 
     def __init__(self, document: Document, texts: Collection[At], events: Iterator[Any]) -> None:
         self._document: Final = document
@@ -183,14 +183,14 @@ class _Reading:
                 self._document.value = self._value(event, ())
 
     def _value(self, event: Any, at: At, key_place: str | None = None) -> Any:  # noqa: ANN401 - any event and value
-        """Return the value that begins with this event, and note its place."""
+        """Return the value that begins with this event, and record its position."""
         place = self._place_of_node(event)
         if isinstance(event, ScalarEvent):
             value = _scalar(event)
             if type(value) is int and at in self._texts:
                 value = event.value
             if value is None and key_place is not None:
-                # An empty value has no place of its own: point at its key.
+                # An empty value has no position of its own, so the problem is reported at its key.
                 place = key_place
                 text = f"{dotted(at)}: has no value; write one, or leave the key out"
                 self._document.problems.append(Problem(place, text))
@@ -223,7 +223,7 @@ class _Reading:
         return values
 
     def _place_of_node(self, event: Any) -> str:  # noqa: ANN401 - ruamel's events share no useful base
-        """Return the place of a key or value. Raises _Refused for what is more than plain YAML."""
+        """Return the position of a key or value. Raises _Refused for an alias, a tag, or too many values."""
         place = _place(self._document.name, event.start_mark)
         if isinstance(event, AliasEvent):
             raise _Refused(place, f'the alias "*{event.anchor}" is not allowed; write the value out')
@@ -267,13 +267,13 @@ def _not_yaml(name: str, error: MarkedYAMLError) -> Problem:
 
 
 class Keys(BaseModel):
-    """A mapping that refuses unknown keys and converts no values."""
+    """A mapping that rejects unknown keys and converts no values."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, hide_input_in_errors=True)
 
 
 def some(what: str) -> AfterValidator:
-    """Return a validator of lists that are not empty."""
+    """Return a validator that rejects empty lists."""
 
     def check(values: _List) -> _List:
         if not values:
@@ -295,7 +295,7 @@ def matching(pattern: re.Pattern[str], remedy: str) -> AfterValidator:
 
 
 def within(low: int, high: int) -> AfterValidator:
-    """Return a validator of numbers from ``low`` to ``high``."""
+    """Return a validator that accepts numbers from ``low`` to ``high``."""
 
     def check(number: int) -> int:
         if not low <= number <= high:
@@ -312,18 +312,18 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 
 
 def _nearest(word: str, known: Sequence[str]) -> str:
-    """Return ``; did you mean "..."?`` for a close known word, else nothing."""
+    """Return ``; did you mean "..."?`` for the closest known word, or an empty string if none is close."""
     near = difflib.get_close_matches(word, known, n=1)
     return f'; did you mean "{near[0]}"?' if near else ""
 
 
 def dotted(at: At) -> str:
-    """Return a path as text: ``source.topics[0]``."""
+    """Return a path as text such as ``source.topics[0]``."""
     return "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in at).lstrip(".")
 
 
 def models_of(model: type[BaseModel], holder: str = "") -> dict[str, type[BaseModel]]:
-    """Return the model of each mapping by its dotted path without list positions; "" is the top-level model."""
+    """Map the dotted path of each mapping, without list positions, to its model; the top-level path is ""."""
     found = {holder: model}
     for name, key in model.model_fields.items():
         for inner in _models_in(key.annotation):
@@ -339,7 +339,7 @@ def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:  # noqa: ANN401 - 
 
 
 def validated(document: Document, model: type[_Model]) -> tuple[_Model | None, list[Problem]]:
-    """Return the document as the model; else None, and what is wrong, each problem with its place."""
+    """Return the document as an instance of the model, or None and the problems with their positions."""
     try:
         return model.model_validate(document.value), []
     except ValidationError as error:
@@ -347,7 +347,7 @@ def validated(document: Document, model: type[_Model]) -> tuple[_Model | None, l
 
 
 def schema_of(model: type[BaseModel], title: str) -> dict[str, Any]:
-    """Return the JSON Schema of the files that a model reads, for editors."""
+    """Return the JSON Schema of the files that a model describes, for use in editors."""
     schema = {"$schema": "https://json-schema.org/draft/2020-12/schema", **model.model_json_schema()}
     return schema | {"title": title}
 
@@ -356,7 +356,7 @@ def _told(error: ValidationError, document: Document, model: type[BaseModel]) ->
     for found in error.errors(include_url=False, include_input=False):
         at = _in_document(found["loc"], document)
         if at and document.get(at) is None:
-            # An empty value: `read` has reported it.
+            # `read` has already reported this empty value.
             continue
         label = f"{dotted(at)}: " if at else ""
         written = document.written(at)
@@ -381,7 +381,7 @@ def _told(error: ValidationError, document: Document, model: type[BaseModel]) ->
 
 
 def in_order(problems: list[Problem]) -> list[Problem]:
-    """Return the problems in the order of the file, each once."""
+    """Return the problems in the order of their positions, without repetitions."""
 
     def position(problem: Problem) -> tuple[int, int]:
         parts = problem.place.rsplit(":", 2)
@@ -392,7 +392,7 @@ def in_order(problems: list[Problem]) -> list[Problem]:
 
 
 def _in_document(loc: Sequence[str | int], document: Document) -> At:
-    """Return a pydantic location as a path without names of union branches; for a missing key, its parent's path."""
+    """Return a pydantic location as a path without names of union branches; a missing key gets its parent's path."""
     at: At = ()
     for step in loc:
         if document.has((*at, step)):

@@ -59,7 +59,7 @@ def apply(
     config: ConfigOption = None,
     overrides: SetOption = None,
 ) -> None:
-    """Create the topics that a topology needs, and show how existing topics differ from them.
+    """Create the topics that a topology needs, and show how existing topics differ from the required ones.
 
     Existing topics are not changed, and source topics are never created. --table also creates the tables of the sink,
     so that `dedup sink` needs no permission to create tables.
@@ -76,7 +76,7 @@ def apply(
         _print_acls(parsed, settings, principal, as_json=as_json)
         return
 
-    # Before topics are created: the topology may have no sink.
+    # The sink is resolved before topics are created, because the topology may have none.
     spec = resolved_sink(parsed, topology) if table else None
 
     async def work(wire: KafkaWire, admin: Admin) -> TopicPlan:
@@ -149,7 +149,7 @@ def status(
     config: ConfigOption = None,
     overrides: SetOption = None,
 ) -> None:
-    """Show the tasks of a topology with owner, offsets, lag, changelog, and, if a worker responds, state.
+    """Show the owner, offsets, lag, and changelog of each task of a topology, and its state if a worker responds.
 
     Example: dedup status topologies/orders.yaml --watch
     """
@@ -178,18 +178,18 @@ def reset(
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask for confirmation.")] = False,
     to: Annotated[
         str | None,
-        typer.Option("--to", metavar="earliest|latest|TIME", help="Where to resume; the topology's start by default."),
+        typer.Option("--to", metavar="earliest|latest|TIME", help="Where workers resume; source.start by default."),
     ] = None,
     local: Annotated[
-        bool, typer.Option("--local", help="Delete only this machine's state, after a reset on another one.")
+        bool, typer.Option("--local", help="Delete only this machine's state, after a reset on another machine.")
     ] = False,
     config: ConfigOption = None,
     overrides: SetOption = None,
 ) -> None:
-    """Delete everything a topology knows: offsets, changelog, repartition topic, this machine's state.
+    """Delete a topology's offsets, changelog, repartition topic, and checkpoints, and this machine's local state.
 
-    Asks for confirmation, and refuses while workers run. Forwarded records stay in the output, so reading from the
-    start forwards them a second time, and `dedup verify` reports that.
+    The command asks for confirmation, and refuses to run while workers run. Forwarded records stay in the output, so a
+    worker that reads from the start forwards them a second time, and `dedup verify` reports that.
 
     Example: dedup reset topologies/orders.yaml --to latest
     """
@@ -234,14 +234,16 @@ def reset(
 def replay(
     topology: TopologyArgument,
     late: Annotated[
-        bool, typer.Option("--late", help="Replay late records instead of dead letters; requires --forward.")
+        bool, typer.Option("--late", help="Replay late records instead of dead letters. Requires --forward.")
     ] = False,
-    forward: Annotated[bool, typer.Option("--forward", help="Send to the output, outside the guarantee.")] = False,
+    forward: Annotated[
+        bool, typer.Option("--forward", help="Send late records to the output; the guarantee does not cover them.")
+    ] = False,
     limit: Annotated[int | None, typer.Option(min=1, help="Maximum number of records to send.")] = None,
     *,
     begin: Annotated[
         str | None,
-        typer.Option("--from", metavar="last|start", help="Where to begin if the broker no longer has the position."),
+        typer.Option("--from", metavar="last|start", help="Where to begin if the last replay's position is lost."),
     ] = None,
     as_json: JsonOption = False,
     config: ConfigOption = None,
@@ -249,9 +251,9 @@ def replay(
 ) -> None:
     """Send dead letters back to the source partitions that they came from, exactly once.
 
-    The header dedup-replayed keeps the original source position. With --late --forward, late records go to the output
-    instead, marked dedup-verdict: late, because they would only be late a second time. If the broker no longer has the
-    position of the last replay, nothing is sent until --from says where to begin.
+    The header dedup-replayed contains the original source position. With --late --forward, late records are sent to the
+    output with the header dedup-verdict: late, because they would be late again in the source. If the broker no longer
+    has the position of the last replay, nothing is sent until --from says where to begin.
 
     Example: dedup replay topologies/orders.yaml --limit 100
     """
@@ -291,9 +293,10 @@ def lookup(
     config: ConfigOption = None,
     overrides: SetOption = None,
 ) -> None:
-    """Ask a worker whether an ID was seen: when, in which record, and until when it is guarded.
+    """Ask a worker when an ID was seen, in which record, and until when it is guarded.
 
-    A composite ID is a JSON array of its parts. The worker asks the owners of the partitions that it does not own.
+    A composite ID is a JSON array of its parts. The worker asks other workers about the partitions that it does not
+    own.
 
     Example: dedup lookup topologies/orders.yaml 8d5e957f-297893487bd98fa830fa6413
     """

@@ -29,8 +29,8 @@ def broker(
 ) -> None:
     """Run an embedded Kafka until Ctrl-C.
 
-    A real Apache Kafka 4.1.1 with one node on 127.0.0.1. The first run downloads its jars (45 MB) from Maven Central
-    into the user's cache. Without --data-dir the data are deleted at the end.
+    The command runs a real Apache Kafka 4.1.1 with one node on 127.0.0.1. The first run downloads the jars (45 MB) from
+    Maven Central into the user's cache. Without --data-dir, the data is deleted at the end.
 
     Example: dedup broker --port 9092 --data-dir state/kafka
     """
@@ -75,7 +75,7 @@ def embedded_kafka(
 
 @contextlib.contextmanager
 def fetching_jars() -> Iterator[OnBytes]:
-    """Yield a callback for (bytes done, total bytes), which shows a bar from its first call on."""
+    """Yield a callback for (bytes done, total bytes) that shows a progress bar from its first call."""
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     console = Console(stderr=True)
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:

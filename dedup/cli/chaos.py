@@ -36,7 +36,7 @@ _OVERRIDES: Final = (f"session_timeout={_SESSION_S}s", "commit_interval=50ms", "
 
 @dataclass(frozen=True, slots=True)
 class ChaosOptions:
-    """The options of the command."""
+    """The options of `dedup chaos`."""
 
     topology: Topology
     topology_file: Path
@@ -57,18 +57,20 @@ def chaos(  # noqa: PLR0917  # one parameter per option
     per_s: Annotated[int, typer.Option(min=1, help="Records sent per second.")] = 2_000,
     seed: Annotated[int, typer.Option(help="Seed of the fault schedule; the same seed gives the same faults.")] = 1,
     harder: Annotated[
-        float, typer.Option(min=0.1, max=20, help="Fault-rate multiplier; above 1 also adds kinds of faults.")
+        float, typer.Option(min=0.1, max=20, help="Factor for the fault rate; a value above 1 also adds other faults.")
     ] = 1.0,
-    report: Annotated[Path, typer.Option(help="HTML report, with a JSON report next to it.")] = Path("chaos.html"),
+    report: Annotated[Path, typer.Option(help="HTML report; a JSON report is written next to it.")] = Path(
+        "chaos.html"
+    ),
 ) -> None:
     """Inject faults into a fleet under load, then prove that nothing was lost or duplicated.
 
-    Workers are killed, frozen, stopped and joined by others, while a read_committed consumer watches the output.
-    Without --config this happens on an embedded Kafka, whose broker is killed and whose connections are cut as well;
-    --harder above 1 also restarts the broker cleanly, changes the compression and record size of the output, shortens
-    the retention of the source to delete judged records, and tries to delete the group. With --config it happens in
-    your test environment: made-up records go to the topology's source topics, which must exist and be empty, and only
-    the workers that this command starts are hit. Exit code 4 if anything was violated.
+    The command kills, freezes, stops, and adds workers while a read_committed consumer watches the output. Without
+    --config, the command uses an embedded Kafka, and also kills the broker and cuts connections. --harder above 1 also
+    restarts the broker cleanly, changes the compression and record size of the output, shortens the retention of the
+    source to delete judged records, and tries to delete the group. With --config, the command uses your test
+    environment: it writes made-up records to the topology's source topics, which must exist and be empty, and affects
+    only the workers that it starts itself. The exit code is 4 if a check fails.
 
     Examples: dedup chaos topologies/simplest.yaml --minutes 2
 
@@ -117,7 +119,7 @@ def _embedded(options: ChaosOptions, directory: Path, console: Console) -> Chaos
         config.write_text(f"brokers: ['{listener.bootstrap}']\n", encoding="utf-8")
         with FaultProxy(listener.broker_port, port=listener.proxy_port) as proxy:
             _apply(options, config)
-            # The workers connect through the proxy, the checks directly.
+            # The workers connect through the proxy; the checks connect directly.
             settings = read_settings(config).model_copy(update={"brokers": (kafka.bootstrap,)})
             faults = _faults(options, embedded=True)
             ages = _write_past(options, settings, faults)
@@ -143,7 +145,7 @@ def _faults(options: ChaosOptions, *, embedded: bool) -> list[ScheduledFault]:
 
 
 def _write_past(options: ChaosOptions, settings: Settings, faults: list[ScheduledFault]) -> list[Age]:
-    """If the run shortens retention, write records that it can delete without an effect on the proof."""
+    """Write old records, which a run that shortens retention can delete without affecting the proof."""
     from dedup.chaos.fault_run import FaultType
     from dedup.chaos.load import write_past
 
@@ -159,7 +161,7 @@ def _run_name(options: ChaosOptions) -> str:
 
 
 def _refuse_used(topology: Topology, settings: Settings) -> None:
-    """Raise StateIncompatible unless the source topics exist and are empty; real records must not mix with these."""
+    """Raise StateIncompatible unless the source topics exist and are empty; real and made-up records must not mix."""
     from dedup.verify.kafka_reader import KafkaReader
 
     with KafkaReader(settings) as reader:

@@ -37,18 +37,18 @@ _START: Final = "2024-01-01T00:00:00Z"
 
 def check(
     topologies: Annotated[list[Path], typer.Argument(metavar="TOPOLOGY...", help="Topology and ingest files.")],
-    broker: Annotated[bool, typer.Option("--broker", help="Also compare with the topics of the cluster.")] = False,
+    broker: Annotated[bool, typer.Option("--broker", help="Also compare with the cluster's topics.")] = False,
     config: ConfigOption = None,
     overrides: SetOption = None,
     watch: Annotated[bool, typer.Option("--watch", help="Check after each save until Ctrl-C.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Check topology and ingest files: each error with its position, and warnings about likely mistakes.
+    """Check topology and ingest files, and print each error with its position and warnings about likely mistakes.
 
-    Exit code 2 if a file has an error; 0 if there are only warnings. Several files are also checked as a chain from
-    source to table: a stage that is not exactly-once is named. Two topologies that write to the same topic are an
-    error, unless it only receives their dead letters. --broker also compares the topics of the cluster with what each
-    topology needs.
+    The exit code is 2 if a file has an error, and 0 if there are only warnings. Several files are also checked as a
+    chain from source to table, and each stage that is not exactly-once is reported. Two topologies that write to the
+    same topic are an error, unless the topic receives only their dead letters. --broker also compares the topics of the
+    cluster with those that each topology needs.
 
     Examples: dedup check topologies/*.yaml
 
@@ -69,10 +69,10 @@ def check(
 
 
 def again_at_each_save(paths: Sequence[Path], act: Callable[[], None], wait: Callable[[], None]) -> None:
-    """Act now, and again whenever a file is written, replaced, created, or removed; ends only by an exception.
+    """Call ``act`` now and whenever a file is written, replaced, created, or removed, until an exception is raised.
 
-    It polls time and size instead of using file-system events, because editors replace files and network shares send no
-    events.
+    The function polls modification times and sizes instead of using file-system events, because editors replace files
+    and network shares send no events.
     """
     seen: list[tuple[int, int, int] | None] | None = None
     while True:
@@ -84,7 +84,7 @@ def again_at_each_save(paths: Sequence[Path], act: Callable[[], None], wait: Cal
 
 
 def _stamp(path: Path) -> tuple[int, int, int] | None:
-    """Return the values that a save changes; None if the file does not exist."""
+    """Return the file attributes that change when a file is saved; None if the file does not exist."""
     try:
         known = path.stat()
     except OSError:
@@ -93,7 +93,7 @@ def _stamp(path: Path) -> tuple[int, int, int] | None:
 
 
 def _check_at_each_save(topologies: list[Path], settings: Settings | None) -> NoReturn:
-    """Check until Ctrl-C; errors are printed, because the next save may correct them."""
+    """Check after each save until Ctrl-C. Errors do not end the loop, because the next save may correct them."""
 
     def look() -> None:
         typer.echo(f"--- {time.strftime('%H:%M:%S')}")
@@ -228,7 +228,7 @@ def schema(
 def try_records(
     topology: TopologyArgument,
     file: Annotated[
-        Path | None, typer.Argument(metavar="FILE", help="JSON lines; standard input if - or omitted.")
+        Path | None, typer.Argument(metavar="FILE", help="File of JSON lines; standard input if - or omitted.")
     ] = None,
     envelope: Annotated[
         bool, typer.Option("--envelope", help="Each line is a whole record, not just a value.")
@@ -241,11 +241,10 @@ def try_records(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Judge records from a file without a broker, and give the reason for each verdict.
+    """Judge records from a file without a broker, and print each verdict with its reason.
 
-    FILE holds one JSON value per line ("-" or no FILE: standard input). The lines are judged in order, as one partition
-    of one topic. With --envelope a line is a whole record: {"key": ..., "value": ..., "headers": {...}, "timestamp":
-    ms}.
+    FILE contains one JSON value per line. The lines are judged in order, as one partition of one topic. With
+    --envelope, each line is a whole record: {"key": ..., "value": ..., "headers": {...}, "timestamp": ms}.
 
     Example: dedup try topologies/simplest.yaml tests/data/sample.jsonl
     """
@@ -277,7 +276,7 @@ def _instant_ms(text: str, option: str) -> int:
 
 @contextlib.contextmanager
 def _lines(file: Path | None) -> Iterator[tuple[Iterator[bytes], str]]:
-    """Open the file, or standard input."""
+    """Yield the lines and the name of a file, or of standard input."""
     if file is None or str(file) == "-":
         yield sys.stdin.buffer, "standard input"
         return

@@ -35,11 +35,11 @@ def checkpoint(
     state_dir: Annotated[
         Path | None,
         typer.Option(
-            help="Directory for the state read; state_dir/.checkpoint by default, never a worker's state_dir."
+            help="Directory for the state; state_dir/.checkpoint by default. Never name the state_dir of a worker."
         ),
     ] = None,
     partitions: Annotated[
-        list[int] | None, typer.Option("--partition", min=0, help="Only this partition. Repeatable.")
+        list[int] | None, typer.Option("--partition", min=0, help="Write only this partition. Repeatable.")
     ] = None,
     as_json: JsonOption = False,
     config: ConfigOption = None,
@@ -47,9 +47,10 @@ def checkpoint(
 ) -> None:
     """Write the state of a topology's tasks to a directory or an object store, one checkpoint per partition.
 
-    The state is read from the changelog, so no worker is needed or disturbed. A worker that has `state.checkpoint` set
-    but no local state starts from the checkpoint and reads only the rest of the changelog. --state-dir keeps what was
-    read, so the next run reads only new records; run it from a timer, one process at a time.
+    The state is read from the changelog, so no worker is needed or affected. A worker that has `state.checkpoint` set
+    but no local state starts from the checkpoint and reads only the rest of the changelog. The state that was read
+    stays in --state-dir, so the next run reads only new records. Run the command periodically, and only one process at
+    a time.
 
     Example: dedup checkpoint topologies/orders.yaml --to s3://backups/dedup
     """
@@ -63,7 +64,7 @@ def checkpoint(
     if url is None:
         raise SettingsError([Problem("--to", "is missing; name a directory or URL, or set state.checkpoint")])
     storage = CheckpointStorage(url)
-    # From the changelog only: a checkpoint made from a checkpoint would inherit its faults.
+    # Only the changelog is read, because a checkpoint that is made from a checkpoint would inherit its errors.
     here = settings.model_copy(update={"state_dir": state_dir or settings.state_dir / KEPT, "state": StateSection()})
 
     async def work(wire: KafkaWire, admin: Admin) -> list[MadeCheckpoint]:
@@ -109,7 +110,7 @@ async def _all(
 
 
 def _show(bars: Progress, line: TaskID, description: str, done: int, total: int) -> None:
-    """Show offsets of the changelog read, or bytes of the archive written."""
+    """Update a progress bar with the number of changelog offsets read, or of archive bytes written."""
     bars.update(line, description=description, completed=done, total=total)
 
 

@@ -28,13 +28,13 @@ def ingest(
     config: ConfigOption = None,
     overrides: SetOption = None,
     exit_when_done: Annotated[
-        bool, typer.Option("--exit-when-done", help="Stop when everything present has been sent.")
+        bool, typer.Option("--exit-when-done", help="Stop when the whole source has been sent.")
     ] = False,
 ) -> None:
     """Send the lines of files or the rows of a table to a topic, each exactly once, even across crashes.
 
-    Records and the position in the source are written in one Kafka transaction. A second process with the same file
-    takes over, and the first one stops with TaskMigrated.
+    Each Kafka transaction contains records and the position in the source. If a second process starts with the same
+    ingest file, the second one takes over, and the first one stops with TaskMigrated.
 
     Examples: dedup ingest topologies/files-to-topic.yaml
 
@@ -73,16 +73,19 @@ def sink(
     overrides: SetOption = None,
     partitions: Annotated[
         str | None,
-        typer.Option(metavar="0,2-5", help="Partitions of the topic to read; leave the others to other processes."),
+        typer.Option(
+            metavar="0,2-5",
+            help="Partitions that this process reads; all by default.",
+        ),
     ] = None,
     exit_when_done: Annotated[
-        bool, typer.Option("--exit-when-done", help="Stop when everything present at the start is in the table.")
+        bool, typer.Option("--exit-when-done", help="Stop when all records that exist at the start are in the table.")
     ] = False,
 ) -> None:
-    """Keep a table with one row per tracking ID; reading the topic a second time changes nothing.
+    """Write a topic to a table with one row per tracking ID; reading the topic a second time changes nothing.
 
-    Rows and the topic's offsets are written in one database transaction. A second process with the same partitions
-    takes over, and the first one stops with TaskMigrated.
+    Each database transaction contains rows and the topic's offsets. If a second process starts with the same
+    partitions, the second one takes over, and the first one stops with TaskMigrated.
 
     Examples: dedup sink topologies/topic-to-database.yaml
 
@@ -104,7 +107,7 @@ def sink(
 
 
 def _run(work: Coroutine[Any, Any, T]) -> T:
-    """Return the result of a connector's run; exits if another process took over."""
+    """Return the result of a connector's run, or exit if another process took over."""
     try:
         return asyncio.run(work)
     except TaskMigrated as error:
@@ -124,7 +127,7 @@ def _numbers(text: str) -> set[int]:
 
 
 def resolved_sink(topology: Topology, path: Path) -> SinkSpec:
-    """Return a topology's sink with resolved references in its URL. Raises TopologyError if it has no sink."""
+    """Return a topology's sink with resolved references in its URL. Raises TopologyError if the topology has no sink."""
     from dedup.connect.sink_connector import spec_of
     from dedup.settings import with_references
 
@@ -133,9 +136,10 @@ def resolved_sink(topology: Topology, path: Path) -> SinkSpec:
 
 
 def apply_tables(spec: SinkSpec, *, dry_run: bool, quiet: bool) -> dict[str, str]:
-    """Create the sink's missing tables, unless it is a dry run; map table names to CREATE statements.
+    """Create the sink's missing tables, unless ``dry_run`` is set, and map table names to CREATE statements.
 
-    Raises StateIncompatible if an existing table is unsuitable, DatabaseUnavailable if the database does not respond.
+    Raises StateIncompatible if an existing table is unsuitable, and DatabaseUnavailable if the database does not
+    respond.
     """
     from dedup.connect.database import OFFSETS
     from dedup.connect.open_database import RetryingDatabase

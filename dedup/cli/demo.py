@@ -1,4 +1,4 @@
-"""Implements `dedup demo`, the whole product on one machine, with real data, real duplicates, and a real crash."""
+"""Implements `dedup demo`, which shows dedup on one machine with real data, real duplicates, and a real crash."""
 
 from __future__ import annotations
 
@@ -14,21 +14,23 @@ from dedup.cli.inputs import refuse_no_page
 
 
 def demo(
-    fast: Annotated[bool, typer.Option("--fast", help="Only the first 40,000 flights.")] = False,
-    report: Annotated[Path | None, typer.Option(help="Write an HTML report here, and a JSON one next to it.")] = None,
+    fast: Annotated[bool, typer.Option("--fast", help="Use only the first 40,000 flights.")] = False,
+    report: Annotated[Path | None, typer.Option(help="HTML report; a JSON report is written next to it.")] = None,
     chain: Annotated[
         bool, typer.Option("--chain", help="Run the chain from a file to a table, and kill each process once.")
     ] = False,
 ) -> None:
     """Deduplicate 336,776 real flights on an embedded Kafka, kill a worker midway, and prove the result.
 
-    A producer whose connection breaks before the acknowledgment sends the record again, which makes real duplicates.
-    Two workers deduplicate; one is killed by SIGKILL and restarted. Then every record is read and compared with the
-    exact model. Needs no broker and no Java, and takes about a minute; --fast about 20 seconds.
+    A producer whose connection breaks before the acknowledgment arrives sends the record again, which creates real
+    duplicates. Two workers deduplicate the records; one of them is killed with SIGKILL and restarted. Finally, the demo
+    reads every record and compares the result with the exact model. The demo needs no installed Kafka or Java. The demo
+    takes about a minute, or about 20 seconds with --fast.
 
     Example: dedup demo --fast
 
-    With --chain the flights start as lines of a file and end as rows of a table: file, topic, deduplication, table.
+    With --chain, the flights start as lines of a file, pass through a topic and the deduplication, and end as rows of a
+    table.
     """
     from dedup.cli.demo_chain import demo_chain
     from dedup.cli.demo_run import FAST, FULL, print_books, run_demo
@@ -47,7 +49,7 @@ def demo(
         else:
             found, distinct = run_demo(size, directory, console)
     except Exception:
-        # The logs of broker and workers are the only evidence.
+        # The logs of the broker and the workers are the only evidence.
         console.print(f"the logs are in {directory}", style="yellow")
         raise
     except KeyboardInterrupt:

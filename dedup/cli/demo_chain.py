@@ -44,9 +44,9 @@ _POLL_EVERY_S: Final = 0.1
 
 
 def demo_chain(limit: int, directory: Path, console: Console) -> None:
-    """Run the chain until the table holds each flight once.
+    """Run the chain until all flights are in the table, and check that the table holds each flight once.
 
-    Raises VerificationFailed if it does not, and InvariantBroken if a process ended unexpectedly.
+    Raises VerificationFailed if the check fails, and InvariantBroken if a process ended unexpectedly.
     """
     for name in FILES:
         text = resources.files("dedup.connect").joinpath(name).read_text(encoding="utf-8")
@@ -89,7 +89,7 @@ def _kill_each(chain: _Chain, source: _FileWriter, limit: int, console: Console)
 
 
 class _Chain(Processes):
-    """The processes of the chain, one of each command, and the table that they fill."""
+    """The processes of the chain, one for each command, and the table that they fill."""
 
     def __init__(self, directory: Path, bootstrap: str) -> None:
         config = {"brokers": [bootstrap], "topics": {"replication_factor": 1}, "web": {"enabled": False}}
@@ -99,7 +99,7 @@ class _Chain(Processes):
         self._table: Final = directory / "flights.db"
 
     def until(self, condition: Callable[[], bool], source: _FileWriter) -> None:
-        """Wait for a condition. Raises InvariantBroken if a process ends, or no row is written for two minutes."""
+        """Wait for a condition. Raises InvariantBroken if a process ends, or if no row is written for two minutes."""
         rows, moved_s = -1, time.monotonic()
         while not condition():
             source.check()
@@ -111,7 +111,7 @@ class _Chain(Processes):
             time.sleep(_POLL_EVERY_S)
 
     def connectors_started(self) -> bool:
-        """Whether ingest and sink have taken over their work, so that they can handle SIGTERM."""
+        """Tell whether `dedup ingest` and `dedup sink` have taken over their work, so that they can handle SIGTERM."""
         return all(" taken; " in self.running[name].log for name in ("dedup ingest", "dedup sink"))
 
     def count(self) -> int:

@@ -1,4 +1,4 @@
-"""The run of `dedup demo`, which sends flights to workers and kills one worker midway."""
+"""Runs `dedup demo`: sends flights to two workers, and kills one of them midway."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ FAST: Final = Size(flights=40_000, events_per_second=10_000, cut_every_events=2_
 
 @dataclass(frozen=True, slots=True)
 class DemoStage:
-    """The processes that run before the first flight is sent."""
+    """The processes of the demo, which run before the first flight is sent, and their settings."""
 
     topology: Topology
     settings: Settings
@@ -62,7 +62,7 @@ class DemoStage:
 
 
 class Run:
-    """A run of the demo; an instance runs once."""
+    """One run of the demo. Each instance of this class runs only once."""
 
     def __init__(self, stage: DemoStage, size: Size, console: Console) -> None:
         self._stage: Final = stage
@@ -81,7 +81,7 @@ class Run:
         flights cannot be sent.
         """
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        # Without a terminal the bars would be empty lines.
+        # Without a terminal, the bars would be empty lines.
         live = Progress(*columns, console=self._console, transient=True, disable=not self._console.is_terminal)
         through_proxy = self._stage.settings.model_copy(update={"brokers": (self._stage.kafka.proxied.bootstrap,)})
         per_s = self._size.events_per_second
@@ -90,7 +90,7 @@ class Run:
         return len(self._ids)
 
     def _flights(self) -> Iterator[Made]:
-        """Yield the flights, and lose the answers of the broker now and then."""
+        """Yield the flights, and drop the broker's responses at regular intervals."""
         (topic,) = self._stage.topology.source.topics
         for number, flight in enumerate(flights(self._size.flights), 1):
             self._ids.add(flight.key)
@@ -149,7 +149,7 @@ class Run:
 
 
 def run_demo(size: Size, directory: Path, console: Console) -> tuple[Report, int]:
-    """Return the verification report and the number of distinct flights sent. Raises as Run.to_the_end() does."""
+    """Return the verification report and the number of distinct flights sent. Raises the errors of `Run.to_the_end`."""
     topology_file = directory / "flights.yaml"
     text = resources.files("dedup.embedded").joinpath("flights.yaml").read_text(encoding="utf-8")
     topology_file.write_text(text, encoding="utf-8")
@@ -176,7 +176,7 @@ def run_demo(size: Size, directory: Path, console: Console) -> tuple[Report, int
 
 
 def _workers(directory: Path, topology_file: Path, bootstrap: str) -> Processes:
-    """Return the demo's workers, each with its own id and state directory."""
+    """Return the demo's workers, each with its own ID and state directory."""
     commands = {}
     for number, name in enumerate(_WORKERS, 1):
         config = _config_file(directory, bootstrap, number)
@@ -200,7 +200,9 @@ def _config_file(directory: Path, bootstrap: str, number: int) -> Path:
 
 
 def print_books(found: Report, distinct: int, page: Path | None, console: Console) -> None:
-    """Print the report, which must end with `lost 0  duplicated 0`. Raises VerificationFailed otherwise."""
+    """Print the report. Raises VerificationFailed unless the report proves that each distinct flight was forwarded
+    exactly once.
+    """
     if page is not None:
         write_report(page, to_html(found), found.to_json())
     forwarded = sum(books.unique for books in found.books)

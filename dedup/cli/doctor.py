@@ -1,4 +1,4 @@
-"""Implements `dedup doctor`, which finds what keeps a topology from running on a cluster, layer by layer.
+"""Implements `dedup doctor`, which finds what prevents a topology from running on a cluster, layer by layer.
 
 A layer is checked only if the one below it works, so that each cause results in only one message.
 """
@@ -53,11 +53,11 @@ def doctor(
     config: ConfigOption = None,
     overrides: SetOption = None,
 ) -> None:
-    """Find what keeps a topology from running: DNS, TCP, TLS, authentication, version, ACL, or topics.
+    """Find what prevents a topology from running: DNS, TCP, TLS, authentication, version, ACL, or topics.
 
-    Prints one sentence and one remedy per problem, changes nothing, and disturbs no worker. Without TOPOLOGY, only the
-    cluster is checked. The exit code is 5 for a problem with the brokers, 3 for a problem with the topics, and 0 for
-    none or only warnings.
+    The command prints one sentence and one remedy for each problem, changes nothing, and does not affect any worker.
+    Without TOPOLOGY, the command checks only the cluster. The exit code is 5 for a problem with the brokers, 3 for a
+    problem with the topics, and 0 if there are no problems or only warnings.
 
     Examples: dedup doctor topologies/orders.yaml --config config/production.yaml
 
@@ -76,7 +76,7 @@ def doctor(
 
 
 def in_words(found: list[Symptom], looked_at: frozenset[Layer]) -> Iterator[str]:
-    """Yield a line for each layer, and two lines for each problem, which say what it is and what to do."""
+    """Yield a line for each layer, and two lines for each problem: the problem and its remedy."""
     for layer in LAYERS:
         own = [each for each in found if each.layer == layer]
         if layer not in looked_at:
@@ -110,7 +110,7 @@ async def _examined(topology: Topology | None, settings: Settings) -> tuple[list
 
 
 def _reached(stopped_at: list[Layer], brokers: int) -> frozenset[Layer]:
-    """Return the layers that were checked, if every broker failed in one of them."""
+    """Return the layers that were checked if every broker failed in one of them, and no layers otherwise."""
     if len(stopped_at) < brokers:
         return frozenset()
     deepest = max(LAYERS.index(layer) for layer in stopped_at)
@@ -138,7 +138,7 @@ async def _on_the_cluster(
 
 
 async def _advertised(rights: Rights, connection: Connection) -> list[Symptom]:
-    """Return problems with the advertised addresses, to which every request except the first is sent."""
+    """Return problems with the brokers' advertised addresses, which clients use for every request except the first."""
     from dedup.kafka.diagnose import diagnose
 
     found = await diagnose(replace(connection, brokers=rights.advertised()))
@@ -176,7 +176,7 @@ async def _denied(rights: Rights, topology: Topology, settings: Settings) -> Asy
                 continue
             case never:
                 assert_never(never)
-        # A topic that does not exist has no permissions; the next layer names it.
+        # A topic that does not exist has no permissions; the next layer reports it.
         lacks = [] if allowed is None else [name for name in each.operations if name not in allowed]
         if lacks:
             yield _refused(f"{each.resource.value} {each.name}", lacks)
@@ -185,7 +185,7 @@ async def _denied(rights: Rights, topology: Topology, settings: Settings) -> Asy
 async def _transactions(rights: Rights, wanted: Permission, settings: Settings) -> AsyncIterator[Symptom]:
     from dedup.kafka.authorization import REFUSED_ID, TIMEOUT_TOO_LONG
 
-    # No task's id ends like this, so no task is fenced.
+    # No task has a transactional ID that ends like this, so no task is fenced.
     match await rights.try_transactional_id(f"{wanted.name}doctor", settings.transaction_timeout_ms):
         case code if code == REFUSED_ID:
             yield _refused(f"transactional ids that begin with {wanted.name}", list(wanted.operations))

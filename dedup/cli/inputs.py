@@ -1,4 +1,4 @@
-"""The arguments, input files, and reports that commands share."""
+"""Defines the arguments, input files, and reports that several commands share."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ A_TIME: Final = "2024-01-01T00:00:00Z"
 
 
 def read_topology(path: Path) -> Topology:
-    """Return the topology in a file. Raises TopologyError with every problem, including an unreadable file."""
+    """Return the topology in a file. Raises TopologyError, which lists every problem in the file."""
     from dedup.topology.parse import parse
     from dedup.yaml_document import text_of
 
@@ -41,19 +41,19 @@ def read_topology(path: Path) -> Topology:
 
 
 def read_settings(config: Path | None, overrides: list[str] | None = None) -> Settings:
-    """Return the settings of a config file, with the environment and `--set` applied. Raises SettingsError."""
+    """Return the settings of a config file, with the environment and `--set` applied. May raise SettingsError."""
     from dedup.settings import load_settings
 
     return load_settings(config, overrides or [], os.environ)
 
 
 def read_both(topology: Path, config: Path | None, overrides: list[str] | None) -> tuple[Topology, Settings]:
-    """Return a topology and the settings. Raises TopologyError, SettingsError."""
+    """Return a topology and the settings. May raise TopologyError or SettingsError."""
     return read_topology(topology), read_settings(config, overrides)
 
 
 def read_ingest(path: Path) -> Ingest:
-    """Return the content of an ingest file. Raises TopologyError with every problem."""
+    """Return the content of an ingest file. Raises TopologyError, which lists every problem."""
     from dedup.topology.ingest_file import parse_ingest
     from dedup.yaml_document import text_of
 
@@ -61,7 +61,7 @@ def read_ingest(path: Path) -> Ingest:
 
 
 def refuse_no_page(page: Path) -> None:
-    """Create the directory of the reports; raise SettingsError now, not after hours of work, if that fails."""
+    """Create the reports' directory. Raises SettingsError early, before hours of work, if no report can be written."""
     if page.suffix == ".json":
         text = f"{page} is where the JSON report goes, next to the HTML one; name that, for example "
         raise SettingsError([Problem("--report", text + str(page.with_suffix(".html")))])
@@ -81,7 +81,7 @@ def write_report(page: Path, html: str, data: str) -> None:
 
 
 def publish(found: Report, page: Path, command: str, *, as_json: bool) -> None:
-    """Write the reports of a verification, and print it: as JSON alone, or as a table."""
+    """Write the HTML and JSON reports of a verification, and print the result as JSON or as a table."""
     from dedup.verify.render import print_report, to_html
 
     write_report(page, to_html(found, command), found.to_json())
@@ -94,13 +94,13 @@ def publish(found: Report, page: Path, command: str, *, as_json: bool) -> None:
 
 
 def say(data: object, lines: Iterable[str], *, as_json: bool) -> None:
-    """Print data as JSON, or the lines that say the same."""
+    """Print the data as JSON, or the lines that contain the same information."""
     for line in [json.dumps(data, indent=2)] if as_json else lines:
         typer.echo(line)
 
 
 def pairs_of(option: str, texts: list[str] | None) -> dict[str, str]:
-    """Return the values of a repeatable option key=value. Raises SettingsError for one without a value."""
+    """Return the values of a repeatable option key=value by key. Raises SettingsError for a key without a value."""
     wrong = [Problem(f"{option} {text}", "has no value; write key=value") for text in texts or () if "=" not in text]
     if wrong:
         raise SettingsError(wrong)
@@ -108,7 +108,10 @@ def pairs_of(option: str, texts: list[str] | None) -> dict[str, str]:
 
 
 def time_of(option: str, text: str, write: str = A_TIME) -> int:
-    """Return a time in ms, given so or in RFC 3339. Raises SettingsError, with ``write`` as what to write instead."""
+    """Return a time in ms from a text in ms or RFC 3339. Raises SettingsError for other texts.
+
+    The error suggests ``write`` instead.
+    """
     from dedup.core.event_time import rfc3339_ms
 
     found = int(text) if text.isdecimal() else rfc3339_ms(text)
@@ -119,7 +122,7 @@ def time_of(option: str, text: str, write: str = A_TIME) -> int:
 
 @contextlib.contextmanager
 def reading_bar(console: Console, *, disable: bool = False) -> Iterator[OnProgress]:
-    """Yield the callback that updates a progress bar of records read."""
+    """Yield a callback that updates a progress bar of the records read."""
     with Progress(console=console, transient=True, disable=disable) as bar:
         task = bar.add_task("reading", total=None)
 

@@ -1,4 +1,4 @@
-"""The command line, which assembles the commands and turns each error into a message and an exit code."""
+"""Assembles the command line from its commands, and turns each error into a message and an exit code."""
 
 from __future__ import annotations
 
@@ -41,9 +41,11 @@ COMMANDS: Final[Mapping[str, Mapping[str, str]]] = {
         "spark sink": "spark.sink_command",
     },
 }
-"""Panel of `dedup --help` -> command -> the function in `dedup.cli`; in the order shown.
+"""Maps each panel of `dedup --help` to its commands, and each command to its function in `dedup.cli`, in the order
+shown.
 
-Its docstring is the command's help. The modules import what a command needs when it runs, to keep `--help` quick.
+The function's docstring is the command's help. A function imports most modules only when it runs, which keeps `--help`
+fast.
 """
 
 _EXIT_CODES: Final = (
@@ -62,12 +64,12 @@ def create_app() -> typer.Typer:
         help="Exactly-once deduplication for Kafka topics.",
         epilog=_EXIT_CODES,
         no_args_is_help=True,
-        # Pretty tracebacks print local variables, passwords among them.
+        # Pretty tracebacks print local variables, including passwords.
         pretty_exceptions_enable=False,
     )
     app.callback()(_options)
     spark = typer.Typer(
-        help="The same topology on Spark: stream, backfill, incremental, seed, audit, tables.", no_args_is_help=True
+        help="Run a topology on Spark: stream, backfill, incremental, seed, audit, tables.", no_args_is_help=True
     )
     groups = {"": app, "spark": spark}
     for panel, commands in COMMANDS.items():
@@ -82,13 +84,14 @@ def create_app() -> typer.Typer:
 
 
 def _paragraphs(docstring: str) -> str:
-    """Return a docstring with each paragraph on one line: a terminal wraps it at its own width."""
+    """Return a docstring with each paragraph on one line, because the terminal wraps the text at its own width."""
     return "\n\n".join(" ".join(paragraph.split()) for paragraph in docstring.split("\n\n"))
 
 
 def main() -> None:
     """Run the command line, and end the process with the exit code for the outcome."""
-    # Until a command sets its own. Without a handler the kernel drops SIGTERM to PID 1, which a container's command is.
+    # This handler applies until a command sets its own. A container's command has PID 1, and without a handler, the
+    # kernel drops a SIGTERM to PID 1.
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
         create_app()()

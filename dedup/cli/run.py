@@ -33,17 +33,19 @@ def run(
     overrides: SetOption = None,
     workers: Annotated[int, typer.Option(min=1, max=256, help="Number of worker processes to supervise.")] = 1,
     exit_when_done: Annotated[
-        bool, typer.Option("--exit-when-done", help="Stop at the end offsets seen at the start.")
+        bool, typer.Option("--exit-when-done", help="Stop at the end offsets that the topics have at the start.")
     ] = False,
     onto_existing_output: Annotated[
-        bool, typer.Option("--onto-existing-output", help="Let a new group write to an output that holds records.")
+        bool,
+        typer.Option("--onto-existing-output", help="Let a new group write to an output that already holds records."),
     ] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", help="Only log; show no progress line.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Show no progress line, only the log.")] = False,
 ) -> None:
-    """Deduplicate a topology's topics with one worker, or N supervised ones, until a signal arrives.
+    """Deduplicate a topology's topics with one or more worker processes until a signal arrives.
 
-    A new group is refused if its output already holds records: a renamed topology, or a second one with the same
-    output, would forward them again. --onto-existing-output allows it; once is enough, it is remembered for seven days.
+    A new consumer group is refused if its output already holds records, because a renamed topology, or a second
+    topology with the same output, would forward them again. --onto-existing-output allows the new group. Kafka stores
+    this permission for seven days, so one run with the option is enough.
 
     Examples: dedup run topologies/orders.yaml
 
@@ -79,7 +81,7 @@ def _run_one(parsed: Topology, settings: Settings, *, exit_when_done: bool, onto
 
 
 class VerdictProgress:
-    """Verdicts so far: in one line on a terminal, and in a closing line. Use as a context manager."""
+    """A context manager that shows the verdicts so far in one line on a terminal, and prints a closing line."""
 
     def __init__(self, *, enabled: bool) -> None:
         self._console: Final = Console(stderr=True)
@@ -97,7 +99,7 @@ class VerdictProgress:
             self._live.stop()
 
     def show(self, doing: str, per_s: float, *above: RenderableType) -> None:
-        """Show what is being done, how fast, and all verdicts."""
+        """Show the current activity, its rate, and the number of records with each verdict."""
         if self._enabled:
             line = f"{doing}  {self.verdicts.total():,} judged  {per_s:,.0f}/s  {self._split()}"
             self._live.update(Group(*above, Text(line)), refresh=True)
@@ -111,7 +113,7 @@ class VerdictProgress:
 
 
 class RunProgress(VerdictProgress):
-    """The progress of a worker, over all its assignments."""
+    """Shows the progress of a worker across all its assignments."""
 
     def __init__(self, *, enabled: bool) -> None:
         super().__init__(enabled=enabled)
@@ -120,7 +122,7 @@ class RunProgress(VerdictProgress):
         self._of_tasks: dict[int, Counter[str]] = {}
 
     def tick(self, app: DedupApp) -> None:
-        """Update the line if it is due; cheap enough to call often."""
+        """Update the progress line if an update is due. The method is cheap enough to be called often."""
         for task in app.tasks.running.values():
             self._of_tasks[id(task.numbers)] = task.numbers.verdicts
         now_s = time.monotonic()

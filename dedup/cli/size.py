@@ -1,8 +1,9 @@
 """Implements `dedup size`, which predicts the size of a topology's state from the number and length of its IDs.
 
-The constants are measured on the store itself, with IDs that do not compress because they have nothing in common, such
-as UUIDs and hashes. tests/unit/cli/test_size.py checks that they are within 20 %. Sequential IDs share prefixes and
-take as little as half, so the prediction errs on the safe side.
+The constants in this module are measured on the store itself, with IDs that do not compress because they have nothing
+in common, such as UUIDs and hashes. tests/unit/cli/test_size.py checks that predictions are accurate to within 20 %.
+Sequential IDs share prefixes and may take only half the space, so the prediction for them is too high rather than too
+low.
 """
 
 from __future__ import annotations
@@ -22,32 +23,32 @@ if TYPE_CHECKING:
     from dedup.topology.model import Topology
 
 _PER_KEY_BYTE: Final = 1.05
-"""A key's bytes in a sorted file, which shares few prefixes, plus the key's part of the block index."""
+"""Bytes on disk per byte of a key. Keys share few prefixes, and each key also takes part of the block index."""
 _PER_SIGHTING_BYTES: Final = 16.0
-"""Value after compression, sequence number, lengths, and ten bits of Bloom filter."""
+"""Bytes of the compressed value, the sequence number, the lengths, and ten bits of the Bloom filter."""
 _FINGERPRINT_BYTES: Final = 8
 _FILTER_BYTES: Final = 2.7
-"""Memory per ID in the Bloom filter, which is 16 bits plus the empty part of the newest layer."""
+"""Memory per ID in the Bloom filter: 16 bits, plus a share of the empty part of the newest layer."""
 _TAG_BYTES: Final = 1
 _UUID_KEY_BYTES: Final = 17
 _INTEGER_KEY_BYTES: Final = 6
-"""Bytes of a number up to a trillion."""
+"""Bytes of the state key of an integer up to a trillion."""
 _KINDS: Final = "uuid, integer or text:LENGTH"
 
 
 @dataclass(frozen=True, slots=True)
 class Predicted:
-    """The state at a steady rate, for all partitions together."""
+    """The predicted state of all partitions together at a steady rate."""
 
     ids_least: int
-    """Size right after a segment was dropped, with the IDs of one retention period."""
+    """Number of IDs right after a segment was dropped: those of one retention period."""
     ids_most: int
-    """Size right before a segment is dropped, with the IDs of one and a half retention periods."""
+    """Number of IDs right before a segment is dropped: those of one and a half retention periods."""
     bytes_an_id: float
     disk_least_bytes: int
     disk_most_bytes: int
     filter_most_bytes: int
-    """Size in the workers' memory, in addition to 128 MiB per worker for buffers and cache."""
+    """Bytes of filters in the workers' memory, in addition to 128 MiB per worker for buffers and cache."""
 
 
 def size(
@@ -60,15 +61,17 @@ def size(
         str | None, typer.Option(metavar="DURATION", help="Guard period; the topology's by default.")
     ] = None,
     grace: Annotated[
-        str | None, typer.Option(metavar="DURATION", help="Grace; the topology's by default, or the guard period.")
+        str | None,
+        typer.Option(metavar="DURATION", help="Grace; by default the topology's, or --guard if that is given."),
     ] = None,
     partitions: Annotated[int, typer.Option(min=1, help="Partitions of the feeding topic.")] = 1,
     as_json: JsonOption = False,
 ) -> None:
-    """Predict state on disk and in memory from a record rate, a guard period and the length of an ID.
+    """Predict the size of the state on disk and in memory from a record rate, a guard period, and the kind of ID.
 
-    If TOPOLOGY is given, its guard period and grace are used, and the prediction is compared with its state limit.
-    Accurate to 20 % for IDs that have nothing in common; sequential IDs take as little as half. Makes no connections.
+    If TOPOLOGY is given, its guard period and grace are used, and the prediction is compared with its state limit. The
+    prediction is accurate to within 20 % for IDs that have nothing in common; sequential IDs may take only half the
+    space. The command makes no connections.
 
     Examples: dedup size topologies/orders.yaml --rate 2000
 
@@ -89,10 +92,10 @@ def size(
 
 
 def predict(window: Window, ids_per_s: float, key_length: int, *, fingerprints: bool) -> Predicted:
-    """Return the state that results from ``ids_per_s`` new IDs per second of event time, which a backfill speeds up."""
+    """Return the predicted state for ``ids_per_s`` new IDs per second of event time."""
     each = bytes_an_id(key_length, fingerprints=fingerprints)
     least = ids_per_s * window.retention_ms / 1000
-    # Segments are dropped whole; each is half a retention.
+    # Each segment covers half a retention and is dropped as a whole.
     most = least + ids_per_s * window.segment_ms / 1000
     return Predicted(
         round(least), round(most), each, round(least * each), round(most * each), round(most * _FILTER_BYTES)
@@ -100,12 +103,14 @@ def predict(window: Window, ids_per_s: float, key_length: int, *, fingerprints: 
 
 
 def key_bytes(id_bytes: int) -> int:
-    """Return the length of the state key for a string or bytes of this length; long ones are stored as digests."""
+    """Return the length of the state key for an ID of ``id_bytes`` bytes that is text or bytes. Long IDs are stored as
+    digests.
+    """
     return min(id_bytes + _TAG_BYTES, KEPT_BYTES + 1)
 
 
 def bytes_an_id(key_length: int, *, fingerprints: bool) -> float:
-    """Return the size of one sighting in RocksDB's files."""
+    """Return the number of bytes that one sighting takes in RocksDB's files."""
     return _PER_KEY_BYTE * key_length + _PER_SIGHTING_BYTES + (_FINGERPRINT_BYTES if fingerprints else 0)
 
 

@@ -52,12 +52,13 @@ _VERDICTS: Final = ("unique", "duplicate", "late", "dead_letter", "exempt")
 _PASSWORD: Final = "DEDUP_JDBC_PASSWORD"  # noqa: S105  # the name of a variable
 
 
-_Master = Annotated[str | None, typer.Option(help="Spark master; this machine or spark-submit's by default.")]
+_Master = Annotated[str | None, typer.Option(help="Spark master; by default that of spark-submit, or this machine.")]
 _Conf = Annotated[list[str] | None, typer.Option("--conf", help="Spark setting: key=value. Repeatable.")]
 _RowsAreEvents = Annotated[
-    bool, typer.Option("--rows-are-events", help="Each row of the table, as JSON, is an event (no column `value`).")
+    bool,
+    typer.Option("--rows-are-events", help="Each row of the input, as JSON, is an event; no column `value` is needed."),
 ]
-_Every = Annotated[str, typer.Option(help="Pause when there is nothing new to append to the table.")]
+_Every = Annotated[str, typer.Option(help="How long to wait when there are no new records for the table.")]
 _Quiet = Annotated[bool, typer.Option("--quiet", help="Show no progress bar or line.")]
 
 
@@ -82,9 +83,9 @@ def _say_aside(text: str) -> None:
 
 
 def _packages(conf: list[str] | None, fmt: InputFormat | None, *places: str | None, **wanted: bool) -> list[Package]:
-    """Return the packages that are wanted, and those for the format of the input and for the places."""
+    """Return the Spark packages in ``wanted``, and those that the input format and the paths in ``places`` need."""
     wanted["delta"] = wanted.get("delta", False) or fmt in {"delta", "table"}
-    # Which catalog of the session a table is in, only its settings say.
+    # Only the session's settings show which catalog a table is in.
     wanted["iceberg"] = fmt == "table" and any("=org.apache.iceberg." in each for each in conf or ())
     wanted["s3"] = any(place.startswith("s3a:") for place in places if place)
     return [name for name in ("kafka", "delta", "iceberg", "s3", "jdbc") if wanted.get(name)]
@@ -100,9 +101,9 @@ def _job(
     *,
     quiet: bool,
 ) -> Iterator[SparkSession]:
-    """Yield a session with a progress bar, whose jobs are one group in Spark's UI.
+    """Yield a session with a progress bar. The jobs of the session form one group in Spark's UI.
 
-    dedup's own errors from executors are raised unchanged.
+    Errors that dedup raises on executors are raised unchanged on the driver.
     """
     from dedup.spark.session import JobProgress, described, translated_errors
 
@@ -127,7 +128,7 @@ def _parse_until(text: str) -> Until:
 
 
 def _parse_offsets(text: str, option: str) -> dict[TopicPartition, int]:
-    """Return the offsets of `topic/partition=offset,...`. Raises SettingsError for any other text."""
+    """Return the offsets in a text such as `topic/partition=offset,...`. Raises SettingsError for any other text."""
     from dedup.kafka.wire import TopicPartition
 
     found = {}
@@ -163,7 +164,7 @@ def run(
     every: _Every = "10s",
     quiet: _Quiet = False,
 ) -> None:
-    """Deduplicate a topology's topics on Spark, exactly once, with the same verdicts and state as a fleet.
+    """Deduplicate a topology's topics on Spark, exactly once, with the same verdicts and state as a fleet of workers.
 
     Examples: dedup spark run topologies/orders.yaml --checkpoint /var/lib/dedup/orders
 
@@ -179,10 +180,10 @@ def run(
     parsed = read_topology(topology)
     every_s = _seconds("--every", every)
     set_up_logging(settings)
-    # It logs every call from Spark into Python.
+    # py4j logs every call from Spark to Python.
     logging.getLogger("py4j").setLevel(logging.WARNING)
     options = StreamOptions(checkpoint, exit_when_done, most_offsets, commit_rows, onto_existing_output)
-    # A local Spark retries a failed task only if the master says so; without a retry a failed task ends the stream.
+    # A local Spark retries a failed task only if the master says so. Without a retry, a failed task ends the stream.
     local = master is None and "PYSPARK_GATEWAY_PORT" not in os.environ
     packages = _packages(conf, None, checkpoint, delta, kafka=True, delta=delta is not None)
     spark = open_session(parsed, "local[*,4]" if local else master, conf, packages)
@@ -202,7 +203,7 @@ def run(
 
 @contextmanager
 def _stopped_by_signals(*stops: Callable[[], None]) -> Iterator[None]:
-    """Call each of ``stops`` on SIGTERM and SIGINT inside ``with``."""
+    """Call each of ``stops`` when SIGTERM or SIGINT arrives within the block."""
 
     def stop(*_: object) -> None:
         for each in stops:
@@ -236,21 +237,21 @@ def backfill_command(
     *,
     out: Annotated[str, typer.Option(help="Directory, or path of a Delta table, for the verdicts.")],
     inputs: Annotated[
-        list[str] | None, typer.Option("--input", help="Files, directories or tables; the topics by default.")
+        list[str] | None, typer.Option("--input", help="Files, directories, or tables. Default: the topics.")
     ] = None,
     fmt: Annotated[
         InputFormat,
-        typer.Option("--format", help="Format of --input. json: each line is an event. table: the name of a table."),
+        typer.Option("--format", help="Format of --input. json means one event per line; table, the name of a table."),
     ] = "parquet",
     rows_are_events: _RowsAreEvents = False,
     out_format: Annotated[Literal["parquet", "delta"], typer.Option(help="Format of the verdicts.")] = "parquet",
-    run: Annotated[str, typer.Option(help="Name of this run; a run that exists is not written again.")] = "backfill",
+    run: Annotated[str, typer.Option(help="Name of this run. An existing run is not written again.")] = "backfill",
     start: Annotated[
-        str, typer.Option(help="Where to start in topics: whole (offset 0), earliest (what is left), or a time.")
+        str, typer.Option(help="Where to start in topics: whole (offset 0), earliest (first offset left), or a time.")
     ] = "whole",
     until: Annotated[str, typer.Option(help="Where to stop in topics: now, or a time.")] = "now",
     repartitioned: Annotated[
-        bool, typer.Option("--repartitioned", help="Read the repartition topic, in the order in which a fleet judged.")
+        bool, typer.Option("--repartitioned", help="Read the repartition topic, in the order that a fleet judges in.")
     ] = False,
     now: Annotated[str | None, typer.Option(help="Current time, after which event times are in the future.")] = None,
     config: ConfigOption = None,
@@ -260,7 +261,7 @@ def backfill_command(
     as_json: JsonOption = False,
     quiet: _Quiet = False,
 ) -> None:
-    """Judge a history exactly (files, Delta tables or ranges of Kafka), and publish every record's verdict once.
+    """Judge a history in files, Delta tables, or Kafka topics exactly, and write each record's verdict once.
 
     Examples: dedup spark backfill topologies/orders.yaml --input archive/ --out verdicts/
 
@@ -293,10 +294,12 @@ def backfill_command(
 
 def incremental_command(  # noqa: PLR0917  # one parameter per option
     topology: TopologyArgument,
-    inputs: Annotated[list[str], typer.Option("--input", help="Files or directories that grow, or a Delta table.")],
+    inputs: Annotated[
+        list[str], typer.Option("--input", help="Files or directories that get new data, or a Delta table.")
+    ],
     out: Annotated[str, typer.Option(help="Path of the Delta table of verdicts; the first run creates it.")],
     fmt: Annotated[
-        InputFormat, typer.Option("--format", help="Format of --input. json: each line is an event.")
+        InputFormat, typer.Option("--format", help="Format of --input. With json, each line is an event.")
     ] = "parquet",
     rows_are_events: _RowsAreEvents = False,
     now: Annotated[str | None, typer.Option(help="Current time, after which event times are in the future.")] = None,
@@ -305,10 +308,11 @@ def incremental_command(  # noqa: PLR0917  # one parameter per option
     conf: _Conf = None,
     quiet: _Quiet = False,
 ) -> None:
-    """Judge what is new in an input since the last run, and append the verdicts to a Delta table, exactly once.
+    """Judge the records that are new in an input since the last run, and append the verdicts to a Delta table exactly
+    once.
 
-    Each run reads the new files, or the new versions of a Delta table, and what the run before left in the table's
-    directory. To finish a run that was killed, run it again.
+    Each run reads the new files, or the new versions of a Delta table, and the sightings that the previous run stored
+    in the directory --out. To finish a run that was killed, run the command again.
 
     Examples: dedup spark incremental topologies/orders.yaml --input bronze/orders/ --out silver/orders
 
@@ -376,11 +380,11 @@ def seed_command(  # noqa: PLR0917  # one parameter per option
     until: Annotated[
         str,
         typer.Option(
-            metavar="earliest|latest|TIME|OFFSETS", help="Where the fleet begins; everything before is history."
+            metavar="earliest|latest|TIME|OFFSETS", help="Where the fleet begins; all earlier records are history."
         ),
     ],
     history: Annotated[
-        list[str] | None, typer.Option(help="Files, directories or tables; the source topics by default.")
+        list[str] | None, typer.Option(help="Files, directories, or tables; the source topics by default.")
     ] = None,
     fmt: _HistoryFormat = "parquet",
     rows_are_events: _RowsAreEvents = False,
@@ -392,9 +396,10 @@ def seed_command(  # noqa: PLR0917  # one parameter per option
     as_json: JsonOption = False,
     quiet: _Quiet = False,
 ) -> None:
-    """Write a history's sightings into a fleet's changelog, so that live records continue it without gap or overlap.
+    """Write a history's sightings to a fleet's changelog, so that the fleet continues without a gap or an overlap.
 
-    The fleet must be stopped and new: no offsets, no changelog. To finish a seed that was killed, run it again.
+    The fleet must be stopped, its group must have no offsets, and its changelog must be new. To finish a seed that was
+    killed, run the command again.
 
     Examples: dedup spark seed topologies/orders.yaml --until latest
 
@@ -435,20 +440,23 @@ def audit_command(  # noqa: PLR0917  # one parameter per option
     fmt: _HistoryFormat = "parquet",
     rows_are_events: _RowsAreEvents = False,
     begins: Annotated[
-        str | None, typer.Option("--from", metavar="OFFSETS", help="Where the fleet began, if no topic says so.")
+        str | None,
+        typer.Option("--from", metavar="OFFSETS", help="Where the fleet began, if the topics do not show it."),
     ] = None,
     config: ConfigOption = None,
     overrides: SetOption = None,
     report: Annotated[
         Path | None,
-        typer.Option(help="HTML report, with a JSON report next to it; audit-NAME.html by default."),
+        typer.Option(help="HTML report; a JSON report is written next to it. Default: audit-NAME.html."),
     ] = None,
     as_json: JsonOption = False,
     master: _Master = None,
     conf: _Conf = None,
     quiet: _Quiet = False,
 ) -> None:
-    """Prove from everything in the topics that nothing was lost or duplicated. Exit code 4 on any finding.
+    """Prove from all records in the topics that nothing was lost or duplicated.
+
+    The exit code is 4 if anything violates the guarantee.
 
     Examples: dedup spark audit topologies/orders.yaml --report reports/orders.html
 
@@ -458,7 +466,7 @@ def audit_command(  # noqa: PLR0917  # one parameter per option
     offsets = None if begins is None else _parse_offsets(begins, "--from")
     page = report or Path(f"audit-{parsed.name}.html")
     refuse_no_page(page)
-    # Importing Spark takes seconds: refuse first what can be refused without it.
+    # Importing Spark takes seconds, so errors that can be found without Spark are reported first.
     from dedup.spark.audit import audit
     from dedup.spark.files import read_files
 
@@ -483,15 +491,15 @@ def upsert_command(  # noqa: PLR0917  # one parameter per option
     table: Annotated[str | None, typer.Option(help="Table in the database.")] = None,
     user: Annotated[str | None, typer.Option(help=f"Database user; the password is read from {_PASSWORD}.")] = None,
     inputs: Annotated[
-        list[str] | None, typer.Option("--input", help="Files, directories or tables; the output topic by default.")
+        list[str] | None, typer.Option("--input", help="Files, directories, or tables; the output topic by default.")
     ] = None,
     fmt: Annotated[InputFormat, typer.Option("--format", help="Format of --input.")] = "parquet",
     schema: Annotated[
         str | None,
-        typer.Option(metavar="DDL", help="Members of the JSON value as columns; key and value as bytes by default."),
+        typer.Option(metavar="DDL", help="Columns from members of the JSON value; key and value as bytes by default."),
     ] = None,
     order: Annotated[
-        str, typer.Option(metavar="event_time|offset|COLUMN", help="What decides which record is newest.")
+        str, typer.Option(metavar="event_time|offset|COLUMN", help="The value that decides which record is newest.")
     ] = "event_time",
     rejected: Annotated[
         str | None, typer.Option(metavar="PATH", help="Directory for records that cannot become rows.")
@@ -503,7 +511,7 @@ def upsert_command(  # noqa: PLR0917  # one parameter per option
     as_json: JsonOption = False,
     quiet: _Quiet = False,
 ) -> None:
-    """Write records to a table with one row per tracking ID: the newest record wins, and a run may be repeated.
+    """Write the newest record of each tracking ID to a table, with one row per ID. A run may be repeated.
 
     Examples: dedup spark upsert topologies/orders.yaml --delta /tables/orders --schema 'id STRING, amount DOUBLE'
 
@@ -553,7 +561,7 @@ def sink_command(
 ) -> None:
     """Append a topology's output topic to a Delta table, each committed record exactly once.
 
-    A fleet or `dedup spark run` may be writing the topic meanwhile. The table's own history holds the position.
+    A fleet or `dedup spark run` may write to the topic at the same time. The table's own history holds the position.
 
     Examples: dedup spark sink topologies/orders.yaml --delta tables/orders
 
@@ -597,7 +605,7 @@ def _now_ms() -> int:
 def _target(
     delta: str | None, jdbc: str | None, table: str | None, user: str | None, password: str | None
 ) -> Jdbc | str:
-    """Return the table. Raises SettingsError unless the options name exactly one."""
+    """Return the target table. Raises SettingsError unless the options name exactly one table."""
     from dedup.spark.tables import Jdbc
 
     if delta is not None and jdbc is None and table is None and user is None:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 WATCH_S: Final = 2.0
 PATIENCE_S: Final = 5.0
-"""Time-out of a request to a worker."""
+"""Timeout of a request to a worker."""
 _BAD_REQUEST: Final = 400
 _UNAUTHORIZED: Final = 401
 _FROM_WORKER: Final = (
@@ -47,11 +47,11 @@ _FROM_WORKER: Final = (
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
     def redirect_request(self, *_: object, **__: object) -> None:
-        """Follow no redirect; the answer is then an error."""
+        """Refuse the redirect, so that the response is treated as an error."""
 
 
 _OPENER: Final = urllib.request.build_opener(urllib.request.ProxyHandler({}), _NoRedirect)
-"""Without redirects and proxies, only the named address gets the token."""
+"""Opens URLs without redirects or proxies, so that only the named address gets the token."""
 
 
 class NotReached(DedupError):
@@ -60,7 +60,7 @@ class NotReached(DedupError):
 
 @dataclass(frozen=True, slots=True)
 class SurveyedTask:
-    """One feeding partition."""
+    """The task of one feeding partition, as the brokers see it."""
 
     task: str
     topic: str
@@ -85,7 +85,7 @@ class Survey:
 
 
 async def survey(topology: Topology, wire: KafkaWire, admin: Admin) -> Survey:
-    """Return the state of the group and the topics; no worker is asked."""
+    """Return the state of the group and the topics without asking a worker."""
     have = await admin.topics(topic_names(topology))
     members = await Group(wire, topology.name).members()
     owners = {partition: member.worker_id for member in members for partition in member.partitions}
@@ -128,7 +128,7 @@ async def _task(
 
 
 async def _only_markers(wire: KafkaWire, feeding: TopicPartition, offset: int) -> bool:
-    """Whether only markers and aborted records follow, which no task sees and therefore no task commits."""
+    """Tell whether only markers and aborted records follow an offset; tasks neither see nor commit them."""
     try:
         found = await wire.fetch(feeding, offset, max_bytes=1, wait_ms=0)
     except NoAnswer:
@@ -137,7 +137,7 @@ async def _only_markers(wire: KafkaWire, feeding: TopicPartition, offset: int) -
 
 
 def default_urls(settings: Settings) -> list[str]:
-    """Return the address of a worker's pages with this config; empty if its port is picked at random."""
+    """Return the URL of a worker's pages; empty if the worker serves none or the settings do not fix the port."""
     web = settings.web
     if not web.enabled or web.port == 0:
         return []
@@ -147,7 +147,7 @@ def default_urls(settings: Settings) -> list[str]:
 
 
 def ask(url: str, page: str, settings: Settings) -> dict[str, Any]:
-    """Return the JSON of a page. Raises NotReached, or SettingsError if the request is invalid."""
+    """Return the JSON of a page. Raises NotReached if no worker responds, or SettingsError for an invalid request."""
     if not url.startswith(("http://", "https://")):
         raise SettingsError([Problem("--url", f'"{url}" is not the address of a worker; write http://127.0.0.1:6066')])
     headers = {} if settings.web.token is None else {"Authorization": f"Bearer {settings.web.token.get_secret_value()}"}
@@ -167,7 +167,7 @@ def ask(url: str, page: str, settings: Settings) -> dict[str, Any]:
 
 
 def ask_fleet(topology: str, urls: Sequence[str], settings: Settings) -> list[dict[str, Any]]:
-    """Return the status of each reachable worker of a topology, at ``urls`` and at the addresses that these know."""
+    """Return the status of each worker of a topology that responds at ``urls`` or at a URL that a worker knows."""
     left, asked, found = list(urls), set[str](), dict[str, dict[str, Any]]()
     while left:
         url = left.pop(0).rstrip("/")
@@ -179,7 +179,7 @@ def ask_fleet(topology: str, urls: Sequence[str], settings: Settings) -> list[di
         except NotReached:
             continue
         if seen.get("topology") == topology:
-            # By name: two addresses may belong to the same worker.
+            # The key is the worker's name, because two addresses may belong to the same worker.
             found.setdefault(seen["worker"], seen)
             left += [peer["url"] for peer in seen.get("workers", []) if peer["url"] and not peer["here"]]
     return list(found.values())
@@ -213,7 +213,7 @@ def ask_id(topology: Topology, tracking_id: str, urls: Sequence[str], settings: 
 
 
 def in_words(found: dict[str, Any]) -> Iterator[str]:
-    """Yield the merged answers as sentences."""
+    """Yield the merged answers about an ID as sentences."""
     for seen in found["sightings"]:
         first, until = instant(seen["first_ms"]), instant(seen["guarded_until_ms"])
         extended = "" if seen["last_ms"] == seen["first_ms"] else f", last at {instant(seen['last_ms'])}"
@@ -237,7 +237,7 @@ def in_words(found: dict[str, Any]) -> Iterator[str]:
 
 
 def looked(survey: Survey, pages: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the brokers' and the workers' view of the tasks together, as the JSON of `dedup status`."""
+    """Return the JSON of `dedup status`, which combines what the brokers and the workers say about the tasks."""
     said = {
         (task["task"], task["topic"], task["partition"]): {**task, "owner": page["worker"]}
         for page in pages
@@ -246,7 +246,7 @@ def looked(survey: Survey, pages: Sequence[dict[str, Any]]) -> dict[str, Any]:
     tasks = []
     for task in survey.tasks:
         known = said.get((task.task, task.topic, task.partition), {})
-        # A stream on Spark is no member of the group.
+        # A stream on Spark is not a member of the group.
         owner = task.owner or known.get("owner")
         tasks.append({**asdict(task), "owner": owner, **{key: known.get(key) for key in _FROM_WORKER}})
     return {
@@ -266,7 +266,7 @@ def looked(survey: Survey, pages: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _summed(pages: Sequence[dict[str, Any]], name: str) -> dict[str, int]:
-    """Return the sum of the workers' counters, largest first; workers of older versions may not have them."""
+    """Return the sums of the workers' counters, largest first. Workers of older versions may lack some counters."""
     found: Counter[str] = Counter()
     for page in pages:
         found.update(page.get(name) or {})
@@ -274,7 +274,7 @@ def _summed(pages: Sequence[dict[str, Any]], name: str) -> dict[str, int]:
 
 
 class Shown:
-    """Prints the status, or refreshes it in place with --watch on a terminal. Use it as a context manager."""
+    """A context manager that prints the status, or refreshes the status in place with --watch on a terminal."""
 
     def __init__(self, *, watch: bool, as_json: bool) -> None:
         self._watch: Final = watch
@@ -305,7 +305,7 @@ class Shown:
 
 
 def table(seen: dict[str, Any]) -> RenderableType:
-    """Return the status for a terminal."""
+    """Return the status as a table for a terminal."""
     found = Table(box=None, pad_edge=False, header_style="bold")
     for name in ("task", "partition", "owner"):
         found.add_column(name)
@@ -345,7 +345,7 @@ def _number(value: int | None) -> str:
 
 
 def _restoring(task: dict[str, Any]) -> str:
-    """Return the progress of a restore; a dash if none is running."""
+    """Return the progress of a task's restore; a dash if no restore is running."""
     left, total = task["restore_remaining"], task["restore_total"]
     if task["state"] != "restoring" or left is None:
         return "-"

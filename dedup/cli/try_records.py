@@ -1,4 +1,6 @@
-"""Implements `dedup try`, which judges records with the real core but without a broker and explains each verdict."""
+"""Implements `dedup try`, which judges records with a worker's own code but without a broker, and explains each
+verdict.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,7 @@ class Judgment:
     topic: str | None
     """The topic to which the record is sent; None if it is not sent."""
     time: str | None
-    """Event time as judged; None if the record has none."""
+    """The event time that was used for the verdict; None if the record has none."""
 
     def as_json(self) -> str:
         """Return one line of JSON."""
@@ -54,7 +56,7 @@ class Judgment:
 
 
 class _Envelope(msgspec.Struct):
-    """A whole record as one line of JSON; the value keeps the bytes that were read."""
+    """A whole record as one line of JSON. The value stays as the bytes that were read."""
 
     value: msgspec.Raw = msgspec.Raw(b"null")
     key: str | None = None
@@ -65,8 +67,9 @@ class _Envelope(msgspec.Struct):
 def entries(lines: Iterable[bytes], *, name: str, envelope: bool, start_ms: int) -> Iterator[Entry]:
     """Yield the records of a file, and skip blank lines.
 
-    Line n has the timestamp ``start_ms`` plus n-1 seconds, unless its envelope contains one. Raises AuthorMistake if a
-    line is not an envelope; a value that is not JSON is judged like any other.
+    Line n has the timestamp ``start_ms`` plus n-1 seconds, unless the line is an envelope that contains a timestamp.
+    Raises AuthorMistake if a line should be an envelope but is not. A value that is not JSON is yielded like any other
+    value.
     """
     for number, line in enumerate(lines, 1):
         text = line.rstrip(b"\r\n")
@@ -80,7 +83,7 @@ def entries(lines: Iterable[bytes], *, name: str, envelope: bool, start_ms: int)
 
 
 class RecordJudge:
-    """The state of one partition, which judges records one by one in the given order."""
+    """Judges records one by one in the given order, and keeps the state of their partition."""
 
     def __init__(self, topology: Topology, *, now_ms: int) -> None:
         self._topology: Final = topology
@@ -96,7 +99,7 @@ class RecordJudge:
         self._known: Final[dict[bytes, dict[int, Sightings]]] = {}
 
     def judge(self, entry: Entry) -> Judgment:
-        """Return what happens to a record. Raises RecordFailed if a policy is `fail`."""
+        """Return what happens to a record. Raises RecordFailed if the topology's policy for the record is `fail`."""
         extracted = self._extractor([entry.key], [entry.value], [entry.headers], [entry.timestamp_ms])
         rows = Rows(extracted, [entry.line], [_FEED])
         ceiling_ms = max(self._now_ms, self._stream_time.value_ms) + self._topology.max_clock_skew_ms
@@ -142,7 +145,7 @@ class RecordJudge:
         return Judgment(line, "unique", f"{clamped}first of its ID at {time}; guarded until {guarded}", output, time)
 
     def _since(self, seen: Sighting, time_ms: int) -> str:
-        """Return in words when an ID was seen and until when it is now guarded."""
+        """Say when an ID was seen, and until when it is now guarded."""
         window = self._topology.window
         now = window.extended(seen, time_ms) if window.extend else seen
         return (

@@ -1,4 +1,7 @@
-"""Implements `dedup verify` and `dedup explain`, which check a topology and one tracking ID from Kafka alone."""
+"""Implements `dedup verify`, which checks a topology, and `dedup explain`, which explains one tracking ID.
+
+Both commands read only Kafka and need no worker.
+"""
 
 from __future__ import annotations
 
@@ -37,11 +40,11 @@ def explain(
     overrides: SetOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Explain one tracking ID from Kafka alone: its records, each verdict and why, where each went.
+    """Show the records of one tracking ID, each verdict with its reason, and where each record was sent.
 
-    No worker has to run. All topics of the topology are read from the beginning; memory is bounded by the records with
-    this ID. A composite ID is a JSON array of its parts. Exit code 4 if the topics contradict the rule; otherwise 0,
-    even if no topic holds the ID.
+    The command reads only Kafka, and no worker needs to run. The command reads all topics of the topology from the
+    beginning, but keeps only the records with this ID in memory. A composite ID is a JSON array of its parts. The exit
+    code is 4 if the topics contradict the rule, and 0 otherwise, even if no topic holds the ID.
 
     Examples: dedup explain topologies/orders.yaml 8d5e957f-297893487bd98fa830fa6413
 
@@ -64,7 +67,7 @@ def explain(
 
 
 def in_words(found: Explanation, topology: Topology) -> Iterator[str]:
-    """Yield an explanation as sentences."""
+    """Yield the explanation of an ID as sentences."""
     if not found.records:
         yield f"no record with the ID {found.id!r} is in the source topics now"
     for record in found.records:
@@ -96,7 +99,7 @@ def _record(record: ExplainedRecord, topology: Topology) -> Iterator[str]:
 
 
 def _why(record: ExplainedRecord, topology: Topology) -> str:
-    """Return the reason of a verdict as a sentence."""
+    """Return the reason for a verdict as a sentence."""
     window = topology.window
     match record.verdict:
         case "unique" if record.conflict:
@@ -131,25 +134,25 @@ def verify_topology(
     overrides: SetOption = None,
     as_json: JsonOption = False,
     report: Annotated[
-        Path | None, typer.Option(help="HTML report, with a JSON report next to it; verify-NAME.html by default.")
+        Path | None, typer.Option(help="HTML report; a JSON report is written next to it. Default: verify-NAME.html.")
     ] = None,
     sample: Annotated[
         str,
         typer.Option(
             metavar="1/N",
-            help="Judge only one tracking ID in N, chosen by its hash; the report says what that leaves unproved.",
+            help="Judge only one in N tracking IDs, chosen by hash. The report says what remains unproved.",
         ),
     ] = "1/1",
     scratch: Annotated[
-        Path | None, typer.Option(help="Directory for temporary files; the system's by default.")
+        Path | None, typer.Option(help="Directory for temporary files; by default that of the system.")
     ] = None,
 ) -> None:
-    """Prove from Kafka alone that nothing was lost or duplicated.
+    """Prove from the data in Kafka alone that nothing was lost or duplicated.
 
-    Reads the source topics, the written topics and the group's offsets with a Kafka client other than the worker's,
-    replays the exact model, and compares key, value, headers, timestamps and order. Exit code 4 if anything violates
-    the guarantee. Memory is bounded whatever the size of the topics: files in --scratch take about 200 bytes plus the
-    key per record.
+    The command reads the source topics, the written topics, and the group's offsets with a different Kafka client than
+    the worker's. The command then replays the exact model, and compares keys, values, headers, timestamps, and order.
+    The exit code is 4 if anything violates the guarantee. Memory use does not grow with the topics. Files in --scratch
+    take about 200 bytes per record, in addition to the record's key.
 
     Examples: dedup verify topologies/orders.yaml --report reports/orders.html
 

@@ -1,10 +1,10 @@
-"""The interface of database connections, and the tables and offsets that make each transaction take effect once.
+"""Defines the interface of database connections, and the fenced offsets that make each transaction take effect once.
 
-Rows and the offsets read from Kafka are committed in one transaction. For each partition, a row of `dedup_offsets` is
-the fence. A process that takes over a partition raises the epoch in this row before it reads the position. Every
-transaction first updates the row from (own epoch, expected position) to the next position. If no row matches, another
-process owns the partition, and the transaction is rolled back with TaskMigrated. An open transaction locks the row, so
-nobody can take over the partition in the middle of a transaction.
+Each database transaction commits rows together with the Kafka offsets from which they were read. For each partition, a
+row of `dedup_offsets` is the fence. A process that takes over a partition raises the epoch in this row before it reads
+the position. Every transaction first updates the row from (own epoch, expected position) to the next position. If no
+row matches, another process owns the partition, and the transaction is rolled back with TaskMigrated. An open
+transaction locks the row, so no other process can take over the partition during a transaction.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Row = tuple[Any, ...]
 
 
 class DatabaseAway(Exception):
-    """The database did not respond or is busy; whether a commit happened is known when it responds again."""
+    """The database did not respond or is busy. Until it responds, it is unknown whether a commit happened."""
 
 
 class RowsRefused(Exception):
@@ -41,17 +41,17 @@ class RowsRefused(Exception):
     def __init__(self, code: str, detail: str) -> None:
         self.code: Final = code
         self.detail: Final = detail
-        """A sentence that contains no values."""
+        """A sentence about the reason, which contains no values of the row."""
         super().__init__(detail)
 
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """A target table."""
+    """A table that rows are written to."""
 
     name: str
     columns: tuple[tuple[str, str], ...]
-    """Names and SQL types; in a sink's table, `tracking_id` and `event_time_ms` are first."""
+    """Names and SQL types of the columns. In a sink's table, `tracking_id` and `event_time_ms` are first."""
     key: tuple[str, ...]
     append: bool
 
@@ -69,7 +69,7 @@ class WriteOutcome:
     updated: int = 0
     unchanged: int = 0
     refused: dict[int, RowsRefused] = field(default_factory=dict)
-    """The refused rows, by index."""
+    """Why each refused row was refused, by the row's index."""
 
     def add(self, other: WriteOutcome) -> None:
         """Add the outcome of other rows from the same list."""
@@ -80,7 +80,7 @@ class WriteOutcome:
 
 
 class DatabaseConnection(ABC):
-    """One connection to a database; blocking, used by one thread at a time.
+    """One connection to a database. All methods block, and only one thread may use a connection at a time.
 
     Every method raises DatabaseAway for a temporary failure such as a lost connection, RowsRefused for values that the
     database rejects, and StateIncompatible for errors that a retry cannot fix.
@@ -89,15 +89,15 @@ class DatabaseConnection(ABC):
     types: Mapping[str, str]
     """The SQL type of each column type of a topology."""
     mark: str
-    """The placeholder of a parameter."""
+    """The placeholder of a parameter in SQL."""
     temporary: str
     """The schema of temporary tables."""
     begin_statement: str
-    """Begins a transaction that writes."""
+    """The statement that begins a transaction that writes."""
 
     @abstractmethod
     def _explained(self) -> AbstractContextManager[None]:
-        """Within the block, the driver's errors become ours."""
+        """Turn the driver's errors into DatabaseAway, RowsRefused, or StateIncompatible within the block."""
 
     @abstractmethod
     def _run(self, sql: str, parameters: Sequence[Any]) -> Any:  # noqa: ANN401  # the driver's cursor
@@ -114,7 +114,7 @@ class DatabaseConnection(ABC):
             return list(self._run(sql, parameters).fetchall())
 
     def columns(self, sql: str) -> list[str]:
-        """Return the names of a query's columns without reading rows."""
+        """Return the column names of a query without reading its rows."""
         with self._explained():
             return [column[0] for column in self._run(f"SELECT * FROM ({sql}) t LIMIT 0", ()).description]  # noqa: S608
 
@@ -124,7 +124,7 @@ class DatabaseConnection(ABC):
 
     @abstractmethod
     def stage(self, table: Table, rows: Sequence[Row]) -> None:
-        """Replace the content of the staging table."""
+        """Replace the contents of the staging table with the rows."""
 
     def begin(self) -> None:
         """Begin a transaction that writes."""
@@ -164,7 +164,7 @@ def make_staging(connection: DatabaseConnection, table: Table) -> None:
 
 
 def make(connection: DatabaseConnection, table: str, statement: str) -> None:
-    """Create the table if it is missing; no permission to create tables is needed if it exists."""
+    """Create the table if it is missing. If the table exists, no permission to create tables is needed."""
     if connection.has(table):
         return
     try:
@@ -181,18 +181,18 @@ def make_offsets(connection: DatabaseConnection) -> None:
 
 
 class FencedOffsets:
-    """The rows of `dedup_offsets` that this process owns: those of one reader of a topic."""
+    """The rows of `dedup_offsets` that this process owns, which belong to one reader of a topic."""
 
     def __init__(self, reader: str, topic: str, topic_id: str) -> None:
         self.reader: Final = reader
         self.topic: Final = topic
         self.positions: Final[dict[int, int]] = {}
-        """By partition: everything below this offset is in the database; -1 before the first record."""
+        """For each partition, the offset below which everything is in the database; -1 before the first record."""
         self._topic_id: Final = topic_id
         self._epochs: Final[dict[int, int]] = {}
 
     def take(self, connection: DatabaseConnection, partitions: Collection[int]) -> None:
-        """Fence the partitions' earlier owners, and learn the positions.
+        """Fence the partitions' earlier owners, and read the positions.
 
         Raises StateIncompatible if the topic was deleted and created again since it was read.
         """
@@ -219,7 +219,7 @@ class FencedOffsets:
                 self._epochs[partition], self.positions[partition] = epoch, position
 
     def advance(self, connection: DatabaseConnection, ends: Mapping[int, int]) -> None:
-        """Move the rows within the open transaction. Raises TaskMigrated if another process owns a partition."""
+        """Update the positions in the open transaction. Raises TaskMigrated if another process owns a partition."""
         mark = connection.mark
         for partition, end in sorted(ends.items()):
             moved = connection.execute(
@@ -231,7 +231,7 @@ class FencedOffsets:
                 raise self._overtaken(partition)
 
     def happened(self, connection: DatabaseConnection, ends: Mapping[int, int]) -> bool:
-        """Return whether a transaction without a response was committed.
+        """Tell whether a transaction was committed whose commit got no response.
 
         Raises TaskMigrated if another process has taken over a partition since then.
         """
@@ -256,5 +256,5 @@ class FencedOffsets:
 
 
 def shown(url: str) -> str:
-    """Return a URL without user and password."""
+    """Return a URL without the user and the password."""
     return _CREDENTIALS.sub("", url)

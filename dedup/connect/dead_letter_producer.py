@@ -1,9 +1,10 @@
 """Sends a sink's dead letters exactly once, although the rows around them are written to another system.
 
-They are sent while the database's transaction is open, so nobody else can own the partition. In the same Kafka
-transaction, the sink's consumer group commits the offset after the last dead letter. When a sink starts, the database
-may be behind that offset, because the process died before the database committed or because it is a different database.
-The sink then reads records that may already have dead letters, so it looks them up in the dead-letter topic.
+The dead letters are sent while the database transaction is open, so no other process can own the partition. The same
+Kafka transaction commits the offset after the last dead letter for the sink's consumer group. When a sink starts, the
+database may be behind the committed offset, because the process died before the database committed or because the
+database is a different one. In this case, the sink reads records that may already have dead letters, so it first reads
+the dead-letter topic to find those dead letters.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ log: Final = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class RejectedRecord:
-    """A record of the source topic that cannot become a row, and why."""
+    """A record of the source topic that cannot become a row, and the reason."""
 
     source: TopicPartition
     columns: Columns
@@ -46,7 +47,7 @@ class RejectedRecord:
 
     @property
     def offset(self) -> int:
-        """Its offset in the source topic."""
+        """The record's offset in the source topic."""
         return self.columns.offsets[self.at]
 
 
@@ -56,11 +57,11 @@ class _Partition:
     sent_to: int
     """The group's offset, which is after the last dead letter of any owner."""
     sent: set[int]
-    """Source offsets, from the database's position at startup on, whose dead letters are in the topic."""
+    """Source offsets at or after the database's position at startup whose dead letters are in the topic."""
 
 
 class DeadLetterProducer:
-    """The dead letters of one sink."""
+    """Sends the dead letters of one sink."""
 
     def __init__(self, wire: KafkaWire, name: str, topic: str, partition_count: int, settings: Settings) -> None:
         self._wire: Final = wire
@@ -71,10 +72,10 @@ class DeadLetterProducer:
         self._partitions: Final[dict[TopicPartition, _Partition]] = {}
 
     async def open(self, positions: Mapping[TopicPartition, int]) -> None:
-        """Fence earlier owners, and find the dead letters of records that are not in the database yet.
+        """Fence earlier owners, and find the dead letters of records that the database has not committed yet.
 
-        ``positions`` are the database's positions by source partition. Raises CommitUnknown if no broker responds in
-        time.
+        ``positions`` maps each source partition to its position in the database. Raises CommitUnknown if no broker
+        responds in time.
         """
         for source, position in positions.items():
             session = Session(
@@ -119,7 +120,7 @@ class DeadLetterProducer:
         return sum(map(len, by_source.values()))
 
     def settled(self, positions: Mapping[TopicPartition, int]) -> None:
-        """Forget everything below these offsets, because the database has committed it."""
+        """Forget the dead letters below the given offsets, because the database has committed these offsets."""
         for source, position in positions.items():
             state = self._partitions[source]
             state.sent = {offset for offset in state.sent if offset >= position}
@@ -142,10 +143,11 @@ class DeadLetterProducer:
         state.sent_to = end
 
     async def _sent_of(self, source: TopicPartition, state: _Partition, offsets: set[int]) -> set[int]:
-        """Begin a new epoch, and return those of the offsets whose dead letters are in the topic."""
+        """Begin a new epoch, and return the offsets whose dead letters are in the topic."""
         while True:
             try:
-                # This cannot fence a successor: it would have to fence the database first, whose row we have locked.
+                # This cannot fence a successor, because a successor must first update the row in the database that this
+                # process has locked.
                 await state.session.open()
                 return offsets & await self._in_topic(source, min(offsets), max(offsets) + 1)
             except (BrokerUnavailable, CommitUnknown) as again:

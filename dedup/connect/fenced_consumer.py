@@ -1,4 +1,4 @@
-"""What `dedup sink` and `IdempotentReader` share: a topic is read from offsets that database transactions move.
+"""Reads a topic from offsets that database transactions move, for `dedup sink` and `IdempotentReader`.
 
 `TopicReader` reads partitions from given offsets. `FencedConsumer` reads from the offsets in the database, and runs
 each transaction exactly once.
@@ -28,17 +28,17 @@ log: Final = logging.getLogger(__name__)
 
 
 class TopicReader:
-    """Reads partitions of a topic from given offsets on."""
+    """Reads partitions of a topic, starting at given offsets."""
 
     def __init__(self, wire: KafkaWire, check: TopicCheck, *, wait_ms: int, gather_ms: int = 0) -> None:
         self._wire: Final = wire
         self._fetcher: Final = FeedFetcher(wire, check, wait_ms=wait_ms, gather_ms=gather_ms)
         self._next: Final[dict[TopicPartition, int]] = {}
-        """The offset after what `poll` has returned. The fetcher's own position may be ahead of it."""
+        """The offset after the records that `poll` has returned. The fetcher's own position may be ahead of it."""
         self._ends: Final[dict[TopicPartition, int]] = {}
 
     async def begin(self, source: TopicPartition, position: int) -> None:
-        """Read a partition from an offset on, or if that is negative, from its start."""
+        """Begin to read a partition at an offset, or at the partition's start if the offset is negative."""
         bounds = await bounds_of(self._wire, source)
         self._next[source] = bounds.start if position < 0 else position
         self._ends[source] = bounds.end
@@ -46,13 +46,13 @@ class TopicReader:
 
     @property
     def at_end(self) -> bool:
-        """Whether `poll` has returned everything that was there at `begin`."""
+        """True if `poll` has returned everything that was in the partitions at `begin`."""
         return all(self._next[source] >= end for source, end in self._ends.items())
 
     async def poll(self) -> list[Answer]:
-        """Return the answers with records that come next; empty if none come for a while.
+        """Return the next responses that contain records; empty if none arrive for a while.
 
-        Raises StateIncompatible if the topic was deleted, created again, or no longer holds the next offset.
+        Raises StateIncompatible if the topic was deleted, was created again, or no longer contains the next offset.
         """
         answers = await self._fetcher.poll(self._next)
         self._next.update((answer.source, answer.next_offset) for answer in answers)
@@ -66,8 +66,8 @@ class TopicReader:
 class FencedConsumer:
     """The partitions of a topic that this process owns, and the database that holds their offsets.
 
-    ``prepare`` gets each new connection first, with the table of offsets. Once ``stopped`` says so, nothing waits for a
-    database or a broker that is away.
+    ``prepare`` is called first with each new connection and the offsets. Once ``stopped`` returns True, no method waits
+    for a database or a broker that does not respond.
     """
 
     def __init__(
@@ -95,9 +95,10 @@ class FencedConsumer:
         self._prepare(connection, self.offsets)
 
     async def open(self, partitions: Collection[int]) -> None:
-        """Fence the partitions' earlier owners, and read on from their offsets.
+        """Fence the partitions' earlier owners, and begin to read at their offsets.
 
-        Raises DatabaseUnavailable if there is no answer in time, StateIncompatible if the topic was created again.
+        Raises DatabaseUnavailable if the database does not respond in time, and StateIncompatible if the topic was
+        created again.
         """
         await self.in_thread(lambda: self._database.first(lambda to: self.offsets.take(to, partitions)))
         for partition, position in self.offsets.positions.items():
@@ -105,7 +106,7 @@ class FencedConsumer:
 
     @property
     def at_end(self) -> bool:
-        """Whether `poll` has returned everything that was in the topic at `open`."""
+        """True if `poll` has returned everything that was in the topic at `open`."""
         return self._reader.at_end
 
     async def poll(self) -> list[Answer]:
@@ -115,9 +116,9 @@ class FencedConsumer:
     async def once(self, work: Callable[[DatabaseConnection], T], ends: Mapping[int, int]) -> T | None:
         """Run the work exactly once, in a thread and in a transaction that moves the offsets; return its result.
 
-        ``ends``: by partition, the offset after the records of the transaction. Returns None and writes nothing if it
-        is stopped while no broker answers. Raises TaskMigrated if another process has taken a partition,
-        StateIncompatible if the topic was created again, or has new partitions that nobody reads.
+        ``ends`` maps each partition to the offset after its records in the transaction. Returns None and writes nothing
+        if the consumer is stopped while no broker responds. Raises TaskMigrated if another process has taken over a
+        partition, and StateIncompatible if the topic was created again or has new partitions that no process reads.
         """
         while True:
             try:
@@ -130,11 +131,11 @@ class FencedConsumer:
         return await self.in_thread(lambda: self._database.once(work, self.offsets, ends))
 
     async def in_thread(self, work: Callable[[], T]) -> T:
-        """Return what the work returns; one at a time."""
+        """Run ``work`` in the database thread, and return its result. Only one call runs at a time."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
     async def close(self) -> None:
-        """Stop reading, and roll back what was not committed."""
+        """Stop reading, and roll back everything that was not committed."""
         self._closing = True
         self._reader.close()
         await self.in_thread(self._database.close)

@@ -1,10 +1,10 @@
-"""A source that reads growing files in one directory, as lines or as CSV rows that are converted to JSON objects.
+"""Implements a source that reads growing files in a directory, as lines or as CSV rows converted to JSON objects.
 
-`Files` follows the directory, `_LineReader` reads the complete lines of one file, `_CsvRows` converts them. A file is
-identified by its inode and a digest of its first bytes, not by its name. Reading continues in a renamed file, up to its
-end, even if its new name does not match the pattern or it was deleted while open. A file that became shorter, or begins
-with different bytes, is another file under an old inode. Whether bytes of the old file were lost is unknown, so ingest
-stops unless the author sets `changed: start_over`.
+`Files` watches the directory, `_LineReader` reads the complete lines of one file, and `_CsvRows` converts them. A file
+is identified by its inode and a digest of its first bytes, not by its name. A file that is renamed or deleted while it
+is open is still read to its end, even if its new name does not match the pattern. A file that became shorter, or begins
+with different bytes, is another file with a reused inode. Whether bytes of the old file were lost is unknown, so ingest
+stops unless the ingest file sets `changed: start_over`.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ class _FilePosition(msgspec.Struct, frozen=True):
     generation: int = 0
     """The number of earlier files with this inode."""
     deleted: bool = False
-    """Whether the file was read to its end and deleted, so that the next file with this inode is a different one."""
+    """True if the file was read to its end and deleted, so that the next file with this inode is a different file."""
 
     @property
     def part(self) -> str:
-        """Stable identifier that survives renames."""
+        """An identifier of the file that does not change when the file is renamed."""
         return f"{self.inode}.{self.generation}"
 
 
@@ -63,12 +63,12 @@ class _Open:
     known: _FilePosition
     rows: _CsvRows | None
     gone: bool = False
-    """Whether it was deleted, or has no matching name any more, in which case it is read to its end."""
+    """True if the file was deleted or its name no longer matches. The file is then read to its end and closed."""
     warned: bool = False
 
 
 class Files:
-    """See `RecordSource`."""
+    """A `RecordSource` that reads the files of one directory."""
 
     def __init__(self, name: str, spec: FilesSource, most_bytes: int) -> None:
         self._name: Final = name
@@ -82,7 +82,7 @@ class Files:
         """Inodes of all files in the directory."""
 
     def restore(self, positions: Mapping[str, bytes]) -> None:
-        """See `RecordSource`; files that were deleted while open stay open, because they could not be opened again."""
+        """See `RecordSource`. Files that were deleted while open stay open, because they could not be opened again."""
         without_name = [each for each in self._open.values() if each.gone or not os.fstat(each.descriptor).st_nlink]
         for each in without_name:
             del self._open[each.known.inode]
@@ -110,7 +110,7 @@ class Files:
         self._open[known.inode] = _Open(descriptor, reader, known, rows, gone=gone)
 
     def poll(self) -> SourceRecords | None:
-        """See `RecordSource`; returns a chunk of one file, with the files taking turns."""
+        """See `RecordSource`. Each call returns a chunk of one file, and the files take turns."""
         if not self._turn:
             self._scan()
             self._turn = list(self._open)
@@ -119,7 +119,7 @@ class Files:
             found = self._read(self._open[inode])
             if found is not None:
                 if inode in self._open:
-                    self._turn.append(inode)  # it may have more, but the others come first
+                    self._turn.append(inode)  # the file may have more, but the others come first
                 return found
         return None
 
@@ -172,13 +172,13 @@ class Files:
             except FileNotFoundError:
                 if path.is_symlink() and fnmatch.fnmatchcase(path.name, self._spec.pattern):
                     raise AuthorMistake([Problem(str(path), "is a broken link; remove or fix it")]) from None
-                continue  # renamed since it was listed: the next scan finds it
+                continue  # the file was renamed after it was listed; the next scan finds it
             except OSError as error:
                 raise _unreadable(path, error) from error
         return found
 
     def _has_unread(self, inode: int, status: os.stat_result) -> bool:
-        """Return whether a file that does not match was renamed with unread lines while ingest was not running."""
+        """Tell whether a file whose name does not match was renamed with unread lines while ingest was not running."""
         known = self._known.get(inode)
         return known is not None and not known.deleted and status.st_size > known.position
 
@@ -196,7 +196,7 @@ class Files:
         except OSError as error:
             raise _unreadable(path, error) from error
         if os.fstat(descriptor).st_ino != inode:
-            os.close(descriptor)  # another file has got this name since; the next scan finds both
+            os.close(descriptor)  # another file has this name now; the next scan finds both files
             return
         try:
             known = self._position_of(descriptor, str(path), inode)
@@ -222,7 +222,9 @@ class Files:
         return msgspec.structs.replace(known, path=path)
 
     def _refuse_copy(self, descriptor: int, path: str) -> None:
-        """Raise AuthorMistake if a file replaced one that began with the same bytes; its lines may already be sent."""
+        """Raise AuthorMistake if a file replaced one with the same first bytes, because its lines may have been sent
+        already.
+        """
         if self._spec.start_over:
             return
         for old in self._known.values():
@@ -242,10 +244,12 @@ class Files:
         return os.pread(descriptor, _HEAD_BYTES, 0).find(b"\n") + 1
 
     def _start_over(self, known: _FilePosition, path: str, descriptor: int) -> _FilePosition:
-        """Return a changed file's position at its beginning. Raises AuthorMistake unless this is allowed."""
+        """Return the position at the beginning of a changed file. Raises AuthorMistake unless `changed: start_over` is
+        set.
+        """
         size = os.fstat(descriptor).st_size
         what = f"has {size} bytes now" if size < known.position else "begins with other bytes now"
-        # With another name and other bytes, it is a new file that got the inode of a deleted one.
+        # With another name and other bytes, the file is a new one that got the inode of a deleted file.
         if not self._spec.start_over and known.path == path:
             text = (
                 f"was read up to byte {known.position} and {what}: it was truncated or replaced, and lines written "
@@ -277,7 +281,7 @@ class Files:
         return self._close_file(opened) if opened.gone else None
 
     def _close_file(self, opened: _Open) -> SourceRecords | None:
-        """Close a file that was read to its end; if it was deleted, commit that, because its inode will be reused."""
+        """Close a file that was read to its end. A deletion is committed, because the inode may be reused."""
         if opened.reader.rest_bytes:
             if not opened.warned:
                 text = "%s was deleted; the %d bytes after its last line feed are not sent until a line feed follows"
@@ -295,7 +299,7 @@ class Files:
         return SourceRecords(known.part, "", [], [], positions, lambda _: positions)
 
     def _records(self, opened: _Open, chunk: _Chunk) -> SourceRecords:
-        """Return a chunk as records, and advance the file's position. A record's place is its byte offset."""
+        """Return a chunk as records, and advance the file's position. The place of a record is its byte offset."""
         head_bytes = min(chunk.next_position, _HEAD_BYTES)
         known = opened.known
         if head_bytes != known.head_bytes:
@@ -325,14 +329,14 @@ class Files:
 
 
 def _changed(descriptor: int, known: _FilePosition) -> bool:
-    """Return whether a file no longer contains what was read from it, according to its size and its first bytes."""
+    """Tell from a file's size and first bytes whether it no longer contains the data that was read from it."""
     if os.fstat(descriptor).st_size < known.position:
         return True
     return bool(known.head_bytes) and _head_digest(descriptor, known.head_bytes) != known.head
 
 
 def _without_blank(values: list[bytes], places: list[int]) -> tuple[list[bytes], list[int]]:
-    """Return the lines without blank lines and without the carriage returns of Windows."""
+    """Return the lines and their places without blank lines and trailing carriage returns."""
     if any(value.endswith(b"\r") for value in values):
         values = [value.removesuffix(b"\r") for value in values]
     if all(values) and not any(value.isspace() for value in values):
@@ -347,7 +351,7 @@ def _unreadable(path: Path, error: OSError) -> AuthorMistake:
 
 
 def _head_digest(descriptor: int, length_bytes: int) -> str:
-    """Return the digest of a file's first bytes; an empty string if it is shorter."""
+    """Return the digest of a file's first ``length_bytes`` bytes; an empty string if the file is shorter."""
     head = os.pread(descriptor, length_bytes, 0)
     return blake2b(head, digest_size=16).hexdigest() if len(head) == length_bytes else ""
 
@@ -385,9 +389,9 @@ class _LineReader:
         self._position = position
         """The offset of the first line that was not returned yet."""
         self._rest = b""
-        """The part of this line that was read."""
+        """The part of that line that was read."""
         self._digest: Any = None
-        """Digest of the part read so far of a line that is too long; `_rest` is then empty."""
+        """Digest of the part read so far of a line that is too long to keep; `_rest` is empty while this is set."""
         self._digested_bytes = 0
 
     @property
@@ -396,7 +400,7 @@ class _LineReader:
 
     @property
     def rest_bytes(self) -> int:
-        """The bytes read after the last line feed."""
+        """The number of bytes read after the last line feed."""
         return self._digested_bytes + len(self._rest)
 
     def read(self) -> _Chunk | None:
@@ -471,7 +475,7 @@ class _CsvRows:
         self._first = 0
 
     def ready(self) -> bool:
-        """Return whether the header line is complete. Raises AuthorMistake if it has different columns."""
+        """Tell whether the header line is complete. Raises AuthorMistake if the header has different columns."""
         if self._names is not None:
             return True
         head = os.pread(self._descriptor, self._most_bytes, 0)
@@ -493,7 +497,7 @@ class _CsvRows:
         return True
 
     def read(self, lines: Sequence[bytes], offsets: Sequence[int]) -> tuple[list[bytes], list[int], list[_BadLine]]:
-        """Return rows as JSON, their offsets, and the lines that are no rows."""
+        """Return the rows as JSON, their offsets, and the lines that are not valid rows."""
         names = self._names or []
         converters = [_CONVERTERS[self._columns[name]] for name in names]
         values: list[bytes] = []
@@ -547,7 +551,7 @@ def _integer(cell: str) -> int:
 def _number(cell: str) -> float | int:
     found = float(cell)
     if found - found != 0 or "_" in cell:
-        raise ValueError(cell)  # infinite or not a number: JSON has neither
+        raise ValueError(cell)  # JSON has no infinity and no NaN
     try:
         return _integer(cell)
     except ValueError:

@@ -1,4 +1,4 @@
-"""`IdempotentReader` passes each event of a topic to an application once, within the application's own transaction."""
+"""Defines `IdempotentReader`, which passes each event of a topic to an application once, in a database transaction."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ GATHER_MS: Final = 20
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """A record whose tracking ID this reader has not passed to the application before."""
+    """A record whose tracking ID the reader has not passed to the application before."""
 
     tracking_id: bytes
     event_time_ms: int
@@ -38,7 +38,9 @@ class Event:
 
 
 class Work:
-    """The open database transaction, in which the application's statements are committed together with the events."""
+    """The open database transaction, which commits the application's statements together with the events' IDs and
+    offsets.
+    """
 
     def __init__(self, connection: DatabaseConnection) -> None:
         self._connection: Final = connection
@@ -59,10 +61,10 @@ Handle = Callable[[Work, list[Event]], None]
 
 
 class IdempotentReader:
-    """A consumer that stores its offsets, and the IDs that it has seen, in the application's database.
+    """A consumer that stores its offsets and the IDs that it has seen in the application's database.
 
-    Use it with ``async with``. ``topology`` defines the tracking ID; no worker needs to run. A record that has no ID or
-    cannot be read stops the reader, because no record is skipped silently.
+    Use it with ``async with``. ``topology`` defines the tracking ID; no worker needs to run. The reader stops at a
+    record that has no ID or cannot be read, so that it skips no record silently.
     """
 
     def __init__(self, name: str, *, topic: str, topology: Topology, url: str, settings: Settings) -> None:
@@ -108,15 +110,15 @@ class IdempotentReader:
         await self._wire.stop()
 
     async def run(self, handle: Handle, *, until_end: bool = False) -> int:
-        """Pass every event to ``handle`` once; with ``until_end``, stop at the topic's end as of the start.
+        """Pass every event to ``handle`` once; with ``until_end``, stop at the end that the topic has at the start.
 
         Returns the number of events. ``handle`` runs in a thread, inside the transaction that marks the events as seen.
-        If it raises an exception, the batch is rolled back and the exception is passed on. It is called again for a
-        batch whose transaction did not happen, so it must have no effect outside the database. Raises InvariantBroken
-        after a run that was interrupted by an exception or a cancellation, because the records that it had fetched
-        would be skipped; open a new reader instead. Raises StateIncompatible if the topic was deleted or recreated, or
-        has new partitions that this reader does not read. Raises TaskMigrated if another process with this name has
-        taken over.
+        If ``handle`` raises an exception, the batch is rolled back and `run` raises the exception. ``handle`` is called
+        again for a batch whose transaction was not committed, so it must have no effect outside the database. Raises
+        InvariantBroken if an earlier run was interrupted by an exception or a cancellation, because the records that it
+        had fetched would be skipped; open a new reader instead. Raises StateIncompatible if the topic was deleted or
+        recreated, or has new partitions that this reader does not read. Raises TaskMigrated if another process with
+        this name has taken over.
         """
         consumer = self._consumer
         if consumer is None:
@@ -133,7 +135,7 @@ class IdempotentReader:
                 events = await consumer.in_thread(partial(self._events, answer.source, answer.columns))
                 work = partial(self._handled, events, handle)
                 fresh = await consumer.once(work, {answer.source.partition: answer.next_offset})
-                if fresh is None:  # closed meanwhile
+                if fresh is None:  # the consumer was closed
                     return handled
                 handled += fresh
         self._interrupted = False
@@ -146,7 +148,7 @@ class IdempotentReader:
         return len(fresh)
 
     def _first_seen(self, connection: DatabaseConnection, events: Sequence[Event]) -> list[Event]:
-        """Store the IDs; return the first event of each ID that was not stored before."""
+        """Store the IDs, and return the first event of each ID that was not stored before."""
         first: dict[bytes, Event] = {}
         for event in events:
             first.setdefault(event.tracking_id, event)

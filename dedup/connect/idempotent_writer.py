@@ -1,4 +1,4 @@
-"""`IdempotentWriter` sends an application's records exactly once, across retries and restarts."""
+"""Defines `IdempotentWriter`, which sends an application's records exactly once, across retries and restarts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from dedup.worker.record_collector import ID
 
 
 class Transaction:
-    """Records and positions that become visible together at the end of ``async with writer.transaction()``."""
+    """The records and positions that become visible together at the end of ``async with writer.transaction()``."""
 
     def __init__(self, partition_counts: dict[str, int]) -> None:
         self.lines: Final[defaultdict[TopicPartition, list[Line]]] = defaultdict(list)
@@ -62,7 +62,7 @@ class IdempotentWriter:
     """A transactional producer whose name stays the same across restarts. Use it with ``async with``.
 
     If another process opens a writer with the same name, this writer's next transaction raises TaskMigrated. If a
-    response is lost, the writer finds out whether the transaction happened, and repeats it if it did not.
+    response is lost, the writer finds out whether the transaction was committed, and repeats it if it was not.
     """
 
     def __init__(self, name: str, *, topics: Sequence[str], settings: Settings) -> None:
@@ -109,7 +109,7 @@ class IdempotentWriter:
 
     @asynccontextmanager
     async def transaction(self) -> AsyncIterator[Transaction]:
-        """Commit everything sent in the block at its end, exactly once; after an exception, nothing becomes visible.
+        """Commit everything sent in the block exactly once at its end; after an exception, nothing becomes visible.
 
         Raises TaskMigrated if another process with this name has taken over.
         """
@@ -119,7 +119,7 @@ class IdempotentWriter:
             await self._opened().commit(made.lines, made.positions)
 
     def kept(self, name: str) -> str | None:
-        """Return a position as of the last committed transaction of any process; None if it was never stored."""
+        """Return a position that the last committed transaction of any process left; None if it was never stored."""
         found = self._opened().positions.values.get(name)
         return None if found is None else found.decode()
 

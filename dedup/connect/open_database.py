@@ -1,6 +1,6 @@
-"""Opens the database that a URL names, SQLite or PostgreSQL, and repeats what it was doing when it went away.
+"""Opens the SQLite or PostgreSQL database that a URL names, and repeats the work that a lost connection interrupted.
 
-A transaction whose commit got no answer is repeated only if it did not happen.
+A transaction whose commit got no response is repeated only if it was not committed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ T = TypeVar("T")
 
 
 def connect(url: str, *, read_only: bool = False) -> DatabaseConnection:
-    """Return a new connection. Raises SettingsError for another kind of URL, DatabaseAway if there is no response."""
+    """Return a new connection. Raises SettingsError for an unknown kind of URL, and DatabaseAway if there is no
+    response.
+    """
     if url.startswith(sqlite.PREFIX):
         return sqlite.SqliteConnection(url, read_only=read_only)
     if url.startswith(POSTGRES):
@@ -40,9 +42,9 @@ def connect(url: str, *, read_only: bool = False) -> DatabaseConnection:
 
 
 class RetryingDatabase:
-    """At most one connection to a database, replaced when it is lost. Blocking.
+    """Keeps at most one connection to a database, and replaces it when it is lost.
 
-    ``prepare`` gets each new connection first.
+    The methods block. ``prepare`` is called first with each new connection.
     """
 
     def __init__(
@@ -60,16 +62,17 @@ class RetryingDatabase:
         self._connection: DatabaseConnection | None = None
 
     def first(self, work: Callable[[DatabaseConnection], T]) -> T:
-        """Return the result of the work, which may run several times.
+        """Return the result of ``work``, which may run several times.
 
         Raises DatabaseUnavailable after 30 s of retries.
         """
         return self.insist(work, within_s=START_WITHIN_S)
 
     def insist(self, work: Callable[[DatabaseConnection], T], *, within_s: float = math.inf) -> T:
-        """Return what the work returns, however often it has to run because the database goes away.
+        """Return the result of ``work``, which is repeated until the database responds.
 
-        Raises DatabaseUnavailable once `stopped` says so while the database is away.
+        Raises DatabaseUnavailable if the database does not respond within ``within_s``, or if ``stopped`` returns True
+        first.
         """
         deadline_s = time.monotonic() + within_s
         pause_s = FIRST_PAUSE_S
@@ -90,13 +93,13 @@ class RetryingDatabase:
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
     def once(self, work: Callable[[DatabaseConnection], T], offsets: FencedOffsets, ends: Mapping[int, int]) -> T:
-        """Run the work exactly once in a transaction that also moves the offsets; return its result.
+        """Run ``work`` exactly once in a transaction that also moves the offsets, and return its result.
 
-        A transaction that was not committed is repeated. Raises TaskMigrated if another process owns a partition,
-        DatabaseUnavailable as `insist` does.
+        A transaction that was not committed is repeated. Raises TaskMigrated if another process owns a partition, and
+        DatabaseUnavailable like `insist`.
         """
         unanswered: list[T] = []
-        """Results whose commit may have lost its answer."""
+        """Results of attempts whose commit may have got no response."""
 
         def attempt(connection: DatabaseConnection) -> T:
             if unanswered and offsets.happened(connection, ends):

@@ -1,4 +1,4 @@
-"""A connection to PostgreSQL through psycopg 3, which writes rows with COPY into a temporary table."""
+"""Implements a connection to PostgreSQL with psycopg 3, which copies rows into a temporary table with COPY."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ AWAY: Final = (
     pg.OutOfMemory,
     pg.ReadOnlySqlTransaction,
 )
-"""Temporary errors with a cause outside the transaction; the whole transaction is then repeated."""
+"""Temporary errors with a cause outside the transaction. After such an error, the whole transaction is repeated."""
 
 
 class PostgresConnection(DatabaseConnection):
-    """See `DatabaseConnection`."""
+    """A `DatabaseConnection` to PostgreSQL."""
 
     types: Mapping[str, str] = {
         "bytes": "BYTEA",
@@ -83,7 +83,7 @@ class PostgresConnection(DatabaseConnection):
         except AWAY as error:
             raise DatabaseAway(f"{self._shown}: {_message(error)}") from error
         except psycopg.OperationalError as error:
-            # Classes 28 and 3D: the password or database is wrong, and waiting does not help.
+            # With an error of class 28 or 3D, the password or the database is wrong, and waiting does not help.
             if (error.sqlstate or "")[:2] in {"28", "3D"}:
                 raise StateIncompatible(f"{self._shown}: PostgreSQL refuses us: {_message(error)}.") from error
             raise DatabaseAway(f"{self._shown}: {_message(error)}") from error

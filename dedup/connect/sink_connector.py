@@ -1,7 +1,7 @@
 """Implements `dedup sink`, a sink connector that writes a topic into a table with one row per tracking ID.
 
-The topic's offsets are committed in the same database transaction as the rows. `run_sink` continues to fetch while a
-transaction is written. A record that cannot become a row becomes a dead letter; see `dead_letter_producer`.
+The same database transaction commits the rows and the topic's offsets. `run_sink` fetches the next records while it
+writes a transaction. A record that cannot become a row becomes a dead letter; see `dead_letter_producer`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ log: Final = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class Sunk:
-    """The result of one run, in rows."""
+    """The result of one run of a sink."""
 
     inserted: int = 0
     updated: int = 0
@@ -59,7 +59,7 @@ class _Transaction:
 
 
 def spec_of(topology: Topology, name: str) -> SinkSpec:
-    """Return the sink of a topology. Raises TopologyError if it has none, or no topic to read."""
+    """Return the sink of a topology. Raises TopologyError if the topology has no sink, or no topic for it to read."""
     spec = topology.sink
     if spec is None or not spec.topic:
         what = "no `sink`" if spec is None else "a sink, but no output and no `sink.topic` to read"
@@ -75,7 +75,7 @@ async def run_sink(
     partitions: Collection[int] | None = None,
     exit_when_done: bool = False,
 ) -> Sunk:
-    """Run until SIGTERM or SIGINT or, with ``exit_when_done``, until the topic is read to its end at the start.
+    """Run until SIGTERM or SIGINT, or with ``exit_when_done``, until the records present at the start are read.
 
     References in ``spec.url`` are already resolved. Raises TaskMigrated if another process takes over a partition,
     StateIncompatible for an unsuitable table or topic, and DatabaseUnavailable or BrokerUnavailable if there is no
@@ -159,7 +159,7 @@ class _Run:
         await self._consumer.close()
 
     async def _start(self, partitions: list[int]) -> None:
-        """Fence earlier owners, of the partitions and of the dead letters."""
+        """Fence earlier owners of the partitions and of the dead letters."""
         await self._consumer.open(partitions)
         positions = self._consumer.offsets.positions.items()
         try:
@@ -187,7 +187,7 @@ class _Run:
         return gathered
 
     async def _write(self, current: _Transaction) -> _Transaction:
-        """Write a transaction into the table; return the next one, read in the meantime."""
+        """Write a transaction to the table, and return the next one, which is read in the meantime."""
         writing = asyncio.create_task(self._written(current))
         try:
             return await self._gather()
@@ -204,7 +204,7 @@ class _Run:
             rejected = made.bad + refused
             if not rejected:
                 return written, 0
-            # Before the commit: after it, a crash between the two would lose them.
+            # Dead letters are sent before the commit. If they were sent after it, a crash in between would lose them.
             return written, asyncio.run_coroutine_threadsafe(self._dead_letters.send(rejected), loop).result()
 
         outcome = await self._consumer.once(work, current.ends)

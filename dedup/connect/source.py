@@ -1,4 +1,4 @@
-"""The interface between a source and the source connector, with records, dead records, and positions to commit."""
+"""Defines the interface between a source and the source connector: records, dead records, and positions to commit."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Protocol
 
 @dataclass(frozen=True, slots=True)
 class DeadRecord:
-    """A part of the source that cannot become a record; it becomes a dead letter."""
+    """A part of the source that cannot become a record and becomes a dead letter instead."""
 
     place: str
     """The place in the source, with the prefix."""
@@ -18,23 +18,25 @@ class DeadRecord:
     value: bytes | None
     """None if the value is too large; ``detail`` then contains its length and digest."""
     row: int = 0
-    """The number of records of the same poll that precede it."""
+    """The number of records of the same poll that precede the dead record."""
 
 
 @dataclass(frozen=True, slots=True)
 class SourceRecords:
-    """The result of one poll, with records of one part of the source in their order."""
+    """The result of one poll: records of one part of the source, in their order."""
 
     part: str
-    """A file or a table. Records without a tracking ID keep their order, because each part is sent to one partition."""
+    """Identifies a file or a table. Records without a tracking ID keep their order, because each part is sent to one
+    partition.
+    """
     prefix: str
     values: list[bytes]
     places: Sequence[int | str]
-    """The place of each record, after the prefix, which is unique in the source and the same in every read."""
+    """The place of each record without the prefix, which is unique in the source and the same in every read."""
     positions: Mapping[str, bytes | None]
-    """The positions for `restore` when all of this is committed; None for a position to delete."""
+    """The positions for `restore` once all these records are committed; None for a position to delete."""
     after: Callable[[int], Mapping[str, bytes | None]]
-    """Returns the positions for the case that only the records up to a row, and the dead records before it, are
+    """Returns the positions for `restore` if only the records up to a row, and the dead records before it, are
     committed.
     """
     dead: list[DeadRecord] = field(default_factory=list)
@@ -45,7 +47,7 @@ class SourceRecords:
 
 
 class RecordSource(Protocol):
-    """Files or a table. It blocks, and is used from one thread at a time."""
+    """Reads files or a table. All methods block, and only one thread may use a source at a time."""
 
     def restore(self, positions: Mapping[str, bytes]) -> None:
         """Continue from committed positions, so that uncommitted records are polled again."""
@@ -57,7 +59,7 @@ class RecordSource(Protocol):
         """
 
     def waiting(self) -> list[str]:
-        """Return one sentence for each thing that cannot be read yet."""
+        """Return one sentence for each part of the source that cannot be read yet."""
 
     def close(self) -> None:
         """Close files and connections."""

@@ -1,8 +1,8 @@
-"""Implements `dedup ingest`, a source connector that sends a source's records and its position in Kafka transactions.
+"""Implements `dedup ingest`, a source connector whose Kafka transactions contain records and the source's position.
 
-`run_ingest` runs one source, and continues to read while a transaction is committed. `TransactionBoundary` lets markers
-in the source decide where a transaction ends. `_RecordMaker` turns the data that was read into records and dead
-letters. If two processes run the same source, the later one fences the other, which stops with TaskMigrated.
+`run_ingest` runs one source, and reads the next records while a transaction is committed. With `TransactionBoundary`,
+markers in the source decide where a transaction ends. `_RecordMaker` turns the data that was read into records and dead
+letters. If two processes run the same source, the later one fences the earlier one, which stops with TaskMigrated.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 Lines = dict[TopicPartition, list[Line]]
 HEADERS_BYTES: Final = 512
-"""Space for the key, the headers, and the record's own fields, in addition to its value."""
+"""Space in a record for its key, headers, and other fields, in addition to its value."""
 RECORDS_AT_ONCE: Final = 40_000
 """Maximum number of records in one transaction."""
 MOST_RECORDS: Final = 500_000
@@ -56,13 +56,13 @@ log: Final = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class Ingested:
-    """The result of one run."""
+    """The result of one run of a source."""
 
     records: int = 0
     dead_letters: int = 0
     transactions: int = 0
     waiting: list[str] = field(default_factory=list)
-    """One sentence for each thing in the source that could not be read by the end."""
+    """One sentence for each part of the source that could not be read before the run ended."""
 
 
 @dataclass(slots=True)
@@ -72,7 +72,7 @@ class _Transaction:
     lines: Lines = field(default_factory=dict)
     positions: dict[str, bytes | None] = field(default_factory=dict)
     last: SourceRecords | None = None
-    """The last poll; after a refusal, everything in the transaction."""
+    """The last poll. After a refused record, the transaction contains only this poll."""
     records: int = 0
     dead_letters: int = 0
 
@@ -82,7 +82,7 @@ OpenSource = Callable[[Ingest, int, Callable[[], bool]], RecordSource]
 
 
 def open_source(ingest: Ingest, most_bytes: int, stopped: Callable[[], bool], *, url: str = "") -> RecordSource:
-    """Return the source of an ingest file; ``url`` is the resolved URL of a table. Blocks for a table."""
+    """Return the source of an ingest file; ``url`` is the resolved URL of a table's database. Blocks for a table."""
     source: RecordSource
     match ingest.source:
         case FilesSource() as files:
@@ -97,7 +97,7 @@ def open_source(ingest: Ingest, most_bytes: int, stopped: Callable[[], bool], *,
 async def run_ingest(
     ingest: Ingest, settings: Settings, make_source: OpenSource, *, exit_when_done: bool = False
 ) -> Ingested:
-    """Run until SIGTERM or SIGINT or, with ``exit_when_done``, until the whole source is sent; return the result.
+    """Run until SIGTERM or SIGINT, or with ``exit_when_done``, until the whole source is sent, and return the result.
 
     Raises TaskMigrated if another process takes over the source, AuthorMistake or StateIncompatible if the source
     cannot be read without loss, and BrokerUnavailable if no broker responds at startup.
@@ -145,7 +145,7 @@ def _topics(ingest: Ingest, settings: Settings) -> list[WantedTopic]:
     retention = settings.topics.retention_ms
     configs = {} if retention is None else {"retention.ms": str(retention)}
     if retention is None and isinstance(ingest.event_time, FieldTime):
-        # Records may be old: with the default of 7 days, Kafka would delete them as soon as they are written.
+        # Records may be old. With the default retention of 7 days, Kafka would soon delete them.
         configs = {"retention.ms": NO_RETENTION_LIMIT}
     return [
         wanted(ingest.topic, ingest.partitions, settings, configs),
@@ -163,7 +163,7 @@ class _Run:
         interval_ms: int | None,
         stop: asyncio.Event,
     ) -> None:
-        """``interval_ms`` is how long a transaction's records are collected; None makes each poll a transaction."""
+        """Collect the records of a transaction for ``interval_ms``; with None, each poll is one transaction."""
         self._outbox: Final = outbox
         self._source: Final = source
         self._maker: Final = maker
@@ -171,8 +171,8 @@ class _Run:
         self._done: Final = Ingested()
         self._stop: Final = stop
         self._single = False
-        """After a refusal, one poll per transaction and one record per batch, so that the broker's response identifies
-        it.
+        """True after the broker refused a record. Each transaction is then one poll and each record batch one record,
+        so that the broker's response identifies the refused record.
         """
 
     async def until_over(self, *, exit_when_done: bool) -> Ingested:
@@ -195,7 +195,7 @@ class _Run:
         return await asyncio.to_thread(self._collect)
 
     def _collect(self) -> _Transaction | None:
-        """Return the next transaction: the records of one poll, or of all polls within the interval."""
+        """Return the next transaction, with the records of one poll or of all polls within the interval."""
         made = _Transaction()
         until_s = time.monotonic() + (self._interval_ms or 0) / 1000
         while not made.positions or (made.records < RECORDS_AT_ONCE and time.monotonic() < until_s):
@@ -216,13 +216,13 @@ class _Run:
         return made if made.positions else None
 
     async def _commit(self, current: _Transaction) -> _Transaction | None:
-        """Commit a transaction; return the next one, which is read in the meantime."""
+        """Commit a transaction, and return the next one, which is read in the meantime."""
         most_rows = 1 if self._single else None
         sending = asyncio.create_task(self._outbox.commit(current.lines, current.positions, most_rows=most_rows))
         try:
             following = await self._next()
         except BaseException:
-            # What was read before the source failed is committed before the error is reported.
+            # Commit the records that were read before the source failed, and only then report the error.
             await sending
             raise
         try:
@@ -262,7 +262,7 @@ class _Pending:
 
     def add(self, found: SourceRecords, first: int, end: int | None = None) -> None:
         """Add the records from row ``first`` up to ``end``, and the dead records between them."""
-        # A dead record before the row after a marker comes after that marker.
+        # A dead record between a marker and the next row belongs after the marker.
         last = len(found.values) if end is None else end - 1
         self.dead += [each for each in found.dead if first <= each.row <= last]
         values = found.values[first:end]
@@ -274,8 +274,8 @@ class _Pending:
 class TransactionBoundary:
     """A source whose own records mark where a transaction ends, so that each poll returns one transaction.
 
-    This is like `transaction.boundary=connector` of KIP-618, but the marker is a field of a record that is sent like
-    any other.
+    This class works like `transaction.boundary=connector` of KIP-618, but the marker is a field of a normal record,
+    which is also sent.
     """
 
     def __init__(self, source: RecordSource, marker: Marker) -> None:
@@ -380,7 +380,7 @@ class _RecordMaker:
             for partition, line in zip(partitions([key or b"" for key in keys], self._count), rows, strict=True):
                 parts[partition].append(line)
         else:
-            # Each part of the source goes to one partition, which keeps the order of a file or table.
+            # Each part of the source is sent to one partition, which keeps the order of a file or table.
             parts = [[] for _ in range(self._count)]
             parts[partitions([found.part.encode()], self._count)[0]] = list(rows)
         for partition, part in enumerate(parts):

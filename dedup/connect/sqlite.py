@@ -1,4 +1,4 @@
-"""A connection to SQLite, the embedded default. SQLite allows one writer at a time; others wait for the lock."""
+"""Implements a connection to SQLite. SQLite allows one writer at a time; other writers wait for the lock."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from dedup.errors import StateIncompatible
 PREFIX: Final = "sqlite:///"
 BUSY_S: Final = 5.0
 AWAY: Final = ("SQLITE_BUSY", "SQLITE_LOCKED", "SQLITE_FULL", "SQLITE_IOERR", "SQLITE_CANTOPEN")
-"""Prefixes of the names of temporary errors."""
+"""Prefixes of the names of SQLite's temporary errors."""
 _NUMBERED: Final = re.compile(r":\d+\Z")
 
 
 class SqliteConnection(DatabaseConnection):
-    """See `DatabaseConnection`."""
+    """A `DatabaseConnection` to SQLite."""
 
     types: Mapping[str, str] = {
         "bytes": "BLOB",
@@ -51,7 +51,7 @@ class SqliteConnection(DatabaseConnection):
 
     def columns(self, sql: str) -> list[str]:
         """See `DatabaseConnection`."""
-        # SQLite calls the second of two columns with one name "name:1".
+        # SQLite renames the second of two columns with the same name to "name:1".
         return [_NUMBERED.sub("", name) for name in super().columns(sql)]
 
     def stage(self, table: Table, rows: Sequence[Row]) -> None:

@@ -1,15 +1,15 @@
-"""A source that reads the rows of a growing table or of a query in the order of their numbers, without a gap.
+"""Implements a source that reads the rows of a growing table or of a query in the order of their numbers, without gaps.
 
-A row may be committed after a row with a higher number was read, because its transaction took the lower number earlier.
-Therefore, a bound is set before rows are read. In PostgreSQL, the bound is the greatest number. The source then waits
-for every transaction that holds a lock for writing rows of the table, as CREATE INDEX CONCURRENTLY does. A transaction
-takes that lock before it takes a number, so later transactions get greater numbers, and all rows below the bound are
-final. (The snapshot's xmin would not work, because a transaction that has its number may not have its transaction id
-yet, and then no snapshot contains it; see docs/decisions/0012-edges.md.) SQLite has one writer at a time, so rows are
-final at once. If the INSERT itself does not take the number, `settle` waits for as long as the author says, which is
-not exact.
+A row with a lower number may be committed after a row with a higher number, because its transaction takes the number
+earlier than it commits. Therefore, the source sets a bound before it reads rows. In PostgreSQL, the bound is the
+greatest number. The source then waits for every transaction that holds a lock for writing rows of the table, as CREATE
+INDEX CONCURRENTLY does. A transaction takes that lock before it takes a number, so later transactions get greater
+numbers, and all rows below the bound are final. (The snapshot's xmin would not work, because a transaction that has its
+number may have no transaction ID yet, and no snapshot contains a transaction without an ID; see
+docs/decisions/0012-edges.md.) SQLite has one writer at a time, so rows are final immediately. If the number is not
+assigned by the INSERT itself, the source waits for the time that `settle` sets, which is not exact.
 
-Before the first row is sent, `_readable_columns` refuses tables and queries that cannot be read this way.
+Before the first row is sent, `_readable_columns` rejects tables and queries that cannot be read by number.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ MOST_ROWS: Final = 5_000
 LOOK_AGAIN_S: Final = 0.02
 PART: Final = "table"
 FIRST_USER_OID: Final = 16_384
-"""Relations with lower oids are PostgreSQL's own."""
+"""Relations with lower OIDs belong to PostgreSQL itself."""
 WRITE_LOCKS: Final = "'RowExclusiveLock', 'ShareRowExclusiveLock', 'ExclusiveLock', 'AccessExclusiveLock'"
 log: Final = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ class NumberedRows:
         query = spec.query or ""
         self._from: Final = spec.table or f"({query.replace('%', '%%') if self._postgres else query})"
         self._knows_writers = False
-        """Whether the server is PostgreSQL's primary."""
+        """True if the server is a PostgreSQL primary, which knows all transactions that write."""
         if spec.settle_ms:
             log.warning("%s: %s", name, settle_sentence(spec))
         try:
@@ -113,7 +113,7 @@ class NumberedRows:
 
     def _after(self, connection: DatabaseConnection) -> tuple[str, tuple[int, ...]]:
         if self._at is None:
-            # psycopg needs a "%" in a query doubled if there are parameters, so there is always one.
+            # psycopg needs every "%" in a query doubled if there are parameters, so there is always a parameter.
             return f"{connection.mark} = 1", (1,)
         marks = ", ".join(connection.mark for _ in self._order)
         return f"({self._listed}) > ({marks})", self._at
@@ -140,7 +140,7 @@ class NumberedRows:
         return True
 
     def _decided(self, connection: DatabaseConnection) -> bool:
-        """Wait until no transaction can still commit a lower number; return False if stopped."""
+        """Wait until no transaction can still commit a lower number. Return False if the source is stopped."""
         until_s = time.monotonic() + self._spec.settle_ms / 1000
         while time.monotonic() < until_s and not self._stopped():
             time.sleep(LOOK_AGAIN_S)
@@ -195,7 +195,7 @@ class NumberedRows:
 
 
 def _order_of(spec: TableSource) -> list[str]:
-    """Return the columns whose values are a row's numbers."""
+    """Return the columns whose values are the numbers of a row."""
     return [spec.column] if spec.unique is None else [spec.column, spec.unique]
 
 
@@ -223,11 +223,11 @@ def _as_json(names: Sequence[str], row: Sequence[Any]) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class _Shape:
-    """The columns and keys in a table's definition."""
+    """The columns and unique keys of a table."""
 
     columns: list[str]
     whole: set[str]
-    """Columns of integer types."""
+    """The columns that have an integer type."""
     never_null: set[str]
     keys: list[list[str]]
     """The columns of each unique index."""
@@ -240,7 +240,7 @@ def _refusal(name: str, spec: TableSource, why: str) -> StateIncompatible:
 
 
 def _readable_columns(connection: DatabaseConnection, name: str, spec: TableSource, *, postgres: bool) -> list[str]:
-    """Return the columns of a table or query. Raises StateIncompatible if it cannot be read by its numbers."""
+    """Return the columns of a table or query. Raises StateIncompatible if the rows cannot be read by number."""
     if spec.query:
         return _columns_of_query(connection, name, spec)
     shape = _postgres_shape(connection, spec) if postgres else _sqlite_shape(connection, name, spec)
@@ -262,10 +262,10 @@ def _readable_columns(connection: DatabaseConnection, name: str, spec: TableSour
 
 
 def _relations_of(connection: DatabaseConnection, spec: TableSource) -> list[int]:
-    """Return the oids of the relations in PostgreSQL whose writers may still add rows with lower numbers.
+    """Return the OIDs of the PostgreSQL relations whose writers may still add rows with lower numbers.
 
-    For a query, these are the relations that its planning locks. They include relations used by views and partitions,
-    but not those that a function reads.
+    For a query, the result is the relations that PostgreSQL locks to plan the query. These relations include the tables
+    behind views and the partitions, but not the tables that a function reads.
     """
     if spec.table:
         rows = connection.query(
@@ -287,7 +287,7 @@ def _relations_of(connection: DatabaseConnection, spec: TableSource) -> list[int
 
 
 def _refuse_unknown_writers(connection: DatabaseConnection, name: str, spec: TableSource, *, standby: bool) -> None:
-    """Raise StateIncompatible if PostgreSQL does not know which transactions may still add a lower number."""
+    """Raise StateIncompatible if PostgreSQL does not know which transactions may still add lower numbers."""
     if standby:
         text = "this server is a standby, which does not know who writes; use the primary, or set `settle`"
         raise _refusal(name, spec, text)
@@ -355,7 +355,7 @@ def _sqlite_shape(connection: DatabaseConnection, name: str, spec: TableSource) 
     keys = [primary] if primary else []
     for (index,) in connection.query('SELECT name FROM pragma_index_list(?) WHERE "unique" AND NOT partial', (table,)):
         keys.append([name for (name,) in connection.query("SELECT name FROM pragma_index_info(?)", (index,))])
-    # An INTEGER PRIMARY KEY is the row's own number: it is never null.
+    # An INTEGER PRIMARY KEY is SQLite's row number, so it is never null.
     row_number = [name for name, kind, _, position in columns if position and kind == "INTEGER" and len(primary) == 1]
     if spec.column in row_number:
         _warn_of_reused_numbers(connection, name, table, spec.column)

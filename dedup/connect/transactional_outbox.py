@@ -1,13 +1,14 @@
-"""The transactional outbox, which commits records and source positions together exactly once, even without a response.
+"""Implements the transactional outbox, which commits records and source positions together exactly once.
 
 The position in a source is stored in a compacted topic and written in the same transaction as the records, as in Kafka
-Connect's exactly-once sources (KIP-618). Unlike there, each source has its own topic, and each transaction also writes
-its owner and its number. `Session` sends nothing twice. If a response is missing, it raises CommitUnknown and the epoch
-ends. The outbox then begins a new epoch and reads the last transaction's number from the positions topic, which shows
-whether the commit happened. If it did not, the outbox sends the same records again. The caller therefore sees one of
-two results: the transaction is committed, or TaskMigrated is raised because another process has taken over the source.
+Connect's exactly-once sources (KIP-618). Unlike in Kafka Connect, each source has its own positions topic, and each
+transaction also writes its owner and its number. `Session` sends nothing twice. If a response is missing, `Session`
+raises CommitUnknown and the epoch ends. The outbox then begins a new epoch and reads the last transaction's number from
+the positions topic, which shows whether the transaction was committed. If the transaction was not committed, the outbox
+sends the same records again. The caller therefore sees one of two results: the transaction is committed, or
+TaskMigrated is raised because another process has taken over the source.
 
-`wanted` and `provide` create the connectors' topics.
+`wanted` describes the connectors' topics, and `provide` creates them.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ log: Final = logging.getLogger(__name__)
 
 
 def wanted(name: str, partitions: int | None, settings: Settings, configs: Mapping[str, str]) -> WantedTopic:
-    """Return a topic with the configured replication; ``partitions`` None means the brokers' default."""
+    """Return a topic with the configured replication. If ``partitions`` is None, the brokers' default applies."""
     least = settings.topics.min_insync_replicas
     base = {} if least is None else {"min.insync.replicas": str(least)}
     return WantedTopic(
@@ -57,7 +58,7 @@ def wanted(name: str, partitions: int | None, settings: Settings, configs: Mappi
 
 
 async def provide(admin: Admin, topics: Sequence[WantedTopic], settings: Settings) -> dict[str, Topic]:
-    """Create missing topics and return all. Raises StateIncompatible if one is missing and may not be created."""
+    """Create missing topics, and return all topics. Raises StateIncompatible if a missing topic may not be created."""
     names = [topic.name for topic in topics]
     have = await admin.topics(names)
     missing = [topic for topic in topics if topic.name not in have]
@@ -73,7 +74,7 @@ class _Owner(msgspec.Struct, frozen=True):
     """The process that wrote a transaction, and the transaction's number within that process."""
 
     run: str
-    """An id that is unique to one process."""
+    """An ID that is unique to one process."""
     transaction: int
 
 
@@ -83,17 +84,17 @@ class Positions:
 
     owner: _Owner | None = None
     values: dict[str, bytes] = field(default_factory=dict)
-    """Positions, by the source's names of its parts."""
+    """The position in each part of the source, by the part's name."""
     read_to: int = 0
 
 
 async def _read_positions(wire: Wire, topic: str, known: Positions, *, stable: bool = False) -> Positions:
-    """Return all committed positions; reading continues from those already known.
+    """Return all committed positions. Reading continues after the ``known`` positions.
 
-    Call this after a new epoch has begun, because no older write can then still arrive. It reads up to the high
-    watermark, because another writer's open transaction could hide this source's committed records behind the last
-    stable offset. With ``stable``, it does not wait for records that an open transaction hides, because that
-    transaction may be its own.
+    Call this function after a new epoch has begun, when no older write can arrive any more. The function reads up to
+    the high watermark, because another writer's open transaction could hide this source's committed records behind the
+    last stable offset. With ``stable``, the function does not wait for records that an open transaction hides, because
+    that transaction may be the caller's own.
     """
     place = TopicPartition(topic, 0)
     found = Positions(known.owner, dict(known.values), known.read_to)
@@ -135,7 +136,7 @@ def _take(found: Positions, topic: str, key: bytes, value: bytes | None) -> None
 
 
 class TransactionalOutbox:
-    """The transactions of one source. Call `open` first."""
+    """Commits the transactions of one source. Call `open` first."""
 
     def __init__(
         self,
@@ -146,7 +147,7 @@ class TransactionalOutbox:
         stopped: Callable[[], bool] = lambda: False,
     ) -> None:
         self.positions = Positions()
-        """Positions as of the last commit."""
+        """The positions after the last commit."""
         self._stopped: Final = stopped
         self._wire: Final = wire
         self._topic: Final = offsets_topic
@@ -154,7 +155,7 @@ class TransactionalOutbox:
         self._run: Final = uuid.uuid4().hex
         self._number = 0
         self._unsure = False
-        """Whether a commit failed or was canceled, so that only a new epoch can show whether it happened."""
+        """True if a commit failed or was canceled, so that only a new epoch can show whether it took effect."""
         self._one_at_a_time: Final = asyncio.Lock()
         self._session: Final = Session(
             wire, transactional_id, None, timeout_ms=settings.transaction_timeout_ms, deadline_ms=DEADLINE_MS
@@ -168,7 +169,7 @@ class TransactionalOutbox:
         try:
             await self._session.open()
             self.positions = await _read_positions(self._wire, self._topic, self.positions)
-            # Write our run's name now, so that others see the new owner even if we never send a record.
+            # Write the ID of this run now, so that other processes see the new owner even if it never sends a record.
             await self.commit({}, {})
         except CommitUnknown as error:
             raise BrokerUnavailable(f"the cluster did not begin a transaction in time: {error}") from error
@@ -180,11 +181,12 @@ class TransactionalOutbox:
         *,
         most_rows: int | None = None,
     ) -> None:
-        """Make the records and positions visible, exactly once; a position of None is deleted.
+        """Make the records and positions visible exactly once; a position of None is deleted.
 
-        ``most_rows`` limits the records per batch; with 1, a refusal identifies the record. Raises TaskMigrated if
-        another process has taken over the source, and RecordRefused with nothing committed. A canceled commit happens
-        completely or not at all. Concurrent callers wait for each other.
+        ``most_rows`` limits the records per record batch; with 1, the broker's response identifies a refused record.
+        Raises TaskMigrated if another process has taken over the source, and RecordRefused if the broker refuses a
+        record, in which case nothing is committed. A canceled commit takes effect completely or not at all. Concurrent
+        callers wait for each other.
         """
         async with self._one_at_a_time:
             if self._unsure:
@@ -200,7 +202,7 @@ class TransactionalOutbox:
                     self.positions.values[name] = value
 
     async def _once(self, send: Callable[[], Awaitable[None]]) -> None:
-        """Repeat the transaction until it has happened."""
+        """Repeat the transaction until it is committed."""
         self._number += 1
         while True:
             try:
@@ -228,9 +230,9 @@ class TransactionalOutbox:
         await self._session.commit({})
 
     async def _happened(self, unknown: CommitUnknown) -> bool:
-        """Return whether a commit without a response happened; retries until a broker responds."""
+        """Tell whether a commit without a response took effect. Retries until a broker responds."""
         log.warning("%s", unknown)
-        # A fenced writer must stop, not fence its successor in turn, so it also checks before the new epoch.
+        # A fenced writer must stop instead of fencing its successor, so it also checks before the new epoch.
         return (await self._begin_epoch(check_before=True)).transaction == self._number
 
     async def _begin_epoch(self, *, check_before: bool = False) -> _Owner:
@@ -258,7 +260,7 @@ class TransactionalOutbox:
         if owner is not None and owner.run == self._run:
             return owner
         if self._number <= 1:
-            return _Owner(self._run, 0)  # our first transaction: our name need not be there yet
+            return _Owner(self._run, 0)  # before the first commit, the topic does not name this run yet
         raise TaskMigrated(
             f"{self._session.transactional_id}: another process has taken over this source; this one stops. "
             f"Nothing was sent twice. Run one process per source."

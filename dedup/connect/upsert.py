@@ -1,7 +1,7 @@
 """Creates a sink's table, turns records into rows, and upserts the rows by tracking ID.
 
-`RowMaker` turns records into rows. `plan_tables` and `make_tables` create the tables. `write_rows` upserts, and finds
-the rows that the database refuses.
+`RowMaker` turns records into rows. `plan_tables` lists the missing tables, and `make_tables` creates them. `write_rows`
+upserts rows, and finds those that the database refuses.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ class SinkRows:
 
     rows: list[Row] = field(default_factory=list)
     records: list[tuple[TopicPartition, Columns, int]] = field(default_factory=list)
-    """For each row, its record: the batch, and the index in it."""
+    """The record of each row, as its source partition, its batch, and its index in the batch."""
     bad: list[RejectedRecord] = field(default_factory=list)
     """Records that cannot become rows."""
 
 
 class RowMaker:
-    """Makes rows from one topology's records, with tracking ID, event time, and the payload's columns."""
+    """Makes rows from a topology's records, with the tracking ID, the event time, and the columns of the payload."""
 
     def __init__(self, topology: Topology, columns: Sequence[SinkColumn]) -> None:
         self._extract: Final = extractor_of(topology)
@@ -63,7 +63,7 @@ class RowMaker:
         self._exact: Final = any(column.type == "json" for column in columns)
 
     def rows(self, batches: Sequence[tuple[TopicPartition, Columns]]) -> SinkRows:
-        """Return the rows of batches, in their order, and the records that cannot become rows."""
+        """Return the rows of the batches in the order of their records, and the records that cannot become rows."""
         made = SinkRows()
         for source, columns in batches:
             found = self._extract(columns.keys, columns.values, columns.headers, columns.timestamps_ms)
@@ -82,7 +82,7 @@ class RowMaker:
         return made
 
     def _payload(self, value: bytes | None) -> Row | str:
-        """Return the columns' values, or a sentence about a value of the wrong type."""
+        """Return the values of the columns, or a sentence about a value that has the wrong type."""
         if value is None:
             return (None,) * len(self._columns)
         try:
@@ -173,7 +173,7 @@ _CONVERTERS: Final[Mapping[str, Callable[[Any], Any]]] = {
 
 
 def table_of(spec: SinkSpec, types: Mapping[str, str]) -> Table:
-    """Return the table of a sink; ``types`` are the database's types, as in `DatabaseConnection.types`."""
+    """Return the table of a sink; ``types`` are the types of the database, as in `DatabaseConnection.types`."""
     columns = [(column.name, types[column.type]) for column in spec.columns]
     payload = columns or [("key", types["bytes"]), ("value", types["bytes"])]
     fixed = ((ID, types["bytes"]), (TIME, types["integer"]))
@@ -187,13 +187,14 @@ def _create_statement(table: Table) -> str:
 
 
 def make_table(connection: DatabaseConnection, table: Table) -> None:
-    """Create the table if it is missing, and the staging table.
+    """Create the staging table, and the table if it is missing.
 
-    Raises StateIncompatible for a table with different columns or a different key.
+    Raises StateIncompatible if the table exists with different columns or a different key.
     """
     make(connection, table.name, _create_statement(table))
     make_staging(connection, table)
-    # Without rows this changes nothing, but a missing column or key fails now, not at the first record.
+    # Without rows, this statement changes nothing, but it fails now if a column or the key is missing, not at the first
+    # record.
     connection.execute(_upsert_statement(table))
 
 
@@ -242,7 +243,7 @@ def _upsert_statement(table: Table) -> str:
 
 
 def write_rows(connection: DatabaseConnection, table: Table, rows: Sequence[Row]) -> WriteOutcome:
-    """Upsert the rows in the open transaction, except those that the database refuses, which the outcome contains."""
+    """Upsert rows in the open transaction. The outcome lists the rows that the database refuses, which are left out."""
     written = WriteOutcome()
     left = list(range(len(rows)))
     while left:
@@ -250,7 +251,7 @@ def write_rows(connection: DatabaseConnection, table: Table, rows: Sequence[Row]
         found = _write(connection, table, rows, chosen)
         written.add(found)
         written.unchanged += len(left) - len(chosen)
-        # If the newest row of a key is refused, the one before it counts.
+        # If the newest row of a key is refused, the row before it is written.
         keys = {rows[number][: len(table.key)] for number in found.refused}
         left = [number for number in left if rows[number][: len(table.key)] in keys and number not in found.refused]
         written.unchanged -= len(left)
@@ -258,7 +259,7 @@ def write_rows(connection: DatabaseConnection, table: Table, rows: Sequence[Row]
 
 
 def _one_a_key(table: Table, rows: Sequence[Row], numbers: Sequence[int]) -> list[int]:
-    """Return the indexes of the rows that count, which are the newest of each key and the first of equally new ones."""
+    """Return the index of the newest row of each key, and of the first one if several are equally new."""
     chosen: dict[Row, int] = {}
     width = len(table.key)
     for number in numbers:
@@ -271,7 +272,7 @@ def _one_a_key(table: Table, rows: Sequence[Row], numbers: Sequence[int]) -> lis
 
 
 def _write(connection: DatabaseConnection, table: Table, rows: Sequence[Row], numbers: list[int]) -> WriteOutcome:
-    """Write these rows, and bisect them to find those that the database refuses."""
+    """Write the rows, and bisect them to find those that the database refuses."""
     connection.execute("SAVEPOINT dedup_rows")
     try:
         written = _write_all(connection, table, [rows[number] for number in numbers])

@@ -1,6 +1,7 @@
 """Finds a record's event time and converts it to milliseconds since 1970 UTC.
 
-Fractions of a millisecond are rounded down. A negative time is returned unchanged; `fold` decides what it means.
+Fractions of a millisecond are rounded down. A negative time is returned unchanged; `fold` decides what happens to the
+record.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ MIN_MS: Final = -(1 << 63)
 MAX_MS: Final = (1 << 63) - 1
 
 _POWER: Final = {"s": 3, "ms": 0, "us": -3}
-"""The power of ten that converts a unit to milliseconds."""
+"""The power of ten by which a number in a unit is multiplied to get milliseconds."""
 
 _MONTH_DAYS: Final = np.array([0, 31, 28, 31, 30, 31, 30, 31, 31, 30, 31, 30, 31])
 _FRACTION_AT: Final = 19
@@ -35,17 +36,17 @@ _RFC3339: Final = re.compile(
 
 
 class BadTime(NotJudged):
-    """The record carries no usable event time."""
+    """The record has no usable event time."""
 
 
 @dataclass(frozen=True, slots=True)
 class RecordTime:
-    """The record's own timestamp."""
+    """The event time is the record's own timestamp."""
 
 
 @dataclass(frozen=True, slots=True)
 class FieldTime:
-    """One member of the JSON value: a number in some unit, or RFC 3339 text."""
+    """The event time is a member of the JSON value: RFC 3339 text, or a number in a unit."""
 
     path: Path
     unit: TimeUnit
@@ -55,7 +56,7 @@ EventTime = RecordTime | FieldTime
 
 
 def time_ms_of(found: JsonValue | Absent, time: FieldTime) -> int:
-    """Return the time in a field. Raises BadTime if it is missing, has the wrong type, or is out of range."""
+    """Return the event time in a field. Raises BadTime for a field that is missing, ill-typed, or out of range."""
     place = format_path(time.path)
     if found is ABSENT:
         raise BadTime("time_missing", f"no event time at {place}")
@@ -107,7 +108,8 @@ def rfc3339_ms(text: str) -> int | None:
 def rfc3339_column_ms(texts: list[str]) -> list[int] | None:
     """Return the times of many strings with the same layout; None if any row needs `rfc3339_ms`.
 
-    The layout is ``YYYY-MM-DDTHH:MM:SS[.f…](Z|±HH:MM)`` in capitals, equally long in every row, without leap seconds.
+    The layout is ``YYYY-MM-DDTHH:MM:SS[.f…](Z|±HH:MM)`` in capitals, with the same length in every row and without leap
+    seconds.
     """
     lines = ("\n".join(texts) + "\n").encode("utf-8", "surrogatepass")
     utc = texts[0].endswith("Z")
@@ -139,9 +141,10 @@ def rfc3339_column_ms(texts: list[str]) -> list[int] | None:
 
 
 def _layout_holds(lines: bytes, count: int, zone: int, *, utc: bool) -> bool:
-    """Whether every line has digits and separators where the layout of this width has them.
+    """Tell whether every line has digits and separators at the positions that the layout requires.
 
-    The separators are checked at their positions, and then all are removed; one anywhere else leaves too few digits.
+    The function checks the separators at their positions and then removes all separators. A separator at any other
+    position leaves too few digits.
     """
     marks = {4: b"-", 7: b"-", 10: b"T", 13: b":", 16: b":"}
     if zone > _FRACTION_AT:
@@ -167,7 +170,9 @@ def _two(digits: npt.NDArray[np.uint8], at: int) -> _Integers:
 
 
 def _days(year: _Count, month: _Count, day: _Count) -> _Count:
-    """Days since 1970-01-01 in the proleptic Gregorian calendar (Hinnant, days_from_civil); also for columns."""
+    """Return the days since 1970-01-01 in the proleptic Gregorian calendar (Hinnant, days_from_civil), also for
+    columns.
+    """
     shifted = year - (month <= 2)  # noqa: PLR2004 - the year begins in March, so that leap days end it
     era = shifted // 400
     of_era = shifted - era * 400
@@ -182,7 +187,7 @@ def _days_in(year: int, month: int) -> int:
 
 
 def _number_ms(number: Number, power: int) -> int | None:
-    """Return floor(number * 10**power); None if it does not fit in 64 bits or its exponent is absurdly long."""
+    """Return floor(number * 10**power); None if the result does not fit in 64 bits or the exponent is too long."""
     if power == 0 and number.is_integer and len(number.text) <= 18:  # noqa: PLR2004 - surely within 64 bits
         return int(number.text)
     try:
@@ -196,7 +201,7 @@ def _number_ms(number: Number, power: int) -> int | None:
     if exponent >= 0:
         size, rest = int(digits) * 10**exponent, False
     else:
-        # No trailing zero in digits: something is cut off.
+        # The digits have no trailing zero, so the rest that is cut off is not zero.
         size, rest = int(digits[: max(0, whole_digits)] or "0"), True
     time_ms = -size - rest if sign else size
     return time_ms if MIN_MS <= time_ms <= MAX_MS else None

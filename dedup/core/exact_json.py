@@ -1,11 +1,11 @@
-"""Exact JSON, one value at a time, with decoding by RFC 8259, lookup by path, and canonical content.
+"""Decodes JSON exactly, one value at a time, according to RFC 8259, with lookup by path and canonical content.
 
-This module is slow and exact, and keeps every number as written. The column extractor (extract.py) is fast because it
-only decides rows for which it is certain to agree with this module, and leaves all other rows to this module.
+This module is slow and exact, and keeps every number as it is written. The column extractor (extract.py) is fast: it
+processes only the rows for which it is certain to agree with this module, and leaves all other rows to this module.
 
-A value that is not JSON is compared with the first bytes of other formats. The result is a guess, which is sometimes
-wrong for random bytes, so it never decides what happens to a record. It only tells the reader of a dead letter where to
-look first.
+A value that is not JSON is compared with the first bytes of other formats. The result is a guess, which may be wrong
+for random bytes, so it never affects what happens to a record. The guess only tells the reader of a dead letter where
+to look first.
 """
 
 from __future__ import annotations
@@ -21,15 +21,17 @@ from typing import Final, NoReturn
 from dedup.core.json_path import Path, format_path
 
 MAX_DEPTH: Final = 512
-"""Maximum nesting depth of containers; deeper values are refused before any recursion."""
+"""Maximum nesting depth of containers. Deeper values are refused before any recursion."""
 
 _EXPONENT_DIGITS: Final = 18
-"""Longer exponents are refused if the number matters (RFC 8259, section 6, leaves the range to implementations)."""
+"""A number with more exponent digits is refused if its value is needed. RFC 8259, section 6, lets implementations set
+such limits.
+"""
 
 _BRACKETS: Final = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"|[\[\]{}]', re.DOTALL)
 _BLANK: Final = " \t\n\r"
 _FRAME_BYTES: Final = 5
-"""Schema Registry framing: byte 0, then the schema id, big-endian."""
+"""Length of the Schema Registry framing, which is byte 0 and then the schema ID, big-endian."""
 _OPENINGS: Final = b'{["'
 """Possible first bytes of JSON texts in records."""
 
@@ -39,13 +41,13 @@ class _Foreign:
     """A format that is not JSON in UTF-8."""
 
     name: str
-    """Stable name in snake_case for use as a metric label, one of few."""
+    """A stable name in snake_case for use as a metric label. There are only a few such names."""
     words: str
-    """The first bytes of the value and their meaning; completes "it begins with"."""
+    """The first bytes of the value and their meaning, as the end of a sentence that starts with "it begins with"."""
 
 
 _MAGIC: Final[tuple[tuple[bytes, _Foreign], ...]] = (
-    # Order matters: UTF-32 begins like UTF-16.
+    # The order matters, because UTF-32 begins like UTF-16.
     (b"\x00\x00\xfe\xff", _Foreign("utf_32", "bytes 0000feff: the byte order mark of UTF-32")),
     (b"\xff\xfe\x00\x00", _Foreign("utf_32", "bytes fffe0000: the byte order mark of UTF-32")),
     (b"\xff\xfe", _Foreign("utf_16", "bytes fffe: the byte order mark of UTF-16")),
@@ -70,7 +72,7 @@ _UTF_16_LE: Final = _Foreign("utf_16", "a character before byte 0: UTF-16 withou
 
 
 def foreign_format(value: bytes) -> _Foreign | None:
-    """Return the format that a value other than JSON seems to have; None if its first bytes match no known format."""
+    """Return the format that a value seems to have instead of JSON; None if its first bytes match no known format."""
     for magic, found in _MAGIC:
         if value.startswith(magic):
             return found
@@ -85,7 +87,7 @@ def foreign_format(value: bytes) -> _Foreign | None:
 
 
 class NotJudged(Exception):
-    """A record cannot be judged; has a stable code, and a sentence without payload."""
+    """A record cannot be judged. The error has a stable code, and a sentence that contains no payload."""
 
     def __init__(self, code: str, detail: str, *, format_name: str = "") -> None:
         self.code: Final = code
@@ -96,18 +98,18 @@ class NotJudged(Exception):
 
 
 class Unreadable(NotJudged):
-    """The value cannot be read."""
+    """The value of a record cannot be read."""
 
 
 @dataclass(frozen=True, slots=True)
 class Number:
-    """A number of any size as written in the document, without rounding."""
+    """A number of any size as it is written in the document, without rounding."""
 
     text: str
 
     @property
     def is_integer(self) -> bool:
-        """Whether it is written without fraction and exponent; ``1`` and ``1.0`` differ."""
+        """True if the number is written without a fraction and an exponent; ``1`` and ``1.0`` differ."""
         text = self.text
         return "." not in text and "e" not in text and "E" not in text
 
@@ -116,9 +118,10 @@ class Number:
         return "0" if self.text == "-0" else self.text
 
     def parts(self) -> tuple[str, str, int]:
-        """Return the sign ("" or "-"), the digits without leading and trailing zeros, and the power of ten as a factor.
+        """Return the sign ("" or "-"), the digits without leading and trailing zeros, and the exponent of the power of
+        ten.
 
-        Zero is ("", "0", 0). Raises Unreadable if the exponent has more than 18 digits.
+        The result for zero is ("", "0", 0). Raises Unreadable if the exponent has more than 18 digits.
         """
         mantissa, _, power = self.text.lower().partition("e")
         negative = mantissa.startswith("-")
@@ -137,7 +140,7 @@ class Number:
 
 
 class Members(dict[str, "JsonValue"]):
-    """A JSON object that remembers which names were repeated; the last value is kept."""
+    """A JSON object that records which member names are repeated, and keeps the last value of a repeated name."""
 
     __slots__ = ("repeated",)
 
@@ -152,7 +155,7 @@ JsonValue = None | bool | str | Number | list["JsonValue"] | Members
 
 
 class Absent:
-    """There is no value at a path."""
+    """The result of a lookup if there is no value at the path."""
 
     __slots__ = ()
 
@@ -161,14 +164,15 @@ ABSENT: Final = Absent()
 
 
 def decode(value: bytes) -> JsonValue:
-    """Return the value exactly as written. Raises Unreadable unless it is valid according to RFC 8259."""
+    """Return the decoded value exactly as it is written. Raises Unreadable unless the value is JSON (RFC 8259)."""
     try:
         text = value.decode()
     except UnicodeDecodeError as error:
         raise _no_json(value, "not_utf8", f"the value is not UTF-8 (byte {error.start})") from None
     if len(text) > MAX_DEPTH and _depth(text) > MAX_DEPTH:
         raise Unreadable("too_deep", f"the value is nested more than {MAX_DEPTH} levels deep")
-    # Not json.loads: it guesses encodings. Not the text of JSONDecodeError: it would reveal the payload's shape.
+    # json.loads is not used, because it guesses encodings. The text of JSONDecodeError is not used, because it reveals
+    # part of the payload.
     stripped = text.strip(_BLANK)
     try:
         decoded, end = _DECODER.raw_decode(stripped)
@@ -182,7 +186,9 @@ def decode(value: bytes) -> JsonValue:
 
 
 def _no_json(value: bytes, code: str, detail: str) -> Unreadable:
-    """Return the error for a value, with the format that it seems to have. `dedup verify` compares the code."""
+    """Return the error for a value that is not JSON, with the format that it seems to have. `dedup verify` compares
+    codes.
+    """
     found = foreign_format(value)
     if found is None:
         return Unreadable(code, detail)
@@ -207,12 +213,12 @@ def look_up(value: JsonValue | Absent, path: Path) -> JsonValue | Absent:
 
 
 Excluded = Mapping[str | int, "Excluded | None"]
-"""Paths to exclude, as a tree; None at the end of a path."""
+"""The paths to exclude, as a tree that has None at the end of each path."""
 
 
 @cache
 def excluded(paths: tuple[Path, ...]) -> Excluded:
-    """Return these paths as a tree; a path below another one adds nothing."""
+    """Return paths as a tree. A path below another path adds nothing to the tree."""
     tree: dict[str | int, Excluded | None] = {}
     heads: dict[str | int, list[Path]] = {}
     for path in paths:
@@ -223,12 +229,12 @@ def excluded(paths: tuple[Path, ...]) -> Excluded:
 
 
 def canonical_json(value: JsonValue, exclude: Excluded) -> bytes:
-    """Return bytes that are equal if and only if the contents are equal.
+    """Return the canonical content, which is equal for two values if and only if their contents are equal.
 
-    Members are sorted by name at every level, there is no white space, strings are escaped only as JSON requires,
-    integers are as written (``-0`` becomes ``0``), and other numbers are written by `Number.decimal_text`. Excluded
-    members and elements are left out. Raises Unreadable for a repeated member anywhere, and for a string that UTF-8
-    cannot encode.
+    Members are sorted by name at every level, there is no white space, and strings are escaped only where JSON requires
+    it. Integers stay as written (``-0`` becomes ``0``), and other numbers have the form of `Number.decimal_text`.
+    Excluded members and elements are left out. Raises Unreadable for a repeated member at any level, and for a string
+    that UTF-8 cannot encode.
     """
     try:
         return _written(value, exclude).encode()
@@ -240,7 +246,7 @@ _NOTHING: Final[Excluded] = {}
 
 
 def _written(value: JsonValue, without: Excluded) -> str:
-    # Recurses once per level, as the decoder does: `MAX_DEPTH` bounds both.
+    # This function recurses once per level, like the decoder. `MAX_DEPTH` limits both.
     if not isinstance(value, Members | list):
         return _scalar(value)
     pairs: Iterable[tuple[str | int, JsonValue]] = enumerate(value)
@@ -281,7 +287,7 @@ def _repeated(pairs: Sequence[tuple[str, JsonValue]]) -> frozenset[str]:
 
 
 def _depth(text: str) -> int:
-    """Return the nesting depth, at least up to the first syntax error; strings are skipped as in the decoder."""
+    """Return the nesting depth up to the first syntax error or beyond. Strings are skipped as in the decoder."""
     depth = deepest = 0
     for match in _BRACKETS.finditer(text):
         found = match[0]

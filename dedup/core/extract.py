@@ -1,24 +1,25 @@
-"""The hot path, which extracts tracking IDs, event times, and fingerprints of a batch as columns.
+"""Extracts the tracking IDs, event times, and fingerprints of a batch as columns, which is the fast path.
 
-Theory of operation. A batch is either processed as a whole in C or halved. Rows that remain at the end are processed
-one by one by `extract_one`. So the fast path only has to know when it is *certain* to agree with the slow path:
+A batch is either processed as a whole in C or divided into halves, which are processed in the same way. `extract_one`
+processes the rows that remain at the end, one by one. The fast path must therefore know when it certainly agrees with
+this slow path:
 
-* One call decodes all values, joined by line feeds (msgspec, one struct with the named members only). It cannot mix up
-  rows. Every value begins with ``{`` and ends with ``}``. The sequence ``}`` LF ``{`` can occur neither in a string (a
-  raw line feed is not JSON) nor inside a container (a comma is missing), so it always separates two values. If the
-  decoder returns as many values as there are rows, there are no other boundaries.
+* One call of msgspec decodes all values, joined by line feeds, into structs with only the named members. It cannot
+  confuse rows. Every value begins with ``{`` and ends with ``}``. The sequence ``}`` LF ``{`` can occur neither in a
+  string (a raw line feed is not JSON) nor inside a container (a comma is missing), so it always separates two values.
+  If the decoder returns as many values as there are rows, there are no other boundaries.
 * msgspec skips other members and accepts invalid UTF-8 in them, so the joined bytes are checked to be UTF-8.
-* If a member is repeated, msgspec uses the last one, so each quoted name must occur exactly once per row (and per place
-  where the struct has it). Every row has it at least once, unless it is spelled with an escape, and such rows are
-  excluded.
-* A short value cannot be nested deeply, and in a long value the brackets are counted.
-* Only strings and 64-bit integers are accepted. Anything else (numbers with a fraction, true, null, absent) is an error
-  in the decoder and is left to the slow path, like every fault.
+* If a member is repeated, msgspec uses the last one, so each quoted name must occur exactly once per row and per place
+  that the struct has for it. Every row has each name at least once, unless a name is spelled with an escape, and such
+  rows are left to the slow path.
+* A short value cannot be nested deeply. In a long value, the brackets are counted.
+* Only strings and 64-bit integers are accepted. The decoder raises an error for any other value, such as a number with
+  a fraction, true, null, or a missing member, and the row is left to the slow path, like every fault.
 
-Canonical content (`content_of`) uses the fast path if the result is certain to be exact. The decoder keeps numbers with
-a fraction as written, and the encoder sorts members at every level. Only repeated members must be checked, because the
-decoder uses the last one. In a value without backslashes, every string and name has two quotes, so a dropped member
-reduces the number of quotes.
+`content_of` also uses the fast path for canonical content if the result is certain to be exact. The decoder keeps
+numbers with a fraction as written, and the encoder sorts members at every level. Only repeated members need a check,
+because the decoder uses the last one. In a value without backslashes, every string and name has two quotes, so a
+dropped member reduces the number of quotes.
 """
 
 from __future__ import annotations
@@ -63,13 +64,13 @@ from dedup.core.tracking_id import (
 __all__ = ["Extracted", "Extractor", "Fault", "FaultKind", "Recipe", "compile_extractor"]
 
 _FEW: Final = 4
-"""With this few rows, another attempt in columns is not worthwhile."""
+"""The number of rows up to which another attempt in columns is not worthwhile."""
 _REFUSALS: Final = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, OverflowError, Unreadable)
-"""Exceptions of the fast path, after which the exact path decides."""
+"""Exceptions of the fast path, after which the slow path processes the rows."""
 
 
 def content_of(value: bytes, exclude: tuple[Path, ...]) -> bytes:
-    """Return `canonical_json` of a JSON value. Raises Unreadable as `decode` and `canonical_json` do."""
+    """Return `canonical_json` of a JSON value. Raises Unreadable in the same cases as `decode` and `canonical_json`."""
     without = excluded(exclude)
     quick = _quick(value, without)
     return canonical_json(decode(value), without) if quick is None else quick
@@ -97,7 +98,7 @@ def _leave_out(content: object, without: Excluded) -> None:
         for name in [step for step in without if step in content]:
             _leave_out_at(content, name, without[name])
     elif isinstance(content, list):
-        # From the end, so that earlier positions stay valid.
+        # Elements are removed from the end, so that earlier positions stay valid.
         places = [step for step in without if isinstance(step, int) and step < len(content)]
         for place in sorted(places, reverse=True):
             _leave_out_at(content, place, without[place])
@@ -111,7 +112,7 @@ def _leave_out_at(content: Any, step: str | int, below: Excluded | None) -> None
 
 
 def _as_written(text: str) -> msgspec.Raw:
-    # Raw is encoded as it is. (A Number, being a dataclass, would be encoded as an object.)
+    # Raw is encoded unchanged. (A Number is a dataclass and would be encoded as an object.)
     return msgspec.Raw(Number(text).decimal_text().encode())
 
 
@@ -121,10 +122,10 @@ _ENCODER: Final = msgspec.json.Encoder(order="sorted")
 
 @dataclass(frozen=True, slots=True)
 class Extracted:
-    """The columns of one batch, with one entry per record."""
+    """The extracted columns of one batch, with one entry per record."""
 
     ids: list[bytes | None]
-    """State keys, at most 33 bytes; None for rows in `faults`."""
+    """State keys of at most 33 bytes; None for rows in `faults`."""
     times_ms: list[int]
     """Event times; 0 for rows in `faults`."""
     fingerprints: list[bytes] | None
@@ -140,12 +141,12 @@ def compile_extractor(
     fingerprint: bool,
     fingerprint_exclude: tuple[Path, ...] = (),
 ) -> Extractor:
-    """Return the extractor of a topology. Raises ValueError with a sentence if it could never find an ID or a time."""
+    """Return the extractor of a topology. Raises ValueError if the extractor could never find an ID or a time."""
     return Extractor(Recipe(tracking_id, event_time, fmt, fingerprint, fingerprint_exclude))
 
 
 class _Batch(NamedTuple):
-    """Columns of records."""
+    """A batch of records as columns."""
 
     keys: Sequence[bytes | None]
     values: Sequence[bytes | None]
@@ -153,7 +154,7 @@ class _Batch(NamedTuple):
     timestamps_ms: Sequence[int]
 
     def only(self, rows: Sequence[int]) -> _Batch:
-        """Return these rows."""
+        """Return a batch with only these rows."""
         return _Batch(
             [self.keys[row] for row in rows],
             [self.values[row] for row in rows],
@@ -176,7 +177,7 @@ class Extractor:
         headers: Sequence[Headers],
         timestamps_ms: Sequence[int],
     ) -> Extracted:
-        """Return the columns of a batch; the four arguments are columns of the same length."""
+        """Return the extracted columns of a batch. The four arguments are columns of the same length."""
         return self._extract(_Batch(keys, values, headers, timestamps_ms))
 
     def _extract(self, batch: _Batch) -> Extracted:
@@ -222,7 +223,7 @@ class Extractor:
         return Extracted(first.ids + second.ids, first.times_ms + second.times_ms, fingerprints, faults)
 
     def _nulls_apart(self, batch: _Batch) -> Extracted:
-        """Extract null values one by one, and the others as columns."""
+        """Extract rows with null values one by one, and all other rows as columns."""
         count = len(batch.values)
         ids: list[bytes | None] = [None] * count
         times_ms = [0] * count
@@ -242,7 +243,7 @@ class Extractor:
 
 
 class _Columns:
-    """The fast path of one recipe, which decides a whole batch or nothing."""
+    """The fast path of one recipe, which processes either a whole batch or nothing."""
 
     def __init__(self, recipe: Recipe, json_columns: JsonColumns | None) -> None:
         self._recipe = recipe
@@ -253,7 +254,7 @@ class _Columns:
         self._normalize = normalizer(recipe.tracking_id.normalize)
 
     def extract(self, batch: _Batch) -> Extracted | None:
-        """Return the columns if they are certain to equal the result of `extract_one` for every row; otherwise None."""
+        """Return the columns if they certainly equal the results of `extract_one` for all rows, or None otherwise."""
         if self._recipe.fmt == "bytes" and None in batch.values:
             return None
         members: list[list[str | int]] = []
@@ -313,13 +314,13 @@ class _Columns:
 
 
 def _only(headers: Headers, name: str) -> bytes | None:
-    """Return the value of a header that occurs once; None otherwise."""
+    """Return the value of a header that occurs exactly once; None otherwise."""
     values = [value for header, value in headers if header == name]
     return values[0] if len(values) == 1 else None
 
 
 def _compile(recipe: Recipe) -> _Columns | None:
-    """Return the fast path; None if only the slow path can decide."""
+    """Return the fast path of a recipe; None if only the slow path can process the records."""
     rule = recipe.tracking_id.rule
     if recipe.fmt == "bytes":
         return _Columns(recipe, None)

@@ -1,7 +1,7 @@
-"""Extracts tracking ID, event time, and fingerprint of one record in the slow, obvious way.
+"""Extracts the tracking ID, event time, and fingerprint of one record in the slow, obvious way.
 
-It also defines the values of extraction. The column extractor (extract.py) must agree with this module on every record;
-tests compare them.
+This module also defines the results of extraction. The column extractor (extract.py) must agree with this module on
+every record; tests compare the two.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _FINGERPRINT_BYTES: Final = 8
 
 
 class FaultKind(Enum):
-    """Why a record cannot be judged; the topology says what happens to each kind."""
+    """The kind of reason why a record cannot be judged. The topology says what happens to records of each kind."""
 
     MISSING_ID = "missing_id"
     UNREADABLE = "unreadable"
@@ -61,9 +61,9 @@ class Fault:
 
     kind: FaultKind
     code: str
-    """Stable code in snake_case, for the header ``dedup-reason``."""
+    """A stable code in snake_case, for the header ``dedup-reason``."""
     detail: str
-    """A sentence that contains at most a path and a schema id from the payload."""
+    """A sentence that contains nothing from the payload except a path and a schema ID."""
     format_name: str = ""
     """The format that a value other than JSON seems to have; empty if unknown."""
 
@@ -73,7 +73,7 @@ ODD_HEADER_NAME: Final = Fault(
     "header_not_utf8",
     "the name of a header is not UTF-8; here each such byte is written as \\x and two hexadecimal digits",
 )
-"""Most clients cannot read such a record."""
+"""The fault of a record with a header name that is not UTF-8. Most clients cannot read such a record."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +98,7 @@ class Recipe:
     fingerprint_exclude: tuple[Path, ...] = ()
 
     def __post_init__(self) -> None:
-        """Raise ValueError with a sentence if the recipe could never find an ID or a time."""
+        """Raise ValueError with a message if the recipe could never find an ID or a time."""
         if self.fmt == "bytes" and isinstance(self.tracking_id.rule, FieldRule | FieldsRule | ContentRule):
             raise ValueError("format bytes has no fields; use format json, or the key, a header or content: true as ID")
         if self.fmt == "bytes" and isinstance(self.event_time, FieldTime):
@@ -114,10 +114,10 @@ class _MissingId(NotJudged):
 def extract_one(
     recipe: Recipe, key: bytes | None, value: bytes | None, headers: Headers, timestamp_ms: int
 ) -> One | Fault:
-    """Return the record's values, or the first fault in this order: TOMBSTONE, UNREADABLE, MISSING_ID, BAD_TIME.
+    """Return the values of a record, or its first fault in the order TOMBSTONE, UNREADABLE, MISSING_ID, BAD_TIME.
 
-    A null value is a TOMBSTONE if the ID or the time would be read from it. With a key or header rule, a missing ID is
-    reported first. With format json, every value must be JSON, regardless of the rule.
+    A null value is a TOMBSTONE if the rule reads the ID or the time from the value. With a key or header rule, a
+    missing ID is reported before a TOMBSTONE. With format json, every value must be JSON, regardless of the rule.
     """
     try:
         if value is None:
@@ -192,14 +192,14 @@ def _of_bytes(value: bytes | None, tracking_id: TrackingId, place: str) -> bytes
 
 
 def normalize_bytes(value: bytes, normalize: Callable[[str], str]) -> bytes:
-    """Return the bytes with their text normalized; bytes that are not UTF-8 stay unchanged."""
+    """Return UTF-8 bytes with their text normalized. Bytes that are not UTF-8 stay unchanged."""
     with suppress(UnicodeDecodeError):
         return normalize(value.decode()).encode()
     return value
 
 
 def _of_fields(paths: Sequence[Path], tracking_id: TrackingId, content: JsonValue | Absent) -> list[bytes]:
-    """Return the canonical bytes for every path; an unreadable part is reported before a missing one."""
+    """Return the canonical bytes of the value at every path. An unreadable value is reported before a missing one."""
     parts: list[bytes] = []
     missing: _MissingId | None = None
     for path in paths:
@@ -253,9 +253,9 @@ def _canonical_content(content: JsonValue | Absent, exclude: tuple[Path, ...]) -
 
 
 def _fingerprint(recipe: Recipe, value: bytes, content: JsonValue | Absent) -> bytes:
-    """Return eight bytes that differ if the content differs; without canonical content, those of the raw value.
+    """Return the fingerprint of the canonical content, or of the raw value if there is no canonical content.
 
-    The comparison of payloads must not change which records can be judged, so nothing is refused here.
+    The comparison of payloads must not change which records can be judged, so this function refuses no value.
     """
     if not recipe.fingerprint:
         return b""

@@ -1,12 +1,12 @@
-"""Judges a batch as columns, and returns the verdicts of its records and the sightings that they leave.
+"""Judges a batch as columns, and returns the verdicts of its records and their new sightings.
 
-`fold` is the hot path, so it does only what the rule needs for each record. `reference_model` implements the same rule
-in a slow way; property tests check that both are equal.
+`fold` runs for every record, so it does only what the rule needs. `reference_model` implements the same rule in a slow
+way, and property tests check that both give the same verdicts.
 
-The usual batch is judged as a whole (`judged_at_once`). Its records are close together in event time, none of them is
-near a bound of the window, and the known sightings of its IDs are well within the guard period. A record is then a
-duplicate if its ID is known or occurs earlier in the batch, and unique otherwise. A dict lookup in C decides this.
-Other batches are judged record by record.
+Most batches are judged as a whole (`judged_at_once`). The records of such a batch are close together in event time, no
+record is near a bound of the window, and the known sightings of the IDs are well within the guard period. A record of
+such a batch is a duplicate if its ID is known or occurs earlier in the batch, and unique otherwise, so dict lookups in
+C are enough to judge the batch. Other batches are judged record by record.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ from dedup.errors import DedupError
 
 Sightings = tuple[Sighting, ...]
 Lookup = Callable[[Sequence[bytes], int], Mapping[bytes, Sightings]]
-"""Maps (IDs, smallest event time of the batch) to the known sightings of those IDs that have any."""
+"""A function of IDs and the smallest event time of the batch, which returns the known sightings of those IDs that have
+any.
+"""
 
 
 class OnMissing(enum.Enum):
@@ -43,7 +45,7 @@ class OnTombstone(enum.Enum):
 
 
 class OnFuture(enum.Enum):
-    """The policy for an event time too far ahead of the clock."""
+    """The policy for a record whose event time is too far ahead of the clock."""
 
     DEAD_LETTER = "dead_letter"
     CLAMP = "clamp"
@@ -58,12 +60,12 @@ class OnConflict(enum.Enum):
 
 
 class RecordFailed(DedupError):
-    """A record met a policy `fail`, so the worker stops before it and commits nothing of it."""
+    """A policy `fail` applies to a record, so the worker stops before the record and commits nothing of it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """Everything in a topology on which a verdict depends."""
+    """The parts of a topology on which a verdict depends."""
 
     window: Window
     missing: OnMissing = OnMissing.DEAD_LETTER
@@ -79,11 +81,11 @@ class Rows:
 
     extracted: Extracted
     sources: Sequence[int]
-    """Offsets in the source partition."""
+    """The records' offsets in their source partitions."""
     feeds: Sequence[Feed]
-    """One entry per record, or a single one if the whole batch has one feed."""
+    """One entry per record, or a single entry if the whole batch has one feed."""
     idle_rows: frozenset[int] = frozenset()
-    """Rows that are idle markers instead of records."""
+    """The rows that are idle markers instead of records."""
 
     def source(self, row: int) -> Source:
         """Return the source of a record."""
@@ -93,7 +95,7 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class DeadLetter:
-    """A record that cannot be judged, with a reason code and a sentence."""
+    """The reason why a record cannot be judged, as a code and a sentence."""
 
     code: str
     detail: str
@@ -101,7 +103,7 @@ class DeadLetter:
 
 @dataclass(frozen=True, slots=True)
 class Exempt:
-    """A record that a policy forwards without a verdict; a header marks it."""
+    """The reason why a policy forwards a record without a verdict. A header marks the forwarded record."""
 
     why: str
 
@@ -111,28 +113,33 @@ _BEFORE_ALL: Final = StreamTime.before(())
 
 @dataclass(slots=True)
 class Outcome:
-    """The result of `fold`: rows by verdict, and the sightings that they leave."""
+    """The result of `fold`, which contains the rows by verdict and their new sightings."""
 
     unique: list[int] = field(default_factory=list)
     exempt: dict[int, Exempt] = field(default_factory=dict)
-    """Rows to forward with a mark; forwarded conflicts are also in `unique`."""
+    """Rows that are forwarded with the header `dedup-verdict`; forwarded conflicts are also in `unique`."""
     duplicates: list[tuple[int, Sighting]] = field(default_factory=list)
-    """Rows that repeat a sighting, with the sighting as it was before; rows in `conflicts` are excluded."""
+    """Rows that repeat a sighting, each with the sighting before the row was judged; rows in `conflicts` are excluded.
+    """
     repeats: list[tuple[int, int]] = field(default_factory=list)
-    """Further duplicates: rows that repeat a row of this batch. `all_duplicates` returns both kinds."""
+    """Duplicates of a row in this batch, as pairs of a row and the row that it repeats. `all_duplicates` returns both
+    kinds.
+    """
     conflicts: list[tuple[int, Sighting]] = field(default_factory=list)
-    """Duplicates whose payload differs from every sighting in range."""
+    """Duplicates whose payload differs from that of every sighting in range."""
     late: list[tuple[int, Late]] = field(default_factory=list)
     dead: list[tuple[int, DeadLetter]] = field(default_factory=list)
     clamped: dict[int, int] = field(default_factory=dict)
-    """Rows whose event time was replaced, with the time by which they were judged."""
+    """Rows whose event time was replaced, each with the time by which the row was judged."""
     singles: list[int] = field(default_factory=list)
-    """Rows whose sighting, at their own event time, is the only one of their ID in its segment."""
+    """Rows whose sighting, which is at their own event time, is the only one of their ID in its segment."""
     rewritten: dict[tuple[int, bytes], Sightings] = field(default_factory=dict)
-    """(segment, ID) -> all sightings there, if more than one row or an older sighting is involved."""
+    """Maps (segment, ID) to all sightings of the ID in that segment, if more than one row or an older sighting is
+    involved.
+    """
     stream_time: StreamTime = _BEFORE_ALL
     judged_times_ms: list[int] = field(default_factory=list)
-    """Event time of each row, as it was judged."""
+    """The event time by which each row was judged."""
 
     def all_duplicates(self, rows: Rows) -> list[tuple[int, Sighting]]:
         """Return the duplicates that are not conflicts, in log order, each with the sighting that it repeats."""
@@ -141,7 +148,7 @@ class Outcome:
 
 
 def sighting_of(rows: Rows, times_ms: Sequence[int], row: int) -> Sighting:
-    """Return the sighting that a record leaves."""
+    """Return the new sighting of a unique record."""
     return Sighting(times_ms[row], times_ms[row], rows.source(row), _fingerprint_of(rows, row))
 
 
@@ -164,17 +171,17 @@ def judged_at_once(
     window: Window,
     stream_time_ms: int,
 ) -> tuple[list[int], list[tuple[int, Sighting]], list[tuple[int, int]]] | None:
-    """Return `Outcome`'s unique, duplicates and repeats, as judging record by record would; None unless that is sure.
+    """Return the unique, duplicates, and repeats of an `Outcome`; None if the batch must be judged record by record.
 
-    ``known`` contains the sightings of exactly these IDs, and ``stream_time_ms`` is stream time after the batch. The
-    window must not use extension.
+    The result is the same as if the records were judged one by one. ``known`` contains the sightings of exactly these
+    IDs, and ``stream_time_ms`` is stream time after the batch. The window must not use extension.
     """
     least_ms, greatest_ms = min(times_ms), max(times_ms)
     if least_ms < stream_time_ms - window.grace_ms or greatest_ms - least_ms >= window.guard_ms:
         return None
-    # A single sighting between these bounds makes every record with its ID a duplicate. It is never too old to count:
-    # no record is further behind stream time than the grace period, no sighting as far behind a record as the guard
-    # period.
+    # A single sighting between these bounds makes every record with its ID a duplicate. The sighting is never too old
+    # to count: no record is further behind stream time than the grace period, and no sighting is as far behind a record
+    # as the guard period.
     before_ms, after_ms = least_ms + window.guard_ms, greatest_ms - window.guard_ms
     for sightings in known.values():
         if len(sightings) > 1 or sightings[0].first_ms >= before_ms or sightings[0].last_ms <= after_ms:
@@ -195,9 +202,9 @@ def judged_at_once(
 
 
 def fold(rows: Rows, rules: Rules, before: StreamTime, lookup: Lookup, *, ceiling_ms: int) -> Outcome:
-    """Return the verdicts of a batch, judged in log order, where each record sees the sightings of earlier records.
+    """Return the verdicts of a batch, which is judged in log order: each record sees the sightings of earlier records.
 
-    ``ceiling_ms`` is the greatest event time accepted. Raises RecordFailed if a policy says `fail`.
+    ``ceiling_ms`` is the greatest event time that is accepted. Raises RecordFailed if a policy says `fail`.
     """
     outcome, skipped = screen(rows, rules, ceiling_ms=ceiling_ms)
     times_ms = outcome.judged_times_ms
@@ -220,12 +227,12 @@ def fold(rows: Rows, rules: Rules, before: StreamTime, lookup: Lookup, *, ceilin
 
 
 def _is_plain(rules: Rules) -> bool:
-    """Whether sightings never change and payloads do not matter."""
+    """Tell whether sightings never change and payloads are not compared."""
     return not rules.window.extend and not rules.fingerprints
 
 
 def screen(rows: Rows, rules: Rules, *, ceiling_ms: int) -> tuple[Outcome, set[int]]:
-    """Return an outcome that only contains faults and impossible times, and the rows that must not be judged.
+    """Return an outcome with only the faults and impossible times of a batch, and the rows that must not be judged.
 
     Raises RecordFailed if a policy says `fail`.
     """
@@ -243,16 +250,16 @@ def judge(
     stream_times: list[int],
     skipped: set[int],
 ) -> None:
-    """Judge all rows that are not skipped, each at its own stream time, and add their verdicts to the outcome.
+    """Judge each row that is not skipped at its own stream time, and add the verdicts to the outcome.
 
-    Updates `known`, except for the IDs of `outcome.singles`. This is for engines that group rows by ID and already know
-    the stream time of each row. Raises RecordFailed if a policy says `fail`.
+    The function updates `known`, except for the IDs of `outcome.singles`. The function is for engines that group rows
+    by ID and already know the stream time of each row. Raises RecordFailed if a policy says `fail`.
     """
     _Judging(rows, rules, outcome, known).run(stream_times, skipped)
 
 
 def _faults(rows: Rows, rules: Rules, outcome: Outcome) -> set[int]:
-    """Handle rows without an ID or time; return the rows that must not be judged."""
+    """Add rows without an ID or a time to the outcome, and return the rows that must not be judged."""
     skipped = set(rows.idle_rows)
     for row, fault in sorted(rows.extracted.faults.items()):
         if row in rows.idle_rows:
@@ -292,7 +299,7 @@ def _accepted_times(rows: Rows, rules: Rules, skipped: set[int], outcome: Outcom
 def _stream_times(
     rows: Rows, times_ms: list[int], skipped: set[int], before: StreamTime
 ) -> tuple[list[int], StreamTime]:
-    """Return stream time at every row; rows that are not judged repeat the previous value."""
+    """Return stream time at every row, and after the batch. Rows that are not judged repeat the previous value."""
     if len(before.feeds) > 1 or rows.idle_rows:
         feeds = rows.feeds if len(rows.feeds) == len(times_ms) else [rows.feeds[0]] * len(times_ms)
         return before.after(
@@ -301,7 +308,7 @@ def _stream_times(
         )
     if not skipped:
         return before.after_one_feed(times_ms)
-    # A time not above stream time leaves the running maximum unchanged.
+    # A time that is not above stream time leaves the running maximum unchanged.
     return before.after_one_feed(
         [before.value_ms if row in skipped else time_ms for row, time_ms in enumerate(times_ms)]
     )
@@ -317,12 +324,14 @@ class _Judging:
         self._outcome: Final = outcome
         self._known: Final = known
         self._fresh: Final[dict[bytes, int]] = {}
-        """Maps each ID that has occurred only once, in this batch, to its row; most of them never need a Sighting."""
+        """Maps each ID that has occurred once, and only in this batch, to its row. Most of these rows never need a
+        Sighting.
+        """
 
     def run(self, stream_times: list[int], skipped: set[int]) -> None:
         """Judge every row that is not skipped.
 
-        The loop itself decides the usual cases, by the rule of `Window.decide` for a single interval.
+        The loop itself judges the most frequent cases, by the rule of `Window.decide` for a single interval.
         """
         known, fresh = self._known, self._fresh
         window, times_ms, outcome = self._window, self._outcome.judged_times_ms, self._outcome
@@ -369,7 +378,8 @@ class _Judging:
                 cause = "its ID was seen with another payload"
                 raise _failed(self._rows.source(row), cause, "on_conflict: fail")
             if self._rules.on_conflict is OnConflict.FORWARD:
-                # The identity is then ID and fingerprint: only the same payload can be a duplicate.
+                # With `forward`, the identity is the ID and the fingerprint, so only a record with the same payload can
+                # be a duplicate.
                 verdict = same
         match verdict:
             case Duplicate(of):
@@ -388,7 +398,7 @@ class _Judging:
         longer = self._window.extended(of, time_ms)
         if longer != of:
             rest = tuple(longer if seen == of else seen for seen in known)
-            # A shorter interval left in an older segment adds nothing to the longer one.
+            # A shorter interval that remains in an older segment adds nothing to the longer one.
             self._remember(key, rest, self._window.segment_of(longer.last_ms))
 
     def _remember(self, key: bytes, sightings: Sightings, segment: int) -> None:

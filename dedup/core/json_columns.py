@@ -1,8 +1,8 @@
-"""Reads named members of many JSON values at once; extract.py explains why the result is certain.
+"""Reads named members of many JSON values together; extract.py explains why the result is certain.
 
 The checks count how often member names occur in joined values that are known to be well-formed. A check may fail for
-valid values but never passes for invalid ones, because a name that occurs too often is a repeated member or only looks
-like one.
+valid values, for example if a string in a value looks like a member name, but it never passes for a value with a
+repeated member.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from dedup.core.json_path import Path
 
 _WORD_BYTES: Final = 4
 _MARGIN_BYTES: Final = 2
-"""At least a colon and a brace follow a name."""
+"""A member name is always followed by at least a colon and a brace."""
 
 _Int64 = Annotated[int, msgspec.Meta(ge=MIN_MS, le=MAX_MS)]
 _Seconds = Annotated[int, msgspec.Meta(ge=-(MAX_MS // 1000), le=MAX_MS // 1000)]
@@ -33,7 +33,9 @@ _TIME_TYPES: Final[dict[TimeUnit, tuple[Any, ...]]] = {
     "s": (_Seconds, msgspec.Raw),
     "rfc3339": (str,),
 }
-"""Formats of seconds, tried in this order: whole seconds, then seconds with a fraction, as written."""
+"""The types to decode a time with, by unit. For seconds, whole numbers are tried first, and then numbers with a
+fraction as written.
+"""
 
 _SHORT_BYTES: Final = 2 * MAX_DEPTH
 """A value of at most this length cannot exceed MAX_DEPTH, because each level has two brackets."""
@@ -47,7 +49,7 @@ class _Name:
 
     text: str
     depths: tuple[int, ...]
-    """Its nesting depths, one entry per place."""
+    """The nesting depths of the name, with one entry per place in the paths."""
 
     @property
     def quoted(self) -> bytes:
@@ -56,9 +58,9 @@ class _Name:
 
 
 def _occurs_at_most(joined: bytes, quoted: bytes, times: int) -> bool:
-    """Whether a quoted name occurs at most this often in total."""
+    """Tell whether a quoted name occurs at most ``times`` times in total."""
     # Comparing the first four bytes as one word, vectorized at each of four offsets, is twice as fast as bytes.count.
-    # Other names may begin with the same bytes; then only bytes.count is exact.
+    # If other names begin with the same bytes, only bytes.count is exact.
     if len(quoted) >= _WORD_BYTES:
         word = np.frombuffer(quoted, "<u4", 1)
         found = 0
@@ -71,13 +73,13 @@ def _occurs_at_most(joined: bytes, quoted: bytes, times: int) -> bool:
 
 
 def _occur_in_places(joined: bytes, names: tuple[_Name, ...], count: int) -> bool:
-    """Whether each name occurs at most once per value at the depths of its paths; other depths do not count.
+    """Tell whether each name occurs at most once per value at the depths of its paths. Other depths do not count.
 
-    Only for text without backslashes, in which every quote begins or ends a string.
+    The text must have no backslashes, so that every quote begins or ends a string.
     """
     text = np.frombuffer(joined, np.uint8)
     quotes = text == ord('"')
-    # The parity of the number of quotes so far: 1 from a string's first quote on, 0 from its last.
+    # The parity of the number of quotes so far is 1 from the first quote of a string, and 0 from its last quote.
     inside = np.cumsum(quotes, dtype=np.uint8) & 1
     outside = inside == 0
     # `[` and `{`, `]` and `}` differ in one bit.
@@ -99,14 +101,14 @@ def _members_at(text: npt.NDArray[np.uint8], starts: npt.NDArray[np.int64], quot
     for at, char in enumerate(quoted):
         starts = starts[text[starts + at] == char]
     behind = text[starts + len(quoted)]
-    # A string before a comma or the end of its container is a value; white space in between is not skipped.
+    # A string before a comma or before the end of its container is a value. White space in between is not skipped.
     is_value = (behind == ord(",")) | (behind == ord("}")) | (behind == ord("]"))
     return int(np.count_nonzero(~is_value))
 
 
 @dataclass(frozen=True, slots=True)
 class JsonColumns:
-    """Decodes the members that contain IDs and times, for a whole batch or not at all."""
+    """Decodes the members that contain IDs and times, either for a whole batch or not at all."""
 
     decoders: tuple[msgspec.json.Decoder[Any], ...]
     ids: tuple[Callable[[Any], Any], ...]
@@ -117,7 +119,7 @@ class JsonColumns:
     """Escapes that no value may contain, because they could spell a name differently."""
 
     def decode(self, values: Sequence[bytes | None]) -> tuple[list[list[str | int]], list[int] | None] | None:
-        """Return a column per ID path, and the times; None unless every row is certain."""
+        """Return a column for each ID path, and the times; None unless the result is certain for every row."""
         joined = _joined(values)
         if joined is None or not _is_utf8(joined) or self._is_spelled_oddly(joined):
             return None
@@ -135,7 +137,7 @@ class JsonColumns:
         return b"\\" in joined and any(escape in joined for escape in self.escapes)
 
     def _is_once_a_row(self, joined: bytes, count: int) -> bool:
-        """Whether no named member is repeated; every row is known to have each member at least once."""
+        """Tell whether no named member is repeated. Every row is known to have each member at least once."""
         if all(_occurs_at_most(joined, name.quoted, len(name.depths) * count) for name in self.names):
             return True
         return b"\\" not in joined and _occur_in_places(joined, self.names, count)
@@ -150,9 +152,10 @@ class JsonColumns:
 
 
 def compile_columns(ids: Sequence[Path], time: FieldTime | None) -> JsonColumns | None:
-    r"""Return the decoder for these paths; None if only the slow path can read them.
+    r"""Return the decoder for these paths; None if only the slow path can read values at these paths.
 
-    This applies to array positions, a path below another one, and names with several spellings even without ``\u``.
+    Only the slow path can read array positions, a path below another path, and names that JSON can spell in several
+    ways even without ``\u``.
     """
     paths = [*ids, time.path] if time is not None else list(ids)
     tree = _Node({}, None)
@@ -163,7 +166,7 @@ def compile_columns(ids: Sequence[Path], time: FieldTime | None) -> JsonColumns 
     if any(not _has_one_spelling(name) for name in names):
         return None
     time_types: tuple[Any, ...] = (None,) if time is None else _TIME_TYPES[time.unit]
-    if time is not None and time.path in ids:  # a part of an ID is a text or an integer
+    if time is not None and time.path in ids:  # a part of an ID is text or an integer
         time_types = time_types[:1]
     return JsonColumns(
         decoders=tuple(msgspec.json.Decoder(tree.struct(time_type)) for time_type in time_types),
@@ -177,13 +180,13 @@ def compile_columns(ids: Sequence[Path], time: FieldTime | None) -> JsonColumns 
 
 @dataclass(slots=True)
 class _Node:
-    """An object in the value, or a member that contains an ID or the time."""
+    """An object in the value, or a member that contains an ID or the event time."""
 
     members: dict[str, _Node]
     leaf: Literal["id", "time"] | None
 
     def grow(self, path: Path, *, is_time: bool) -> bool:
-        """Add a path; False if the fast path cannot read it."""
+        """Add a path. Return False if the fast path cannot read values at that path."""
         here = self
         for step in path:
             if isinstance(step, int) or here.leaf is not None:
@@ -204,14 +207,14 @@ class _Node:
         return found
 
     def struct(self, time_type: object) -> object:
-        """Return the type that decodes this node."""
+        """Return the msgspec type that decodes this node."""
         if self.leaf is not None:
             return time_type if self.leaf == "time" else _Id
         fields = [
             (f"m{at}", node.struct(time_type), msgspec.field(name=name))
             for at, (name, node) in enumerate(self.members.items())
         ]
-        # Reference counting frees the rows before the next batch: the garbage collector can ignore them.
+        # Reference counting frees the rows before the next batch, so the garbage collector can ignore them.
         return msgspec.defstruct("Row", fields, gc=False)
 
     def attribute(self, path: Path) -> str:
@@ -224,7 +227,7 @@ class _Node:
 
 
 def _has_one_spelling(name: str) -> bool:
-    r"""Whether only ``\u`` could spell the name differently, because none of its characters has a short escape."""
+    r"""Tell whether no character of a name has a short escape, so that only ``\u`` could spell it differently."""
     return not any(char in '"\\/' or char < " " for char in name)
 
 
@@ -236,7 +239,7 @@ def _escapes(names: Iterable[str]) -> tuple[bytes, ...]:
 
 
 def _joined(values: Sequence[bytes | None]) -> bytes | None:
-    """Return the values joined by line feeds; None unless each, if it is JSON, is one object of depth 512 or less."""
+    """Return the values joined by line feeds; None unless each, if it is JSON, is an object of depth 512 or less."""
     try:
         joined = b"\n".join(values)  # type: ignore[arg-type]
     except TypeError:  # a null value
@@ -254,7 +257,9 @@ def _joined(values: Sequence[bytes | None]) -> bytes | None:
 
 
 def may_be_deep(value: bytes) -> bool:
-    """Tell whether a value may be nested more than `MAX_DEPTH` deep; False is sure."""
+    """Tell whether a value may be nested more than `MAX_DEPTH` deep. If the result is False, the value certainly is
+    not.
+    """
     return len(value) > _SHORT_BYTES and value.count(b"{") + value.count(b"[") > MAX_DEPTH
 
 
@@ -285,7 +290,7 @@ def _times_ms(column: list[Any], unit: TimeUnit) -> list[int] | None:
 
 
 def _seconds_ms(column: list[msgspec.Raw]) -> list[int] | None:
-    """Return the times of seconds as written; None if one has a sign or an exponent or is not a number."""
+    """Convert numbers of seconds to milliseconds; None if a number has a sign or an exponent, or is not a number."""
     times_ms: list[int] = []
     for raw in column:
         whole, point, fraction = bytes(raw).partition(b".")

@@ -1,4 +1,4 @@
-"""Paths into a JSON value, as written in topology files: ``a.b[0].c``, ``a["b.c"]``."""
+"""Parses and formats paths into a JSON value as topology files write them, such as ``a.b[0].c`` or ``a["b.c"]``."""
 
 from __future__ import annotations
 

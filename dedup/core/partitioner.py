@@ -1,7 +1,7 @@
-"""Kafka's default partitioner for a column of keys: murmur2 with the seed of Kafka's `Utils.murmur2`, vectorized.
+"""Implements Kafka's default partitioner for a column of keys: murmur2 with the seed of Kafka's `Utils.murmur2`.
 
-Java's default partitioner, librdkafka's `murmur2_random` and aiokafka use this hash to put equal keys into the same
-partition.
+Java's default partitioner, librdkafka's `murmur2_random`, and aiokafka use the same hash to put equal keys into the
+same partition.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""The exact model, which implements the rule of deduplication in the slow, obvious way.
+"""Defines the exact model, which implements the rule of deduplication in the slow, obvious way.
 
-Tests and ``dedup verify`` compare everything else with it, including other engines. It shares only the value types
-``Source`` and ``Sighting`` with the fast code. The rule itself is implemented here a second time, with plain loops,
-from the semantics page. Records are passed in one at a time, in the order of one task's log. Nothing here reads a
-clock.
+Tests and ``dedup verify`` compare all other implementations with the exact model, including other engines. The model
+shares only the value types ``Source`` and ``Sighting`` with the fast code. The model implements the rule of the
+semantics page a second time, with plain loops. The model receives records one at a time, in the order of one task's
+log, and never reads a clock.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ Feed = tuple[int, int]
 ModelFault = Literal["missing_id", "unreadable", "tombstone", "bad_time"]
 
 Kind = Literal["unique", "duplicate", "late", "dead_letter", "exempt", "marker", "fail"]
-"""``exempt`` means forwarded by policy without being judged (no ID, or a null value). ``marker`` is an idle marker
-instead of a record. ``fail`` means that the worker stops here, so it is always the last verdict.
+"""``exempt`` means that a policy forwards the record without judging it, because it has no ID or a null value.
+``marker`` is an idle marker instead of a record. ``fail`` means that the worker stops at the record, so it is always
+the last verdict.
 """
 
 _ONE_FEED: Final[tuple[Feed, ...]] = ((0, 0),)
@@ -29,7 +30,7 @@ _ONE_FEED: Final[tuple[Feed, ...]] = ((0, 0),)
 
 @dataclass(frozen=True, slots=True)
 class ModelRules:
-    """Everything in a topology on which a verdict depends."""
+    """The parts of a topology on which a verdict depends."""
 
     guard_ms: int
     grace_ms: int
@@ -50,9 +51,9 @@ class ModelRecord(NamedTuple):
     fingerprint: bytes = b""
     fault: ModelFault | None = None
     ceiling_ms: int | None = None
-    """The greatest event time accepted when this record was judged; None if there is no limit."""
+    """The greatest event time that was accepted when this record was judged; None if there is no limit."""
     idle: bool = False
-    """Whether this is an idle marker instead of a record, which says that the feed has no more records for now."""
+    """True for an idle marker instead of a record, which says that the feed has no more records for now."""
 
 
 class ModelVerdict(NamedTuple):
@@ -60,18 +61,19 @@ class ModelVerdict(NamedTuple):
 
     kind: Kind
     time_ms: int
-    """Event time as judged, which is the ceiling if a future time was clamped."""
+    """The event time by which the record was judged, which is the ceiling if a future time was clamped."""
     stream_time_ms: int
     """Stream time after this record."""
     of: Sighting | None = None
-    """The sighting that a duplicate repeats or a forwarded conflict contradicts, as it was before this record."""
+    """The sighting before this record that a duplicate repeats, or with whose payload a forwarded conflict disagrees.
+    """
     conflict: bool = False
     reason: str = ""
-    """Code of a dead letter, an exemption, or a failure."""
+    """The reason code of a dead letter, an exemption, or a failure."""
 
 
 class ReferenceModel:
-    """The state of one task after the records judged so far."""
+    """The state of one task after the records that were judged so far."""
 
     def __init__(self, rules: ModelRules, feeds: Iterable[Feed] = _ONE_FEED) -> None:
         self.rules: Final = rules
@@ -103,7 +105,7 @@ class ReferenceModel:
         return self._decide(record.id, time_ms, record)
 
     def forget(self) -> None:
-        """Drop every sighting that can no longer count, which changes no later verdict."""
+        """Drop every sighting that is too old to count, which changes no later verdict."""
         oldest_ms = self.stream_time_ms - self.rules.guard_ms - self.rules.grace_ms
         for tracking_id in list(self.sightings):
             kept = [seen for seen in self.sightings[tracking_id] if seen.last_ms >= oldest_ms]
@@ -113,13 +115,13 @@ class ReferenceModel:
                 del self.sightings[tracking_id]
 
     def _advance(self) -> None:
-        """Stream time is the minimum of the greatest times of all feeds that are not idle; it never decreases."""
+        """Set stream time to the least of the greatest times of all feeds that are not idle, but never decrease it."""
         awake = [greatest_ms for feed, greatest_ms in self.greatest.items() if not self.idle[feed]]
         candidate_ms = min(awake) if awake else max(self.greatest.values())
         self.stream_time_ms = max(self.stream_time_ms, candidate_ms)
 
     def _unjudged(self, record: ModelRecord, fault: ModelFault) -> ModelVerdict:
-        """Only judged records advance stream time, so a fault only ends its feed's idleness."""
+        """Return the verdict on a record with a fault, which does not advance stream time."""
         policy = "dead_letter"
         if fault == "missing_id":
             policy = self.rules.missing
@@ -140,7 +142,8 @@ class ReferenceModel:
         if conflict and self.rules.on_conflict == "fail":
             of = self._nearest(in_range, time_ms)
             return ModelVerdict("fail", time_ms, self.stream_time_ms, of, conflict=True, reason="conflict")
-        # With `forward` the identity is ID and fingerprint: only the same payload can be a duplicate.
+        # With `forward`, the identity is the ID and the fingerprint, so only a record with the same payload can be a
+        # duplicate.
         repeats = same if self.rules.on_conflict == "forward" else in_range
         if repeats:
             of = self._nearest(repeats, time_ms)
@@ -154,7 +157,7 @@ class ReferenceModel:
         return ModelVerdict("unique", time_ms, self.stream_time_ms, contradicted, conflict=conflict)
 
     def _in_range(self, known: list[Sighting], time_ms: int) -> list[Sighting]:
-        """The bounds are exclusive on both sides, so at a distance of exactly the guard period it is a new event."""
+        """Return the sightings within the guard period. A record exactly one guard period away is a new event."""
         guard_ms = self.rules.guard_ms
         oldest_ms = self.stream_time_ms - guard_ms - self.rules.grace_ms
         found = []
@@ -166,7 +169,7 @@ class ReferenceModel:
 
     @staticmethod
     def _nearest(sightings: list[Sighting], time_ms: int) -> Sighting:
-        """Of two at the same distance, use the smaller (first, last, source), so that all engines name the same one."""
+        """Return the nearest sighting, or the smallest of several at the same distance, so that all engines agree."""
         best = sightings[0]
         best_distance_ms = -1
         for seen in sightings:
@@ -181,7 +184,9 @@ class ReferenceModel:
         return best
 
     def _extended_ms(self, seen: Sighting, time_ms: int) -> int:
-        """A duplicate extends its sighting, but never further than the cap after its start."""
+        """Return the end of a sighting after a duplicate extends it, but not beyond the cap that is counted from its
+        start.
+        """
         cap_ms = seen.first_ms + self.rules.extend_at_most_ms
         if time_ms <= seen.last_ms or seen.last_ms >= cap_ms:
             return seen.last_ms
@@ -189,7 +194,7 @@ class ReferenceModel:
 
 
 def model(records: Iterable[ModelRecord], rules: ModelRules, feeds: Iterable[Feed] = _ONE_FEED) -> list[ModelVerdict]:
-    """Return a verdict for every record, in order; the list ends early at a ``fail``."""
+    """Return the verdicts on the records, in order. The list ends early at a ``fail``."""
     state = ReferenceModel(rules, feeds)
     verdicts = []
     for record in records:

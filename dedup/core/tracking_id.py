@@ -1,6 +1,6 @@
-"""The tracking-ID rules, the frozen encoding that maps equal IDs to equal bytes, and the conversion back to text.
+"""Defines the rules for the tracking ID, the frozen encoding of IDs as canonical bytes, and the conversion to text.
 
-Canonical bytes consist of one tag and a value:
+Equal IDs have equal canonical bytes, which consist of a tag and a value:
 
     01 text            UTF-8
     02 bytes           a record's key, a header's value, a raw value
@@ -12,12 +12,12 @@ Canonical bytes consist of one tag and a value:
     09 composite       per part: its canonical length (LEB128), its canonical bytes
     0a content         canonical JSON text (exact_json.canonical_json)
 
-Up to 32 canonical bytes are used as the state key directly. Longer ones become ``00`` and their BLAKE2b-256, which is
-33 bytes. A digest therefore never equals an undigested ID, and nobody can suppress another event with a chosen
-collision.
+If an ID has at most 32 canonical bytes, these bytes are the state key. Otherwise, the state key is ``00`` and the
+BLAKE2b-256 digest of the canonical bytes, 33 bytes in total. A digest therefore never equals an ID that is stored
+directly, and nobody can suppress another event by choosing an ID that collides with it.
 
-A header ``a`` (bytes) and a field ``"a"`` (text) have different keys; only the UUID form is shared. This cannot make
-two events equal, because a topology has only one rule.
+A header ``a`` (bytes) and a field ``"a"`` (text) have different state keys. Only a UUID has the same state key in a
+header and in a field, which cannot make two events equal, because a topology has only one rule.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from uuid import UUID as Uuid  # noqa: N811  # the tag has the name
 from dedup.core.json_path import Path
 
 ENCODING_VERSION: Final = 1
-"""Part of the state fingerprint; a different number means a different encoding, so the state cannot be used."""
+"""The version of the encoding, which is part of the state fingerprint. State with another version cannot be used."""
 
 Normalizing = Literal["trim", "lower", "nfc"]
 
@@ -52,13 +52,15 @@ CONTENT: Final = b"\x0a"
 DIGEST: Final = b"\x00"
 
 KEPT_BYTES: Final = 32
-"""Canonical bytes up to this length are used as the state key directly."""
+"""The greatest length of canonical bytes that are the state key without a digest."""
 
 _BLANKS: Final = (
     "\t\n\v\f\r\x1c\x1d\x1e\x1f \x85\xa0\u1680\u2000\u2001\u2002\u2003\u2004\u2005\u2006\u2007\u2008\u2009\u200a"
     "\u2028\u2029\u202f\u205f\u3000"
 )
-"""Characters that `trim` removes at both ends, listed here because a runtime's definition of white space may change."""
+"""The characters that `trim` removes at both ends. They are listed because a runtime's definition of white space may
+change.
+"""
 
 _UUID_TEXT: Final = compile_pattern(r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 _UUID_BYTES: Final = compile_pattern(rb"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}")
@@ -66,45 +68,45 @@ _UUID_CHARS: Final = 36
 _INT64: Final = 1 << 63
 _LENGTH_BITS: Final = 7
 _MORE: Final = 1 << _LENGTH_BITS
-"""In LEB128, the bit that says that another byte follows."""
+"""The bit of a LEB128 byte that says that another byte follows."""
 
 
 @dataclass(frozen=True, slots=True)
 class KeyRule:
-    """The record's key is the ID."""
+    """The rule that the record's key is the ID."""
 
 
 @dataclass(frozen=True, slots=True)
 class HeaderRule:
-    """The value of one header is the ID; a record that has the header twice is refused."""
+    """The rule that the value of one header is the ID. A record that has the header twice is refused."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True)
 class FieldRule:
-    """One member of the JSON value is the ID."""
+    """The rule that one member of the JSON value is the ID."""
 
     path: Path
 
 
 @dataclass(frozen=True, slots=True)
 class FieldsRule:
-    """Several members together, in this order, are the ID."""
+    """The rule that several members of the JSON value together, in this order, are the ID."""
 
     paths: tuple[Path, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class ContentRule:
-    """The canonical content of the JSON value is the ID, without the excluded paths."""
+    """The rule that the canonical content of the JSON value, without the excluded paths, is the ID."""
 
     exclude: tuple[Path, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class RawContentRule:
-    """The unchanged bytes of the value are the ID."""
+    """The rule that the unchanged bytes of the value are the ID."""
 
 
 Rule = KeyRule | HeaderRule | FieldRule | FieldsRule | ContentRule | RawContentRule
@@ -112,7 +114,7 @@ Rule = KeyRule | HeaderRule | FieldRule | FieldsRule | ContentRule | RawContentR
 
 @dataclass(frozen=True, slots=True)
 class TrackingId:
-    """The location of the ID in a record, and the normalization before comparison."""
+    """The rule that finds the ID in a record, and the normalization that is applied before IDs are compared."""
 
     rule: Rule
     normalize: tuple[Normalizing, ...] = ()
@@ -121,28 +123,28 @@ class TrackingId:
 
 
 def state_key(canonical: bytes) -> bytes:
-    """Return the key under which state is stored, which has at most 33 bytes."""
+    """Return the key under which the state of an ID is stored, which has at most 33 bytes."""
     if len(canonical) <= KEPT_BYTES:
         return canonical
     return DIGEST + blake2b(canonical, digest_size=32).digest()
 
 
 def encode_text(text: str) -> bytes:
-    """Return the canonical bytes of a string. Raises UnicodeEncodeError for an unpaired surrogate."""
+    """Return the canonical bytes of a string ID. Raises UnicodeEncodeError for an unpaired surrogate."""
     if len(text) == _UUID_CHARS and _UUID_TEXT.fullmatch(text):
         return UUID + bytes.fromhex(text.replace("-", ""))
     return TEXT + text.encode()
 
 
 def encode_bytes(value: bytes) -> bytes:
-    """Return the canonical bytes of a key, a header's value, or a raw value."""
+    """Return the canonical bytes of an ID in a record's key, a header, or a raw value."""
     if len(value) == _UUID_CHARS and _UUID_BYTES.fullmatch(value):
         return UUID + bytes.fromhex(value.replace(b"-", b"").decode())
     return BYTES + value
 
 
 def encode_integer(value: int) -> bytes:
-    """Return the canonical bytes of an integer within 64 bits (signed)."""
+    """Return the canonical bytes of a signed 64-bit integer."""
     return INTEGER + value.to_bytes((value if value >= 0 else ~value).bit_length() // 8 + 1, "big", signed=True)
 
 
@@ -156,12 +158,12 @@ def encode_integer_text(digits: str) -> bytes:
 
 
 def encode_composite(parts: Sequence[bytes]) -> bytes:
-    """Return the canonical bytes of several canonical parts; different lists of parts have different bytes."""
+    """Return the canonical bytes of a composite ID. Different lists of canonical parts have different bytes."""
     return COMPOSITE + b"".join(map(prefixed, parts))
 
 
 def prefixed(part: bytes) -> bytes:
-    """Return the part, preceded by its length in LEB128."""
+    """Return a part of a composite ID, preceded by its length in LEB128."""
     length = len(part)
     head = bytearray()
     while length >= _MORE:
@@ -196,7 +198,8 @@ def normalizer(steps: tuple[Normalizing, ...]) -> Callable[[str], str] | None:
 def id_text(key: bytes) -> str | None:
     """Return the ID in the form that `dedup lookup` accepts; None for a digest, which cannot be reversed.
 
-    Bytes that are not UTF-8 become replacement characters; such an ID cannot be looked up by the returned text.
+    Bytes that are not UTF-8 become replacement characters, and `dedup lookup` does not find such an ID by the returned
+    text.
     """
     tag, body = key[:1], key[1:]
     if tag == COMPOSITE:
@@ -212,7 +215,7 @@ def id_text(key: bytes) -> str | None:
 
 
 def _json(key: bytes) -> str | None:
-    """Return one part of a composite as JSON, with quotes around a string and a number unchanged."""
+    """Return one part of a composite ID as JSON, with quotes around a string."""
     text = id_text(key)
     if text is None or key[:1] not in {TEXT, BYTES, UUID}:
         return text

@@ -1,19 +1,19 @@
-"""The window, which defines what is a duplicate, given the sightings of an ID.
+"""Defines the window, which decides from the sightings of an ID whether a record is a duplicate.
 
-Theory of operation. A *sighting* is an interval ``[first, last]`` of event times at which an ID was accounted for. For
-a record with event time ``t`` at stream time ``s`` (which includes this record):
+A *sighting* is an interval ``[first, last]`` of event times at which an ID was accounted for. The verdict on a record
+with event time ``t`` at stream time ``s``, which includes this record, follows from this rule:
 
     a sighting with last >= s - retention and first - guard < t < last + guard   -> Duplicate (of the nearest)
     else t < s - grace                                                           -> Late
     else                                                                         -> Unique
 
-The guard bounds are exclusive, so a record exactly one guard period away is a new event. Retention is guard period plus
-grace, so any sighting that could make a record with ``t >= s - grace`` a duplicate is still kept, and no verdict
-depends on missing state. The bound on ``last`` is part of the rule, so a verdict does not depend on when a segment is
-dropped.
+The bounds of the guard period are exclusive, so a record exactly one guard period away is a new event. Retention is
+guard period plus grace, so every sighting that could make a record with ``t >= s - grace`` a duplicate is still kept,
+and no verdict depends on missing state. The bound on ``last`` is part of the rule, so no verdict depends on when a
+segment is dropped.
 
-The interval rule follows KIP-655 (windowed distinct), applied in both directions of time as in the window-store recipe
-for Kafka Streams. The cap on extension is an addition of this project.
+The interval rule is that of KIP-655 (windowed distinct), applied in both directions of time as in the window-store
+recipe for Kafka Streams. The cap on extension is an addition of this project.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import Final, NamedTuple
 from dedup.errors import InvariantBroken
 
 BEFORE_ALL_TIME: Final = -(1 << 62)
-"""Stream time before any record was judged, which is far below every event time but does not overflow 64-bit sums."""
+"""Stream time before the first judged record, which is far below every event time but does not overflow 64-bit sums."""
 
 
 class Source(NamedTuple):
@@ -62,7 +62,7 @@ class Duplicate:
 
 @dataclass(frozen=True, slots=True)
 class Late:
-    """A record too far behind stream time, so that an earlier sighting may already have been dropped."""
+    """A record that is so far behind stream time that an earlier sighting may already have been dropped."""
 
     behind_ms: int
 
@@ -81,12 +81,12 @@ class Window:
 
     @property
     def retention_ms(self) -> int:
-        """The age, relative to stream time, up to which a sighting counts."""
+        """How far behind stream time the end of a sighting may be for the sighting to count."""
         return self.guard_ms + self.grace_ms
 
     @property
     def segment_ms(self) -> int:
-        """Width of a state segment; two segments cover the retention, so at most four are live."""
+        """The width of a segment. Two segments cover the retention, so at most four segments are live."""
         return max(1, -(-self.retention_ms // 2))
 
     def segment_of(self, last_ms: int) -> int:
@@ -94,11 +94,11 @@ class Window:
         return last_ms - last_ms % self.segment_ms
 
     def oldest_live_ms(self, stream_time_ms: int) -> int:
-        """Return the smallest ``last_ms`` that still counts."""
+        """Return the smallest ``last_ms`` of a sighting that still counts."""
         return stream_time_ms - self.retention_ms
 
     def decide(self, time_ms: int, sightings: tuple[Sighting, ...], stream_time_ms: int) -> Verdict:
-        """Return the verdict for a record; ``sightings`` are all known sightings of its ID, in any order."""
+        """Return the verdict on a record; ``sightings`` are all known sightings of its ID, in any order."""
         oldest = stream_time_ms - self.guard_ms - self.grace_ms
         nearest: Sighting | None = None
         nearest_ms = 0
@@ -108,7 +108,7 @@ class Window:
             distance_ms = max(seen.first_ms - time_ms, time_ms - seen.last_ms, 0)
             if distance_ms >= self.guard_ms:
                 continue
-            # Of two at the same distance the lesser is named, so that every engine names the same one.
+            # Of two sightings at the same distance, the smaller one is used, so that every engine names the same one.
             if nearest is None or (distance_ms, seen) < (nearest_ms, nearest):
                 nearest, nearest_ms = seen, distance_ms
         if nearest is not None:
@@ -123,16 +123,15 @@ class Window:
         return seen._replace(last_ms=last_ms)
 
 
-# Stream time is the greatest event time judged; with several feeds, the minimum of the feeds' greatest.
-#
-# With one feed it is a running maximum. Behind a repartition topic, which many source partitions feed, it is the
-# minimum over the feeds, like a watermark; otherwise, while a backlog is processed, all records of slower partitions
-# would be late. A feed that has not reported keeps stream time before all time; one marked idle is ignored until its
-# next record.
+# Stream time is the greatest judged event time; with several feeds, the minimum of the feeds' greatest event times.
+# With one feed, stream time is a running maximum. A repartition topic has many source partitions as feeds, and stream
+# time is the minimum over the feeds, like a watermark. Otherwise, all records of slower partitions would be late while
+# a backlog is processed. A feed without a judged record keeps stream time at BEFORE_ALL_TIME. A feed that is marked
+# idle is ignored until its next record.
 
 
 class Feed(NamedTuple):
-    """A partition of a source topic, which advances stream time."""
+    """A source partition whose records advance stream time."""
 
     topic: int
     """Position of the topic in ``source.topics``."""
@@ -141,7 +140,7 @@ class Feed(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class FeedProgress:
-    """The greatest event time of one feed, and whether it is marked idle."""
+    """The greatest event time of one feed, and whether the feed is marked idle."""
 
     max_ms: int = BEFORE_ALL_TIME
     idle: bool = False
@@ -149,14 +148,16 @@ class FeedProgress:
 
 @dataclass(frozen=True, slots=True)
 class StreamTime:
-    """A task's stream time and the feeds from which it is computed; immutable, with a new value for every batch."""
+    """A task's stream time, and the feeds from which it is computed. The object is immutable; each batch gets a new
+    one.
+    """
 
     value_ms: int
     feeds: Mapping[Feed, FeedProgress]
 
     @classmethod
     def before(cls, feeds: Iterable[Feed]) -> StreamTime:
-        """Return stream time before any record of these feeds; other feeds may not report later."""
+        """Return stream time before any record of these feeds. Records of other feeds are not allowed later."""
         return cls(BEFORE_ALL_TIME, dict.fromkeys(feeds, FeedProgress()))
 
     def after_one_feed(self, times_ms: Sequence[int]) -> tuple[list[int], StreamTime]:
@@ -175,8 +176,8 @@ class StreamTime:
     def after(self, records: Iterable[tuple[Feed, int | None, bool]]) -> tuple[list[int], StreamTime]:
         """Return stream time at each record, and after all of them.
 
-        A record is (feed, event time or None if it was not judged, whether it is an idle marker). Raises
-        InvariantBroken for an undeclared feed, because its time would be missing from the minimum.
+        Each record is a tuple: its feed, its event time (None if it is not judged), and whether it is an idle marker.
+        Raises InvariantBroken for an undeclared feed, because its time would be missing from the minimum.
         """
         progress = dict(self.feeds)
         value_ms = self.value_ms

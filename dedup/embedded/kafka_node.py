@@ -1,4 +1,4 @@
-"""A real Apache Kafka on this machine, with one KRaft node that is broker and controller in one process."""
+"""Runs a real Apache Kafka on this machine, with one KRaft node that is both broker and controller."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from dedup.embedded.kafka_jars import Progress, cache_dir, install_jars
 from dedup.errors import BrokerUnavailable, InvariantBroken
 
 Profile = Literal["test", "bench"]
-"""``test`` starts fastest; ``bench`` uses Kafka's own choice of compiler and collector."""
+"""``test`` starts fastest; ``bench`` uses Kafka's default compiler and garbage collector."""
 
 HOST: Final = "127.0.0.1"
 _STARTED: Final = "Kafka Server started"
 _STARTS_WITHIN_S: Final = 60.0
-_STOPS_WITHIN_S: Final = 60.0  # half a second on an idle machine; 4 s where Java writes its class archive
+_STOPS_WITHIN_S: Final = 60.0  # half a second on an idle machine, or 4 s if Java writes its class archive
 _CLEAN_EXITS: Final = frozenset({0, 143})
 """Exit codes of a Java process that has ended normally or after SIGTERM."""
 _POLL_EVERY_S: Final = 0.02
@@ -40,50 +40,52 @@ _PROPERTIES: Final[Mapping[str, str]] = {
     "inter.broker.listener.name": "CLIENT",
     "auto.create.topics.enable": "false",
     "group.initial.rebalance.delay.ms": "0",
-    # One node, so internal topics have one replica; few partitions, because each one costs time at every start.
+    # There is one node, so internal topics have one replica. They have few partitions, because each one takes time at
+    # every start.
     "offsets.topic.replication.factor": "1",
     "offsets.topic.num.partitions": "4",
     "transaction.state.log.replication.factor": "1",
     "transaction.state.log.min.isr": "1",
     "transaction.state.log.num.partitions": "4",
-    # The default buffer is 128 MB of heap, allocated at the start.
+    # The default buffer takes 128 MB of heap at the start.
     "log.cleaner.dedupe.buffer.size": "16777216",
     "num.network.threads": "2",
     "num.io.threads": "4",
 }
 _PROFILE_PROPERTIES: Final[Mapping[Profile, Mapping[str, str]]] = {
-    # After a SIGKILL the node can register again only once its old session is over: 12 s by default, 6 s so.
+    # After a SIGKILL, the node can register again only when its old session is over: 12 s by default, 6 s with these
+    # values.
     "test": {"broker.session.timeout.ms": "3000", "broker.heartbeat.interval.ms": "500"},
     "bench": {},
 }
 _JVM_OPTIONS: Final[Mapping[Profile, tuple[str, ...]]] = {
-    # Starts 0.7 s sooner than with the defaults.
+    # With these options, the node starts 0.7 s faster than with the defaults.
     "test": ("-Xms256m", "-Xmx512m", "-XX:TieredStopAtLevel=1", "-XX:+UseSerialGC"),
-    # Kafka's own choice, with a heap for 2 cores.
+    # These are Kafka's default options, with a heap for 2 cores.
     "bench": ("-Xms1g", "-Xmx1g", "-XX:+UseG1GC", "-XX:MaxGCPauseMillis=20"),
 }
 
 
 @dataclass(frozen=True, slots=True)
 class ProxiedListener:
-    """A listener that advertises `proxy_port` to clients; a proxy there forwards to `broker_port`."""
+    """A listener that advertises `proxy_port` to clients. A proxy on that port forwards to `broker_port`."""
 
     proxy_port: int
     broker_port: int
 
     @property
     def bootstrap(self) -> str:
-        """Return the address for clients that go through the proxy."""
+        """The address for clients that connect through the proxy."""
         return f"{HOST}:{self.proxy_port}"
 
 
 class EmbeddedKafka:
     """A Kafka node in its own process, which ends when this process ends for any reason.
 
-    Blocking; not for use from two threads at once. `port` 0 takes a free one. Without `data_dir` the data live in a
-    temporary directory, which `stop()` removes. `proxied` adds a listener for a fault proxy. `properties` win
-    over the node's own. Every method raises BrokerUnavailable when Java or the jars are not available, or the node does
-    not start.
+    The methods block, and only one thread may use them at a time. With `port` 0, a free port is chosen. Without
+    `data_dir`, the data is in a temporary directory, which `stop()` removes. `proxied` adds a listener for a fault
+    proxy. `properties` override the node's own properties. Every method that starts the node raises BrokerUnavailable
+    if Java or the jars are not available, or if the node does not start.
     """
 
     def __init__(
@@ -109,34 +111,34 @@ class EmbeddedKafka:
 
     @property
     def bootstrap(self) -> str:
-        """Return ``host:port`` for clients, which is known after the start and stays the same after a restart."""
+        """The ``host:port`` for clients, which is known after the start and stays the same after a restart."""
         return f"{HOST}:{self._port(0)}"
 
     @property
     def proxied(self) -> ProxiedListener:
-        """Return the listener for a fault proxy; the proxy's port is free for the caller to bind."""
+        """The listener for a fault proxy. The proxy's port is free, so that the caller can bind it."""
         return ProxiedListener(self._port(2), self._port(3))
 
     @property
     def log_file(self) -> Path:
-        """Return the node's log file, to which each start appends."""
+        """The node's log file, to which each start appends."""
         return self._directory() / "kafka.log"
 
     @property
     def running(self) -> bool:
-        """Return whether the process is still running; a paused process counts as running."""
+        """True while the process runs. A paused process counts as running."""
         return self._process is not None and self._process.running
 
     @property
     def process(self) -> ChildProcess | None:
-        """Return the Java process, to measure or freeze it; None before start() and after stop() or kill()."""
+        """The Java process, to measure or freeze it; None before start() and after stop() or kill()."""
         return self._process
 
     def start(self) -> Self:
-        """Start the node and wait until it responds to clients; takes about 2 s, and longer if jars are missing."""
+        """Start the node, and wait until it responds to clients. A start takes 2 s, or longer if jars are missing."""
         if self.running:
             raise InvariantBroken("this embedded Kafka already runs; call stop() or kill() first")
-        self.kill()  # cleans up after a node that died by itself
+        self.kill()  # cleans up after a node that ended by itself
         java = find_java(os.environ)
         jars = install_jars(cache_dir(os.environ), self._progress)
         self._dir = self._dir or self._given_dir or Path(tempfile.mkdtemp(prefix="dedup-kafka-"))
@@ -148,7 +150,7 @@ class EmbeddedKafka:
             process = self._launch(java, jars)
             if self._ready(process):
                 return self
-            # Between choosing a port and binding it another process can take it.
+            # After a free port is chosen, another process can take the port before Kafka binds it.
             if not (first_start and attempt < _PORT_TRIES and "Address already in use" in process.log):
                 self.kill()
                 raise BrokerUnavailable(
@@ -159,7 +161,7 @@ class EmbeddedKafka:
         raise InvariantBroken("unreachable: the last attempt returns or raises")
 
     def check(self) -> None:
-        """Raise BrokerUnavailable, with the end of the node's log, if the node has died."""
+        """Raise BrokerUnavailable, with the end of the node's log, if the node has ended."""
         if not self.running:
             tail = "" if self._process is None else self._process.log_tail
             raise BrokerUnavailable(
@@ -168,7 +170,7 @@ class EmbeddedKafka:
             )
 
     def stop(self) -> None:
-        """Shut the node down cleanly and delete temporary data; its ports are free afterward. Idempotent."""
+        """Shut the node down cleanly, delete temporary data, and free the ports. This method may be called again."""
         self._shut_down()
         if self._given_dir is None and self._dir is not None:
             shutil.rmtree(self._dir, ignore_errors=True)
@@ -216,7 +218,7 @@ class EmbeddedKafka:
         return (self._given_port, *ports[1:]) if self._given_port else ports
 
     def _format(self, java: Path, jars: Path) -> None:
-        """Write the config file; give a new data directory an identity and the feature levels of this version."""
+        """Write the config file, and give a new data directory an identity and the feature levels of this version."""
         data = self._directory() / "data"
         self._config_file().parent.mkdir(parents=True, exist_ok=True)
         self._config_file().write_text(self._config(data), encoding="utf-8")
@@ -226,11 +228,11 @@ class EmbeddedKafka:
         shutil.copyfile(_bootstrap_checkpoint(java, jars), data / "bootstrap.checkpoint")
         cluster, node = self._identity()
         identity = f"version=1\ncluster.id={cluster}\nnode.id={node}\ndirectory.id={new_id()}\n"
-        # Last, because its presence says that the directory is complete.
+        # This file is written last, because its presence means that the directory is complete.
         (data / "meta.properties").write_text(identity, encoding="utf-8")
 
     def _identity(self) -> tuple[str, int]:
-        """Return the ids of the cluster and the node."""
+        """Return the IDs of the cluster and the node."""
         return new_id(), 1
 
     def _config_file(self) -> Path:
@@ -276,24 +278,25 @@ class EmbeddedKafka:
 class ClassArchive:
     """The archive of Kafka's parsed and verified classes (JEP 350), which a node uses or creates.
 
-    Java writes it when a user's first node shuts down cleanly, which takes about 4 s longer; later nodes map it. It is
-    valid for one Java version and one set of jars. Without it, nodes start as usual. On 2 cores, a start took 1.8 s and
-    1.5 CPU-s instead of 3.8 s and 2.6 CPU-s, with a file of 49 MB.
+    Java writes the archive when a user's first node shuts down cleanly, which takes about 4 s longer; later nodes map
+    the archive into memory. The archive is valid for one Java version and one set of jars. Nodes also start without an
+    archive. On 2 cores, a start with the archive of 49 MB took 1.8 s and 1.5 CPU-seconds instead of 3.8 s and 2.6
+    CPU-seconds.
     """
 
     file: Path
     made: Path | None
-    """The path to which this node's Java writes an archive at exit; None if there already is one."""
+    """The path to which this node's Java writes an archive at exit; None if an archive already exists."""
 
     @classmethod
     def of(cls, java: Path, jars: Path) -> Self:
-        """Return the archive for a Java and a directory of jars, which may not exist yet."""
+        """Return the archive for a Java executable and a directory of jars. The archive may not exist yet."""
         file = jars.parent / f"{jars.name}-classes-{_digest(java, jars)}.jsa"
         return cls(file, None if file.is_file() else file.with_name(f"{file.name}.{os.getpid()}-{os.urandom(4).hex()}"))
 
     @property
     def options(self) -> tuple[str, ...]:
-        """Return Java's options."""
+        """The options for Java that use or create the archive."""
         silent = "-Xlog:cds=off,cds+dynamic=off"
         if self.made is None:
             return (f"-XX:SharedArchiveFile={self.file}", silent)
@@ -304,14 +307,14 @@ class ClassArchive:
         if self.made is None:
             return
         if exit_code in _CLEAN_EXITS and self.made.is_file():
-            # Two nodes may do this at once; the rename makes either archive appear whole.
+            # Two nodes may do this at the same time. Because of the rename, the archive is always complete.
             self.made.replace(self.file)
         else:
             self.made.unlink(missing_ok=True)
 
 
 def _digest(java: Path, jars: Path) -> str:
-    """Return a digest of the Java version and the jars, because Java refuses an archive if any of them changes."""
+    """Return a digest of the Java version and the jars, because Java rejects an archive if any of them has changed."""
     digest = blake2b(digest_size=8)
     release = java.resolve().parents[1] / "release"
     digest.update(release.read_bytes() if release.is_file() else str(java.resolve()).encode())
@@ -322,10 +325,10 @@ def _digest(java: Path, jars: Path) -> str:
 
 
 def free_ports(count: int) -> tuple[int, ...]:
-    """Return ports on which nothing listens, below the range that the system assigns to outgoing connections.
+    """Return ports on which no process listens, below the range that the system assigns to outgoing connections.
 
-    A client that keeps trying to reach a dead broker on a port in that range may get this port as its own, connect to
-    itself, and thereby prevent the broker from ever restarting.
+    A client that keeps trying to reach a stopped broker on a port in that range may get the same port as its own,
+    connect to itself, and thereby prevent the broker from restarting.
     """
     ports: set[int] = set()
     while len(ports) < count:
@@ -345,17 +348,17 @@ def _logging_options() -> tuple[str, ...]:
         f"{prefix}.defaultLogLevel=warn",
         f"{prefix}.showDateTime=true",
         f"{prefix}.dateTimeFormat=HH:mm:ss.SSS",
-        # Logs when the node is ready.
+        # This logger logs when the node is ready.
         f"{prefix}.log.kafka.server.KafkaRaftServer=info",
-        # Logs when the node was fenced because it got no CPU time for too long.
+        # This logger logs when the node was fenced because it got no CPU time for too long.
         f"{prefix}.log.org.apache.kafka.controller.ReplicationControlManager=info",
     )
 
 
 def _bootstrap_checkpoint(java: Path, jars: Path) -> Path:
-    """Return the file with the feature levels of a new cluster, which Kafka's storage tool writes once.
+    """Return the file with the feature levels of a new cluster, which Kafka's storage tool writes only once.
 
-    The tool would take a second for each new data directory, although the file is always the same.
+    The file is always the same, and the tool would take a second for each new data directory.
     """
     kept = jars / "bootstrap.checkpoint"
     if kept.exists():
@@ -379,14 +382,14 @@ def _bootstrap_checkpoint(java: Path, jars: Path) -> Path:
                 f"Kafka's storage tool failed with exit code {made.returncode}: {made.stderr.strip()[-500:]}. "
                 f"Delete {jars} and try again."
             )
-        # Two processes may do this at once; the rename makes either result appear whole.
+        # Two processes may do this at the same time. Because of the rename, the file is always complete.
         (Path(temporary) / "data" / "bootstrap.checkpoint").replace(kept)
     return kept
 
 
 def new_id() -> str:
-    """Return a new cluster or directory id as Kafka's Uuid text, which is 16 bytes in URL-safe base 64."""
-    # An id that starts with a dash would look like an option.
+    """Return a new cluster ID or directory ID as Kafka writes it, which is 16 bytes in URL-safe base64."""
+    # An ID that starts with a dash would look like an option.
     while True:
         text = base64.urlsafe_b64encode(uuid.uuid4().bytes).decode().rstrip("=")
         if not text.startswith("-"):

@@ -1,8 +1,8 @@
-"""A process that runs one program and kills it when the process that started the watchdog ends.
+"""Implements the watchdog, a process that runs a program and kills it when the process that started the watchdog ends.
 
-It is started by path with `python -I -S` and imports only the standard library, so it starts in about 20 ms. The parent
-holds the other end of its stdin. Each byte is an order (see ORDERS), and the end of the stream means that the parent
-has ended. On Linux, the kernel also kills the program if the watchdog itself is killed.
+The watchdog is started by path with `python -I -S` and imports only the standard library, so it starts in about 20 ms.
+The parent holds the other end of the watchdog's stdin. Each byte is an order (see ORDERS), and the end of the stream
+means that the parent has ended. On Linux, the kernel also kills the program if the watchdog itself is killed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _PR_SET_PDEATHSIG: Final = 1
 
 
 def main(command: list[str]) -> int:
-    """Run the program to its end; return its exit code, or 128 + the number of the signal that killed it."""
+    """Run the program to its end, and return its exit code, or 128 + the number of the signal that killed it."""
     parent = os.getppid()
     ended, wakeup = os.pipe()
     os.set_blocking(wakeup, False)
@@ -36,15 +36,15 @@ def main(command: list[str]) -> int:
     # This process has a single thread, so running code between fork and exec is safe.
     child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=2, preexec_fn=_tie_to_parent())  # noqa: PLW1509
     try:
-        # This line tells the parent that the program runs, and its process id.
+        # This line tells the parent that the program runs, and which process ID it has.
         os.write(1, f"{child.pid}\n".encode())
         while child.poll() is None:
             readable, _, _ = select.select([0, ended], [], [], _LOOK_EVERY_S)
             if ended in readable:
-                os.read(ended, 64)  # SIGCHLD also comes when the program is stopped or continued
+                os.read(ended, 64)  # SIGCHLD also arrives when the program is stopped or continued
             order = os.read(0, 1) if 0 in readable else None
             if order == b"" or os.getppid() != parent:
-                # A forked copy of the parent may still hold the pipe open; then only the parent id has changed.
+                # A forked copy of the parent may still hold the pipe open. Then only the parent process ID has changed.
                 break
             if order is not None:
                 child.send_signal(ORDERS[order])
@@ -55,7 +55,7 @@ def main(command: list[str]) -> int:
 
 
 def _tie_to_parent() -> Callable[[], None] | None:
-    """Return a function that makes a new process die with this one; None if the kernel cannot do that."""
+    """Return a function that makes a new process end with this one; None if the kernel does not support that."""
     if sys.platform != "linux":
         return None
     import ctypes  # noqa: PLC0415  other systems may lack it

@@ -1,6 +1,6 @@
-"""Findings about ingest files, and about the stages of a chain of several files that are not exactly-once.
+"""Finds problems in ingest files, and stages that are not exactly-once in a chain of several files.
 
-A chain is source → topic → deduplication → topic → table. `lint` returns the findings about a single topology.
+A chain is source → topic → deduplication → topic → table. The module `lint` finds problems in a single topology.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ _WEAK: Final = frozenset(
         "nobody_writes",
     }
 )
-"""Codes of findings which mean that a record may get through twice or not at all."""
+"""Codes of the findings which mean that a record may be sent twice or not at all."""
 
 
 @dataclass(frozen=True, slots=True)
 class Named:
-    """A file, and the stage that it describes."""
+    """The name of a file, and the stage of a chain that the file describes."""
 
     file: str
     stage: Stage
@@ -85,14 +85,14 @@ def _lint_table(table: TableSource) -> Iterator[Finding]:
 
 
 def lint_chain(files: Sequence[Named]) -> list[tuple[str, Finding]]:
-    """Return the findings that need several files together, each with the file of its stage."""
+    """Return the findings that only several files together show, each with the file of its stage."""
     if len(files) < 2:  # noqa: PLR2004  # one file is no chain
         return []
     return [*_weak_joints(files), *_loose_ends(files), *_same_files(files), *_same_names(files), *_shared_topics(files)]
 
 
 def describe_chain(files: Sequence[Named], weak: frozenset[str]) -> list[str]:
-    """Return a line per chain, with its stages from the source on and whether each is exactly-once.
+    """Return one line per chain that lists its stages from the source, and says whether each stage is exactly-once.
 
     ``weak`` contains the files of the stages that are not exactly-once according to their findings.
     """
@@ -103,7 +103,7 @@ def describe_chain(files: Sequence[Named], weak: frozenset[str]) -> list[str]:
 
 
 def _paths(files: Sequence[Named], topic: str, text: str, passed: list[str], weak: frozenset[str]) -> list[str]:
-    """Return a line per path that starts at a topic; ``text`` and ``passed`` are the stages before it."""
+    """Return one line per path that starts at a topic. ``text`` and ``passed`` describe the stages before the topic."""
     after = [(file, topology) for file, topology in _readers_of(files, topic) if file not in passed]
     if not after:
         bad = [file for file in passed if file in weak]
@@ -118,7 +118,7 @@ def _paths(files: Sequence[Named], topic: str, text: str, passed: list[str], wea
 
 
 def is_weak(finding: Finding) -> bool:
-    """Whether a finding says that a stage is not exactly-once."""
+    """Tell whether a finding means that a stage is not exactly-once."""
     return finding.level == "error" or finding.code in _WEAK
 
 
@@ -151,7 +151,7 @@ def _joint(ingest: Ingest, topology: Topology) -> Iterator[Finding]:
             f"every record would become a dead letter. Use the same rule in both files."
         )
         yield Finding("error", "no_id_header", text)
-    # The source writes its tracking ID as the record's key, too.
+    # The source also writes its tracking ID as the record's key.
     same = ingest.tracking_id is not None and (rule == ingest.tracking_id or isinstance(rule, KeyRule))
     if topology.source.partitioned_by_tracking_id and not same:
         own = "its place in the source" if ingest.tracking_id is None else rule_text(ingest.tracking_id)
@@ -182,7 +182,7 @@ def _loose_ends(files: Sequence[Named]) -> Iterator[tuple[str, Finding]]:
 
 
 def _same_files(files: Sequence[Named]) -> Iterator[tuple[str, Finding]]:
-    """Yield sources that share a directory. Both would send a file that is renamed from one pattern to the other."""
+    """Yield a warning for sources that share a directory, because both would send a file that matches both patterns."""
     seen: dict[str, str] = {}
     for file, ingest in _ingests(files):
         if not isinstance(ingest.source, FilesSource):
@@ -210,11 +210,11 @@ def _same_names(files: Sequence[Named]) -> Iterator[tuple[str, Finding]]:
 
 
 def _shared_topics(files: Sequence[Named]) -> Iterator[tuple[str, Finding]]:
-    """Yield pairs of topologies that write the same topics, with one finding per pair.
+    """Yield one finding for each pair of topologies that write to the same topics.
 
-    With a shared output, neither topology deduplicates against the other, and `dedup verify` attributes the other's
-    records to its own topology. Only a dead-letter topic may be shared on purpose, to collect all dead letters in one
-    place.
+    If two topologies share an output, neither detects duplicates of the other's records, and `dedup verify` attributes
+    records of one topology to the other. Only a dead-letter topic may be shared on purpose, to collect all dead letters
+    in one place.
     """
     topologies = _topologies(files)
     for at, (file, topology) in enumerate(topologies):
@@ -222,7 +222,7 @@ def _shared_topics(files: Sequence[Named]) -> Iterator[tuple[str, Finding]]:
             theirs = set(other.written_topics)
             shared = [name for name in topology.written_topics if name in theirs]
             if not shared or topology.name == other.name:
-                continue  # same name: `_same_names` reports that, and all their topics are named after it
+                continue  # `_same_names` reports equal names, from which equal topics follow
             names = ", ".join(shared)
             if shared == [topology.dead_letter] == [other.dead_letter]:
                 text = (

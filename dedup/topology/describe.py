@@ -1,4 +1,4 @@
-"""Describes a topology's agents, topics, table, and verdicts in words, as data, and as a drawing (Graphviz, SVG)."""
+"""Describes a topology's agents, topics, table, and verdicts as text, as data, and as a drawing (Graphviz or SVG)."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Kind = Literal["topic", "agent", "table"]
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A box of the drawing; its name is unique."""
+    """A box of the drawing, with a unique name."""
 
     name: str
     kind: Kind
@@ -40,7 +40,7 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Edge:
-    """An arrow, with its two ends and the kind of records that take it."""
+    """An arrow of the drawing, with the names of its two boxes and the kind of records that it stands for."""
 
     start: str
     end: str
@@ -48,7 +48,7 @@ class Edge:
 
 
 def graph(topology: Topology) -> tuple[list[Node], list[Edge]]:
-    """Return the boxes of a topology, from left to right, and the arrows."""
+    """Return the boxes of a topology's drawing from left to right, and the arrows between them."""
     first = 0 if topology.direct else 2
     nodes = [Node(topic, "topic", 0) for topic in topology.source.topics]
     edges: list[Edge] = []
@@ -69,7 +69,7 @@ def graph(topology: Topology) -> tuple[list[Node], list[Edge]]:
 
 
 def describe(topology: Topology) -> str:
-    """Return the topology in words, one fact per line."""
+    """Return a description of the topology with one fact per line."""
     lines = [f"topology {topology.name}", ""]
     for title, _key, facts in _SECTIONS:
         rows = list(facts(topology))
@@ -208,7 +208,7 @@ _SECTIONS: Final = (
     ("topics", "topics", _topic_facts),
     ("table", "table", _table_facts),
 )
-"""Title in words, key in `as_data`, and the facts."""
+"""For each section, the title in the text, the key in `as_data`, and the function that returns the facts."""
 
 
 def _outlets(topology: Topology) -> Iterator[tuple[str, str]]:
@@ -225,7 +225,7 @@ def _outlets(topology: Topology) -> Iterator[tuple[str, str]]:
 
 
 def _corners(nodes: list[Node]) -> dict[str, tuple[int, int]]:
-    """Return the upper left corner of every box, in columns side by side that are each centered."""
+    """Return the upper left corner of every box. Boxes are in columns, and each column is centered vertically."""
     columns: dict[int, list[Node]] = {}
     for node in nodes:
         columns.setdefault(node.column, []).append(node)

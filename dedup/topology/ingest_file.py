@@ -1,4 +1,4 @@
-"""The values of an ingest file, and how the file is parsed; `schema` defines its structure."""
+"""Parses an ingest file into checked values; `schema` defines the structure of the file."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Boundary = Literal["interval", "poll"] | Marker
 
 @dataclass(frozen=True, slots=True)
 class Ingest:
-    """One exactly-once source."""
+    """An exactly-once source, as an ingest file describes it."""
 
     name: str
     source: Source
@@ -38,17 +38,17 @@ class Ingest:
 
     @property
     def offsets_topic(self) -> str:
-        """The compacted topic that stores how far the source was read."""
+        """The compacted topic that stores the position up to which the source was read."""
         return f"{self.name}-source-offsets"
 
     @property
     def has_header(self) -> bool:
-        """Whether records get the header `dedup-id`, because none of their members is their ID."""
+        """True if records get the header `dedup-id`, because the ingest file names no members as their ID."""
         return self.tracking_id is None
 
 
 def is_ingest(text: str) -> bool:
-    """Whether a file is an ingest file, even if it is invalid otherwise."""
+    """Tell whether the text of a file is an ingest file, even if it is otherwise invalid."""
     return _INGEST_KEY.search(text) is not None
 
 
@@ -58,7 +58,7 @@ def parse_ingest(text: str, *, name: str) -> Ingest:
 
 
 def ingest_schema() -> dict[str, Any]:
-    """Return the JSON Schema of ingest files, for editors."""
+    """Return the JSON Schema of ingest files, for use in editors."""
     return schema_of(IngestFile, "dedup ingest")
 
 
@@ -96,7 +96,7 @@ def _rule(file: IngestIdFile | None) -> FieldRule | FieldsRule | None:
 
 
 def place_of(source: Source) -> str:
-    """Return a short name of a source, for messages."""
+    """Return a short name of a source for messages."""
     match source:
         case FilesSource():
             return f"{source.directory}/{source.pattern}"

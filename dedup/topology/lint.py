@@ -1,6 +1,6 @@
-"""Findings about a valid topology: settings that are allowed but have a cost or a risk that the author may not expect.
+"""Finds settings in a valid topology that are allowed but have a cost or a risk that the author may not expect.
 
-`parse` decides whether a file describes a topology at all.
+The module `parse` decides whether a file describes a valid topology.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from dedup.quantities import format_duration
 from dedup.topology.model import LateDrop, LateForward, Topology
 
 LARGEST_CHANGELOG_RECORD_BYTES: Final = 900_000
-"""A size below the broker's default `max.message.bytes` that leaves room for the record batch's own bytes."""
+"""A limit below the broker's default `max.message.bytes`, which leaves space for the record batch's own bytes."""
 _SIGHTING_BYTES: Final = 24
 _FINGERPRINT_BYTES: Final = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """An error, which must be fixed, or a warning."""
+    """An error, which must be fixed, or a warning about a topology."""
 
     level: Literal["error", "warning"]
     code: str
@@ -30,7 +30,7 @@ class Finding:
 
 
 def lint(topology: Topology) -> list[Finding]:
-    """Return the findings, errors first."""
+    """Return the findings about a topology, with errors first."""
     findings = [
         *_changelog_record(topology),
         *_policies(topology),
@@ -42,7 +42,9 @@ def lint(topology: Topology) -> list[Finding]:
 
 
 def worst_record_bytes(topology: Topology) -> int:
-    """Return the size of a changelog value if one ID is reused in every guard period throughout a segment."""
+    """Return the largest size of a changelog value, which results if one ID is reused in every guard period of a
+    segment.
+    """
     window = topology.window
     sightings = window.segment_ms // window.guard_ms + 2
     return sightings * (_SIGHTING_BYTES + (_FINGERPRINT_BYTES if topology.fingerprints_wanted else 0))
@@ -145,7 +147,7 @@ def _tracking_id(topology: Topology) -> Iterator[Finding]:
     if isinstance(rule, ContentRule | RawContentRule):
         if topology.tracking_id.normalize:
             yield _warning("normalize_unused", "tracking_id.normalize has no effect on content, only on text.")
-        # An excluded member is not part of the ID, so payloads with equal IDs may differ there.
+        # An excluded member is not part of the ID, so payloads with equal IDs may differ in it.
         if topology.fingerprints_wanted and not (isinstance(rule, ContentRule) and rule.exclude):
             text = "conflicts and on_conflict have no effect: records with equal content have equal payloads."
             yield _warning("no_conflicts_possible", text)

@@ -1,4 +1,4 @@
-"""A topology as the program uses it, with the checked value of every key of the file, including defaults."""
+"""Defines a topology as the program uses it, with the checked value of every key of the file, including defaults."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ from dedup.topology.schema import ColumnType, Output, Start, StateSpec
 
 _FINGERPRINT_BYTES: Final = 16
 _WINDOW_RULE: Final = 1
-"""Version of the meaning of stored sightings; state of another version cannot be used."""
+"""Version of the rule by which stored sightings are interpreted. State of another version cannot be used."""
 
 Format = Literal["json", "bytes"]
 SubTopology = Literal["dedup", "repartition"]
-"""The two kinds of task."""
+"""The two sub-topologies, each of which has its own kind of task."""
 
 
 @dataclass(frozen=True, slots=True)
 class SourceSpec:
-    """The source of records."""
+    """The topics that a topology reads, and how it reads them."""
 
     topics: tuple[str, ...]
     format: Format = "json"
     partitioned_by_tracking_id: bool = False
-    """Whether the producers put equal IDs into the same partition."""
+    """True if the producers put equal IDs into the same partition."""
     start: Start = "earliest"
 
 
@@ -56,7 +56,7 @@ class LateTo:
 
 @dataclass(frozen=True, slots=True)
 class LateForward:
-    """Late records are sent to the output with a mark; duplicates among them are not detected."""
+    """Late records are sent to the output with the header `dedup-verdict`; duplicates among them are not detected."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ Late = LateTo | LateForward | LateDrop
 
 @dataclass(frozen=True, slots=True)
 class SinkColumn:
-    """A column of a sink's table, with the member that it holds and the required type of its values."""
+    """A column of a sink's table, with the member of the value that it holds and the required type of that member."""
 
     name: str
     path: Path
@@ -87,14 +87,14 @@ class SinkSpec:
     """If empty, the columns are the record's key and value, as bytes."""
     topic: str
     append: bool
-    """Whether an ID that is forwarded again after its guard period gets another row, distinguished by its event time.
+    """True if an ID that is forwarded again after its guard period gets another row, which has a different event time.
     """
     dead_letter: str
 
 
 @dataclass(frozen=True)
 class Topology:
-    """One deduplication job."""
+    """One deduplication job, with its source, rules, and topics."""
 
     name: str
     source: SourceSpec
@@ -112,16 +112,16 @@ class Topology:
     duplicates: str | None = None
     conflicts: str | None = None
     conflicts_counted: bool = False
-    """Whether the file has `conflicts`, with or without a topic, so that payloads are compared."""
+    """True if the file has the key `conflicts`, with or without a topic, so that payloads are compared."""
     fingerprint_exclude: tuple[Path, ...] = ()
-    """Members ignored when payloads are compared."""
+    """Members that are ignored when payloads are compared."""
     on_conflict: OnConflict = OnConflict.DUPLICATE
     state: StateSpec = field(default_factory=StateSpec)
     sink: SinkSpec | None = None
 
     @property
     def direct(self) -> bool:
-        """Whether dedup tasks read the source topic itself, without repartitioning."""
+        """True if dedup tasks read the source topic itself, without repartitioning."""
         return len(self.source.topics) == 1 and self.source.partitioned_by_tracking_id
 
     @property
@@ -131,12 +131,12 @@ class Topology:
 
     @property
     def reset_group(self) -> str:
-        """The group whose offsets record where source topics and written topics stood at the last `dedup reset`."""
+        """The group whose offsets record the ends of source topics and written topics at the last `dedup reset`."""
         return f"{self.name}.reset"
 
     @property
     def replay_group(self) -> str:
-        """The group whose offsets record how far `dedup replay` has read the late and the dead-letter topic."""
+        """The group whose offsets record how far `dedup replay` has read the late and dead-letter topics."""
         return f"{self.name}.replay"
 
     @property
@@ -146,7 +146,7 @@ class Topology:
 
     @property
     def repartition_topic(self) -> str:
-        """The topic in which equal IDs are in the same partition; used unless `direct`."""
+        """The topic in which equal IDs are in the same partition; it is used unless `direct` is true."""
         return f"{self.name}.repartition"
 
     @property
@@ -167,17 +167,17 @@ class Topology:
 
     @property
     def fingerprints_wanted(self) -> bool:
-        """Whether payloads are compared, which costs eight bytes per ID."""
+        """True if payloads are compared, which costs eight bytes per ID."""
         return self.conflicts_counted or self.on_conflict is not OnConflict.DUPLICATE
 
     @property
     def conflicts_go_to(self) -> str | None:
-        """The topic for conflicts: their own or, without one, the topic for duplicates; None if only counted."""
+        """The topic for conflicts, or without one, the topic for duplicates; None if conflicts are only counted."""
         return self.duplicates if self.conflicts is None else self.conflicts
 
     @property
     def needs_value(self) -> bool:
-        """Whether the tracking ID or the event time is read from the value, so that a null value is a tombstone."""
+        """True if the tracking ID or the event time is read from the value, so that a null value is a tombstone."""
         id_in_value = not isinstance(self.tracking_id.rule, KeyRule | HeaderRule)
         return id_in_value or isinstance(self.event_time, FieldTime)
 
@@ -189,16 +189,16 @@ class Topology:
         )
 
     def transactional_id(self, sub_topology: SubTopology, partition: int, source_topic: str | None = None) -> str:
-        """Return a task's transactional id; only repartition tasks have a ``source_topic``."""
+        """Return the transactional ID of a task. Only repartition tasks have a ``source_topic``."""
         parts = [self.name, sub_topology, source_topic, str(partition)]
         return ".".join(part for part in parts if part is not None)
 
     def state_fingerprint(self, partitions: Mapping[str, int]) -> bytes:
         """Return 16 bytes that differ between topologies that cannot use each other's state.
 
-        ``partitions`` contains the partition count of every source topic and feeding topic. The fingerprint includes
-        the event time and the comparison of payloads, because sightings that were stored with another time or without
-        payloads would give wrong verdicts.
+        ``partitions`` contains the partition count of every source topic and feeding topic. The fingerprint depends on
+        the rule for the event time and on the comparison of payloads, because sightings that were stored with another
+        event time or without payload fingerprints would lead to wrong verdicts.
         """
         return blake2b(self.state_identity(partitions).encode(), digest_size=_FINGERPRINT_BYTES).digest()
 
@@ -221,7 +221,7 @@ class Topology:
 def rule_text(rule: Rule) -> str:
     """Return a tracking-ID rule in the notation of the topology file.
 
-    It is part of the state fingerprint, so do not reword it.
+    The text is part of the state fingerprint, so do not reword it.
     """
     match rule:
         case KeyRule():
@@ -241,9 +241,9 @@ def rule_text(rule: Rule) -> str:
 
 
 def _event_time_text(event_time: EventTime) -> str:
-    """Return an event time in the notation of the topology file.
+    """Return the rule for the event time in the notation of the topology file.
 
-    It is part of the state fingerprint, so do not reword it.
+    The text is part of the state fingerprint, so do not reword it.
     """
     match event_time:
         case RecordTime():
@@ -254,11 +254,11 @@ def _event_time_text(event_time: EventTime) -> str:
             assert_never(never)
 
 
-# The extractor of a topology, the same for workers, Spark and the verifier.
+# Workers, Spark, and the verifier use the same extractor of a topology.
 
 
 def extractor_of(topology: Topology) -> Extractor:
-    """Return the extractor of IDs and times, and of fingerprints if the topology compares payloads."""
+    """Return the extractor of IDs and event times, and of fingerprints if the topology compares payloads."""
     return compile_extractor(
         topology.tracking_id,
         topology.event_time,

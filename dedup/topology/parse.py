@@ -1,7 +1,7 @@
-"""Turns a topology file into a `Topology`, or raises one error that reports every problem with its position.
+"""Parses a topology file into a `Topology`, or raises one error that reports every problem with its position.
 
-The schema checks single keys. Problems that involve several keys (rules that exclude each other, a topic with two
-roles) are checked in the file as written, so that both kinds of problems are reported together.
+The schema checks single keys. Problems that involve several keys, such as a topic with two roles, are checked in the
+file as written, so that both kinds of problems are reported together.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ _SINK_LETTERS: Final = "the topic of the sink's dead letters"
 
 
 def parse(text: str, *, name: str) -> Topology:
-    """Return the topology that a file describes; problems are reported under the file's ``name``.
+    """Return the topology that a file describes. Problems are reported with the file's ``name``.
 
     Raises TopologyError with every problem in the file.
     """
@@ -66,9 +66,10 @@ def parse(text: str, *, name: str) -> Topology:
 
 
 def checked_file(text: str, name: str, model: type[_File], checks: Iterable[_Check]) -> _File:
-    """Return a file as its model, whose first key is its version. Raises TopologyError with every problem of the file.
+    """Return a file as an instance of its model. Raises TopologyError with every problem in the file.
 
-    ``checks`` look for what several keys show; a document they get is a mapping, its values may be anything.
+    The first key of the model is the version of the file. ``checks`` find problems that involve several keys. Each
+    check gets a document that is a mapping, but whose values are not validated.
     """
     begin = f"{next(iter(model.model_fields))}: 1"
     document = read(text, name=name)
@@ -89,7 +90,7 @@ def checked_file(text: str, name: str, model: type[_File], checks: Iterable[_Che
 
 
 def json_schema() -> dict[str, Any]:
-    """Return the JSON Schema of topology files, for editors."""
+    """Return the JSON Schema of topology files, for use in editors."""
     return schema_of(TopologyFile, "dedup topology")
 
 
@@ -126,7 +127,7 @@ def _topology(file: TopologyFile) -> Topology:
 
 
 def _source(file: TopologyFile, tracking_id: TrackingId) -> SourceSpec:
-    # Normalizing may make two keys equal that the producers' partitioner saw as different.
+    # Normalization may make two keys equal that were different for the producers' partitioner.
     implied = isinstance(tracking_id.rule, KeyRule) and not tracking_id.normalize
     source = file.source
     declared = source.partitioned_by == "tracking_id"
@@ -150,7 +151,7 @@ def _rule(file: TrackingIdFile) -> Rule:
 
 
 def event_time_of(written: str | FieldTimeFile) -> EventTime:
-    """Return the event time that a file names; a plain word means the record's own timestamp."""
+    """Return the event time that a file names. A plain word means the record's own timestamp."""
     if isinstance(written, str):
         return RecordTime()
     return FieldTime(written.field, written.unit)
@@ -208,10 +209,12 @@ def _bytes_have_no_fields(document: Document) -> Iterator[Problem]:
 
 
 def _one_role_each(document: Document) -> Iterator[Problem]:
-    """Refuse a topic with two roles, because a topic that is both read and written would feed itself."""
+    """Report each topic with two roles, because a job that reads and writes the same topic would process its own
+    output.
+    """
     roles: dict[str, str] = {}
     for at, topic, role in _topics(document):
-        # Kafka refuses two topics that differ only in "." and "_": their metrics would collide.
+        # Kafka rejects two topics whose names differ only in "." and "_", because their metrics would collide.
         same = topic.replace(".", "_")
         place = document.place_of_key(at) if at and at[-1] == "name" else document.place(at)
         label = f"{dotted(at)}: " if at else ""
@@ -222,7 +225,7 @@ def _one_role_each(document: Document) -> Iterator[Problem]:
             yield Problem(place, f'{label}"{topic}" is also {roles[same]}; every topic has one role')
         else:
             roles[same] = role
-    # A sink may read any topic that holds records; these hold state, or the sink's own dead letters.
+    # A sink may read any topic that holds records, but these topics hold state or the sink's own dead letters.
     read = document.get(("sink", "topic"))
     role = roles.get(read.replace(".", "_"), "") if isinstance(read, str) else ""
     if role in {_CHANGELOG, _REPARTITION, _SINK_LETTERS}:
@@ -231,7 +234,7 @@ def _one_role_each(document: Document) -> Iterator[Problem]:
 
 
 def _topics(document: Document) -> Iterator[tuple[At, str, str]]:
-    """Yield the path, name, and role of every topic, as far as the file can be understood."""
+    """Yield the path, name, and role of every topic in a file that may be invalid."""
     sources = document.get(("source", "topics"))
     for row, topic in enumerate(sources if isinstance(sources, list) else ()):
         if isinstance(topic, str):

@@ -1,4 +1,4 @@
-"""The minimum permissions that a worker's principal needs, for `dedup apply --acls`.
+"""Lists the minimum permissions that a worker's principal needs, for `dedup apply --acls`.
 
 In Kafka's authorizer, Read, Write, and Delete imply Describe. Since KIP-679, an idempotent producer needs no other
 permission. `dedup apply` creates topics under another principal, which needs Create.
@@ -14,7 +14,7 @@ from dedup.topology.model import Topology
 
 
 class Resource(enum.Enum):
-    """A resource type of Kafka's authorizer; the value is its option of kafka-acls."""
+    """A resource type of Kafka's authorizer. The value is the name of the kafka-acls option for that type."""
 
     TOPIC = "topic"
     GROUP = "group"
@@ -23,18 +23,18 @@ class Resource(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Permission:
-    """Operations on one resource, or on all resources with a prefix."""
+    """A set of operations that are allowed on one resource, or on all resources with a prefix."""
 
     resource: Resource
     name: str
     prefixed: bool
     operations: tuple[str, ...]
-    """Operations as kafka-acls spells them."""
+    """The operations as kafka-acls spells them."""
     why: str
 
 
 def worker_permissions(topology: Topology) -> tuple[Permission, ...]:
-    """Return the permissions that `dedup run` needs if its topics exist."""
+    """Return the permissions that `dedup run` needs if all topics exist."""
     return tuple(_permissions(topology))
 
 
@@ -52,7 +52,7 @@ def _permissions(topology: Topology) -> Iterator[Permission]:
     yield Permission(Resource.GROUP, topology.reset_group, prefixed=False, operations=("Describe",), why=mark)
     yield Permission(
         Resource.TRANSACTIONAL_ID,
-        f"{topology.name}.",  # a topology's name contains no dot, so no other topology's ids have this prefix
+        f"{topology.name}.",  # a topology's name contains no dot, so no other topology's IDs have this prefix
         prefixed=True,
         operations=("Write", "Describe"),
         why="one id per partition",

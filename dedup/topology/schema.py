@@ -1,8 +1,8 @@
-"""The schemas of topology files and ingest files, with each key's values, default, and description.
+"""Defines the schemas of topology files and ingest files, with the values, default, and description of each key.
 
-These pydantic models are also published as JSON Schemas; editors show the descriptions while someone writes a file.
-`model` and `ingest_file` make the values that the program works with of those named ``*File``; it uses the others as
-they are.
+These pydantic models are also published as JSON Schemas, whose descriptions editors show. `model` and `ingest_file`
+define the values that the program uses instead of the models named ``*File``. The program uses the other models
+directly.
 """
 
 from __future__ import annotations
@@ -44,15 +44,15 @@ _QUERY: Final = re.compile(r"\s*(select|with)\b", re.IGNORECASE)
 _PASSWORD: Final = re.compile(r"://[^/@:]*:(?!\$\{)[^@/]+@")
 _ALWAYS: Final = {"acks", "idempotence", "enable_idempotence", "transactional_id", "transactions", "retries"}
 _RESERVED: Final = frozenset({"tracking_id", "event_time_ms"})
-"""Columns that every sink table has."""
+"""The columns that every sink table has."""
 
 Start = Literal["earliest", "latest"] | int
-"""Where a topology without state starts to read; a number is the time of a record in ms."""
+"""Where a topology without state starts to read. A number is a record's time in milliseconds."""
 CsvType = Literal["text", "integer", "number", "boolean"]
 ColumnType = Literal["text", "integer", "number", "boolean", "time", "json"]
 
 
-# The validators raise ValueError with a sentence that says what to write instead.
+# The validators raise ValueError with a message that says what to write instead.
 
 
 def _topic(text: str) -> str:
@@ -173,7 +173,7 @@ _BY_SHAPE: Final = Discriminator(_shape)
 
 
 def _text_as(parse: Callable[[str], Any]) -> GetPydanticSchema:
-    """Return what takes only text; the value is what ``parse`` makes of it."""
+    """Return a schema that accepts only text, and converts it with ``parse``."""
     return GetPydanticSchema(lambda _type, _handler: no_info_after_validator_function(parse, str_schema(strict=True)))
 
 
@@ -213,10 +213,12 @@ class _ExactlyOne(Keys):
 
 
 class FieldTimeFile(Keys):
-    """The event time is a member of the JSON value."""
+    """An event time that is a member of the JSON value."""
 
     field: _Path = Field(description="Path of the member, such as order.placed_at.")
-    unit: TimeUnit = Field(description="rfc3339 is text; s, ms, us are numbers of seconds, milliseconds, microseconds.")
+    unit: TimeUnit = Field(
+        description="rfc3339 is text; s, ms, and us are numbers of seconds, milliseconds, or microseconds."
+    )
 
 
 class ColumnFile(Keys):
@@ -229,13 +231,15 @@ class ColumnFile(Keys):
 
 
 class SinkFile(Keys):
-    """A table with one row per tracking ID: what `dedup sink` writes."""
+    """The table with one row per tracking ID that `dedup sink` writes."""
 
     url: _Url = Field(description='sqlite:///FILE, postgresql://USER@HOST/DATABASE, or "${env:NAME}".')
     table: _Table = Field(description="The table or schema.table; created if it does not exist.")
     columns: (
         dict[_SinkColumn, Annotated[Annotated[_Path, _PLAIN] | Annotated[ColumnFile, _MAPPING], _BY_SHAPE]] | None
-    ) = Field(default=None, description="Column: a path, or {field, type}. Default: key and value, as bytes.")
+    ) = Field(
+        default=None, description="Maps each column to a path, or to {field, type}. Default: key and value, as bytes."
+    )
     topic: _Topic | None = Field(default=None, description="Topic to read. Default: the output topic.")
     on_reuse: Literal["update", "append"] = Field(
         default="update",
@@ -247,7 +251,7 @@ class SinkFile(Keys):
 
 
 class SourceFile(Keys):
-    """The source of records."""
+    """The topics that a topology reads, and how it reads them."""
 
     topics: Annotated[list[_Topic], some("topic")] = Field(
         description="Topics to read. Several topics are always repartitioned.", json_schema_extra={"minItems": 1}
@@ -267,13 +271,15 @@ class SourceFile(Keys):
 
 
 class ContentFile(Keys):
-    """The canonical content of the JSON value is the ID."""
+    """A tracking ID that is the canonical content of the JSON value."""
 
-    exclude: list[_Path] = Field(description="Members that are not part of the ID because they differ in each send.")
+    exclude: list[_Path] = Field(
+        description="Members that are not part of the ID because they differ each time a record is sent."
+    )
 
 
 class TrackingIdFile(Keys):
-    """What identifies the logical event: exactly one of key, header, field, fields, content."""
+    """The rule for the tracking ID, with exactly one of key, header, field, fields, and content."""
 
     model_config = ConfigDict(json_schema_extra={"oneOf": [{"required": [rule]} for rule in RULES]})
 
@@ -299,7 +305,8 @@ class TrackingIdFile(Keys):
         description="true is the raw bytes of the value; {exclude: [...]} is its JSON content without these members.",
     )
     normalize: list[Normalizing] = Field(
-        default_factory=list, description="Applied to IDs, in this order, before they are compared."
+        default_factory=list,
+        description="Normalizations that are applied to IDs, in this order, before they are compared.",
     )
     missing: Literal["dead_letter", "forward", "fail"] = Field(
         default="dead_letter", description="The policy for a record without a usable ID."
@@ -317,7 +324,7 @@ class Output(Keys):
 
 
 class ConflictsFile(Keys):
-    """Duplicates whose payload differs."""
+    """How duplicates whose payload differs are recognized, and where they are sent."""
 
     topic: _Topic | None = Field(
         default=None, description="Topic for conflicts. Default: the topic for duplicates. They are always counted."
@@ -328,22 +335,22 @@ class ConflictsFile(Keys):
 
 
 class StateSpec(Keys):
-    """Settings for state."""
+    """Settings for the state of a topology's tasks."""
 
     standby_replicas: Annotated[int, within(0, _MOST_STANDBYS)] = Field(
-        default=1, description="Number of other workers that keep a warm copy."
+        default=1, description="Number of other workers that keep a warm copy of each partition's state."
     )
     max_bytes_per_partition: _Size | None = Field(
-        default=None, description="The worker stops before a partition's state exceeds this."
+        default=None, description="Limit for a partition's state. The worker stops before the state exceeds it."
     )
 
 
 class TopologyFile(Keys):
-    """One deduplication job."""
+    """The schema of a topology file, which describes one deduplication job."""
 
     dedup: Annotated[Literal[1], BeforeValidator(_version)] = Field(description="Version of this format.")
     name: Annotated[str, _NAME_RULE, _text_like(f"^{_NAME.pattern}$")] = Field(
-        description="Consumer group, and prefix of transactional ids and topics."
+        description="Consumer group, and prefix of transactional IDs and topics."
     )
     source: SourceFile = Field(description="The source of records.")
     tracking_id: TrackingIdFile = Field(description="What identifies the logical event.")
@@ -367,7 +374,7 @@ class TopologyFile(Keys):
     max_clock_skew: _Duration = Field(default="1h", description="How far ahead of the clock an event time may be.")
     idle_after: _PositiveDuration = Field(
         default="1m",
-        description="After this time, a source partition without lag no longer holds stream time back.",
+        description="Time after which a source partition without lag no longer holds stream time back.",
     )
     output: Output | None = Field(
         default=None, description="Where unique records go. Without it, the topology only observes."
@@ -393,26 +400,26 @@ class TopologyFile(Keys):
 
 
 class FilesSource(Keys):
-    """Files of one directory that are only appended to, and renamed when they are full."""
+    """Files in one directory that only grow, and that are renamed when they are full."""
 
     directory: str = Field(description="Directory of the files, relative to the current directory of the command.")
     pattern: Annotated[str, AfterValidator(_file_pattern)] = Field(
         default="*.jsonl",
-        description='Names of files to read: "*.jsonl". A file that is renamed is still read to its end.',
+        description="Pattern for the names of the files to read. A file that is renamed is still read to its end.",
     )
     format: Literal["jsonl", "csv"] = Field(
         default="jsonl",
         description="jsonl is one JSON value per line; csv is one row per line, after a line of column names.",
     )
     columns: dict[_Column, CsvType] | None = Field(
-        default=None, description="All columns of a CSV file, each with its type in JSON."
+        default=None, description="All columns of the CSV files, each with its type in JSON."
     )
     changed: Literal["stop", "start_over"] = Field(
         default="stop", description="What happens when a file is truncated or replaced after part of it was read."
     )
     last_line: Literal["wait", "take"] = Field(
         default="wait",
-        description="If the last line has no line feed, wait for it, or read the line because files arrive complete.",
+        description="If the last line has no line feed: wait for one, or take the line because files arrive complete.",
     )
 
     @model_validator(mode="after")
@@ -425,17 +432,17 @@ class FilesSource(Keys):
 
     @property
     def start_over(self) -> bool:
-        """Whether a truncated or replaced file is read from its beginning; otherwise ingest stops."""
+        """True if a truncated or replaced file is read from its beginning; otherwise, ingest stops."""
         return self.changed == "start_over"
 
     @property
     def take_last_line(self) -> bool:
-        """Whether a last line without a line feed is sent at once."""
+        """True if a last line without a line feed is sent immediately."""
         return self.last_line == "take"
 
 
 class TableSource(_ExactlyOne):
-    """A table to which rows are only added, each with a greater number."""
+    """A table to which rows are only added, each with a greater number than the rows before it."""
 
     one_of = ("table", "query")
 
@@ -451,23 +458,23 @@ class TableSource(_ExactlyOne):
     )
     settle: _PositiveDuration | None = Field(
         default=None,
-        description="If the INSERT itself does not take the number: rows are read this long after they became visible. "
-        "Not exact: a row that becomes visible even later is never read.",
+        description="Needed if the INSERT itself does not take the number: how long to wait before rows are read. "
+        "This is not exact: a row that becomes visible even later is never read.",
     )
 
     @property
     def settle_ms(self) -> int:
-        """Longest time from taking a number until its row is visible; 0 if the INSERT itself takes the number."""
+        """The longest time from taking a number until its row is visible; 0 if the INSERT itself takes the number."""
         return parse_duration(self.settle) if self.settle else 0
 
     @property
     def named(self) -> str:
-        """The table's name, or "query"."""
+        """The name of the table, or "query" for a query."""
         return self.table or "query"
 
 
 class IngestSourceFile(_ExactlyOne):
-    """Where records come from: files or a table."""
+    """The source that records come from, which is files or a table."""
 
     one_of = ("files", "table")
 
@@ -476,7 +483,7 @@ class IngestSourceFile(_ExactlyOne):
 
 
 class IngestIdFile(_ExactlyOne):
-    """Which members of a record are its tracking ID."""
+    """The members of a record that are its tracking ID."""
 
     one_of = ("field", "fields")
 
@@ -487,7 +494,7 @@ class IngestIdFile(_ExactlyOne):
 
 
 class IngestOutputFile(Keys):
-    """Where records go."""
+    """The topic that records are sent to."""
 
     topic: _Topic = Field(description="Topic to write; created if it does not exist.")
     partitions: Annotated[int, AfterValidator(_partitions)] | None = Field(
@@ -496,18 +503,18 @@ class IngestOutputFile(Keys):
 
 
 class Marker(Keys):
-    """How to recognize the last record of a transaction; it is sent like any other."""
+    """How to recognize the last record of a transaction, which is sent like any other record."""
 
     field: _Path = Field(description="A member of the JSON value.")
     equals: str | int | bool = Field(description="The value of that member in such a record.")
 
 
 class IngestFile(Keys):
-    """One exactly-once source."""
+    """The schema of an ingest file, which describes one exactly-once source."""
 
     ingest: Annotated[Literal[1], BeforeValidator(_version)] = Field(description="Version of this format.")
     name: Annotated[str, _NAME_RULE] = Field(
-        description="Prefix of the transactional id and of the topic of source offsets."
+        description="Prefix of the transactional ID and of the topic of source offsets."
     )
     source: IngestSourceFile = Field(description="The source of records.")
     output: IngestOutputFile = Field(description="Where records go.")
@@ -516,7 +523,7 @@ class IngestFile(Keys):
         description="The record's key. Without it, the header dedup-id contains the place in the source.",
     )
     event_time: Annotated[Annotated[Literal["now"], _PLAIN] | Annotated[FieldTimeFile, _MAPPING], _BY_SHAPE] = Field(
-        default="now", description="The record's timestamp: now, when it is sent, or a member of the value."
+        default="now", description="The record's timestamp: now (the time when it is sent) or a member of the value."
     )
     dead_letter: _Topic | None = Field(default=None, description="Topic for dead letters. Default: <name>.dead-letter.")
     boundary: Annotated[Annotated[Literal["interval", "poll"], _PLAIN] | Annotated[Marker, _MAPPING], _BY_SHAPE] = (

@@ -1,4 +1,6 @@
-"""The content of the dashboard as plain data: issues that need attention, tasks, totals, latest cases, and plots."""
+"""Creates the content of the dashboard as plain data: issues that need attention, tasks, totals, latest cases, and
+plots.
+"""
 
 from __future__ import annotations
 
@@ -10,42 +12,43 @@ from typing import Any, Final, Literal
 from dedup.metrics import END_TO_END_BUCKETS_S, TaskNumbers, TaskSeen, WorkerSeen, formats_of
 from dedup.worker_view import Noted, Peer, TaskPulse
 
-# The last five minutes of a worker's metrics for the dashboard's plots: rates, lag and latency, sampled every second.
-#
-# Rates are differences of counters, as in Prometheus' `rate()`: a new task counts from zero. Latency is a quantile of
-# the histogram's growth, interpolated within its bucket as `histogram_quantile()` does.
+# The dashboard's plots show the last five minutes of a worker's metrics: rates, lag, and latency, sampled every second.
+# Rates are differences of counters, as in Prometheus' `rate()`; a new task counts from zero. Latency is a quantile of
+# the histogram's growth, interpolated within its bucket as in `histogram_quantile()`.
 
 EVERY_S: Final = 1.0
 KEPT: Final = 300
-"""Number of samples, for five minutes."""
+"""Number of samples that are kept, which cover five minutes."""
 PLOTTED: Final = ("unique", "duplicate", "late", "dead_letter", "exempt")
 
 
 _COLUMNS: Final = ("time_ms", *PLOTTED, "lag_records", "median_s", "p99_s")
 
 Sample = Mapping[str, float | None]
-"""One moment, by the names in `_COLUMNS`: rates per second since the previous sample; lag, None while no task knows the
-end of its partition; end-to-end latency of what was committed since the previous sample, None if nothing was."""
+"""The metrics at one moment, by the names in `_COLUMNS`. Rates are per second since the previous sample. The lag is
+None while no task knows the end of its partition. Latencies are those of the records that were committed since the
+previous sample, or None if there were none.
+"""
 
 
 @dataclass(slots=True)
 class _Counted:
     numbers: TaskNumbers
-    """A reference to the counters, so that no other task's counters can get the same id()."""
+    """A reference to the counters, so that the counters of another task cannot get the same id()."""
     verdicts: Mapping[str, int]
     latencies: Sequence[int]
 
 
 @dataclass(slots=True)
 class MetricHistory:
-    """The latest samples, oldest first."""
+    """The latest samples of a worker's metrics, oldest first."""
 
     samples: deque[Sample] = field(default_factory=lambda: deque(maxlen=KEPT))
     _last: dict[int, _Counted] = field(default_factory=dict)
     _last_ms: int | None = None
 
     def sample(self, pulses: Iterable[TaskPulse], now_ms: int) -> None:
-        """Add a sample; the first call only sets the counters to start from."""
+        """Add a sample. The first call adds no sample, and only records the counters as a starting point."""
         grown: Counter[str] = Counter()
         latencies = [0] * (len(END_TO_END_BUCKETS_S) + 1)
         lags: list[int] = []
@@ -74,7 +77,7 @@ class MetricHistory:
 
 
 def quantile(counts: Sequence[int], share: float) -> float | None:
-    """Return a quantile of a histogram with the end-to-end buckets, in seconds; None if it is empty."""
+    """Return a quantile in seconds of a histogram with the end-to-end buckets; None if the histogram is empty."""
     total = sum(counts)
     if not total:
         return None
@@ -90,7 +93,7 @@ def quantile(counts: Sequence[int], share: float) -> float | None:
 
 
 FORMAT = 1
-"""Format of the snapshot, so that a page that stayed open during an upgrade notices a change."""
+"""Version of the snapshot's format, by which a page that stayed open during an upgrade notices a change."""
 STUCK_S: Final = 30.0
 BEHIND_S: Final = 60.0
 NEARLY_FULL: Final = 0.8
@@ -109,14 +112,14 @@ _NULLABLE: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Notice:
-    """An issue that needs attention, in a sentence."""
+    """An issue that needs attention, described by a sentence."""
 
     level: Literal["error", "warning"]
     text: str
 
 
 def notices(seen: WorkerSeen, samples: Sequence[Sample], peers: Sequence[Peer]) -> list[Notice]:
-    """Return the current issues, errors first."""
+    """Return the current issues of a worker, with errors first."""
     found = [*_worker(seen), *_tasks(seen.tasks), *_verdicts(seen, samples), *_fleet(peers)]
     return sorted(found, key=lambda notice: notice.level != "error")
 
@@ -151,7 +154,7 @@ def _tasks(tasks: Iterable[TaskSeen]) -> Iterator[Notice]:
 def _verdicts(seen: WorkerSeen, samples: Sequence[Sample]) -> Iterator[Notice]:
     formats = formats_of(seen.counters().values())
     if formats:
-        # Another format is a producer's mistake, not that of single records.
+        # If values have another format, the producer is wrong, not a single record.
         named = ", ".join(f"{count:,} {name}" for name, count in formats.most_common())
         text = f"Dead letters in another format than JSON since this worker started, by their first bytes: {named}."
         yield Notice("warning", text)
@@ -174,7 +177,7 @@ def _fleet(peers: Sequence[Peer]) -> Iterator[Notice]:
 def board(
     seen: WorkerSeen, history: MetricHistory, latest: Iterable[Noted], peers: Sequence[Peer], *, now_ms: int
 ) -> dict[str, Any]:
-    """Return the snapshot for one request, in the structure of `FORMAT` and with times in ms."""
+    """Return the snapshot for one request, in the structure of `FORMAT` and with times in milliseconds."""
     # As in /metrics, the counts include tasks that this worker has closed.
     counted = TaskNumbers()
     for numbers in seen.counters().values():

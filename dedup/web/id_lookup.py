@@ -1,7 +1,7 @@
-"""Looks up an ID in this worker's state and at the owners of the other partitions.
+"""Looks up an ID in this worker's state and asks the owners of the other partitions.
 
-Owners are asked only for their own state, so a request is never forwarded twice. The answer contains the partitions
-that could not be asked. An ID is "not known" only if every partition that may hold it was asked.
+Owners are asked only for their own state, so a request is never forwarded twice. The answer lists the partitions whose
+owners could not be asked. An ID is "not known" only if every partition that may contain it was searched.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ OK: Final = 200
 async def ask_owners(own: LookedUp, peers: Sequence[Peer], token: Secret | None) -> dict[str, Any]:
     """Return what this worker and the owners of the other partitions know about an ID, as plain data.
 
-    ``unreached`` lists the partitions that were not asked, with reasons. No error is raised if a worker does not
-    respond.
+    ``unreached`` in the result lists the partitions that were not searched, with reasons. No error is raised if a
+    worker does not respond.
     """
     asked, unreached = set(own.asked), list[dict[str, Any]]()
     sightings = [{**asdict(seen), "worker": own.worker} for seen in own.sightings]
@@ -68,7 +68,7 @@ async def _ask(session: ClientSession, peer: Peer, own: LookedUp) -> dict[str, A
     """Return an owner's answer, or the reason why there is none."""
     if peer.url is None:
         return "it serves no pages"
-    # Slashes in the ID are encoded, too, because they do not separate path segments.
+    # Slashes in the ID are also encoded, because they do not separate path segments.
     url = f"{peer.url}/api/ids/{quote(own.id, safe='')}?here=1"
     try:
         async with session.get(URL(url, encoded=True), allow_redirects=False) as answer:

@@ -1,18 +1,19 @@
-"""The web server of a worker, with read-only pages on loopback, or on other addresses with a token.
+"""Implements the web server of a worker, with read-only pages on loopback, or on other addresses with a token.
 
     /live           the event loop runs
     /ready          every task of this worker runs; 503 with the reason if not
     /metrics        Prometheus' text format
     /api/status     tasks, lag, state
-    /api/ids/{id}   whether this ID was seen; asks owners of other partitions, too, unless called with ?here=1
+    /api/ids/{id}   whether this ID was seen; also asks owners of other partitions, unless called with ?here=1
     /api/dashboard  what the dashboard shows
     /api/records/{topic}/{partition}/{offset}   one source record
     /               the dashboard
 
-Probes need no token and reveal only yes or no. The dashboard's own files need none either, because they contain no data
-and the page asks for the token before it gets any. Pages on loopback refuse other Host headers, so that a web page in
-somebody's browser cannot read them through its own host name (DNS rebinding). The plotting library is uPlot 1.6.32 from
-npm. The content security policy allows files from this host only, and no inline scripts or styles.
+Probes need no token, and reveal little more than yes or no. The dashboard's own files need no token either, because
+they contain no data, and the page asks for the token before it requests data. Without a token, the server rejects
+requests whose Host header does not name loopback, so that a website in a user's browser cannot read the pages through
+its own host name (DNS rebinding). The plotting library is uPlot 1.6.32 from npm. The content security policy allows
+only files from the worker itself, and no inline scripts or styles.
 """
 
 from __future__ import annotations
@@ -77,14 +78,14 @@ _SECURITY_HEADERS: Final[Mapping[str, str]] = {
 }
 OPEN_PAGES: Final = frozenset({"/live", "/ready"})
 _SHARED_S: Final = 0.5
-"""How long one snapshot is used for all requests, because adding up the sizes of 256 stores takes a while."""
+"""How long one snapshot is used for all requests, because it takes time to add up the sizes of 256 stores."""
 _MOST_ID_BYTES: Final = 65_536
 log: Final = logging.getLogger(__name__)
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class Answers(Protocol):
-    """The worker's interface from which the pages get their data."""
+    """The interface through which the pages get their data from the worker."""
 
     def not_ready(self) -> str | None:
         """Return why the worker is not ready; None if it is."""
@@ -96,7 +97,7 @@ class Answers(Protocol):
         """Return the metrics in Prometheus' text format."""
 
     def look_up(self, text: str) -> LookedUp:
-        """Return what this worker's state says about an ID. Raises SettingsError for text that cannot be an ID."""
+        """Return what this worker's state contains about an ID. Raises SettingsError for text that cannot be an ID."""
 
     def pulse(self) -> Iterable[TaskPulse]:
         """Return the counters and the lag of every task, which are cheap to read."""
@@ -108,11 +109,11 @@ class Answers(Protocol):
         """Return the members of the group."""
 
     async def record(self, topic: str, partition: int, offset: int) -> ShownRecord | None:
-        """Return a source record; None if it was deleted. Raises DedupError if it cannot be read."""
+        """Return a source record; None if the record was deleted. Raises DedupError if the record cannot be read."""
 
 
 class WebServer:
-    """The web server of one worker; use it with ``async with``. If it cannot listen, it logs a warning."""
+    """The web server of one worker. Use it with ``async with``. If the server cannot listen, it logs a warning."""
 
     def __init__(self, settings: Web, answers: Answers) -> None:
         self._settings: Final = settings
@@ -123,11 +124,13 @@ class WebServer:
         self._sampling: asyncio.Task[None] | None = None
         self._board: tuple[float, dict[str, Any]] = (0.0, {})
         self.url: str | None = None
-        """The address on which it listens; None while it does not."""
+        """The URL at which the server listens; None while it does not listen."""
 
     @property
     def advertised(self) -> str | None:
-        """The URL for others: `web.advertise`, or the address, or the host name if it listens on all addresses."""
+        """The URL under which others reach these pages: `web.advertise`, or the listening address, or else the host's
+        name.
+        """
         if self.url is None or self._settings.advertise is not None:
             return None if self.url is None else self._settings.advertise
         if self._settings.host.strip("[]") not in {"0.0.0.0", "::"}:  # noqa: S104  # compared, not listened on
@@ -163,7 +166,7 @@ class WebServer:
         await self._runner.cleanup()
 
     async def _sample(self) -> None:
-        """Sample the counters every second; a sample costs about ten microseconds per task."""
+        """Sample the counters every second. A sample costs about ten microseconds per task."""
         while True:
             self._history.sample(self._answers.pulse(), time.time_ns() // 1_000_000)
             await asyncio.sleep(EVERY_S)
@@ -196,7 +199,7 @@ class WebServer:
                         text="This page needs the header Authorization: Bearer TOKEN.\n",
                         headers={"WWW-Authenticate": "Bearer"},
                     )
-            # Not request.host: if the header is missing, that waits for a DNS lookup.
+            # request.host is not used, because it waits for a DNS lookup if the header is missing.
             if self._token is None and not _names_loopback(request.headers.get("Host", "")):
                 raise web.HTTPForbidden(text="Without a token these pages are for localhost only.\n")
         response = await handler(request)
@@ -254,7 +257,7 @@ class WebServer:
 
 
 def _file_answer(name: str) -> Callable[[web.Request], Awaitable[web.Response]]:
-    """Return a handler that serves one file, read at its first request."""
+    """Return a handler that serves one file, which is read at the first request."""
     content: bytes | None = None
 
     async def answer(_: web.Request) -> web.Response:
@@ -268,7 +271,7 @@ def _file_answer(name: str) -> Callable[[web.Request], Awaitable[web.Response]]:
 
 
 def status_of(seen: WorkerSeen, peers: Iterable[Peer]) -> dict[str, Any]:
-    """Return a worker as plain data for JSON, and the URLs of the other members of the group."""
+    """Return the status of a worker as plain data for JSON, with the URLs of the members of the group."""
     counted = seen.counters()
     numbers = tuple(counted.values())
     return {
@@ -288,7 +291,7 @@ def status_of(seen: WorkerSeen, peers: Iterable[Peer]) -> dict[str, Any]:
 
 
 def _task(task: TaskSeen, counted: TaskNumbers) -> dict[str, Any]:
-    """Return a task as plain data; counts are those of this worker since it started, as in /metrics."""
+    """Return the status of a task as plain data. The counters count since this worker started, as in /metrics."""
     numbers = task.numbers
     return {
         "task": task.sub_topology,

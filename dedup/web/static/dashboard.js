@@ -1,4 +1,4 @@
-// Fetches a snapshot every second and shows it; reports a worker that does not answer.
+// Fetches a snapshot every second and shows it. Reports a worker that does not respond.
 
 import { Lookup, showRecord } from "./lookup.js";
 import { Plots } from "./plots.js";
@@ -104,7 +104,7 @@ function show(board) {
 function connection(text, lost) {
   write(by("connection"), text);
   by("connection").className = lost ? "lost" : "";
-  // The page shows old data then, so screen readers announce it, too.
+  // The page shows old data in this case, so screen readers also announce it.
   if (lost) {
     by("attention").className = "error";
     write(by("verdict"), text);

@@ -76,7 +76,7 @@ export class Plots {
       if (!this.#drawn.has(id)) this.#drawn.set(id, new uPlot(options(plot, place.clientWidth), data, place));
       else this.#drawn.get(id).setData(data);
       const drawn = this.#drawn.get(id);
-      // The legend shows the moment under the pointer, else the last one; uPlot clears it after drawing.
+      // The legend shows the moment under the pointer, or otherwise the last one. uPlot clears it after drawing.
       setTimeout(() => {
         if (drawn.cursor.idx === null || drawn.cursor.idx === undefined) drawn.setLegend({ idx: data[0].length - 1 }, false);
       });

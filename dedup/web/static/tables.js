@@ -22,7 +22,7 @@ function keyed(body, rows, keyOf, make, update) {
 }
 
 function owner(row) {
-  // Group members report these URLs, so only http(s) becomes a link: "javascript:" must not.
+  // Group members report these URLs, so only http(s) becomes a link, and "javascript:" does not.
   const linked = row.state === "elsewhere" && /^https?:\/\//.test(row.url ?? "");
   return linked ? element("a", { href: row.url, rel: "noreferrer" }, row.worker) : element("span", {}, row.worker);
 }

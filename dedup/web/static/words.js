@@ -1,4 +1,4 @@
-// Formats numbers, sizes and times. Everything on this page is inserted as text, never as markup.
+// Formats numbers, sizes, and times. Everything on this page is inserted as text, never as markup.
 
 const NUMBER = new Intl.NumberFormat("en", { maximumFractionDigits: 0 });
 const SMALL = new Intl.NumberFormat("en", { maximumSignificantDigits: 3 });
@@ -24,7 +24,7 @@ export function seconds(value) {
   return value < 7200 ? `${NUMBER.format(value / 60)} min` : `${SMALL.format(value / 3600)} h`;
 }
 
-// Event times may be any number; one that is not a date is shown as a number.
+// Event times may be any number. A number that is not a date is shown as a number.
 export function instant(ms) {
   const date = new Date(ms);
   return Number.isNaN(date.getTime()) ? `${ms} ms` : date.toISOString().replace(".000Z", "Z");
