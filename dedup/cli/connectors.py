@@ -127,7 +127,7 @@ def _numbers(text: str) -> set[int]:
 
 
 def resolved_sink(topology: Topology, path: Path) -> SinkSpec:
-    """Return a topology's sink with resolved references in its URL. Raises TopologyError if the topology has no sink."""
+    """Return a topology's sink with resolved references in its URL. Raises TopologyError if there is none."""
     from dedup.connect.sink_connector import spec_of
     from dedup.settings import with_references
 

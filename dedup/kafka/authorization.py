@@ -1,7 +1,8 @@
 """Checks what a principal may do and what a broker supports, without disturbing running workers.
 
-Brokers say which operations a caller may perform on topics and groups (KIP-430). They do not say this for transactional
-ids. The only test is to send an `InitProducerId` with an id that no task uses, so that it fences nobody.
+Brokers report which operations a caller may perform on topics and groups (KIP-430), but not on transactional IDs. The
+only way to test a transactional ID is to send an `InitProducerId` request. The ID in the request is one that no task
+uses, so the request fences no worker.
 """
 
 from __future__ import annotations
@@ -59,14 +60,14 @@ _NEEDED: Final[tuple[type[Any], ...]] = (
 
 
 class Rights:
-    """Sends its requests over one connection; use it with ``async with``. Every method raises BrokerUnavailable."""
+    """Reports the caller's rights. Use it with ``async with``. Every method may raise BrokerUnavailable."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection: Final = connection
         self._client: Final = AIOKafkaClient(**connection.client_options())
 
     async def __aenter__(self) -> Self:
-        """Connect; raises BrokerUnavailable."""
+        """Connect to a broker. Raises BrokerUnavailable if none responds."""
         try:
             await self._client.bootstrap()
         except KafkaError as error:
@@ -85,9 +86,9 @@ class Rights:
         return tuple(sorted(named))
 
     async def lacking(self) -> dict[str, list[str]]:
-        """Return, for each broker, the requests that it does not support in any version that dedup sends.
+        """Return, for each broker, the requests of which it supports no version that dedup sends.
 
-        Raises BrokerUnavailable.
+        Raises BrokerUnavailable if a broker does not respond.
         """
         found = {}
         for broker in self._client.cluster.brokers():
@@ -98,9 +99,9 @@ class Rights:
         return found
 
     async def on_topics(self, names: Iterable[str]) -> dict[str, frozenset[str] | None]:
-        """Return the operations allowed on each topic; None if it does not exist.
+        """Return the operations that are allowed on each topic; None for a topic that does not exist.
 
-        If a topic may not even be described, only operations that do not imply Describe can be allowed.
+        If the caller may not describe a topic, only operations that do not imply Describe can be allowed.
         """
         topics: list[Any] = [(0, 0, name, {}) for name in sorted(set(names))]
         request = MetadataRequest_v10(topics, False, False, True, {})  # noqa: FBT003  # positional protocol fields
@@ -117,7 +118,7 @@ class Rights:
         return found
 
     async def on_group(self, name: str) -> frozenset[str]:
-        """Return the operations allowed on a group."""
+        """Return the operations that are allowed on a group."""
         node = await self._coordinator(CoordinationType.GROUP, name)
         if node is None:
             return frozenset()
@@ -126,7 +127,7 @@ class Rights:
         return _operations(0 if code == _REFUSED_GROUP else operations)
 
     async def try_transactional_id(self, name: str, timeout_ms: int) -> int:
-        """Send an `InitProducerId`, which fences any other user of this id, and return its error code."""
+        """Send an `InitProducerId` request, which fences any other user of the ID, and return its error code."""
         node = await self._coordinator(CoordinationType.TRANSACTION, name)
         if node is None:
             return REFUSED_ID
@@ -134,7 +135,7 @@ class Rights:
         return int(answer.error_code)
 
     async def _coordinator(self, kind: int, key: str) -> int | None:
-        """Return the group coordinator; None if the caller is not authorized to look it up."""
+        """Return the node ID of a coordinator; None if the caller is not authorized to look it up."""
         deadline_s = asyncio.get_running_loop().time() + self._connection.request_timeout_ms / 1000
         while True:
             try:
@@ -142,7 +143,7 @@ class Rights:
             except KafkaError as error:
                 if isinstance(error, _REFUSALS):
                     return None
-                # At the first such request of its life, a cluster creates the coordinator's topic.
+                # A cluster creates the coordinator's topic when it receives the first such request.
                 if asyncio.get_running_loop().time() >= deadline_s:
                     raise BrokerUnavailable(
                         f"no coordinator of {key!r} was found: {error!r}. Look at the brokers' logs."
@@ -166,12 +167,12 @@ def _operations(bits: int) -> frozenset[str]:
 
 async def _lacking(connection: Connection, host: str, port: int) -> list[str]:
     async with probing(connection, host, port) as made:
-        offered: dict[int, tuple[int, int]] = made._versions  # noqa: SLF001  # aiokafka has no public way to say so
+        offered: dict[int, tuple[int, int]] = made._versions  # noqa: SLF001  # aiokafka has no public API for this
     return [
         needed.__name__
         for needed in _NEEDED
         if not any(
             offered.get(needed.API_KEY, (0, -1))[0] <= known.API_VERSION <= offered.get(needed.API_KEY, (0, -1))[1]
-            for known in getattr(needed, "_CLASSES", (needed,))  # a structure is one version
+            for known in getattr(needed, "_CLASSES", (needed,))  # each structure is one version
         )
     ]

@@ -1,7 +1,8 @@
-"""Implements `Wire` with aiokafka's client, one request per method, and the fetch that all readers share.
+"""Implements `Wire` with aiokafka's client: one request per method, and a fetch that all readers share.
 
-It uses aiokafka's client, protocol structures, and record batches. It does not use aiokafka's producer, which silently
-repeats EndTxn, commits in spite of a rejected record, and has no deadlines (docs/decisions/0002-own-transactions.md).
+The module uses aiokafka's client, protocol structures, and record batches. It does not use aiokafka's producer, because
+this producer silently repeats EndTxn, commits in spite of a rejected record, and has no deadlines
+(docs/decisions/0002-own-transactions.md).
 """
 
 from __future__ import annotations
@@ -68,19 +69,20 @@ _TOPIC_RESOURCE: Final = 2
 _LEADER_MOVED: Final = frozenset({3, 5, 6, 9, 13, 56, 74, 75})
 _LOOK_AGAIN_S: Final = 0.05
 _RESTORE_LANE: Final = "restore"
-"""These requests use a separate connection, because a broker processes the requests of one connection one at a time."""
+"""Requests of a restore use a separate connection, because a broker processes the requests of a connection one by one.
+"""
 _METADATA_LANE: Final = "metadata"
 _METADATA_WITHIN_S: Final = 2.0
-"""Any broker can respond, so a frozen broker must not delay every commit."""
+"""Time limit for a metadata request. Any broker can respond, so one frozen broker must not delay every commit."""
 _THROTTLE_BYTES: Final = 4
 _DIVERGING_EPOCH: Final = 0
-"""Tag in a fetch response that contains the epoch and the offset at which the broker's log diverges from the log that
-was read.
+"""Tag of the field in a fetch response with the epoch and the offset at which the broker's log diverges from the log
+that was read.
 """
 
 
 class _UnparsedMetadata(Response):  # type: ignore[misc]  # untyped base
-    """`MetadataResponse_v10` as bytes. Each commit requests it, and it nearly always equals the previous one."""
+    """`MetadataResponse_v10`, kept as bytes. Each commit requests the metadata, which rarely changes."""
 
     API_KEY = MetadataResponse_v10.API_KEY
     API_VERSION = MetadataResponse_v10.API_VERSION
@@ -100,7 +102,7 @@ class _UnparsedMetadata(Response):  # type: ignore[misc]  # untyped base
         return cls(body[_THROTTLE_BYTES:])
 
     def topics(self) -> dict[str, TopicNow | int]:
-        """Return each requested topic, or its error code."""
+        """Return each requested topic or, if there was an error, its error code."""
         answer: Any = MetadataResponse_v10.decode(BytesIO(bytes(_THROTTLE_BYTES) + self.body))
         return {
             name: code or TopicNow(hex_id(high, low), len(partitions))
@@ -113,7 +115,7 @@ class _UnparsedMetadataRequest(MetadataRequest_v10):
 
 
 class _OneVersion:
-    """Replaces aiokafka's `Request`, which would choose among several versions of a structure."""
+    """Replaces aiokafka's `Request`, which would choose one of several versions of a structure."""
 
     def __init__(self, structure: Any) -> None:  # noqa: ANN401  # untyped protocol structures
         self._structure: Final = structure
@@ -128,17 +130,17 @@ class _OneVersion:
 
 
 def sendable(request: Any) -> Any:  # noqa: ANN401  # untyped protocol structures
-    """Wrap a structure so that aiokafka's clients send it in exactly this version or not at all."""
+    """Wrap a structure so that aiokafka's clients send exactly this version of it or nothing."""
     return _OneVersion(request) if isinstance(request, RequestStruct) else request
 
 
 def hex_id(high: int, low: int) -> str:
-    """Return a topic id as 32 hex digits."""
+    """Return a topic ID as 32 hex digits."""
     return f"{high & (1 << 64) - 1:016x}{low & (1 << 64) - 1:016x}"
 
 
 class KafkaWire:
-    """A cluster accessed through one aiokafka client, which all sessions and readers of a process share."""
+    """A `Wire` that uses one aiokafka client, which all sessions and readers of a process share."""
 
     leader_moved: Final = _LEADER_MOVED
 
@@ -147,14 +149,14 @@ class KafkaWire:
         self._client: AIOKafkaClient
         self._coordinators: dict[tuple[int, str], int] = {}
         self._topics: dict[tuple[str, ...], tuple[bytes, Mapping[str, TopicNow | int]]] = {}
-        """Maps topic names to the last response about them, as bytes and parsed."""
+        """Maps topic names to the last response about these topics, as bytes and parsed."""
         self._topic_ids: dict[str, str] = {}
-        """The ids of pinned topics."""
+        """The IDs of pinned topics by name."""
 
     async def start(self) -> None:
-        """Connect; raises BrokerUnavailable if no broker responds within the connection's time limit.
+        """Connect. Raises BrokerUnavailable if no broker responds within the connection's time limit.
 
-        Errors that waiting cannot resolve, such as a wrong password or an untrusted certificate, are raised at once.
+        Permanent errors, such as a wrong password or an untrusted certificate, are raised immediately.
         """
         client = AIOKafkaClient(**self.connection.client_options())
         deadline = asyncio.get_running_loop().time() + self.connection.patience_ms / 1000
@@ -221,7 +223,7 @@ class KafkaWire:
     async def produce(
         self, transactional_id: str, batches: Sequence[tuple[TopicPartition, bytes]]
     ) -> Awaitable[dict[TopicPartition, Produced]]:
-        """See `Wire`; the batches for one leader share a request, and leaders work in parallel."""
+        """See `Wire`. All batches for one leader share a request, and requests to different leaders run in parallel."""
         by_leader: defaultdict[int, list[tuple[TopicPartition, bytes]]] = defaultdict(list)
         for target, payload in batches:
             by_leader[await self.leader(target)].append((target, payload))
@@ -241,10 +243,10 @@ class KafkaWire:
         return ProduceRequest_v8(transactional_id, _ACKS_ALL, timeout_ms, list(by_topic.items()))
 
     async def _write_produce(self, node: int, request: ProduceRequest_v8) -> asyncio.Future[Any]:
-        """Return when the request is in the connection's buffer, so that one caller's requests keep their order."""
+        """Write a request to the connection's buffer before returning, so that a caller's requests keep their order."""
         if not await self._client.ready(node, group=ConnectionGroup.DEFAULT):
             raise NoAnswer(f"broker {node} is not reachable")
-        # The client's `send` would wait for the answer before the next request could follow.
+        # The client's `send` would wait for the response before the next request can be sent.
         connection = self._client._conns[node, ConnectionGroup.DEFAULT]  # noqa: SLF001
         try:
             answer: asyncio.Future[Any] = asyncio.ensure_future(connection.send(sendable(request)))
@@ -282,7 +284,7 @@ class KafkaWire:
     async def commit_offsets(
         self, transactional_id: str, identity: ProducerIdentity, group: str, offsets: Mapping[TopicPartition, Position]
     ) -> int:
-        """See `Wire`; returns the first error of several partitions."""
+        """See `Wire`. If several partitions have errors, the first one is returned."""
         by_topic: defaultdict[str, list[tuple[int, int, int, str]]] = defaultdict(list)
         for (topic, partition), (offset, leader_epoch, note) in offsets.items():
             by_topic[topic].append((partition, offset, leader_epoch, note))
@@ -316,7 +318,7 @@ class KafkaWire:
 
     async def limit(self, target: TopicPartition) -> Limit | None:
         """See `Wire`."""
-        request = DescribeConfigsRequest([(_TOPIC_RESOURCE, target.topic, list(READ_CONFIGS))], False)  # noqa: FBT003  # as aiokafka has it
+        request = DescribeConfigsRequest([(_TOPIC_RESOURCE, target.topic, list(READ_CONFIGS))], False)  # noqa: FBT003  # as in aiokafka
         answer = await self.send(await self.leader(target), request, ConnectionGroup.DEFAULT)
         for code, _, _, _, entries in answer.resources:
             if code == 0:
@@ -324,7 +326,7 @@ class KafkaWire:
         return None
 
     async def ask_group(self, group: str, request: Any) -> Any:  # noqa: ANN401  # untyped protocol structures
-        """Send a request to a group's coordinator; raises NoAnswer."""
+        """Send a request to a group's coordinator. Raises NoAnswer if there is no response."""
         return await self._ask_coordinator(CoordinationType.GROUP, group, request)
 
     async def bounds(self, source: TopicPartition) -> LogBounds:
@@ -338,7 +340,7 @@ class KafkaWire:
         return offset if offset >= 0 else None
 
     async def topics(self, names: tuple[str, ...]) -> Mapping[str, TopicNow | int]:
-        """See `Wire`; any broker may respond."""
+        """See `Wire`. The request may go to any broker."""
         node = self._client.get_random_node()
         if node is None:
             raise NoAnswer("no broker is known")
@@ -354,7 +356,7 @@ class KafkaWire:
         return known[1]
 
     async def stable_end(self, source: TopicPartition) -> int:
-        """Return the last stable offset, below which every transaction has ended. Raises NoAnswer."""
+        """Return the last stable offset, below which every transaction has ended. May raise NoAnswer."""
         return await self._list_offset(source, _LATEST, READ_COMMITTED)
 
     async def _list_offset(self, source: TopicPartition, timestamp: int, isolation: int = READ_UNCOMMITTED) -> int:
@@ -367,7 +369,7 @@ class KafkaWire:
         return int(offset)
 
     async def fetch(self, source: TopicPartition, offset: int, *, max_bytes: int, wait_ms: int) -> Fetched:
-        """See `Wire`; raises StateIncompatible if the offset is no longer in the log or the topic was replaced."""
+        """See `Wire`. Raises StateIncompatible if the log no longer contains the offset or the topic was recreated."""
         topic_id = self._topic_ids.get(source.topic)
         if topic_id is not None:
             return await self._fetch_by_id(source, offset, topic_id, max_bytes, wait_ms)
@@ -415,9 +417,10 @@ class KafkaWire:
     async def fetch_partitions(
         self, node: int, wanted: Sequence[FetchFrom], *, wait_ms: int, least_bytes: int, most_bytes: int, lane: str
     ) -> tuple[int, list[FetchedPartition]]:
-        """Fetch committed records from a broker, which fills its response in the order of ``wanted``.
+        """Fetch committed records from one broker, which fills its response in the order of ``wanted``.
 
-        Returns the error code of the whole response and the partitions in it. Raises NoAnswer.
+        Returns the error code of the whole response, and the partitions in the response. Raises NoAnswer if there is
+        none.
         """
         by_topic: defaultdict[str, list[tuple[Any, ...]]] = defaultdict(list)
         for topic_id, partition, position, leader_epoch, most in wanted:
@@ -453,7 +456,7 @@ class KafkaWire:
         )
 
     async def leader(self, target: TopicPartition) -> int:
-        """Return the leader of a partition; raises NoAnswer while it has none."""
+        """Return the node ID of a partition's leader. Raises NoAnswer while the partition has no leader."""
         leader = self._client.cluster.leader_for_partition(target)
         if leader is None or leader == -1:
             await self._client.add_topic(target.topic)
@@ -477,9 +480,9 @@ class KafkaWire:
             raise
 
     async def _coordinator(self, kind: int, key: str) -> int:
-        """Find a coordinator, and retry while the cluster has none.
+        """Return the node ID of a coordinator; retries while the cluster has none.
 
-        Retrying is safe because nothing was sent to it yet.
+        Retrying is safe, because no request was sent to the coordinator yet.
         """
         known = self._coordinators.get((kind, key))
         if known is not None:
@@ -500,17 +503,17 @@ class KafkaWire:
 
     @property
     def one_broker(self) -> bool:
-        """Whether the cluster has only one broker, so that no other broker can become a leader."""
+        """True if the cluster has only one broker, so that no other broker can become a leader."""
         return len(self._client.cluster.brokers()) <= 1
 
     async def refresh(self) -> None:
-        """Look up brokers and leaders again."""
+        """Look up the brokers and the leaders of all partitions again."""
         await self._client.force_metadata_update()
 
     async def send(self, node: int, request: Any, group: Any) -> Any:  # noqa: ANN401  # untyped protocol structures
-        """Send one request on the connection of a lane.
+        """Send one request over the connection that belongs to the connection group.
 
-        Raises NoAnswer, or BrokerUnavailable if the broker is too old.
+        Raises NoAnswer if there is no response, and BrokerUnavailable if the broker's release is too old.
         """
         try:
             return await self._client.send(node, sendable(request), group=group)
@@ -523,7 +526,7 @@ class KafkaWire:
 
 
 def _close_if_silent(connection: Any, answer: asyncio.Future[Any]) -> None:  # noqa: ANN401  # untyped client
-    """Close a connection on which no response arrives in time; otherwise every new epoch would reuse it."""
+    """Close a connection on which no response arrived in time, because every new epoch would reuse the connection."""
     if not answer.cancelled() and isinstance(answer.exception(), TimeoutError):
         connection.close(reason=CloseReason.CONNECTION_TIMEOUT)
 

@@ -16,7 +16,7 @@ _PATIENCE_MS: Final = 30_000
 
 
 class _Token(AbstractTokenProvider):  # type: ignore[misc]  # untyped base
-    """Provides the token in the settings to every connection."""
+    """Provides the token from the settings to every connection."""
 
     def __init__(self, secret: Secret) -> None:
         self._secret: Final = secret
@@ -28,14 +28,14 @@ class _Token(AbstractTokenProvider):  # type: ignore[misc]  # untyped base
 
 @dataclass(frozen=True, slots=True)
 class Connection:
-    """A cluster and its credentials."""
+    """How to reach a cluster: its brokers, credentials, and time limits."""
 
     brokers: tuple[str, ...]
     security: Security
     client_id: str = "dedup"
     request_timeout_ms: int = _REQUEST_TIMEOUT_MS
     patience_ms: int = _PATIENCE_MS
-    """How long a startup waits for a broker before it fails."""
+    """How long a process waits for a broker when it starts, before it fails."""
 
     @classmethod
     def of(cls, settings: Settings, *, client_id: str = "dedup") -> Connection:
@@ -43,7 +43,7 @@ class Connection:
         return cls(settings.brokers, settings.security, client_id)
 
     def security_options(self) -> dict[str, Any]:
-        """Return aiokafka's options for TLS and SASL; host names are verified, TLS is 1.2 or later."""
+        """Return aiokafka's options for TLS and SASL. Host names are verified, and TLS is 1.2 or later."""
         options: dict[str, Any] = {"security_protocol": self.security.protocol}
         if self.security.protocol in {"SSL", "SASL_SSL"}:
             options["ssl_context"] = self._tls()

@@ -1,8 +1,8 @@
 """Reads feeding partitions as columns, and checks that their topics have not changed in the meantime.
 
-One fetch per broker is in flight while the records of the previous one are judged. aiokafka's consumer maintains the
-group membership. Its fetcher is not used, because it creates an object with twelve fields for every record, which took
-a quarter of the event loop's time.
+For each broker, one fetch is in flight while the records of the previous fetch are judged. aiokafka's consumer
+maintains the group membership. Its fetcher is not used, because it creates an object with twelve fields for every
+record, which takes a quarter of the event loop's time.
 """
 
 from __future__ import annotations
@@ -26,50 +26,53 @@ if TYPE_CHECKING:
 
 UNAUTHORIZED: Final = 29
 _LEAST_GAP_S: Final = 0.01
-"""The pause between a response and the next request; tasks that commit in the meantime share that request."""
+"""The pause between a response and the next request. Tasks that commit during the pause share the next request."""
 PAUSE_MS: Final = 100
 MOST_PAUSES: Final = 200
-"""After about 20 s without a response, the transaction is abandoned."""
+"""Number of attempts without a response, about 20 s, after which a check fails and the transaction is abandoned."""
 _MOST_ABSENT: Final = 20
-"""A broker that has just started may briefly know no topics; nothing is committed in the meantime."""
+"""Number of responses without a topic after which the topic is considered deleted. A broker that has just started may
+briefly know no topics; nothing is committed in the meantime.
+"""
 _PARTITION_BYTES: Final = 1 << 20
 _REQUEST_BYTES: Final = 16 << 20
 _OUT_OF_RANGE: Final = 1
 _AGAIN_PAUSE_MS: Final = 100
 MOST_DOUBTS: Final = 3
-"""Number of consecutive responses that must say that the log does not hold a position before they are believed."""
+"""Number of consecutive responses without the position after which the log is considered not to contain the position.
+"""
 _FEED_LANE: Final = "feed"
 _FLOW_BYTES: Final = 512 << 10
-"""While records arrive, a broker waits briefly for this many bytes, because a batch of a few rows costs nearly as much
-as one of hundreds.
+"""While records arrive, a broker waits briefly until it has this many bytes, because a batch of a few records costs
+nearly as much time as a batch of hundreds.
 """
 
 
 class TopicCheck:
     """Checks that topics were not deleted, recreated, or given more partitions since the process started.
 
-    A worker reads by topic id, so it never reads records of a recreated topic. But it must also not commit what it
-    judged if partitions were added, because a producer that knows of the new partitions may send an ID to a different
-    partition, old or new. So every transaction checks, after its last fetch and before its end, that the topics are
-    unchanged. Tasks that commit at the same time share one request.
+    A worker reads by topic ID, so it never reads records of a recreated topic. It must also not commit its results if
+    partitions were added, because a producer that knows the new partitions may send an ID to a different partition, old
+    or new. Therefore, every transaction checks, after its last fetch and before its end, that the topics are unchanged.
+    Tasks that commit at the same time share one request.
 
-    The request is sent to one broker, which learns of changes from the controller's log. If a producer has placed a
-    record by a partition count that this broker does not know yet, the check does not notice it; Kafka has no request
-    that would reveal it.
+    The request is sent to one broker, which receives changes from the controller's log. The check does not notice a
+    producer that uses a partition count that this broker does not know yet. Kafka has no request that would reveal
+    this.
     """
 
     def __init__(self, wire: Wire, expected: Mapping[str, TopicNow]) -> None:
         self._wire: Final = wire
         self._expected: Final = dict(expected)
         self._names: Final = tuple(sorted(expected))
-        """Always requested in the same order, so that equal responses are equal bytes."""
+        """Topics are always requested in the same order, so that equal responses have equal bytes."""
         self._asking: asyncio.Task[None] | None = None
         self._next: asyncio.Task[None] | None = None
-        """A request that is not sent yet, so its response will be newer than any call made now."""
+        """A request that is not sent yet, so its response will be newer than all calls that wait for it."""
 
     @classmethod
     async def of(cls, wire: Wire, *names: str) -> Self:
-        """Return a check that topics stay as they are now; raises BrokerUnavailable if one cannot be described."""
+        """Return a check that topics do not change from now on. Raises BrokerUnavailable if one cannot be described."""
         expected: dict[str, TopicNow] = {}
         for name in names:
             for _ in range(MOST_PAUSES):
@@ -87,23 +90,23 @@ class TopicCheck:
 
     @property
     def topic_ids(self) -> dict[str, str]:
-        """Maps each topic name to the id that it must have."""
+        """Maps each topic name to the ID that the topic must have."""
         return {name: topic.topic_id for name, topic in self._expected.items()}
 
     async def look(self) -> None:
-        """Raise StateIncompatible if a topic has changed; return if none has changed or no broker responds."""
+        """Raise StateIncompatible if a topic has changed. Return if no topic has changed or if no broker responds."""
         await self._ask(most_silent=1)
 
     async def confirm(self) -> None:
-        """Confirm with a request sent after the call that every topic still has its id and its number of partitions.
+        """Confirm, with a request sent after the call, that every topic still has the same ID and number of partitions.
 
-        Raises StateIncompatible if one has changed, BrokerUnavailable if the worker is not authorized to ask, and
-        CommitUnknown if no broker responds for about 20 s.
+        Raises StateIncompatible if a topic has changed, BrokerUnavailable if the worker is not authorized to describe
+        the topics, and CommitUnknown if no broker responds for about 20 s.
         """
         if self._next is None:
             self._next = asyncio.create_task(self._ask_after(self._asking), name="topic check")
             self._next.add_done_callback(_looked_at)
-        # Shielded: a caller that gives up waiting must not cancel the question for the others.
+        # The request is shielded, because a caller that stops waiting must not cancel the request for the others.
         await asyncio.shield(self._next)
 
     async def _ask_after(self, before: asyncio.Task[None] | None) -> None:
@@ -115,7 +118,7 @@ class TopicCheck:
             raise CommitUnknown(f"no broker has described the topics for {MOST_PAUSES * PAUSE_MS // 1000} s.")
 
     async def _ask(self, *, most_silent: int) -> bool:
-        """Return True when a broker reports no change, False after ``most_silent`` attempts without such a response."""
+        """Return True when a broker reports no change, and False after ``most_silent`` attempts without a response."""
         silent = absent = 0
         loop = asyncio.get_running_loop()
         until_s = loop.time() + MOST_PAUSES * PAUSE_MS / 1000
@@ -156,7 +159,7 @@ class TopicCheck:
 
 
 def _looked_at(asked: asyncio.Task[None]) -> None:
-    """Mark an exception as retrieved; if nobody waits for it any more, the next request will raise it again."""
+    """Mark an exception as retrieved. If no caller waits for the exception, the next request raises it again."""
     if not asked.cancelled():
         asked.exception()
 
@@ -189,7 +192,7 @@ class FeedEnd(NamedTuple):
     high_watermark: int
     last_stable_offset: int
     seen_s: float
-    """When the leader responded, by the event loop's clock."""
+    """The time of the leader's response, by the event loop's clock."""
 
 
 @dataclass(slots=True, eq=False)
@@ -202,11 +205,13 @@ class Reading:
     leader_epoch: int
     """Leader epoch of the record before the position; -1 if unknown."""
     life: int
-    """Unique to this reading."""
+    """The number that identifies this reading."""
     over: bool = False
-    """True once the partition is no longer read, or is read anew: what this reading fetched must not be judged."""
+    """True if this reading has ended, because the partition is no longer read or a new reading has begun. Records that
+    an ended reading has fetched must not be judged.
+    """
     doubts: int = 0
-    """Number of consecutive responses that said that the log does not hold the position."""
+    """Number of consecutive responses that said that the log does not contain the position."""
 
 
 class Answer(NamedTuple):
@@ -214,13 +219,13 @@ class Answer(NamedTuple):
 
     source: TopicPartition
     columns: Columns
-    """Empty if the response held only markers and aborted records."""
+    """The committed records; empty if the response contained only markers and aborted records."""
     begun: int
-    """The requested offset, which is where the previous response ended."""
+    """The requested offset, at which the previous response ended."""
     next_offset: int
     """The offset after the records and after any markers and aborted records that follow them."""
     reading: Reading
-    """The reading it belongs to."""
+    """The reading to which the response belongs."""
     leader_epoch: int
     """Leader epoch of all records in the response; -1 if they differ."""
 
@@ -231,20 +236,20 @@ class FeedFetcher:
     def __init__(self, wire: KafkaWire, check: TopicCheck, *, wait_ms: int, gather_ms: int = 0) -> None:
         self._wire: Final = wire
         self._check: Final = check
-        """Finds out what happened to a topic that a broker does not know."""
+        """Checks whether a topic that a broker does not know was deleted or recreated."""
         self._topic_ids: Final = check.topic_ids
         self._wait_ms: Final = wait_ms
         """Maximum time that a broker may wait for the first record."""
         self._gather_ms: Final = gather_ms
         """Maximum time that a broker may wait for more data while records arrive."""
         self._flowing: Final[set[int]] = set()
-        """Brokers whose last response contained records."""
+        """The node IDs of the brokers whose last response contained records."""
         self._readings: dict[TopicPartition, Reading] = {}
         self._ends: dict[TopicPartition, FeedEnd] = {}
         self._flights: dict[int, asyncio.Task[list[Answer]]] = {}
         self._looking: asyncio.Task[None] | None = None
         self.life = 0
-        """Changes with every `forget`, so that responses to earlier requests are discarded."""
+        """A number that changes with every `forget`, so that responses to earlier requests are discarded."""
         self._lives = 0
         self._turn = 0
 
@@ -260,13 +265,13 @@ class FeedFetcher:
         return self._lives
 
     def halt(self, source: TopicPartition) -> None:
-        """Stop reading a partition; responses still in flight are discarded."""
+        """Stop reading a partition. Responses that are still in flight are discarded."""
         reading = self._readings.pop(source, None)
         if reading is not None:
             reading.over = True
 
     def forget(self) -> None:
-        """Stop reading all partitions; responses still in flight are discarded."""
+        """Stop reading all partitions. Responses that are still in flight are discarded."""
         for flight in self._flights.values():
             flight.cancel()
         if self._looking is not None:
@@ -278,7 +283,7 @@ class FeedFetcher:
         self.life += 1
 
     def end(self, source: TopicPartition) -> FeedEnd | None:
-        """Return the partition's end in its leader's last response; None before the first response."""
+        """Return the end of the partition according to its leader's last response; None before the first response."""
         return self._ends.get(source)
 
     def position(self, source: TopicPartition) -> int | None:
@@ -287,7 +292,7 @@ class FeedFetcher:
         return None if reading is None else reading.position
 
     async def poll(self, wanted: Collection[TopicPartition]) -> list[Answer]:
-        """Return the records of the wanted partitions in the first response; empty if none arrives in time.
+        """Return the records of the wanted partitions from the next response; empty if no response arrives in time.
 
         Raises StateIncompatible if the log no longer holds a position, if it holds other records there, or if the topic
         was deleted or recreated.
@@ -297,7 +302,8 @@ class FeedFetcher:
             await asyncio.sleep(self._wait_ms / 1000)
             return []
         done, _ = await asyncio.wait(self._flights.values(), return_when=asyncio.FIRST_COMPLETED)
-        # All at once: during the refresh below the assignment may end, and the flights with it.
+        # All responses are taken here, because the assignment, and all requests with it, may end during the refresh
+        # below.
         landed = [self._flights.pop(node) for node, flight in list(self._flights.items()) if flight in done]
         found: list[Answer] = []
         for flight in landed:
@@ -317,14 +323,14 @@ class FeedFetcher:
                 try:
                     by_leader[await self._wire.leader(source)].append(source)
                 except NoAnswer:
-                    leaderless = True  # perhaps only for a moment, and the next poll asks again; or the topic is gone
+                    leaderless = True  # the leader is moving, or the topic was deleted
         if leaderless:
             self._look_beside()
         if life != self.life:
             return  # the assignment ended while leaders were looked up
         self._turn += 1
         for node, led in by_leader.items():
-            # A broker fills an answer in the order of the request: the partitions take turns at being first.
+            # A broker fills a response in the order of the request, so the partitions take turns at being first.
             first = self._turn % len(led)
             sources = [source for source in led[first:] + led[:first] if source in self._readings]
             if node not in self._flights and sources:
@@ -365,12 +371,13 @@ class FeedFetcher:
         for part in parts:
             source, reading, begun = asked[part.topic_id, part.partition]
             if reading.over or reading.position != begun:
-                continue  # a new reading began meanwhile, or a new leader has answered
+                continue  # a new reading has begun, or a new leader has responded, in the meantime
             if part.error_code or (part.parts_at is not None and part.parts_at < begun):
                 failed.append((source, reading, part))
                 continue
             if part.parts_at is not None:
-                # Our epoch is gone from the log, as after compaction, but the log goes on past our position.
+                # The log no longer contains the epoch, for example after compaction, but it continues past the
+                # position.
                 reading.leader_epoch = NO_EPOCH
             reading.doubts = 0
             self._ends[source] = FeedEnd(
@@ -388,7 +395,7 @@ class FeedFetcher:
         if part.parts_at is not None or code == _OUT_OF_RANGE:
             reading.doubts += 1
             if reading.doubts < MOST_DOUBTS and not self._wire.one_broker:
-                # A broker that was frozen may still take itself for the leader: ask its successor, too.
+                # A broker that was frozen may still assume that it is the leader, so its successor is asked, too.
                 await self._wire.refresh()
                 await self._wire.pause(_AGAIN_PAUSE_MS)
                 return
@@ -408,7 +415,7 @@ class FeedFetcher:
         if code in OTHER_TOPIC:
             await self._check.look()
             await self._wire.pause(_AGAIN_PAUSE_MS)
-            return  # the topic is unchanged: this broker has only just become its leader
+            return  # the topic is unchanged, and this broker has just become its leader
         if for_code(code).retriable or code in self._wire.leader_moved:
             await self._wire.refresh()
             return
@@ -418,7 +425,7 @@ class FeedFetcher:
 
 
 def _taken(source: TopicPartition, reading: Reading, begun: int, part: FetchedPartition) -> Answer:
-    """Return the records of a response, and advance the reading past them."""
+    """Return the records of a response, and advance the reading past these records."""
     columns, position = columns_of(source, part.records, part.aborted, begun)
     first, last = leader_epochs(part.records)
     if position > begun:

@@ -1,8 +1,8 @@
-"""Finds out why a broker cannot be reached (host name, network, TLS, or authentication), with a message for each case.
+"""Finds out why a broker cannot be reached: because of the host name, the network, TLS, or authentication.
 
-aiokafka reports most of these cases as "unable to bootstrap". Each broker is therefore tested over its own connection.
-If the resulting error is not specific enough, a plain TLS handshake and a plain ApiVersions request find out which
-protocol the listener uses.
+aiokafka reports most of these problems as "unable to bootstrap". Therefore, each broker is tested over a separate
+connection. If the resulting error is not specific enough, a TLS handshake and an ApiVersions request show which
+protocol the listener uses. There is a message for each problem.
 """
 
 from __future__ import annotations
@@ -24,14 +24,15 @@ if TYPE_CHECKING:
     from dedup.kafka.connection import Connection
 
 PROBE_WITHIN_S: Final = 5.0
-# ApiVersions v0, correlation id 0, no client id: the one request every listener answers before authentication.
+# ApiVersions v0 with correlation ID 0 and no client ID, the only request to which every listener responds before
+# authentication.
 _API_VERSIONS: Final = bytes.fromhex("0000000a0012000000000000ffff")
 _HOST_CODES: Final = frozenset({62, 64})
 _EXPIRED_CODES: Final = frozenset({9, 10})
 
 
 class Trouble(enum.Enum):
-    """Why a broker cannot be used; the value is its name in reports."""
+    """The reason why a broker cannot be used. The value is the name of the reason in reports."""
 
     NAME = "host name unknown"
     UNREACHABLE = "not reachable"
@@ -50,14 +51,12 @@ class Trouble(enum.Enum):
 
 
 PASSING: Final = frozenset({Trouble.NAME, Trouble.UNREACHABLE, Trouble.SILENT})
-"""Problems that may be temporary, for example while a broker or a name server starts. Waiting does not help with any
-other problem.
-"""
+"""Problems that may be temporary, for example while a broker or a name server starts. Other problems are permanent."""
 
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """A broker that cannot be used, and why."""
+    """A broker that cannot be used, and the reason."""
 
     broker: str
     trouble: Trouble
@@ -65,12 +64,12 @@ class Diagnosis:
 
     @property
     def passing(self) -> bool:
-        """Whether the problem may be temporary."""
+        """True if the problem may be temporary."""
         return self.trouble in PASSING
 
 
 async def diagnose(connection: Connection) -> list[Diagnosis]:
-    """Return a diagnosis for each broker that cannot be used; an empty list if all respond."""
+    """Return a diagnosis for each broker that cannot be used. The list is empty if all brokers respond."""
     found = await asyncio.gather(*(_examined(connection, broker) for broker in connection.brokers))
     return [finding for finding in found if finding is not None]
 
@@ -82,7 +81,7 @@ def most_telling(findings: Sequence[Diagnosis]) -> Diagnosis | None:
 
 @contextlib.asynccontextmanager
 async def probing(connection: Connection, host: str, port: int) -> AsyncIterator[AIOKafkaConnection]:
-    """Connect to one broker and read its API versions; exceptions of aiokafka and of the socket are passed on."""
+    """Connect to one broker and read its API versions. Exceptions of aiokafka and of the socket are passed on."""
     made = await create_conn(
         host,
         port,
@@ -124,7 +123,7 @@ async def _named(connection: Connection, host: str, port: int, error: BaseExcept
         case ConnectionRefusedError() | ConnectionAbortedError():
             return Trouble.UNREACHABLE, " (connection refused)"
         case _:
-            pass  # it says too little: the probes below find out
+            pass  # the error is not specific: the probes below find the cause
     if connection.security.protocol.endswith("SSL"):
         return await _of_tls(connection, host, port)
     if await _handshake(host, port, _trusting_all()) is None:
@@ -139,7 +138,7 @@ async def _of_tls(connection: Connection, host: str, port: int) -> tuple[Trouble
     failed = await _handshake(host, port, context)
     match failed:
         case None:
-            # With TLS 1.3 a refused client certificate only shows when something is read.
+            # With TLS 1.3, a read is needed to find out that the client certificate was refused.
             if await _answers(host, port, context):
                 return Trouble.SASL_WANTED, ""
             return Trouble.CLIENT_CERTIFICATE, ""
@@ -172,7 +171,7 @@ async def _of_network(host: str, port: int) -> tuple[Trouble, str]:
 
 
 def _trusting_all() -> ssl.SSLContext:
-    """Return a context that is only used to find out whether the listener uses TLS; no data is sent with it."""
+    """Return a context for finding out whether the listener uses TLS. No data is sent with this context."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE
@@ -180,7 +179,7 @@ def _trusting_all() -> ssl.SSLContext:
 
 
 async def _handshake(host: str, port: int, context: ssl.SSLContext) -> OSError | None:
-    """Return None if a TLS handshake succeeds, otherwise the error that ended it."""
+    """Try a TLS handshake; return None if it succeeds, otherwise the error that ended it."""
     try:
         async with asyncio.timeout(PROBE_WITHIN_S):
             _, writer = await asyncio.open_connection(host, port, ssl=context)
@@ -193,7 +192,7 @@ async def _handshake(host: str, port: int, context: ssl.SSLContext) -> OSError |
 
 
 async def _answers(host: str, port: int, context: ssl.SSLContext | None) -> bool:
-    """Whether the listener responds to an ApiVersions request, over TLS if a context is given."""
+    """Return whether the listener responds to an ApiVersions request, which is sent over TLS if a context is given."""
     try:
         async with asyncio.timeout(PROBE_WITHIN_S):
             reader, writer = await asyncio.open_connection(host, port, ssl=context)
@@ -204,7 +203,7 @@ async def _answers(host: str, port: int, context: ssl.SSLContext | None) -> bool
                 writer.close()
     except (OSError, EOFError):
         return False
-    # The answer begins with its length and our correlation id.
+    # The response begins with its length and the correlation ID of the request.
     return answer[4:] == bytes(4)
 
 

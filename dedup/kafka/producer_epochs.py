@@ -1,8 +1,8 @@
-"""Lists the producer epochs that wrote the committed batches of a partition, to prove that no fenced owner wrote to it.
+"""Lists the producer epochs that wrote a partition's committed batches, to prove that no fenced owner wrote to it.
 
-Only a task's transactional id writes to its changelog partition, and each takeover begins a newer epoch (KIP-98).
-Epochs therefore never decrease along the partition. A batch of an older epoch after a batch of a newer one was written
-by a zombie.
+Only one transactional ID writes to a changelog partition, and each new owner begins a newer epoch (KIP-98). Therefore,
+epochs never decrease along the partition. If a batch of an older epoch follows a batch of a newer one, a zombie wrote
+it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ PAUSE_MS: Final = 250
 
 @dataclass(frozen=True, slots=True)
 class WrittenBatch:
-    """One committed batch and who wrote it."""
+    """A committed batch and its producer."""
 
     base_offset: int
     producer_id: int
@@ -40,7 +40,7 @@ class WrittenBatch:
 
 @dataclass(frozen=True, slots=True)
 class Epochs:
-    """The writers of one partition."""
+    """The producer epochs that wrote a partition."""
 
     batches: int
     owners: int
@@ -50,7 +50,7 @@ class Epochs:
 
 
 def in_order(batches: Iterable[WrittenBatch]) -> Epochs:
-    """Return the writers of a partition, given its batches in log order."""
+    """Return the producer epochs that wrote a partition, given its batches in log order."""
     newest: dict[int, int] = {}
     current = -1
     owners: set[tuple[int, int]] = set()
@@ -61,7 +61,7 @@ def in_order(batches: Iterable[WrittenBatch]) -> Epochs:
         number += 1
         owners.add((batch.producer_id, batch.epoch))
         if batch.producer_id != current:
-            # A producer id has used up its epochs or expired; the broker never returns to it.
+            # The old producer ID has used up its epochs or has expired; the broker never uses it again.
             left.add(current)
             current = batch.producer_id
         if batch.producer_id in left or batch.epoch < newest.get(batch.producer_id, -1):
@@ -71,7 +71,7 @@ def in_order(batches: Iterable[WrittenBatch]) -> Epochs:
 
 
 async def epochs_of(wire: KafkaWire, source: TopicPartition) -> Epochs:
-    """Return the writers of a partition, from its start to its current end. Raises BrokerUnavailable."""
+    """Return the producer epochs that wrote a partition, from its start to its current end."""
     found: list[WrittenBatch] = []
     try:
         bounds = await wire.bounds(source)

@@ -1,8 +1,8 @@
 """Builds record batches in the broker's own format (message format v2, KIP-98), and reads them as columns.
 
-aiokafka's compiled builder builds the batches. Until it is sent, a batch lacks only the producer's identity. A fetch
-response is read as columns of its committed records. Brokers accept header names that are not UTF-8, but aiokafka's
-decoder rejects the whole batch if it contains one. Only such a batch is decoded by the code below, which follows
+aiokafka's compiled builder builds the batches. A batch that was not sent yet lacks only the producer's identity. A
+fetch response is read as columns of its committed records. Brokers accept header names that are not UTF-8, but
+aiokafka's decoder rejects a batch that contains one. This module decodes such a batch with its own code, which follows
 Kafka's protocol guide.
 """
 
@@ -29,25 +29,25 @@ from aiokafka.record.memory_records import MemoryRecords
 from aiokafka.record.util import decode_varint, encode_varint
 
 BATCH_BYTES: Final = 500_000
-"""Size before compression; a batch stays below the broker's default `message.max.bytes` of 1 MB, no matter how well it
-compresses.
+"""Maximum size of a batch before compression. A batch stays below the broker's default `message.max.bytes` of 1 MB even
+if it does not compress.
 """
 COMPRESSION: Final[Mapping[str, int]] = {"none": 0, "gzip": 1, "snappy": 2, "lz4": 3, "zstd": 4}
 MAGIC: Final = 2
 NO_EPOCH: Final = -1
-"""Stands for a leader epoch that is not known (KIP-320)."""
+"""The value for a leader epoch that is not known (KIP-320)."""
 _NO_LIMIT: Final = 1 << 62
 OWN_ROW: Final = -1
-"""Stands for the feeding offset of a record that dedup itself created, without an input record."""
+"""The value for the feeding offset of a record that dedup itself created, without an input record."""
 _BITS: Final = 7
-"""Bits of the number in each byte of a varint."""
+"""How many bits of the number each byte of a varint contains."""
 _WIDER_FROM: Final = (0, 1 << 6, 1 << 13, 1 << 20)
-"""The first numbers that take one, two, three and four bytes; one bit is the sign."""
+"""The smallest numbers that need one, two, three, and four bytes as a varint; one bit is the sign."""
 _MOST: Final = _WIDER_FROM[-1]
 
 Header = tuple[str, bytes | None]
 Line = tuple[int, int, bytes | None, bytes | None, list[Header]]
-"""Feeding offset or `OWN_ROW`, timestamp in ms, key, value, headers."""
+"""A record to send: its feeding offset or `OWN_ROW`, timestamp in ms, key, value, and headers."""
 
 
 class TopicPartition(NamedTuple):
@@ -67,30 +67,30 @@ class Limit:
     batch_bytes: int
     """Maximum size of a batch, both as sent and as stored (`max.message.bytes`)."""
     stored: str = "producer"
-    """Compression of a stored batch (`compression.type`); `producer` means as it was sent."""
+    """Compression of a stored batch (`compression.type`); `producer` means that a batch is stored as it was sent."""
 
     @classmethod
     def of(cls, configs: Mapping[str, str]) -> Limit | None:
-        """Return what a topic with these configs accepts; None if they do not say."""
+        """Return the limits of a topic with these configs; None if the configs do not contain them."""
         most = configs.get("max.message.bytes")
         return None if most is None else cls(int(most), configs.get("compression.type", "producer"))
 
     @cached_property
     def surely_fits_bytes(self) -> int:
-        """The size before compression up to which any batch fits, because incompressible data grows slightly."""
+        """The size before compression up to which any batch fits, even if compression makes it slightly larger."""
         return max(0, self.batch_bytes - self.batch_bytes // 128 - 128)
 
 
 @dataclass(frozen=True, slots=True)
 class ProducerIdentity:
-    """The result of `InitProducerId`; a newer epoch of the same id fences this one (KIP-98)."""
+    """The result of `InitProducerId`. A newer epoch of the same ID fences this one (KIP-98)."""
 
     producer_id: int
     epoch: int
 
 
 class Builder(Protocol):
-    """The methods of aiokafka's builder that are used once it holds all records."""
+    """The methods of aiokafka's builder that are used after all records were added."""
 
     def set_producer_state(self, producer_id: int, producer_epoch: int, base_sequence: int) -> None:
         """Write the producer's identity into the batch header."""
@@ -104,14 +104,14 @@ class Builder(Protocol):
 
 @dataclass(slots=True)
 class RecordBatch:
-    """Records for one partition, complete except for the producer's identity."""
+    """Records for one partition, in a batch that is complete except for the producer's identity."""
 
     target: TopicPartition
     builder: Builder
     rows: list[int] = field(default_factory=list)
     """The feeding offset from which each record was created, or `OWN_ROW`."""
     first: Line | None = None
-    """The line from which the first record was created; only set by `fill`."""
+    """The line from which the first record was created; set only by `fill`."""
 
     @property
     def count(self) -> int:
@@ -119,7 +119,7 @@ class RecordBatch:
         return len(self.rows)
 
     def sealed(self, identity: ProducerIdentity, base_sequence: int) -> bytes:
-        """Return the compressed bytes to send; the batch must not be used afterward."""
+        """Return the compressed bytes to send. The batch must not be used afterward."""
         self.builder.set_producer_state(identity.producer_id, identity.epoch, base_sequence)
         return bytes(self.builder.build())
 
@@ -145,9 +145,9 @@ def fill(
     most_rows: int | None = None,
     most_bytes: int = BATCH_BYTES,
 ) -> list[RecordBatch]:
-    """Return the lines as batches, in order, each of at most ``most_rows`` records.
+    """Return the lines as batches, in order. Each batch has at most ``most_rows`` records.
 
-    A batch of several records has at most ``most_bytes`` before compression, and never more than `BATCH_BYTES`.
+    The size of a batch of several records before compression is at most ``most_bytes`` and at most `BATCH_BYTES`.
     """
     options = builder_options(compression, most_bytes)
     most = most_rows or _NO_LIMIT
@@ -157,7 +157,7 @@ def fill(
     while first is not None:
         builder = DefaultRecordBatchBuilder(**options)
         append, rows = builder.append, [first[0]]
-        # The first record of a batch is always taken, however large.
+        # The first record of a batch is always added, regardless of its size.
         append(0, *first[1:])
         batches.append(RecordBatch(target, builder, rows, first))
         for row, timestamp_ms, key, value, headers in left:
@@ -172,10 +172,10 @@ def fill(
 
 
 class _Laid(_DefaultRecordBatchBuilderPy):  # type: ignore[misc]  # untyped base
-    """aiokafka's Python builder, used only for compression, header, and checksum; its records are already encoded."""
+    """aiokafka's Python builder, used for compression, header, and checksum of records that are already encoded."""
 
     def take(self, records: bytes, count: int, timestamp_ms: int) -> None:
-        """Set the batch's records."""
+        """Set the encoded records of the batch."""
         self._buffer += records
         self._num_records, self._last_offset = count, count - 1
         self._first_timestamp = self._max_timestamp = timestamp_ms
@@ -191,11 +191,11 @@ def equal_records(
     compression: str,
     most_bytes: int = BATCH_BYTES,
 ) -> RecordBatch | None:
-    """Return a batch of records with these keys, each prefixed with ``prefix``, and these values.
+    """Return a batch of records with these keys and values; ``prefix`` is added to each key.
 
-    Its records equal those that `fill` builds, which takes a tenth of a microsecond for each record. Here, each record
-    is a row of a byte table in which only a few columns differ. Returns None if lengths differ or one batch cannot hold
-    all records.
+    The records equal those that `fill` builds, which needs a tenth of a microsecond for each record. This function is
+    faster: each record is a row of a byte table in which only a few columns differ. Returns None if the lengths of the
+    keys or values differ, or if one batch cannot hold all records.
     """
     key_sizes, value_sizes = set(map(len, keys)), set(map(len, values))
     if len(key_sizes) != 1 or len(value_sizes) != 1:
@@ -214,11 +214,11 @@ def _laid_out(
     count = len(keys)
     key_table = np.frombuffer(b"".join(keys), np.uint8).reshape(count, key_bytes)
     value_table = np.frombuffer(b"".join(values), np.uint8).reshape(count, value_bytes)
-    before = b"\0\0"  # attributes, and the time after the batch's
+    before = b"\0\0"  # attributes and timestamp delta
     behind = _varint(len(prefix) + key_bytes) + prefix
     between = _varint(value_bytes)
     blocks: list[bytes] = []
-    # A record's index in the batch takes one byte up to a limit, then two, then three.
+    # The index of a record in the batch takes one byte up to a limit, then two bytes, then three.
     for width, (begin, wider_from) in enumerate(pairwise(_WIDER_FROM), start=1):
         end = min(wider_from, count)
         if begin >= end:
@@ -238,7 +238,7 @@ def _laid_out(
 
 
 def _places(begin: int, end: int, width: int) -> npt.NDArray[np.uint8]:
-    """Return the numbers from ``begin`` up to, not including, ``end`` as varints of ``width`` bytes."""
+    """Return the numbers from ``begin`` up to but not including ``end``, as varints of ``width`` bytes."""
     zigzag = np.arange(begin, end, dtype=np.int64)[:, None] << 1
     shifts = np.arange(width, dtype=np.int64) * _BITS
     digits = zigzag >> shifts & (1 << _BITS) - 1
@@ -255,8 +255,8 @@ def _varint(number: int) -> bytes:
 def oversize(batch: RecordBatch, limit: Limit, compression: str) -> int | None:
     """Return the size of a one-record batch that the topic would reject; None if the topic accepts it.
 
-    The size is computed as the broker does it, for the whole batch as sent and, if the topic stores a different
-    compression, as stored. A batch of several records always fits if `fill` was given the limit.
+    The size is computed in the same way as by the broker: for the whole batch as sent and, if the topic stores a
+    different compression, as stored. A batch of several records always fits if `fill` was given the limit.
     """
     first = batch.first
     if first is None or batch.count > 1 or batch.builder.size() <= limit.surely_fits_bytes:
@@ -269,16 +269,16 @@ def oversize(batch: RecordBatch, limit: Limit, compression: str) -> int | None:
 
 
 def _built_bytes(line: Line, compression: str) -> int:
-    """Return the size of a batch of this record alone, in bytes."""
+    """Return the size in bytes of a batch that contains only this record."""
     builder = DefaultRecordBatchBuilder(**builder_options(compression))
     builder.append(0, *line[1:])
     return len(builder.build())
 
 
 _BATCH_START: Final = Struct(">qi")
-"""A batch's base offset, and the number of bytes that follow these two fields."""
+"""The base offset of a batch, and the number of bytes that follow these two fields."""
 _BATCH_HEAD: Final = Struct(">8xiib")
-"""A batch's length, leader epoch, and format, which follow its base offset."""
+"""The length, leader epoch, and format of a batch, which follow its base offset."""
 _TOO_SHORT: Final = "a batch ends inside a record"
 _OFFSET, _TIMESTAMP, _KEY, _VALUE, _HEADERS = map(attrgetter, ("offset", "timestamp", "key", "value", "headers"))
 
@@ -291,16 +291,17 @@ class LenientRecord(NamedTuple):
     key: bytes | None
     value: bytes | None
     headers: list[Header]
-    """Each byte of a name that is not UTF-8 becomes four characters such as ``\\xff``, so that the record can be sent.
+    """In a name that is not UTF-8, each invalid byte becomes four characters such as ``\\xff``, so that the record can
+    be sent.
     """
     odd: bool
-    """True if a header name contains such a byte."""
+    """True if a header name is not UTF-8."""
 
 
 def records_of(raw: bytes, base_offset: int) -> list[LenientRecord]:
-    """Return the records of the batch that begins at an offset; ``raw`` is the whole response for a partition.
+    """Return the records of the batch that begins at ``base_offset``; ``raw`` is the whole response for a partition.
 
-    Raises CorruptRecordException if the batch is not there or is cut short.
+    Raises CorruptRecordException if the batch is missing or incomplete.
     """
     at = 0
     while at + _BATCH_START.size <= len(raw):
@@ -315,12 +316,12 @@ def records_of(raw: bytes, base_offset: int) -> list[LenientRecord]:
 
 
 def _records(batch: Any) -> list[LenientRecord]:  # noqa: ANN401  # a private class of aiokafka
-    reader = _Reader(bytes(batch._buffer), batch._pos)  # noqa: SLF001  # its own reader decodes names strictly
+    reader = _Reader(bytes(batch._buffer), batch._pos)  # noqa: SLF001  # aiokafka's own reader rejects these names
     by_broker = batch.timestamp_type == batch.LOG_APPEND_TIME
     records: list[LenientRecord] = []
     for _ in range(batch._num_records):  # noqa: SLF001
         reader.number()  # length
-        reader.number()  # attributes: none are in use
+        reader.number()  # attributes, of which none is in use
         delta_ms, offset = reader.number(), batch.base_offset + reader.number()
         key, value = reader.content(), reader.content()
         names = [(reader.content() or b"", reader.content()) for _ in range(reader.number())]
@@ -365,7 +366,7 @@ class _Reader:
 
 @dataclass(slots=True)
 class Columns:
-    """Committed records of one partition in log order, column by column."""
+    """Committed records of one partition in log order, as columns."""
 
     offsets: list[int] = field(default_factory=list)
     timestamps_ms: list[int] = field(default_factory=list)
@@ -376,7 +377,7 @@ class Columns:
     """Offsets of records with a header name that is not UTF-8."""
 
     def cut(self, begin: int, end: int) -> Columns:
-        """Return the rows from ``begin`` up to, not including, ``end``."""
+        """Return the rows from ``begin`` up to but not including ``end``."""
         if begin == 0 and end >= len(self.offsets):
             return self
         return Columns(
@@ -391,9 +392,9 @@ class Columns:
 
 @dataclass(frozen=True, slots=True)
 class FeedBatch:
-    """What agents process: the records of one feeding partition that one fetch returned, as columns.
+    """The batch that agents process: the records of one feeding partition from one fetch, as columns.
 
-    They are in log order; every column has one entry per record.
+    The records are in log order. Every column has one entry per record.
     """
 
     feeding: TopicPartition
@@ -403,13 +404,13 @@ class FeedBatch:
     values: list[bytes | None]
     headers: Sequence[Sequence[Header]]
     follows: int
-    """The offset at which the previous batch ended; a gap reveals a lost batch."""
+    """The offset at which the previous batch ended. A gap means that a batch was lost."""
     odd_names: frozenset[int] = frozenset()
     """Offsets of records with a header name that is not UTF-8, which become dead letters."""
     leader_epoch: int = -1
     """Leader epoch of the last record (KIP-320); -1 if unknown."""
     life: int = 0
-    """Identifies the reading that fetched the batch, because a partition may be read again from an earlier offset."""
+    """The number of the reading that fetched the batch. A partition may be read again from an earlier offset."""
 
     next_offset: int = field(init=False)
     """The offset after the last record, which is the offset to commit."""
@@ -421,7 +422,7 @@ class FeedBatch:
     def of(
         cls, feeding: TopicPartition, columns: Columns, *, follows: int, leader_epoch: int = -1, life: int = 0
     ) -> FeedBatch:
-        """Return a batch of fetched columns, which hold consecutive records of one partition."""
+        """Return a batch of fetched columns, which must hold consecutive records of one partition."""
         return cls(
             feeding,
             columns.offsets,
@@ -439,13 +440,13 @@ class FeedBatch:
         return len(self.offsets)
 
     def from_offset(self, offset: int) -> FeedBatch:
-        """Return the records at or after an offset."""
+        """Return a batch of the records at or after an offset."""
         if self.offsets[0] >= offset:
             return self
         return self._rows(slice(sum(1 for own in self.offsets if own < offset), None))
 
     def pieces(self, most: int) -> Iterator[FeedBatch]:
-        """Yield the records in order, at most the given number at a time."""
+        """Yield the records in order, in batches of at most ``most`` records."""
         for at in range(0, len(self), most):
             yield self._rows(slice(at, at + most))
 
@@ -465,18 +466,18 @@ class FeedBatch:
 
 
 def gather(rows: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
-    """Return a function that selects these rows (at least one) from a column; it runs in C."""
+    """Return a fast function that selects these rows from a column; there must be at least one row."""
     if len(rows) == 1:
         (row,) = rows
-        return lambda column: (column[row],)  # itemgetter would return the bare entry
+        return lambda column: (column[row],)  # itemgetter would not return a sequence
     return itemgetter(*rows)
 
 
 class CommittedBatches(PartitionRecords):  # type: ignore[misc]  # untyped base
-    """The batches of a response that a `read_committed` reader sees, by aiokafka's rules for aborted transactions."""
+    """The committed batches of a fetch response, selected by aiokafka's rules for aborted transactions."""
 
     def batches(self) -> Iterator[Any]:
-        """Yield the batches with committed data; `next_fetch_offset` advances past all batches."""
+        """Yield the batches with committed data. `next_fetch_offset` advances past all other batches, too."""
         while self._records.has_next():
             batch = self._records.next_batch()
             if not batch.validate_crc():
@@ -492,13 +493,13 @@ class CommittedBatches(PartitionRecords):  # type: ignore[misc]  # untyped base
 
 
 def data_of(rest: Sequence[Any]) -> tuple[Any, Any]:
-    """Return aborted transactions and records from a partition's response, whose last fields depend on the version."""
+    """Return the aborted transactions and the records from a partition's response of any version."""
     with_replica = 4  # v11: log start, aborted, preferred replica, records
     return rest[-3] if len(rest) == with_replica else rest[-2], rest[-1]
 
 
 def columns_of(source: TopicPartition, raw: bytes, aborted: Any, position: int) -> tuple[Columns, int]:  # noqa: ANN401  # untyped protocol structures
-    """Return the committed records at or after a position, and the position after them."""
+    """Return the committed records at or after a position, and the next position to read from."""
     found = Columns()
     batches = CommittedBatches(
         source, MemoryRecords(raw), aborted, position, None, None, check_crcs=True, isolation_level=READ_COMMITTED
@@ -520,7 +521,7 @@ def columns_of(source: TopicPartition, raw: bytes, aborted: Any, position: int) 
 
 
 def leader_epochs(raw: bytes) -> tuple[int, int]:
-    """Return the leader epochs of the first and the last complete batch; -1 for old formats, which have none."""
+    """Return the leader epochs of the first and the last complete batch; -1 for old formats without leader epochs."""
     first = last = NO_EPOCH
     at = 0
     while at + _BATCH_HEAD.size <= len(raw):

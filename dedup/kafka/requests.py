@@ -1,9 +1,8 @@
-# ruff: noqa: N801  # aiokafka's naming of versions
-# mypy: disallow-subclassing-any=False
+# ruff: noqa: N801  # aiokafka names versions this way mypy: disallow-subclassing-any=False
 """Defines versions of Kafka's requests that aiokafka does not have, according to Kafka's protocol guide.
 
-`dedup.kafka.client` fills them in and reads the responses. A broker that lacks one of these versions is refused; Kafka
-3.1 and later has all of them.
+`dedup.kafka.client` creates the requests and reads the responses. A broker that does not support one of these versions
+is refused. Kafka 3.1 and later releases support all of them.
 """
 
 from __future__ import annotations
@@ -34,11 +33,11 @@ from aiokafka.protocol.types import (
 )
 
 CONSUMER: Final = -1
-"""The replica id of a client that is not a broker."""
+"""The replica ID of a client that is not a broker."""
 NO_SESSION: Final = 0
 UNKNOWN_TOPIC: Final = 3
 OTHER_TOPIC: Final = frozenset({100, 103})
-"""Error codes of a fetch for an unknown topic id and an inconsistent topic id."""
+"""Error codes of a fetch: unknown topic ID and inconsistent topic ID."""
 READ_CONFIGS: Final = (
     "max.message.bytes",
     "retention.ms",
@@ -48,11 +47,11 @@ READ_CONFIGS: Final = (
     "min.insync.replicas",
     "compression.type",
 )
-"""The topic configs that are read."""
+"""The topic configs that dedup reads."""
 
 
 class CreateTopicsResponse_v4(Response):
-    """An error code for each topic."""
+    """The response to `CreateTopicsRequest_v4`, with an error code for each topic."""
 
     API_KEY = 19
     API_VERSION = 4
@@ -60,7 +59,7 @@ class CreateTopicsResponse_v4(Response):
 
 
 class CreateTopicsRequest_v4(RequestStruct):
-    """Creates topics; a replication factor of -1 means the brokers' default (KIP-464), which v3 refuses."""
+    """Creates topics. A replication factor of -1 means the brokers' default (KIP-464), which v3 does not support."""
 
     API_KEY = 19
     API_VERSION = 4
@@ -69,13 +68,13 @@ class CreateTopicsRequest_v4(RequestStruct):
 
 
 class DescribeGroupRightsRequest_v3(DescribeGroupsRequest_v3):
-    """Groups with the operations that the caller may perform (KIP-430); aiokafka decodes the v3 response as v2."""
+    """Describes groups, with the caller's permitted operations (KIP-430). aiokafka decodes the v3 response as v2."""
 
     RESPONSE_TYPE = DescribeGroupsResponse_v3
 
 
 class MetadataResponse_v10(Response):
-    """Brokers and topics with their ids."""
+    """The response to `MetadataRequest_v10`, with brokers, and topics with their IDs."""
 
     API_KEY = 3
     API_VERSION = 10
@@ -124,7 +123,7 @@ class MetadataResponse_v10(Response):
 
 
 class MetadataRequest_v10(RequestStruct):
-    """Topics by name, with the ids that distinguish a topic from an earlier one with the same name (KIP-516)."""
+    """Requests topics by name, with IDs that distinguish a topic from an earlier one with the same name (KIP-516)."""
 
     FLEXIBLE_VERSION = True
     API_KEY = 3
@@ -145,7 +144,7 @@ class MetadataRequest_v10(RequestStruct):
 
 
 class OffsetFetchResponse_v7(Response):
-    """Committed offsets by topic and partition."""
+    """The response to `OffsetFetchRequest_v7`, with committed offsets by topic and partition."""
 
     API_KEY = 9
     API_VERSION = 7
@@ -175,10 +174,11 @@ class OffsetFetchResponse_v7(Response):
 
 
 class OffsetFetchRequest_v7(RequestStruct):
-    """A group's committed offsets, or with `require_stable` an error while a transaction may change one (KIP-447).
+    """Requests a group's committed offsets. With `require_stable`, the response is an error while they may change
+    (KIP-447).
 
-    Without it, the response may contain outdated offsets, because brokers before Kafka 4 apply a transaction's offsets
-    shortly after they have told the next InitProducerId that the transaction has ended.
+    Without `require_stable`, the response may contain outdated offsets, because brokers before Kafka 4 apply a
+    transaction's offsets shortly after they have told the next InitProducerId that the transaction has ended.
     """
 
     FLEXIBLE_VERSION = True
@@ -199,7 +199,7 @@ class OffsetFetchRequest_v7(RequestStruct):
 
 
 class TxnOffsetCommitResponse_v2(Response):
-    """An error code for each partition."""
+    """The response to `TxnOffsetCommitRequest_v2`, with an error code for each partition."""
 
     API_KEY = 28
     API_VERSION = 2
@@ -213,7 +213,7 @@ class TxnOffsetCommitResponse_v2(Response):
 
 
 class TxnOffsetCommitRequest_v2(RequestStruct):
-    """A group's offsets as part of a transaction, with leader epochs (KIP-320), which v0 lacks."""
+    """Commits a group's offsets as part of a transaction, with leader epochs (KIP-320), which v0 does not contain."""
 
     API_KEY = 28
     API_VERSION = 2
@@ -242,7 +242,7 @@ class TxnOffsetCommitRequest_v2(RequestStruct):
 
 
 class FetchFrom(NamedTuple):
-    """A partition to read."""
+    """A partition to read in a fetch request."""
 
     topic_id: str
     """32 hex digits."""
@@ -263,14 +263,16 @@ class FetchedPartition(NamedTuple):
     high_watermark: int
     last_stable_offset: int
     aborted: Sequence[tuple[int, int]]
-    """(producer id, first offset) of aborted transactions in ``records``."""
+    """Producer ID and first offset of each aborted transaction in ``records``."""
     records: bytes
     parts_at: int | None
-    """The offset from which the broker's log diverges from the records read before; None if it does not."""
+    """The offset from which the broker's log differs from the records that were read before; None if it does not
+    differ.
+    """
 
 
 class FetchResponse_v13(Response):
-    """Records by topic id and partition."""
+    """The response to `FetchRequest_v13`, with records by topic ID and partition."""
 
     API_KEY = 1
     API_VERSION = 13
@@ -308,11 +310,11 @@ class FetchResponse_v13(Response):
 
 
 class FetchRequest_v13(RequestStruct):
-    """Records of partitions, by topic id (KIP-516) and with the leader epoch of the record before each (KIP-320).
+    """Requests records by topic ID (KIP-516), with the leader epoch of the record before each position (KIP-320).
 
-    A fetch by name would continue in another topic with the same name, and a fetch by offset alone would continue in a
-    log that was truncated and filled again. With ids and epochs, the broker responds with UNKNOWN_TOPIC_ID in the first
-    case, and with the offset where its log diverges in the second.
+    A fetch by name would continue in a recreated topic with the same name. A fetch by offset alone would continue in a
+    log that was truncated and filled again. With IDs and epochs, the broker responds with UNKNOWN_TOPIC_ID in the first
+    case, and with the offset at which its log diverges in the second case.
     """
 
     FLEXIBLE_VERSION = True

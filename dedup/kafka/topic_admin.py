@@ -1,6 +1,7 @@
-"""Describes, creates and deletes topics, and manages consumer groups from outside.
+"""Describes, creates, and deletes topics, and manages consumer groups without joining them.
 
-Every error code in a response is checked here, because aiokafka's admin client returns normally if a creation fails.
+This module checks every error code in a response, because aiokafka's admin client does not raise an error if the
+creation of a topic fails.
 """
 
 from __future__ import annotations
@@ -41,9 +42,9 @@ PAUSE_MS: Final = 100
 DEADLINE_MS: Final = 30_000
 _BROKERS_RETENTION: Final = -1
 BROKER_DEFAULT: Final = -1
-"""A replication factor or partition count that leaves the choice to the brokers (KIP-464)."""
+"""The replication factor or partition count that means the brokers' default (KIP-464)."""
 FOR_EVER_MS: Final = 100 * 365 * 86_400_000
-"""The broker adds it to the current time, so the largest possible number would overflow."""
+"""A retention of 100 years. The broker adds it to the current time, so the largest possible number would overflow."""
 _MADE_BY_THE_BROKER: Final = re.compile(r"-[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}$")
 
 
@@ -58,18 +59,18 @@ class Topic:
 
     @property
     def max_record_bytes(self) -> int:
-        """The largest batch the topic accepts, which bounds a record."""
+        """The size of the largest batch that the topic accepts, which also limits the size of a record."""
         return int(self.configs.get("max.message.bytes", 1_048_588))
 
     @property
     def limit(self) -> Limit | None:
-        """The topic's limits; None if its configs may not be read."""
+        """The topic's limits; None if there is no permission to read its configs."""
         return Limit.of(self.configs)
 
 
 @dataclass(frozen=True, slots=True)
 class WantedTopic:
-    """A topic to create."""
+    """A topic that is to be created."""
 
     name: str
     partitions: int
@@ -78,7 +79,7 @@ class WantedTopic:
 
 
 class Admin:
-    """Administers topics; use it with ``async with``, which raises BrokerUnavailable."""
+    """Administers topics. Use it with ``async with``, which raises BrokerUnavailable if no broker responds."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection: Final = connection
@@ -102,7 +103,7 @@ class Admin:
         await self._client.close()
 
     async def topics(self, names: Iterable[str]) -> dict[str, Topic]:
-        """Return the named topics that exist, with their ids and `READ_CONFIGS`."""
+        """Return the named topics that exist, with their IDs and the configs in `READ_CONFIGS`."""
         wanted = sorted(set(names))
         request = MetadataRequest_v10([(0, 0, name, {}) for name in wanted], False, False, False, {})  # noqa: FBT003  # positional protocol fields
         answer = await self._ask(request)
@@ -119,9 +120,9 @@ class Admin:
         }
 
     async def settled(self, names: Iterable[str]) -> dict[str, Topic]:
-        """Return the named topics when all are known, because a new topic appears with a short delay.
+        """Wait until all named topics are known, because a new topic appears after a short delay, and return them.
 
-        Raises BrokerUnavailable if one does not appear within the connection's time limit.
+        Raises BrokerUnavailable if a topic does not appear within the connection's time limit.
         """
         wanted = set(names)
         deadline = asyncio.get_running_loop().time() + self._connection.patience_ms / 1000
@@ -154,7 +155,8 @@ class Admin:
             raise BrokerUnavailable(f"the broker did not describe the configs of topics: {error!r}") from error
         for answer in answers:
             for code, _, _, name, entries in answer.resources:
-                # Without the permission to describe, defaults are assumed; the broker refuses what does not fit.
+                # Without permission to describe the configs, defaults are assumed; the broker refuses records that are
+                # too large.
                 if code == 0:
                     found[name] = {entry[0]: entry[1] for entry in entries if entry[1] is not None}
         return found
@@ -162,7 +164,7 @@ class Admin:
     async def create(self, topics: Sequence[WantedTopic]) -> list[str]:
         """Create the topics that do not exist, and return their names.
 
-        Raises BrokerUnavailable if the broker refuses.
+        Raises BrokerUnavailable if the broker refuses to create a topic.
         """
         if not topics:
             return []
@@ -171,7 +173,7 @@ class Admin:
             for topic in topics
         ]
         request = CreateTopicsRequest_v4(wanted, self._connection.request_timeout_ms, False)  # noqa: FBT003  # positional protocol fields
-        # The client's own `create_topics` refuses -1, which means the brokers' default.
+        # The client's own `create_topics` does not accept -1, which means the brokers' default.
         answer = await self._client._send_to_controller(sendable(request))  # noqa: SLF001
         made: list[str] = []
         for name, code, *rest in answer.topic_errors:
@@ -182,7 +184,7 @@ class Admin:
         return made
 
     async def delete(self, names: Sequence[str]) -> None:
-        """Delete topics, and ignore those that do not exist. Raises BrokerUnavailable if the broker refuses."""
+        """Delete topics; ignore those that do not exist. Raises BrokerUnavailable if the broker refuses a deletion."""
         if not names:
             return
         answer = await self._client.delete_topics(list(names))
@@ -191,7 +193,7 @@ class Admin:
                 raise _refused(f"deleting topic {name!r}", code)
 
     async def delete_records(self, before: Mapping[TopicPartition, int]) -> None:
-        """Delete records below an offset of each partition (KIP-107)."""
+        """Delete all records of each partition that are below the given offset (KIP-107)."""
         wanted = {AiokafkaTopicPartition(*tp): RecordsToDelete(before_offset=offset) for tp, offset in before.items()}
         if not wanted:
             return
@@ -212,7 +214,7 @@ def _refused(what: str, code: int, why: str = "") -> BrokerUnavailable:
 
 
 def on_cluster(settings: Settings, client_id: str, work: Callable[[KafkaWire, Admin], Awaitable[T]]) -> T:
-    """Connect, and return the result of ``work``; raises BrokerUnavailable if no broker responds."""
+    """Connect to the cluster, and return the result of ``work``. Raises BrokerUnavailable if no broker responds."""
 
     async def run() -> T:
         wire = KafkaWire(Connection.of(settings, client_id=client_id))
@@ -231,15 +233,15 @@ class GroupMember:
     """A member of a consumer group."""
 
     worker_id: str
-    """The static id, or the client id if the member has no static id."""
+    """The static ID, or the client ID if the member has no static ID."""
     host: str
     partitions: tuple[TopicPartition, ...]
 
 
 class Group:
-    """A consumer group, managed from outside.
+    """Manages a consumer group without joining it.
 
-    Methods raise BrokerUnavailable if a request fails or gets no response.
+    All methods raise BrokerUnavailable if a request fails or gets no response.
     """
 
     def __init__(self, wire: KafkaWire, name: str) -> None:
@@ -247,7 +249,7 @@ class Group:
         self._name: Final = name
 
     async def members(self) -> list[GroupMember]:
-        """Return the members with their assignments; empty for a group that does not exist."""
+        """Return the members with their assignments; the list is empty if the group does not exist."""
 
         async def ask() -> tuple[int, list[Any]]:
             answer = await self._wire.ask_group(self._name, DescribeGroupsRequest([self._name]))
@@ -258,7 +260,7 @@ class Group:
         return sorted((_member(*fields[:5]) for fields in members), key=lambda member: member.worker_id)
 
     async def delete(self) -> None:
-        """Delete the group and its offsets, if it exists. It must have no members."""
+        """Delete the group and its offsets if the group exists. The group must have no members."""
         if not await self.delete_unless_joined():
             raise self._refused("deleting", _NON_EMPTY)
 
@@ -275,10 +277,10 @@ class Group:
     async def set_offsets(
         self, offsets: Mapping[TopicPartition, int], *, note: str = "", for_ever: bool = False
     ) -> None:
-        """Set offsets of a group that has no members, each with ``note`` as its metadata.
+        """Set the offsets of a group that has no members, each with ``note`` as its metadata.
 
-        With ``for_ever``, `offsets.retention.minutes` does not apply to them, because an OffsetCommit of version 2 to 4
-        sets its own retention, which brokers still respect (KIP-211).
+        With ``for_ever``, `offsets.retention.minutes` does not apply to these offsets, because an OffsetCommit request
+        of version 2 to 4 sets its own retention, which brokers still respect (KIP-211).
         """
         by_topic: defaultdict[str, list[tuple[int, int, str]]] = defaultdict(list)
         for (topic, partition), offset in offsets.items():
@@ -294,7 +296,7 @@ class Group:
         await self._insist("setting offsets of", ask)
 
     async def _insist(self, what: str, ask: Callable[[], Awaitable[tuple[int, T]]]) -> T:
-        """Repeat a request until the coordinator is available; each of these requests can be repeated safely."""
+        """Repeat a request until the coordinator is available. Each request in this class can be repeated safely."""
         deadline_s = asyncio.get_running_loop().time() + DEADLINE_MS / 1000
         while True:
             try:
@@ -319,7 +321,7 @@ class Group:
 
 
 def _member(member_id: str, client_id: str, host: str, _metadata: bytes, assignment: bytes) -> GroupMember:
-    # The broker appends a UUID: to a static member's own name, to any other's client id.
+    # The broker appends a UUID to the static ID of a static member, and to the client ID of any other member.
     name = _MADE_BY_THE_BROKER.sub("", member_id) or client_id
     partitions = ConsumerProtocolMemberAssignment.decode(assignment).partitions() if assignment else []
     return GroupMember(name, host.lstrip("/"), tuple(sorted(TopicPartition(*tp) for tp in partitions)))

@@ -1,24 +1,25 @@
-"""A transactional session makes everything a task writes (output, changelog, offsets) visible at once or not at all.
+"""Implements transactional sessions: all records and offsets that a task writes become visible together or not at all.
 
-Theory of operation. The partition determines the transactional id of a session. `open` sends InitProducerId, upon which
-the broker fences older epochs of the id, ends a transaction they left open, and writes its markers (KIP-98). Within an
-epoch:
+The partition determines the transactional ID of a session. `open` sends InitProducerId; the broker then fences older
+epochs of the ID, ends a transaction that they left open, and writes its markers (KIP-98). Within an epoch, these
+requests are sent:
 
-    add(batches)       AddPartitions for partitions not announced yet, Produce, then AddOffsets once a transaction;
-                       in order, in the background
-    commit(offsets)    TxnOffsetCommit, and every produce answered without error -> EndTxn
+    add(batches)       AddPartitions for partitions not announced yet, Produce, then AddOffsets once per transaction;
+                       in this order, in the background
+    commit(offsets)    TxnOffsetCommit, then EndTxn after every produce request has succeeded
 
 AddPartitions, AddOffsets, TxnOffsetCommit, and EndTxn are never sent while an earlier copy may still be in flight. They
 are repeated in the same epoch only after a *response* with error 14, 15, or 16 (coordinator loading, not available,
-moved) or 51 (still ending the previous transaction). Such a response does not always mean that nothing was done,
-because a coordinator that responds with 15 may still have appended its record. Repeating the request is safe because
-the first request is finished, both ask for the same outcome, and the next transaction does not begin until the response
-is OK. A *missing response* is different, because a late EndTxn could commit half of the next transaction. The epoch
-then ends, `CommitUnknown` is raised, and only a new InitProducerId can find out what happened. A produce request is not
-repeated either. Sequence numbers would allow it, but one rule for all requests is easier to trust.
+moved) or 51 (still ending the previous transaction). An error response does not always mean that the request had no
+effect, because a coordinator that responds with 15 may have appended its record. Repeating the request is safe because
+the first request is finished, both requests have the same effect, and the next transaction does not begin until the
+response is OK. After a *missing response*, repeating the request is not safe, because a late EndTxn could commit half
+of the next transaction. In this case, the epoch ends, the session raises `CommitUnknown`, and only a new InitProducerId
+can find out the outcome. A produce request is never repeated, either. Sequence numbers would allow it, but one rule for
+all requests is simpler.
 
-To abort a transaction, the session starts a new epoch, because InitProducerId ends the open transaction. There is no
-other way to abort.
+To abort a transaction, the session starts a new epoch, because InitProducerId ends the open transaction. The session
+never sends an EndTxn that aborts.
 """
 
 from __future__ import annotations
@@ -44,19 +45,21 @@ from dedup.kafka.wire import (
 )
 
 OK: Final = 0
-# Ask again: the coordinator is loading, not available, moved, or still ending the previous transaction.
+# Repeat the request: the coordinator is loading, is not available, has moved, or is still ending the previous
+# transaction.
 AGAIN: Final = COORDINATOR_MOVED | {51}
-# The partition is not known yet at the coordinator's broker; only AddPartitions answers it.
+# The coordinator's broker does not know the partition yet; only AddPartitions returns this error.
 AGAIN_ANNOUNCING: Final = AGAIN | {3}
-# Invalid epoch, fenced, id mapping gone, wrong transaction state, sequence out of order, unknown producer.
+# Invalid epoch, fenced, ID mapping lost, wrong transaction state, sequence out of order, unknown producer.
 FENCED: Final = frozenset({45, 47, 48, 49, 59, 90})
-# Message too large, batch too large, timestamp, invalid record.
+# Message too large, batch too large, invalid timestamp, invalid record.
 REFUSED: Final = frozenset({10, 18, 32, 87})
 TOO_LARGE: Final = frozenset({10, 18})
-# Sequence out of order, unknown producer: also the answer to batches behind a refused one.
+# Sequence out of order, unknown producer: these are also the responses to batches after a refused one.
 OUT_OF_SEQUENCE: Final = frozenset({45, 59})
 UNAUTHORIZED: Final = frozenset({29, 30, 31, 53, 58})
-# Leader moved or unavailable, too few replicas, request timed out at the broker: the epoch is over, a new one may do.
+# Leader moved or unavailable, too few replicas, request timed out at the broker: this epoch is over, but a new one may
+# succeed.
 EPOCH_OVER: Final = frozenset({2, 3, 5, 6, 7, 8, 9, 13, 19, 20, 56, 74, 75})
 COMPRESSION: Final = 76
 NOT_ATTEMPTED: Final = 55
@@ -68,7 +71,7 @@ LONGEST_PAUSE_MS: Final = 100
 
 @dataclass(frozen=True, slots=True)
 class Unanswered:
-    """A produce request in flight."""
+    """A produce request that is still in flight."""
 
     batches: tuple[RecordBatch, ...]
     answer: asyncio.Future[dict[TopicPartition, Produced]]
@@ -81,7 +84,7 @@ def _weight(code: int) -> int:
 
 
 class Session:
-    """The transactions of one transactional id, one epoch at a time."""
+    """Runs the transactions of one transactional ID, one epoch at a time."""
 
     def __init__(
         self, wire: Wire, transactional_id: str, group: str | None, *, timeout_ms: int, deadline_ms: int
@@ -89,7 +92,7 @@ class Session:
         self.transactional_id: Final = transactional_id
         self._wire: Final = wire
         self._group: Final = group
-        """The group whose offsets are part of the transactions; None for a writer that reads no topic."""
+        """The consumer group whose offsets are part of the transactions; None for a writer that reads no topic."""
         self._timeout_ms: Final = timeout_ms
         self._deadline_ms: Final = deadline_ms
         self._identity = ProducerIdentity(-1, -1)
@@ -114,14 +117,14 @@ class Session:
         return self._identity.epoch
 
     async def open(self) -> None:
-        """Start a new epoch, which fences older owners and aborts any transaction that is still open under this id."""
+        """Start a new epoch, which fences older owners of the ID and aborts any transaction that they left open."""
         await self.drop()
         self._identity = await self._init_producer_id()
         self._sequences = {}
         crashpoints.reached("after_init")
 
     async def _init_producer_id(self) -> ProducerIdentity:
-        # Repeating it is safe whatever happened to the last one: each only starts a newer epoch.
+        # Repeating the request is always safe, because each request only starts a newer epoch.
         waited_ms, pause_ms = 0, PAUSE_MS
         while True:
             try:
@@ -141,13 +144,13 @@ class Session:
             waited_ms, pause_ms = waited_ms + pause_ms, min(2 * pause_ms, LONGEST_PAUSE_MS)
 
     def add(self, batches: Sequence[RecordBatch]) -> None:
-        """Add batches to the open transaction, or open one; errors are raised by `settle` and `commit`."""
+        """Add batches to the open transaction, or open one. `settle` and `commit` raise the errors."""
         if self._identity.epoch < 0:
             raise InvariantBroken(f"{self.transactional_id}: batches were added before the session was opened.")
         self._queue.extend(batches)
         if self._sender is None or self._sender.done():
             if self._sender is not None and not self._sender.cancelled() and self._sender.exception() is not None:
-                return  # the failure is kept for `settle`
+                return  # `settle` raises the failure
             self._sender = asyncio.create_task(self._send_queue())
 
     async def _send_queue(self) -> None:
@@ -188,8 +191,8 @@ class Session:
     async def _announce(self, targets: list[TopicPartition]) -> None:
         async def ask() -> int:
             codes = await self._wire.add_partitions(self.transactional_id, self._identity, targets)
-            # An error outweighs "try again", which outweighs success: only all together are announced.
-            # OperationNotAttempted says only that another partition of the request failed.
+            # An error takes precedence over "try again", and "try again" over success, because partitions are announced
+            # only together. OperationNotAttempted only says that another partition of the request failed.
             return max((code for code in codes.values() if code != NOT_ATTEMPTED), key=_weight)
 
         await self._once("AddPartitionsToTxn", ask, again=AGAIN_ANNOUNCING)
@@ -221,12 +224,12 @@ class Session:
             elif produced.error_code in REFUSED:
                 self._note_refused(_refused(self.transactional_id, batch, produced), batch.target)
             elif produced.error_code in OUT_OF_SEQUENCE and batch.target in self._refused_by:
-                pass  # a batch before it is missing: the transaction is void already
+                pass  # an earlier batch is missing, so the transaction cannot be committed anyway
             else:
                 raise self._failed(f"Produce to {batch.target.topic}/{batch.target.partition}", produced.error_code)
 
     def _note_refused(self, refused: RecordRefused, target: TopicPartition) -> None:
-        """Keep the refusal for `settle`. By then, the broker has received every batch, so all refusals are known."""
+        """Keep the refusal for `settle`, which raises all refusals together after all responses have arrived."""
         self._refused_by.add(target)
         if self._refused is None:
             self._refused = refused
@@ -248,7 +251,7 @@ class Session:
         return self._ends
 
     async def commit(self, offsets: Mapping[TopicPartition, Position]) -> Mapping[TopicPartition, int]:
-        """Make everything added since the last commit visible together with the offsets; return the result of `settle`.
+        """Commit everything added since the last commit, together with the offsets; return the result of `settle`.
 
         Raises the errors of `prepare` and `end`.
         """
@@ -265,11 +268,11 @@ class Session:
         if self._sender is not None:
             await self._sender
         if not self._group_announced:
-            await self._announce_group()  # nothing but the offset is to be committed
+            await self._announce_group()  # the transaction contains only the offset
         await self._appended_everywhere()
         if self._refused is not None:
-            await self.settle()  # it raises: no offset is sent
-        # The offsets need not wait for the other answers to what was produced: EndTxn waits for both.
+            await self.settle()  # raises the refusal, so no offset is sent
+        # The offsets need not wait for the other produce responses, because EndTxn waits for both.
         sent = asyncio.ensure_future(self._commit_offsets(offsets))
         try:
             ends = await self.settle()
@@ -294,10 +297,10 @@ class Session:
     async def _appended_everywhere(self) -> None:
         """Wait until every partition of the transaction has accepted a batch.
 
-        At the first batch, a broker asks the coordinator whether the partition was added to the transaction. If the
-        offsets reach the same broker in the meantime, the broker asks about them as well and drops the earlier
-        question. It then responds to the produce request with NotEnoughReplicas, as if replicas were missing (KIP-890,
-        `AddPartitionsToTxnManager` of Kafka 4.1).
+        When a broker receives the first batch for a partition, it asks the coordinator whether the partition was added
+        to the transaction. If the offsets reach the same broker in the meantime, the broker asks about them as well and
+        drops the earlier question. The broker then responds to the produce request with NotEnoughReplicas, as if
+        replicas were missing (KIP-890, `AddPartitionsToTxnManager` of Kafka 4.1).
         """
         while any(batch.target not in self._ends for flight in self._unanswered for batch in flight.batches):
             await self._take_answer()
@@ -314,7 +317,7 @@ class Session:
         )
 
     async def drop(self) -> None:
-        """Forget the transaction locally. The broker aborts it at any owner's next `open`, or after the timeout."""
+        """Forget the transaction locally. The broker aborts it when an owner calls `open` or after the timeout."""
         work: list[asyncio.Future[Any]] = [flight.answer for flight in self._unanswered]
         if self._sender is not None:
             work.append(self._sender)
@@ -324,7 +327,7 @@ class Session:
         self._forget_transaction()
 
     async def _once(self, name: str, ask: Callable[[], Awaitable[int]], *, again: frozenset[int] = AGAIN) -> None:
-        """Send a transactional request; repeat it only after a response that allows it, never without a response."""
+        """Send a transactional request. Repeat it only after a response that allows it, never without a response."""
         waited_ms, pause_ms = 0, PAUSE_MS
         while True:
             try:
@@ -372,7 +375,7 @@ class Session:
 
 
 def _refused(transactional_id: str, batch: RecordBatch, produced: Produced) -> RecordRefused:
-    """Return the error for a batch that the broker will never accept."""
+    """Return the error to raise for a batch that the broker will never accept."""
     target, rows, why = batch.target, batch.rows, for_code(produced.error_code).__name__
     reasons = {rows[place]: f"{target}: {why}: {text}" for place, text in produced.refused if place < len(rows)}
     return RecordRefused(

@@ -1,8 +1,8 @@
-"""Defines what the exactly-once protocol needs from a Kafka cluster, with one method per request.
+"""Defines the requests that the exactly-once protocol needs, as an interface with one method per request.
 
-`client.KafkaWire` talks to brokers; the simulator's log implements the same methods. A method sends its request once
-and returns the error code of the response unchanged; `transactional_producer.py` interprets it. If a request gets no
-response, the method raises `NoAnswer`, and the effect of the request is unknown.
+`client.KafkaWire` implements the interface for real brokers, and the simulator's log implements it for tests. A method
+sends its request once and returns the error code of the response unchanged; `transactional_producer.py` interprets the
+error code. If a request gets no response, the method raises `NoAnswer`, and the effect of the request is unknown.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ UNSTABLE_OFFSET: Final = 88
 
 
 class NoAnswer(Exception):
-    """A request was sent, or may have been sent, and got no response."""
+    """A request was sent, or may have been sent, but there was no response."""
 
 
 class FetchedRecord(NamedTuple):
-    """A committed record as a restore reads it."""
+    """A committed record as a restore sees it."""
 
     offset: int
     timestamp_ms: int
@@ -54,14 +54,14 @@ class FetchedRecord(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Fetched:
-    """One fetch response: committed records column by column, and the next offset to fetch."""
+    """A fetch response: committed records as columns, and the next offset to fetch."""
 
     offsets: list[int]
     timestamps_ms: list[int]
     keys: list[bytes | None]
     values: list[bytes | None]
     next_offset: int
-    """The offset after all data read, including control batches and aborted records."""
+    """The offset after all data that was read, including control batches and aborted records."""
     high_watermark: int
     last_stable_offset: int
 
@@ -73,13 +73,13 @@ class Fetched:
 
     @property
     def records(self) -> list[FetchedRecord]:
-        """The records as objects, which are built at each call."""
+        """The records as objects, which are created on each call."""
         return list(map(FetchedRecord, self.offsets, self.timestamps_ms, self.keys, self.values))
 
 
 @dataclass(frozen=True, slots=True)
 class LogBounds:
-    """The first offset of a partition's log, and its high watermark (the next offset to be written)."""
+    """The first offset of a partition's log, and the log's high watermark (the next offset to be written)."""
 
     start: int
     end: int
@@ -92,23 +92,25 @@ class Produced:
     error_code: int
     base_offset: int
     refused: tuple[tuple[int, str], ...] = ()
-    """The index and the reason of each record because of which the broker rejected the batch, if it names them
-    (KIP-467).
+    """The records because of which the broker rejected the batch, if the broker names them (KIP-467): the index of each
+    record, and the reason.
     """
     append_time_ms: int = -1
-    """When the broker appended the batch, by its own clock; -1 if the topic keeps the producer's timestamps."""
+    """The time at which the broker appended the batch, by its own clock; -1 if the topic keeps the producer's
+    timestamps.
+    """
 
 
 class TopicNow(NamedTuple):
-    """A topic as one broker currently knows it."""
+    """The current state of a topic according to one broker."""
 
     topic_id: str
-    """Kafka's id, 32 hex digits; a recreated topic of the same name has a different one (KIP-516)."""
+    """Kafka's ID of the topic, 32 hex digits. A recreated topic with the same name has a different ID (KIP-516)."""
     partitions: int
 
 
 class Position(NamedTuple):
-    """A group's committed offset in a partition."""
+    """A committed offset of a group, with its leader epoch and note."""
 
     offset: int
     leader_epoch: int = -1
@@ -119,32 +121,32 @@ class Position(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class CommittedOffset:
-    """A group's committed offset, as its coordinator returned it; the position is None if none is committed."""
+    """The coordinator's response about a group's committed offset. The position is None if no offset is committed."""
 
     error_code: int
     position: Position | None
 
     @property
     def offset(self) -> int | None:
-        """The offset alone."""
+        """The offset without leader epoch and note; None if no offset is committed."""
         return None if self.position is None else self.position.offset
 
 
 class Wire(Protocol):
-    """A Kafka cluster; every method may raise NoAnswer."""
+    """A Kafka cluster. Every method that sends a request may raise NoAnswer."""
 
     async def init_producer_id(self, transactional_id: str, timeout_ms: int) -> tuple[int, ProducerIdentity]:
-        """Start a new epoch of the id, which fences older epochs and ends a transaction that they left open."""
+        """Start a new epoch of the transactional ID: older epochs are fenced, and their open transaction is ended."""
 
     async def add_partitions(
         self, transactional_id: str, identity: ProducerIdentity, partitions: Sequence[TopicPartition]
     ) -> dict[TopicPartition, int]:
-        """Add partitions to the open transaction; return an error code for each."""
+        """Add partitions to the open transaction; return an error code for each partition."""
 
     async def produce(
         self, transactional_id: str, batches: Sequence[tuple[TopicPartition, bytes]]
     ) -> Awaitable[dict[TopicPartition, Produced]]:
-        """Write one batch to each of several partitions, to be acknowledged by all in-sync replicas.
+        """Write one batch to each of several partitions, with acknowledgment by all in-sync replicas.
 
         Returns an awaitable response as soon as the request is sent, so that successive calls are sent in order without
         waiting for each other's responses.
@@ -169,22 +171,22 @@ class Wire(Protocol):
         """
 
     async def limit(self, target: TopicPartition) -> Limit | None:
-        """Return what a partition's topic currently accepts; None if its configs may not be read."""
+        """Return the current limits of a partition's topic; None if there is no permission to read its configs."""
 
     async def bounds(self, source: TopicPartition) -> LogBounds:
-        """Read start and high watermark of a partition from its leader."""
+        """Read the start and the high watermark of a partition from its leader."""
 
     async def offset_at(self, source: TopicPartition, time_ms: int) -> int | None:
-        """Return the first offset whose timestamp is at or after ``time_ms``; None if there is none."""
+        """Return the offset of the first record whose timestamp is at or after ``time_ms``; None if there is none."""
 
     async def topics(self, names: tuple[str, ...]) -> Mapping[str, TopicNow | int]:
-        """Return each topic as one broker currently knows it, or its error code; the request creates no topic."""
+        """Return the current state of each topic, or an error code, according to one broker. This creates no topic."""
 
     async def fetch(self, source: TopicPartition, offset: int, *, max_bytes: int, wait_ms: int) -> Fetched:
-        """Read committed records from an offset on; waits up to ``wait_ms`` for some to arrive."""
+        """Read committed records at or after an offset; wait up to ``wait_ms`` for records to arrive."""
 
     def pin(self, topic_ids: Mapping[str, str]) -> None:
-        """Make `fetch` read these topics by id from now on, so that it never reads a later topic with the same name."""
+        """Make `fetch` read these topics by ID from now on, so that it never reads a recreated topic."""
 
     async def pause(self, delay_ms: int) -> None:
-        """Wait before a request is repeated."""
+        """Wait for ``delay_ms`` before a request is repeated."""

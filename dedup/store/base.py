@@ -1,4 +1,4 @@
-"""The interface of a task's state store and the values that it keeps. It is independent of Kafka.
+"""Defines the interface of a task's state store, and the values that a store keeps. It is independent of Kafka.
 
 State is divided into *segments*. A sighting that ends at ``last_ms`` is stored under its state key in the segment that
 starts at ``Window.segment_of(last_ms)``. Segments are dropped as a whole. The store never contains an uncommitted
@@ -13,11 +13,12 @@ from dataclasses import dataclass
 from typing import Final, Protocol
 
 Writes = Mapping[int, Mapping[bytes, bytes]]
-"""Segment start in ms -> state key -> encoded value, which holds *all* sightings of that ID that end in that segment.
+"""Maps the start of a segment in ms to state keys, and each state key to an encoded value. The value holds *all*
+sightings of the ID that end in the segment.
 """
 
 NOT_SAID: Final = -1
-"""Value for a task record that does not say from which offset on its changelog is needed."""
+"""The value of `kept_from` in a task record that does not say from which offset the changelog is needed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +26,7 @@ class FeedTime:
     """The greatest event time of one feed (a partition of a source topic)."""
 
     topic: int
-    """Position of the topic in ``source.topics``."""
+    """The index of the topic in ``source.topics``."""
     partition: int
     max_ms: int
     idle: bool
@@ -33,60 +34,60 @@ class FeedTime:
 
 @dataclass(frozen=True, slots=True)
 class TaskRecord:
-    """The values with which a task continues as if it had never stopped; every transaction writes a task record."""
+    """The values with which a new task continues where the last one stopped; every transaction writes a task record."""
 
     fingerprint: bytes
-    """`Topology.state_fingerprint`; state with another fingerprint is refused."""
+    """The value of `Topology.state_fingerprint`; a task refuses state with another fingerprint."""
     stream_time_ms: int
     feeds: tuple[FeedTime, ...]
     next_offset: int
-    """Offset of the feeding partition below which everything is judged."""
+    """The offset in the feeding partition below which all records are judged."""
     segment_ms: int
     """Width of the segments for new sightings."""
     kept_from: int = NOT_SAID
-    """The changelog offset at or above which all data of live segments was written; `NOT_SAID` in new state."""
+    """The changelog offset at or above which all data of live segments was written; `NOT_SAID` if not recorded."""
     feeding_topic_id: str = ""
-    """Kafka's id of the feeding topic, 32 hex digits; empty in records of earlier releases."""
+    """Kafka's ID of the feeding topic, 32 hex digits; empty in task records of earlier releases."""
 
     def counts_on_more(self, begin: int) -> bool:
-        """Whether live segments need records below ``begin``, where the changelog starts."""
+        """Return whether live segments need records below ``begin``, where the changelog starts."""
         return NOT_SAID < self.kept_from < begin
 
 
 @dataclass(frozen=True, slots=True)
 class StoreIdentity:
-    """The owner of the state in a directory; the store of another owner is refused."""
+    """Identifies the task to which the state in a directory belongs. A task refuses the state of another one."""
 
     topology: str
     partition: int
     changelog_topic_id: str
-    """Kafka's id of the changelog topic, because a recreated topic has a different id."""
+    """Kafka's ID of the changelog topic. A recreated topic has a different ID."""
 
     def __str__(self) -> str:
         return f"{self.topology} partition {self.partition} (changelog topic id {self.changelog_topic_id})"
 
 
 class Store(Protocol):
-    """The applied state of one task. Not thread-safe, because one task owns it."""
+    """The applied state of one task. A store is not thread-safe, because one task owns it."""
 
     @property
     def task_record(self) -> TaskRecord | None:
-        """The last applied task record; None in a fresh store."""
+        """The last applied task record; None in a new store."""
 
     @property
     def position(self) -> int:
-        """The changelog offset to restore from; 0 in a fresh store."""
+        """The changelog offset to restore from; 0 in a new store."""
 
     def get_each(self, segments: Iterable[int], ids: Sequence[bytes]) -> dict[int, dict[bytes, bytes]]:
-        """Return segment -> state key -> encoded value for the known IDs; segments without a hit are absent."""
+        """Return the encoded values of the known IDs by segment and state key, without segments that have no known ID."""
 
     def segments(self) -> dict[int, int]:
-        """Return all segments, ascending: start -> a changelog offset at or below the first record in it."""
+        """Map the start of each segment, in ascending order, to a changelog offset at or below its first record."""
 
     def apply(self, writes: Writes, record: TaskRecord | None, position: int) -> None:
-        """Write sightings, task record, and position atomically; they survive a SIGKILL.
+        """Write sightings, task record, and position atomically. They survive a SIGKILL of the process.
 
-        If ``record`` is None, the stored one is kept. Raises InvariantBroken if the position decreases.
+        If ``record`` is None, the stored task record is kept. Raises InvariantBroken if the position decreases.
         """
 
     def drop_below(self, oldest_live_ms: int, segment_ms: int) -> tuple[int, ...]:
@@ -97,10 +98,10 @@ class Store(Protocol):
         """
 
     def clear(self) -> None:
-        """Delete sightings, task record, and position atomically; the store stays open."""
+        """Delete sightings, task record, and position atomically. The store stays open."""
 
     def warm(self, ids: int) -> bool:
-        """Load filters for up to ``ids`` more IDs, which makes lookups faster; True when all are loaded."""
+        """Add up to ``ids`` more IDs to the filters, which makes lookups faster; return True when all IDs are added."""
 
     def approximate_bytes(self) -> int:
         """Return an estimate of the state's size in bytes."""
@@ -109,10 +110,10 @@ class Store(Protocol):
         """Return an estimate of the number of (segment, ID) pairs."""
 
     def sightings(self) -> Iterator[tuple[int, bytes, bytes]]:
-        """Yield (segment, state key, encoded value), sorted; raises TaskCorrupted for an unreadable one."""
+        """Yield (segment, state key, encoded value), sorted. Raises TaskCorrupted if an entry is unreadable."""
 
     def close(self) -> None:
-        """Release the store; closing it twice is allowed."""
+        """Release the store. A store may be closed more than once."""
 
     def wipe(self) -> None:
         """Close the store and delete all its data."""

@@ -1,12 +1,12 @@
-"""A Bloom filter over the IDs of one segment, queried for a whole batch at once.
+"""Implements a Bloom filter over the IDs of one segment, which is queried with a whole batch of IDs.
 
-If the filter contains every ID of a segment, it can usually answer "unknown" without a read from RocksDB. It is a
-blocked Bloom filter (Putze, Sanders, Singler 2007). Each ID sets four bits in one 64-bit word, which causes one cache
-miss per ID. It takes about 16 bits per ID and has 0.5 % false positives. It grows by layers, each as large as all
-earlier ones together.
+If the filter contains every ID of a segment, most lookups of unknown IDs need no read from RocksDB. The filter is a
+blocked Bloom filter (Putze, Sanders, Singler 2007): each ID sets four bits in one 64-bit word, which causes one cache
+miss per ID. The filter takes about 16 bits per ID and has 0.5 % false positives. It grows by adding layers, each of
+which is as large as all earlier layers together.
 
-The hash is Python's own hash of the bytes, because dict lookups compute it anyway. It is keyed per process, so nobody
-can choose IDs that collide. For the same reason, a filter cannot be stored.
+The filter uses Python's own hash of the bytes, because dict lookups compute this hash anyway. Each process has its own
+random key for the hash, so nobody can choose IDs that collide. For the same reason, a filter cannot be stored.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ _Words = npt.NDArray[np.uint64]
 _IDS_PER_WORD: Final = 4
 _FIRST_WORDS: Final = 1 << 11
 _QUICK_GROWTH_WORDS: Final = 1 << 16
-"""Below this size, a new layer is three times as large as all earlier ones, which keeps the layers few at little waste.
+"""Below this size, a new layer is three times as large as all earlier layers together, so that there are few layers.
+The unused memory is small.
 """
 
 _PAIR_BITS: Final = 12
@@ -37,7 +38,7 @@ def _pairs_of_bits() -> _Words:
 
 
 _PAIRS: Final = _pairs_of_bits()
-"""Maps 12 bits of a hash to a word with the two bits that they select."""
+"""Maps 12 bits of a hash to a 64-bit word in which the two bits that they select are set."""
 
 
 class Hashed:
@@ -51,12 +52,12 @@ class Hashed:
         self.bits: Final = _PAIRS[hashes & _PAIR_MASK] | _PAIRS[hashes >> np.uint64(_PAIR_BITS) & _PAIR_MASK]
 
     def in_layer(self, words: int) -> npt.NDArray[np.uint64]:
-        """Return the index of each ID's word in a layer, which is 40 bits of the hash scaled to the layer's size."""
+        """Return the index of each ID's word in a layer: 40 bits of the hash, scaled to the layer's size."""
         return self.words * np.uint64(words) >> _WORD_BITS
 
 
 class BloomFilter:
-    """Tells which IDs of a batch may have been added before, without false negatives."""
+    """Reports which IDs of a batch may have been added before, without false negatives."""
 
     __slots__ = ("_capacity", "_layers", "_total_words", "added")
 
@@ -65,11 +66,11 @@ class BloomFilter:
         self._total_words = 0
         self._capacity = 0
         self.added = 0
-        """IDs added, counting repetitions."""
+        """Number of IDs that were added, counting repetitions."""
 
     @property
     def size_bytes(self) -> int:
-        """Memory used by the filter."""
+        """The memory that the filter uses."""
         return self._total_words * 8
 
     def add(self, hashed: Hashed) -> None:
@@ -84,7 +85,7 @@ class BloomFilter:
         self.added += count
 
     def may_hold(self, hashed: Hashed) -> npt.NDArray[np.bool_]:
-        """Return a boolean per ID: False if it was certainly never added."""
+        """Return a boolean per ID, which is False if the ID was certainly never added."""
         found = np.zeros(len(hashed.words), np.bool_)
         for layer in self._layers:
             found |= (layer[hashed.in_layer(len(layer))] & hashed.bits) == hashed.bits
@@ -96,5 +97,5 @@ class BloomFilter:
             wanted = min(3 * wanted, _QUICK_GROWTH_WORDS)
         self._layers.append(np.zeros(wanted, np.uint64))
         self._total_words += wanted
-        # Free space in the previous layer stays unused: this batch did not fit into it.
+        # Free space in the previous layer stays unused, because this batch did not fit into that layer.
         self._capacity = self.added + wanted * _IDS_PER_WORD

@@ -1,4 +1,4 @@
-"""The encoding of the changelog and of the values in the store, with keys, sightings, task records, and seed marks.
+"""Encodes and decodes the changelog and the values in the store: keys, sightings, task records, and seed marks.
 
 A sighting value consists of one or more entries. An entry has these fields, with big-endian unsigned integers::
 
@@ -10,14 +10,15 @@ A sighting value consists of one or more entries. An entry has these fields, wit
     8 bytes  last_ms, only if extended: otherwise last_ms is first_ms
     8 bytes  fingerprint, only with its flag
 
-The usual entry therefore takes 15 bytes and is read with one unpack call. Times are in [0, 2**48) ms. A record with a
-negative time is a dead letter, and a time beyond the year 10889 is too far in the future, so either of them is a bug
-here. A value lists *all* sightings of its ID that end in its segment. A later record with the same key replaces an
-earlier one.
+Therefore, the usual entry takes 15 bytes and is read with one unpack call. Times are in [0, 2**48) ms. A record with a
+negative time is a dead letter, and a time beyond the year 10889 is too far in the future, so a sighting with such a
+time is a bug. A value lists *all* sightings of its ID that end in its segment. A later record with the same key
+replaces an earlier one.
 
-Keys: ``S``, segment start (8 bytes), state key; ``T`` alone for the task record; ``H`` alone for the seed mark. Task
-record and seed mark each start with their own version byte and end with a CRC-32; the body of a seed mark is a JSON
-object, and the body of a task record has these fields::
+The key of a sighting value consists of ``S``, the segment start (8 bytes), and the state key. The key of the task
+record is ``T``, and the key of the seed mark is ``H``. The task record and the seed mark each start with their own
+version byte and end with a CRC-32. The body of a seed mark is a JSON object, and the body of a task record has these
+fields::
 
     1 byte   length of the fingerprint
     4 x 8    stream_time_ms, next_offset, segment_ms, kept_from (signed)
@@ -26,11 +27,11 @@ object, and the body of a task record has these fields::
     each feed: 2 bytes topic, 4 bytes partition, 8 bytes max_ms (signed), 1 byte idle
     16 bytes topic id of the feeding topic, from version 3
 
-Seed marks. `dedup spark seed` writes a seed in many transactions. Its first record in a changelog partition is a mark
-`seeding`; the last transaction contains the task record and a mark `seeded`. All marks have the same key, so compaction
-keeps the newest. A partition with `seeding` but no task record contains half a history, so no task may start on it. The
-mark contains what a repeated run needs to produce the same seed: the identity of the seed, where the fleet starts, and
-the number of sightings.
+`dedup spark seed` writes a seed in many transactions. The first record of the seed in a changelog partition is a seed
+mark `seeding`; the last transaction contains the task record and a seed mark `seeded`. All seed marks have the same
+key, so compaction keeps the newest one. A partition with `seeding` but no task record contains only part of the
+history, so no task may start on it. The seed mark contains the data that a repeated run needs to produce the same seed:
+the identity of the seed, the offsets at which the fleet starts, and the number of sightings.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ _ENTRIES: Final = {
     for extended in (0, _EXTENDED)
     for printed in (0, _FINGERPRINT)
 }
-"""Maps a header, which is the top byte of the first field, to a layout."""
+"""Maps a header, which is the top byte of the first field, to the layout of the entry."""
 
 _NARROW_COLUMNS: Final = [("head", ">u8"), ("topic", "u1"), ("partition", ">u2"), ("offset", ">u4")]
 _WIDE_COLUMNS: Final = [("head", ">u8"), ("topic", ">u2"), ("partition", ">u4"), ("offset", ">u8")]
@@ -76,7 +77,7 @@ _FINGERPRINT_COLUMN: Final = [("fingerprint", f"V{_FINGERPRINT_BYTES}")]
 _PLAIN_BYTES: Final = _ENTRIES[_CHANGELOG_VERSION].size
 _PLAIN_BASE: Final = _CHANGELOG_VERSION << 56
 _unpack_plain = _ENTRIES[_CHANGELOG_VERSION].unpack
-# A named tuple's own constructor parses arguments and takes twice as long.
+# The constructor of a named tuple parses arguments and takes twice as long.
 _new = tuple.__new__
 
 _RESTORE: Final = "The store of this partition will be deleted and restored from the changelog."
@@ -104,30 +105,30 @@ class SeedMark:
 
     phase: Literal["seeding", "seeded"]
     seed: str
-    """Identifies the history and the offsets at which the fleet takes over."""
+    """Identifies the history of the seed and the offsets at which the fleet starts."""
     next_offset: int
-    """Offset of the feeding partition at which the fleet starts."""
+    """The offset in the feeding partition at which the fleet starts."""
     stream_time_ms: int
     sightings: int
     """Number of changelog records with sightings in this partition."""
     digest: str
-    """Digest of these records, independent of their order."""
+    """Digest of the records with sightings, independent of their order."""
     judged_at_ms: int
-    """The wall-clock time that decided which event times are in the future."""
+    """The wall-clock time by which the seed decided which event times are in the future."""
     begins: dict[str, list[int]]
     """Maps each source topic to the offsets at which the fleet starts, one per partition."""
     history: Literal["topics", "files"]
-    """The history that was judged, either the source topics below `begins` or files."""
+    """The kind of history that was judged: the source topics up to `begins`, or files."""
 
 
 def encode_seed_mark(mark: SeedMark) -> bytes:
-    """Return the encoded mark."""
+    """Return the encoded seed mark."""
     body = bytes([_MARK_VERSION]) + json.dumps(asdict(mark), sort_keys=True, separators=(",", ":")).encode()
     return body + zlib.crc32(body).to_bytes(_CHECKSUM_BYTES)
 
 
 def decode_seed_mark(value: bytes) -> SeedMark:
-    """Return the mark. Raises StateIncompatible for another version, TaskCorrupted for damaged bytes."""
+    """Return the seed mark. Raises StateIncompatible for another version, and TaskCorrupted for damaged bytes."""
     if value and value[0] != _MARK_VERSION:
         raise StateIncompatible(
             f"a seed mark has version {value[0]}; this dedup reads version {_MARK_VERSION}. Another release seeded the "
@@ -141,14 +142,14 @@ def decode_seed_mark(value: bytes) -> SeedMark:
     try:
         return SeedMark(**json.loads(body[1:]))
     except (TypeError, ValueError) as error:
-        # The checksum is right: dedup wrote these bytes, with this version, and yet they are not a mark.
+        # The checksum is correct, so this version of dedup wrote these bytes, although they are not a seed mark.
         raise InvariantBroken(
             f"a seed mark lacks members of version {_MARK_VERSION}, or has others: {error}."
         ) from error
 
 
 def encode_sighting(sightings: Sighting | Iterable[Sighting]) -> bytes:
-    """Return the value for one sighting, or for all sightings of an ID in one segment."""
+    """Return the encoded value for one sighting, or for all sightings of an ID in one segment."""
     if isinstance(sightings, Sighting):
         return _encode_entry(sightings)
     value = b"".join(map(_encode_entry, sightings))
@@ -187,9 +188,9 @@ def _encode_entry(sighting: Sighting) -> bytes:
 
 
 def decode_sightings(value: bytes) -> tuple[Sighting, ...]:
-    """Return the sightings of a value, in the order they were written.
+    """Return the sightings of an encoded value, in the order in which they were written.
 
-    Raises StateIncompatible for another version, TaskCorrupted for damaged bytes.
+    Raises StateIncompatible for another version, and TaskCorrupted for damaged bytes.
     """
     if len(value) == _PLAIN_BYTES:
         head, topic, partition, offset = _unpack_plain(value)
@@ -205,7 +206,7 @@ def decode_sightings(value: bytes) -> tuple[Sighting, ...]:
 
 
 def _decode_entry(value: bytes, at: int) -> tuple[Sighting, int]:
-    """Return the entry at ``at``, and where the next one starts."""
+    """Return the sighting of the entry that starts at ``at``, and the start of the next entry."""
     header = value[at] if value else _CHANGELOG_VERSION
     if header & 0xF0 != _CHANGELOG_VERSION:
         raise StateIncompatible(
@@ -225,12 +226,12 @@ def _decode_entry(value: bytes, at: int) -> tuple[Sighting, int]:
 
 
 def all_within(values: Collection[bytes], begin_ms: int, end_ms: int) -> bool:
-    """Tell whether every sighting of these values ends in [``begin_ms``, ``end_ms``). Raises as `decode_sightings`."""
+    """Return whether all sightings of these values end in [``begin_ms``, ``end_ms``). Raises as `decode_sightings`."""
     joined = b"".join(values)
     if len(joined) == len(values) * _PLAIN_BYTES and set(map(len, values)) == {_PLAIN_BYTES}:
         rows = np.frombuffer(joined, np.uint8).reshape(len(values), _PLAIN_BYTES)
         heads = np.ascontiguousarray(rows[:, :8]).view(">u8")
-        # The header is a head's top byte: any header but that of a plain entry is out of these bounds.
+        # The header is the top byte of the first field, so only plain entries are within these bounds.
         if _PLAIN_BASE + begin_ms <= heads.min() and heads.max() < _PLAIN_BASE + end_ms:
             return True
     return all(begin_ms <= seen.last_ms < end_ms for value in values for seen in decode_sightings(value))
@@ -243,9 +244,10 @@ def encode_single_column(
     offsets: Integers,
     fingerprints: Sequence[bytes] | None = None,
 ) -> list[bytes]:
-    """Return the values of ``encode_sighting`` for one unextended sighting per row.
+    """Return the same values as ``encode_sighting``, for columns with one unextended sighting per row.
 
-    Topic and partition are a single value for all rows, or a column. Raises InvariantBroken like ``encode_sighting``.
+    Topic and partition are either a column or a single value for all rows. Raises InvariantBroken like
+    ``encode_sighting``.
     """
     rows = len(times_ms)
     times, seen_at = np.asarray(times_ms, np.int64), np.asarray(offsets, np.int64)
@@ -271,7 +273,7 @@ def encode_single_column(
 
 
 def _below(column: npt.NDArray[np.int64], limit: int) -> npt.NDArray[np.bool_]:
-    # As an unsigned number, a negative one exceeds every limit: one comparison instead of two.
+    # As an unsigned number, a negative number exceeds every limit, so one comparison is enough.
     return column.view(np.uint64) < np.uint64(limit)
 
 
@@ -282,7 +284,7 @@ def _encode_rows(
     offsets: npt.NDArray[np.int64],
     fingerprints: Sequence[bytes] | None,
 ) -> list[bytes]:
-    """Encode row by row, for a mix of narrow and wide sources, or to name the refused row."""
+    """Encode the rows one by one, if narrow and wide sources are mixed or if an error must name the refused row."""
     rows = len(times)
     prints = [b""] * rows if fingerprints is None else fingerprints
     columns = (times, np.broadcast_to(topics, rows), np.broadcast_to(partitions, rows), offsets)
@@ -295,30 +297,30 @@ def _encode_rows(
 
 
 class SightingKey(NamedTuple):
-    """Key of a changelog record that holds the sightings of one ID in one segment."""
+    """The key of a changelog record that holds the sightings of one ID in one segment."""
 
     segment: int
-    """Start of the segment in ms of event time."""
+    """The start of the segment in ms of event time."""
     state_key: bytes
 
 
 @dataclass(frozen=True, slots=True)
 class TaskRecordKey:
-    """Key of the changelog record that holds the task record."""
+    """The key of the changelog record that holds the task record."""
 
 
 @dataclass(frozen=True, slots=True)
 class SeedMarkKey:
-    """Key of the changelog record with the progress of a seed."""
+    """The key of the changelog record that holds the seed mark."""
 
 
 def sighting_key(segment: int, state_key: bytes) -> bytes:
-    """Return the changelog key of an ID in a segment."""
+    """Return the changelog key for the sightings of an ID in a segment."""
     return segment_prefix(segment) + state_key
 
 
 def sighting_keys_column(segment: int, ids: Iterable[bytes]) -> list[bytes]:
-    """Return ``sighting_key`` for every ID of one segment."""
+    """Return the result of ``sighting_key`` for every ID of one segment."""
     prefix = segment_prefix(segment)
     return [prefix + state_key for state_key in ids]
 
@@ -329,7 +331,7 @@ def task_record_key() -> bytes:
 
 
 def segment_prefix(segment: int) -> bytes:
-    """Return the common prefix of a segment's keys."""
+    """Return the common prefix of all changelog keys of a segment."""
     if not 0 <= segment < _TIME_LIMIT:
         raise InvariantBroken(f"a segment that starts at {segment} ms cannot be stored: event times are >= 0.")
     return _SIGHTING_TAG + segment.to_bytes(8)
@@ -351,7 +353,7 @@ def parse_key(key: bytes) -> SightingKey | TaskRecordKey | SeedMarkKey:
 
 @dataclass(frozen=True, slots=True)
 class Collected:
-    """The content of consecutive changelog records, ready for ``Store.apply``."""
+    """The content of consecutive changelog records, in the form that ``Store.apply`` accepts."""
 
     writes: dict[int, dict[bytes, bytes]]
     task_record: TaskRecord | None
@@ -361,10 +363,10 @@ class Collected:
 
 
 def collect(keys: Sequence[bytes | None], values: Sequence[bytes | None]) -> Collected:
-    """Return the writes of consecutive changelog records; the last of several records with the same key counts.
+    """Return the content of consecutive changelog records. Of several records with the same key, only the last counts.
 
-    Raises StateIncompatible for a record that dedup does not write, because its key or value is missing or its key or
-    version is unknown.
+    Raises StateIncompatible for a record that dedup does not write: its key or value is missing, or its key or version
+    is unknown.
     """
     if None in keys or None in values:
         raise StateIncompatible(
@@ -379,7 +381,7 @@ def _collect(keys: Sequence[bytes], values: Sequence[bytes]) -> Collected:
     segments = prefixes - _ALONE
     whole = min((size for size in set(map(len, keys)) if size > 1), default=0) > _STATE_KEY_AT
     if len(segments) == 1 and whole:
-        # Nearly always, all are of one segment; then sightings are separated from the rest in C.
+        # Usually, all sightings belong to one segment. In this case, C code separates them from the other records.
         (prefix,) = segments
         parse_key(prefix + b"0")
         found = dict(zip(map(_state_key_of, keys), values, strict=True))
@@ -409,12 +411,12 @@ def _by_prefix(keys: Sequence[bytes], values: Sequence[bytes]) -> dict[bytes, di
 
 
 def _last(keys: Sequence[bytes], values: Sequence[bytes], key: bytes) -> bytes:
-    """Return the value of the last record with a key, which must be present."""
+    """Return the value of the last record with this key; there must be one."""
     return values[len(keys) - 1 - keys[::-1].index(key)]
 
 
 def encode_task_record(record: TaskRecord) -> bytes:
-    """Return the encoded task record, with version, fields, topic id if there is one, and CRC-32."""
+    """Return the encoded task record, with version, fields, topic ID if there is one, and CRC-32."""
     topic_id = bytes.fromhex(record.feeding_topic_id)
     if len(topic_id) not in {0, _TOPIC_ID_BYTES}:
         raise InvariantBroken(f"a task record cannot be written: {record.feeding_topic_id!r} is not a topic id.")
@@ -440,7 +442,7 @@ def encode_task_record(record: TaskRecord) -> bytes:
 
 
 def decode_task_record(value: bytes) -> TaskRecord:
-    """Return the task record. Raises StateIncompatible for another version, TaskCorrupted for damaged bytes."""
+    """Return the task record. Raises StateIncompatible for another version, and TaskCorrupted for damaged bytes."""
     if value and value[0] not in {_RECORD_WITHOUT_ID, _RECORD_VERSION}:
         raise StateIncompatible(
             f"a task record has version {value[0]}; this dedup reads versions {_RECORD_WITHOUT_ID} and "
@@ -474,9 +476,9 @@ def rebucket(
 ) -> dict[int, dict[bytes, bytes]]:
     """Return writes that move (state key, encoded value) pairs into segments of another width, ``segment_ms``.
 
-    This is needed after a topology's guard period was changed. ``known`` is what the new segments already hold for
-    these IDs; the writes include it. Sightings of one ID with the same first time, source, and fingerprint become one
-    sighting that is extended to the latest of their ends.
+    A store needs these writes after the guard period of its topology was changed. ``known`` contains the values that
+    the new segments already hold for these IDs; the writes include them. Sightings of one ID with the same first time,
+    source, and fingerprint become one sighting that ends at the latest of their ends.
     """
     intervals: dict[bytes, dict[tuple[int, Source, bytes], int]] = {}
     for state_key, value in _with_known(entries, known):

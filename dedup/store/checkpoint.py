@@ -1,12 +1,12 @@
-"""A checkpoint consists of an archive of one task's closed store and a description that says whose state it is.
+"""Packs and unpacks checkpoints, which consist of an archive of a task's closed store and a description of the archive.
 
-The archive is a tar file of the store's files. The description (`manifest.json`) is written after it, so if there is a
-description, the archive is complete.
+The archive is a tar file of the store's files. The description (`manifest.json`) says to which task the state belongs.
+It is written after the archive, so if there is a description, the archive is complete.
 
-An archive may come from anywhere, so nothing in it is trusted. Only regular files with RocksDB's file names are
-accepted, only into an empty directory, and never more bytes than the description announces. rocksdict's settings,
-RocksDB's options, and its event log are left out, because a store is opened with dedup's own options and events contain
-the machine's name.
+An archive may come from anywhere, so nothing in it is trusted. It is unpacked only into an empty directory. Only
+regular files with RocksDB's file names are accepted, and never more bytes than the description announces. An archive
+does not contain rocksdict's settings and RocksDB's options, because a store is opened with dedup's own options. It does
+not contain RocksDB's event log either, because the events contain the machine's name.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from dedup.store.base import StoreIdentity
 
 _FORMAT: Final = 1
 MOST_BYTES: Final = 64 << 10
-"""Maximum size of a description, so that a foreign file cannot fill the memory."""
+"""Maximum size of a description, so that a file from somewhere else cannot exhaust the memory."""
 _STORE_FILES: Final = re.compile(r"CURRENT|IDENTITY|MANIFEST-\d{1,20}|\d{1,20}\.(sst|log)", re.ASCII)
 _PIECE_BYTES: Final = 1 << 20
 _PLAIN: Final = frozenset({tarfile.REGTYPE, tarfile.AREGTYPE})
@@ -38,14 +38,16 @@ _MOST_FILES: Final = 100_000
 _Count = Annotated[int, msgspec.Meta(ge=0)]
 _Hex = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{2,128}\Z")]
 Moved = Callable[[int], None]
-"""Called with the number of bytes of each transferred piece; may raise an exception to stop the transfer."""
+"""A function that is called with the size of each transferred piece in bytes. It may raise an exception to stop the
+transfer.
+"""
 
 
 class _ByteSource(Protocol):
     """A stream from which an archive is read."""
 
     def read(self, size: int, /) -> bytes:
-        """Return up to ``size`` bytes; empty at the end."""
+        """Return up to ``size`` bytes; the result is empty at the end."""
 
 
 class _Counted:
@@ -96,7 +98,8 @@ class _In(_Counted):
 def pack(directory: Path, target: IO[bytes], moved: Moved) -> tuple[int, str]:
     """Write the files of a closed store as a tar file; return its length in bytes and its SHA-256 in hex."""
     out = _Out(target, moved)
-    # Not compressed, since the files already are; USTAR is the format without extensions.
+    # The archive is not compressed, because the files are compressed already. USTAR is the tar format without
+    # extensions.
     with tarfile.open(fileobj=out, mode="w|", format=tarfile.USTAR_FORMAT, bufsize=_PIECE_BYTES) as archive:  # type: ignore[call-overload]
         for path in sorted(directory.iterdir()):
             if _STORE_FILES.fullmatch(path.name) is None:
@@ -112,8 +115,8 @@ def pack(directory: Path, target: IO[bytes], moved: Moved) -> tuple[int, str]:
 def unpack(source: _ByteSource, directory: Path, *, size_bytes: int, sha256: str, moved: Moved) -> None:
     """Unpack an archive into an existing, empty directory, and sync the files to disk.
 
-    Raises CheckpointUnusable, leaving some files behind, if the archive differs from the announced one or contains
-    anything but regular files of a store.
+    Raises CheckpointUnusable if the archive has another size or digest or contains anything but regular files of a
+    store. In this case, some files are left behind.
     """
     reader = _In(source, size_bytes, moved)
     with _archive(reader) as archive:
@@ -126,7 +129,7 @@ def unpack(source: _ByteSource, directory: Path, *, size_bytes: int, sha256: str
                 raise CheckpointUnusable(f"the archive holds {entry.name!r} without its content.")
             _write_new(directory / entry.name, content)
     while reader.read(_PIECE_BYTES):
-        pass  # the checksum includes what follows the last file
+        pass  # the digest includes the bytes after the last file
     if (reader.count, reader.sha256) != (size_bytes, sha256):
         raise CheckpointUnusable(
             f"the archive has {reader.count:,} bytes with SHA-256 {reader.sha256}, and should have {size_bytes:,} with "
@@ -137,7 +140,7 @@ def unpack(source: _ByteSource, directory: Path, *, size_bytes: int, sha256: str
 
 @contextmanager
 def _archive(reader: _In) -> Iterator[tarfile.TarFile]:
-    """Open the archive for reading file by file; tarfile's errors become CheckpointUnusable."""
+    """Open the archive for reading one file after another; tarfile's errors become CheckpointUnusable."""
     try:
         with tarfile.open(fileobj=reader, mode="r|", bufsize=_PIECE_BYTES) as archive:  # type: ignore[call-overload]
             yield archive
@@ -163,7 +166,7 @@ def _write_new(path: Path, content: IO[bytes]) -> None:
         while piece := content.read(_PIECE_BYTES):
             target.write(piece)
         target.flush()
-        # After a power cut, a partly written store would be taken for a complete one.
+        # Without this, a store that is incomplete after a power failure would look complete.
         os.fsync(file)
 
 
@@ -176,7 +179,7 @@ def _sync(directory: Path) -> None:
 
 
 class _Written(msgspec.Struct, frozen=True):
-    """The description in its JSON form; unknown members are ignored."""
+    """The description as it is stored in JSON. Unknown members are ignored."""
 
     topology: str
     partition: _Count
@@ -202,12 +205,12 @@ class Checkpoint:
     fingerprint: bytes
     """Fingerprint of the last task record in the store."""
     segment_ms: int
-    """Width of the segments of the store."""
+    """Width of the segments in the store."""
     position: int
     """The changelog offset to restore from."""
     ids: int
     archive: str
-    """File name of the archive, next to the description."""
+    """File name of the archive, which is in the same directory as the description."""
     archive_bytes: int
     sha256: str
 
@@ -230,7 +233,7 @@ class Checkpoint:
 
     @classmethod
     def decode(cls, data: bytes, place: str) -> Self:
-        """Return the description that was read from ``place``; raises CheckpointUnusable if it is unreadable."""
+        """Return the description in ``data`` from ``place``; raises CheckpointUnusable if it is unreadable."""
         try:
             version = msgspec.json.decode(data, type=_Head).format
             if version != _FORMAT:

@@ -1,11 +1,11 @@
 """Stores checkpoints in a directory or an object store, through fsspec.
 
-``URL/TOPOLOGY/PARTITION/`` contains archives with unique names, and `manifest.json`, which names the current one. An
-archive is never overwritten, so a reader can finish while a newer one is written. The description is written last and
-atomically, in a file system by renaming.
+``URL/TOPOLOGY/PARTITION/`` contains archives with unique names, and the description `manifest.json`, which names the
+current archive. An archive is never overwritten, so a reader can finish while a newer one is written. The description
+is written last and atomically; in a file system, this is done by renaming a file.
 
-The libraries of object stores raise all kinds of errors. Each becomes CheckpointUnusable, because the caller can only
-continue without a checkpoint. Calls may block for minutes, so do not call them from an event loop.
+The libraries of object stores raise many different exceptions. Each of them becomes CheckpointUnusable, because the
+caller can only continue without a checkpoint. Calls may block for minutes, so do not make them in an event loop.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from dedup.store.checkpoint import MOST_BYTES, Checkpoint, Moved, pack
 _MANIFEST: Final = "manifest.json"
 _ARCHIVE: Final = re.compile(r"([0-9]{1,20})-[0-9a-f]{8}\.tar", re.ASCII)
 _DIRECTORIES: Final = frozenset({"file", "ftp", "hdfs", "memory", "sftp", "smb", "webhdfs"})
-"""Protocols that need a directory for a file. For others, none is created, because s3fs would create a misspelled
-bucket.
+"""Protocols for which a directory must exist before a file is written. For other protocols, no directory is created,
+because s3fs would create a bucket with a misspelled name.
 """
 
 
 class CheckpointStorage:
-    """The checkpoints under one URL."""
+    """Reads and writes the checkpoints under one URL."""
 
     def __init__(self, url: str) -> None:
-        """Make no connection yet. Raises SettingsError if no installed package can read such a URL."""
+        """Check the URL without connecting. Raises SettingsError if no installed package can read this kind of URL."""
         self._url: Final = url.rstrip("/") or "/"
         self._fs: Any = None
         refuse_unreadable(url)
@@ -50,7 +50,7 @@ class CheckpointStorage:
     def find(self, topology: str, partition: int) -> Checkpoint | None:
         """Return the current checkpoint; None if there is none.
 
-        Raises CheckpointUnusable if it is damaged or the storage does not respond.
+        Raises CheckpointUnusable if the description is damaged or the storage does not respond.
         """
         place = f"{self.place(topology, partition)}/{_MANIFEST}"
         with _answers(place):
@@ -65,7 +65,7 @@ class CheckpointStorage:
 
     @contextmanager
     def reading(self, checkpoint: Checkpoint) -> Iterator[IO[bytes]]:
-        """Open the archive for reading from its beginning; raises CheckpointUnusable."""
+        """Open the archive for reading. Raises CheckpointUnusable if the storage fails."""
         identity = checkpoint.identity
         place = f"{self.place(identity.topology, identity.partition)}/{checkpoint.archive}"
         with _answers(place), self._files().open(self._path(place), "rb") as file:
@@ -83,8 +83,8 @@ class CheckpointStorage:
     ) -> Checkpoint:
         """Make the closed store in the directory the partition's current checkpoint, and return the checkpoint.
 
-        The previous checkpoint stays readable, and older ones are deleted. If the process is killed, the previous one
-        stays current. Raises CheckpointUnusable.
+        The previous checkpoint stays readable, and older ones are deleted. If the process is killed before the end, the
+        previous checkpoint stays current. Raises CheckpointUnusable if the storage fails.
         """
         place = self.place(identity.topology, identity.partition)
         before = self._in_force(identity)
@@ -105,7 +105,7 @@ class CheckpointStorage:
         return made
 
     def holds(self, checkpoint: Checkpoint) -> bool:
-        """Whether the archive that a description names exists with the right length."""
+        """Return whether the archive that a description names exists and has the correct length."""
         identity = checkpoint.identity
         place = f"{self.place(identity.topology, identity.partition)}/{checkpoint.archive}"
         with _answers(place):
@@ -125,16 +125,16 @@ class CheckpointStorage:
             return [partition for partition in named if self._ours(f"{path}/{partition}")]
 
     def delete(self, topology: str, partition: int) -> None:
-        """Delete all checkpoints of the partition; raises CheckpointUnusable."""
+        """Delete all checkpoints of the partition. Raises CheckpointUnusable if the storage fails."""
         place = self.place(topology, partition)
         with _answers(place):
             path = self._path(place)
-            # The description first: without it, no archive is a checkpoint.
+            # The description is deleted first, because an archive without a description is no checkpoint.
             for name in sorted(self._ours(path), reverse=True):
                 self._files().rm_file(f"{path}/{name}")
 
     def _in_force(self, identity: StoreIdentity) -> Checkpoint | None:
-        """Return the checkpoint that a new one replaces; None if its description is damaged."""
+        """Return the current checkpoint; None if there is none or its description is damaged."""
         try:
             return self.find(identity.topology, identity.partition)
         except CheckpointUnusable:
@@ -146,7 +146,8 @@ class CheckpointStorage:
         kept = {made.archive, *(() if before is None else (before.archive,))}
         for name in self._names(path):
             found = _ARCHIVE.fullmatch(name)
-            # An archive at the same or a later position may belong to a concurrent run, not yet described.
+            # An archive at the same or a later position may belong to a concurrent run that has not written its
+            # description yet.
             if found is not None and name not in kept and int(found[1]) < oldest:
                 self._files().rm_file(f"{path}/{name}")
 
@@ -163,7 +164,7 @@ class CheckpointStorage:
         return [each.rstrip("/").rpartition("/")[2] for each in found]
 
     def _put(self, path: str, data: bytes) -> None:
-        """Write a small file atomically; in an object store, every write is atomic."""
+        """Write a small file atomically. In an object store, every write is atomic."""
         if "file" in _protocols(self._files()):
             self._files().pipe_file(f"{path}.new", data)
             self._files().mv(f"{path}.new", path)
@@ -176,11 +177,11 @@ class CheckpointStorage:
         return self._fs
 
     def _path(self, place: str) -> str:
-        return str(self._files()._strip_protocol(place))  # noqa: SLF001  # its only way from a URL to a path
+        return str(self._files()._strip_protocol(place))  # noqa: SLF001  # fsspec has no public API for this
 
 
 def refuse_unreadable(url: str) -> None:
-    """Raise SettingsError if no installed package can read such a URL."""
+    """Raise SettingsError if no installed package can read this kind of URL."""
     protocol = fsspec.utils.get_protocol(url)
     try:
         fsspec.get_filesystem_class(protocol)
@@ -194,7 +195,7 @@ def refuse_unreadable(url: str) -> None:
 
 
 def _options(url: str) -> dict[str, Any]:
-    """Return the connection options in the URL itself, such as a host."""
+    """Return the connection options that the URL contains, such as a host."""
     found = fsspec.get_filesystem_class(fsspec.utils.get_protocol(url))._get_kwargs_from_urls(url)  # noqa: SLF001
     return dict(found)
 
@@ -206,7 +207,7 @@ def _protocols(files: Any) -> tuple[str, ...]:  # noqa: ANN401  # untyped
 
 @contextmanager
 def _answers(place: str) -> Iterator[None]:
-    """Turn every exception of a storage library into CheckpointUnusable; these exceptions have no common base class."""
+    """Turn every exception of a storage library into CheckpointUnusable, because they have no common base class."""
     try:
         yield
     except DedupError:

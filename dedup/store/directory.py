@@ -1,7 +1,8 @@
-"""The directory of one task's store, with its name, ownership, and deletion, and the pool of open stores.
+"""Names, checks, and deletes the directories of stores, and keeps the pool of open stores.
 
-A store's directory may be deleted, because it can always be restored from the changelog; nothing else may be deleted.
-Anything that does not look like a store (a symbolic link, foreign files) is refused and left unchanged.
+The directory of a store may be deleted, because the store can always be restored from the changelog. No other directory
+may be deleted. A directory that does not look like a store, because it is a symbolic link or contains other files, is
+refused and left unchanged.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ RESTORE: Final = "The directory will be deleted and restored from the changelog.
 
 
 def store_directory(state_dir: Path, identity: StoreIdentity) -> Path:
-    """Return the directory of a task's store. Raises StateIncompatible for a name that could lead elsewhere."""
+    """Return the directory of a task's store. Raises StateIncompatible if its path would not be below ``state_dir``."""
     if _TOPOLOGY_NAME.fullmatch(identity.topology) is None or identity.partition < 0:
         raise StateIncompatible(
             f"no directory can be named after topology {identity.topology!r}, partition {identity.partition}: "
@@ -38,7 +39,7 @@ def store_directory(state_dir: Path, identity: StoreIdentity) -> Path:
 
 
 def prepare_directory(directory: Path) -> None:
-    """Create the directory if needed. StateIncompatible if it is a link, another user's, not writable, or no store."""
+    """Create the directory if needed. Raises StateIncompatible if it cannot safely be used for a store."""
     for path in (directory, directory.parent):
         if path.is_symlink():
             raise StateIncompatible(
@@ -66,7 +67,7 @@ def _refuse_anothers(path: Path) -> None:
     try:
         owner = path.stat().st_uid
     except (FileNotFoundError, NotADirectoryError):
-        return  # if something is in the way, creating the directory reports it
+        return  # if something else has this name, creating the directory reports it
     except OSError as error:
         raise StateIncompatible(
             f"{path}: cannot be accessed: {error.strerror}. Give it to this user, or set another state_dir."
@@ -79,9 +80,9 @@ def _refuse_anothers(path: Path) -> None:
 
 
 def delete_store(directory: Path) -> None:
-    """Delete a store's directory, if it exists. The store must not be open in this process.
+    """Delete the directory of a store, if it exists. The store must not be open in this process.
 
-    Raises StateIncompatible, with nothing deleted, if it is not a store's directory or another process has it open.
+    Raises StateIncompatible, with nothing deleted, if the directory is not that of a store or another process uses it.
     """
     if not directory.exists() and not directory.is_symlink():
         return
@@ -89,7 +90,7 @@ def delete_store(directory: Path) -> None:
     lock = os.open(directory / "LOCK", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
         _lock(directory, lock)
-        # CURRENT last: a half-deleted directory then opens as a damaged store, never as a fresh one.
+        # CURRENT is deleted last, so that a partly deleted directory opens as a damaged store, never as a new one.
         for name in sorted(_names(directory), key=lambda name: name == "CURRENT"):
             (directory / name).unlink()
         directory.rmdir()
@@ -99,15 +100,16 @@ def delete_store(directory: Path) -> None:
 
 @contextmanager
 def own_state(state_dir: Path, topology: str) -> Iterator[None]:
-    """Reserve the topology's state for this process; raises StateIncompatible if another process uses it.
+    """Reserve the topology's state for this process. Raises StateIncompatible if another process uses the state.
 
-    Each store has its own lock, but that is free while a partition moves, so two workers would take stores from each
-    other.
+    Each store has its own lock, but the lock is free while a partition moves, so two workers would take stores from
+    each other.
     """
     directory = state_dir / topology
     try:
         state_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-        # Next to the state, not in it: a directory means that there is state.
+        # The lock file is next to the state directory, because the existence of the directory means that there is
+        # state.
         file = os.open(state_dir / f".{topology}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     except OSError as error:
         raise StateIncompatible(
@@ -164,27 +166,28 @@ class Keeping:
 
 
 class StorePool:
-    """Open stores that wait for their next owner in this process, which is a task or a standby.
+    """Keeps stores open for their next owner in this process, which is a task or a standby.
 
-    A rebalance removes all tasks and standbys and then returns most of them. To close and reopen a store would take a
-    flush and a read of its keys into filters, which blocks the event loop. Kafka Streams recycles its tasks for the
-    same reason (KAFKA-10199). A store contains only committed sightings, so the next owner continues from its position.
+    A rebalance ends all tasks and standbys, and most of their partitions are then assigned to the same worker again.
+    Closing and reopening a store would require a flush and a read of the store's keys into filters, which blocks the
+    event loop. Kafka Streams recycles its tasks for the same reason (KAFKA-10199). A store contains only committed
+    sightings, so the next owner continues from its position.
     """
 
     def __init__(self) -> None:
         self._stores: Final[dict[int, Store]] = {}
 
     def put(self, partition: int, store: Store) -> None:
-        """Keep an open store for its next owner; the caller must no longer use it.
+        """Keep an open store for its next owner. The caller must no longer use the store.
 
-        Raises InvariantBroken if there is one already, because a partition has only one store in a process.
+        Raises InvariantBroken if the pool already has a store of the partition, because a process has only one.
         """
         if partition in self._stores:
             raise InvariantBroken(f"two stores of partition {partition} are open in this process. Restart the worker.")
         self._stores[partition] = store
 
     def take(self, partition: int) -> Store | None:
-        """Remove and return the partition's store; None if it is not open."""
+        """Remove the partition's store from the pool and return it; None if the pool has none."""
         return self._stores.pop(partition, None)
 
     def keep_only(self, partitions: Collection[int]) -> None:

@@ -1,17 +1,18 @@
-"""The store on disk, a RocksDB with one column family per segment, so that a segment can be dropped as a whole.
+"""Implements the store on disk: a RocksDB with one column family per segment, so that whole segments can be dropped.
 
-One apply is one write batch over all families with the write-ahead log on (docs/decisions/0001-wal.md), so keys, task
-record, and position become durable together and survive a SIGKILL. A power failure may lose the newest batches, but
-only complete ones. Their position is lost with them, and the changelog restores them.
+Each call of `apply` writes one batch to all families with the write-ahead log enabled (docs/decisions/0001-wal.md), so
+keys, task record, and position become durable together and survive a SIGKILL. A power failure may lose the newest
+batches, but only whole batches. A batch is lost together with its position, and the changelog restores it.
 
 The default family contains the identity, the task record with the position, and an entry about each segment. RocksDB
-may open damaged files without an error. If the position is lost together with the keys, the restore replays them, so no
-harm is done. Damage that would leave a gap raises TaskCorrupted. This is a segment whose own position (under the empty
-key) is older than its entry says, a missing segment, or a MANIFEST that is shorter than at the last apply. (In a test,
-RocksDB opened a truncated MANIFEST without the files of its last entries, while the write-ahead log still restored
-newer keys.)
+may open damaged files without an error. If the position is lost together with the keys, the restore writes them again,
+so no data is lost. Damage that would leave a gap raises TaskCorrupted. There are three signs of such damage: a
+segment's own position (under the empty key) is older than its entry says, a segment is missing, or the MANIFEST is
+shorter than at the last apply. (In a test, RocksDB opened a truncated MANIFEST without the files of its last entries,
+although the write-ahead log restored newer keys.)
 
-rocksdict holds the GIL during every call, so a thread would not help. Callers therefore keep their batches small.
+rocksdict holds the GIL during every call, so a separate thread would not help. Callers therefore keep their batches
+small.
 """
 
 from __future__ import annotations
@@ -60,16 +61,16 @@ _IDENTITY_KEY: Final = b"identity"
 _STATE_KEY: Final = b"state"
 _SEGMENT_PREFIX: Final = b"segment/"
 _LAST_POSITION: Final = b""
-"""Key of a segment's own position; no state key is empty, and the empty key sorts first."""
+"""The key of a segment's own position. No state key is empty, and the empty key sorts first."""
 
 _FILTERED_ON_OPEN_IDS: Final = 300_000
 """Number of IDs that `open` reads into a segment's filter, which takes about 0.15 s; `warm` reads the rest."""
 _FEW_IDS: Final = 16
-"""For fewer IDs, querying RocksDB is faster than hashing the batch."""
+"""For fewer IDs than this, querying RocksDB is faster than hashing the batch."""
 
 _MEMTABLE_BYTES: Final = 4 << 20
 _MEMTABLES: Final = 4
-"""Write buffers per family before writes wait for a flush."""
+"""Number of write buffers per family before writes wait for a flush."""
 _ARENA_BLOCK_BYTES: Final = 64 << 10
 _WAL_BYTES: Final = 16 << 20
 _FILES_TO_MERGE: Final = 12
@@ -83,15 +84,18 @@ _OPEN_FILES: Final = 64
 _BLOOM_BITS: Final = 10
 _BUCKETS: Final = 1 << 14
 _TABLE_BYTES: Final = 8 * _BUCKETS
-"""Memory of an empty hashed memtable."""
+"""The memory that an empty hashed memtable takes."""
 _TABLES_SHARE: Final = 4
-"""The tables of hashed memtables may take a quarter of the write buffers."""
+"""The tables of hashed memtables may take the memory of the write buffers divided by this number."""
 _LONGEST_KEY: Final = 33
-"""Length of the longest state key in bytes; a key's prefix is the whole key, so a hashed memtable finds it directly."""
+"""Length of the longest state key in bytes. The prefix of a key is the whole key, so a hashed memtable finds a key
+directly.
+"""
 _NICEST: Final = 19
 _NICER_BY: Final = 10
-"""A tenth of the worker's own weight. RocksDB's own low priority is 15 to 19 steps lower. Next to other busy processes,
-a flush then gets no CPU time, and a worker that closes a store waits for it (over 10 s in a measurement).
+"""How much higher the nice value of RocksDB's threads is than the worker's; they get a tenth of the worker's CPU
+weight. RocksDB's own low priority is 15 to 19 steps lower. With other busy processes on the machine, a flush at that
+priority gets no CPU time, and a worker that closes a store waits for the flush (over 10 s in a measurement).
 """
 
 _NOT_THE_STORES_FAULT: Final = (
@@ -107,7 +111,7 @@ _NOT_THE_STORES_FAULT: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """RocksDB's current list of files, and its length; the list only grows until the next open."""
+    """RocksDB's current list of files (the MANIFEST file), and its length. The list only grows until the next open."""
 
     number: int
     size_bytes: int
@@ -125,13 +129,13 @@ class Manifest:
         """Return the manifest with its current length, or its successor."""
         path = f"{directory}/MANIFEST-{self.number:06}"
         try:
-            return replace(self, size_bytes=os.stat(path).st_size)  # noqa: PTH116  twice as fast, and in every apply
+            return replace(self, size_bytes=os.stat(path).st_size)  # noqa: PTH116  twice as fast, in every apply
         except FileNotFoundError:
-            # RocksDB starts a new one when the old one has become long.
+            # RocksDB starts a new list when the old one has become long.
             return type(self).of(directory) or self
 
     def was_cut(self, found: Self) -> bool:
-        """Whether ``found`` is this list but shorter, so that it lacks the names of some files."""
+        """Return whether ``found`` is the same list but shorter, so that the names of some files are missing."""
         return found.number == self.number and found.size_bytes < self.size_bytes
 
     def __str__(self) -> str:
@@ -139,9 +143,9 @@ class Manifest:
 
 
 class ErrorsOf:
-    """Context manager that turns RocksDB's errors about a directory into dedup's errors.
+    """A context manager that turns RocksDB's errors about a directory into dedup's errors.
 
-    rocksdict raises a plain Exception for every error, so only that exact class is translated.
+    rocksdict raises a plain Exception for every error, so only exceptions of exactly this class are translated.
     """
 
     __slots__ = ("_directory",)
@@ -169,16 +173,16 @@ class ErrorsOf:
 
 @dataclass(frozen=True, slots=True)
 class _SegmentEntry:
-    """The default family's entry about a segment."""
+    """The entry about a segment in the default family."""
 
     width_ms: int
-    """The greatest segment width with which it was written; 0 while unknown."""
+    """The greatest segment width with which the segment was written; 0 while unknown."""
     birth: int
-    """The store's position before the first write to it."""
+    """The store's position before the first write to the segment."""
     last_position: int
-    """The position of the last batch that wrote to it."""
+    """The position of the last batch that wrote to the segment."""
     ids: int
-    """Keys written, counting repetitions."""
+    """Number of keys that were written, counting repetitions."""
 
     def encode(self) -> bytes:
         """Return the entry's bytes."""
@@ -193,7 +197,7 @@ class _SegmentEntry:
 
 @dataclass(frozen=True, slots=True)
 class _StateEntry:
-    """Position and task record in one value, so that neither is ever newer than the other."""
+    """The position and the task record in one value, so that neither is ever newer than the other."""
 
     position: int
     record: TaskRecord | None
@@ -215,12 +219,12 @@ class _StateEntry:
 
 
 def _encode_identity(identity: StoreIdentity) -> bytes:
-    """Return the owner's name as it is stored."""
+    """Return the owner's identity as it is stored."""
     return "\n".join((_FORMAT, identity.topology, str(identity.partition), identity.changelog_topic_id)).encode()
 
 
 def _refuse_other_owner(stored: bytes, identity: StoreIdentity, directory: Path) -> None:
-    """Raise TaskCorrupted for another task's store; StateIncompatible for another format or changelog topic."""
+    """Raise TaskCorrupted for another task's store, and StateIncompatible for another format or changelog topic."""
     version, *owner = stored.decode(errors="replace").split("\n")
     if version != _FORMAT:
         raise StateIncompatible(
@@ -251,9 +255,10 @@ def _unsealed(sealed: bytes, what: str) -> bytes:
 
 
 def _yield_to_records() -> None:
-    """Give RocksDB's threads a lower priority than the worker's threads; on Linux, each thread has its own priority.
+    """Give RocksDB's threads a lower priority than the worker's threads. On Linux, each thread has its own priority.
 
-    A flush sorts a memtable for about 100 ms. A flush may be delayed by seconds, but a record may not.
+    A flush sorts a memtable, which takes about 100 ms. A flush may be delayed by seconds, but the judging of a record
+    may not.
     """
     wanted = min(_NICEST, os.getpriority(os.PRIO_PROCESS, os.getpid()) + _NICER_BY)
     for thread in Path("/proc/self/task").glob("*"):
@@ -264,7 +269,7 @@ def _yield_to_records() -> None:
 
 
 class RocksMemory:
-    """The memory that all stores of one worker share for cached blocks and for writes that are not in files yet."""
+    """The memory that all stores of a worker share, for cached blocks and for writes that are not in files yet."""
 
     def __init__(self, *, cache_bytes: int = 64 << 20, write_buffer_bytes: int = 64 << 20) -> None:
         self.cache: Final = Cache(cache_bytes)
@@ -276,27 +281,29 @@ class RocksMemory:
         self._tables = write_buffer_bytes // _TABLES_SHARE // _TABLE_BYTES
 
     def take_table(self) -> bool:
-        """Whether another family may have a hashed memtable; if so, it is counted until `give_tables`."""
+        """Return whether one more family may have a hashed memtable; if so, count it until `give_tables` is called."""
         if self._tables <= 0:
             return False
         self._tables -= 1
         return True
 
     def give_tables(self, count: int) -> None:
-        """Count ``count`` families with a hashed memtable as closed or dropped."""
+        """Stop counting ``count`` families with hashed memtables, because they were closed or dropped."""
         self._tables += count
 
 
 def _rocks_options(memory: RocksMemory, *, hashed: bool, segment: bool = True) -> Options:
-    """Return the options of a segment's family or of the store itself; sizes are small, for 256 stores per worker.
+    """Return the options of a segment's family or of the store itself. Sizes are small, for up to 256 stores per
+    worker.
 
-    A hashed memtable is faster than a skip list in any key order (in a measurement, 0.6 instead of 1.0 us to insert a
-    key, and 1.5 instead of 2.3 us to find one). To read it in key order, `total_order_seek` is needed.
+    A hashed memtable is faster than a skip list in any key order: in a measurement, inserting a key took 0.6 instead of
+    1.0 us, and finding a key took 1.5 instead of 2.3 us. Reading a hashed memtable in key order requires
+    `total_order_seek`.
     """
     table = BlockBasedOptions()
     table.set_bloom_filter(_BLOOM_BITS, block_based=False)
     table.set_block_cache(memory.cache)
-    # Always raw mode: rocksdict's other mode unpickles what it reads.
+    # Raw mode is always used, because rocksdict's other mode unpickles the data that it reads.
     options = Options(raw_mode=True)
     options.set_block_based_table_factory(table)
     options.create_if_missing(create_if_missing=True)
@@ -308,7 +315,7 @@ def _rocks_options(memory: RocksMemory, *, hashed: bool, segment: bool = True) -
     options.set_write_buffer_size(_MEMTABLE_BYTES)
     options.set_max_write_buffer_number(_MEMTABLES)
     if segment:
-        # The default family has only a few keys; there, RocksDB merges files by its own defaults.
+        # The default family has only a few keys, so RocksDB merges its files by the default rules.
         options.set_level_zero_file_num_compaction_trigger(_FILES_TO_MERGE)
         options.set_level_zero_slowdown_writes_trigger(_FILES_TO_SLOW_DOWN)
         options.set_level_zero_stop_writes_trigger(_FILES_TO_STOP)
@@ -323,7 +330,7 @@ def _rocks_options(memory: RocksMemory, *, hashed: bool, segment: bool = True) -
     options.set_stats_persist_period_sec(0)
     if hashed:
         options.set_prefix_extractor(SliceTransform.create_max_len_prefix(_LONGEST_KEY))
-        options.set_memtable_factory(MemtableFactory.hash_link_list(_BUCKETS))  # type: ignore[call-arg]  # the stub lacks it
+        options.set_memtable_factory(MemtableFactory.hash_link_list(_BUCKETS))  # type: ignore[call-arg]  # stub lacks it
     return options
 
 
@@ -334,18 +341,18 @@ class _Segment:
     entry: _SegmentEntry
     filter: BloomFilter = field(default_factory=BloomFilter)
     filtered_to: bytes | None = None
-    """Every key up to this one is in the filter; None means all keys."""
+    """All keys up to this one are in the filter; None means that all keys of the segment are."""
 
 
 class RocksStore:
-    """One task's state in one directory; created by ``open``."""
+    """The state of one task in one directory. Use ``open`` to create an instance."""
 
     def __init__(self, directory: Path, db: Rdict, memory: RocksMemory, hashed: Collection[str]) -> None:
         self._directory: Final = directory
         self._db: Final = db
         self._memory: Final = memory
         self._hashed: Final = set(hashed)
-        """Families with a hashed memtable, which inserts keys at the same speed in any order."""
+        """Names of the families with a hashed memtable, which inserts keys at the same speed in any order."""
         self._write_options: Final = WriteOptions()
         self._write_options.sync = False
         self._segments: dict[int, _Segment] = {}
@@ -356,7 +363,7 @@ class RocksStore:
 
     @classmethod
     def open(cls, directory: Path, *, identity: StoreIdentity, memory: RocksMemory | None = None) -> Self:
-        """Return the store of a directory, a fresh one if it is empty.
+        """Return the store in a directory, or a new store if the directory is empty.
 
         Raises TaskCorrupted if the store is damaged or belongs to another task. Raises StateIncompatible if the
         directory is in use, is a symbolic link, is not writable, or contains foreign files.
@@ -369,7 +376,7 @@ class RocksStore:
             manifest = Manifest.of(directory)
             exists = (directory / "CURRENT").exists()
             if not exists and any(path.suffix in {".sst", ".log"} for path in directory.iterdir()):
-                # RocksDB would create a new store and replay the old one's log into it.
+                # RocksDB would create a new store and replay the log of the old store into it.
                 raise TaskCorrupted(f"{directory}: the file CURRENT is missing. {RESTORE}")
             names = Rdict.list_cf(str(directory), options) if exists else ["default"]
             hashed = [name for name in names if name != "default" and memory.take_table()]
@@ -387,7 +394,7 @@ class RocksStore:
         except DedupError as error:
             failure = error
         if failure is not None:
-            # The traceback keeps the database open, and the caller wants to delete it.
+            # The traceback would keep the database open, but the caller wants to delete the database.
             failure.__traceback__ = failure.__cause__ = failure.__context__ = None
             store.close()
             raise failure
@@ -395,16 +402,16 @@ class RocksStore:
 
     @property
     def task_record(self) -> TaskRecord | None:
-        """The last applied task record; None in a fresh store."""
+        """The last applied task record; None in a new store."""
         return self._task_record
 
     @property
     def position(self) -> int:
-        """The changelog offset to restore from; 0 in a fresh store."""
+        """The changelog offset to restore from; 0 in a new store."""
         return self._position
 
     def get_each(self, segments: Iterable[int], ids: Sequence[bytes]) -> dict[int, dict[bytes, bytes]]:
-        """Return segment -> state key -> encoded value for the known IDs; segments without a hit are absent."""
+        """Return the encoded values of the known IDs by segment and state key, without segments that have no known ID."""
         self._refuse_if_closed()
         asked = [(start, held) for start in segments if (held := self._segments.get(start)) is not None]
         if not asked or not ids:
@@ -418,7 +425,7 @@ class RocksStore:
                     maybe = held.filter.may_hold(hashed)
                     if not maybe.any():
                         continue
-                    # In key order, neighbors share blocks: twice as fast as in random order.
+                    # Reads in key order are twice as fast as in random order, because adjacent keys share blocks.
                     wanted = sorted(compress(ids, maybe.tolist()))
                 values = cast("list[bytes | None]", held.family.get(list(wanted)))
                 there = {key: value for key, value in zip(wanted, values, strict=True) if value is not None}
@@ -428,7 +435,7 @@ class RocksStore:
         return found
 
     def segments(self) -> dict[int, int]:
-        """Return all segments, ascending: start -> a changelog offset at or below the first record in it."""
+        """Map the start of each segment, in ascending order, to a changelog offset at or below its first record."""
         self._refuse_if_closed()
         return {start: held.entry.birth for start, held in sorted(self._segments.items())}
 
@@ -446,7 +453,7 @@ class RocksStore:
                     continue
                 held = self._segments.get(start) or self._create(start)
                 handle = held.handle
-                # In key order, a skip list inserts up to ten times as fast, which pays for the sorting.
+                # A skip list inserts up to ten times as fast in key order, which is worth the time for sorting.
                 for state_key in values if str(start) in self._hashed else sorted(values):
                     put(state_key, values[state_key], handle)
                 entry = replace(
@@ -477,8 +484,8 @@ class RocksStore:
         )
         with ErrorsOf(self._directory):
             for start in dropped:
-                # First the entry, then the family: if the process is killed in between, `open` drops the family without
-                # an entry. In the other order, a dropped family would look like a lost one.
+                # The entry is deleted before the family is dropped. If the process is killed in between, `open` drops
+                # the family without an entry. In the other order, a dropped family would look like a lost one.
                 self._db.delete(_segment_key(start), self._write_options)
                 del self._segments[start]
                 self._drop_family(str(start))
@@ -497,7 +504,7 @@ class RocksStore:
             self._segments.clear()
             self._task_record, self._position = None, 0
             for start in starts:
-                # If the process is killed before, the next `open` drops the family without an entry.
+                # If the process is killed before this line, the next `open` drops the family without an entry.
                 self._drop_family(str(start))
 
     def approximate_bytes(self) -> int:
@@ -508,12 +515,12 @@ class RocksStore:
             return sum(held.family.property_int_value(name) or 0 for held in self._segments.values() for name in names)
 
     def count_ids(self) -> int:
-        """Return the number of (segment, ID) pairs written, counting repetitions."""
+        """Return the number of (segment, ID) pairs that were written, counting repetitions."""
         self._refuse_if_closed()
         return sum(held.entry.ids for held in self._segments.values())
 
     def sightings(self) -> Iterator[tuple[int, bytes, bytes]]:
-        """Yield (segment, state key, encoded value), sorted; raises TaskCorrupted for an unreadable one."""
+        """Yield (segment, state key, encoded value), sorted. Raises TaskCorrupted if an entry is unreadable."""
         self._refuse_if_closed()
         for start, held in sorted(self._segments.items()):
             with ErrorsOf(self._directory):
@@ -524,9 +531,10 @@ class RocksStore:
                 _refuse_early_end(held.family, state_key)
 
     def warm(self, ids: int) -> bool:
-        """Read up to ``ids`` more keys into the filters of a reopened store; True when the filters hold all keys.
+        """Read up to ``ids`` more keys into the filters of a reopened store; return True when they hold all keys.
 
-        Call this in idle moments, because 1 M keys take about 0.5 s. Until then, lookups are correct but slower.
+        Call this method when the task is idle, because it takes about 0.5 s for 1 million keys. Until the filters hold
+        all keys, lookups are correct but slower.
         """
         self._refuse_if_closed()
         for held in self._segments.values():
@@ -537,7 +545,7 @@ class RocksStore:
         return True
 
     def close(self) -> None:
-        """Release the directory; closing it twice is allowed."""
+        """Close the store and release its directory. A store may be closed more than once."""
         if self._closed:
             return
         self._closed = True
@@ -558,7 +566,7 @@ class RocksStore:
             raise InvariantBroken("a closed store was used: its task was revoked. Build a new task instead.")
 
     def _create(self, start: int) -> _Segment:
-        """Return a new, empty segment; if nothing is written to it, the next `open` drops it."""
+        """Create a new, empty segment. If nothing is written to the segment, the next `open` drops it."""
         name, hashed = str(start), self._memory.take_table()
         if hashed:
             self._hashed.add(name)
@@ -584,7 +592,8 @@ class RocksStore:
         if stored is not None:
             state = _StateEntry.decode(stored)
             if found is not None and state.manifest.was_cut(found):
-                # Opening has made RocksDB write a new list; without CURRENT, the store stays refused.
+                # When the store was opened, RocksDB wrote a new list of files. Without CURRENT, the store is refused
+                # from now on.
                 (self._directory / "CURRENT").unlink()
                 raise TaskCorrupted(
                     f"{self._directory}: {state.manifest} was truncated to {found.size_bytes}. {RESTORE}"
@@ -594,7 +603,7 @@ class RocksStore:
         for name in names:
             entry = entries.pop(name, None)
             if entry is None:
-                # Created but never written to, or being dropped when the process ended.
+                # The segment was never written to, or it was being dropped when the process ended.
                 self._drop_family(name)
             else:
                 self._segments[int(name)] = self._loaded(name, entry)
@@ -602,7 +611,7 @@ class RocksStore:
             raise TaskCorrupted(f"segments {', '.join(entries)} are missing, but their keys were stored. {RESTORE}")
 
     def _entries(self) -> Iterator[tuple[str, _SegmentEntry]]:
-        """Yield the name of each segment's family with its entry in the default family."""
+        """Yield the name of each segment's family, and the entry about the segment in the default family."""
         key = b""
         for key, value in _pairs(self._db):
             if key.startswith(_SEGMENT_PREFIX):
@@ -611,7 +620,7 @@ class RocksStore:
         _refuse_early_end(self._db, key)
 
     def _loaded(self, name: str, entry: _SegmentEntry) -> _Segment:
-        """Return a segment that was found on disk. Raises TaskCorrupted if it lacks keys that were stored."""
+        """Return a segment that exists on disk. Raises TaskCorrupted if the segment lacks keys that were stored."""
         family = self._db.get_column_family(name)
         stored = family.get(_LAST_POSITION)
         if stored is None or _POSITION.unpack(stored)[0] < entry.last_position or self._position < entry.last_position:
@@ -625,7 +634,7 @@ class RocksStore:
         return held
 
     def _read_into_filter(self, held: _Segment, limit: int) -> int:
-        """Read up to ``limit`` more keys into the segment's filter; return how many."""
+        """Read up to ``limit`` more keys into the segment's filter; return the number of keys that were read."""
         with ErrorsOf(self._directory):
             keys = cast(
                 "list[bytes]", list(islice(held.family.keys(from_key=held.filtered_to, read_opt=_in_order()), limit))
@@ -645,14 +654,14 @@ def _pairs(family: Rdict) -> Iterator[tuple[bytes, bytes]]:
 
 
 def _in_order() -> ReadOptions:
-    """Return options for reading a family in key order, with any kind of memtable."""
+    """Return the options for reading a family in key order, with any kind of memtable."""
     options = ReadOptions()
     options.set_total_order_seek(True)
     return options
 
 
 def _refuse_early_end(family: Rdict, last_key: bytes) -> None:
-    """Raise RocksDB's error if a damaged block ended an iteration at ``last_key``; the iteration itself raises none."""
+    """Raise RocksDB's error if a damaged block ended an iteration at ``last_key``; the iteration raises no error."""
     iterator = family.iter(_in_order())
     iterator.seek(last_key)
     if iterator.valid():

@@ -1,13 +1,14 @@
-"""Sightings that a task has judged but not applied yet, in generations in front of the store.
+"""Keeps the sightings that a task has judged but not applied yet, in generations that are read before the store.
 
     open  --freeze-->  committing  --applied-->  store
 
-``open`` collects the sightings of the running transaction. ``freeze`` captures them for the commit; the next fold still
-sees them while the commit is in flight. ``applied`` writes them to the store and only then drops them. A newer
-generation hides an older one for the same (segment, ID), because a value lists all sightings of the ID there.
+The open generation collects the sightings of the running transaction. ``freeze`` captures these sightings for the
+commit; the next folds still see them while the commit is in flight. ``applied`` writes them to the store and only then
+drops them from the buffer. The value of a newer generation replaces that of an older one for the same segment and ID,
+because a value lists all sightings of the ID in the segment.
 
-There is no cache of applied sightings. The store's filters handle unknown IDs, and its memtables handle recent ones, in
-less time than it took to maintain a cache (7 % of the hot path in a measurement).
+There is no cache of applied sightings. The store finds out quickly that an ID is unknown (with its filters) or recent
+(with its memtables). Maintaining a cache would take more time: 7 % of the time for judging in a measurement.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class Generation:
 
 
 class WriteBuffer:
-    """Answers lookups as if everything judged were already stored. Not thread-safe, because one task owns it."""
+    """Looks up IDs as if all judged sightings were already in the store. Not thread-safe: one task owns the buffer."""
 
     def __init__(self, store: Store) -> None:
         self._store: Final = store
@@ -39,14 +40,14 @@ class WriteBuffer:
         self._committing: Generation | None = None
 
     def get_many(self, ids: Sequence[bytes], *, after_ms: float = -math.inf) -> dict[bytes, list[bytes]]:
-        """Return the encoded values of each known ID, one per segment that starts after ``after_ms`` and has it."""
+        """Return the encoded values of each known ID, one per segment that has the ID and starts after ``after_ms``."""
         tiers = self._tiers()
         segments = sorted(filter(after_ms.__lt__, set(self._store.segments()).union(*tiers)))
         if not segments:
             return {}
         hits = self._store.get_each(segments, ids)
         for segment in segments:
-            # What is not applied yet hides the stored value of the same ID in the same segment.
+            # A value that is not applied yet replaces the stored value of the same ID in the same segment.
             if found := _in_tiers(tiers, segment, ids):
                 hits.setdefault(segment, {}).update(found)
         if len(hits) == 1:
@@ -75,10 +76,10 @@ class WriteBuffer:
         return self._committing
 
     def applied(self, generation: Generation, record: TaskRecord | None, position: int) -> None:
-        """Apply a committed generation to the store, atomically, and drop it.
+        """Apply a committed generation to the store atomically, and drop it from the buffer.
 
-        Raises InvariantBroken if this generation is not the one in flight. Errors of the store are passed on; the
-        generation then stays visible.
+        Raises InvariantBroken if this generation is not the one in flight. Errors of the store are passed on, and in
+        this case the generation stays visible.
         """
         if generation is not self._committing:
             raise InvariantBroken("a generation was applied that is not the one in flight.")
@@ -86,12 +87,12 @@ class WriteBuffer:
         self._committing = None
 
     def discard(self) -> None:
-        """Drop everything not in the store, because the transaction was aborted or the task lost its partition."""
+        """Drop all sightings that are not in the store; the transaction was aborted, or the task lost its partition."""
         self._open = {}
         self._committing = None
 
     def _tiers(self) -> tuple[Writes, ...]:
-        """Return the generations that lookups read before the store, older ones first."""
+        """Return the generations that are not applied yet, older ones first."""
         return ({} if self._committing is None else self._committing.writes), self._open
 
 
@@ -100,6 +101,6 @@ def _in_tiers(tiers: Iterable[Writes], segment: int, ids: Sequence[bytes]) -> di
     for tier in tiers:
         values = tier.get(segment)
         if values:
-            # The intersection runs in C: nothing per ID in Python when all are unknown, the usual case.
+            # The intersection runs in C, so no Python code runs per ID if all are unknown, which is the usual case.
             found.update((state_key, values[state_key]) for state_key in values.keys() & ids)
     return found

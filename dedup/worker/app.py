@@ -1,7 +1,8 @@
-"""The Faust app of a topology, with agents that pass batches to tasks, the table of sightings, and the group members.
+"""Builds the Faust app of a topology, with agents that pass batches to tasks and a table of sightings.
 
-A read of a table key is answered by the task that owns the key. Writes are refused, because a sighting is only stored
-in the transaction of its record. Tasks restore themselves, so Faust's recovery service is never started.
+When a caller reads a key of the table, the task that owns the key provides the value. The table refuses writes, because
+a sighting is stored only in the transaction of its record. Tasks restore themselves, so Faust's recovery service is
+never started.
 """
 
 from __future__ import annotations
@@ -45,19 +46,19 @@ if TYPE_CHECKING:
     from dedup.worker.transport import Consumer
 
 NOWHERE: Final = "no-pages.invalid"
-"""The host name of a worker without pages, which can never exist (RFC 2606)."""
+"""The host name of a worker without web pages; this name can never exist (RFC 2606)."""
 
 
 def identity(worker_id: str | None, url: str | None) -> str:
-    """Return a worker's unique name in the group, which consists of the address of its pages and its id."""
+    """Return a worker's unique name in the group, which consists of the address of its web pages and its ID."""
     return str(URL(url or f"http://{NOWHERE}").with_fragment(worker_id))
 
 
 def peers_of(app: DedupApp) -> tuple[Peer, ...]:
-    """Return the members of the group by name, as of the last assignment; empty before the first assignment.
+    """Return the members of the group as of the last assignment, sorted by name; empty before the first assignment.
 
-    Each member announces an address when it joins, and the assignment distributes the addresses to all members, as
-    `application.server` does in Kafka Streams (KIP-67). Only a request shows whether a worker has died since then.
+    Each member announces an address when it joins, and the assignment distributes the addresses to all members, like
+    `application.server` in Kafka Streams (KIP-67). A worker in the result may have died since the last assignment.
     """
     partitions: defaultdict[str, set[tuple[str, int]]] = defaultdict(set)
     assignor = cast("PartitionAssignor", app.assignor)
@@ -76,20 +77,20 @@ def peers_of(app: DedupApp) -> tuple[Peer, ...]:
 
 def _peer(name: str, partitions: tuple[tuple[str, int], ...], *, here: bool) -> Peer:
     url = URL(name)
-    # A worker of a release without pages for others has no fragment.
+    # The URL of a worker has no fragment if its release does not offer its pages to other workers.
     address = None if url.host == NOWHERE or not url.fragment else str(url.with_fragment(None)).rstrip("/")
     return Peer(url.fragment or url.host or name, address, partitions, here)
 
 
 def _attach_agents(app: DedupApp) -> None:
-    """Declare one agent per sub-topology. If an agent fails, it crashes the app instead of skipping the batch."""
+    """Declare one agent per sub-topology. An agent that fails crashes the app instead of skipping the batch."""
     for sub_topology, topics in app.sub_topologies.items():
         channel = app.topic(*topics, schema=BatchSchema(), acks=False, internal=False)
         app.agent(channel, name=sub_topology, supervisor_strategy=CrashingSupervisor)(app.tasks.process_all)
 
 
 class SightingsStore(FaustStore[Any, Any]):
-    """The store for the URL ``dedup://``, which contains all sightings that this worker's tasks have applied."""
+    """A read-only Faust store for the URL ``dedup://``, with all sightings that this worker's tasks have applied."""
 
     app: DedupApp
 
@@ -148,44 +149,45 @@ class SightingsTable(faust.Table[Any, Any]):
 
 
 class TableManager(FaustTableManager):
-    """Faust's table manager without recovery, because tasks restore themselves, partition by partition."""
+    """Faust's table manager without recovery, because each task restores its own partition."""
 
     app: DedupApp
 
     async def on_start(self) -> None:
-        """Register the changelog, so that the assignor co-locates it with its feeding partition."""
+        """Register the changelog, so that its partitions are assigned together with their feeding partitions."""
         await self._update_channels()
 
     async def on_rebalance(
         self, assigned: set[TP], revoked: set[TP], newly_assigned: set[TP], generation_id: int = 0
     ) -> None:
-        """Resume Faust's flow at once, because a partition is only read when its own task is running."""
+        """Resume Faust's flow immediately, because a partition is read only while its own task is running."""
         app = self.app
         self._recovery_started.set()
         await self._update_channels()
-        # Faust assigns topics of each partition count separately: its standbys may include partitions that are ours.
+        # Faust assigns topics of each partition count separately, so its standbys may include partitions of this
+        # worker's tasks.
         ours = {feeding.partition for feeding in app.tasks.running if feeding.topic in app.sub_topologies["dedup"]}
         standbys = {tp.partition for tp in app.assignor.assigned_standbys() if tp.topic in self.changelog_topics}
         app.standbys.assign(standbys - ours)
         app.store_pool.keep_only(standbys | ours)
         app.flow_control.resume()
         app.consumer.resume_flow()
-        await app._fetcher.maybe_start()  # noqa: SLF001  # as Faust's own recovery does at its end
+        await app._fetcher.maybe_start()  # noqa: SLF001  # as at the end of Faust's own recovery
         self.on_actives_ready()
         self.on_standbys_ready()
 
     def on_partitions_revoked(self, revoked: set[TP]) -> None:
-        """Stop the standbys, because tasks that are about to open need their stores."""
+        """Release the standbys, because tasks that are about to open need their stores."""
         self.app.standbys.release()
 
     async def on_stop(self) -> None:
-        """Stop fetching and the tables."""
+        """Stop Faust's fetcher and the tables."""
         await self.app._fetcher.stop()  # noqa: SLF001  # as Faust's own manager does
         for table in self.values():
             await table.stop()
 
     async def wait_until_recovery_completed(self) -> bool:
-        """Return at once, because there is no app-wide recovery."""
+        """Return immediately, because there is no app-wide recovery."""
         return False
 
 
@@ -200,7 +202,7 @@ STORES.aliases["dedup"] = "dedup.worker.app:SightingsStore"
 
 
 class DedupApp(faust.App):
-    """A Faust app that knows its tasks; only `create_app` builds it."""
+    """A Faust app with its tasks. Use `create_app` to build one."""
 
     settings: Settings
     connection: Connection
@@ -213,7 +215,7 @@ class DedupApp(faust.App):
     alert: DeadLetterAlert | None = None
     """The alert that is active while nearly all records become dead letters."""
     sub_topologies: dict[str, tuple[str, ...]]
-    """Name -> feeding topics."""
+    """Maps the name of each sub-topology to its feeding topics."""
 
     @property
     def member(self) -> Consumer:
@@ -222,15 +224,16 @@ class DedupApp(faust.App):
 
     @property
     def feeding_topics(self) -> frozenset[str]:
-        """Every topic whose partitions are tasks."""
+        """All topics whose partitions have tasks."""
         return frozenset(topic for topics in self.sub_topologies.values() for topic in topics)
 
 
 def create_app(topology: Topology, settings: Settings, cluster: Cluster, wire: KafkaWire) -> DedupApp:
     """Return the app of a topology without starting it. Call this in the event loop that will run the app."""
     connection = Connection.of(settings, client_id=f"dedup-{topology.name}")
-    # Faust needs a directory. A topology's name has no dot, so this one collides with no state; absolute, since Faust
-    # puts a relative table directory below the data directory, where it creates none.
+    # Faust needs a directory. A topology's name contains no dot, so the name of this directory never equals that of a
+    # state directory. The path is absolute, because Faust puts a relative table directory below the data directory and
+    # does not create it there.
     directory = settings.state_dir.absolute() / ".faust"
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     app = DedupApp(
@@ -240,7 +243,7 @@ def create_app(topology: Topology, settings: Settings, cluster: Cluster, wire: K
         cache="memory://",
         Table=SightingsTable,
         TableManager=TableManager,
-        # The flag makes Faust read committed and use our TransactionManager; its own implementation is not used.
+        # The flag makes Faust read committed records and use dedup's TransactionManager instead of its own.
         processing_guarantee="exactly_once",
         version=1,
         datadir=str(directory),

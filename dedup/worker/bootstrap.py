@@ -1,12 +1,12 @@
-"""Fetches local state from a checkpoint for a partition that has none.
+"""Fetches local state from a checkpoint for a partition that has no local state.
 
 A checkpoint is never required, because the changelog contains everything. If a checkpoint is damaged or unreachable,
-the worker logs a warning, increments a counter, and restores as usual. But if a checkpoint does not match the changelog
-or the topology, it is refused with StateIncompatible, as local state would be.
+the worker logs a warning, increments a counter, and restores as usual. If a checkpoint does not match the changelog or
+the topology, the worker refuses it with StateIncompatible, as it would refuse local state.
 
-The archive is unpacked next to the state, under a different name, and is renamed when all of it has been read and its
-digest is correct. The event loop does the renaming, so an abandoned thread cannot change anything that a later owner of
-the partition could see.
+The archive is unpacked into a temporary directory, which is renamed after all of the archive has been read and its
+digest is correct. The rename runs in the event loop, so an abandoned thread cannot change anything that a later owner
+of the partition could see.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _INSTEAD: Final = (
 
 
 class _Movement:
-    """The number of bytes that the thread has transferred, and whether it should continue."""
+    """The number of bytes that a thread has transferred, and whether the thread should continue."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -58,11 +58,11 @@ class _Movement:
 
 
 async def transfer(work: Callable[[Moved], T], what: str, *, stalled_s: float = _STALLED_S) -> T:
-    """Return the result of the blocking function ``work``, which reports transferred bytes to its argument.
+    """Run the blocking function ``work`` in a thread, and return its result. ``work`` reports transferred bytes.
 
-    Raises what ``work`` raises, and CheckpointUnusable if no bytes are transferred for ``stalled_s``. The thread does
-    not belong to the event loop's pool, because unresponsive storage would exhaust the pool, which also resolves host
-    names. It is a daemon thread, so a hanging thread does not keep the worker from exiting.
+    Raises any exception that ``work`` raises, and CheckpointUnusable if no bytes are transferred for ``stalled_s``. The
+    thread does not belong to the event loop's thread pool, because unresponsive storage would exhaust the pool, which
+    also resolves host names. The thread is a daemon thread, so it cannot keep the worker from exiting if it hangs.
     """
     loop = asyncio.get_running_loop()
     done: asyncio.Future[T] = loop.create_future()
@@ -72,9 +72,9 @@ async def transfer(work: Callable[[Moved], T], what: str, *, stalled_s: float = 
         tell: Callable[[], None]
         try:
             tell = partial(done.set_result, work(movement.moved))
-        except BaseException as error:  # noqa: BLE001  # raised where the transfer is awaited
+        except BaseException as error:  # noqa: BLE001  # raised again where the transfer is awaited
             tell = partial(done.set_exception, error)
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
+        with contextlib.suppress(RuntimeError):  # the event loop is closed, so nothing awaits the result
             loop.call_soon_threadsafe(lambda: None if done.done() else tell())
 
     threading.Thread(target=run, name="checkpoint", daemon=True).start()
@@ -92,7 +92,7 @@ async def transfer(work: Callable[[Moved], T], what: str, *, stalled_s: float = 
 
 @dataclass(frozen=True, slots=True)
 class WantedCheckpoint:
-    """The values that a checkpoint must match before a partition opens its store."""
+    """The values that a checkpoint must match before it becomes a partition's store."""
 
     identity: StoreIdentity
     fingerprint: bytes
@@ -105,16 +105,16 @@ class WantedCheckpoint:
 
 
 class Bootstrap:
-    """Fetches checkpoints, and remembers which ones this process used."""
+    """Fetches checkpoints, and remembers which ones this process has used."""
 
     def __init__(self) -> None:
         self.unusable = 0
-        """Number of checkpoints that existed, or may have existed, and could not be used."""
+        """Number of attempts to use a checkpoint that failed although a checkpoint existed or may have existed."""
         self._slots: Final = asyncio.Semaphore(_MOST_AT_ONCE)
         self._tried: Final[set[str]] = set()
-        """Digests of archives with damaged stores, which are not used again."""
+        """Digests of archives whose stores were damaged; these archives are not used again."""
         self._fresh: Final[dict[Path, Checkpoint]] = {}
-        """Checkpoints that are in place but not opened yet."""
+        """Maps each directory to the checkpoint that was unpacked into it and whose store is not opened yet."""
         self._swept: Final[set[Path]] = set()
 
     async def prepare(self, url: str, wire: Wire, wanted: WantedCheckpoint) -> None:
@@ -180,13 +180,13 @@ class Bootstrap:
         )
 
     def _useless(self, found: Checkpoint, wanted: WantedCheckpoint, bounds: LogBounds) -> str:
-        """Return why the checkpoint would not help; empty if it would."""
+        """Return the reason why the checkpoint would not save time; empty if it would."""
         if found.sha256 in self._tried:
             return f"it was used before, and its state was lost or damaged. {_INSTEAD}"
         if found.segment_ms != wanted.segment_ms:
             return "it was made with another guard period or grace, so sightings now belong to different segments."
         if found.position < bounds.start:
-            # The owner deletes what no live segment needs: all that is left counts, and has to be read anyway.
+            # Owners delete only records that no live segment needs, so all remaining records must be read anyway.
             return (
                 f"it ends at changelog position {found.position}, and the changelog begins at {bounds.start} now, so "
                 "nothing in it counts any more. Run `dedup checkpoint` more often."
@@ -215,7 +215,7 @@ class Bootstrap:
         self._fresh[wanted.directory] = found
 
     def _sweep(self, wanted: WantedCheckpoint) -> None:
-        """Once, delete partly unpacked archives of earlier processes. Only this process uses the directory now."""
+        """Delete partly unpacked archives of earlier processes, once. Only this process uses the directory now."""
         home = _scratch_home(wanted)
         if home not in self._swept:
             self._swept.add(home)
@@ -223,18 +223,18 @@ class Bootstrap:
 
 
 def _scratch_home(wanted: WantedCheckpoint) -> Path:
-    # Not below the topology's own directory: its existence means that there is state.
+    # This is not below the topology's own directory, because the existence of that directory means that there is state.
     return wanted.state_dir / SCRATCH / wanted.identity.topology
 
 
 def _has_state(directory: Path) -> bool:
-    """Whether a store's directory contains anything."""
+    """Return whether a store's directory contains anything."""
     try:
         return any(directory.iterdir())
     except FileNotFoundError:
         return False
     except OSError:
-        return True  # opening the store will tell what is wrong
+        return True  # opening the store reports the problem
 
 
 def refuse_anothers(found: Checkpoint, wanted: WantedCheckpoint, bounds: LogBounds, place: str) -> None:

@@ -1,9 +1,9 @@
-"""Makes a checkpoint by restoring a changelog partition into a separate store, which is then packed and uploaded.
+"""Makes a checkpoint: restores a changelog partition into a separate store, packs this store, and uploads the archive.
 
-A checkpoint is built from the changelog, with the code that workers use for a restore, rather than from a worker's
-disk. This way, no worker is needed or paused, and data that exists only on a disk never becomes part of a checkpoint
-(docs/decisions/0014-checkpoints.md). The store is kept, so the next checkpoint reads only newer records, as a standby
-does.
+A checkpoint is built from the changelog, with the code that workers use for a restore, not from a worker's disk.
+Therefore, no worker is needed or paused, and data that exists only on a worker's disk never becomes part of a
+checkpoint (docs/decisions/0014-checkpoints.md). The separate store is kept, so the next checkpoint reads only newer
+records, as a standby does.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ log: Final = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class MadeCheckpoint:
-    """The result for one partition."""
+    """The result of making a checkpoint for one partition."""
 
     partition: int
     records: int
@@ -36,7 +36,7 @@ class MadeCheckpoint:
     checkpoint: Checkpoint | None
     """The current checkpoint; None if the partition has no state yet."""
     written: bool
-    """Whether the checkpoint is new; if nothing has changed since the last one, none is made."""
+    """True if the checkpoint is new. If nothing has changed since the last checkpoint, none is made."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,10 +57,10 @@ async def make_checkpoint(
 ) -> MadeCheckpoint:
     """Make a checkpoint of the partition's state at the current end of the changelog.
 
-    No other process may use the state directory of the factory's settings. Progress is reported to ``restoring`` in
-    changelog offsets and to ``packing`` in bytes, each as (done, total). Raises StateIncompatible if the changelog, the
-    topology, and an older checkpoint do not match. Raises CheckpointUnusable if the checkpoint cannot be stored; the
-    older one then stays in force.
+    No other process may use the state directory of the factory's settings. The function reports its progress to
+    ``restoring`` in changelog offsets and to ``packing`` in bytes, each as (done, total). It raises StateIncompatible
+    if the changelog, the topology, and an older checkpoint do not match. It raises CheckpointUnusable if the checkpoint
+    cannot be stored; the older checkpoint then remains valid.
     """
     wanted = factory.wanted(partition)
     place = storage.place(wanted.identity.topology, partition)
@@ -70,7 +70,7 @@ async def make_checkpoint(
     try:
         found = await _restored(factory, partition, restoring)
     except TaskCorrupted as error:
-        # The kept store only saves time.
+        # The store from the last run only saves time, so it can be deleted.
         log.warning("%s", error)
         factory.wipe(TopicPartition(factory.topology.feeding_topics[0], partition))
         found = await _restored(factory, partition, restoring)
@@ -100,7 +100,7 @@ async def make_checkpoint(
 
 
 def _in_force(storage: CheckpointStorage, topology: str, partition: int) -> Checkpoint | None:
-    """Return the checkpoint to be replaced; None if it is damaged, because it is then replaced in any case."""
+    """Return the current checkpoint; None if it is missing or damaged, so that a new one is made in any case."""
     try:
         return storage.find(topology, partition)
     except CheckpointUnusable as error:
@@ -109,7 +109,7 @@ def _in_force(storage: CheckpointStorage, topology: str, partition: int) -> Chec
 
 
 async def _restored(factory: TaskFactory, partition: int, progress: Progress) -> _Restored:
-    """Restore the store to the changelog's end, drop expired segments, and close it."""
+    """Restore the store to the changelog's end, drop expired segments, and close the store."""
     wanted, window = factory.wanted(partition), factory.topology.window
     store = factory.open_store(partition)
 

@@ -1,9 +1,9 @@
-"""The wall clock as tasks see it, which is read once, continued by the boot clock, and advanced by brokers' times.
+"""Provides the time to tasks: the wall clock at the start, advanced by the boot clock and corrected by brokers' times.
 
-The wall clock is read only once, because it may be set back while the process runs. The boot clock continues it,
-because the monotonic clock stops while the machine is suspended. If the wall clock was behind, or the whole machine was
-paused, a broker's time corrects it. The response for a transaction's changelog batch says when the broker appended the
-batch.
+The wall clock is read only when the process starts, because it may be set back later. The boot clock measures the time
+since the start, because the monotonic clock stops while the machine is suspended. If the wall clock was behind, or the
+whole machine was paused, a broker's time corrects the result. A broker's time is the time at which the broker appended
+a transaction's changelog batch, which the broker's response contains.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ class Clock(Protocol):
     """The source of time for tasks."""
 
     put_forward_ms: int
-    """By how much brokers' times have advanced the clock in total."""
+    """The total number of milliseconds by which brokers' times have advanced the clock."""
 
     def now_ms(self) -> int:
-        """Return milliseconds since 1970; never decreases within a process."""
+        """Return milliseconds since 1970. The value never decreases within a process."""
 
     def heard(self, broker_ms: int) -> None:
-        """Advance to a broker's time, so that from now on `now_ms` is not earlier than it."""
+        """Advance the clock to a broker's time if the clock is behind it."""
 
 
 def _since_boot_s() -> float:
@@ -35,18 +35,18 @@ def _since_boot_s() -> float:
 
 
 class SteadyClock:
-    """Wall time at the start of the process plus the elapsed time, and never behind a broker's reported time."""
+    """Adds the elapsed time to the wall time at the start, and is never behind a time that a broker reported."""
 
     def __init__(self) -> None:
         self._offset_s = time.time() - _since_boot_s()
         self.put_forward_ms = 0
 
     def now_ms(self) -> int:
-        """Return milliseconds since 1970; later changes of the wall clock are ignored."""
+        """Return milliseconds since 1970. Changes to the wall clock after the start are ignored."""
         return int((self._offset_s + _since_boot_s()) * 1000)
 
     def heard(self, broker_ms: int) -> None:
-        """Continue from the broker's time if it is ahead."""
+        """Advance the clock to the broker's time if the clock is behind it, and log a large difference."""
         behind_ms = broker_ms - self.now_ms()
         if behind_ms <= 0:
             return

@@ -1,18 +1,19 @@
-"""Implements `dedup replay`, which sends dead letters back to their source, or forwards late records, exactly once.
+"""Implements `dedup replay`, which sends dead letters back to their source, or late records to the output, exactly
+once.
 
-The sent records and the offset of the records read are written in one transaction, with a separate transactional id. A
-dead letter is sent back to its source partition unchanged and is judged like any record; the header `dedup-replayed`
-keeps its original position. A late record would be late again, so it is sent to the output instead, marked as outside
-the guarantee. A record that cannot be sent (a digest in place of a value, a timestamp that the source rejects) is
-reported and stays in the topic.
+One transaction contains the sent records and the offset up to which the side topic was read. It has a separate
+transactional ID. A dead letter is sent back to its source partition unchanged and is judged like any other record; the
+header `dedup-replayed` contains its original position. A late record would be late again, so it is sent to the output
+instead, with a mark that the guarantee does not cover it. A record that cannot be sent (a digest in place of a value, a
+timestamp that the source rejects) is reported and stays in the topic.
 
-The position is an offset of the group `NAME.replay`. A transactional commit cannot set how long an offset is kept, so
-the broker forgets it `offsets.retention.minutes` after the last replay, and a replay without it would send everything
-again. Therefore, a plain commit without expiry sets a mark in the group `NAME.replay-mark` before anything is sent and
-again at the end of the replay. A mark without a position means that the position was forgotten, and nothing is sent
-until the user says where to begin. The source would not be safer evidence, because retention deletes its records, and a
-dead letter that was replayed and became a dead letter again keeps its original position. The mark may be behind the
-position but never ahead of it.
+The position of a replay is an offset of the group `NAME.replay`. A transactional commit cannot set how long an offset
+is kept, so the broker forgets the position `offsets.retention.minutes` after the last replay, and a replay without it
+would send everything again. Therefore, a plain commit without expiry sets a mark in the group `NAME.replay-mark` before
+anything is sent and again at the end of the replay. A mark without a position means that the position was forgotten,
+and nothing is sent until the user says where to begin. The source cannot show what was replayed, because retention
+deletes its records, and a dead letter that was replayed and became a dead letter again keeps its original position. The
+mark may be behind the position but is never ahead of it.
 """
 
 from __future__ import annotations
@@ -43,8 +44,8 @@ DEADLINE_MS: Final = 20_000
 WAIT_MS: Final = 200
 _MOST_UNKNOWN: Final = 10
 Begin = Literal["last", "start"]
-"""Where to begin if the broker has forgotten a partition's position: at the end of the last replay that is known to
-have finished, or at the first remaining record.
+"""Where a replay begins if the broker has forgotten a partition's position: `last` is the end of the last replay that
+is known to have finished, and `start` is the first remaining record.
 """
 BEGINNINGS: Final[tuple[Begin, ...]] = get_args(Begin)
 _DEAD_HEADERS: Final = (REASON, DETAIL, SOURCE, TIMESTAMP)
@@ -57,7 +58,7 @@ class Replayed:
 
     sent: int = 0
     left: list[str] = field(default_factory=list)
-    """The positions of records that cannot be sent, and the reasons."""
+    """One sentence for each record that cannot be sent, with its position and the reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,11 +74,11 @@ class ReplayPlan:
     """The topic to which late records are forwarded; empty for dead letters."""
     limit: int | None
     begin: Begin | None = None
-    """None means that a forgotten position is an error."""
+    """Where to begin if a position was forgotten; None means that a forgotten position is an error."""
 
 
 class Replay:
-    """Replays one side topic, partition by partition."""
+    """Replays one side topic, one partition after another."""
 
     def __init__(
         self, topology: Topology, settings: Settings, cluster: Cluster, wire: KafkaWire, plan: ReplayPlan
@@ -92,10 +93,10 @@ class Replay:
         self._refused: dict[TopicPartition, dict[int, str]] = {}
 
     async def run(self, tell: Callable[[Replayed], None]) -> Replayed:
-        """Send all records that exist at the start; ``tell`` is called after each commit.
+        """Send all records that exist at the start, and call ``tell`` after each commit.
 
         Raises StateIncompatible, with nothing sent, if the broker has forgotten the position and the plan does not say
-        where to begin. Raises SettingsError if the plan does say so but no position was forgotten.
+        where to begin. Raises SettingsError if the plan says where to begin but no position was forgotten.
         """
         topic = self._plan.topic
         sides = [TopicPartition(topic, partition) for partition in range(self._cluster.topics[topic].partitions)]
@@ -129,8 +130,8 @@ class Replay:
         )
 
     async def _begin(self, session: Session, side: TopicPartition) -> int:
-        """Set the mark that later reveals a forgotten position, and return where to begin."""
-        # Read in the new epoch: a replay that was killed may have had a commit in flight.
+        """Set the mark that later reveals a forgotten position, and return the offset to begin at."""
+        # The position is read in the new epoch, because a replay that was killed may have had a commit in flight.
         position, mark = await self._known(side, stable=True)
         start = (await bounds_of(self._wire, side)).start
         if _lost(position, mark):
@@ -141,7 +142,7 @@ class Replay:
         if position is not None and position < start and gone not in self.done.left:
             self.done.left.append(gone)
         begun = max(position or 0, start)
-        # The position first: a mark alone means that the position was forgotten.
+        # The position is committed first, because a mark alone means that the position was forgotten.
         await session.commit({side: Position(begun)})
         await self._mark.set_offsets({side: begun}, for_ever=True)
         return begun
@@ -152,12 +153,13 @@ class Replay:
             try:
                 await self._partition(side, end, tell)
             except CommitUnknown:
-                # A new epoch and the committed offset show what happened.
+                # A new epoch and the committed offset show the outcome.
                 unknown += 1
                 if unknown > _MOST_UNKNOWN:
                     raise
             except RecordRefused as refused:
-                # From now on one record per batch, so that the broker's answer names the next one.
+                # From now on, each batch contains one record, so that the broker's response identifies a refused
+                # record.
                 found = self._refused.setdefault(side, {})
                 if len(refused.rows) == 1:
                     found[refused.rows[0]] = "its target topic refuses it"
@@ -174,7 +176,8 @@ class Replay:
             deadline_ms=DEADLINE_MS,
         )
         await session.open()
-        # Committed again in any case, or the broker forgets it offsets.retention.minutes after the last commit.
+        # The position is committed in any case, because the broker forgets it offsets.retention.minutes after the last
+        # commit.
         position = await self._begin(session, side)
         fetcher = FeedFetcher(self._wire, await TopicCheck.of(self._wire, side.topic), wait_ms=WAIT_MS)
         fetcher.begin(side, position)
@@ -183,7 +186,8 @@ class Replay:
                 for answer in await fetcher.poll([side]):
                     position = await self._send(session, side, answer, end)
                     tell(self.done)
-            # The committed position, not how far was read: later records that cannot be sent are reported again.
+            # The mark is the committed position, not the end of what was read: later records that cannot be sent are
+            # reported again.
             reached, _ = await self._known(side, stable=True)
             await self._mark.set_offsets({side: reached or 0}, for_ever=True)
         finally:
@@ -212,7 +216,7 @@ class Replay:
                 lines.setdefault(target, []).append(line)
                 count += 1
         if lines:
-            # After a refusal one record per batch: then the broker's answer names it.
+            # After a refusal, each batch contains one record, so that the broker's response identifies it.
             single = 1 if side in self._refused else None
             compression = self._settings.topics.compression
             for target, part in sorted(lines.items()):
@@ -223,7 +227,7 @@ class Replay:
         return next_offset
 
     def _line(self, side: TopicPartition, columns: Columns, row: int) -> tuple[TopicPartition, Line] | str:
-        """Return a record's target and what to send, or a sentence that says why it cannot be sent."""
+        """Return the partition and the record to send to it, or a sentence that says why the record cannot be sent."""
         names = self._plan.headers
         headers = columns.headers[row]
         own, ours = headers[: -len(names)], headers[-len(names) :]
@@ -240,14 +244,14 @@ class Replay:
         target = self._output_of(columns, row, source) if self._plan.forward else source
         added: list[Header] = [(REPLAYED, kept[SOURCE])]
         if self._plan.forward:
-            added.insert(0, (VERDICT, b"late"))  # both last, where `dedup verify` expects them
+            added.insert(0, (VERDICT, b"late"))  # both are last, where `dedup verify` expects them
         elif any(name == REPLAYED for name, _ in own):
-            added = []  # it keeps its first position
+            added = []  # the record keeps its first position
         timestamp_ms = int(kept[TIMESTAMP])
         return target, (columns.offsets[row], timestamp_ms, columns.keys[row], columns.values[row], [*own, *added])
 
     def _output_of(self, columns: Columns, row: int, source: TopicPartition) -> TopicPartition:
-        """Return the output partition that a worker would choose."""
+        """Return the output partition that a worker would choose for a record."""
         output = self._plan.output
         if self._topology.direct:
             return TopicPartition(output, source.partition)
@@ -263,12 +267,12 @@ class Replay:
 
 
 def _lost(position: int | None, mark: int | None) -> bool:
-    """Whether the broker has forgotten a position."""
+    """Return whether the broker has forgotten a position."""
     return position is None and mark is not None
 
 
 def replay_plan(topology: Topology, *, late: bool, limit: int | None, begin: Begin | None = None) -> ReplayPlan | str:
-    """Return what to replay, or a sentence that says why this topology has nothing to replay."""
+    """Return the plan of a replay, or a sentence that says why this topology has nothing to replay."""
     groups = topology.replay_group, topology.replay_mark_group
     if not late:
         return ReplayPlan(

@@ -1,6 +1,6 @@
-"""The work of a `dedup` task, which judges records by its state, buffers sightings, and creates the records to send.
+"""Performs a `dedup` task, which judges records by its state, buffers sightings, and creates the records to send.
 
-With a repartition topic, `unwrap` first restores the records as they were in the source topics. Reserved headers
+With a repartition topic, `unwrap` first restores the records as they were in the source topics, from headers that
 contain their source positions and timestamps.
 """
 
@@ -45,28 +45,30 @@ from dedup.worker.task import Frozen
 
 log: Final = logging.getLogger(__name__)
 _SAMPLED_IDS: Final = 8
-"""IDs per sample; hashing this few takes less time than judging a few hundred records."""
+"""Number of IDs per sample. Hashing them takes less time than judging a few hundred records."""
 _SAMPLE_EVERY: Final = 1000
-"""Records between two samples, so that not every small batch pays for one."""
+"""Number of records between two samples, so that not every small batch is sampled."""
 FOREIGN: Final = (
     "{topic}/{partition} offset {offset} was not written by a repartition task: it lacks the headers dedup-source and "
     "dedup-timestamp. Stop any other program that writes to that topic, then run `dedup reset`."
 )
 _WARM_IDS: Final = 20_000
-"""After a restart, each commit loads this many IDs into the filters until all are loaded, which takes about 10 ms per
-commit.
+"""After a restart, each commit loads this many IDs into the Bloom filters until all are loaded. Loading them takes
+about 10 ms per commit.
 """
 _MOST_FOLDS: Final = 3
-"""Attempts to judge a whole batch; if it contains more records that no topic accepts, it is judged in parts."""
+"""Number of attempts to judge a whole batch. A batch with more records that their topics do not accept is judged in
+parts.
+"""
 PIECE: Final = 64
-"""Records per part in this case; each record that no topic accepts costs one more fold of its part."""
+"""Number of records per part. Each record that its topic does not accept costs one more fold of its part."""
 _NO_HEADERS: Final[list[Header]] = []
 _CLOCK_TOLERANCE_MS: Final = 1_000
-"""A smaller difference between clocks never causes records to be judged again."""
+"""A difference between clocks that is smaller than this never causes records to be judged again."""
 
 
 class Placement:
-    """Samples IDs and warns if they are not in the partition that Kafka's default partitioner gives them."""
+    """Samples IDs, and warns if they are not in the partition that Kafka's default partitioner chooses."""
 
     def __init__(self, feeding: TopicPartition, count: int, numbers: TaskNumbers) -> None:
         self._feeding: Final = feeding
@@ -74,11 +76,11 @@ class Placement:
         self._numbers: Final = numbers
         self._warned = False
         self._passed = _SAMPLE_EVERY
-        """Records since the last sample."""
+        """Number of records since the last sample."""
 
     def sample(self, ids: Sequence[bytes | None]) -> None:
         """Count the sampled and the misplaced IDs, and warn about the first misplaced one."""
-        if self._count < 2:  # noqa: PLR2004  # with one partition nothing is misplaced
+        if self._count < 2:  # noqa: PLR2004  # with one partition, no ID is misplaced
             return
         self._passed += len(ids)
         if self._passed < _SAMPLE_EVERY:
@@ -120,13 +122,13 @@ def record_key_of(state_key: bytes) -> bytes | None:
 
 
 class Once:
-    """Messages that the tasks of this process log only once."""
+    """Remembers which messages the tasks of this process have already logged, so that each one is logged only once."""
 
     def __init__(self) -> None:
         self._logged: Final[set[Hashable]] = set()
 
     def first(self, what: Hashable) -> bool:
-        """Return True at the first call for ``what``."""
+        """Return True on the first call with ``what``, and False on later calls."""
         if what in self._logged:
             return False
         self._logged.add(what)
@@ -134,7 +136,7 @@ class Once:
 
 
 def note_format(rows: Rows, row: int, plan: DedupPlan, judged: TaskNumbers) -> None:
-    """Count a dead letter in a format other than JSON by that format; log the first one of each topic and format."""
+    """Count a dead letter by its format unless it is JSON; log the first one of each topic and format."""
     fault = rows.extracted.faults.get(row)
     if fault is None or not fault.format_name:
         return
@@ -158,15 +160,15 @@ class Unwrapped:
     """A batch of the repartition topic with the records' source columns restored."""
 
     batch: FeedBatch
-    """Offsets are those of the repartition topic; timestamps and headers are the source's."""
+    """The batch has the offsets of the repartition topic, and the timestamps and headers of the source topics."""
     feeds: list[Feed]
     sources: list[int]
-    """Offsets in the source partitions."""
+    """The offset of each record in its source partition."""
     idle_rows: frozenset[int]
 
 
 def unwrap(batch: FeedBatch, source_topics: tuple[str, ...]) -> Unwrapped:
-    """Return the records as they were in the source. InvariantBroken means that no repartition task wrote one."""
+    """Return the records as they were in the source. Raises InvariantBroken if a record has no source position."""
     positions = {topic: position for position, topic in enumerate(source_topics)}
     feeds: list[Feed] = []
     sources: list[int] = []
@@ -174,7 +176,8 @@ def unwrap(batch: FeedBatch, source_topics: tuple[str, ...]) -> Unwrapped:
     headers: list[list[Header]] = []
     idle_rows: set[int] = set()
     for row, own in enumerate(batch.headers):
-        # Ours are the last two. The source's own headers may have any name, even those of an upstream dedup.
+        # The last two headers were added by the repartition task. The source's own headers may have any name, including
+        # the names that an upstream dedup adds.
         origin = _origin(dict(own[-2:]), positions, batch, row)
         if origin.idle:
             idle_rows.add(row)
@@ -183,7 +186,7 @@ def unwrap(batch: FeedBatch, source_topics: tuple[str, ...]) -> Unwrapped:
         timestamps_ms.append(origin.timestamp_ms)
         headers.append(list(own[:-2]))
     plain = replace(batch, timestamps_ms=timestamps_ms, headers=headers)
-    # A single entry would be read as "one feed for all".
+    # A list with a single feed would mean that all records have this feed.
     return Unwrapped(plain, feeds, sources, frozenset(idle_rows))
 
 
@@ -215,9 +218,9 @@ def sighting_batches(
     compression: str,
     most_bytes: int = BATCH_BYTES,
 ) -> list[RecordBatch]:
-    """Return the changelog records that restore these sightings, given as segment -> ID -> value."""
+    """Return the changelog records that restore these sightings; ``writes`` maps segments to IDs to values."""
     if len(writes) == 1:
-        # Nearly always: one segment and IDs of one length, which can be laid out in columns.
+        # This is the usual case: one segment and IDs of equal length, which can be arranged in columns.
         ((segment, part),) = writes.items()
         batch = equal_records(
             changelog,
@@ -243,10 +246,11 @@ class DedupPlan:
     feeding: TopicPartition
     changelog: TopicPartition
     feeds: tuple[Feed, ...]
-    """Every source partition whose records can reach this task; only one if the task reads the source itself."""
+    """All source partitions whose records can reach this task. There is only one if the task reads the source directly.
+    """
     source_topics: tuple[str, ...]
     wrapped: bool
-    """Whether the feeding topic is the repartition topic; see `unwrap`."""
+    """True if the feeding topic is the repartition topic; see `unwrap`."""
     extractor: Extractor
     rules: Rules
     max_clock_skew_ms: int
@@ -254,25 +258,25 @@ class DedupPlan:
     fingerprint: bytes
     compression: str
     feeding_topic_id: str = ""
-    """Kafka's id of the feeding topic, because a recreated topic has different records at the same offsets."""
+    """Kafka's ID of the feeding topic. A recreated topic has another ID, and different records at the same offsets."""
     once: Once = field(default_factory=Once)
-    """Shared by all tasks of the worker."""
+    """The messages that were already logged; shared by all tasks of the worker."""
     partitions: int = 1
-    """Partition count of the source topic if it is read directly, for the sampling of misplaced IDs; otherwise 1."""
+    """Partition count of the source topic if it is read directly, to detect misplaced IDs; otherwise 1."""
 
 
 @dataclass(frozen=True, slots=True)
 class Future:
-    """Records that were judged as being in the future."""
+    """The records of a transaction that were judged as being in the future."""
 
     least_ms: int
-    """The smallest of their event times."""
+    """The smallest event time of these records."""
     put_forward_ms: int
-    """By how much brokers' times had advanced the clock when the first of them was judged."""
+    """By how much brokers' times had advanced the clock when the first of these records was judged."""
 
 
 class DedupTask:
-    """A task's state and its verdicts; see `TaskWork`."""
+    """The work of a `dedup` task, with its state and its verdicts; see `TaskWork`."""
 
     def __init__(
         self,
@@ -292,13 +296,13 @@ class DedupTask:
         self._clock: Final = clock
         self._numbers: Final = numbers
         self._judged = TaskNumbers()
-        """Verdicts of the open transaction, kept apart so that they are counted only once if it is aborted and judged
-        again.
+        """The counters of the open transaction. They are separate, so that records are counted only once if the
+        transaction is aborted and its records are judged again.
         """
         self.recent: Final = Recent()
         self._store: Store | None = None
         self._began = 0
-        """First offset of the changelog at the time of the restore."""
+        """The first offset of the changelog at the time of the restore."""
         self._buffer: WriteBuffer | None = None
         self._applied = StreamTime.before(plan.feeds)
         self._stream_time = self._applied
@@ -308,7 +312,7 @@ class DedupTask:
 
     @property
     def oldest_live_ms(self) -> int:
-        """The smallest event time at which an applied sighting can end and still count."""
+        """The smallest event time at which an applied sighting can end and still be live."""
         return self._window.oldest_live_ms(self._applied.value_ms)
 
     @property
@@ -320,21 +324,22 @@ class DedupTask:
     def truncate_below(self) -> int | None:
         """The lowest changelog offset that a live segment needs; None if no segment is held.
 
-        Computed from applied state only. Sightings that are not applied yet have higher offsets, because the store's
-        position is at or above the first offset of every segment and below the open transaction's records.
+        The offset is computed from applied state only. Sightings that are not applied yet have higher offsets, because
+        the store's position is at or above the first offset of every segment and below the open transaction's records.
         """
         store = self._store
         record = None if store is None else store.task_record
         if store is None or record is None or record.kept_from == NOT_SAID:
             return None
         births = store.segments().values()
-        # Not beyond the last task record: otherwise an owner with an empty disk would take our deletion for somebody
-        # else's. First offsets differ from owner to owner; the next commit records ours.
+        # The result is never above the offset in the last task record, because otherwise, an owner with an empty disk
+        # would conclude that somebody else has deleted records. First offsets differ between owners; the next commit
+        # records the first offset of this one.
         return min([*births, record.kept_from]) if births else None
 
     @property
     def store(self) -> Store | None:
-        """The applied state; None before `restore`."""
+        """The store with the applied state; None before `restore`."""
         return self._store
 
     def _opened(self) -> Store:
@@ -348,7 +353,7 @@ class DedupTask:
         return self._buffer
 
     async def restore(self, committed: int | None) -> int:
-        """See `TaskWork`; raises StateIncompatible, with nothing changed, if state and topology do not match."""
+        """See `TaskWork`. Raises StateIncompatible, with nothing changed, if state and topology do not match."""
         plan = self._plan
         if self._keeping.prepare is not None:
             await self._keeping.prepare()
@@ -366,7 +371,7 @@ class DedupTask:
         return max(committed or 0, record.next_offset)
 
     async def overtaken(self) -> bool:
-        """See `TaskWork`; the changelog contains a task record for every commit."""
+        """Return whether the changelog contains a newer task record, because every commit writes one."""
         store = self._opened()
         before = store.task_record
         await self._restore(store)
@@ -383,17 +388,18 @@ class DedupTask:
         return restored.records
 
     def _kept_from(self, oldest_ms: int) -> int:
-        """Return the changelog offset from which on all state was written that may end at ``oldest_ms`` or later.
+        """Return the changelog offset at or after which all state that ends at ``oldest_ms`` or later was written.
 
-        It is at or above `truncate_below` once this is applied, so a truncation by the owner is never mistaken for a
-        loss. It rises when segments expire, but not when the changelog begins later than before, because somebody else
-        may have truncated it, and then only this disk holds the deleted records.
+        After this offset is applied as part of the task record, `truncate_below` never exceeds it, so a truncation by
+        the owner is never mistaken for a loss. The offset rises when segments expire, but not when the changelog begins
+        later than before: somebody else may have truncated the changelog, and only this disk may hold the deleted
+        records.
         """
         store = self._opened()
         births = [birth for start, birth in store.segments().items() if start + self._segment_ms > oldest_ms]
         record = store.task_record
         said = NOT_SAID if record is None else record.kept_from
-        # The first offset of a restored segment is at or above what the previous owner recorded.
+        # The first offset of a restored segment is at or above the offset that the previous owner recorded.
         return max(self._began if said == NOT_SAID else said, min(births, default=store.position))
 
     def _note_progress(self, done: int, total: int) -> None:
@@ -401,7 +407,8 @@ class DedupTask:
         self._numbers.restore_total = total
 
     def _refuse_lost_state(self, committed: int | None) -> None:
-        # Without a committed offset nothing is lost, even if the store is past offset 0: the first transaction aborted.
+        # Without a committed offset, nothing is lost, even if the store is past offset 0: the first transaction was
+        # aborted.
         if committed is None:
             return
         changelog = self._plan.changelog
@@ -430,11 +437,11 @@ class DedupTask:
         return batches
 
     def _judged_in(self, most_folds: int, batch: FeedBatch, refusals: Refusals) -> list[RecordBatch] | None:
-        """Judge a batch; None, with nothing changed, if the last fold still finds a record that no topic accepts.
+        """Judge a batch; return None, with nothing changed, if the last fold still finds a record that its topic does
+        not accept.
 
-        Each fold turns only the first such record into a dead letter. A dead letter leaves no sighting, so later
-        verdicts may change. For example, another record that is too large may now be a duplicate that need not be sent
-        in full.
+        Each fold turns only the first record that its topic does not accept into a dead letter. A dead letter leaves no
+        sighting, so later verdicts may change. For example, the next record with the same ID may become unique.
         """
         plan = self._plan
         unwrapped = unwrap(batch, plan.source_topics) if plan.wrapped else None
@@ -455,13 +462,13 @@ class DedupTask:
             if not misfits:
                 self._note_future(rows, outcome, ceiling_ms)
                 return batches + self._taken(rows, outcome, now_ms)
-            refusals.rows.update(misfits)  # none is measured twice
+            refusals.rows.update(misfits)  # so that no record is measured twice
             topic, first = min(misfits, key=itemgetter(1))
             refused[first] = misfits[topic, first]
         return None
 
     def _taken(self, rows: Rows, outcome: Outcome, now_ms: int) -> list[RecordBatch]:
-        """Accept the verdicts of a batch: update state, counters and samples; return its changelog batches."""
+        """Accept the verdicts of a batch: update state, counters, and samples, and return the changelog batches."""
         self._stream_time = outcome.stream_time
         self._count(rows, outcome)
         self.recent.note(rows, outcome, now_ms)
@@ -469,7 +476,7 @@ class DedupTask:
         return self._remember(rows, outcome, now_ms)
 
     def _note_future(self, rows: Rows, outcome: Outcome, ceiling_ms: int) -> None:
-        """Remember verdicts that a broker's clock may contradict later."""
+        """Remember verdicts about future records, because a broker's clock may contradict them later."""
         if outcome.dead or outcome.clamped:
             future = [time_ms for time_ms in rows.extracted.times_ms if time_ms > ceiling_ms]
             if future:
@@ -480,7 +487,7 @@ class DedupTask:
     def _confirm(self, future: Future | None, append_time_ms: int) -> None:
         """Raise ClockBehind if a record was in the future only because the worker's clock was behind the broker's."""
         if append_time_ms < 0:
-            return  # a changelog without LogAppendTime, created by hand: there is only our clock
+            return  # the changelog was created by hand without LogAppendTime, so only the worker's clock is known
         self._clock.heard(append_time_ms)
         if future is None or self._clock.put_forward_ms - future.put_forward_ms < _CLOCK_TOLERANCE_MS:
             return
@@ -492,7 +499,8 @@ class DedupTask:
 
     def _lookup(self, ids: Sequence[bytes], least_ms: int) -> Mapping[bytes, Sightings]:
         window = self._window
-        # No segment is too late: an extended sighting, possibly of an earlier topology, reaches back from its end.
+        # All later segments are searched, because an extended sighting, possibly of an earlier topology, is in the
+        # segment of its end.
         found = self._buffered().get_many(ids, after_ms=least_ms - window.guard_ms - self._segment_ms)
         return {
             key: decode_sightings(values[0]) if len(values) == 1 and not window.extend else _longest(values)
@@ -500,7 +508,7 @@ class DedupTask:
         }
 
     def _remember(self, rows: Rows, outcome: Outcome, now_ms: int) -> list[RecordBatch]:
-        """Add the new sightings to the open generation, and return them as changelog batches."""
+        """Add new sightings to the open generation, and return these sightings as changelog batches."""
         writes, plan = self._writes(rows, outcome), self._plan
         if not writes:
             return []
@@ -527,9 +535,9 @@ class DedupTask:
         return writes
 
     def _grouped(self, rows: Rows, outcome: Outcome) -> Iterator[tuple[int, Feed, list[int]]]:
-        """Yield (segment, feed, rows).
+        """Yield the rows of each segment and feed, as (segment, feed, rows).
 
-        There is nearly always only one segment and one feed, so this case is tried first.
+        A batch usually has only one segment and one feed, so this case is tried first.
         """
         times_ms, singles = outcome.judged_times_ms, outcome.singles
         taken = list(map(times_ms.__getitem__, singles))
@@ -587,7 +595,7 @@ class DedupTask:
         )
 
     def idle(self) -> list[RecordBatch]:
-        """See `TaskWork`; no other task reads the output of a dedup task."""
+        """Return an empty list, because no other task reads the output of a dedup task."""
         return []
 
     def discard(self) -> None:
@@ -601,7 +609,7 @@ class DedupTask:
 
     def close(self) -> None:
         """See `TaskWork`."""
-        # The next owner of the store must not share it with us.
+        # The next owner of the store must not share it with this task.
         store, self._store, self._buffer = self._store, None, None
         if store is not None:
             self._keeping.release(store)
@@ -620,9 +628,9 @@ class DedupTask:
 
 
 def _longest(values: Sequence[bytes]) -> Sightings:
-    """Return an ID's sightings.
+    """Return the sightings of an ID that several segments hold.
 
-    Earlier segments hold shorter versions of an extended sighting, and the longest counts.
+    Earlier segments hold shorter versions of an extended sighting; the longest version counts.
     """
     longest: dict[tuple[object, ...], Sighting] = {}
     for value in values:

@@ -34,29 +34,29 @@ if TYPE_CHECKING:
 
 STATES: Final = ("created", "restoring", "running", "closed")
 Sample = tuple[tuple[str, ...], "float | Durations"]
-"""Label values in the order of the metric's labels, and the value."""
+"""The values of a metric's labels, in the order of the labels, and the value of the sample."""
 _FRESH_S: Final = 2.0
-"""Maximum age of a usable response; the leader of a quiet partition responds five times a second."""
+"""Maximum age of a response from a partition's leader; the leader of a quiet partition responds five times a second."""
 _Record = tuple[bytes | None, bytes | None, list[tuple[str, bytes | None]]]
 
 
 @dataclass(frozen=True, slots=True)
 class Scrape:
-    """The values that one scrape reads; the counters are added up once for all metrics."""
+    """The values that one scrape reads. The counters are added up once for all metrics."""
 
     seen: WorkerSeen
     counted: tuple[tuple[tuple[str, str, str], TaskNumbers], ...]
-    """The counters of every task that is or was in this worker, in order."""
+    """The counters of every task that runs or ran in this worker, in order."""
 
     @classmethod
     def of(cls, seen: WorkerSeen) -> Self:
-        """Return the scrape of a worker at one moment."""
+        """Return the values to scrape for a worker at one moment."""
         counted = sorted(seen.counters().items())
         return cls(seen, tuple(((place[0], place[1], str(place[2])), numbers) for place, numbers in counted))
 
 
 def _each(read: Callable[[TaskSeen], float | Durations | None]) -> Callable[[Scrape], Iterator[Sample]]:
-    """Return a function that reads one value of every task and omits unknown values."""
+    """Return a function that reads one value from every task and omits unknown values."""
 
     def samples(scrape: Scrape) -> Iterator[Sample]:
         for task in scrape.seen.tasks:
@@ -68,7 +68,7 @@ def _each(read: Callable[[TaskSeen], float | Durations | None]) -> Callable[[Scr
 
 
 def _counted(read: Callable[[TaskNumbers], float | Durations]) -> Callable[[Scrape], Iterator[Sample]]:
-    """Return a function that reads one counter of every task that is or was in this worker."""
+    """Return a function that reads one counter of every task that runs or ran in this worker."""
 
     def samples(scrape: Scrape) -> Iterator[Sample]:
         for place, numbers in scrape.counted:
@@ -78,7 +78,7 @@ def _counted(read: Callable[[TaskNumbers], float | Durations]) -> Callable[[Scra
 
 
 def _split(read: Callable[[TaskNumbers], Mapping[str, float]]) -> Callable[[Scrape], Iterator[Sample]]:
-    """Return a function that reads several counters, split by a label, of every task that is or was in this worker."""
+    """Return a function that reads counters, one per label value, of every task that runs or ran in this worker."""
 
     def samples(scrape: Scrape) -> Iterator[Sample]:
         for place, numbers in scrape.counted:
@@ -137,13 +137,13 @@ READERS: Final[Mapping[str, Callable[[Scrape], Iterable[Sample]]]] = {
 
 
 class WorkerCollector(Collector):
-    """Reads the worker once per scrape, and does nothing between scrapes."""
+    """Collects a worker's metrics for Prometheus, once per scrape; it does nothing between scrapes."""
 
     def __init__(self, look: Callable[[], WorkerSeen]) -> None:
         self._look: Final = look
 
     def collect(self) -> Iterator[Family]:
-        """Yield every metric of `METRICS`, even if it has no sample."""
+        """Yield every metric in `METRICS`, even if a metric has no sample."""
         scrape = Scrape.of(self._look())
         for metric in METRICS:
             yield _family(metric, READERS[metric.name](scrape))
@@ -165,7 +165,7 @@ def _family(metric: Metric, samples: Iterable[Sample]) -> Family:
 
 
 def _cumulated(durations: Durations) -> list[tuple[str, float]]:
-    """Return the buckets as Prometheus expects them, where each bucket includes all lower ones."""
+    """Return the buckets as Prometheus expects them: each bucket includes all lower ones."""
     bounds = [*map(floatToGoString, durations.bounds_s), "+Inf"]
     below = 0
     buckets: list[tuple[str, float]] = []
@@ -183,14 +183,14 @@ def exposition(look: Callable[[], WorkerSeen]) -> bytes:
 
 
 class Introspection:
-    """Reads the app's tasks; changes nothing."""
+    """Reads the state of the app and its tasks, and changes nothing."""
 
     def __init__(self, app: DedupApp, topology: Topology) -> None:
         self._app: Final = app
         self._topology: Final = topology
 
     def not_ready(self) -> str | None:
-        """Return why this worker is not ready; None if it is."""
+        """Return the reason why this worker is not ready; None if it is ready."""
         tasks = self._app.tasks
         if tasks.failure.done():
             return "the worker is stopping after a failure"
@@ -220,9 +220,9 @@ class Introspection:
         return exposition(self.seen)
 
     def caught_up(self, feeding: TopicPartition, task: Task) -> bool:
-        """Whether a task has judged and committed all records of its partition."""
+        """Return whether a task has judged and committed all records of its partition."""
         end = self._app.member.fetcher.end(feeding)
-        # A leader that does not answer may hold records that nobody has seen.
+        # A leader that does not respond may have records that no worker has read.
         if end is None or asyncio.get_running_loop().time() - end.seen_s > _FRESH_S:
             return False
         if task.dirty.is_set() or task.committing:
@@ -253,9 +253,9 @@ class Introspection:
         )
 
     def look_up(self, text: str) -> LookedUp:
-        """Return what the state of this worker's partitions says about an ID.
+        """Look an ID up in the state of this worker's partitions.
 
-        Raises SettingsError for a text that cannot be an ID of this topology.
+        Raises SettingsError if ``text`` cannot be an ID of this topology.
         """
         keys = state_keys(self._topology, text)
         dedup_tasks = {
@@ -269,7 +269,7 @@ class Introspection:
             for key in keys
             for sighting in sorted(dedup_task.sightings_of(key))
         )
-        # Before the first assignment the member knows no topics.
+        # Before the first assignment, the group member knows no topics.
         assigned = self._app.tasks.opened.is_set()
         count = (self._app.member.topic_partitions(self._topology.feeding_topics[0]) or 0) if assigned else 0
         placed = set(range(count)) if self._topology.direct or not count else set(partitions(keys, count))
@@ -285,18 +285,19 @@ class Introspection:
         guarded_ms = sighting.last_ms + topology.window.guard_ms
         went = None
         if topology.output is not None:
-            # Behind a repartition topic the record's key chooses the partition, and a sighting does not keep the key.
+            # With a repartition topic, the record's key determines the output partition, and a sighting does not
+            # contain the key.
             went = f"{topology.output.topic}/{source_partition}" if topology.direct else topology.output.topic
         return SeenId(partition, sighting.first_ms, sighting.last_ms, guarded_ms, place, live, went)
 
     def pulse(self) -> Iterator[TaskPulse]:
-        """Yield the numbers of every task that are cheap to read."""
+        """Yield those numbers of every task that are cheap to read."""
         for feeding, task in self._app.tasks.running.items():
             yield TaskPulse(task.numbers, self._lag(feeding, task))
 
     def latest(self) -> Iterator[Noted]:
         """Yield the latest committed duplicates, conflicts, late records, and dead letters of every task."""
-        # If the content is the ID, showing the ID would show the payload.
+        # If the content is the ID, displaying the ID would reveal the payload.
         ids = not isinstance(self._topology.tracking_id.rule, ContentRule | RawContentRule)
         for task in self._app.tasks.running.values():
             if isinstance(task.work, DedupTask | RepartitionTask):
@@ -307,9 +308,10 @@ class Introspection:
         return peers_of(self._app)
 
     async def record(self, topic: str, partition: int, offset: int) -> ShownRecord | None:
-        """Return a source record, truncated if it is long; None if the log does not hold it, or no longer does.
+        """Return a source record, truncated if it is long; None if the log does not contain it.
 
-        Raises NoAnswer or StateIncompatible; the latter also if the topic is not a source of this topology.
+        Raises NoAnswer if the broker does not respond. Raises StateIncompatible if the topic is not a source of this
+        topology or if the fetch is refused.
         """
         if topic not in self._topology.source.topics:
             raise StateIncompatible(f"{topic!r} is not a source topic of {self._topology.name!r}.")
@@ -322,9 +324,10 @@ class Introspection:
 
 
 def state_keys(topology: Topology, text: str) -> list[bytes]:
-    """Return the state keys that a typed ID may stand for; for example, ``7`` is the text "7" or the number 7.
+    """Return the state keys that an ID typed by a user may stand for. For example, ``7`` is the text "7" or the number
+    7.
 
-    A composite ID is written as a JSON array of its parts, a content ID as the content itself.
+    Users write a composite ID as a JSON array of its parts, and a content ID as the content itself.
     """
     recipe = Recipe(topology.tracking_id, fmt=topology.source.format)
     keys: list[bytes] = []
@@ -367,13 +370,13 @@ def _is_json(text: str) -> bool:
     try:
         json.loads(text)
     except (ValueError, RecursionError):
-        # RecursionError: nested too deep. No ID is, so this can only be a text.
+        # A RecursionError means that the JSON is nested too deeply for an ID, so the ID can only be a text.
         return False
     return True
 
 
 def _nested(members: list[tuple[Path, str]]) -> str:
-    """Return a JSON value with these literals at these paths."""
+    """Return a JSON value that has these literals at these paths."""
     at_once: dict[str | int, list[tuple[Path, str]]] = {}
     for path, literal in members:
         if not path:

@@ -1,6 +1,7 @@
-"""A worker's logs, with one line or JSON object per event, on standard error and without record values.
+"""Formats a worker's logs as one line or JSON object per event, and writes them to standard error.
 
-A JSON object contains the task, topic, and partition of its message, which are taken from the message's arguments.
+A JSON object also contains the task, topic, and partition from the message's arguments. Logs never contain record
+values.
 """
 
 from __future__ import annotations
@@ -27,28 +28,28 @@ NOISY: Final = (
     "faust",
     "mode",
     "asyncio",
-    # Faust services of ours log their starts and stops under the name of their module.
+    # The Faust services of dedup log when they start and stop, under the name of their module.
     "dedup.worker.app",
     "dedup.worker.transport",
 )
 """Loggers that always have the level WARNING, because aiokafka prints record values at the debug level."""
 REPEATED_EVERY_S: Final = 60.0
-"""Interval at which a failure that goes on is logged again."""
+"""Interval at which a continuing failure is logged again."""
 _ATTEMPTS: Final = ("Unable ", "Group Coordinator Request failed")
-"""Beginnings of what aiokafka logs at each failed attempt."""
+"""The first words of the messages that aiokafka logs at each failed attempt."""
 OVER_AFTER_S: Final = 5.0
-"""A client retries several times a second, so a failure that has not come for this long is over."""
+"""A client retries several times a second, so a failure that has not occurred for this long is over."""
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object per event, with time (UTC), level, logger, worker, message, and known task, topic, partition."""
+    """Formats an event as a JSON object with time (UTC), level, logger, worker, message, task, topic, and partition."""
 
     def __init__(self, worker_id: str | None = None) -> None:
         super().__init__()
         self._of_worker: Final = {} if worker_id is None else {"worker": worker_id}
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return the event as one line."""
+        """Return the event as one line of JSON."""
         event: dict[str, object] = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname.lower(),
@@ -63,7 +64,7 @@ class JsonFormatter(logging.Formatter):
 
 
 def _about(record: logging.LogRecord) -> Iterator[tuple[str, object]]:
-    """Yield the task, topic, and partition of a message, which are the first ones among its arguments."""
+    """Yield the first task, topic, and partition among the arguments of a log message."""
     for argument in record.args if isinstance(record.args, tuple) else ():
         match argument:
             case TaskId(sub_topology, feeding):
@@ -79,18 +80,19 @@ def _about(record: logging.LogRecord) -> Iterator[tuple[str, object]]:
 
 @dataclass(slots=True)
 class _Outage:
-    """A failure that goes on; times are those of its log records, in seconds."""
+    """A continuing failure. Times are those of its log records, in seconds."""
 
     said_s: float
     last_s: float
     unsaid: int = 0
-    """How often it came without being logged."""
+    """How often the failure occurred without being logged."""
 
 
 class Outages(logging.Filter):
-    """Has aiokafka say that a broker is away when it goes away and once a minute, and says when that is over.
+    """Reduces aiokafka's messages about a failure to the first one and one per minute, and logs the end of the failure.
 
-    aiokafka logs each failed attempt to reach a node, some 20 a second, and nothing when one succeeds.
+    Without this filter, aiokafka logs each failed attempt to reach a node, about 20 per second, and logs nothing when
+    an attempt succeeds.
     """
 
     def __init__(self) -> None:
@@ -98,7 +100,7 @@ class Outages(logging.Filter):
         self._outages: Final[dict[str, _Outage]] = {}
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Tell whether to log a record: not if the same failure was logged within the last minute."""
+        """Return whether to log a record; False if the same failure was logged within the last minute."""
         if not (record.name.startswith("aiokafka") and record.msg.startswith(_ATTEMPTS)):
             return True
         failure = _failure(record)
@@ -116,7 +118,7 @@ class Outages(logging.Filter):
         return True
 
     def look(self, failure: str, now_s: float) -> None:
-        """Log that a failure is over if it has not come for some seconds."""
+        """Log that a failure is over if it has not occurred for `OVER_AFTER_S`."""
         outage = self._outages[failure]
         if now_s - outage.last_s < OVER_AFTER_S:
             self._look_later(failure)
@@ -129,7 +131,7 @@ class Outages(logging.Filter):
 
 
 def _failure(record: logging.LogRecord) -> str:
-    """Return what failed and where, without the error after the colon or the nodes in random order."""
+    """Return the part of a message that identifies the failure, without the error text and the list of nodes."""
     return record.getMessage().partition(": ")[0].partition(" from [")[0]
 
 

@@ -1,10 +1,10 @@
-"""A worker's periodic work: deletes records that no restore needs, limits the state's size, and raises alerts.
+"""Performs a worker's periodic work: deletes records that no restore needs, limits the state's size, and raises alerts.
 
-Deleting is safe at any moment, even by an owner that is about to be fenced. If a changelog record is below the first
-offsets of all segments that were live at some applied stream time, it belongs to segments that are already dropped.
-Stream time never decreases, and the next owner of the partition has applied at least as much. A restore begins at the
-log's start if that is above its position. In the repartition topic, only records that are below a known commit and
-older than `KEEP_MS` are deleted, because `dedup verify` replays that topic.
+Changelog records can be deleted safely at any moment, even by an owner that is about to be fenced. A record below the
+first offsets of all live segments belongs to segments that are already dropped. Stream time never decreases, so no
+later owner of the partition needs these segments. If the position of a store was deleted, its restore begins at the
+log's start. In the repartition topic, only records that are below a known commit and older than `KEEP_MS` are deleted,
+because `dedup verify` replays that topic.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ SPAN_MS: Final = 60_000
 _LEAST_RECORDS: Final = 100
 _LEAST_SHARE: Final = 0.95
 _NOT_JUDGED: Final = frozenset({"repartitioned"})
-"""Verdicts of the first hop are not counted, because the second hop judges the records."""
+"""Verdicts of repartition tasks, which are not counted because dedup tasks judge the records."""
 EVERY_S: Final = 30.0
 KEEP_MS: Final = 86_400_000
 
 
 @dataclass(frozen=True, slots=True)
 class Counted:
-    """The counts of all tasks at some moment."""
+    """The counters of all tasks, added up, at one moment."""
 
     time_ms: int
     judged: int
@@ -59,7 +59,7 @@ class Counted:
 
 
 def alert_between(begin: Counted, end: Counted, *, goes_on: bool) -> DeadLetterAlert | None:
-    """Return the alert for the records judged between two moments, if any; ``goes_on`` says that one was active."""
+    """Return the alert for the records judged between two moments, if any; ``goes_on`` says that an alert is active."""
     judged = end.judged - begin.judged
     grown = Counter(dict(end.reasons))
     grown.subtract(begin.reasons)
@@ -73,8 +73,8 @@ def alert_between(begin: Counted, end: Counted, *, goes_on: bool) -> DeadLetterA
 class DeadShare:
     """Raises an alert if nearly all records of the last minute are dead letters, which suggests a common cause.
 
-    An alert begins only with enough records. It ends with the first minute that has a lower share or no records, so
-    that a slow topic does not make it end and begin repeatedly.
+    An alert begins only after enough records. An alert ends after the first minute that has a lower share of dead
+    letters or no records, so that a slow topic does not start and end alerts repeatedly.
     """
 
     def __init__(self) -> None:
@@ -109,7 +109,7 @@ class Maintenance:
         """Changelogs that were truncated by somebody else; each is logged once."""
 
     async def run(self) -> None:
-        """Work periodically; if state is too large, the worker fails."""
+        """Do the periodic work until canceled; make the worker fail if state is too large."""
         while True:
             await asyncio.sleep(EVERY_S)
             try:
@@ -119,7 +119,7 @@ class Maintenance:
                 self._app.tasks.fail(error)
                 return
             except (BrokerUnavailable, NoAnswer) as error:
-                # Only disk space at the broker is at stake; the next round tries again.
+                # A failure costs only disk space on the broker, and the next round tries again.
                 if not self._warned:
                     log.warning("old records were not deleted: %s", error)
                     self._warned = True

@@ -1,8 +1,8 @@
-"""Finds where tasks start to read, from committed offsets and their notes, or from `start` if there is no offset.
+"""Finds the offset at which a task starts to read: the committed offset or, if there is none, the offset for `start`.
 
-The metadata of each committed offset contains the ids of the topics that it refers to (KIP-516), because Kafka stores
-offsets under a topic's name. A recreated topic has different records at the same offsets, and a recreated changelog
-holds none of the state for them.
+The metadata of each committed offset is a note that contains the IDs of the topics that it refers to (KIP-516), because
+Kafka stores offsets under a topic's name. A recreated topic has different records at the same offsets, and a recreated
+changelog does not contain the state up to these offsets.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ async def bounds_of(wire: Wire, partition: TopicPartition) -> LogBounds:
 
 
 async def answered(wire: Wire, ask: Callable[[], Awaitable[T]]) -> T:
-    """Return the response to an idempotent request; retries until there is one."""
+    """Send an idempotent request until there is a response, and return the response."""
     while True:
         try:
             return await ask()
@@ -37,7 +37,7 @@ async def answered(wire: Wire, ask: Callable[[], Awaitable[T]]) -> T:
 
 
 async def first_offset(wire: Wire, feeding: TopicPartition, start: Start) -> int:
-    """Return the offset for ``start``; a time in ms means the first record at or after it."""
+    """Return the offset for ``start``; a time in ms means the offset of the first record at or after that time."""
     bounds = await bounds_of(wire, feeding)
     match start:
         case "earliest":
@@ -52,7 +52,7 @@ async def first_offset(wire: Wire, feeding: TopicPartition, start: Start) -> int
 
 
 async def committed_offset(wire: Wire, group: str, source: TopicPartition, *, stable: bool = True) -> int | None:
-    """Return only the offset of `committed_position`."""
+    """Return the offset of `committed_position`, without the leader epoch and the note."""
     position = await committed_position(wire, group, source, stable=stable)
     return None if position is None else position.offset
 
@@ -60,8 +60,9 @@ async def committed_offset(wire: Wire, group: str, source: TopicPartition, *, st
 async def committed_position(wire: Wire, group: str, source: TopicPartition, *, stable: bool = True) -> Position | None:
     """Return the group's current committed offset; retries while its coordinator is unavailable.
 
-    With ``stable``, it also retries while an open transaction may change the offset (KIP-447). Only an owner uses this,
-    after it has ended the transactions of its id; an observer would wait for a dead worker's transaction to time out.
+    With ``stable``, it also retries while an open transaction may change the offset (KIP-447). Only the owner of a
+    partition uses ``stable``, after it has ended the transactions of its transactional ID. An observer would wait until
+    the transaction of a dead worker times out.
     """
     while True:
         answer = await answered(wire, lambda: wire.committed_offset(group, source, stable=stable))
@@ -76,7 +77,7 @@ async def committed_position(wire: Wire, group: str, source: TopicPartition, *, 
 
 
 def offset_note(feeding_id: str, changelog_id: str | None = None) -> str:
-    """Return the note of a task, with the id of the topic that it reads and, if it keeps state, of its changelog."""
+    """Return the note of a task's offset: the ID of its feeding topic and, if it keeps state, of its changelog."""
     return f"{_FEEDING}={feeding_id}" + (f" {CHANGELOG}={changelog_id}" if changelog_id is not None else "")
 
 

@@ -1,7 +1,7 @@
-"""Samples of a task's latest duplicates, conflicts, late records, and dead letters, for display.
+"""Keeps samples of a task's latest duplicates, conflicts, late records, and dead letters, for display.
 
-A few cases of each kind are kept per batch and are shown once their transaction is committed. Only positions, IDs, and
-reasons are kept, never a payload.
+A few samples of each kind are kept per batch, and they are shown after their transaction is committed. A sample
+contains the position, ID, and reason, but never the payload.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dedup.worker_view import Kind, Noted
 
 MOST_OF_A_BATCH: Final = 5
 MOST_KEPT: Final = 20
-"""Number of cases kept of each kind."""
+"""Number of samples that are kept of each kind."""
 _SECONDS_FROM_MS: Final = 10_000
 _MINUTES_FROM_MS: Final = 600_000
 
@@ -37,33 +37,33 @@ class _Case:
 
 
 class Recent:
-    """One task's latest cases, those of the open transaction and those that are committed."""
+    """The latest samples of one task, from the open transaction and from committed ones."""
 
     def __init__(self) -> None:
         self._open: list[_Case] = []
         self._committed: Final[dict[Kind, deque[_Case]]] = {}
 
     def note(self, rows: Rows, outcome: Outcome, now_ms: int) -> None:
-        """Keep a few cases of a batch that was just judged; `commit` makes them visible."""
+        """Keep a few samples from a batch that was just judged; `commit` makes them visible."""
         if outcome.duplicates or outcome.repeats or outcome.conflicts or outcome.late or outcome.dead:
             self._open.extend(_cases(rows, outcome, now_ms))
 
     def freeze(self) -> list[_Case]:
-        """Return the cases of the transaction that is about to be committed; later cases belong to the next one."""
+        """Return the samples of the transaction that is about to be committed; later samples belong to the next one."""
         frozen, self._open = self._open, []
         return frozen
 
     def commit(self, frozen: Iterable[_Case]) -> None:
-        """Make the cases of a transaction that is known to be committed visible."""
+        """Make the samples of a committed transaction visible."""
         for case in frozen:
             self._committed.setdefault(case.kind, deque(maxlen=MOST_KEPT)).append(case)
 
     def discard(self) -> None:
-        """Forget the cases of the open transaction."""
+        """Discard the samples of the open transaction."""
         self._open.clear()
 
     def shown(self, source_topics: Sequence[str], *, ids: bool) -> Iterator[Noted]:
-        """Yield the committed cases as text, the oldest of each kind first; ``ids`` says whether to show IDs."""
+        """Yield the committed samples as text, the oldest of each kind first; ``ids`` says whether to show IDs."""
         for cases in self._committed.values():
             for case in cases:
                 text = id_text(case.key) if ids and case.key is not None else None
@@ -96,7 +96,7 @@ def _place(source: Source, source_topics: Sequence[str]) -> str:
 
 
 def _about(duration_ms: int) -> str:
-    """Return a duration, rounded to seconds from ten seconds on and to minutes from ten minutes on."""
+    """Return a duration as text, rounded to seconds from ten seconds up and to minutes from ten minutes up."""
     unit_ms = 1 if duration_ms < _SECONDS_FROM_MS else 1_000 if duration_ms < _MINUTES_FROM_MS else 60_000
     return format_duration(round(duration_ms / unit_ms) * unit_ms)
 

@@ -1,6 +1,6 @@
 """Turns outcomes into record batches in the broker's own format, and decides each record's topic and headers.
 
-Also keeps what brokers refused in the open transaction (`Refusals`) and what topics are known to accept (`Limits`).
+It also keeps the brokers' refusals in the open transaction (`Refusals`) and the known limits of topics (`Limits`).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from dedup.worker.clock import Clock
 
 log: Final = logging.getLogger(__name__)
 _TIME_RANGE: Final = re.compile(r"timestamp should be within \[(-?\d{1,19}), (-?\d{1,19})\]")
-"""The message with which brokers since Kafka 3.6 refuse a timestamp (KIP-937)."""
+"""Matches the error message with which brokers since Kafka 3.6 refuse a timestamp (KIP-937)."""
 Misfits = dict[tuple[str, int], str]
 """Maps a topic and a feeding offset to the reason why that topic does not accept the record."""
 TRUSTED_MS: Final = 60_000
@@ -53,17 +53,19 @@ _FIRST_SOURCE: Final = "dedup-first-source"
 IDLE: Final = "dedup-idle"
 DIGEST: Final = "dedup-digest"
 ID: Final = "dedup-id"
-"""Header with the tracking ID on records that `dedup ingest` and `IdempotentWriter` send, if the record itself has
-none.
+"""Header with the tracking ID on records that `dedup ingest` and `IdempotentWriter` send, if the record does not
+contain the ID otherwise.
 """
 REPLAYED: Final = "dedup-replayed"
-"""Header on records that `dedup replay` sent, with their source position when they were first judged."""
+"""Header on records that `dedup replay` has sent; it contains the source position at which they were first judged."""
 SLACK_BYTES: Final = 65_536
-"""Late and dead-letter topics accept records this much larger than the source does, to leave room for added headers."""
+"""Late and dead-letter topics accept records that are this much larger than the source accepts, because of added
+headers.
+"""
 _LATE_ADDED: Final = 2
 """Number of headers that `RecordCollector` adds to a late record (source position and timestamp)."""
 _DEAD_ADDED: Final = 4
-"""Number of headers that it adds to a dead letter, which also has a reason and a detail."""
+"""Number of headers that `RecordCollector` adds to a dead letter, which also has a reason and a detail."""
 
 
 # What is sent in place of a refused record when the transaction is judged again:
@@ -73,12 +75,12 @@ _DEAD_ADDED: Final = 4
 #     late topic, for its size                      a digest, in the same topic; then a dead letter
 #     dead-letter topic, for its size               a digest, in the same topic; then nothing: the worker stops
 #
-# Where the broker does not say which records of a batch are at fault, the next attempt cuts the batch in two. Each
-# attempt covers all batches of the transaction, so the number of attempts grows with the logarithm of a batch's size.
+# If the broker does not say which records of a batch it refuses, the next attempt cuts the batch in two. Each attempt
+# covers all batches of the transaction, so the number of attempts grows with the logarithm of a batch's size.
 
 
 class SideTopics(NamedTuple):
-    """The topics for dead letters and late records, which carry a reason in their headers."""
+    """The names of the topics for dead letters and for late records."""
 
     dead: str
     late: str | None
@@ -86,26 +88,26 @@ class SideTopics(NamedTuple):
 
 @dataclass(slots=True)
 class Refusals:
-    """Refusals that were learned since the last commit."""
+    """The brokers' refusals since the last commit."""
 
     rows: Misfits = field(default_factory=dict)
-    """Records that a topic does not accept; the verdict decides whether a record would be sent there."""
+    """Records that a topic does not accept. The verdict decides whether a record would be sent to this topic."""
     digests: set[tuple[str, int]] = field(default_factory=set)
-    """Topic and feeding offset of late records and dead letters that are sent as a digest."""
+    """Topics and feeding offsets of late records and dead letters of which only a digest is sent."""
     cuts: dict[TopicPartition, set[int]] = field(default_factory=dict)
     """Feeding offsets at which one batch ends and the next one begins."""
     times_ms: dict[str, tuple[int, int]] = field(default_factory=dict)
     """Maps each topic to the smallest and greatest timestamp that its broker says it accepts."""
 
     def learn(self, refusal: RecordRefused, side_topics: SideTopics) -> int | None:
-        """Record one refused batch; return the offset of a record that no topic accepts, None if there is none.
+        """Record the refusal of a batch; return the offset of a record that no topic accepts, or None.
 
-        Raises the refusal itself if it concerns records that dedup created, because these cannot be replaced.
+        Raises ``refusal`` if it concerns only records that dedup created, because these cannot be replaced.
         """
         topic = refusal.topic
         rows = [row for row in refusal.rows if row != OWN_ROW]
         if not rows:
-            # Smaller batches may help, once: the topic's limit is read again.
+            # The topic's limit is read again, and smaller batches may help, but only one such attempt is made.
             if not refusal.too_large or (topic, OWN_ROW) in self.digests:
                 raise refusal
             self.digests.add((topic, OWN_ROW))
@@ -124,7 +126,7 @@ class Refusals:
         return None
 
     def _learn_row(self, topic: str, row: int, why: str, side_topics: SideTopics, *, too_large: bool) -> bool:
-        """Choose what to send in place of a record; False if nothing is left to send."""
+        """Choose what to send in place of a refused record; return False if nothing is left to send."""
         whole = too_large and (topic, row) not in self.digests
         if whole and topic in side_topics:
             self.digests.add((topic, row))
@@ -135,7 +137,7 @@ class Refusals:
         return True
 
     def untimely(self, topic: str, timestamp_ms: int) -> str | None:
-        """Return why the broker will refuse a timestamp; None if the broker accepts it or has not stated a range."""
+        """Return the reason why the broker will refuse a timestamp; None if it accepts it or has not stated a range."""
         allowed = self.times_ms.get(topic)
         if allowed is None or allowed[0] <= timestamp_ms <= allowed[1]:
             return None
@@ -168,12 +170,12 @@ class Limits:
         self._read_ms: Final = dict.fromkeys(known, clock.now_ms())
 
     def most_bytes(self, topic: str) -> int:
-        """Return the size, before compression, up to which a batch of several records is never refused for its size."""
+        """Return the size before compression up to which the broker never refuses a batch of several records."""
         known = self._known.get(topic)
         return BATCH_BYTES if known is None else known.surely_fits_bytes
 
     def refuses(self, batch: RecordBatch, compression: str) -> str | None:
-        """Return why the broker will refuse a batch of one record; None if it will accept it or that is unknown."""
+        """Return why the broker will refuse a batch of one record; None if it will not, or if that is unknown."""
         topic = batch.target.topic
         limit = self._known.get(topic)
         if limit is None or len(batch.rows) > 1 or batch.builder.size() <= limit.surely_fits_bytes:
@@ -188,7 +190,7 @@ class Limits:
         )
 
     async def look_again(self, target: TopicPartition) -> None:
-        """Read the limit of the partition's topic again; if there is no response, nothing changes."""
+        """Read the size limit of the partition's topic again. If the broker does not respond, nothing changes."""
         if self._wire is None:
             return
         try:
@@ -214,7 +216,7 @@ class _NoTime:
 
 
 _NOT_KNOWN: Final = Limits({}, _NoTime(), None)
-"""For topics whose configs are not read, so that the broker decides."""
+"""Used if the configs of topics are not read, so that only the broker decides what it accepts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,7 +229,7 @@ class Route:
 
 @dataclass(frozen=True, slots=True)
 class Routes:
-    """The target of each verdict; None means that nothing is written."""
+    """The target topic of each verdict; None means that nothing is written."""
 
     source_topics: tuple[str, ...]
     output: Route | None
@@ -238,9 +240,11 @@ class Routes:
     conflicts: Route | None = None
     output_headers: bool = False
     keep_partition: bool = True
-    """Whether the output keeps the source's partition number; otherwise the record's key or ID determines it."""
+    """True if the output keeps the source's partition number; otherwise, the record's key or ID determines the
+    partition.
+    """
     time_is_record: bool = True
-    """Whether the event time is the record's timestamp, in which case the output record gets the clamped time."""
+    """True if the event time is the record's timestamp; in that case, the output record gets the clamped time."""
     compression: str = "snappy"
 
 
@@ -261,7 +265,8 @@ class RecordCollector:
     def publish(
         self, batch: FeedBatch, rows: Rows, outcome: Outcome, refusals: Refusals, misfits: Misfits
     ) -> list[RecordBatch]:
-        """Return the batches for output, duplicates, conflicts, late records, and dead letters, all in log order.
+        """Return the record batches for output, duplicates, conflicts, late records, and dead letters, all in log
+        order.
 
         Records that their topic does not accept are left out of the batches and added to ``misfits``. A late record or
         dead letter that is too large is replaced by its digest.
@@ -293,7 +298,7 @@ class RecordCollector:
         for made in self._filled(target, lines, refusals):
             why = self.limits.refuses(made, self._routes.compression)
             if why is None or made.rows[0] == OWN_ROW:
-                batches.append(made)  # our own records never become dead letters: the broker refuses them
+                batches.append(made)  # dedup's own records never become dead letters: the broker refuses them
             else:
                 misfits[target.topic, made.rows[0]] = why
         return batches
@@ -350,7 +355,7 @@ class RecordCollector:
         return sorted(extra.union(outcome.unique)) if extra else outcome.unique
 
     def _lines(self, batch: FeedBatch, rows: Rows, outcome: Outcome, forwarded: list[int]) -> Iterator[Line]:
-        """Yield forwarded records: key, value, headers and timestamp unchanged, except for what a policy adds."""
+        """Yield the forwarded records, unchanged except for the headers and timestamps that a policy sets."""
         marks: dict[int, list[Header]] = {}
         for row, exempt in outcome.exempt.items():
             marks.setdefault(row, []).append((VERDICT, exempt.why.encode()))
@@ -412,7 +417,7 @@ class RecordCollector:
 
     @staticmethod
     def _line(batch: FeedBatch, row: int, added: list[Header]) -> Line:
-        # The side topics use LogAppendTime; the timestamp sent only has to be valid.
+        # The side topics use LogAppendTime, so any valid timestamp can be sent.
         headers = [*batch.headers[row], *added]
         return batch.offsets[row], max(batch.timestamps_ms[row], 0), batch.keys[row], batch.values[row], headers
 
@@ -428,7 +433,7 @@ def _taken_there(lines: Iterable[Line], topic: str, refusals: Refusals, misfits:
 
 
 def _digest(line: Line, added: int) -> Line:
-    """Return what to send in place of a record that is too large; its source position identifies the original.
+    """Return a digest to send in place of a record that is too large; its source position identifies the original.
 
     Only the last ``added`` headers, which dedup added, are kept, because the source's headers may be large.
     """

@@ -1,4 +1,4 @@
-"""The work of a `repartition` task, which sends each source record, without judging it, to the partition of its ID."""
+"""Performs a `repartition` task, which sends each source record, without judging it, to the partition of its ID."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class RepartitionPlan:
 
 
 class RepartitionTask:
-    """The work of a task without state; see `TaskWork`."""
+    """The work of a `repartition` task, which keeps no state; see `TaskWork`."""
 
     def __init__(
         self,
@@ -54,27 +54,27 @@ class RepartitionTask:
         self._clock: Final = clock
         self._numbers: Final = numbers
         self._judged = TaskNumbers()
-        """Counts of the open transaction, kept apart so that they are counted only once if it is aborted and judged
-        again.
+        """The counters of the open transaction. They are separate, so that records are counted only once if the
+        transaction is aborted and its records are judged again.
         """
         self.recent: Final = Recent()
 
     async def restore(self, committed: int | None) -> int:
-        """See `TaskWork`; there is no state, only the committed offset."""
+        """Return the committed offset, or the offset for `start` if there is none; there is no state to restore."""
         if committed is not None:
             return committed
         await self._refuse_lost()
         return await first_offset(self._wire, self._plan.feeding, self._plan.start)
 
     async def overtaken(self) -> bool:
-        """See `TaskWork`; there is no state."""
+        """Return False, because a repartition task writes no state."""
         return False
 
     def judge(self, batch: FeedBatch, refusals: Refusals) -> list[RecordBatch]:
-        """See `TaskWork`; records keep their order per ID, and headers contain their original positions."""
+        """Return the records as batches for the partitions of their IDs, with their source positions in headers."""
         plan = self._plan
         extracted = plan.extractor(batch.keys, batch.values, batch.headers, batch.timestamps_ms)
-        # A record without an ID needs a verdict, too: some dedup task makes it a dead letter or follows the policy.
+        # A record without an ID needs a verdict, too, so a dedup task makes it a dead letter or follows the policy.
         fallback = batch.feeding.partition % plan.partitions
         with_id = [row for row, key in enumerate(extracted.ids) if key is not None]
         chosen = [fallback] * len(batch)
@@ -106,7 +106,7 @@ class RepartitionTask:
     def _dead_letters(
         self, batch: FeedBatch, extracted: Extracted, refusals: Refusals, refused: Mapping[int, str]
     ) -> list[RecordBatch]:
-        """Return dead letters for records that the repartition topic does not accept; no dedup task will see them."""
+        """Return dead letters for records that the repartition topic does not accept; no dedup task reads them."""
         dead = []
         for row, offset in enumerate(batch.offsets):
             if offset in refused:
@@ -119,10 +119,10 @@ class RepartitionTask:
         rows = Rows(extracted, batch.offsets, (Feed(self._plan.topic, batch.feeding.partition),))
         outcome = Outcome(dead=dead)
         self.recent.note(rows, outcome, self._clock.now_ms())
-        return self.collector.publish(batch, rows, outcome, refusals, {})  # dead letters are replaced, not left out
+        return self.collector.publish(batch, rows, outcome, refusals, {})  # none is left out
 
     def idle(self) -> list[RecordBatch]:
-        """Return a marker for every repartition partition, which says that this feed has no more records for now."""
+        """Return a marker for each repartition partition, which says that this feed has no records for now."""
         topic, partition = self._plan.feeding
         now_ms = self._clock.now_ms()
         headers: list[Header] = [(IDLE, f"{topic}/{partition}".encode()), (TIMESTAMP, str(now_ms).encode())]
@@ -139,7 +139,7 @@ class RepartitionTask:
         return batches
 
     def freeze(self, next_offset: int) -> Frozen:  # noqa: ARG002  # `Work`'s signature
-        """See `TaskWork`; there is no state to apply."""
+        """Return the counters to apply when the transaction is committed; there is no state to apply."""
         judged, self._judged = self._judged, TaskNumbers()
         noted = self.recent.freeze()
 

@@ -1,7 +1,7 @@
-"""Implements `dedup reset`, which deletes offsets, changelog, repartition topic, and local state of a topology.
+"""Implements `dedup reset`, which deletes the offsets, changelog, repartition topic, and local state of a topology.
 
-After a reset, the topology starts as if new. An interrupted reset can be run again. Before anything is deleted, the
-group's offsets are marked, and a worker that finds the mark refuses to start until a reset has finished.
+After a reset, the topology starts as if it were new. An interrupted reset can be run again. Before anything is deleted,
+the group's offsets are marked, and a worker that finds the mark refuses to start until a reset has finished.
 """
 
 from __future__ import annotations
@@ -48,23 +48,23 @@ class Doomed:
     group: str
     topics: tuple[str, ...]
     partitions: tuple[Path, ...]
-    """Directories on this machine."""
+    """State directories on this machine."""
     checkpoints: tuple[str, ...] = ()
     """URLs of the checkpoints, if `state.checkpoint` is set."""
 
 
 def local_state(topology: Topology, state_dir: Path) -> tuple[Path, ...]:
-    """Return the state directories of a topology's partitions, of one worker or, one level below, of a local fleet."""
+    """Return the state directories of a topology's partitions, for one worker or for a fleet on this machine."""
     homes = [state_dir, *(path for path in state_dir.iterdir() if path.is_dir())] if state_dir.is_dir() else []
     owned = [home / topology.name for home in homes if (home / topology.name).is_dir()]
     return tuple(sorted(path for directory in owned for path in directory.iterdir() if path.name.isdigit()))
 
 
 def delete_local_state(partitions: Sequence[Path]) -> None:
-    """Delete stores, and directories that become empty; raises StateIncompatible if a store is in use."""
+    """Delete the stores, and each directory that becomes empty. Raises StateIncompatible if a store is in use."""
     for path in partitions:
         delete_store(path)
-        with contextlib.suppress(OSError):  # another partition, or something that is not ours, is left
+        with contextlib.suppress(OSError):  # the directory still holds another partition or a file of somebody else
             path.parent.rmdir()
 
 
@@ -100,9 +100,9 @@ class Reset:
         return Doomed(self._topology.name, tuple(sorted(have)), partitions, places)
 
     async def run(self, doomed: Doomed, to: Start | None) -> dict[TopicPartition, int]:
-        """Delete everything and recreate the topics. Return the offsets that were set, empty if `start` decides."""
+        """Delete everything and recreate the topics. Return the offsets that were set; empty if ``to`` is None."""
         topology = self._topology
-        await self.look()  # a worker may have joined since
+        await self.look()  # a worker may have joined in the meantime
         have = await self._admin.topics(topic_names(topology))
         left = {name: topic for name, topic in have.items() if name not in doomed.topics}
         wanted = missing_topics(topology, self._settings, left)
@@ -113,7 +113,7 @@ class Reset:
         ]
         offsets = {} if to is None else {feeding: await first_offset(self._wire, feeding, to) for feeding in sources}
         await self._fence(sources, have)
-        # After the fence: nobody can overwrite the mark any more.
+        # The mark is set after all workers were fenced, so none of them can overwrite it.
         await self._group.delete()
         await self._group.set_offsets(dict.fromkeys(sources, 0), note=RESETTING, for_ever=True)
         await self._admin.delete(doomed.topics)
@@ -140,9 +140,9 @@ class Reset:
             await transfer(lambda _, partition=partition: storage.delete(name, partition), str(storage))  # type: ignore[misc]
 
     async def _leave_mark(self, left: Mapping[str, Topic], offsets: Mapping[TopicPartition, int]) -> None:
-        """Mark where the written topics end now, because `dedup verify` checks only later records.
+        """Record the current ends of the topics that are written, because `dedup verify` checks only later records.
 
-        This is called while no changelog exists, so that no new state precedes its mark.
+        Call this while no changelog exists, so that the mark is older than any new state.
         """
         written = [
             TopicPartition(name, partition)
@@ -155,7 +155,7 @@ class Reset:
         await self._mark.set_offsets({**ends, **offsets}, for_ever=True)
 
     async def _fence(self, sources: list[TopicPartition], have: Mapping[str, Topic]) -> None:
-        """End transactions that workers may have left open; a suspended worker must not write to the new topics."""
+        """Fence all workers and end their open transactions, so that no suspended worker writes to the new topics."""
         topology = self._topology
         feeding = have.get(topology.feeding_topics[0])
         count = 0 if feeding is None else feeding.partitions
@@ -172,7 +172,7 @@ class Reset:
         )
 
     async def _until(self, there: int, names: Sequence[str], what: str) -> None:
-        """Wait until the given number of topics exists; brokers respond before all of them know about a change."""
+        """Wait until the given number of topics exists; a broker responds before all brokers know about a change."""
         deadline_s = asyncio.get_running_loop().time() + _KNOWN_WITHIN_S
         while len(await self._admin.topics(names)) != there:
             if asyncio.get_running_loop().time() > deadline_s:
@@ -187,7 +187,7 @@ class Reset:
         topology = self._topology
         cluster = Cluster(await self._admin.topics(topic_names(topology)))
         fingerprint = topology.state_fingerprint(cluster.source_partitions(topology))
-        # The first partition last: a worker looks for the reset mark there.
+        # The first partition is written last, because a worker looks for the reset mark there.
         for feeding, offset in sorted(offsets.items(), reverse=True):
             record = TaskRecord(
                 fingerprint,
@@ -205,7 +205,7 @@ class Reset:
     async def _write(
         self, session: Session, changelog: TopicPartition, line: Line, offsets: Mapping[TopicPartition, int]
     ) -> None:
-        """Commit one record; this is idempotent, so it is retried if the outcome is unknown."""
+        """Commit one record and the offsets. This is idempotent, so it is retried if the outcome is unknown."""
         for attempt in range(MOST_ATTEMPTS):
             try:
                 await session.open()

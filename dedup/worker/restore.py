@@ -1,12 +1,13 @@
-"""Restores a store from its own position up to the changelog's true end, in batches.
+"""Restores a store from its own position up to the true end of the changelog, in batches.
 
-The end is the high watermark, read after InitProducerId. By then, the task's own transactions on the partition have
-ended, and an open transaction of another id can hide records only until its timeout. Committed records are read until
-the *position* reaches the end, because the last offsets may be transaction markers or compacted away.
+The true end is the high watermark, read after InitProducerId. By that time, all earlier transactions of the task's
+transactional ID have ended. An open transaction of another transactional ID can hide records only until its timeout.
+Committed records are read until the *position* reaches the end, because the last offsets may be transaction markers or
+compacted away.
 
-This module also refuses to restore if state, changelog, topology, and offsets do not match, and logs what a changed
-guard period or grace means. State contains only the width of its segments, which is half the sum of guard period and
-grace. A change that keeps the sum is not noticed here and needs no restore.
+This module also refuses to restore if state, changelog, topology, and offsets do not match, and logs the effect of a
+changed guard period or grace. Of these two settings, state contains only the width of its segments, which is half the
+sum of guard period and grace. A change that keeps the sum is not noticed here and needs no restore.
 """
 
 from __future__ import annotations
@@ -34,24 +35,24 @@ if TYPE_CHECKING:
 
 log: Final = logging.getLogger(__name__)
 _WIDTHS: Final = 2
-"""Number of segments that cover guard period plus grace."""
+"""Number of segment widths in guard period plus grace."""
 FETCH_BYTES: Final = 8 << 20
 WAIT_MS: Final = 500
 PAUSE_MS: Final = 50
 _LOOK_BACK: Final = 256
-"""How many offsets before the changelog's end are first searched for a task record; the range then grows."""
+"""The last offsets of the changelog that are searched first for a task record; if there is none, the range grows."""
 _LOOK_BYTES: Final = 1 << 20
 Progress = Callable[[int, int], None]
 """Called with the number of restored offsets and the total number of offsets to restore."""
 
 
 def changed(record: TaskRecord | None, window: Window) -> bool:
-    """Whether a task record was written with a different sum of guard period and grace."""
+    """Return whether a task record was written with a different sum of guard period and grace."""
     return record is not None and record.segment_ms != window.segment_ms
 
 
 def why_restored(changelog: TopicPartition, record: TaskRecord, window: Window) -> str:
-    """Return why local state is read again from the changelog; ``record`` is its task record."""
+    """Return a sentence that says why local state is restored again; ``record`` is the store's task record."""
     return (
         f"{changelog.topic}/{changelog.partition}: local state was written with guard_period + grace = "
         f"{_before(record)}, but the topology now has {format_duration(window.retention_ms)}. Sightings then "
@@ -60,10 +61,10 @@ def why_restored(changelog: TopicPartition, record: TaskRecord, window: Window) 
 
 
 def what_it_means(changelog: TopicPartition, record: TaskRecord, window: Window) -> str:
-    """Return how a changed guard period or grace affects verdicts; ``record`` is the changelog's newest task record.
+    """Describe the effect of a changed guard period or grace; ``record`` is the changelog's newest task record.
 
-    Forgotten sightings stay forgotten, so a longer sum is fully in force only after stream time has advanced by the
-    difference, when the oldest sighting that counts was still kept under the old sum.
+    Dropped sightings do not come back, so a longer sum of guard period and grace takes full effect only after stream
+    time has advanced by the difference.
     """
     before_ms = _WIDTHS * record.segment_ms
     now, guard, grace = map(format_duration, (window.retention_ms, window.guard_ms, window.grace_ms))
@@ -96,20 +97,20 @@ def _before(record: TaskRecord) -> str:
 def _instant(time_ms: int) -> str:
     try:
         return f"{datetime.fromtimestamp(time_ms // 1000, UTC):%Y-%m-%dT%H:%M:%S}.{time_ms % 1000:03}Z"
-    except (OverflowError, ValueError):  # a time that calendars do not have
+    except (OverflowError, ValueError):  # a time that `datetime` cannot represent
         return f"{time_ms} ms"
 
 
 @dataclass(frozen=True, slots=True)
 class Restored:
-    """The data that a restore has read."""
+    """The result of a restore."""
 
     records: int
     start: int
     """The changelog's first offset."""
     end: int
     record: TaskRecord | None = None
-    """The newest task record that was read, as written; None if there was none."""
+    """The newest task record that was read, unchanged; None if there was none."""
 
 
 async def restore(
@@ -123,12 +124,12 @@ async def restore(
 ) -> Restored:
     """Apply all committed changelog records from the store's position to the true end.
 
-    ``accept`` receives the task records of the store and of the changelog before anything written with them is applied,
-    and may raise an exception. Raises StateIncompatible, with the store unchanged, if the store was written with
-    another changelog or the changelog holds an unfinished seed.
+    ``accept`` receives the task records of the store and of the changelog before their sightings are applied, and may
+    raise an exception. Raises StateIncompatible, with the store unchanged, if the store was written with another
+    changelog or the changelog holds an unfinished seed.
     """
     bounds = await fitted(wire, changelog, store, window, accept)
-    # Without a task record nothing was committed, except perhaps half a seed, whose mark must be read again.
+    # Without a task record, nothing was committed, except possibly part of a seed, whose mark must be read again.
     position = bounds.start if store.task_record is None else max(store.position, bounds.start)
     begin, records = position, 0
     newest: TaskRecord | None = None
@@ -191,7 +192,7 @@ async def fitted(
 
     State in segments of a different width, written under a different guard period, is deleted and read again from the
     changelog. Raises StateIncompatible, with nothing changed, if changelog and store do not match or the changelog no
-    longer holds all records that must be read. Also raises what ``accept`` raises; see `restore`.
+    longer holds all records that must be read. Also raises any exception that ``accept`` raises; see `restore`.
     """
     record = store.task_record
     if record is not None:
@@ -233,7 +234,7 @@ async def _refuse_truncated(wire: Wire, changelog: TopicPartition, bounds: LogBo
 
 
 def _refuse_half_seed(changelog: TopicPartition, mark: SeedMark) -> NoReturn:
-    """Raise StateIncompatible: the seed of this partition was not finished."""
+    """Raise StateIncompatible, because the seed of this partition was not finished."""
     raise StateIncompatible(
         f"{changelog.topic}/{changelog.partition} holds half a seed: seed {mark.seed} was to write {mark.sightings} "
         f"records of sightings and never said that it was done. No record was judged. Run the same `dedup spark seed` "
@@ -244,10 +245,10 @@ def _refuse_half_seed(changelog: TopicPartition, mark: SeedMark) -> NoReturn:
 async def truncated_to(
     wire: Wire, changelog: TopicPartition, position: int, held: TaskRecord | None, refused: StateIncompatible
 ) -> int:
-    """Return the log's start after its owner has truncated it beyond ``position`` to what live segments need.
+    """Return the changelog's start after its owner has deleted records beyond ``position`` that no live segment needs.
 
-    Raises ``refused``, the error of a fetch, if the log still holds the position, and StateIncompatible if somebody
-    else has truncated records that are needed.
+    Raises ``refused``, the error of a fetch, if the log still holds the position. Raises StateIncompatible if somebody
+    else has deleted records that live segments need.
     """
     bounds = await bounds_of(wire, changelog)
     if bounds.start <= position:
@@ -292,19 +293,20 @@ def apply_changelog(store: Store, window: Window, found: Collected, next_offset:
     """Apply the changelog records of one fetch in a single atomic write, in segments of the window's width."""
     writes: Writes = found.writes
     if _other_grid(writes, window):
-        # Written under another guard period: sightings move to segments of the current width.
+        # The sightings were written under another guard period, so they move to segments of the current width.
         entries = [entry for part in writes.values() for entry in part.items()]
         ids = [key for key, _ in entries]
         writes = rebucket(entries, window.segment_ms, store.get_each(store.segments(), ids))
     record = found.task_record
     if record is not None:
-        # The owner that wrote the record may have another guard period: here it states this store's segment width.
+        # The owner that wrote the record may have used another guard period, so the record gets this store's segment
+        # width.
         record = replace(record, segment_ms=window.segment_ms)
     store.apply(writes, record, next_offset)
 
 
 def _other_grid(writes: Writes, window: Window) -> bool:
-    """Whether a sighting is in a different segment than the one for the current guard period."""
+    """Return whether a sighting is in a different segment from the one for the current guard period."""
     width_ms = window.segment_ms
     return any(
         segment % width_ms or not all_within(part.values(), segment, segment + width_ms)
@@ -312,23 +314,23 @@ def _other_grid(writes: Writes, window: Window) -> bool:
     )
 
 
-# Deleted offsets of a repartitioned source: a `dedup` task continues from its task record, but a `repartition` task has
-# no state. It would begin at `start`, and every record would get a second verdict. The changelog's task records show
-# which source partitions were read. Checked when a worker starts, for all partitions, and when a task does, for its
-# own: a group can be deleted while its only worker is frozen for longer than its session.
+# If the group's offsets are deleted, a `dedup` task continues from its task record, but a `repartition` task has no
+# state. It would begin at `start`, and every record would get a second verdict. The changelog's task records show which
+# source partitions were read. A worker checks all partitions when it starts, and a task checks its own partition when
+# it starts, because a group can be deleted while its only worker is frozen for longer than its session timeout.
 
 
 class SharedLook:
-    """Shares one read of the task records among all tasks that need it at the same time."""
+    """Reads the task records once for all tasks that need them at the same time."""
 
     def __init__(self) -> None:
         self._look: asyncio.Task[set[Feed]] | None = None
 
     async def __call__(self, look: Callable[[], Coroutine[Any, Any, set[Feed]]]) -> set[Feed]:
-        """Return the source partitions that were read."""
+        """Return the source partitions from which records were read."""
         if self._look is None or self._look.done():
             self._look = asyncio.create_task(look(), name="look for lost offsets")
-        # A task that is revoked must not cancel the reading for the others.
+        # A task that is revoked must not cancel the read for the other tasks.
         return await asyncio.shield(self._look)
 
 
@@ -340,14 +342,15 @@ async def refuse_lost_offsets(topology: Topology, cluster: Cluster, wire: Wire) 
     if not missing:
         return
     read = await _read_feeds(topology, cluster, wire)
-    # A partition without an offset may never have held a record; its first one may have been read meanwhile.
+    # A partition without an offset may have been empty until now, and another worker may just have read its first
+    # record.
     lost = [feed for feed in missing if feed in read and await _offset(topology, wire, feed) is None]
     if lost:
         raise _lost(topology, lost)
 
 
 async def refuse_lost_offset(topology: Topology, cluster: Cluster, wire: Wire, feed: Feed, shared: SharedLook) -> None:
-    """Raise StateIncompatible if a source partition was read but its owner found no offset after fencing all others."""
+    """Raise StateIncompatible if a source partition was read but its owner finds no offset after fencing all others."""
     if feed in await shared(lambda: _read_feeds(topology, cluster, wire)):
         raise _lost(topology, [feed])
 

@@ -1,4 +1,4 @@
-"""Standby replicas, which are stores of other workers' partitions that are kept up to date from the changelog."""
+"""Maintains standbys, which are stores of other workers' partitions that are kept up to date from the changelog."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from dedup.worker.restore import apply_changelog, fitted, refuse_other_fingerpri
 log: Final = logging.getLogger(__name__)
 IDLE_MS: Final = 100
 _STEP_BYTES: Final = 256 << 10
-"""Bytes of the changelog per step; the worker's own records wait while a step is applied."""
+"""Changelog bytes per step; the worker's own records wait while a step is applied."""
 SHARE: Final = 1.0
-"""All standbys together pause for this many times as long as they work."""
+"""How long all standbys together pause after a step, as a multiple of the time that the step took."""
 
 
 class Standbys:
-    """The standby partitions of this worker."""
+    """Keeps the stores of this worker's standby partitions up to date."""
 
     def __init__(
         self,
@@ -52,13 +52,13 @@ class Standbys:
         """Maps each partition to the number of changelog offsets that are not applied yet."""
 
     def assign(self, partitions: Iterable[int]) -> None:
-        """Follow exactly these partitions from now on."""
+        """Stop the previous standbys, and follow the changelogs of these partitions."""
         self.release()
         for partition in sorted(partitions):
             self._loops[partition] = asyncio.create_task(self._follow(partition), name=f"standby {partition}")
 
     def release(self) -> None:
-        """Release every standby store at once, because a task may be about to take it."""
+        """Release every standby store immediately, because a task may be about to open it."""
         for loop in self._loops.values():
             loop.cancel()
         stores, self._loops, self._stores, self.lag = self._stores, {}, {}, {}
@@ -70,7 +70,7 @@ class Standbys:
         try:
             await self._prepare(partition)
             if not self._is_own(partition):
-                return  # a client swallowed the cancellation: the store may be a task's by now
+                return  # a client has lost the cancellation, so a task may already use the store
             store = self._stores[partition] = self._open_store(partition)
             bounds = await fitted(
                 self._wire,
@@ -83,13 +83,13 @@ class Standbys:
             while self._is_own(partition):
                 position = await self._step(partition, store, position)
         except DedupError as error:
-            # Without its standby a new owner restores more slowly, but as correctly.
+            # Without a standby, a new owner restores more slowly but still correctly.
             log.warning("standby of %s stopped: %s", changelog, error)
             if partition in self._stores and self._is_own(partition):
                 self._stores.pop(partition).close()
 
     def _is_own(self, partition: int) -> bool:
-        """Whether the calling loop is still the one that follows the partition."""
+        """Return whether the calling loop is still the one that follows the partition."""
         return self._loops.get(partition) is asyncio.current_task()
 
     async def _step(self, partition: int, store: Store, position: int) -> int:
@@ -112,7 +112,7 @@ class Standbys:
         return fetched.next_offset
 
     def _apply(self, store: Store, fetched: Fetched) -> float:
-        """Apply the fetched records; return for how many seconds this blocked the event loop."""
+        """Apply the fetched records, and return for how many seconds this blocked the event loop."""
         began_s = time.monotonic()
         apply_changelog(store, self._window, collect(fetched.keys, fetched.values), fetched.next_offset)
         if store.task_record is not None:

@@ -1,4 +1,4 @@
-"""A supervisor that starts several workers on one machine, restarts those that die, and drains them on a signal."""
+"""Supervises a fleet on one machine: starts several workers, restarts those that die, and stops them on a signal."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ LOOK_S: Final = 0.1
 FIRST_BACK_OFF_S: Final = 0.5
 _LONGEST_BACK_OFF_S: Final = 30.0
 _CALM_S: Final = 60.0
-"""A worker that ran this long is restarted after the shortest back-off."""
+"""A worker that ran for this long is restarted after the shortest back-off."""
 FINAL: Final = frozenset({2, 3})
 """Exit codes after which a restart would not help (a usage error, incompatible state)."""
 NO_BROKER: Final = 5
-"""Final if the worker never ran for `_CALM_S`, because the address or password is probably wrong. Later on, brokers
-recover.
+"""The exit code if no broker can be reached. It ends the fleet if the worker never ran for `_CALM_S`, because the
+address or the password is probably wrong. Otherwise, the worker is restarted, because brokers recover.
 """
 
 
 @dataclass(slots=True)
 class Child:
-    """A worker process and its history."""
+    """A worker process, its start time, and its restarts."""
 
     number: int
     process: subprocess.Popen[bytes]
@@ -51,13 +51,13 @@ class FleetPlan:
     config: Path | None
     overrides: tuple[str, ...]
     settings: Settings
-    """Settings with a `worker_id`, which must differ between machines."""
+    """Settings with a `worker_id`, which must be different on each machine."""
     workers: int
     exit_when_done: bool = False
     onto_existing_output: bool = False
 
     def command(self, number: int) -> list[str]:
-        """Return the command line of one worker, with its own worker id, state directory, and pages."""
+        """Return the command line of one worker, with its own worker ID, state directory, and web pages."""
         line = [sys.executable, "-m", "dedup.cli.main", "run", str(self.topology), "--quiet"]
         if self.config is not None:
             line += ["--config", str(self.config)]
@@ -69,7 +69,7 @@ class FleetPlan:
         return [*line, *(option for option, given in flags.items() if given)]
 
     def _pages(self, number: int) -> list[str]:
-        """Return the settings of a worker's pages, with port and address counted up from the configured ones."""
+        """Return the settings of a worker's pages; the port increases by one from each worker to the next."""
         web = self.settings.web
         if web.port == 0:
             return []
@@ -84,7 +84,7 @@ class FleetPlan:
 
 
 def supervise(plan: FleetPlan) -> int:
-    """Run N workers until a signal arrives or all of them are done; return the exit code."""
+    """Run the workers of a plan until a signal arrives or all of them are done; return the exit code."""
     stopping = False
 
     def stop(_number: int, _frame: object) -> None:
@@ -95,7 +95,7 @@ def supervise(plan: FleetPlan) -> int:
     lines = [plan.command(number) for number in range(1, plan.workers + 1)]
     children = [
         Child(number, subprocess.Popen(line), time.monotonic()) for number, line in enumerate(lines)
-    ]  # our own command line
+    ]  # the command line is dedup's own
     code = 0
     try:
         while not stopping and not code and not all(child.finished for child in children):
@@ -110,12 +110,12 @@ def supervise(plan: FleetPlan) -> int:
 
 
 def _look_after(child: Child, line: list[str], now_s: float) -> int:
-    """Restart a dead worker after its back-off; return an exit code that ends the fleet, otherwise 0."""
+    """Restart a dead worker after its back-off. Return an exit code that ends the fleet, or 0."""
     if child.finished:
         return 0
     if child.start_at_s is not None:
         if now_s >= child.start_at_s:
-            child.process = subprocess.Popen(line)  # our own command line
+            child.process = subprocess.Popen(line)  # the command line is dedup's own
             child.started_s, child.start_at_s = now_s, None
         return 0
     code = child.process.poll()
@@ -135,7 +135,7 @@ def _look_after(child: Child, line: list[str], now_s: float) -> int:
 
 
 def _drain(children: Sequence[Child]) -> int:
-    """Stop all workers that are still running, and return the greatest of their exit codes, or 0."""
+    """Stop all workers that are still running, and return the greatest of their exit codes."""
     living = [child.process for child in children if child.process.poll() is None]
     for process in living:
         process.send_signal(signal.SIGTERM)

@@ -1,16 +1,16 @@
-"""A task, which has one feeding partition, transactional id, store, and changelog partition, for one assignment.
+"""Implements a task, which has one feeding partition, transactional ID, store, and changelog partition.
 
-Theory of operation. Correctness requires the order of steps in `start`: fence the previous owner (InitProducerId), read
-the committed offset, restore the store to the true end of the changelog, and only then return where to read from. After
-that, each batch is processed in the same way:
+A task exists for one assignment. Correctness requires the order of steps in `start`: fence the previous owner
+(InitProducerId), read the committed offset, restore the store to the true end of the changelog, and only then return
+the offset to read from. After that, each batch is processed in the same way:
 
-    process(batch)   judge it (pure), keep its sightings in the write buffer's open generation, send what follows
-    commit()         freeze the generation, add the task record, settle every send, offsets, EndTxn, apply to the store
+    process(batch)   judge it (pure), keep its sightings in the write buffer's open generation, send the results
+    commit()         freeze the generation, add the task record, await all sends, add offset, EndTxn, apply to the store
 
-While a commit is in flight, the next batches are judged on top of the frozen generation and wait to be sent. The store
-never contains an uncommitted sighting. A crash before EndTxn leaves nothing behind, and after a later crash, the next
-owner restores from the changelog. If a task is closed, is fenced, or does not know the outcome of its commit, it is
-discarded and a new one is built.
+While a commit is in flight, the next batches are judged on top of the frozen generation, and their results wait to be
+sent. The store never contains an uncommitted sighting. After a crash before EndTxn, the broker aborts the transaction.
+After a later crash, the next owner restores the sightings from the changelog. If a task is closed, is fenced, or does
+not know the outcome of its commit, it is discarded and a new one is built.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from dedup.worker.record_collector import RecordCollector, Refusals
 
 log: Final = logging.getLogger(__name__)
 _MOST_WAITING: Final = 16_000
-"""Number of records judged while a commit is in flight before the task waits for the commit."""
+"""Number of records that a task judges while a commit is in flight before it waits for the commit."""
 
 
 class TaskState(enum.Enum):
@@ -55,7 +55,7 @@ MOVES: Final[Mapping[TaskState, frozenset[TaskState]]] = {
 
 @dataclass(frozen=True, slots=True, order=True)
 class TaskId:
-    """A sub-topology and a partition; for `repartition` also the source topic."""
+    """The identity of a task: its sub-topology and its feeding partition."""
 
     sub_topology: str
     feeding: TopicPartition
@@ -69,9 +69,9 @@ class Frozen:
     """A transaction's captured state, to be applied once the transaction is known to be committed."""
 
     batches: list[RecordBatch]
-    """The last records of the transaction, which hold the task record."""
+    """The last record batches of the transaction, which contain the task record."""
     apply: Callable[[Mapping[TopicPartition, int]], None]
-    """Applies the generation, given the offset after the last record of each partition written."""
+    """Applies the generation to the store, given the offset after the last record written to each partition."""
     confirm: Callable[[int], None] = lambda _: None
     """Raises ClockBehind if a verdict is wrong, given the time in ms at which a broker appended these records."""
 
@@ -86,7 +86,9 @@ class Committing:
     note: str = ""
     """Metadata of the committed offset; see `offset_note`."""
     pin_start: bool = False
-    """Whether to commit the starting position at once, because `latest` would mean a different one after a crash."""
+    """True if the starting position is committed immediately, because `latest` would mean a different one after a
+    crash.
+    """
 
 
 class TaskWork(Protocol):
@@ -94,32 +96,32 @@ class TaskWork(Protocol):
 
     @property
     def collector(self) -> RecordCollector:
-        """Builds the record batches, and knows what topics accept."""
+        """The collector that builds the record batches and knows which records the topics accept."""
 
     async def restore(self, committed: int | None) -> int:
         """Bring the state up to the changelog's true end; return the feeding offset to start from."""
 
     async def overtaken(self) -> bool:
-        """Whether another owner has written state since this task's last commit; called in a new epoch of this task."""
+        """Return whether another owner has written state since this task's last commit; called in a new epoch."""
 
     def judge(self, batch: FeedBatch, refusals: Refusals) -> list[RecordBatch]:
-        """Judge a batch after all earlier ones, and return the batches to send. Its state is pending until applied."""
+        """Judge the next batch, and return the record batches to send. New sightings wait to be applied."""
 
     def freeze(self, next_offset: int) -> Frozen:
-        """Capture everything judged so far; later batches belong to a new generation on top of this one."""
+        """Capture everything judged so far; later batches belong to a new generation."""
 
     def idle(self) -> list[RecordBatch]:
-        """Return markers which say that this feed has no more records for now; empty if no task needs them."""
+        """Return markers that say that this feed has no records for now; empty if no task needs such markers."""
 
     def discard(self) -> None:
-        """Forget everything that was judged but not applied."""
+        """Discard everything that was judged but not applied."""
 
     def close(self) -> None:
         """Release the store."""
 
 
 class Task:
-    """The processing of one partition, from assignment to revocation."""
+    """Processes one partition, from assignment to revocation."""
 
     def __init__(
         self,
@@ -147,15 +149,15 @@ class Task:
         self._expected = 0
         """The offset at which the next batch from the transport must begin."""
         self._held: list[FeedBatch] = []
-        """Batches that were judged but are not known to be committed; after a refused record, they are judged again."""
+        """Batches that were judged but are not known to be committed; they are judged again if a record is refused."""
         self._waiting: list[list[RecordBatch]] = []
         """The record batches to send for each batch that was judged while a commit is in flight."""
         self._waiting_records = 0
         self._commit_lock: Final = asyncio.Lock()
         self._sendable: Final = asyncio.Event()
         self._settled: Final = asyncio.Event()
-        """Cleared from a refusal until its commit, because the batches to be judged again must not grow in the
-        meantime.
+        """Cleared from the refusal of a record until the next commit, because no batch may be added to those that are
+        judged again.
         """
         self._settled.set()
 
@@ -166,12 +168,12 @@ class Task:
 
     @property
     def work(self) -> TaskWork:
-        """The kind-specific part of the task."""
+        """The part of the task that depends on its kind."""
         return self._work
 
     @property
     def next_offset(self) -> int:
-        """The feeding offset after all judged records."""
+        """The feeding offset after the last judged record."""
         return self._next_offset
 
     @property
@@ -181,7 +183,7 @@ class Task:
 
     @property
     def committing(self) -> bool:
-        """Whether a commit is in flight."""
+        """True while a commit is in flight."""
         return self._commit_lock.locked()
 
     def _move(self, state: TaskState) -> None:
@@ -196,10 +198,10 @@ class Task:
         """
         self._move(TaskState.RESTORING)
         await self._session.open()
-        # After the previous owner was fenced and before any state is trusted: this process may have been frozen
-        # through a reset, and its disk may hold the state of another changelog.
+        # The topics are checked after the previous owner was fenced and before any state is trusted. This process may
+        # have been frozen during a reset, so its disk may hold the state of another changelog.
         await self._committing.confirm()
-        # aiokafka reads it before the rebalance callback, so before the previous owner was fenced: too early.
+        # aiokafka reads the offset too early: before the rebalance callback, when the previous owner is not fenced yet.
         found = await committed_position(self._wire, self._committing.group, self.task_id.feeding)
         if found is not None:
             refuse_other_topics(found.note, self._committing.note, self.task_id.feeding)
@@ -219,7 +221,7 @@ class Task:
     async def process(self, batch: FeedBatch) -> None:
         """Judge a batch and add the resulting records to the task's transaction."""
         if self.state is not TaskState.RUNNING:
-            return  # revoked meanwhile: the next owner of the partition reads these records again
+            return  # revoked in the meantime: the next owner of the partition reads these records again
         if batch.follows != self._expected:
             raise InvariantBroken(
                 f"{self.task_id}: a batch that follows offset {batch.follows} came, but the last one ended at "
@@ -241,14 +243,14 @@ class Task:
             if self._sendable.is_set():
                 self._send_waiting()
         except BaseException:
-            # Half of the batch may be buffered or sent: the commit loop must not commit that before we stop.
+            # Part of the batch may be buffered or sent, and the commit loop must not commit it before the worker stops.
             self._close_now()
             raise
 
     def _not_yet_judged(self, batch: FeedBatch) -> FeedBatch | None:
         if batch.offsets[0] >= self._next_offset:
             return batch
-        # Group offsets may be stale, expired or deleted; the task record says what was already judged.
+        # The group's offset may be stale, expired or deleted; the task record says what was already judged.
         if batch.offsets[-1] < self._next_offset:
             self.numbers.replayed += len(batch)
             return None
@@ -264,7 +266,7 @@ class Task:
         self.dirty.set()
 
     def say_idle(self) -> bool:
-        """Write this feed's idle markers in a transaction; return False and do nothing if one is already open."""
+        """Write this feed's idle markers in a transaction. If a transaction is already open, only return False."""
         if self.state is not TaskState.RUNNING or self.dirty.is_set() or self.committing:
             return False
         self._session.add(self._work.idle())
@@ -278,7 +280,7 @@ class Task:
         self._waiting_records = 0
 
     async def commit(self) -> None:
-        """Make everything judged so far visible, then apply it; does nothing if there is nothing to commit.
+        """Commit everything judged so far, and apply it to the store; do nothing if there is nothing to commit.
 
         After TaskMigrated or CommitUnknown is raised, the task must be discarded.
         """
@@ -297,7 +299,8 @@ class Task:
                 self._settled.set()
 
     async def _commit_once(self) -> None:
-        # Captured together and before any await: what is sent, what is applied and the offset must always agree.
+        # These are captured together, before any await, because the sends, the applied state, and the offset must
+        # agree.
         position = self.position
         offset = position.offset
         captured = len(self._held)
@@ -342,7 +345,7 @@ class Task:
         return ends
 
     def _may_apply(self) -> bool:
-        """Whether the store still belongs to this task, which may have been closed while its commit was in flight."""
+        """Return whether the task still owns the store; it may have been closed while its commit was in flight."""
         return self.state is TaskState.RUNNING
 
     def _nowhere(self, refusal: RecordRefused, offset: int) -> RecordRefused:
@@ -357,7 +360,7 @@ class Task:
         )
 
     async def _judge_again(self, refused: Sequence[RecordRefused]) -> None:
-        """Start over from the last commit, with replacements for refused records."""
+        """Judge all records since the last commit again, with replacements for refused records."""
         self.numbers.aborted += 1
         self._settled.clear()
         self._sendable.clear()
@@ -370,14 +373,14 @@ class Task:
                 await self._work.collector.limits.look_again(TopicPartition(topic, partition))
             self._judge_held_again()
         except BaseException:
-            # An offset must never be committed without the state that belongs to it: a drain may be waiting to commit.
+            # A drain may be waiting to commit, and it must not commit an offset without the state that belongs to it.
             self._close_now()
             raise
         finally:
             self._sendable.set()
 
     def _learn(self, refused: Sequence[RecordRefused]) -> None:
-        """Record a refusal; raises RecordRefused if nothing is left to send in place of the refused record."""
+        """Remember refusals; raises RecordRefused if nothing is left to send in place of a refused record."""
         more = f", and {len(refused) - 1} more batches" if len(refused) > 1 else ""
         text = "%s: %s%s. Records from offset %s on are judged again, with replacements for refused records."
         log.warning(text, self.task_id, refused[0], more, self._committed)
@@ -398,7 +401,7 @@ class Task:
         self._send_waiting()
 
     async def _refuse_if_overtaken(self) -> None:
-        """Raise TaskMigrated if the previous epoch was not this task's, because a refusal may reach a zombie late."""
+        """Raise TaskMigrated if another owner has committed, because a zombie may receive a refusal late."""
         committed = await committed_offset(self._wire, self._committing.group, self.task_id.feeding)
         if committed != self._committed or await self._work.overtaken():
             raise TaskMigrated(
@@ -414,7 +417,7 @@ class Task:
             self._work.close()
 
     async def close(self, *, drain: bool) -> None:
-        """End the task. With ``drain``, first commit what was judged; then release session and store."""
+        """Close the task, and release its session and store. With ``drain``, commit everything judged so far first."""
         try:
             if drain and self.state is TaskState.RUNNING:
                 await self.commit()

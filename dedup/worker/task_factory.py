@@ -51,17 +51,17 @@ class TaskFactory:
     lost_offsets: SharedLook = field(default_factory=SharedLook)
     once: Once = field(default_factory=Once)
     store_pool: StorePool | None = None
-    """Keeps released stores open for their next owner. None means that they are closed, because another process may be
-    next.
+    """Keeps released stores open for their next owner. None means that stores are closed when they are released,
+    because the next owner may be another process.
     """
     check: TopicCheck = field(init=False)
-    """Checks that the feeding topics and the changelog are still those of `cluster`."""
+    """Checks that the feeding topics and the changelog have not been recreated since `cluster` was read."""
 
     limits: Limits = field(init=False)
-    """Shared by all tasks, so that all of them learn from a refusal."""
+    """The size limits of topics, shared by all tasks so that all of them learn from a refusal."""
 
     def __post_init__(self) -> None:
-        """Raise SettingsError if no installed package can read the checkpoint URL, even if none is needed now."""
+        """Raise SettingsError if no installed package can read the checkpoint URL, before a checkpoint is needed."""
         names = {*self.topology.source.topics, *self.topology.feeding_topics, self.topology.changelog_topic}
         topics = {name: self.cluster.topics[name] for name in names}
         expected = {name: TopicNow(topic.topic_id, topic.partitions) for name, topic in topics.items()}
@@ -82,7 +82,7 @@ class TaskFactory:
             await self.bootstrap.prepare(url, self.wire, self.wanted(partition))
 
     def wanted(self, partition: int) -> WantedCheckpoint:
-        """Return what a checkpoint of the partition must match."""
+        """Return the values that a checkpoint of the partition must match."""
         identity, state_dir = self.identity(partition), self.settings.state_dir
         return WantedCheckpoint(
             identity,
@@ -95,7 +95,7 @@ class TaskFactory:
         )
 
     def open_store(self, partition: int) -> Store:
-        """Return a partition's store: the one that was kept open, or the one on disk, or an empty one.
+        """Return a partition's store, which was kept open, is on disk, or is new and empty.
 
         Raises TaskCorrupted or StateIncompatible.
         """
@@ -127,7 +127,7 @@ class TaskFactory:
         delete_store(store_directory(self.settings.state_dir, self.identity(feeding.partition)))
 
     def build(self, feeding: TopicPartition) -> Task:
-        """Return a new task for a feeding partition; from now on, its topics are read by id."""
+        """Return a new task for a feeding partition."""
         self.wire.pin(self.check.topic_ids)
         if feeding.topic in self.topology.source.topics and not self.topology.direct:
             return self._repartition(feeding)

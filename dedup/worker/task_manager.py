@@ -20,14 +20,15 @@ from dedup.worker.task import Task, TaskState
 log: Final = logging.getLogger(__name__)
 CANCEL_AGAIN_S: Final = 0.5
 _TASK_INTERVAL_S: Final = 0.0075
-"""Commit interval per busy task. A transaction costs 0.7-1.5 ms of CPU, so commits take about a fifth of a core."""
+"""Commit interval per busy task. A transaction costs 0.7-1.5 ms of CPU, so commits take at most a fifth of a core."""
 _LONGEST_INTERVAL_S: Final = 1.0
-"""Maximum interval, because readers wait for an open transaction and the broker aborts it after the timeout."""
+"""Maximum commit interval. Readers wait for an open transaction, and the broker aborts it after the timeout."""
 _LEAST_REST: Final = 0.5
 """Share of the interval that is reserved for judging, regardless of how long the last commit took."""
 _MOST_RESTORES: Final = 2
 FIRST_PAUSE_S: Final = 0.2
-"""Pause before a task is rebuilt after a commit without a response; it doubles each time until a commit succeeds."""
+"""Pause before a task is rebuilt after a commit without a response; doubles with each attempt until a commit succeeds.
+"""
 LONGEST_PAUSE_S: Final = 10.0
 Build = Callable[[TopicPartition], Task]
 
@@ -35,8 +36,8 @@ Build = Callable[[TopicPartition], Task]
 async def ended(loops: Iterable[asyncio.Task[Any]]) -> None:
     """Cancel these asyncio tasks and wait until all of them have ended.
 
-    Each task is canceled repeatedly, because a cancellation that arrives while an aiokafka client closes is lost. The
-    client then awaits a task that it has canceled itself, and mistakes our cancellation for that task's.
+    Each task is canceled repeatedly, because an aiokafka client that is closing can lose a cancellation: it awaits a
+    task that it has canceled itself, and mistakes our cancellation for that task's.
     """
     left = {loop for loop in loops if not loop.done()}
     while left:
@@ -46,19 +47,19 @@ async def ended(loops: Iterable[asyncio.Task[Any]]) -> None:
 
 
 class Membership(Protocol):
-    """The group member that reads for the tasks."""
+    """The member of the consumer group that reads partitions on behalf of the tasks."""
 
     def begin(self, feeding: TopicPartition, position: Position) -> int:
-        """Read a partition from this position on; return the number of this reading."""
+        """Start to read a partition at a position, and return the number that identifies this reading."""
 
     def halt(self, feeding: TopicPartition) -> None:
-        """Stop reading a partition until `begin`."""
+        """Stop reading a partition until `begin` is called for it."""
 
     def rejoin(self) -> None:
-        """Ask for a new assignment."""
+        """Ask the group for a new assignment."""
 
     async def is_member(self) -> bool | None:
-        """Whether this worker is still a member of the group; None if the coordinator does not respond."""
+        """Return whether this worker is still a member of the group; None if the coordinator does not respond."""
 
 
 @dataclass(slots=True)
@@ -67,10 +68,10 @@ class Outage:
 
     tries: int = 0
     since_s: float = 0.0
-    """When the first of them failed."""
+    """Monotonic time of the first failure since the last commit."""
 
     def next_pause_s(self, now_s: float) -> float:
-        """Return how long to wait before the next attempt."""
+        """Count an attempt to rebuild the task, and return how long to wait before it."""
         if not self.tries:
             self.since_s = now_s
         self.tries += 1
@@ -87,7 +88,8 @@ class TaskManager:
         self._tasks: dict[TopicPartition, Task] = {}
         self._loops: dict[TopicPartition, asyncio.Task[None]] = {}
         self._lives: dict[TopicPartition, int] = {}
-        """Identifies the reading that a partition's task judges; batches of other readings are dropped."""
+        """Maps each partition to the number of the reading that its task judges; batches of other readings are dropped.
+        """
         self._member: Membership | None = None
         self._damaged: Final[Counter[TopicPartition]] = Counter()
         self.fenced = 0
@@ -100,7 +102,7 @@ class TaskManager:
         """Completed with the reason when the worker must stop."""
 
     def connect(self, member: Membership) -> None:
-        """Set the member that reads for the tasks."""
+        """Set the group member that reads partitions on behalf of the tasks."""
         self._member = member
 
     def _connected(self) -> Membership:
@@ -110,7 +112,7 @@ class TaskManager:
 
     @property
     def running(self) -> Mapping[TopicPartition, Task]:
-        """The tasks by feeding partition, in any state."""
+        """All open tasks, in any state, by feeding partition."""
         return self._tasks
 
     def open(self, feeding: Iterable[TopicPartition]) -> None:
@@ -126,7 +128,8 @@ class TaskManager:
         """Pass each batch to its task, in order; this is the body of each Faust agent."""
         async for batch in batches:
             await self.process(batch)
-            # Judging never yields: without this, answers to a commit in flight would wait for the whole queue.
+            # Judging never yields to the event loop. Without this, responses for a commit in flight would wait for the
+            # whole queue.
             await asyncio.sleep(0)
 
     async def process(self, batch: FeedBatch) -> None:
@@ -143,7 +146,7 @@ class TaskManager:
             raise
 
     async def _live(self, partition: TopicPartition) -> None:
-        """Run a partition's tasks one after another, with a different reaction to each kind of error."""
+        """Run a partition's task; on an error, rebuild it, restore its state, rejoin the group, or stop the worker."""
         outage = Outage()
         try:
             while True:
@@ -165,18 +168,18 @@ class TaskManager:
             await self._heal(partition, self._tasks[partition], error)
         except asyncio.CancelledError:
             raise
-        except BaseException as error:  # noqa: BLE001  # whatever it is, the worker must not go on without this task
+        except BaseException as error:  # noqa: BLE001  # the worker must stop on any error
             self.fail(error)
 
     async def _build_again(self, partition: TopicPartition, error: CommitUnknown, outage: Outage) -> None:
-        """Give the partition a new task after a pause, while other tasks continue.
+        """Build a new task for the partition after a pause, while other tasks continue.
 
-        Raises ``error``, a TaskMigrated, if this worker is no longer a group member, because the new owner must not be
-        fenced.
+        Raises ``error``, which is a TaskMigrated, if this worker is no longer a member of the group, because a new task
+        would fence the partition's new owner.
         """
         member, task = self._connected(), self._tasks.get(partition)
         if task is None:
-            raise error  # the assignment has ended, and its last commits with it
+            raise error  # the assignment has ended, so no new task is built
         member.halt(partition)
         await task.close(drain=False)
         if not outage.tries:
@@ -212,7 +215,7 @@ class TaskManager:
                 return
 
     async def _heal(self, partition: TopicPartition, task: Task, error: TaskCorrupted) -> None:
-        """Delete damaged local state and rejoin the group, so that it is restored; repeated damage stops the worker."""
+        """Delete damaged local state and rejoin the group to restore the state; repeated damage stops the worker."""
         await task.close(drain=False)
         self.corrupted += 1
         self._damaged[partition] += 1
@@ -239,24 +242,24 @@ class TaskManager:
                 outage.tries = 0
 
     def _interval_s(self) -> float:
-        """The commit interval, which is longer if so many tasks are busy that commits would occupy the core."""
+        """Return the commit interval, which is longer if many tasks are busy, so that commits do not use up the CPU."""
         busy = sum(1 for task in self._tasks.values() if task.dirty.is_set())
         return max(self._commit_interval_s, min(_TASK_INTERVAL_S * busy, _LONGEST_INTERVAL_S))
 
     def fail(self, error: BaseException) -> None:
-        """Stop the worker for this reason; only the first one counts."""
+        """Make the worker stop with this error; later errors are ignored."""
         if not self.failure.done():
             self.failure.set_result(error)
 
     async def close_all(self, *, drain: bool) -> None:
-        """End every task; with ``drain``, judged records are committed first. Tasks that fail to drain are dropped."""
+        """Close every task; with ``drain``, first commit its judged records. A failed commit closes the task, too."""
         drain = drain and not self.failure.done()
         self.opened.clear()
         self._lives.clear()
         loops, self._loops = self._loops, {}
         tasks, self._tasks = self._tasks, {}
         for partition, loop in loops.items():
-            # It has nothing to drain, and must not start running after it was closed.
+            # A task that is not running has nothing to drain, and must not start after it was closed.
             if tasks[partition].state is not TaskState.RUNNING:
                 loop.cancel()
         results = await asyncio.gather(*[task.close(drain=drain) for task in tasks.values()], return_exceptions=True)

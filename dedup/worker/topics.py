@@ -1,8 +1,8 @@
-"""The topics of a topology in a cluster: partition counts, routes, retention, and missing or different topics.
+"""Checks and creates the topics of a topology in a cluster, and determines their partitions, routes, and retention.
 
-Topics that dedup writes keep records at least as long as the sources do. Records keep their timestamps, and one source
-may hold much older records than another, or records of any age if it is compacted. A broker would soon delete such a
-record from a topic with a shorter retention.
+Topics that dedup writes keep records at least as long as the source topics do. Records keep their timestamps when they
+are forwarded, and a source topic may hold old records, or records of any age if it is compacted. A broker would soon
+delete an old record from a topic with a shorter retention.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 log: Final = logging.getLogger(__name__)
 FOR_EVER: Final = "-1"
 _BROKERS_DEFAULT_MS: Final = 604_800_000
-"""Default of Kafka's `log.retention.ms`, assumed for a topic whose configs may not be read."""
+"""Default of Kafka's `log.retention.ms`, assumed for a topic whose configs the worker is not permitted to read."""
 _FLAG: Final = "--onto-existing-output"
 FETCH_BYTES: Final = 1 << 16
 PAUSE_MS: Final = 50
@@ -40,12 +40,12 @@ PAUSE_MS: Final = 50
 
 @dataclass(frozen=True, slots=True)
 class Retention:
-    """The time for which records are kept, by their timestamps."""
+    """How long a topic keeps records, by their timestamps."""
 
     ms: int | None
     """None means forever."""
     why: str
-    """The source that requires this retention, as part of a sentence."""
+    """The source topic that requires this retention, as part of a sentence."""
 
     @property
     def config(self) -> str:
@@ -53,11 +53,11 @@ class Retention:
         return FOR_EVER if self.ms is None else str(self.ms)
 
     def at_least(self, least_ms: int) -> Retention:
-        """Return this or the given retention, whichever is longer."""
+        """Return the longer of this retention and ``least_ms``."""
         return self if self.ms is None else replace(self, ms=max(self.ms, least_ms))
 
     def longer_than(self, other_ms: int | None) -> bool:
-        """Whether a topic with the other retention deletes records that this retention keeps."""
+        """Return whether a topic with the other retention deletes records that this retention keeps."""
         return other_ms is not None and (self.ms is None or self.ms > other_ms)
 
 
@@ -65,7 +65,7 @@ _UNLIMITED: Final = Retention(None, "nothing of it may be deleted by time")
 
 
 def _retention_ms_of(configs: Mapping[str, str]) -> int | None:
-    """Return how long a topic keeps records, by their timestamps; None if it deletes none by time."""
+    """Return how long a topic keeps records, by their timestamps; None if it keeps them forever."""
     if "delete" not in configs.get("cleanup.policy", "delete"):
         return None
     kept_ms = int(configs.get("retention.ms", _BROKERS_DEFAULT_MS))
@@ -73,7 +73,7 @@ def _retention_ms_of(configs: Mapping[str, str]) -> int | None:
 
 
 def _longest_retention(sources: Sequence[Topic]) -> Retention:
-    """Return the longest retention of the source topics (at least one), which is forever if one is compacted."""
+    """Return the longest retention of the source topics, which is forever if one of them is compacted."""
     longest: Retention | None = None
     for source in sources:
         if "compact" in source.configs.get("cleanup.policy", ""):
@@ -87,7 +87,7 @@ def _longest_retention(sources: Sequence[Topic]) -> Retention:
 
 
 def _kept_configs(retention: Retention, chosen_ms: int | None) -> dict[str, str]:
-    """Return the configs for a topic that deletes nothing too early; ``chosen_ms`` is `topics.retention`.
+    """Return the configs of a topic that deletes no record too early; ``chosen_ms`` is `topics.retention`.
 
     All configs are set explicitly, because brokers' defaults may differ. For example, a compacted topic keeps only one
     record per key, and a size limit deletes records of any age.
@@ -97,10 +97,10 @@ def _kept_configs(retention: Retention, chosen_ms: int | None) -> dict[str, str]
 
 
 def losing(topology: Topology, have: Mapping[str, Topic], wanted: Sequence[WantedTopic]) -> Iterator[tuple[str, str]]:
-    """Yield the name of each topic that would delete records sent to it, and a sentence about it.
+    """Yield each topic that would delete records too early, with a sentence that describes the problem.
 
-    ``wanted`` are the topics as they would be created; existing topics are checked as they are. Every source must
-    exist.
+    ``wanted`` contains the topics as they would be created. Existing topics are checked with their actual configs.
+    Every source topic must exist.
     """
     longest = _longest_retention([have[name] for name in topology.source.topics])
     output = topology.output.topic if topology.output is not None else None
@@ -108,7 +108,7 @@ def losing(topology: Topology, have: Mapping[str, Topic], wanted: Sequence[Wante
     to_make = {each.name: each.configs for each in wanted}
     for name, role in roles:
         configs = None if name is None else have[name].configs if name in have else to_make.get(name)
-        # Empty: we may not read the configs.
+        # Empty configs mean that the worker is not permitted to read them.
         if name is None or not configs or configs.get("message.timestamp.type") == "LogAppendTime":
             continue
         kept_ms = _retention_ms_of(configs)
@@ -152,11 +152,11 @@ class Cluster:
 
     @property
     def limits(self) -> dict[str, Limit]:
-        """The limits of each topic, if its configs may be read."""
+        """The limits of each topic whose configs the worker is permitted to read."""
         return {name: topic.limit for name, topic in self.topics.items() if topic.limit is not None}
 
     def route(self, name: str | None) -> Route | None:
-        """Return the route to a topic; None for None."""
+        """Return the route to a topic; None if ``name`` is None."""
         if name is None:
             return None
         topic = self.topics[name]
@@ -164,7 +164,7 @@ class Cluster:
 
 
 def routes_of(topology: Topology, cluster: Cluster, settings: Settings) -> Routes:
-    """Return the target of each verdict."""
+    """Return the target topic of each verdict."""
     dead_letter = cluster.route(topology.dead_letter)
     if dead_letter is None:
         raise StateIncompatible(f"topic {topology.dead_letter!r} is missing; run `dedup apply`.")
@@ -206,11 +206,12 @@ def missing_topics(topology: Topology, settings: Settings, have: Mapping[str, To
     large = {"max.message.bytes": str(largest + SLACK_BYTES)}
     longest = _longest_retention(sources)
     like_source = {**base, **large, **_kept_configs(longest, settings.topics.retention_ms)}
-    # Somebody has to look at them: kept at least as long as Kafka keeps records by default.
+    # People have to look at these records, so they are kept at least as long as Kafka keeps records by default.
     unhurried = _kept_configs(longest.at_least(_BROKERS_DEFAULT_MS), None)
     side = {**base, **large, **unhurried, "message.timestamp.type": "LogAppendTime"}
     whole = {**base, **_kept_configs(_UNLIMITED, None)}
-    # LogAppendTime: by the clock of a worker that is an hour ahead, every record would be refused (KIP-937).
+    # With LogAppendTime, the broker sets the timestamp. With a worker's timestamp, the broker would refuse every record
+    # of a worker whose clock is an hour ahead (KIP-937).
     kept = {**whole, "cleanup.policy": "compact,delete", "message.timestamp.type": "LogAppendTime"}
     configs: dict[str, tuple[int, dict[str, str]]] = {
         topology.changelog_topic: (changelog, kept),
@@ -252,7 +253,7 @@ def refuse_misfits(topology: Topology, have: Mapping[str, Topic]) -> None:
 
 
 async def group_is_new(topology: Topology, wire: Wire, admin: Admin) -> bool:
-    """Whether the group has judged nothing yet, because it has no offset for a source or a feeding topic."""
+    """Return whether the group has judged nothing yet: it has no offset for a source topic or a feeding topic."""
     have = await admin.topics([*topology.source.topics, *topology.feeding_topics])
     for topic in have.values():
         for partition in range(topic.partitions):
@@ -264,12 +265,12 @@ async def group_is_new(topology: Topology, wire: Wire, admin: Admin) -> bool:
 
 
 def state_topics(topology: Topology) -> tuple[str, ...]:
-    """Return the topics that hold state, or records that were read but not judged yet."""
+    """Return the changelog and, if there is one, the repartition topic."""
     return (topology.changelog_topic, *(() if topology.direct else (topology.repartition_topic,)))
 
 
 def _refuse_deleted(topology: Topology, have: Collection[str], *, done: str = "changed") -> None:
-    """Raise StateIncompatible if a state topic is missing; ``done`` is the verb for the message, such as "changed"."""
+    """Raise StateIncompatible if a state topic is missing; ``done`` is the verb in its message, such as "changed"."""
     if topology.changelog_topic not in have:
         raise StateIncompatible(
             f"the changelog topic {topology.changelog_topic!r} does not exist, but the group {topology.name!r} has "
@@ -285,7 +286,7 @@ def _refuse_deleted(topology: Topology, have: Collection[str], *, done: str = "c
 
 
 async def prepare(topology: Topology, settings: Settings, admin: Admin, *, may_create_changelog: bool) -> Cluster:
-    """Return the cluster with every topic in place, creating those that are missing.
+    """Create the topics that are missing, and return the cluster with all topics.
 
     Raises StateIncompatible if the changelog or the repartition topic is missing but the group has offsets or there is
     local state.
@@ -327,7 +328,7 @@ class TopicPlan:
 
 
 def plan_topics(topology: Topology, settings: Settings, have: Mapping[str, Topic]) -> TopicPlan:
-    """Return missing topics and differences; raises StateIncompatible if a source topic is missing."""
+    """Return the missing topics and the differences. Raises StateIncompatible if a source topic is missing."""
     sources = {name: topic for name, topic in have.items() if name in topology.source.topics}
     wanted = missing_topics(topology, settings, sources)
     differences = [each for topic in wanted if topic.name in have for each in _differences(have[topic.name], topic)]
@@ -372,7 +373,7 @@ async def make(topology: Topology, plan: TopicPlan, wire: Wire, admin: Admin) ->
 
 
 async def broker_findings(topology: Topology, settings: Settings) -> list[Finding]:
-    """Return what `dedup check --broker` finds in the cluster; raises BrokerUnavailable."""
+    """Return the findings of `dedup check --broker`. Raises BrokerUnavailable if the cluster does not respond."""
     async with Admin(Connection.of(settings)) as admin:
         have = await admin.topics(topic_names(topology))
     return compare(topology, settings, have)
@@ -426,24 +427,25 @@ def _sources(topology: Topology, have: Mapping[str, Topic]) -> Iterator[Finding]
             )
 
 
-# A new group on an output that already holds records is refused, unless the user says that it is intended. A renamed
-# topology, or a second one that writes the same output, begins at `start` without state, and would forward what the
-# output already holds. Only the output shows it: the new name has no offsets, no changelog and no local state.
+# A new group may not write to an output that already holds records, unless the user says that this is intended. A
+# renamed topology, or a second one that writes to the same output, begins at `start` without state, and would forward
+# records that the output already holds. Only the output reveals this, because the new name has no offsets, no changelog
+# and no local state.
 #
-# The order of the checks prevents races. First, what the output holds below its last stable offset: how an open
-# transaction ends is unknown, and if it is ours, its records are not "already there". Only then, whether the fleet has
-# written anything: every transaction of a task writes to the changelog before it ends, so if the first check has seen
-# records of our own, the second one sees a changelog end above zero. A fleet that was seeded, or reset to a position,
-# has written to its changelog, too. A `dedup reset` without a position leaves a mark with the output's ends: records
-# below them are accounted for. The user's consent leaves the same mark, so that workers that start later do not need
-# it, and `dedup verify` knows which records are not this topology's.
+# The order of the checks prevents races. The first check looks for records in the output below its last stable offset,
+# because the outcome of an open transaction is unknown, and the transaction may belong to this fleet. The second check
+# looks whether this fleet has written anything. Every transaction of a task writes to the changelog before it ends, so
+# if the first check has seen records of this fleet, the second one sees a changelog end above zero. A fleet that was
+# seeded, or reset to a position, has also written to its changelog. A `dedup reset` without a position leaves a mark
+# with the output's ends, and the mark accounts for records below them. The user's consent leaves the same mark, so that
+# workers that start later do not need the consent, and `dedup verify` knows which records another topology has written.
 
 
 async def refuse_used_output(topology: Topology, wire: KafkaWire, admin: Admin, *, meant: bool) -> None:
-    """Check that a group that has judged nothing may write to the output; ``meant`` says that the user confirmed it.
+    """Check that a new group may write to the output; ``meant`` says that the user wants to write to existing output.
 
-    Raises StateIncompatible, with nothing changed, if the output holds committed records that neither this topology nor
-    a mark accounts for. With ``meant``, a mark is written instead.
+    Raises StateIncompatible, with nothing changed, if the output holds committed records that neither this topology has
+    written nor a mark accounts for. With ``meant``, the function writes such a mark instead.
     """
     if topology.output is None:
         return
@@ -464,7 +466,7 @@ async def refuse_used_output(topology: Topology, wire: KafkaWire, admin: Admin, 
 
 
 async def _has_written(topology: Topology, wire: KafkaWire, admin: Admin) -> bool:
-    """Whether a fleet of this topology has already started, because it has written to its changelog or has offsets."""
+    """Return whether a fleet of this topology has already started: it has written to its changelog or has offsets."""
     found = await admin.topics([topology.changelog_topic])
     for name, topic in found.items():
         for partition in range(topic.partitions):
@@ -474,7 +476,7 @@ async def _has_written(topology: Topology, wire: KafkaWire, admin: Admin) -> boo
 
 
 async def _holds_records(topology: Topology, wire: KafkaWire, place: TopicPartition, end: int) -> bool:
-    """Whether there is a committed record below ``end`` that no mark accounts for."""
+    """Return whether there is a committed record below ``end`` that no mark accounts for."""
     marked = await _marked(topology, wire, place)
     position = max((await bounds_of(wire, place)).start, marked)
     while position < end:
@@ -484,7 +486,7 @@ async def _holds_records(topology: Topology, wire: KafkaWire, place: TopicPartit
             await wire.pause(PAUSE_MS)
             continue
         except StateIncompatible:
-            return True  # a worker may lack the permission to read its output: then the offsets decide
+            return True  # a worker without permission to read its output decides by the offsets
         if fetched.offsets and fetched.offsets[0] < end:
             return True
         if fetched.next_offset <= position:
@@ -494,7 +496,7 @@ async def _holds_records(topology: Topology, wire: KafkaWire, place: TopicPartit
 
 
 async def _marked(topology: Topology, wire: KafkaWire, place: TopicPartition) -> int:
-    """Return the offset below which a mark accounts for the output; 0 if there is no mark or it may not be read."""
+    """Return the offset below which a mark accounts for the output; 0 if there is no mark that may be read."""
     while True:
         found = await answered(wire, lambda: wire.committed_offset(topology.reset_group, place, stable=False))
         if found.error_code not in COORDINATOR_MOVED:

@@ -1,8 +1,9 @@
 """A Faust transport for batches, which is selected by the broker URL scheme ``dedup://``.
 
-One Faust message is one `FeedBatch`, so Faust's cost per message arises only once per batch. aiokafka maintains the
-group membership in the app's event loop (Faust's stock driver runs it in a separate thread). Tasks, not Faust, handle
-offsets, transactions, and sends, so every method here that would send or commit refuses or does nothing.
+Each Faust message is a whole `FeedBatch`, so Faust's overhead per message arises only once per batch. aiokafka
+maintains the group membership in the app's event loop (Faust's stock driver runs it in a separate thread). Tasks, not
+Faust, handle offsets, transactions, and sends, so every method here that would send or commit either raises an error or
+does nothing.
 """
 
 from __future__ import annotations
@@ -43,15 +44,15 @@ log: Final = logging.getLogger(__name__)
 BATCH_RECORDS: Final = 4000
 _POLL_MS: Final = 200
 _GATHER_SHARE: Final = 4
-"""While records arrive, gathering a larger batch may take the commit interval divided by this."""
+"""Collecting a larger batch takes at most the commit interval divided by this number."""
 _MOST_GATHER_MS: Final = 25
 _HEARTBEATS: Final = 5
 """Minimum number of heartbeats within a session timeout."""
 _MOST_HEARTBEAT_MS: Final = 500
 _REBALANCE_IN_PROGRESS: Final = 27
-"""Error code of a heartbeat when the member must rejoin; until then, its partitions wait for it."""
+"""Error code of a heartbeat if the group rebalances; the member still owns its partitions until it rejoins."""
 _NOT_READ: Final = -1
-"""Identifies a reading that did not begin."""
+"""The number of a reading that did not begin."""
 
 
 class BatchSchema(faust.Schema[Any, Any]):
@@ -68,7 +69,7 @@ class BatchSchema(faust.Schema[Any, Any]):
 
 
 class RebalanceListener(aiokafka.abc.ConsumerRebalanceListener):  # type: ignore[misc]  # untyped base
-    """Passes aiokafka's rebalance to Faust, which passes it to the tasks."""
+    """Passes aiokafka's rebalance events to Faust, which passes them to the tasks."""
 
     def __init__(self, consumer: Consumer) -> None:
         self._consumer: Final = consumer
@@ -80,7 +81,7 @@ class RebalanceListener(aiokafka.abc.ConsumerRebalanceListener):  # type: ignore
         await self._consumer.on_partitions_revoked({TP(tp.topic, tp.partition) for tp in revoked})
 
     async def on_partitions_assigned(self, assigned: Iterable[Any]) -> None:
-        """Pause all partitions first, because each is read only when its task says where to begin."""
+        """Pause all partitions first, because each one is read only after its task has set the position."""
         consumer = self._consumer
         consumer.client.pause(*assigned)
         consumer.app.consumer_generation_id = consumer.client._coordinator.generation  # noqa: SLF001  # Faust's own driver reads it there
@@ -104,21 +105,21 @@ class HostApp(Protocol):
 
     @property
     def feeding_topics(self) -> frozenset[str]:
-        """Every topic whose partitions are tasks."""
+        """All topics whose partitions have tasks."""
 
     def on_rebalance_start(self) -> None:
-        """Faust calls this when an assignment ends."""
+        """Handle the end of an assignment; called by the rebalance listener."""
 
     def on_rebalance_end(self) -> None:
-        """Faust calls this when an assignment begins."""
+        """Handle the beginning of an assignment; called by the rebalance listener."""
 
 
 class Consumer(FaustConsumer):
-    """A group member whose messages are batches."""
+    """A Faust consumer and group member whose messages are batches."""
 
-    app: HostApp  # type: ignore[assignment]  # more than Faust knows of its apps
+    app: HostApp  # type: ignore[assignment]  # has more members than Faust's app type
     client: aiokafka.AIOKafkaConsumer
-    """The group membership; fetches nothing."""
+    """The client that holds the group membership; it fetches nothing."""
     fetcher: FeedFetcher
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -129,7 +130,7 @@ class Consumer(FaustConsumer):
         """Maps each partition to the offset below which everything except markers and aborted records was delivered."""
 
     async def on_start(self) -> None:
-        """Start without joining; Faust subscribes when its agents are up."""
+        """Start without joining the group; Faust subscribes when its agents are running."""
         app = self.app
         self.client = aiokafka.AIOKafkaConsumer(
             **app.connection.client_options(),
@@ -137,7 +138,8 @@ class Consumer(FaustConsumer):
             group_instance_id=app.settings.worker_id,
             partition_assignment_strategy=[app.assignor],
             enable_auto_commit=False,
-            # Only for aiokafka's positions, of partitions that stay paused; the fetcher reads, and never resets.
+            # This affects only aiokafka's own positions. Its partitions stay paused; the fetcher reads, and never
+            # resets.
             auto_offset_reset="earliest",
             max_poll_interval_ms=3_600_000,
             fetch_max_wait_ms=_POLL_MS,
@@ -150,14 +152,14 @@ class Consumer(FaustConsumer):
         self.fetcher = FeedFetcher(app.wire, app.topic_check, wait_ms=_POLL_MS, gather_ms=gather_ms)
 
     async def on_stop(self) -> None:
-        """Leave the group; the tasks are closed by then."""
+        """Leave the group, after all tasks were closed."""
         await super().on_stop()
         await self._leave()
         await self.client.stop()
 
     async def _leave(self) -> None:
-        """Leave the group on a clean stop. Otherwise, a static member's partitions wait for the session timeout."""
-        coordinator = self.client._coordinator  # noqa: SLF001  # aiokafka has no public way
+        """Leave the group on a clean stop; otherwise, a static member's partitions wait for the session timeout."""
+        coordinator = self.client._coordinator  # noqa: SLF001  # aiokafka has no public API for this
         if coordinator.generation > 0 and coordinator.coordinator_id is not None:
             try:
                 await coordinator._send_req(LeaveGroupRequest(coordinator.group_id, coordinator.member_id))  # noqa: SLF001
@@ -165,7 +167,7 @@ class Consumer(FaustConsumer):
                 log.info("could not leave the group: %r", error)
 
     async def subscribe(self, topics: Iterable[str]) -> None:
-        """Subscribe, which starts the first rebalance."""
+        """Subscribe to the topics, which starts the first rebalance."""
         self.client.subscribe(topics=sorted(set(topics)), listener=RebalanceListener(self))
 
     def begin(self, feeding: TopicPartition, position: Position) -> int:
@@ -180,15 +182,15 @@ class Consumer(FaustConsumer):
         return life
 
     def halt(self, feeding: TopicPartition) -> None:
-        """Stop reading a partition until `begin`, because its task is being rebuilt."""
+        """Stop reading a partition until `begin` is called, because its task is being rebuilt."""
         self.fetcher.halt(feeding)
 
     async def is_member(self) -> bool | None:
-        """Whether this worker is still a member of the group; None if the coordinator does not respond.
+        """Return whether this worker is still a member of the group; None if the coordinator does not respond.
 
-        A worker that was frozen cannot know this in any other way.
+        A worker that was frozen can find this out only by asking the coordinator.
         """
-        coordinator = self.client._coordinator  # noqa: SLF001  # aiokafka has no public way to say so
+        coordinator = self.client._coordinator  # noqa: SLF001  # aiokafka has no public API for this
         if coordinator.generation <= 0:
             return False
         request = HeartbeatRequest(coordinator.group_id, coordinator.generation, coordinator.member_id)
@@ -199,13 +201,13 @@ class Consumer(FaustConsumer):
         return None if answer.error_code in COORDINATOR_MOVED else answer.error_code in {0, _REBALANCE_IN_PROGRESS}
 
     def passed(self, feeding: TopicPartition, end: int, judged: int) -> bool:
-        """Whether everything below ``end`` except transaction markers was delivered and judged."""
+        """Return whether everything below ``end``, except markers and aborted records, was delivered and judged."""
         tp = TP(*feeding)
         return self._passed.get(tp, -1) >= end and self._delivered.get(tp) == judged
 
     def lost_membership(self) -> DedupError | None:
-        """Return why the group membership was lost permanently; None while it exists."""
-        coordinator = self.client._coordinator  # noqa: SLF001  # aiokafka shows it only to a caller of getmany
+        """Return an error if the group membership was lost permanently, and None otherwise."""
+        coordinator = self.client._coordinator  # noqa: SLF001  # aiokafka reports it only in getmany
         routine = getattr(coordinator, "_coordination_task", None)
         pending = getattr(coordinator, "_pending_exception", None)
         if pending is None and (routine is None or not routine.done() or self.client._closed):  # noqa: SLF001
@@ -216,20 +218,20 @@ class Consumer(FaustConsumer):
         )
 
     def rejoin(self) -> None:
-        """Ask for a new assignment, because a task was fenced or does not know the outcome of its commit."""
-        self.client._coordinator.request_rejoin()  # noqa: SLF001  # aiokafka has no public way to say so
+        """Ask the group for a new assignment, because a task was fenced or its local state was deleted."""
+        self.client._coordinator.request_rejoin()  # noqa: SLF001  # aiokafka has no public API for this
 
     async def getmany(self, timeout: float) -> AsyncIterator[tuple[TP, ConsumerMessage]]:
         """Yield batches of the partitions whose tasks are running."""
         if not self.flow_active:
             await self.can_resume_flow.wait()
         generation = self.app.consumer_generation_id
-        # aiokafka counts a member as alive as long as it polls; all of its partitions are paused.
+        # aiokafka considers a member alive as long as it polls. All of its partitions are paused.
         await self.client.getmany(timeout_ms=0)
         try:
             found = await self.fetcher.poll([TopicPartition(*tp) for tp in self._get_active_partitions()])
         except DedupError as error:
-            # Not raised: Faust would log a traceback; the worker ends with the error's message.
+            # The error is not raised, because Faust would log a traceback. The worker stops with the error's message.
             self.app.tasks.fail(error)
             await asyncio.sleep(_POLL_MS / 1000)
             return
@@ -245,14 +247,15 @@ class Consumer(FaustConsumer):
             parts = -(-count // BATCH_RECORDS)
             for part in range(parts):
                 if not self.flow_active:
-                    return  # every task is rebuilt after a rebalance and says where to read
+                    return  # every task is rebuilt after a rebalance and sets its position
                 if answer.reading.over:
-                    break  # its task was built again meanwhile and reads from elsewhere, or a rebalance ended it
+                    break  # its task was rebuilt and reads from another position, or a rebalance ended it
                 columns = answer.columns.cut(part * count // parts, (part + 1) * count // parts)
-                # Faust drops messages below the last offset it passed on, which may be an older reading's.
+                # Faust drops messages below the last offset that it passed on, which may belong to an older reading.
                 self._read_offset[TP(*feeding)] = None
                 yield TP(*feeding), self._message(answer, columns, generation)
-            # Only after the last batch was taken: the fetcher's own position is ahead of what an agent has seen.
+            # This is set only after the last batch was taken, because the fetcher's own position is ahead of the
+            # agents.
             if not answer.reading.over:
                 self._passed[TP(*feeding)] = answer.next_offset
 
@@ -271,7 +274,7 @@ class Consumer(FaustConsumer):
             0,
             None,
             None,
-            batch,  # type: ignore[arg-type]  # Faust passes our value through
+            batch,  # type: ignore[arg-type]  # Faust passes the value through unchanged
             None,
             0,
             0,
@@ -289,17 +292,17 @@ class Consumer(FaustConsumer):
         return False
 
     async def perform_seek(self) -> None:
-        """Do nothing, because tasks say where to read."""
+        """Do nothing, because tasks set the positions to read from."""
 
     async def verify_all_partitions_active(self) -> None:
         """Do nothing, because the tasks report lag and the age of the last commit."""
 
     async def seek_to_committed(self) -> Mapping[TP, int]:
-        """Do nothing, because tasks say where to read."""
+        """Do nothing, because tasks set the positions to read from."""
         return {}
 
     def assignment(self) -> set[TP]:
-        """Return the partitions assigned to this member."""
+        """Return the partitions that are assigned to this member."""
         return {TP(tp.topic, tp.partition) for tp in self.client.assignment()}
 
     async def position(self, tp: TP) -> int | None:
@@ -326,7 +329,7 @@ class Consumer(FaustConsumer):
         return None if known is None else len(known)
 
     async def seek_wait(self, partitions: Mapping[TP, int]) -> None:
-        """Raise InvariantBroken, because a task says where its partition is read from."""
+        """Raise InvariantBroken, because a task sets the position of its partition."""
         raise _escapes("a seek by Faust")
 
     async def _seek(self, partition: TP, offset: int) -> None:
@@ -345,21 +348,21 @@ class Consumer(FaustConsumer):
         return TP(topic, partition)
 
     async def create_topic(self, *args: Any, **kwargs: Any) -> None:
-        """Do nothing, because topics are created by `topic_admin`, which reads the error codes."""
+        """Do nothing, because `topic_admin` creates topics and checks the error codes."""
 
     def key_partition(self, topic: str, key: bytes | None, partition: int | None = None) -> int | None:
         """Return the given partition, because tasks choose the partitions of records."""
         return partition
 
     def close(self) -> None:
-        """Do nothing, because nothing is left to close when Faust calls this during a stop."""
+        """Do nothing, because everything is already closed when Faust calls this during a stop."""
 
 
 class Producer(FaustProducer):
     """Refuses every send, because it would not be part of the task's transaction."""
 
     async def on_start(self) -> None:
-        """Start the buffer that Faust's conductor checks; no connection is opened."""
+        """Start the buffer that Faust's conductor checks, without opening a connection."""
         await super().on_start()
 
     async def send(self, topic: str, *args: Any, **kwargs: Any) -> NoReturn:
@@ -376,7 +379,7 @@ class Producer(FaustProducer):
         """Do nothing, because there is nothing to flush."""
 
     async def create_topic(self, *args: Any, **kwargs: Any) -> None:
-        """Do nothing, because topics are created by `topic_admin`."""
+        """Do nothing, because `topic_admin` creates topics."""
 
     def supports_headers(self) -> bool:
         """Return True."""
@@ -384,18 +387,18 @@ class Producer(FaustProducer):
 
 
 class TransactionManager(FaustTransactionManager):
-    """Faust's hook for a new assignment; the tasks' sessions handle the transactions."""
+    """Opens tasks when Faust reports a new assignment. It handles no transactions, because the tasks' sessions do."""
 
     async def on_rebalance(self, assigned: set[TP], revoked: set[TP], newly_assigned: set[TP]) -> None:
-        """Open a task for each feeding partition, all of which Faust has paused."""
+        """Open a task for each assigned feeding partition; Faust has paused all of them."""
         app = cast("HostApp", self.app)
         app.tasks.open({TopicPartition(*tp) for tp in assigned if tp.topic in app.feeding_topics})
 
     async def on_partitions_revoked(self, revoked: set[TP]) -> None:
-        """Do nothing, because the tasks were closed when Faust waited for them to be empty."""
+        """Do nothing, because `Consumer.wait_empty` has already closed the tasks."""
 
     async def flush(self) -> None:
-        """Do nothing, because a task settles its own sends."""
+        """Do nothing, because each task waits for its own sends."""
 
     async def send(self, topic: str, *args: Any, **kwargs: Any) -> NoReturn:
         """Raise InvariantBroken."""

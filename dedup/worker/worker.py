@@ -1,6 +1,6 @@
-"""One worker process, which prepares topics, starts the app, and stops on a signal, on a failure, or when it is done.
+"""Runs a worker process, which prepares topics, starts the app, and stops on a signal, a failure, or when it is done.
 
-It also runs web pages, maintenance, and the loops that look for idle feeds and dead letters.
+The process also serves web pages, performs maintenance, and watches for idle feeds and dead letters.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ if TYPE_CHECKING:
 
 log: Final = logging.getLogger(__name__)
 CaughtUp = Callable[[TopicPartition, Task], bool]
-"""Whether a task has judged everything up to the end of its partition, which may be empty."""
+"""Returns True if a task has judged everything up to the end of its partition, which may be empty."""
 LOOK_S: Final = 0.25
 """Pause between two requests about other workers' partitions."""
 _ASK_WITHIN_S: Final = 5.0
 FETCH_BYTES: Final = 1 << 16
 _LONGEST_LOOK_S: Final = 1.0
 GC_THRESHOLD: Final = 100_000
-"""Allocations between young garbage collections; a batch allocates tens of thousands of objects, none of them in a
-cycle.
+"""Number of allocations between two collections of the youngest generation. A batch allocates tens of thousands of
+objects, and none of them is in a reference cycle.
 """
 _END_LOOK_S: Final = 0.05
 
@@ -61,34 +61,34 @@ class _Checked:
     def __init__(self, inner: Any) -> None:  # noqa: ANN401  # uvloop has no types for it
         self._inner: Final = inner
 
-    def __getattr__(self, name: str) -> Any:  # noqa: ANN401  # whatever the transport has
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401  # any attribute of the transport
         return getattr(self._inner, name)
 
     def write(self, data: bytes) -> None:
-        """Write if the connection is still open."""
+        """Write the data; raises ConnectionResetError if the connection is closed."""
         if self._inner.is_closing():
             raise ConnectionResetError("the connection is closed")
         self._inner.write(data)
 
 
 class Loop(uvloop.Loop):
-    """uvloop with connections that raise OSError once they are closed.
+    """A uvloop event loop whose connections raise OSError once they are closed.
 
     uvloop raises RuntimeError for a write on a connection that the peer has reset, unlike asyncio's own loop. aiokafka
     handles only OSError in this case, so a lost connection would crash the worker with a traceback.
     """
 
     async def create_connection(self, *args: Any, **options: Any) -> tuple[Any, Any]:  # noqa: ANN401  # uvloop's signature
-        """Connect as uvloop does; the transport returned is checked before each write."""
+        """Connect as uvloop does, and return a transport that refuses to write once the connection is closed."""
         transport, protocol = await super().create_connection(*args, **options)
         return _Checked(transport), protocol
 
 
 def kept_worker_id(settings: Settings) -> str:
-    """Return the worker's id, which is configured, or generated once and kept in the state directory.
+    """Return the worker's ID, which is either configured or generated once and stored in the state directory.
 
-    The id makes the member static (KIP-345), so a worker that was killed gets its partitions back at once when it
-    restarts.
+    The ID makes the worker a static member of the group (KIP-345), so a worker that was killed gets its partitions back
+    immediately when it restarts.
     """
     if settings.worker_id is not None:
         return settings.worker_id
@@ -114,11 +114,11 @@ class _Quiet:
 
 
 class IdleFeeds:
-    """The repartition tasks that have had no lag, and since when.
+    """Tracks how long each repartition task has had no lag, and marks idle feeds.
 
     With a repartition topic, stream time is the minimum over the feeds, so a source partition without new records would
-    hold it back forever. The partition's task marks it idle in the repartition topic, in its own transaction, so that a
-    replay makes the same decisions.
+    hold it back forever. The task of an idle source partition therefore writes idle markers to the repartition topic,
+    in its own transaction, so that a replay makes the same decisions.
     """
 
     def __init__(self, idle_after_ms: int, caught_up: CaughtUp) -> None:
@@ -127,7 +127,7 @@ class IdleFeeds:
         self._quiet: dict[TopicPartition, _Quiet] = {}
 
     def look(self, tasks: Mapping[TopicPartition, Task], now_ms: int) -> None:
-        """Mark each feed idle that has had no lag for long enough, but only once until its next record."""
+        """Mark each feed that has had no lag for long enough as idle, but not again before its next record."""
         for feeding in self._quiet.keys() - tasks.keys():
             del self._quiet[feeding]
         for feeding, task in tasks.items():
@@ -139,7 +139,7 @@ class IdleFeeds:
         if quiet is None or quiet.task is not task or quiet.next_offset != task.next_offset:
             quiet = self._quiet[feeding] = _Quiet(task, now_ms, task.next_offset)
         if quiet.said:
-            return  # until its next record
+            return  # already marked as idle
         if task.state is not TaskState.RUNNING or not self._caught_up(feeding, task):
             quiet.since_ms = now_ms
         elif now_ms - quiet.since_ms >= self._idle_after_ms and task.say_idle():
@@ -148,14 +148,14 @@ class IdleFeeds:
 
 
 class Finish:
-    """For `--exit-when-done`, checks whether the group has finished everything that existed at the start.
+    """Checks for `--exit-when-done` whether the group has finished all records that existed at the start.
 
-    For partitions of other workers, it reads the group's committed offsets, so that no worker exits while another one
-    still has work, because partitions may still move between them. `reached` is polled.
+    The check also covers the partitions of other workers, by the group's committed offsets. No worker may exit while
+    another one still has work, because partitions may still move between them. The worker polls `reached`.
     """
 
     def __init__(self, app: DedupApp, ends: Mapping[TopicPartition, int]) -> None:
-        """``ends`` are the ends of all source partitions at the start."""
+        """``ends`` contains the end of each source partition at the start."""
         self._app: Final = app
         self._ends = dict(ends)
         self._hops_left = len(app.sub_topologies) - 1
@@ -163,19 +163,19 @@ class Finish:
         self._waits = False
 
     async def reached(self) -> bool:
-        """Whether everything below the ends is committed, on both hops if there is a repartition topic."""
+        """Return whether both sub-topologies, or the only one, have committed all records below the ends."""
         try:
             async with asyncio.timeout(_ASK_WITHIN_S):
                 return await self._reached()
         except TimeoutError:
-            return False  # a leader or coordinator is away: the caller checks for signals and polls again
+            return False  # a leader or coordinator is unavailable: the caller checks for signals and polls again
 
     async def _reached(self) -> bool:
         while await self._done():
             if not self._hops_left:
                 return True
-            # The second hop ends where the first has brought it by now. A rebalance may still bring source partitions
-            # here, so these must stay done, too.
+            # All source partitions are done, so the repartition topic has its final end. A rebalance may still assign
+            # source partitions to this worker, so their ends are still checked, too.
             (topic,) = self._app.sub_topologies["dedup"]
             hop = [TopicPartition(topic, number) for number in range(self._app.member.topic_partitions(topic) or 0)]
             ends = {place: (await bounds_of(self._app.wire, place)).end for place in hop}
@@ -196,7 +196,7 @@ class Finish:
             if not await _committed_to(wire, group, place, self._ends[place]):
                 self._log_waiting(len(others))
                 return False
-        # Partitions that came or went meanwhile were not looked at.
+        # Partitions that were assigned or revoked in the meantime were not checked.
         return _own_done(self._app, self._ends) and not any(place in self._app.tasks.running for place in others)
 
     def _log_waiting(self, others: int) -> None:
@@ -206,7 +206,7 @@ class Finish:
 
 
 def _own_done(app: DedupApp, ends: Mapping[TopicPartition, int]) -> bool:
-    """Whether this worker's tasks have committed everything below the ends."""
+    """Return whether this worker's tasks have committed everything below the ends."""
     if not app.tasks.opened.is_set():
         return False
     for feeding, task in app.tasks.running.items():
@@ -214,14 +214,14 @@ def _own_done(app: DedupApp, ends: Mapping[TopicPartition, int]) -> bool:
             continue
         if task.state is not TaskState.RUNNING or task.dirty.is_set() or task.committing:
             return False
-        # A position past the last record counts markers and aborted records, which no task ever sees.
+        # The last offsets may be markers and aborted records, which no task receives.
         if task.next_offset < ends[feeding] and not app.member.passed(feeding, ends[feeding], task.next_offset):
             return False
     return True
 
 
 async def _committed_to(wire: Wire, group: str, place: TopicPartition, end: int) -> bool:
-    """Whether a group has committed every record below an offset, not counting markers and aborted records."""
+    """Return whether a group has committed every record below an offset, not counting markers and aborted records."""
     bounds = await bounds_of(wire, place)
     committed = await committed_offset(wire, group, place, stable=False)
     position = max(committed or 0, bounds.start)
@@ -237,11 +237,11 @@ async def _committed_to(wire: Wire, group: str, place: TopicPartition, end: int)
 
 
 class Pages(Protocol):
-    """The settings of a worker's pages."""
+    """The web pages of a running worker."""
 
     @property
     def advertised(self) -> str | None:
-        """The address at which others reach the pages; None if they are not served."""
+        """The address at which other workers reach the pages; None if the pages are not served."""
 
 
 MakePages = Callable[[Introspection], AbstractAsyncContextManager[Pages]]
@@ -249,7 +249,7 @@ MakePages = Callable[[Introspection], AbstractAsyncContextManager[Pages]]
 
 @asynccontextmanager
 async def served(app: DedupApp, introspection: Introspection, make_pages: MakePages | None) -> AsyncIterator[None]:
-    """Serve the pages and announce their address to the group; must be entered before the worker joins the group."""
+    """Serve the pages and announce their address to the group. Enter this context before the worker joins the group."""
     if make_pages is None:
         yield
         return
@@ -259,7 +259,7 @@ async def served(app: DedupApp, introspection: Introspection, make_pages: MakePa
 
 
 class BackgroundLoops:
-    """Loops that run as long as the ``with`` block; an error in one of them stops the worker."""
+    """Runs a worker's periodic loops inside a ``with`` block; an error in one of them stops the worker."""
 
     def __init__(self, app: DedupApp, topology: Topology, introspection: Introspection) -> None:
         self._app: Final = app
@@ -290,7 +290,7 @@ class BackgroundLoops:
             self._app.tasks.fail(error)
 
     async def _look_for_dead_letters(self) -> None:
-        """Log once when nearly all records become dead letters, and again when this ends."""
+        """Log a message when nearly all records start to become dead letters, and another one when this ends."""
         share = DeadShare()
         share.look(Counted.of((), self._clock.now_ms()))
         while True:
@@ -316,7 +316,7 @@ class BackgroundLoops:
 
 @dataclass(frozen=True, slots=True)
 class RunOptions:
-    """Options in which one run differs from a worker that runs forever."""
+    """Options of one run. By default, a worker runs until it is stopped, without pages."""
 
     exit_when_done: bool = False
     on_tick: Callable[[DedupApp], None] | None = None
@@ -324,13 +324,14 @@ class RunOptions:
     make_pages: MakePages | None = None
     """Creates the web pages from the worker's introspection; None means no pages."""
     onto_existing_output: bool = False
-    """Whether a new group may write to an output that already holds records; see `refuse_used_output`."""
+    """True if a new group may write to an output that already holds records; see `refuse_used_output`."""
 
 
 async def run_worker(topology: Topology, settings: Settings, options: RunOptions) -> DedupApp:
-    """Run until a signal, a failure, or the end of the records that existed at the start; return the stopped app.
+    """Run a worker until it stops, and return its app.
 
-    Raises the error that made the worker fail.
+    The worker stops on a signal, on a failure, or, with `exit_when_done`, when all records that existed at the start
+    are done. Raises the error that made the worker fail.
     """
     gc.set_threshold(GC_THRESHOLD)
     settings = settings.model_copy(update={"worker_id": kept_worker_id(settings)})
@@ -391,7 +392,7 @@ async def _cluster(topology: Topology, settings: Settings, wire: KafkaWire, opti
 
 
 async def _ends(topology: Topology, cluster: Cluster, wire: KafkaWire) -> dict[TopicPartition, int]:
-    """Return where the source partitions end now."""
+    """Return the current end of each source partition."""
     partitions = [
         TopicPartition(name, partition)
         for name in topology.source.topics
@@ -404,7 +405,7 @@ async def _until_over(app: DedupApp, stop: asyncio.Event, options: RunOptions, e
     finish = Finish(app, ends) if options.exit_when_done else None
     member, failure = app.member, app.tasks.failure
     while not stop.is_set() and not failure.done() and not app.crashed:
-        # aiokafka's group membership may have died: nothing else would ever tell.
+        # aiokafka does not report that the group membership was lost, so this loop checks it.
         lost = member.lost_membership()
         if lost is not None:
             app.tasks.fail(lost)
