@@ -1,4 +1,5 @@
-# ruff: noqa: N801  # aiokafka names versions this way mypy: disallow-subclassing-any=False
+# ruff: noqa: N801  # aiokafka names versions this way
+# mypy: disallow-subclassing-any=False
 """Defines versions of Kafka's requests that aiokafka does not have, according to Kafka's protocol guide.
 
 `dedup.kafka.client` creates the requests and reads the responses. A broker that does not support one of these versions
