@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from dedup.kafka.client import KafkaWire
     from dedup.kafka.topic_admin import Admin
     from dedup.settings import Settings
+    from dedup.topology.describe import Permission
     from dedup.topology.model import Topology
-    from dedup.topology.permissions import Permission
     from dedup.topology.schema import Start
     from dedup.worker.dead_letter_replay import Replayed
     from dedup.worker.topics import TopicPlan
@@ -94,7 +94,7 @@ def apply(
 
 
 def _print_acls(topology: Topology, settings: Settings, principal: str, *, as_json: bool) -> None:
-    from dedup.topology.permissions import worker_permissions
+    from dedup.topology.describe import worker_permissions
 
     permissions = worker_permissions(topology)
     lines = (*_acls_as_table(permissions), "", *_acls_as_commands(permissions, settings.brokers, principal))

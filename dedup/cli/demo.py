@@ -32,8 +32,7 @@ def demo(
     With --chain, the flights start as lines of a file, pass through a topic and the deduplication, and end as rows of a
     table.
     """
-    from dedup.cli.demo_chain import demo_chain
-    from dedup.cli.demo_run import FAST, FULL, print_books, run_demo
+    from dedup.cli.demo_run import FAST, FULL, demo_chain, print_books, run_demo
 
     if chain and report is not None:
         raise typer.BadParameter("--report and --chain exclude each other")

@@ -18,11 +18,10 @@ from dedup.errors import BrokerUnavailable, StateIncompatible
 
 if TYPE_CHECKING:
     from dedup.kafka.authorization import Rights
-    from dedup.kafka.connection import Connection
-    from dedup.kafka.diagnose import Diagnosis, Trouble
+    from dedup.kafka.connection import Connection, Diagnosis, Trouble
     from dedup.settings import Settings
+    from dedup.topology.describe import Permission
     from dedup.topology.model import Topology
-    from dedup.topology.permissions import Permission
 
 Layer = Literal["DNS", "TCP", "TLS", "authentication", "version", "ACL", "topics"]
 LAYERS: Final[tuple[Layer, ...]] = ("DNS", "TCP", "TLS", "authentication", "version", "ACL", "topics")
@@ -90,8 +89,7 @@ def in_words(found: list[Symptom], looked_at: frozenset[Layer]) -> Iterator[str]
 
 async def _examined(topology: Topology | None, settings: Settings) -> tuple[list[Symptom], frozenset[Layer]]:
     """Return the symptoms and the layers that were reached."""
-    from dedup.kafka.connection import Connection
-    from dedup.kafka.diagnose import diagnose
+    from dedup.kafka.connection import Connection, diagnose
 
     connection = Connection.of(settings, client_id="dedup-doctor")
     troubles = await diagnose(connection)
@@ -139,7 +137,7 @@ async def _on_the_cluster(
 
 async def _advertised(rights: Rights, connection: Connection) -> list[Symptom]:
     """Return problems with the brokers' advertised addresses, which clients use for every request except the first."""
-    from dedup.kafka.diagnose import diagnose
+    from dedup.kafka.connection import diagnose
 
     found = await diagnose(replace(connection, brokers=rights.advertised()))
     return [_symptom(each, "the broker answers, but advertises another address: ") for each in found]
@@ -160,7 +158,7 @@ async def _versions(rights: Rights) -> list[Symptom]:
 
 async def _denied(rights: Rights, topology: Topology, settings: Settings) -> AsyncIterator[Symptom]:
     """Yield the missing permissions in the form of `dedup apply --acls`."""
-    from dedup.topology.permissions import Resource, worker_permissions
+    from dedup.topology.describe import Resource, worker_permissions
 
     wanted = worker_permissions(topology)
     topics = await rights.on_topics(each.name for each in wanted if each.resource is Resource.TOPIC)
@@ -220,7 +218,7 @@ async def _topics(topology: Topology, settings: Settings) -> list[Symptom]:
 
 def layer_of(trouble: Trouble) -> Layer:
     """Return the layer to which a problem belongs."""
-    from dedup.kafka.diagnose import Trouble
+    from dedup.kafka.connection import Trouble
 
     match trouble:
         case Trouble.NAME:

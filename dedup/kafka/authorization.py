@@ -26,8 +26,7 @@ from aiokafka.protocol.transaction import (
 
 from dedup.errors import BrokerUnavailable
 from dedup.kafka.client import sendable
-from dedup.kafka.connection import Connection
-from dedup.kafka.diagnose import probing
+from dedup.kafka.connection import Connection, probing
 from dedup.kafka.requests import (
     UNKNOWN_TOPIC,
     CreateTopicsRequest_v4,

@@ -32,7 +32,7 @@ from aiokafka.protocol.transaction import (
 from aiokafka.protocol.types import Int32, Int64
 
 from dedup.errors import BrokerUnavailable, StateIncompatible
-from dedup.kafka.diagnose import diagnose, most_telling
+from dedup.kafka.connection import diagnose, most_telling
 from dedup.kafka.record_batch import NO_EPOCH, Limit, TopicPartition, columns_of, data_of
 from dedup.kafka.requests import (
     CONSUMER,

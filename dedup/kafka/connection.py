@@ -1,15 +1,30 @@
-"""Converts the settings for reaching and authenticating a cluster to options of aiokafka's clients."""
+"""Connects to a cluster: converts the settings to options of aiokafka's clients, and explains failed connections.
+
+A broker may be unreachable because of the host name, the network, TLS, or authentication. aiokafka reports most of
+these problems as "unable to bootstrap". Therefore, each broker is tested over a separate connection. If the resulting
+error is not specific enough, a TLS handshake and an ApiVersions request show which protocol the listener uses. There
+is a message for each problem.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import enum
+import socket
 import ssl
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
+from aiokafka import errors as kafka_errors
 from aiokafka.abc import AbstractTokenProvider
+from aiokafka.conn import AIOKafkaConnection, create_conn
+from aiokafka.protocol.metadata import MetadataRequest
 
 if TYPE_CHECKING:
     from dedup.settings import Secret, Security, Settings
+
 
 _REQUEST_TIMEOUT_MS: Final = 10_000
 _PATIENCE_MS: Final = 30_000
@@ -75,3 +90,232 @@ class Connection:
             key_password = self.security.key_password.get_secret_value() if self.security.key_password else None
             context.load_cert_chain(self.security.cert_file, self.security.key_file, key_password)
         return context
+
+
+PROBE_WITHIN_S: Final = 5.0
+# ApiVersions v0 with correlation ID 0 and no client ID, the only request to which every listener responds before
+# authentication.
+_API_VERSIONS: Final = bytes.fromhex("0000000a0012000000000000ffff")
+_HOST_CODES: Final = frozenset({62, 64})
+_EXPIRED_CODES: Final = frozenset({9, 10})
+
+
+class Trouble(enum.Enum):
+    """The reason why a broker cannot be used. The value is the name of the reason in reports."""
+
+    NAME = "host name unknown"
+    UNREACHABLE = "not reachable"
+    SILENT = "no answer"
+    PLAINTEXT_TO_TLS = "listener speaks TLS"
+    TLS_TO_PLAINTEXT = "listener does not speak TLS"
+    UNTRUSTED = "certificate not trusted"
+    WRONG_HOST = "certificate of another host"
+    EXPIRED = "certificate not valid now"
+    CLIENT_CERTIFICATE = "client certificate refused or missing"
+    TLS = "TLS handshake failed"
+    CREDENTIALS = "credentials refused"
+    MECHANISM = "SASL mechanism not offered"
+    SASL_WANTED = "listener wants SASL"
+    NO_SASL = "listener without SASL"
+
+
+PASSING: Final = frozenset({Trouble.NAME, Trouble.UNREACHABLE, Trouble.SILENT})
+"""Problems that may be temporary, for example while a broker or a name server starts. Other problems are permanent."""
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosis:
+    """A broker that cannot be used, and the reason."""
+
+    broker: str
+    trouble: Trouble
+    sentence: str
+
+    @property
+    def passing(self) -> bool:
+        """True if the problem may be temporary."""
+        return self.trouble in PASSING
+
+
+async def diagnose(connection: Connection) -> list[Diagnosis]:
+    """Return a diagnosis for each broker that cannot be used. The list is empty if all brokers respond."""
+    found = await asyncio.gather(*(_examined(connection, broker) for broker in connection.brokers))
+    return [finding for finding in found if finding is not None]
+
+
+def most_telling(findings: Sequence[Diagnosis]) -> Diagnosis | None:
+    """Return the most important diagnosis: permanent problems take precedence over temporary ones."""
+    return min(findings, key=lambda finding: finding.passing, default=None)
+
+
+@contextlib.asynccontextmanager
+async def probing(connection: Connection, host: str, port: int) -> AsyncIterator[AIOKafkaConnection]:
+    """Connect to one broker and read its API versions. Exceptions of aiokafka and of the socket are passed on."""
+    made = await create_conn(
+        host,
+        port,
+        client_id=connection.client_id,
+        request_timeout_ms=int(PROBE_WITHIN_S * 1000),
+        **connection.security_options(),
+    )
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+async def _examined(connection: Connection, broker: str) -> Diagnosis | None:
+    host, _, port_text = broker.rpartition(":")
+    host, port = host.strip("[]"), int(port_text)
+    try:
+        async with probing(connection, host, port) as made:
+            await made.send(MetadataRequest([]))
+    except (kafka_errors.KafkaError, OSError, TimeoutError, EOFError) as error:
+        trouble, detail = await _named(connection, host, port, error)
+        return Diagnosis(broker, trouble, f"{broker}: {_sentence(trouble, connection)}{detail}")
+    return None
+
+
+async def _named(connection: Connection, host: str, port: int, error: BaseException) -> tuple[Trouble, str]:
+    """Return the meaning of an error, with the broker's own message if it adds information."""
+    match error:
+        case socket.gaierror():
+            return Trouble.NAME, f" ({error.strerror})"
+        case ssl.SSLCertVerificationError():
+            return _of_certificate(error), f" ({error.verify_message})"
+        case kafka_errors.SaslAuthenticationFailed() | kafka_errors.AuthenticationFailedError():
+            return Trouble.CREDENTIALS, ""
+        case kafka_errors.UnsupportedSaslMechanismError():
+            return Trouble.MECHANISM, ""
+        case kafka_errors.IllegalSaslStateError():
+            return Trouble.NO_SASL, ""
+        case ConnectionRefusedError() | ConnectionAbortedError():
+            return Trouble.UNREACHABLE, " (connection refused)"
+        case _:
+            pass  # the error is not specific: the probes below find the cause
+    if connection.security.protocol.endswith("SSL"):
+        return await _of_tls(connection, host, port)
+    if await _handshake(host, port, _trusting_all()) is None:
+        return Trouble.PLAINTEXT_TO_TLS, ""
+    if await _answers(host, port, None):
+        return Trouble.SASL_WANTED if connection.security.protocol == "PLAINTEXT" else Trouble.NO_SASL, ""
+    return await _of_network(host, port)
+
+
+async def _of_tls(connection: Connection, host: str, port: int) -> tuple[Trouble, str]:
+    context = connection.security_options()["ssl_context"]
+    failed = await _handshake(host, port, context)
+    match failed:
+        case None:
+            # With TLS 1.3, a read is needed to find out that the client certificate was refused.
+            if await _answers(host, port, context):
+                return Trouble.SASL_WANTED, ""
+            return Trouble.CLIENT_CERTIFICATE, ""
+        case ssl.SSLCertVerificationError():
+            return _of_certificate(failed), f" ({failed.verify_message})"
+        case _:
+            pass
+    if await _answers(host, port, None):
+        return Trouble.TLS_TO_PLAINTEXT, ""
+    if isinstance(failed, ssl.SSLError) and "ALERT" in str(failed.reason) and "CERTIFICATE" in str(failed.reason):
+        return Trouble.CLIENT_CERTIFICATE, ""
+    trouble, detail = await _of_network(host, port)
+    return (trouble, detail) if trouble is not Trouble.SILENT else (Trouble.TLS, f" ({failed})")
+
+
+def _of_certificate(error: ssl.SSLCertVerificationError) -> Trouble:
+    if error.verify_code in _HOST_CODES:
+        return Trouble.WRONG_HOST
+    return Trouble.EXPIRED if error.verify_code in _EXPIRED_CODES else Trouble.UNTRUSTED
+
+
+async def _of_network(host: str, port: int) -> tuple[Trouble, str]:
+    try:
+        async with asyncio.timeout(PROBE_WITHIN_S):
+            _, writer = await asyncio.open_connection(host, port)
+    except OSError as error:
+        return Trouble.UNREACHABLE, f" ({error.strerror or type(error).__name__})"
+    writer.close()
+    return Trouble.SILENT, ""
+
+
+def _trusting_all() -> ssl.SSLContext:
+    """Return a context for finding out whether the listener uses TLS. No data is sent with this context."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    return context
+
+
+async def _handshake(host: str, port: int, context: ssl.SSLContext) -> OSError | None:
+    """Try a TLS handshake; return None if it succeeds, otherwise the error that ended it."""
+    try:
+        async with asyncio.timeout(PROBE_WITHIN_S):
+            _, writer = await asyncio.open_connection(host, port, ssl=context)
+    except OSError as error:
+        return error
+    writer.close()
+    with contextlib.suppress(OSError):
+        await writer.wait_closed()
+    return None
+
+
+async def _answers(host: str, port: int, context: ssl.SSLContext | None) -> bool:
+    """Return whether the listener responds to an ApiVersions request, which is sent over TLS if a context is given."""
+    try:
+        async with asyncio.timeout(PROBE_WITHIN_S):
+            reader, writer = await asyncio.open_connection(host, port, ssl=context)
+            try:
+                writer.write(_API_VERSIONS)
+                answer = await reader.readexactly(8)
+            finally:
+                writer.close()
+    except (OSError, EOFError):
+        return False
+    # The response begins with its length and the correlation ID of the request.
+    return answer[4:] == bytes(4)
+
+
+def _sentence(trouble: Trouble, connection: Connection) -> str:
+    security = connection.security
+    texts: dict[Trouble, str] = {
+        Trouble.NAME: "the host name is not known here. Correct `brokers`, or the name server",
+        Trouble.UNREACHABLE: "nothing can be reached there. Start the broker, correct `brokers`, or open the firewall",
+        Trouble.SILENT: "something listens there, but does not respond like Kafka. Correct the port in `brokers`",
+        Trouble.PLAINTEXT_TO_TLS: (
+            f"the listener speaks TLS, and security.protocol is {security.protocol}. Write SSL or SASL_SSL"
+        ),
+        Trouble.TLS_TO_PLAINTEXT: (
+            f"the listener does not speak TLS, and security.protocol is {security.protocol}. Name the TLS listener's "
+            f"port in `brokers`, or write PLAINTEXT or SASL_PLAINTEXT"
+        ),
+        Trouble.UNTRUSTED: (
+            f"the broker's certificate is signed by nobody that security.ca_file "
+            f"({security.ca_file or 'not set: the system is asked'}) names. Name the CA that signed it"
+        ),
+        Trouble.WRONG_HOST: (
+            "the broker's certificate is for another host name. Write a name that it holds into `brokers`, or give "
+            "the broker a certificate with this one"
+        ),
+        Trouble.EXPIRED: "the broker's certificate is expired, or not valid yet. Renew it, or correct this clock",
+        Trouble.CLIENT_CERTIFICATE: (
+            "the broker asks for a client certificate and there is none. Set security.cert_file and key_file"
+            if security.cert_file is None
+            else f"the broker does not accept the client certificate {security.cert_file}. Name one that its CA signed"
+        ),
+        Trouble.TLS: "the TLS handshake failed. Compare the TLS versions (1.2 or later here) and ciphers of both sides",
+        Trouble.CREDENTIALS: (
+            f"the broker refuses the {security.mechanism} credentials of "
+            f"{security.username or 'this token'}. Correct security.username and security.password"
+        ),
+        Trouble.MECHANISM: f"the broker does not offer {security.mechanism}. Write a mechanism that it has enabled",
+        Trouble.SASL_WANTED: (
+            f"the listener wants SASL, and security.protocol is {security.protocol}. Write SASL_"
+            f"{'SSL' if security.protocol.endswith('SSL') else 'PLAINTEXT'} with mechanism, username and password"
+        ),
+        Trouble.NO_SASL: (
+            f"the listener has no SASL, and security.protocol is {security.protocol}. Write "
+            f"{'SSL' if security.protocol.endswith('SSL') else 'PLAINTEXT'}, or name the SASL listener's port"
+        ),
+    }
+    return texts[trouble]

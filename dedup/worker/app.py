@@ -31,7 +31,7 @@ from dedup.store.rocks import RocksMemory
 from dedup.worker.bootstrap import Bootstrap
 from dedup.worker.clock import SteadyClock
 from dedup.worker.dedup_task import DedupTask
-from dedup.worker.standby import Standbys
+from dedup.worker.restore import Standbys
 from dedup.worker.task_factory import TaskFactory
 from dedup.worker.task_manager import TaskManager
 from dedup.worker.topics import Cluster

@@ -28,7 +28,6 @@ SMALL: Mapping[str, str] = {
     "dedup.cli.demo": "the options: what the demo runs imports librdkafka, and --help must be quick",
     "dedup.embedded.flights": "the demo's data: where they come from, and nothing of Kafka",
     "dedup.embedded.watchdog": "a program of its own, started for each child: it must import nothing",
-    "dedup.topology.permissions": "pure, asked by commands that know no worker",
 }
 """Modules of less than 80 lines with fewer than three importers, and why they stand alone."""
 

@@ -28,8 +28,7 @@ from dedup.metrics import DeadLetterAlert, TaskNumbers, TaskSeen, WorkerSeen
 from dedup.settings import Web, load_settings
 from dedup.topology.parse import parse
 from dedup.web.dashboard import KEPT, PLOTTED, MetricHistory, board, notices, quantile
-from dedup.web.id_lookup import ask_owners
-from dedup.web.server import FILES, WebServer, status_of
+from dedup.web.server import FILES, WebServer, ask_owners, status_of
 from dedup.worker.app import identity
 from dedup.worker.introspection import state_keys
 from dedup.worker.recent_outcomes import MOST_KEPT, MOST_OF_A_BATCH, Recent

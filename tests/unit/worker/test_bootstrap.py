@@ -19,8 +19,7 @@ from dedup.topology.parse import parse
 from dedup.worker.bootstrap import SCRATCH, Bootstrap
 from dedup.worker.checkpointing import make_checkpoint
 from dedup.worker.clock import SteadyClock
-from dedup.worker.restore import restore
-from dedup.worker.standby import Standbys
+from dedup.worker.restore import Standbys, restore
 from dedup.worker.task_factory import TaskFactory
 from dedup.worker.topics import Cluster
 

@@ -7,8 +7,8 @@ import pytest
 from typer.testing import CliRunner
 
 from dedup.cli.main import create_app
+from dedup.topology.describe import Resource, worker_permissions
 from dedup.topology.parse import parse
-from dedup.topology.permissions import Resource, worker_permissions
 
 BASE = {"dedup": 1, "name": "orders", "tracking_id": {"field": "id"}, "guard_period": "1h", "output": {"topic": "out"}}
 

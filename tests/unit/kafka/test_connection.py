@@ -5,8 +5,7 @@ import asyncio
 import pytest
 
 from dedup.kafka import diagnose as diagnosing
-from dedup.kafka.connection import Connection
-from dedup.kafka.diagnose import PASSING, Diagnosis, Trouble, diagnose, most_telling
+from dedup.kafka.connection import PASSING, Connection, Diagnosis, Trouble, diagnose, most_telling
 from dedup.settings import Security
 
 

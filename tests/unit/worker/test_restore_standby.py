@@ -7,7 +7,7 @@ import contextlib
 from typing import Any
 
 from dedup.core.window import Window
-from dedup.worker.standby import Standbys
+from dedup.worker.restore import Standbys
 
 
 async def test_a_standby_let_go_of_while_it_prepares_opens_no_store():
