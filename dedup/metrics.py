@@ -1,7 +1,7 @@
 """Defines the metrics of a running worker, the counters of each task, and snapshots of both for display.
 
-All these objects are plain values. The worker does the counting, and `web` renders Prometheus text and pages from the
-snapshots.
+All objects in this module are plain values. The worker does the counting, and `web` renders Prometheus text and pages
+from the snapshots.
 """
 
 from __future__ import annotations

@@ -201,7 +201,7 @@ class LogSettings(Keys):
 
 
 class Settings(Keys):
-    """All settings of a worker: brokers, credentials, directories, intervals."""
+    """All settings of a worker: brokers, credentials, directories, and intervals."""
 
     brokers: Annotated[tuple[_Broker, ...], BeforeValidator(_listed), some("broker")] = Field(
         description="Bootstrap servers of the cluster.", json_schema_extra={"minItems": 1}
@@ -299,7 +299,7 @@ def load_settings(path: Path | None, overrides: Sequence[str], environ: Mapping[
 
 
 def settings_schema() -> dict[str, Any]:
-    """Return the JSON Schema of config files, for editors."""
+    """Return the JSON Schema of config files, for use in editors."""
     return schema_of(Settings, "dedup config")
 
 
@@ -482,7 +482,7 @@ def _unused(document: Document, keys: Sequence[str], protocol: str, needed: str)
 
 
 def is_loopback(host: str) -> bool:
-    """Tell whether only this machine reaches an address; an IPv6 address may be in brackets."""
+    """Tell whether an address is reachable only from this machine; an IPv6 address may be in brackets."""
     if host == "localhost":
         return True
     try:

@@ -127,7 +127,7 @@ def _numbers(text: str) -> set[int]:
 
 
 def resolved_sink(topology: Topology, path: Path) -> SinkSpec:
-    """Return a topology's sink with resolved references in its URL. Raises TopologyError if there is none."""
+    """Return a topology's sink with resolved references in its URL. Raises TopologyError if there is no sink."""
     from dedup.connect.sink_connector import spec_of
     from dedup.settings import with_references
 
@@ -136,7 +136,7 @@ def resolved_sink(topology: Topology, path: Path) -> SinkSpec:
 
 
 def apply_tables(spec: SinkSpec, *, dry_run: bool, quiet: bool) -> dict[str, str]:
-    """Create the sink's missing tables, unless ``dry_run`` is set, and map table names to CREATE statements.
+    """Create the sink's missing tables unless ``dry_run`` is set. Return their CREATE statements by name.
 
     Raises StateIncompatible if an existing table is unsuitable, and DatabaseUnavailable if the database does not
     respond.

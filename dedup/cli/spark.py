@@ -56,7 +56,9 @@ _Master = Annotated[str | None, typer.Option(help="Spark master; by default that
 _Conf = Annotated[list[str] | None, typer.Option("--conf", help="Spark setting: key=value. Repeatable.")]
 _RowsAreEvents = Annotated[
     bool,
-    typer.Option("--rows-are-events", help="Each row of the input, as JSON, is an event; no column `value` is needed."),
+    typer.Option(
+        "--rows-are-events", help="Treat each row of the input as an event in JSON; no column `value` is needed."
+    ),
 ]
 _Every = Annotated[str, typer.Option(help="How long to wait when there are no new records for the table.")]
 _Quiet = Annotated[bool, typer.Option("--quiet", help="Show no progress bar or line.")]
@@ -150,12 +152,13 @@ def run(
     master: _Master = None,
     conf: _Conf = None,
     exit_when_done: Annotated[
-        bool, typer.Option("--exit-when-done", help="Stop at the end offsets seen at the start.")
+        bool, typer.Option("--exit-when-done", help="Stop at the end offsets that the topics have at the start.")
     ] = False,
     most_offsets: Annotated[int, typer.Option(min=1, help="Maximum number of offsets in a micro-batch.")] = 1_000_000,
     commit_rows: Annotated[int, typer.Option(min=1, help="Approximate number of records in a transaction.")] = 100_000,
     onto_existing_output: Annotated[
-        bool, typer.Option("--onto-existing-output", help="Let a new group write to an output that holds records.")
+        bool,
+        typer.Option("--onto-existing-output", help="Let a new group write to an output that already holds records."),
     ] = False,
     delta: Annotated[
         str | None,
@@ -251,7 +254,7 @@ def backfill_command(
     ] = "whole",
     until: Annotated[str, typer.Option(help="Where to stop in topics: now, or a time.")] = "now",
     repartitioned: Annotated[
-        bool, typer.Option("--repartitioned", help="Read the repartition topic, in the order that a fleet judges in.")
+        bool, typer.Option("--repartitioned", help="Read the repartition topic, in the order in which a fleet judges.")
     ] = False,
     now: Annotated[str | None, typer.Option(help="Current time, after which event times are in the future.")] = None,
     config: ConfigOption = None,
@@ -496,7 +499,7 @@ def upsert_command(  # noqa: PLR0917  # one parameter per option
     fmt: Annotated[InputFormat, typer.Option("--format", help="Format of --input.")] = "parquet",
     schema: Annotated[
         str | None,
-        typer.Option(metavar="DDL", help="Columns from members of the JSON value; key and value as bytes by default."),
+        typer.Option(metavar="DDL", help="Columns to fill from the JSON value; key and value as bytes by default."),
     ] = None,
     order: Annotated[
         str, typer.Option(metavar="event_time|offset|COLUMN", help="The value that decides which record is newest.")
@@ -511,7 +514,7 @@ def upsert_command(  # noqa: PLR0917  # one parameter per option
     as_json: JsonOption = False,
     quiet: _Quiet = False,
 ) -> None:
-    """Write the newest record of each tracking ID to a table, with one row per ID. A run may be repeated.
+    """Write the newest record of each tracking ID to a table, with one row per ID. A run can be repeated safely.
 
     Examples: dedup spark upsert topologies/orders.yaml --delta /tables/orders --schema 'id STRING, amount DOUBLE'
 
@@ -549,7 +552,7 @@ def sink_command(
     *,
     delta: Annotated[str, typer.Option(metavar="PATH", help="Path of the Delta table.")],
     exit_when_done: Annotated[
-        bool, typer.Option("--exit-when-done", help="Stop at the end offsets seen at the start.")
+        bool, typer.Option("--exit-when-done", help="Stop at the end offsets that the topics have at the start.")
     ] = False,
     every: _Every = "10s",
     most_offsets: Annotated[int, typer.Option(min=1, help="Approximate number of offsets in a commit.")] = 1_000_000,
@@ -561,7 +564,8 @@ def sink_command(
 ) -> None:
     """Append a topology's output topic to a Delta table, each committed record exactly once.
 
-    A fleet or `dedup spark run` may write to the topic at the same time. The table's own history holds the position.
+    A fleet or `dedup spark run` may write to the topic at the same time. The history of the Delta table contains the
+    position in the topic.
 
     Examples: dedup spark sink topologies/orders.yaml --delta tables/orders
 

@@ -151,8 +151,8 @@ def verify_topology(
 
     The command reads the source topics, the written topics, and the group's offsets with a different Kafka client than
     the worker's. The command then replays the exact model, and compares keys, values, headers, timestamps, and order.
-    The exit code is 4 if anything violates the guarantee. Memory use does not grow with the topics. Files in --scratch
-    take about 200 bytes per record, in addition to the record's key.
+    The exit code is 4 if anything violates the guarantee. Memory use does not grow with the size of the topics. Files
+    in --scratch take about 200 bytes per record, in addition to the record's key.
 
     Examples: dedup verify topologies/orders.yaml --report reports/orders.html
 

@@ -1,10 +1,10 @@
 """Defines the interface of database connections, and the fenced offsets that make each transaction take effect once.
 
 Each database transaction commits rows together with the Kafka offsets from which they were read. For each partition, a
-row of `dedup_offsets` is the fence. A process that takes over a partition raises the epoch in this row before it reads
-the position. Every transaction first updates the row from (own epoch, expected position) to the next position. If no
-row matches, another process owns the partition, and the transaction is rolled back with TaskMigrated. An open
-transaction locks the row, so no other process can take over the partition during a transaction.
+row of `dedup_offsets` is the fence. A process that takes over a partition raises the epoch in the partition's row
+before it reads the position. Every transaction first updates the row from (own epoch, expected position) to the next
+position. If no row matches, another process owns the partition, and the transaction is rolled back with TaskMigrated.
+An open transaction locks the row, so no other process can take over the partition during a transaction.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Row = tuple[Any, ...]
 
 
 class DatabaseAway(Exception):
-    """The database did not respond or is busy. Until it responds, it is unknown whether a commit happened."""
+    """The database did not respond or is busy. Whether a commit happened is unknown until the database responds."""
 
 
 class RowsRefused(Exception):
@@ -231,7 +231,7 @@ class FencedOffsets:
                 raise self._overtaken(partition)
 
     def happened(self, connection: DatabaseConnection, ends: Mapping[int, int]) -> bool:
-        """Tell whether a transaction was committed whose commit got no response.
+        """Tell whether a transaction whose commit got no response was committed.
 
         Raises TaskMigrated if another process has taken over a partition since then.
         """

@@ -281,7 +281,7 @@ class Files:
         return self._close_file(opened) if opened.gone else None
 
     def _close_file(self, opened: _Open) -> SourceRecords | None:
-        """Close a file that was read to its end. A deletion is committed, because the inode may be reused."""
+        """Close a file that was read to its end. A deleted file is recorded as deleted, as its inode may be reused."""
         if opened.reader.rest_bytes:
             if not opened.warned:
                 text = "%s was deleted; the %d bytes after its last line feed are not sent until a line feed follows"
@@ -404,7 +404,7 @@ class _LineReader:
         return self._digested_bytes + len(self._rest)
 
     def read(self) -> _Chunk | None:
-        """Return the next lines; None if no line is complete yet. Call again while `read_to` grows."""
+        """Return the next lines; None if no line is complete yet. The caller repeats the call while `read_to` grows."""
         data = os.pread(self._descriptor, CHUNK_BYTES, self.read_to)
         if not data:
             return None

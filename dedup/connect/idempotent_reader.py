@@ -48,7 +48,7 @@ class Work:
     def execute(self, sql: str, parameters: Sequence[Any] = ()) -> int:
         """Run a statement; return the number of changed rows.
 
-        Parameters are ``?`` in SQLite and ``%s`` in PostgreSQL.
+        The placeholder of a parameter is ``?`` in SQLite and ``%s`` in PostgreSQL.
         """
         return self._connection.execute(sql, parameters)
 

@@ -42,8 +42,8 @@ class Transaction:
         """Add a record to the transaction; ``tracking_id`` becomes its header `dedup-id`.
 
         Kafka's default partitioner chooses the partition by the key or, without a key, by the tracking ID. A record
-        without either is sent to a fixed partition. Raises InvariantBroken for a topic that was not passed to the
-        writer.
+        without a key and a tracking ID is sent to a fixed partition. Raises InvariantBroken for a topic that was not
+        passed to the writer.
         """
         if topic not in self._partition_counts:
             raise InvariantBroken(f"topic {topic!r} was not passed to the writer: add it to `topics`.")

@@ -1,12 +1,12 @@
 """Implements a source that reads the rows of a growing table or of a query in the order of their numbers, without gaps.
 
-A row with a lower number may be committed after a row with a higher number, because its transaction takes the number
-earlier than it commits. Therefore, the source sets a bound before it reads rows. In PostgreSQL, the bound is the
-greatest number. The source then waits for every transaction that holds a lock for writing rows of the table, as CREATE
-INDEX CONCURRENTLY does. A transaction takes that lock before it takes a number, so later transactions get greater
-numbers, and all rows below the bound are final. (The snapshot's xmin would not work, because a transaction that has its
+A row with a lower number may be committed after a row with a higher number, because a transaction takes a number before
+it commits. Therefore, the source sets a bound before it reads rows. In PostgreSQL, the bound is the greatest number.
+The source then waits for every transaction that holds a lock for writing rows of the table, as CREATE INDEX
+CONCURRENTLY does. A transaction takes the lock before it takes a number, so later transactions get greater numbers, and
+all rows below the bound are final. The xmin of a snapshot cannot replace the lock, because a transaction that has its
 number may have no transaction ID yet, and no snapshot contains a transaction without an ID; see
-docs/decisions/0012-edges.md.) SQLite has one writer at a time, so rows are final immediately. If the number is not
+docs/decisions/0012-edges.md. SQLite has one writer at a time, so rows are final immediately. If the number is not
 assigned by the INSERT itself, the source waits for the time that `settle` sets, which is not exact.
 
 Before the first row is sent, `_readable_columns` rejects tables and queries that cannot be read by number.

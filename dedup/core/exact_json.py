@@ -196,7 +196,7 @@ def _no_json(value: bytes, code: str, detail: str) -> Unreadable:
 
 
 def look_up(value: JsonValue | Absent, path: Path) -> JsonValue | Absent:
-    """Return the value at a path, or ABSENT. Raises Unreadable if a member on the path is repeated."""
+    """Return the value at a path, or ABSENT if there is none. Raises Unreadable if a member on the path is repeated."""
     here = value
     for step in path:
         if isinstance(here, Members) and isinstance(step, str):

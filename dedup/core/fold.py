@@ -1,6 +1,6 @@
 """Judges a batch as columns, and returns the verdicts of its records and their new sightings.
 
-`fold` runs for every record, so it does only what the rule needs. `reference_model` implements the same rule in a slow
+`fold` processes every record, so it does only what the rule needs. `reference_model` implements the same rule in a slow
 way, and property tests check that both give the same verdicts.
 
 Most batches are judged as a whole (`judged_at_once`). The records of such a batch are close together in event time, no

@@ -115,7 +115,7 @@ class ReferenceModel:
                 del self.sightings[tracking_id]
 
     def _advance(self) -> None:
-        """Set stream time to the least of the greatest times of all feeds that are not idle, but never decrease it."""
+        """Set stream time to the smallest of the greatest times of feeds that are not idle; it never decreases."""
         awake = [greatest_ms for feed, greatest_ms in self.greatest.items() if not self.idle[feed]]
         candidate_ms = min(awake) if awake else max(self.greatest.values())
         self.stream_time_ms = max(self.stream_time_ms, candidate_ms)

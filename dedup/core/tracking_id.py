@@ -123,7 +123,7 @@ class TrackingId:
 
 
 def state_key(canonical: bytes) -> bytes:
-    """Return the key under which the state of an ID is stored, which has at most 33 bytes."""
+    """Return the state key of an ID, which has at most 33 bytes."""
     if len(canonical) <= KEPT_BYTES:
         return canonical
     return DIGEST + blake2b(canonical, digest_size=32).digest()

@@ -118,7 +118,7 @@ class Window:
         return Unique()
 
     def extended(self, seen: Sighting, time_ms: int) -> Sighting:
-        """Return the sighting after a duplicate at ``time_ms``, with ``last`` raised up to the cap."""
+        """Return the sighting after a duplicate at ``time_ms``, with ``last`` extended up to the cap."""
         last_ms = min(max(seen.last_ms, time_ms), max(seen.last_ms, seen.first_ms + self.extend_at_most_ms))
         return seen._replace(last_ms=last_ms)
 

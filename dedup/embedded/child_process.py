@@ -151,7 +151,7 @@ class Processes:
                 raise InvariantBroken(self.ended(name, f"by itself with exit code {process.exit_code}"))
 
     def stop(self) -> None:
-        """Stop all processes with SIGTERM. Raises InvariantBroken if one does not exit with code 0."""
+        """Stop all processes with SIGTERM. Raises InvariantBroken if a process does not exit with code 0."""
         self.check()
         for name, process in list(self.running.items()):
             code = process.stop()

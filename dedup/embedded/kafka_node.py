@@ -170,7 +170,7 @@ class EmbeddedKafka:
             )
 
     def stop(self) -> None:
-        """Shut the node down cleanly, delete temporary data, and free the ports. This method may be called again."""
+        """Shut the node down cleanly, delete temporary data, and free the ports. A second call has no effect."""
         self._shut_down()
         if self._given_dir is None and self._dir is not None:
             shutil.rmtree(self._dir, ignore_errors=True)
