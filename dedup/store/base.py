@@ -79,7 +79,7 @@ class Store(Protocol):
         """The changelog offset to restore from; 0 in a new store."""
 
     def get_each(self, segments: Iterable[int], ids: Sequence[bytes]) -> dict[int, dict[bytes, bytes]]:
-        """Return the encoded values of the known IDs by segment and state key; segments without a known ID are absent."""
+        """Map each segment to the encoded values of the known IDs in it; segments without a known ID are absent."""
 
     def segments(self) -> dict[int, int]:
         """Map the start of each segment, in ascending order, to a changelog offset at or below its first record."""

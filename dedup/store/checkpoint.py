@@ -233,7 +233,7 @@ class Checkpoint:
 
     @classmethod
     def decode(cls, data: bytes, place: str) -> Self:
-        """Return the description that ``data`` from ``place`` contains. Raises CheckpointUnusable if it is unreadable."""
+        """Return the description in ``data``, which was read from ``place``. May raise CheckpointUnusable."""
         try:
             version = msgspec.json.decode(data, type=_Head).format
             if version != _FORMAT:

@@ -411,7 +411,7 @@ class RocksStore:
         return self._position
 
     def get_each(self, segments: Iterable[int], ids: Sequence[bytes]) -> dict[int, dict[bytes, bytes]]:
-        """Return the encoded values of the known IDs by segment and state key; segments without a known ID are absent."""
+        """Map each segment to the encoded values of the known IDs in it; segments without a known ID are absent."""
         self._refuse_if_closed()
         asked = [(start, held) for start in segments if (held := self._segments.get(start)) is not None]
         if not asked or not ids:
