@@ -257,7 +257,7 @@ def _name(number: int) -> str:
 
 
 class ClusterFaults:
-    """Makes the changes that people make to a cluster while workers run. A fleet must survive each of them.
+    """Makes changes to a cluster that people make while workers run. A fleet must survive each change.
 
     Every method returns whether it had an effect, which is False if the broker is down.
     """

@@ -1,6 +1,7 @@
 """Observes a group's progress and the records in the output while workers run, for `dedup chaos` and the demo.
 
-The live checker is a `read_committed` consumer of the output. It must never see an ID twice within a guard period.
+The live checker is a `read_committed` consumer of the output. The live checker must never see an ID twice within a
+guard period.
 """
 
 from __future__ import annotations

@@ -187,7 +187,7 @@ def make_topic(bootstrap: str, name: str, partitions: int) -> None:
 
 
 class Sender:
-    """Sends records at a steady rate in a thread, each of them at least once.
+    """Sends records at a steady rate in a thread. Each record is sent at least once.
 
     Use a sender as a context manager. `stop` returns when all records have arrived.
     """

@@ -2,7 +2,7 @@
 
 aiokafka reports most of these problems as "unable to bootstrap". Therefore, each broker is tested over a separate
 connection. If the resulting error is not specific enough, a TLS handshake and an ApiVersions request show which
-protocol the listener uses. There is a message for each problem.
+protocol the listener uses.
 """
 
 from __future__ import annotations

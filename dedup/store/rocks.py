@@ -293,8 +293,7 @@ class RocksMemory:
 
 
 def _rocks_options(memory: RocksMemory, *, hashed: bool, segment: bool = True) -> Options:
-    """Return the options of a segment's family or of the store itself. Sizes are small, for up to 256 stores per
-    worker.
+    """Return the options of a segment's family or of the store; sizes are small, for up to 256 stores per worker.
 
     A hashed memtable is faster than a skip list in any key order: in a measurement, inserting a key took 0.6 instead of
     1.0 us, and finding a key took 1.5 instead of 2.3 us. Reading a hashed memtable in key order requires

@@ -1,7 +1,7 @@
 """Takes a cut through a topology's topics: reads offsets and bounds once, and then the written records within them.
 
-Records are sorted into buckets by tracking ID (`spill`). Their order is checked by positions only. For each written
-record, columns on disk contain the task that wrote it and the record's position in the log of this task.
+Records are sorted into buckets by tracking ID (`spill`). The order of records is checked by positions only. For each
+written record, columns on disk contain the task that wrote it and the record's position in the log of this task.
 """
 
 from __future__ import annotations
@@ -394,7 +394,7 @@ class Cut:
         return bounds.high - begin if self.reader.holds_records(topic, partition, begin, bounds.high) else 0
 
     def configured_start(self, topic: str, partition: int) -> int | None:
-        """Return the first judged source offset by a reset or `source.start`; None for `latest`, which is not stored."""
+        """Return the source offset that a reset or `source.start` sets; None for `latest`, which is not stored."""
         bounds, begin = self.bounds[topic][partition], self.begins[topic].get(partition)
         if begin is not None:
             return max(begin, bounds.low)

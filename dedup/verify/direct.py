@@ -1,9 +1,8 @@
 """Verifies a topology that reads its source topic directly, by replaying each partition in the order of its log.
 
 The records of a partition, and the records that workers wrote for them, are read once and sorted into buckets by
-tracking ID (`spill`). Each record is stored with the stream time at which it was judged (`log_scan`). After that, the
-buckets are judged and compared one by one. For a compacted source, only the checks that do not depend on order are
-made.
+tracking ID (`spill`). Each record is stored with the stream time at which it was judged (`log_scan`). The buckets are
+then judged and compared one by one. For a compacted source, only the checks that do not depend on order are made.
 """
 
 from __future__ import annotations

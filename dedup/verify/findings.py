@@ -156,7 +156,7 @@ class Copies:
     """The records of the duplicates and conflicts topics, by partition.
 
     A task writes its copies in the order of its log. The partition to which it writes is its own number modulo the
-    topic's number of partitions. Therefore, each partition is compared with the tasks that write to it.
+    topic's number of partitions. Each partition of the topics is compared with the tasks that write to it.
     """
 
     cut: Cut

@@ -1,8 +1,8 @@
 """Keeps rows on disk in buckets. The number of buckets is large enough for each bucket to fit into memory.
 
 All rows of a tracking ID are in the same bucket, so each ID can be checked within its bucket. The order of records is
-checked by the positions in the rows (`cut.Order`). Therefore, the size of a bucket determines the memory that is
-needed.
+checked by the positions in the rows (`cut.Order`). The size of a bucket determines the memory that a verification
+needs.
 """
 
 from __future__ import annotations

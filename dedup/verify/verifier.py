@@ -1,15 +1,14 @@
-"""Implements `dedup verify`, which reads only Kafka, replays the exact model, and reports lost, duplicated, or changed
-records.
+"""Implements `dedup verify`, which reads only Kafka, replays the exact model, and reports every difference.
 
 All topics are read up to one cut (`cut`). The verifier first reads the group's committed offsets, because only the
-results of judged records can be expected. It then reads the ends of the topics that workers write, including open
-transactions. The results for the committed offsets are below those ends. Reading up to the ends with ``read_committed``
-waits for transactions that are still open. Records that workers judge in the meantime are *pending*, because their
-results may or may not be there.
+results of judged records can be expected. The verifier then reads the ends of the topics that workers write, including
+open transactions. The results for the committed offsets are below those ends. Reading up to the ends with
+``read_committed`` waits for transactions that are still open. Records that workers judge in the meantime are *pending*,
+because their results may or may not be there.
 
-A partition is replayed if a log still contains its records in order (`direct`, `repartitioned`). Otherwise, the
-verifier makes only checks that do not depend on order (`findings.OrderFree`). Records that these checks cannot decide
-are counted as not provable, never as correct.
+A partition is replayed if a log still contains its records in order (`direct`, `repartitioned`). If no log contains the
+order, the verifier makes only checks that do not depend on order (`findings.OrderFree`). Records that these checks
+cannot decide are counted as not provable, never as correct.
 
 The memory that a verification needs does not depend on the size of the topics. Records are written to files in buckets
 by tracking ID (`spill`), and one bucket at a time is judged and compared. Data that depends on the order of all records
