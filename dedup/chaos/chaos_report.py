@@ -1,4 +1,4 @@
-"""The report of `dedup chaos`, as JSON and as an HTML page with throughput, lag, and faults on one time axis."""
+"""Creates the report of `dedup chaos`, as JSON and as an HTML page with throughput, lag, and faults over time."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ _COLOURS: Final[dict[str, str]] = {
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """Figures at one moment, given in seconds since the start of fault injection."""
+    """The figures of a run at one moment; times are in seconds since the start of fault injection."""
 
     at_s: float
     sent: int
     in_topic: int
     judged: int
     forwarded: int
-    """Records seen by the live checker."""
+    """Number of records that the live checker has seen."""
 
 
 @dataclass(frozen=True, slots=True)
 class InjectedFault:
-    """A fault that was due; ``hit`` is false if its target was already down or frozen."""
+    """A fault that was scheduled; ``hit`` is False if its target was already down or frozen."""
 
     at_s: float
     kind: str
@@ -52,7 +52,7 @@ class InjectedFault:
 
 @dataclass(slots=True)
 class Oracle:
-    """A condition that must hold, and whether it did."""
+    """A condition that must hold in every run, and whether it held."""
 
     name: str
     meaning: str
@@ -61,13 +61,13 @@ class Oracle:
 
     @property
     def verdict(self) -> str:
-        """How reports show whether it held."""
+        """The text by which reports show whether the condition held."""
         return "held" if self.held else "BROKEN"
 
 
 @dataclass(slots=True)
 class ChaosReport:
-    """The report of a whole run."""
+    """The results of a whole run."""
 
     topology: str
     seed: int
@@ -77,17 +77,17 @@ class ChaosReport:
     ticks: list[Tick]
     restarts: dict[int, int]
     verified: Report | None
-    """None if nothing could be verified; the oracles say why."""
+    """The result of the verification; None if it was not possible, for a reason that the oracles contain."""
     oracles: list[Oracle] = field(default_factory=list)
 
     @property
     def passed(self) -> bool:
-        """Whether everything was verified and every oracle held."""
+        """True if the verification was possible and every oracle held."""
         return self.verified is not None and bool(self.oracles) and not self.broken
 
     @property
     def broken(self) -> list[Oracle]:
-        """Oracles that did not hold."""
+        """The oracles that did not hold."""
         return [oracle for oracle in self.oracles if not oracle.held]
 
     @property
@@ -102,7 +102,7 @@ class ChaosReport:
         return Counter(fault.kind for fault in self.injected if fault.hit)
 
     def to_json(self) -> str:
-        """Return the report as a JSON document; "blows" and "struck" are its names for faults."""
+        """Return the report as a JSON document, in which faults are named "blows" and "struck"."""
         document = {
             "dedup_chaos": 1,
             "passed": self.passed,
@@ -120,7 +120,7 @@ class ChaosReport:
         return json.dumps(document, indent=2) + "\n"
 
     def to_html(self) -> str:
-        """Return one self-contained HTML page."""
+        """Return the report as a self-contained HTML page."""
         faults = ", ".join(f"{number} x {kind}" for kind, number in self.counts.most_common())
         parts = (
             f"<h1>{escape(self.topology)}: {self.seconds / 60:.1f} minutes of chaos</h1>",

@@ -1,6 +1,7 @@
-"""The nine oracles of `dedup chaos`, which are computed after a run from Kafka, the stores, and the fleet.
+"""Computes the nine oracles of `dedup chaos` after a run, from Kafka, the stores, and the workers' logs and exit codes.
 
-If evidence cannot be gathered, the oracles that need it do not hold, but the report is still complete.
+An oracle is a condition that must hold in every run. If the evidence for an oracle cannot be gathered, the oracle does
+not hold, but the report is still complete.
 """
 
 from __future__ import annotations
@@ -51,15 +52,16 @@ _MEANINGS: Final = {
 
 @dataclass(slots=True)
 class Evidence:
-    """The evidence of a run; values that could not be determined are None, with the reason in `unknown`."""
+    """The evidence of a run. Values that could not be determined are None, and `unknown` contains the reason."""
 
     verified: Report | None = None
     seen: Sightings | None = None
     """The result of the live checker."""
     reached: bool = False
-    """Whether the live checker reached the output's end, so that no transaction is open there."""
+    """True if the live checker reached the end of the output, which proves that no transaction is open in the output.
+    """
     judged: bool = False
-    """Whether the group has no lag."""
+    """True if the group has no lag."""
     stores: int = 0
     wrong_stores: list[str] | None = None
     zombies: int = 0
@@ -69,7 +71,7 @@ class Evidence:
     batches: int = 0
     owners: int = 0
     behind: int | None = None
-    """Number of committed batches of an older epoch after those of a newer one, which a zombie wrote."""
+    """Number of committed batches that a zombie wrote: batches of an older epoch that follow batches of a newer one."""
     unprovoked: list[str] = field(default_factory=list)
     away: int = 0
     """How often a worker ended while the broker was down."""
@@ -80,7 +82,7 @@ class Evidence:
 
 
 def oracles(found: Evidence) -> list[Oracle]:
-    """Return O1 to O9; an oracle that could not be computed does not hold."""
+    """Return the oracles O1 to O9. An oracle that could not be computed does not hold."""
     rows = zip(_MEANINGS.items(), [*_of_records(found), *_of_workers(found)], strict=True)
     return [
         Oracle(name, meaning, held=False, figure=f"not known: {found.unknown[name]}")
@@ -91,7 +93,7 @@ def oracles(found: Evidence) -> list[Oracle]:
 
 
 def _of_records(found: Evidence) -> list[tuple[bool, str]]:
-    """Return whether each of O1 to O6 holds, with its figure."""
+    """Return for each of the oracles O1 to O6 whether it holds, and its figure."""
     report, seen = found.verified, found.seen
     counts = report.counts if report is not None else {}
     lost, doubled = counts.get("lost", 0), counts.get("duplicated", 0)
@@ -116,7 +118,7 @@ def _of_records(found: Evidence) -> list[tuple[bool, str]]:
 
 
 def _of_workers(found: Evidence) -> list[tuple[bool, str]]:
-    """Return whether each of O7 to O9 holds, with its figure."""
+    """Return for each of the oracles O7 to O9 whether it holds, and its figure."""
     doubled = found.seen.duplicated if found.seen is not None else None
     zombies = (
         f"{found.zombies} frozen beyond the session, {found.fenced} tasks fenced; {found.behind} of "
@@ -131,7 +133,7 @@ def _of_workers(found: Evidence) -> list[tuple[bool, str]]:
 
 
 def gather(topology: Topology, settings: Settings, stage: ChaosStage, events: ChaosEvents, *, judged: bool) -> Evidence:
-    """Return the evidence of a run; no worker may be running."""
+    """Return the evidence of a run. No worker may be running when this function is called."""
     fleet = stage.fleet
     found = Evidence(judged=judged, unprovoked=fleet.unprovoked, unclean=fleet.unclean, starts=fleet.starts)
     found.away = sum(events.restarts.values())
@@ -156,7 +158,7 @@ def gather(topology: Topology, settings: Settings, stage: ChaosStage, events: Ch
 
 
 def _or_why(found: Evidence, names: tuple[str, ...], look: Callable[[], T]) -> T | None:
-    """Return the result of ``look``; if it fails, record the reason for the oracles that need it."""
+    """Return the result of ``look``. If ``look`` fails, record the reason for the oracles with these names."""
     try:
         return look()
     except DedupError as error:
@@ -183,7 +185,7 @@ def _epochs(topology: Topology, settings: Settings) -> list[Epochs]:
 
 
 def _compare_stores(topology: Topology, settings: Settings, state_dirs: list[Path]) -> tuple[int, list[str]]:
-    """Return the number of compared stores, and a sentence for each store that does not match its changelog.
+    """Compare stores with the changelog; return the number of stores, and a sentence for each one that does not match.
 
     A store that an earlier owner left behind must match the changelog up to the store's own position.
     """

@@ -1,4 +1,4 @@
-"""The run of `dedup chaos`, with a fleet, the faults injected into it and its cluster, and figures for every second."""
+"""Executes a run of `dedup chaos`: injects faults into a fleet and its cluster, and records figures every second."""
 
 from __future__ import annotations
 
@@ -32,11 +32,12 @@ if TYPE_CHECKING:
     from dedup.settings import Settings
     from dedup.topology.model import Topology
 
-# The faults of `dedup chaos` and their schedule, drawn in advance from a seed so that a run can be repeated.
+# The faults of `dedup chaos`, and their schedule. The schedule is drawn in advance from a seed, so that a run can be
+# repeated.
 
 
 class FaultType(enum.Enum):
-    """A kind of fault; the value is its name in reports."""
+    """A kind of fault. The value is the name of the fault in reports."""
 
     KILL = "SIGKILL"
     FREEZE = "frozen beyond the session"
@@ -58,7 +59,7 @@ BROKER_FAULTS: Final = frozenset({FaultType.CUT, FaultType.BROKER_KILL})
 CLUSTER_FAULTS: Final = frozenset(
     {FaultType.BROKER_ROLL, FaultType.OUTPUT_CONFIG, FaultType.RETENTION, FaultType.GROUP_DELETION}
 )
-"""Changes that people make to a cluster while workers run; only injected with `--harder` above 1."""
+"""Changes that people make to a cluster while workers run. They are injected only if `--harder` is above 1."""
 PER_MINUTE: Final[Mapping[FaultType, float]] = {
     FaultType.KILL: 12.0,
     FaultType.FREEZE: 0.5,
@@ -73,12 +74,12 @@ PER_MINUTE: Final[Mapping[FaultType, float]] = {
     FaultType.GROUP_DELETION: 0.5,
 }
 QUIET_S: Final = 5.0
-"""Time without faults at the start, so that a fleet that is broken from the start fails before the first fault."""
+"""Time without faults at the start of a run, so that a fleet that does not work at all fails before the first fault."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class ScheduledFault:
-    """A fault with its time, its kind, and the worker that it hits, if any."""
+    """A fault with its time, its kind, and the worker that it targets, if any."""
 
     at_s: float
     kind_name: str
@@ -91,7 +92,7 @@ class ScheduledFault:
 
 
 def rates(*, harder: float, embedded: bool) -> dict[FaultType, float]:
-    """Return the faults per minute of each kind; ``embedded`` says that the run has its own broker."""
+    """Return the number of faults of each kind per minute; ``embedded`` says that the run has its own broker."""
     kinds = WORKER_FAULTS | (BROKER_FAULTS if embedded else frozenset())
     if embedded and harder > 1:
         kinds |= CLUSTER_FAULTS
@@ -99,7 +100,7 @@ def rates(*, harder: float, embedded: bool) -> dict[FaultType, float]:
 
 
 def draw(*, seed: int, seconds: float, workers: int, per_minute: Mapping[FaultType, float]) -> list[ScheduledFault]:
-    """Return the faults of a run in order of time, with each kind at random times according to its rate."""
+    """Return the faults of a run in order of time. The times of each kind are random, according to its rate."""
     dice = random.Random(seed)  # noqa: S311  # no secret; a run must be repeatable
     span_s = max(0.0, seconds - QUIET_S)
     return sorted(
@@ -111,10 +112,10 @@ def draw(*, seed: int, seconds: float, workers: int, per_minute: Mapping[FaultTy
 
 RETENTION_PROPERTIES: Final[Mapping[str, str]] = {
     "log.retention.check.interval.ms": "500",
-    # Also after each restart of the broker: 30 s by default.
+    # This delay applies after each restart of the broker. The default is 30 s.
     "log.initial.task.delay.ms": "500",
 }
-"""Properties with which a broker deletes expired records within a second."""
+"""Broker properties with which the broker deletes expired records within a second."""
 _SHORT_FREEZE_S: Final = 1.0
 _JOINED_S: Final = 8.0
 _BROKER_DOWN_S: Final = 2.0
@@ -122,12 +123,14 @@ _TICK_S: Final = 1.0
 _POLL_S: Final = 0.1
 _DONE_WITHIN_S: Final = 180.0
 _DRAINS_WITHIN_S: Final = 60.0
-"""If the broker is down during a commit, the commit first waits for its own timeout."""
+"""The time that a worker has for shutting down. If the broker is down during a commit, the commit waits for its timeout
+first.
+"""
 _DELETED_WITHIN_S: Final = 10.0
 _PATIENCE_MS: Final = 5_000
 _KILLED: Final = 137
 _NOT_UP_YET: Final = 143
-"""Exit code if SIGTERM arrives before the worker handles it, when it has not done anything yet."""
+"""Exit code of a worker that receives SIGTERM before it handles signals, when it has not done anything yet."""
 _CLEAN_EXITS: Final = frozenset({0, BrokerUnavailable.exit_code, _NOT_UP_YET})
 _CONFIG_CHANGES: Final[tuple[Mapping[str, str], ...]] = (
     {"compression.type": "gzip"},
@@ -137,15 +140,15 @@ _CONFIG_CHANGES: Final[tuple[Mapping[str, str], ...]] = (
     {"compression.type": "zstd", "max.message.bytes": "8388620"},
     {"compression.type": "producer"},
 )
-"""Configs that do not change the content of a record, as LogAppendTime would."""
+"""Topic configs that do not change a record. LogAppendTime is not among them, because it changes timestamps."""
 
 
 class ChaosFleet(Processes):
-    """Workers 0 to `count` - 1, and at times an extra one, each with its own id and state directory."""
+    """A fleet of the workers 0 to `count` - 1 and, at times, an extra one, each with its own ID and state directory."""
 
     def __init__(self, directory: Path, topology_file: Path, config: Path, overrides: list[str], count: int) -> None:
         self.most: Final = count + 1
-        """The number of workers, which are numbered from 0, including the extra one."""
+        """The greatest number of workers, including the extra one. Workers are numbered from 0."""
         self._state: Final = directory
         run = (*DEDUP, "run", str(topology_file.resolve()), "--config", str(config.resolve()), "--quiet")
         commands = {}
@@ -155,21 +158,21 @@ class ChaosFleet(Processes):
         super().__init__(directory, commands)
         self.starts = 0
         self.unprovoked: Final[list[str]] = []
-        """A sentence for each worker that ended without a fault."""
+        """A sentence for each time that a worker ended although no fault had ended it."""
         self.unclean: Final[list[str]] = []
-        """A sentence for each worker that did not shut down cleanly after SIGTERM."""
+        """A sentence for each time that a worker did not shut down cleanly after SIGTERM."""
 
     def __enter__(self) -> Self:
         self.start(*map(_name, range(self.most - 1)))
         return self
 
     def start(self, *names: str) -> None:
-        """Start workers on the state that they left."""
+        """Start workers with the local state that they left behind."""
         super().start(*names)
         self.starts += len(names)
 
     def restart_killed(self, number: int) -> bool:
-        """Kill a worker by SIGKILL and restart it at once; return False if it is frozen."""
+        """Kill a worker by SIGKILL and restart it immediately; return False if the worker is frozen."""
         if self.running[_name(number)].paused:
             return False
         self.kill(_name(number))
@@ -177,7 +180,7 @@ class ChaosFleet(Processes):
         return True
 
     def restart_stopped(self, number: int) -> bool:
-        """Stop a worker with SIGTERM, record how it ended, and restart it; return False if it is frozen."""
+        """Stop a worker with SIGTERM, record how it ended, and restart it; return False if the worker is frozen."""
         if self.running[_name(number)].paused:
             return False
         self._end(_name(number))
@@ -185,7 +188,7 @@ class ChaosFleet(Processes):
         return True
 
     def pause(self, number: int) -> bool:
-        """Freeze a worker; return False if it is already frozen."""
+        """Freeze a worker; return False if the worker is already frozen or has ended."""
         process = self.running[_name(number)]
         if process.paused or not process.running:
             return False
@@ -197,7 +200,7 @@ class ChaosFleet(Processes):
         self.running[_name(number)].resume()
 
     def add_worker(self) -> bool:
-        """Start the extra worker; return False if it runs already."""
+        """Start the extra worker; return False if it is already running."""
         extra = _name(self.most - 1)
         if extra in self.running:
             return False
@@ -209,9 +212,9 @@ class ChaosFleet(Processes):
         self._end(_name(self.most - 1))
 
     def bring_back(self) -> Counter[int]:
-        """Restart workers that ended without a fault, as a supervisor does; map exit codes to numbers of workers.
+        """Restart workers that ended without a fault, as a supervisor does; map their exit codes to numbers of workers.
 
-        The only valid reason to end is that the broker is down; any other is recorded as unprovoked.
+        The only valid reason for a worker to end is that the broker is down. Every other end is recorded as unprovoked.
         """
         codes: Counter[int] = Counter()
         for name, process in list(self.running.items()):
@@ -225,12 +228,12 @@ class ChaosFleet(Processes):
         return codes
 
     def stop(self) -> None:
-        """Stop all workers with SIGTERM, and record how they ended. The broker is up by now, so code 5 is not clean."""
+        """Stop all workers with SIGTERM, and record how they ended. The broker is up, so exit code 5 is not clean."""
         for name in list(self.running):
             self._end(name, clean=frozenset({0, _NOT_UP_YET}))
 
     def count_logged(self, number: int, text: str) -> int:
-        """Return how often a worker logged a text, over all its starts."""
+        """Return how often a worker has logged a text since its first start."""
         path = self.log_file(_name(number))
         return path.read_text(encoding="utf-8", errors="replace").count(text) if path.exists() else 0
 
@@ -254,9 +257,9 @@ def _name(number: int) -> str:
 
 
 class ClusterFaults:
-    """Changes that people make to a cluster while workers run; a fleet must survive each of them.
+    """Makes changes to a cluster that people make while workers run. A fleet must survive each change.
 
-    Every method returns whether it had an effect; False if the broker is down.
+    Every method returns whether it had an effect, which is False if the broker is down.
     """
 
     def __init__(self, topology: Topology, settings: Settings, watches: Sequence[Watch], ages: Sequence[Age]) -> None:
@@ -277,7 +280,7 @@ class ClusterFaults:
         return True
 
     def shorten_retention(self) -> bool:
-        """Make the broker delete the oldest age of past records; False if not all are judged or none is left."""
+        """Make the broker delete the oldest past records; return False if some are not judged or none are left."""
         if not self._ages:
             return False
         age = self._ages[0]
@@ -302,7 +305,7 @@ class ClusterFaults:
         return False
 
     def attempt_group_deletion(self) -> bool:
-        """Try to delete the group, which the broker refuses while it has members; not attempted if it has none."""
+        """Try to delete the group if it has members, which the broker must refuse."""
         try:
             return asyncio.run(self._attempt_group_deletion())
         except DedupError:
@@ -314,7 +317,7 @@ class ClusterFaults:
         group = Group(wire, self._topology.name)
         try:
             await wire.start()
-            # Without members the broker would delete it, and workers rightly refuse to continue after that.
+            # The broker would delete a group without members, and workers correctly refuse to continue after that.
             return bool(await group.members()) and not await group.delete_unless_joined()
         finally:
             await wire.stop()
@@ -322,7 +325,7 @@ class ClusterFaults:
 
 @dataclass(frozen=True, slots=True)
 class ChaosStage:
-    """The processes before the first fault; `kafka`, `proxy`, and `cluster` are None without an embedded broker."""
+    """The processes of a run; `kafka`, `proxy`, and `cluster` are None if the run has no embedded broker."""
 
     fleet: ChaosFleet
     sender: Sender
@@ -336,18 +339,18 @@ class ChaosStage:
 
 @dataclass(slots=True)
 class ChaosEvents:
-    """The events of a run, for its report."""
+    """The events of a run, which are the input of its report."""
 
     injected: list[InjectedFault] = field(default_factory=list)
     ticks: list[Tick] = field(default_factory=list)
     restarts: Counter[int] = field(default_factory=Counter)
-    """Maps exit codes to how often a worker ended with them without a fault and was restarted."""
+    """Maps each exit code to how often a worker ended with it without a fault and was restarted."""
     early: str | None = None
-    """Why the run ended early; None if it did not."""
+    """The reason why the run ended early; None if it did not."""
 
 
 class ChaosRun:
-    """A run of `dedup chaos`; an instance runs once."""
+    """A run of `dedup chaos`. An instance can run only once."""
 
     def __init__(self, stage: ChaosStage, faults: list[ScheduledFault], on_tick: Callable[[Tick], None]) -> None:
         self._stage: Final = stage
@@ -360,9 +363,9 @@ class ChaosRun:
             self._at(fault.at_s, partial(self._inject, fault))
 
     def run(self, seconds: float) -> bool:
-        """Inject all faults, undo them, and wait for the sent records; return whether all of them were judged in time.
+        """Inject all faults, undo them, and wait for the workers; return whether all sent records were judged in time.
 
-        If an error ends the run early, it is recorded in the run's events.
+        If an error ends the run early, the error is recorded in the run's events.
         """
         try:
             self._inject_all(seconds)
@@ -397,7 +400,7 @@ class ChaosRun:
         return time.monotonic() - self._began_s
 
     def _at(self, at_s: float, act: Callable[[], None]) -> None:
-        self._order += 1  # breaks ties: first come, first served
+        self._order += 1  # keeps the order of events with equal times
         heapq.heappush(self._due, (at_s, self._order, act))
 
     def _after(self, delay_s: float, act: Callable[[], None]) -> None:
@@ -405,7 +408,7 @@ class ChaosRun:
 
     def _tick(self) -> Tick | None:
         self.events.restarts.update(self._stage.fleet.bring_back())
-        # Coordinators move and brokers go down; then the next tick succeeds.
+        # If a coordinator moves or a broker is down, the next tick succeeds.
         with contextlib.suppress(BrokerUnavailable):
             looks = [watch.look() for watch in self._stage.watches]
             tick = Tick(
@@ -454,7 +457,7 @@ class ChaosRun:
         return True
 
     def _end_broker(self, *, killed: bool) -> bool:
-        """Kill the broker and start it again later, or restart it cleanly, as in an upgrade."""
+        """Kill the broker and start it again later, or restart it cleanly, as an upgrade does."""
         kafka = self._stage.kafka
         if kafka is None or not kafka.running:
             return False

@@ -1,6 +1,7 @@
-"""Observes the group's progress and the output's records for `dedup chaos` and the demo while workers run.
+"""Observes a group's progress and the records in the output while workers run, for `dedup chaos` and the demo.
 
-The live checker is a `read_committed` consumer of the output, which must never see an ID twice.
+The live checker is a `read_committed` consumer of the output. The live checker must never see an ID twice within a
+guard period.
 """
 
 from __future__ import annotations
@@ -28,8 +29,9 @@ _ANSWER_WITHIN_S: Final = 10.0
 _POLL_RECORDS: Final = 5_000
 _POLL_S: Final = 0.2
 _QUIET_S: Final = 5.0
-"""After this time without a message, a new consumer continues, because librdkafka's consumer may stop permanently after
-several restarts of a broker, reassigned or not (confluentinc/librdkafka#5153; seen with 2.16.1).
+"""After this time without a message, a new consumer replaces the old one, because librdkafka's consumer may stop
+permanently after several restarts of a broker, even if its partitions are assigned again (confluentinc/librdkafka#5153;
+seen with 2.16.1).
 """
 _ENDS_WITHIN_S: Final = 60.0
 _MOST_SAMPLES: Final = 20
@@ -37,19 +39,19 @@ _MOST_SAMPLES: Final = 20
 
 @dataclass(frozen=True, slots=True)
 class GroupProgress:
-    """Records of one topic at one moment."""
+    """The progress of a group on one topic at one moment."""
 
     in_topic: int
     judged: int
-    """The number of these records below the group's committed offsets."""
+    """The number of records below the group's committed offsets."""
 
 
 class Watch:
-    """Follows a group on a topic whose first offset is 0, without joining the group. Use it as a context manager.
+    """Follows a group on a topic that begins at offset 0, without joining the group. Use it as a context manager.
 
-    A consumer asks for the group's offsets, since the admin client crashes the process with SIGSEGV when the
-    coordinator answers that it is loading or has moved (librdkafka issue 5040; seen with 2.16.0). `KafkaReader`
-    cannot serve: in one run it got no answer any more after the broker was restarted under it.
+    A consumer asks for the group's offsets, because the admin client crashes the process with SIGSEGV when the
+    coordinator responds that it is loading or has moved (librdkafka issue 5040; seen with 2.16.0). `KafkaReader` is not
+    used, because in one run, it got no more responses after a restart of the broker.
     """
 
     def __init__(self, settings: Settings, group: str, topic: str, partitions: int) -> None:
@@ -64,7 +66,7 @@ class Watch:
                 **how,
                 "group.id": group,
                 "enable.auto.commit": False,
-                "isolation.level": "read_committed",  # also: no offsets of transactions still open
+                "isolation.level": "read_committed",  # also hides offsets of open transactions
             }
         )
 
@@ -80,18 +82,18 @@ class Watch:
         with self._asking(f"how far {self._group} is with {self.topic}"):
             ends = [self._consumer.get_watermark_offsets(place, _ANSWER_WITHIN_S)[1] for place in self._places]
             committed = self._consumer.committed(self._places, _ANSWER_WITHIN_S)
-        # Negative: nothing committed yet.
+        # A negative offset means that nothing is committed yet.
         return GroupProgress(sum(ends), sum(max(place.offset, 0) for place in committed))
 
     def beyond(self, offsets: Mapping[int, int]) -> bool:
-        """Whether the group has committed each partition up to its offset. Raises the errors of look()."""
+        """Return whether the group has committed each partition up to the given offset. Raises as `look` does."""
         with self._asking(f"how far {self._group} is with {self.topic}"):
             known = self._consumer.committed(self._places, _ANSWER_WITHIN_S)
         committed = {place.partition: place.offset for place in known}
         return all(committed.get(partition, -1) >= offset for partition, offset in offsets.items())
 
     def begins(self) -> dict[int, int]:
-        """Map each partition to its first offset. Raises the errors of look()."""
+        """Map each partition to its first offset. Raises as `look` does."""
         with self._asking(f"where {self.topic} begins"):
             return {
                 place.partition: self._consumer.get_watermark_offsets(place, _ANSWER_WITHIN_S)[0]
@@ -99,7 +101,7 @@ class Watch:
             }
 
     def members(self) -> frozenset[str]:
-        """Return the ids of the group's members; a restarted process gets a new id. Raises the errors of look()."""
+        """Return the IDs of the group's members. A restarted process gets a new ID. Raises as `look` does."""
         with self._asking(f"who is in {self._group}"):
             group = self._admin.describe_consumer_groups([self._group], request_timeout=_ANSWER_WITHIN_S)[self._group]
             return frozenset(member.member_id for member in group.result().members)
@@ -118,12 +120,14 @@ class Sightings:
 
     records: int
     duplicated: int
-    """IDs seen a second time within the guard period; records with the header `dedup-verdict` do not count."""
+    """Number of records whose ID was seen before within the guard period. Records with the header `dedup-verdict` do
+    not count.
+    """
     samples: tuple[str, ...]
 
 
 class LiveChecker:
-    """Reads the output topic in a thread. Use it as a context manager, and call `finish` before leaving it."""
+    """Reads the output topic in a thread. Use it as a context manager, and call `finish` before the context ends."""
 
     def __init__(self, topology: Topology, settings: Settings, ends: dict[int, int]) -> None:
         """``ends`` maps each partition to the offset to start from."""
@@ -134,7 +138,7 @@ class LiveChecker:
         self._extract: Final = compile_extractor(
             topology.tracking_id, topology.event_time, fmt=topology.source.format, fingerprint=False
         )
-        # With forwarded conflicts an ID may come a second time, with another payload.
+        # If conflicts are forwarded, an ID may be in the output a second time, with another payload.
         self._by_payload: Final = topology.fingerprints_wanted
         self._next: Final = dict(ends)
         self._seen: Final[dict[bytes, int]] = {}
@@ -169,13 +173,13 @@ class LiveChecker:
 
     @property
     def sightings(self) -> Sightings:
-        """The result so far, which any thread may read. Raises the error that ended the reading, if there was one."""
+        """The result so far, which any thread may read. Raises the error that ended the reading thread, if any."""
         if self._failure is not None:
             raise self._failure
         return Sightings(self._records, self._duplicated, tuple(self._samples))
 
     def finish(self, ends: dict[int, int]) -> bool:
-        """Read up to these ends; return False if that takes over a minute, as it does if a transaction stays open."""
+        """Read up to these ends; return False if this takes over a minute, as it does if a transaction stays open."""
         self._targets = ends
         self._thread.join(_ENDS_WITHIN_S)
         return not self._thread.is_alive()
@@ -201,7 +205,7 @@ class LiveChecker:
             self.take(messages)
 
     def take(self, messages: list[Message]) -> None:
-        """Process the result of one poll, with records and with ends of partitions, which include markers."""
+        """Process the result of one poll: records, and ends of partitions, which include transaction markers."""
         records, ends = [], []
         for message in messages:
             error = message.error()
@@ -214,7 +218,7 @@ class LiveChecker:
         for message in ends:
             partition, offset = message.partition(), message.offset()
             if partition is not None and offset is not None:
-                # The same poll may hold records from beyond this end: never go back.
+                # The same poll may contain records after this end, so the offset never decreases.
                 self._next[partition] = max(self._next.get(partition, 0), offset)
 
     def _over(self) -> bool:

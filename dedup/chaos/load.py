@@ -1,8 +1,8 @@
-"""The load on a fleet under test: made-up records for any topology, and the producer that sends them.
+"""Creates the load on a fleet under test: artificial records for any topology, and the producer that sends them.
 
-`Sender` sends records at a steady rate. With the options `AT_LEAST_ONCE` it makes duplicates the way most arise in
-practice: without idempotence it retries when a fault proxy drops the response to a request that the broker carried out.
-`write_past` writes old records before a run, so that retention has something to delete.
+`Sender` sends records at a steady rate. With the options `AT_LEAST_ONCE`, it creates duplicates in the most common way:
+a producer without idempotence retries a request after a fault proxy has dropped the response, although the broker has
+carried out the request. `write_past` writes old records before a run, so that retention can delete them during the run.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ if TYPE_CHECKING:
     from dedup.topology.model import Topology
 
 _REPEATS: Final = 0.3
-"""Share of records that repeat an earlier one."""
+"""The share of records that repeat an earlier record."""
 _BAD: Final = 0.003
-"""Share of records that are not JSON."""
+"""The share of records that are not JSON."""
 _REMEMBERED: Final = 20_000
 _PADDING: Final = "x" * 60
 _ANSWER_WITHIN_S: Final = 60.0
@@ -51,12 +51,13 @@ _TICK_S: Final = 0.02
 _AT_ONCE: Final = 1_000_000_000
 _STOPS_WITHIN_S: Final = 120.0
 _STANDS_STILL_S: Final = 15.0
-"""A time longer than a broker is down. After a restart of its only broker, a producer of librdkafka 2.16.1 was seen to
-send nothing until its records timed out, even after further restarts. A new producer then continues with them.
+"""The time without a confirmed record after which a new producer replaces the old one. It is longer than a broker is
+ever down. In one run, a producer of librdkafka 2.16.1 sent nothing after a restart of its only broker until its records
+timed out, even after further restarts.
 """
 _AGES: Final = 20
 _RECORDS_PER_AGE: Final = 50
-"""Average number of records of each age per partition, so that every partition gets some."""
+"""Average number of records of each age per partition, which is enough for every partition to get some."""
 _SEGMENT_MS: Final = 3_600_000
 _DAY_MS: Final = 86_400_000
 AT_LEAST_ONCE: Final[Mapping[str, Any]] = {
@@ -66,16 +67,16 @@ AT_LEAST_ONCE: Final[Mapping[str, Any]] = {
     "topic.metadata.propagation.max.ms": 5_000,
     "max.in.flight.requests.per.connection": 5,
     "compression.type": "snappy",
-    # Java's partitioner, so that an ID is in the partition that every other client expects.
+    # The partitioner of the Java client, so that each ID is in the partition that the other clients expect.
     "partitioner": "murmur2_random",
     "retry.backoff.ms": 10,
     "retry.backoff.max.ms": 100,
     "reconnect.backoff.ms": 10,
     "reconnect.backoff.max.ms": 100,
 }
-"""Options of a producer that has each record in its topic at least once, soon after each lost connection."""
+"""Options of a producer that writes each record at least once, and that retries soon after a lost connection."""
 ANY_PARTITION: Final = -1
-"""The producer's partitioner chooses."""
+"""The partition number that means that the producer's partitioner chooses the partition."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,9 +92,9 @@ class Made:
 
 
 class MadeRecords:
-    """Makes records with new IDs, and repeats some of them later, like a producer that got no acknowledgment.
+    """Makes records with new IDs, and repeats some of them later, like a producer that received no acknowledgment.
 
-    The ID is the key, and Kafka's default partitioner sends equal IDs to the same partition.
+    The ID is the key of a record, and Kafka's default partitioner sends equal keys to the same partition.
     """
 
     def __init__(self, topology: Topology, partitions: Mapping[str, int], *, run: str, seed: int) -> None:
@@ -105,12 +106,12 @@ class MadeRecords:
         self._sent: Final[list[Made]] = []
 
     def __iter__(self) -> Iterator[Made]:
-        """Yield records without end, each with the time at which it is made."""
+        """Yield an unlimited number of records. The event time of a new record is the time at which it is made."""
         while True:
             yield self.at(time.time_ns() // 1_000_000)
 
     def at(self, now_ms: int) -> Made:
-        """Return the next record; a new record gets this event time, in the unit of the topology."""
+        """Return the next record. A new record gets this event time, converted to the unit of the topology."""
         dice = self._dice
         if self._sent and dice.random() < _REPEATS:
             made = self._sent[-1 - int(dice.random() ** 3 * len(self._sent))]
@@ -150,14 +151,14 @@ class MadeRecords:
         return Made(topic, partition, text.encode(), json.dumps(document).encode(), headers, now_ms)
 
     def _changed(self, made: Made) -> Made:
-        """Return the same event with a different payload, or unchanged if the topology would stop because of it."""
+        """Return the same event with a different payload, or unchanged if a conflict would stop the workers."""
         if self._topology.on_conflict is OnConflict.FAIL or self._topology.source.format != "json":
             return made
         return replace(made, value=made.value.replace(_PADDING.encode(), b"y" * len(_PADDING)))
 
 
 def _with(here: Any, path: Path, value: object) -> Any:  # noqa: ANN401  # a JSON value
-    """Return a JSON value with one member set, and the objects and arrays on the way to it."""
+    """Return a JSON value with the member at ``path`` set; missing objects and arrays on the path are created."""
     if not path:
         return value
     step, *rest = path
@@ -176,7 +177,7 @@ def _time_text(time_ms: int, unit: TimeUnit) -> int | str:
 
 
 def make_topic(bootstrap: str, name: str, partitions: int) -> None:
-    """Create a topic with one replica and unlimited retention time. Raises BrokerUnavailable if that fails."""
+    """Create a topic with one replica and unlimited retention time. Raises BrokerUnavailable if the creation fails."""
     topic = NewTopic(name, num_partitions=partitions, replication_factor=1, config={"retention.ms": "-1"})
     admin = AdminClient({"bootstrap.servers": bootstrap, "log_level": 0})
     try:
@@ -186,15 +187,15 @@ def make_topic(bootstrap: str, name: str, partitions: int) -> None:
 
 
 class Sender:
-    """Sends records at a steady rate in a thread; each is in its topic at least once.
+    """Sends records at a steady rate in a thread. Each record is sent at least once.
 
-    Use it as a context manager; `stop` returns when everything has arrived.
+    Use a sender as a context manager. `stop` returns when all records have arrived.
     """
 
     def __init__(
         self, records: Iterable[Made], settings: Settings, *, per_s: int, options: Mapping[str, Any] | None = None
     ) -> None:
-        """``options``: of librdkafka's producer, instead of those for idempotence."""
+        """``options`` are options of librdkafka's producer that replace those for idempotence."""
         self._records: Final = iter(records)
         self._per_s: Final = per_s
         self._ended: Final = threading.Event()
@@ -210,11 +211,11 @@ class Sender:
         }
         self._producer = Producer(self._config)
         self._unconfirmed: Final[dict[int, Made]] = {}
-        """Maps the number of each record to the record, in sending order."""
+        """Maps the number of each record that is not confirmed yet to the record, in sending order."""
         self._refused: Final[list[int]] = []
-        """Numbers of records that timed out, to be sent again."""
+        """Numbers of the records that timed out and must be sent again."""
         self._confirmed_s = time.monotonic()
-        """When a record was last confirmed, or no record was unconfirmed."""
+        """The last time at which a record was confirmed or no record was waiting for confirmation."""
         self._thread: Final = threading.Thread(target=self._run, name="sender", daemon=True)
 
     def __enter__(self) -> Self:
@@ -227,19 +228,19 @@ class Sender:
 
     @property
     def running(self) -> bool:
-        """Return whether records are left to be sent."""
+        """Return whether there are records left to send."""
         return self._thread.is_alive()
 
     def stop(self) -> int:
-        """Stop sending, wait until everything has arrived, and return the number of records.
+        """Stop sending, wait until all sent records have arrived, and return their number.
 
-        Raises BrokerUnavailable.
+        Raises BrokerUnavailable if the records cannot be sent.
         """
         self._ended.set()
         return self.finish()
 
     def finish(self) -> int:
-        """Wait until all records are sent and have arrived, and return how many. Raises BrokerUnavailable."""
+        """Wait until all records have arrived, and return their number. May raise BrokerUnavailable."""
         self._thread.join(_STOPS_WITHIN_S)
         if self._failure is not None:
             raise self._failure
@@ -267,14 +268,14 @@ class Sender:
             self._failure = failure
 
     def _wait_until(self, due_s: float) -> bool:
-        """Take confirmations until a time; return False if nothing more is to be sent."""
+        """Process confirmations until a time; return False if no more records are to be sent."""
         while time.monotonic() < due_s and not self._ended.is_set():
             self._poll(0)
             self._ended.wait(_TICK_S)
         return not self._ended.is_set()
 
     def _poll(self, wait_s: float) -> None:
-        """Process confirmations; if none has arrived for too long, continue with a new producer."""
+        """Process confirmations. If none has arrived for too long, continue with a new producer."""
         self._producer.poll(wait_s)
         now_s = time.monotonic()
         if not self._unconfirmed:
@@ -291,7 +292,7 @@ class Sender:
 
     def _send(self, number: int, made: Made) -> None:
         while True:
-            # A full queue: the broker is down, and will come back.
+            # The queue is full because the broker is down, which is temporary.
             with contextlib.suppress(BufferError):
                 self._producer.produce(
                     made.topic,
@@ -305,7 +306,7 @@ class Sender:
                 return
             self._producer.poll(_TICK_S)
             if self._ended.is_set() or time.monotonic() - self._confirmed_s > _STANDS_STILL_S:
-                return  # it is among the unconfirmed, and is sent with them
+                return  # the record is unconfirmed, so a new producer sends it again
 
     def _note(self, producer: Producer, number: int, error: KafkaError | None, _message: Message) -> None:
         if error is None:
@@ -317,22 +318,22 @@ class Sender:
 
 @dataclass(frozen=True, slots=True)
 class Age:
-    """Past records of one age."""
+    """Past records of the same age."""
 
     until_ms: int
-    """A retention that keeps only records after this time deletes these records."""
+    """If retention keeps only records after this time, the broker deletes the records of this age."""
     ends: Mapping[str, Mapping[int, int]]
-    """Maps source topic and partition to the offset after these records."""
+    """Maps each source topic and partition to the offset after the records of this age."""
 
 
 def write_past(
     topology: Topology, settings: Settings, partitions: Mapping[str, int], *, run: str, seed: int, now_ms: int
 ) -> list[Age]:
-    """Write records of several ages to the source topics; return the ages, oldest first.
+    """Write past records of several ages to the source topics; return the ages, oldest first.
 
-    Each age has its own log segments, and the time between two ages is longer than an ID is remembered. If the
-    retention of the source is shortened to one of the ages, the verifier can therefore still prove every verdict on the
-    remaining records. Raises BrokerUnavailable if they cannot be written.
+    Each age has its own log segments, and the time between two ages is longer than sightings are kept. Therefore, if
+    the retention of the source is shortened to one of the ages, the verifier can still prove every verdict on the
+    remaining records. Raises BrokerUnavailable if the records cannot be written.
     """
     window = topology.window
     step_ms = window.guard_ms + window.grace_ms + (window.extend_at_most_ms if window.extend else 0) + _DAY_MS
@@ -353,9 +354,11 @@ def _write(
     step_ms: int,
 ) -> Age:
     made = MadeRecords(topology, partitions, run=run, seed=seed)
-    # No ID twice: if a log has lost its beginning, the verifier takes a copy for the record that was forwarded.
+    # No ID is used twice, because the verifier cannot distinguish a copy from the forwarded record if the log's
+    # beginning was deleted.
     records = (made.new(time_ms) for _ in range(_RECORDS_PER_AGE * sum(partitions.values())))
-    # All of one age before the next: a batch with both would be in one segment.
+    # All records of one age are written before the next age, because a batch with records of both would be in one
+    # segment.
     with Sender(records, settings, per_s=_AT_ONCE) as sender:
         sender.finish()
     with KafkaReader(settings) as reader:
@@ -367,7 +370,7 @@ def _write(
 
 
 def alter(settings: Settings, topics: list[str], configs: Mapping[str, str]) -> None:
-    """Set these configs of the topics. Raises BrokerUnavailable if the broker refuses or is down."""
+    """Set these configs on the topics. Raises BrokerUnavailable if the broker refuses or is down."""
     entries = [ConfigEntry(name, value, incremental_operation=AlterConfigOpType.SET) for name, value in configs.items()]
     resources = [ConfigResource(ResourceType.TOPIC, topic, incremental_configs=entries) for topic in topics]
     try:

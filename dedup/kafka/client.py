@@ -1,7 +1,7 @@
 """Implements `Wire` with aiokafka's client: one request per method, and a fetch that all readers share.
 
-The module uses aiokafka's client, protocol structures, and record batches. It does not use aiokafka's producer, because
-this producer silently repeats EndTxn, commits in spite of a rejected record, and has no deadlines
+The module uses aiokafka's client, protocol structures, and record batches, but not aiokafka's producer, because this
+producer silently repeats EndTxn, commits in spite of a rejected record, and has no deadlines
 (docs/decisions/0002-own-transactions.md).
 """
 
@@ -284,7 +284,7 @@ class KafkaWire:
     async def commit_offsets(
         self, transactional_id: str, identity: ProducerIdentity, group: str, offsets: Mapping[TopicPartition, Position]
     ) -> int:
-        """See `Wire`. If several partitions have errors, the first one is returned."""
+        """See `Wire`. If several partitions have errors, the method returns the first error."""
         by_topic: defaultdict[str, list[tuple[int, int, int, str]]] = defaultdict(list)
         for (topic, partition), (offset, leader_epoch, note) in offsets.items():
             by_topic[topic].append((partition, offset, leader_epoch, note))

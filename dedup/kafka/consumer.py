@@ -1,8 +1,8 @@
 """Reads feeding partitions as columns, and checks that their topics have not changed in the meantime.
 
 For each broker, one fetch is in flight while the records of the previous fetch are judged. aiokafka's consumer
-maintains the group membership. Its fetcher is not used, because it creates an object with twelve fields for every
-record, which takes a quarter of the event loop's time.
+maintains the group membership. aiokafka's fetcher is not used, because it creates an object with twelve fields for
+every record, which takes a quarter of the event loop's time.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ nearly as much time as a batch of hundreds.
 class TopicCheck:
     """Checks that topics were not deleted, recreated, or given more partitions since the process started.
 
-    A worker reads by topic ID, so it never reads records of a recreated topic. It must also not commit its results if
-    partitions were added, because a producer that knows the new partitions may send an ID to a different partition, old
-    or new. Therefore, every transaction checks, after its last fetch and before its end, that the topics are unchanged.
-    Tasks that commit at the same time share one request.
+    A worker reads by topic ID, so it never reads records of a recreated topic. A worker must also not commit its
+    results if partitions were added, because a producer that knows the new partitions may send an ID to a different
+    partition, old or new. Therefore, every transaction checks, after its last fetch and before its end, that the topics
+    are unchanged. Tasks that commit at the same time share one request.
 
     The request is sent to one broker, which receives changes from the controller's log. The check does not notice a
     producer that uses a partition count that this broker does not know yet. Kafka has no request that would reveal
@@ -231,7 +231,7 @@ class Answer(NamedTuple):
 
 
 class FeedFetcher:
-    """Reads the feeding partitions of one worker, by topic id."""
+    """Reads the feeding partitions of one worker, by topic ID."""
 
     def __init__(self, wire: KafkaWire, check: TopicCheck, *, wait_ms: int, gather_ms: int = 0) -> None:
         self._wire: Final = wire

@@ -1,8 +1,7 @@
 """Lists the producer epochs that wrote a partition's committed batches, to prove that no fenced owner wrote to it.
 
-Only one transactional ID writes to a changelog partition, and each new owner begins a newer epoch (KIP-98). Therefore,
-epochs never decrease along the partition. If a batch of an older epoch follows a batch of a newer one, a zombie wrote
-it.
+Only one transactional ID writes to a changelog partition, and each new owner begins a newer epoch (KIP-98), so epochs
+never decrease along the partition. If a batch of an older epoch follows a batch of a newer one, a zombie wrote it.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 """Defines versions of Kafka's requests that aiokafka does not have, according to Kafka's protocol guide.
 
 `dedup.kafka.client` creates the requests and reads the responses. A broker that does not support one of these versions
-is refused. Kafka 3.1 and later releases support all of them.
+is refused. Kafka 3.1 and later releases support all these versions.
 """
 
 from __future__ import annotations
@@ -175,11 +175,11 @@ class OffsetFetchResponse_v7(Response):
 
 
 class OffsetFetchRequest_v7(RequestStruct):
-    """Requests a group's committed offsets. With `require_stable`, the response is an error while they may change
-    (KIP-447).
+    """Requests a group's committed offsets, which may be about to change.
 
-    Without `require_stable`, the response may contain outdated offsets, because brokers before Kafka 4 apply a
-    transaction's offsets shortly after they have told the next InitProducerId that the transaction has ended.
+    With `require_stable` (KIP-447), the response is an error while a transaction may change an offset. Without
+    `require_stable`, the response may contain outdated offsets, because brokers before Kafka 4 apply a transaction's
+    offsets shortly after they have told the next InitProducerId that the transaction has ended.
     """
 
     FLEXIBLE_VERSION = True
@@ -314,8 +314,9 @@ class FetchRequest_v13(RequestStruct):
     """Requests records by topic ID (KIP-516), with the leader epoch of the record before each position (KIP-320).
 
     A fetch by name would continue in a recreated topic with the same name. A fetch by offset alone would continue in a
-    log that was truncated and filled again. With IDs and epochs, the broker responds with UNKNOWN_TOPIC_ID in the first
-    case, and with the offset at which its log diverges in the second case.
+    log that was truncated and filled again. Because of the topic ID, the broker responds with UNKNOWN_TOPIC_ID if the
+    topic was recreated. Because of the leader epoch, the broker responds with the offset at which its log diverges if
+    the log was truncated.
     """
 
     FLEXIBLE_VERSION = True

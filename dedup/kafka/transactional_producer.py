@@ -8,15 +8,15 @@ requests are sent:
                        in this order, in the background
     commit(offsets)    TxnOffsetCommit, then EndTxn after every produce request has succeeded
 
-AddPartitions, AddOffsets, TxnOffsetCommit, and EndTxn are never sent while an earlier copy may still be in flight. They
-are repeated in the same epoch only after a *response* with error 14, 15, or 16 (coordinator loading, not available,
-moved) or 51 (still ending the previous transaction). An error response does not always mean that the request had no
-effect, because a coordinator that responds with 15 may have appended its record. Repeating the request is safe because
-the first request is finished, both requests have the same effect, and the next transaction does not begin until the
-response is OK. After a *missing response*, repeating the request is not safe, because a late EndTxn could commit half
-of the next transaction. In this case, the epoch ends, the session raises `CommitUnknown`, and only a new InitProducerId
-can find out the outcome. A produce request is never repeated, either. Sequence numbers would allow it, but one rule for
-all requests is simpler.
+AddPartitions, AddOffsets, TxnOffsetCommit, and EndTxn are never sent while an earlier copy may still be in flight.
+These requests are repeated in the same epoch only after a *response* with error 14, 15, or 16 (coordinator loading, not
+available, moved) or 51 (still ending the previous transaction). An error response does not always mean that the request
+had no effect, because a coordinator that responds with 15 may have appended its record. Repeating the request is safe
+because the first request is finished, both requests have the same effect, and the next transaction does not begin until
+the response is OK. After a *missing response*, repeating the request is not safe, because a late EndTxn could commit
+half of the next transaction. If a response is missing, the epoch ends, the session raises `CommitUnknown`, and only a
+new InitProducerId can find out the outcome. A produce request is never repeated, either. Sequence numbers would make
+this safe, but one rule for all requests is simpler.
 
 To abort a transaction, the session starts a new epoch, because InitProducerId ends the open transaction. The session
 never sends an EndTxn that aborts.

@@ -1,4 +1,4 @@
-"""Defines the interface of a task's state store, and the values that a store keeps. It is independent of Kafka.
+"""Defines the interface of a task's state store, and the values that a store keeps, independently of Kafka.
 
 State is divided into *segments*. A sighting that ends at ``last_ms`` is stored under its state key in the segment that
 starts at ``Window.segment_of(last_ms)``. Segments are dropped as a whole. The store never contains an uncommitted
@@ -79,13 +79,13 @@ class Store(Protocol):
         """The changelog offset to restore from; 0 in a new store."""
 
     def get_each(self, segments: Iterable[int], ids: Sequence[bytes]) -> dict[int, dict[bytes, bytes]]:
-        """Return the encoded values of the known IDs by segment and state key; segments without any are absent."""
+        """Map each segment to the encoded values of the known IDs in it; segments without a known ID are absent."""
 
     def segments(self) -> dict[int, int]:
         """Map the start of each segment, in ascending order, to a changelog offset at or below its first record."""
 
     def apply(self, writes: Writes, record: TaskRecord | None, position: int) -> None:
-        """Write sightings, task record, and position atomically. They survive a SIGKILL of the process.
+        """Write sightings, task record, and position atomically, so that they survive a SIGKILL of the process.
 
         If ``record`` is None, the stored task record is kept. Raises InvariantBroken if the position decreases.
         """

@@ -2,11 +2,11 @@
 
 If the filter contains every ID of a segment, most lookups of unknown IDs need no read from RocksDB. The filter is a
 blocked Bloom filter (Putze, Sanders, Singler 2007): each ID sets four bits in one 64-bit word, which causes one cache
-miss per ID. The filter takes about 16 bits per ID and has 0.5 % false positives. It grows by adding layers, each of
-which is as large as all earlier layers together.
+miss per ID. The filter takes about 16 bits per ID and has 0.5 % false positives. The filter grows by adding layers,
+each of which is as large as all earlier layers together.
 
 The filter uses Python's own hash of the bytes, because dict lookups compute this hash anyway. Each process has its own
-random key for the hash, so nobody can choose IDs that collide. For the same reason, a filter cannot be stored.
+random key for the hash, so nobody can choose IDs that collide, and a filter cannot be stored.
 """
 
 from __future__ import annotations

@@ -10,10 +10,10 @@ A sighting value consists of one or more entries. An entry has these fields, wit
     8 bytes  last_ms, only if extended: otherwise last_ms is first_ms
     8 bytes  fingerprint, only with its flag
 
-Therefore, the usual entry takes 15 bytes and is read with one unpack call. Times are in [0, 2**48) ms. A record with a
-negative time is a dead letter, and a time beyond the year 10889 is too far in the future, so a sighting with such a
-time is a bug. A value lists *all* sightings of its ID that end in its segment. A later record with the same key
-replaces an earlier one.
+The usual entry takes 15 bytes and is read with one unpack call. Times are in [0, 2**48) ms. A record with a negative
+time is a dead letter, and a time beyond the year 10889 is too far in the future, so a sighting with such a time is a
+bug. A value lists *all* sightings of its ID that end in its segment. A later record with the same key replaces an
+earlier one.
 
 The key of a sighting value consists of ``S``, the segment start (8 bytes), and the state key. The key of the task
 record is ``T``, and the key of the seed mark is ``H``. The task record and the seed mark each start with their own
@@ -25,7 +25,7 @@ fields::
     2 bytes  number of feeds
     n bytes  fingerprint
     each feed: 2 bytes topic, 4 bytes partition, 8 bytes max_ms (signed), 1 byte idle
-    16 bytes topic id of the feeding topic, from version 3
+    16 bytes topic ID of the feeding topic, from version 3
 
 `dedup spark seed` writes a seed in many transactions. The first record of the seed in a changelog partition is a seed
 mark `seeding`; the last transaction contains the task record and a seed mark `seeded`. All seed marks have the same

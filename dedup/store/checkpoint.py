@@ -1,12 +1,12 @@
 """Packs and unpacks checkpoints, which consist of an archive of a task's closed store and a description of the archive.
 
 The archive is a tar file of the store's files. The description (`manifest.json`) says to which task the state belongs.
-It is written after the archive, so if there is a description, the archive is complete.
+The description is written after the archive, so if there is a description, the archive is complete.
 
-An archive may come from anywhere, so nothing in it is trusted. It is unpacked only into an empty directory. Only
-regular files with RocksDB's file names are accepted, and never more bytes than the description announces. An archive
-does not contain rocksdict's settings and RocksDB's options, because a store is opened with dedup's own options. It does
-not contain RocksDB's event log either, because the events contain the machine's name.
+An archive may come from anywhere, so nothing in it is trusted. An archive is unpacked only into an empty directory.
+Only regular files with RocksDB's file names are accepted, and never more bytes than the description announces. An
+archive does not contain rocksdict's settings and RocksDB's options, because a store is opened with dedup's own options.
+An archive does not contain RocksDB's event log either, because the events contain the machine's name.
 """
 
 from __future__ import annotations
@@ -115,8 +115,8 @@ def pack(directory: Path, target: IO[bytes], moved: Moved) -> tuple[int, str]:
 def unpack(source: _ByteSource, directory: Path, *, size_bytes: int, sha256: str, moved: Moved) -> None:
     """Unpack an archive into an existing, empty directory, and sync the files to disk.
 
-    Raises CheckpointUnusable if the archive has another size or digest or contains anything but regular files of a
-    store. In this case, some files are left behind.
+    Raises CheckpointUnusable, and leaves some files behind, if the archive has another size or digest or contains
+    anything but regular files of a store.
     """
     reader = _In(source, size_bytes, moved)
     with _archive(reader) as archive:
@@ -233,7 +233,7 @@ class Checkpoint:
 
     @classmethod
     def decode(cls, data: bytes, place: str) -> Self:
-        """Return the description in ``data`` from ``place``; raises CheckpointUnusable if it is unreadable."""
+        """Return the description in ``data``, which was read from ``place``. May raise CheckpointUnusable."""
         try:
             version = msgspec.json.decode(data, type=_Head).format
             if version != _FORMAT:

@@ -4,8 +4,9 @@
 current archive. An archive is never overwritten, so a reader can finish while a newer one is written. The description
 is written last and atomically; in a file system, this is done by renaming a file.
 
-The libraries of object stores raise many different exceptions. Each of them becomes CheckpointUnusable, because the
-caller can only continue without a checkpoint. Calls may block for minutes, so do not make them in an event loop.
+The libraries of object stores raise many different exceptions. This module turns each exception into
+CheckpointUnusable, because the caller can only continue without a checkpoint. Calls may block for minutes, so do not
+make them in an event loop.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ class CheckpointStorage:
         ids: int,
         moved: Moved = lambda _: None,
     ) -> Checkpoint:
-        """Make the closed store in the directory the partition's current checkpoint, and return the checkpoint.
+        """Store a checkpoint of the closed store in ``directory`` as the partition's current one, and return it.
 
         The previous checkpoint stays readable, and older ones are deleted. If the process is killed before the end, the
         previous checkpoint stays current. Raises CheckpointUnusable if the storage fails.

@@ -293,8 +293,7 @@ class RocksMemory:
 
 
 def _rocks_options(memory: RocksMemory, *, hashed: bool, segment: bool = True) -> Options:
-    """Return the options of a segment's family or of the store itself. Sizes are small, for up to 256 stores per
-    worker.
+    """Return the options of a segment's family or of the store; sizes are small, for up to 256 stores per worker.
 
     A hashed memtable is faster than a skip list in any key order: in a measurement, inserting a key took 0.6 instead of
     1.0 us, and finding a key took 1.5 instead of 2.3 us. Reading a hashed memtable in key order requires
@@ -411,7 +410,7 @@ class RocksStore:
         return self._position
 
     def get_each(self, segments: Iterable[int], ids: Sequence[bytes]) -> dict[int, dict[bytes, bytes]]:
-        """Return the encoded values of the known IDs by segment and state key; segments without any are absent."""
+        """Map each segment to the encoded values of the known IDs in it; segments without a known ID are absent."""
         self._refuse_if_closed()
         asked = [(start, held) for start in segments if (held := self._segments.get(start)) is not None]
         if not asked or not ids:

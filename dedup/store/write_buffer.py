@@ -78,8 +78,8 @@ class WriteBuffer:
     def applied(self, generation: Generation, record: TaskRecord | None, position: int) -> None:
         """Apply a committed generation to the store atomically, and drop it from the buffer.
 
-        Raises InvariantBroken if this generation is not the one in flight. Errors of the store are passed on, and in
-        this case the generation stays visible.
+        Raises InvariantBroken if this generation is not the one in flight. Errors of the store are passed on, and the
+        generation then stays visible.
         """
         if generation is not self._committing:
             raise InvariantBroken("a generation was applied that is not the one in flight.")

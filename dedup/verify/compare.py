@@ -1,4 +1,4 @@
-"""Compares the records that the model expects in a topic with those in it, with pure functions on digests."""
+"""Compares the records that the model expects in a topic with the actual records, using pure functions on digests."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DIGEST_BYTES: Final = 16
 def digest(key: bytes | None, value: bytes | None, headers: Headers, timestamp_ms: int) -> bytes:
     """Return a digest of a whole record. Each part is preceded by its length, so that parts cannot be confused.
 
-    It uses BLAKE2b rather than a fast checksum, because a forged collision would hide a change.
+    The digest is BLAKE2b, not a fast checksum, because a forged collision would hide a change.
     """
     key_bytes = -1 if key is None else len(key)
     value_bytes = -1 if value is None else len(value)
@@ -32,7 +32,7 @@ def digest(key: bytes | None, value: bytes | None, headers: Headers, timestamp_m
 
 
 class Place(NamedTuple):
-    """A row in one of several sequences."""
+    """The position of a row in one of several sequences: a task or a partition, and the index of the row."""
 
     sequence: int
     row: int
@@ -44,9 +44,9 @@ class Expected:
 
     digests: list[bytes] = field(default_factory=list)
     optional: set[int] = field(default_factory=set)
-    """Rows that cannot be proved to be present or absent."""
+    """Rows that may be present or absent, because the log does not prove either."""
     positions: list[int] = field(default_factory=list)
-    """Row -> its position in the task's log."""
+    """The position of each row in the task's log."""
 
 
 @dataclass(slots=True)
@@ -54,17 +54,19 @@ class Comparison:
     """The differences between the records of a topic and the expected ones, regardless of order."""
 
     missing: list[Place] = field(default_factory=list)
-    """Expected (task, row) that are absent."""
+    """Expected records that are absent, as (task, row)."""
     extra: list[Place] = field(default_factory=list)
-    """Present (partition, row) that are not expected, or are present more often than expected."""
+    """Records that are present but not expected, or present more often than expected, as (partition, row)."""
     matched: list[tuple[Place, Place]] = field(default_factory=list)
-    """Present (partition, row), and where it was expected (task, row)."""
+    """Pairs of a record that is present, as (partition, row), and the expected record that it matches, as (task, row).
+    """
 
 
 def matched(expected: Sequence[Expected], actual: Sequence[Sequence[bytes]], *, from_end: bool = False) -> Comparison:
     """Match the records of each partition with those expected from each task, regardless of order.
 
-    With ``from_end``, if equal records are present more often than expected, the first ones count as extra.
+    If equal records are present more often than expected, the last ones count as extra or, with ``from_end``, the
+    first.
     """
     rows_of = _candidates(expected, actual)
     if from_end:
@@ -85,7 +87,7 @@ def matched(expected: Sequence[Expected], actual: Sequence[Sequence[bytes]], *, 
 
 
 def _candidates(expected: Sequence[Expected], actual: Sequence[Sequence[bytes]]) -> dict[bytes, list[Place]]:
-    """Map each digest to where it is expected, last first; optional rows only if enough equal records are present."""
+    """Map each digest to the rows that expect it, last first; optional rows without an actual record are left out."""
     rows_of: dict[bytes, list[Place]] = {}
     for task, wanted in enumerate(expected):
         for row, each in enumerate(wanted.digests):
@@ -105,7 +107,7 @@ def _candidates(expected: Sequence[Expected], actual: Sequence[Sequence[bytes]])
 
 
 def out_of_order(wanted: array[int]) -> Iterator[int]:
-    """Yield the smallest set of indexes whose removal leaves the rest ascending (patience sorting, in flat arrays)."""
+    """Yield the smallest set of indexes whose removal leaves the values in ascending order (by patience sorting)."""
     tops, top_places, previous = array("q"), array("q"), array("q")
     for at, each in enumerate(wanted):
         pile = bisect_left(tops, each)

@@ -1,7 +1,7 @@
-"""A cut through a topology's topics, with offsets and bounds that are read once, and the written records within them.
+"""Takes a cut through a topology's topics: reads offsets and bounds once, and then the written records within them.
 
-Records are sorted into buckets by tracking ID (`spill`). Their order is checked by positions alone. For each written
-record, columns on disk contain its task and its position in that task's log.
+Records are sorted into buckets by tracking ID (`spill`). The order of records is checked by positions only. For each
+written record, columns on disk contain the task that wrote it and the record's position in the log of this task.
 """
 
 from __future__ import annotations
@@ -45,14 +45,16 @@ WHY_OPEN: Final = "a transaction stays open in a topic they were written to"
 _STEP: Final = 1 << 16
 _INT_BYTES: Final = 8
 _POSITION_BITS: Final = 46
-"""Of 63: enough for the offsets of any log, and for 100,000 tasks."""
+"""Number of bits for a position, out of 63. This is enough for the offsets of any log and leaves bits for 100,000
+tasks.
+"""
 _POSITION: Final = (1 << _POSITION_BITS) - 1
 _MOST_LATE: Final = 100_000
 
 
 @dataclass(frozen=True, slots=True)
 class ReadProgress:
-    """Progress of a verification, as the number of records read and of all records to read."""
+    """The progress of a verification: the number of records that are read, and the number of all records to read."""
 
     doing: str
     done: int
@@ -83,7 +85,7 @@ class Column:
         self._rows = 0
 
     def put(self, rows: Positions, values: Positions) -> None:
-        """Set some rows, given in ascending order."""
+        """Set the values of these rows, which must be in ascending order."""
         at = 0
         while at < len(rows):
             first = int(rows[at])
@@ -108,11 +110,11 @@ class Column:
 
 
 class Order:
-    """For each row of one written partition, the task whose log it comes from and its position there."""
+    """For each row of one written partition, the task from whose log the row comes and its position in this log."""
 
     def __init__(self, directory: str) -> None:
         self._places: Final = Column(directory)
-        """Row -> task and position in one integer; `UNMATCHED` if no record was expected there."""
+        """Maps each row to task and position in one integer; `UNMATCHED` if no record was expected in this row."""
 
     def expect(self, rows: int) -> None:
         """Add rows that are not matched yet."""
@@ -120,20 +122,20 @@ class Order:
             self._places.extend([UNMATCHED] * min(_STEP, rows - start))
 
     def forget(self) -> None:
-        """Unmatch all rows."""
+        """Mark all rows as not matched."""
         rows = len(self._places)
         self._places.clear()
         self.expect(rows)
 
     def match(self, found: list[tuple[int, int, int]]) -> None:
-        """Record (row, task, position) of expected records."""
+        """Store the task and position of rows that match an expected record, given as (row, task, position)."""
         if found:
             placed = sorted((row, task << _POSITION_BITS | position) for row, task, position in found)
             rows, places = np.array(placed, dtype=np.int64).T
             self._places.put(rows, places)
 
     def first_matched(self) -> int:
-        """Return the first matched row; the number of rows if there is none."""
+        """Return the index of the first matched row; the number of rows if no row is matched."""
         return next((int(rows[0]) for rows, _, _ in self._matched() if len(rows)), len(self._places))
 
     def first_position(self, task: int) -> int | None:
@@ -169,10 +171,10 @@ class Order:
 
 
 def disorder(rows: Positions, positions: Positions) -> list[int]:
-    """Return the smallest set of rows out of order; only runs in which a record passed another are searched."""
+    """Return the smallest set of rows that are out of order."""
     greatest = np.maximum.accumulate(positions)
     least = np.minimum.accumulate(positions[::-1])[::-1]
-    # Everything before a border is less than everything after it.
+    # All positions before a border are less than all positions after it, so only the runs between borders are searched.
     borders = np.flatnonzero(greatest[:-1] < least[1:]) + 1
     starts, ends = np.append([0], borders), np.append(borders, len(rows))
     found: list[int] = []
@@ -185,20 +187,20 @@ def disorder(rows: Positions, positions: Positions) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """A record that the worker wrote."""
+    """A record that a worker wrote."""
 
     row: int
-    """Its index among the sampled records of its partition."""
+    """The index of the record among the sampled records of its partition."""
     digest: bytes
     id: bytes | None
     time_ms: int
     exempt: bool
-    """Whether its header says that it was forwarded outside the guarantee."""
+    """True if a header of the record says that it was forwarded outside the guarantee."""
 
 
 @dataclass(slots=True)
 class WrittenPartition:
-    """The records within the cut in one partition of a topic that the worker writes, in buckets and in order."""
+    """The records within the cut in one partition of a topic that workers write, in buckets, with their order."""
 
     topic: str
     partition: int
@@ -208,21 +210,25 @@ class WrittenPartition:
     order: Order
     broker_time: bool = False
     first_digests: frozenset[bytes] = frozenset()
-    """Digests of the first record, sampled or not: as it is, and without the verdict that a worker may have added."""
+    """Digests of the first record, even if it is not in the sample: of the whole record, and of the record without the
+    verdict header that a worker may have added.
+    """
     first_kept: tuple[int, bytes] | None = None
-    """Place and digest of the first sampled record."""
+    """The hash (`spill.place_of`) and the digest of the first sampled record."""
     truncated: bool = False
-    """Whether a transaction stays open, so that the records after it are unknown."""
+    """True if a transaction stays open, so that the records after its beginning are unknown."""
     late: set[bytes] | None = field(default_factory=set)
-    """Digests of records marked as forwarded late, sampled or not; None if there are too many."""
+    """Digests of all records that are marked as forwarded late, even those not in the sample; None if there are too
+    many.
+    """
 
     @property
     def late_digests(self) -> frozenset[bytes] | None:
-        """Digests of all records marked as forwarded late; None if some may be deleted or not readable yet."""
+        """Digests of all records that are marked as forwarded late; None if some may be deleted or not readable yet."""
         return None if self.late is None or self.bounds.start_deleted or self.truncated else frozenset(self.late)
 
     def note_late(self, digest: bytes) -> None:
-        """Add a record that is marked as forwarded late."""
+        """Add the digest of a record that is marked as forwarded late."""
         if self.late is not None:
             self.late.add(digest)
             if len(self.late) > _MOST_LATE:
@@ -232,7 +238,7 @@ class WrittenPartition:
         return len(self.offsets)
 
     def place(self, row: int) -> str:
-        """Return the position of a record as shown in reports."""
+        """Return the position of a record in the form in which reports show it."""
         return f"{self.topic}/{self.partition} offset {self.offsets[row]}"
 
     def bucket(self, number: int) -> list[Seen]:
@@ -248,7 +254,7 @@ class WrittenPartition:
 
 @dataclass(slots=True)
 class Cut:
-    """The data that one verification reads."""
+    """The data that one verification reads, and the offsets up to which it reads."""
 
     topology: Topology
     reader: KafkaReader
@@ -257,29 +263,31 @@ class Cut:
     partitions: dict[str, int]
     """Maps each topic to its number of partitions, which is 0 if the topic does not exist."""
     committed: dict[str, dict[int, int]]
-    """Maps feeding topic and partition to the group's committed offset at the time of the cut."""
+    """Maps each feeding topic and partition to the group's committed offset at the time of the cut."""
     bounds: dict[str, dict[int, Bounds]]
-    """Maps topic and partition to bounds, which are read after the committed offsets."""
+    """Maps each topic and partition to its bounds, which are read after the committed offsets."""
     begins: dict[str, dict[int, int]]
-    """Maps source topic and partition to the start offset set by `dedup reset --to`."""
+    """Maps each source topic and partition to the start offset that `dedup reset --to` has set."""
     compacted: frozenset[str]
-    """Topics in which compaction may have removed records between others."""
+    """Names of the topics in which compaction may have removed records between other records."""
     plan: Plan
     scratch: str
     """Directory for data that does not fit into memory."""
     sample: int = 1
-    """One ID in this many is judged."""
+    """The verification judges one ID out of this many."""
     total: int = 0
     done: int = 0
     starts: dict[int, int] = field(default_factory=dict)
-    """Maps each source partition to the first offset with a trace, if the traces of earlier records may be deleted."""
+    """Maps a source partition to the offset of the first record that is in a written topic, if the written records of
+    earlier ones may be deleted.
+    """
     unread: set[tuple[str, int]] = field(default_factory=set)
-    """Partitions that could not be read to their end."""
+    """Topics and partitions that could not be read to their end."""
     held: list[Spill | WrittenPartition] = field(default_factory=list)
-    """All objects that hold a file, to be closed if the verification fails midway."""
+    """All objects that hold a file, so that they are closed if the verification fails."""
 
     def read(self, topic: str, partition: int, start: int, end: int) -> Iterable[RecordColumns]:
-        """Yield the committed records of [start, end), and report progress."""
+        """Yield the committed records with offsets in [start, end), and report progress."""
         try:
             for columns in self.reader.read(topic, partition, start, end):
                 self.done += len(columns.offsets)
@@ -291,16 +299,16 @@ class Cut:
 
     @property
     def feeds(self) -> list[Feed]:
-        """The source partitions, with their topics by position."""
+        """All source partitions. A topic is given by its position in `source.topics`."""
         topics = enumerate(self.topology.source.topics)
         return [(at, partition) for at, topic in topics for partition in range(self.partitions[topic])]
 
     def place(self, source: Source) -> str:
-        """Return a source position as shown in reports."""
+        """Return a source position in the form in which reports show it."""
         return self.plan.place(source)
 
     def sampled(self, place: int) -> bool:
-        """Whether a record with this place (`spill.place_of`) is in the sample."""
+        """Return whether a record with this hash (`spill.place_of`) is in the sample."""
         return self.sample == 1 or (place >> 32) % self.sample == 0
 
     def spill(self, buckets: int) -> Spill:
@@ -310,7 +318,7 @@ class Cut:
         return made
 
     def written(self, topic: str, partition: int, buckets: int, *, stamped: bool) -> WrittenPartition:
-        """Read a written partition.
+        """Read a partition that workers write, and return its records within the cut.
 
         With ``stamped``, digests include timestamps if the topic keeps them (CreateTime).
         """
@@ -362,7 +370,7 @@ class Cut:
             yield place, offset, (row + at, content, tracking_id, extracted.times_ms[at], exempt)
 
     def _of_workers(self, columns: RecordColumns) -> RecordColumns:
-        """Return the records without those that `dedup replay` forwarded, because no verdict accounts for them."""
+        """Leave out the records that `dedup replay` has forwarded, because no verdict accounts for them."""
         topics = self.topology.source.topics
         replayed = {row for row, own in enumerate(columns.headers) if own and forwarded_by_replay(own, topics)}
         return (
@@ -370,7 +378,7 @@ class Cut:
         )
 
     def close(self) -> None:
-        """Free all files."""
+        """Delete all temporary files."""
         for each in self.held:
             each.close()
         for side in (self.plan.late, self.plan.dead_letters):
@@ -378,7 +386,7 @@ class Cut:
                 side.close()
 
     def pending(self, topic: str, partition: int) -> int:
-        """Return the lag of a feeding partition, counted as in `dedup status`."""
+        """Return the lag of a feeding partition, counted in the same way as by `dedup status`."""
         bounds, committed = self.bounds[topic][partition], self.committed[topic].get(partition)
         begin = max(bounds.low, committed or 0)
         if committed is None or begin >= bounds.high:
@@ -386,7 +394,7 @@ class Cut:
         return bounds.high - begin if self.reader.holds_records(topic, partition, begin, bounds.high) else 0
 
     def configured_start(self, topic: str, partition: int) -> int | None:
-        """Return the first judged source offset by reset or `source.start`; None for `latest`, which is not stored."""
+        """Return the source offset that a reset or `source.start` sets; None for `latest`, which is not stored."""
         bounds, begin = self.bounds[topic][partition], self.begins[topic].get(partition)
         if begin is not None:
             return max(begin, bounds.low)
@@ -400,7 +408,7 @@ class Cut:
                 return None
 
     def still_committed(self, topic: str, partition: int) -> int:
-        """Return the group's current committed offset; records between the cut's offset and this one are pending."""
+        """Return the group's current committed offset. Records between the cut's offset and this one are pending."""
         now = self.reader.committed(self.topology.name, topic, [partition])
         return now.get(partition, self.committed[topic].get(partition, 0))
 
@@ -410,7 +418,7 @@ def take_cut(
 ) -> Cut:
     """Read the committed offsets, then the bounds of all topics, then the records of the side topics.
 
-    Raises StateIncompatible if topology and cluster do not match.
+    Raises StateIncompatible if the topology and the cluster do not match.
     """
     feeding = topology.feeding_topics
     output = [topology.output.topic] if topology.output is not None else []

@@ -1,8 +1,8 @@
 """Verifies a topology that reads its source topic directly, by replaying each partition in the order of its log.
 
-A partition's records, and the records that the worker wrote for them, are read once and sorted into buckets by tracking
-ID (`spill`), each with the stream time at which it was judged (`log_scan`). Then the buckets are judged and compared
-one by one. For a compacted source, only the checks that need no order are made.
+The records of a partition, and the records that workers wrote for them, are read once and sorted into buckets by
+tracking ID (`spill`). Each record is stored with the stream time at which it was judged (`log_scan`). The buckets are
+then judged and compared one by one. For a compacted source, only the checks that do not depend on order are made.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ WHY_BEFORE: Final = "source offsets before the first record that left a trace; t
 
 
 def verify_direct(cut: Cut) -> None:
-    """Replay every partition of the source, then report unexpected records of the side topics."""
+    """Replay every partition of the source topic, and report unexpected records in the side topics."""
     source = cut.topology.source.topics[0]
     if cut.compacted:
         _verify_compacted(cut, source)
@@ -51,7 +51,7 @@ def verify_direct(cut: Cut) -> None:
 
 @dataclass(slots=True)
 class _Partition:
-    """One source partition, and everything that was written for it."""
+    """One source partition, and the records that workers wrote for it."""
 
     cut: Cut
     plan: Plan
@@ -60,11 +60,11 @@ class _Partition:
     output: WrittenPartition | None
     copies: Copies
     known: bool
-    """Whether nothing before the first record read was judged."""
+    """True if it is certain that no record before the first one that is read was judged."""
     excused_rows: int | None = None
-    """Number of rows at the output's start that came from deleted source records; None until known."""
+    """Number of rows at the start of the output that came from deleted source records; None until this is known."""
     gone_position: int = -1
-    """Records from below this position may have been forwarded to the deleted start of the output."""
+    """Records below this position may have been forwarded to the deleted start of the output."""
     uncertain: bool = False
     pending_found: int = 0
 
@@ -105,13 +105,13 @@ def _verify_partition(cut: Cut, source: str, partition: int) -> None:
 def _read_log(
     cut: Cut, plan: Plan, number: tuple[int, int], span: tuple[int, int], *, known: bool
 ) -> tuple[Spill, int]:
-    """Return the log in buckets, and the number of its records in the late and dead-letter topics."""
+    """Return the records of the log in buckets, and how many of them are in the late and dead-letter topics."""
     (partition, buckets), (start, committed) = number, span
     source = cut.topology.source.topics[0]
     scan = LogScan(plan, ((0, partition),), from_start=known)
     log = cut.spill(buckets)
     filed = 0
-    # The worker may have continued since the cut was taken: then its output and its offset are there, too.
+    # Workers may have continued since the cut was taken, so output and offsets of later records may exist.
     spans = ((start, committed, False), (committed, cut.still_committed(source, partition), True))
     for begin, end, pending in spans:
         for columns in cut.read(source, partition, begin, end):
@@ -126,7 +126,7 @@ def _read_log(
 
 
 def keep(cut: Cut, log: Spill, row: Row) -> bool:
-    """Put a record into its bucket; False if it is not in the sample."""
+    """Put a record into its bucket. Return False, and only count the record, if it is not in the sample."""
     place = place_of(row.id, row.key, row.value)
     if not cut.sampled(place):
         cut.report.unsampled += 1
@@ -140,7 +140,7 @@ def _judge(held: _Partition) -> None:
     if held.output is not None and held.output.bounds.start_deleted:
         held.gone_position = _gone_position(held, held.output)
     if held.output is not None and not held.known:
-        # Two passes: which rows precede the first explained one is known only after all buckets are compared.
+        # There are two passes, because the first explained row is known only after all buckets are compared.
         for number in range(held.log.buckets):
             _judge_bucket(held, number, Report("", "", "", 0), Books("", 0))
         held.excused_rows = held.output.order.first_matched()
@@ -170,7 +170,7 @@ def _compare_output(
 ) -> None:
     forwarded = task.forwarded
     found = matched([forwarded], [[each.digest for each in seen]], from_end=not held.known)
-    # An optional record may stand for an equal one that is deleted, so it says nothing about order.
+    # An optional record may match an equal record that was deleted, so it is not used to check the order.
     unsure: set[int] = set() if held.excused_rows is None else forwarded.optional
     sure = ((at, wanted.row) for at, wanted in found.matched if wanted.row not in unsure)
     output.order.match([(seen[at.row].row, 0, forwarded.positions[row]) for at, row in sure])
@@ -188,7 +188,7 @@ def _balance(held: _Partition, filed: int) -> None:
     if output is None or held.uncertain or output.bounds.start_deleted or output.truncated or not held.known:
         return
     if cut.plan.late is None and not cut.plan.late_forwarded:
-        filed += books.late  # dropped, as the topology says
+        filed += books.late  # the topology says that late records are dropped
     books.ended = len(output) - held.pending_found + books.duplicates + filed
     if not books.balanced:
         text = f"read {books.read}, but {books.ended} ended as unique, duplicate, late or dead letter"
@@ -196,7 +196,7 @@ def _balance(held: _Partition, filed: int) -> None:
 
 
 def _gone_position(held: _Partition, output: WrittenPartition) -> int:
-    """Return the position of the first record that the output still holds."""
+    """Return the position, in the log, of the first record that the output still contains."""
     if output.first_kept is None:
         return 1 << 62
     place, first = output.first_kept
@@ -204,13 +204,13 @@ def _gone_position(held: _Partition, output: WrittenPartition) -> int:
     task.take(map(Row.of, held.log.bucket(place % held.log.buckets)))
     wanted, kept = task.forwarded.digests, output.bucket(place % held.log.buckets)
     equal = [row for row, each in enumerate(wanted) if each == first]
-    # Records may be equal; of the expected ones the last are present.
+    # Several expected records may be equal. In this case, the last ones of them are present.
     there = sum(seen.digest == first for seen in kept)
     return task.forwarded.positions[equal[-there:][0]] if equal else -1
 
 
 def _excuse_deleted(held: _Partition, task: TaskReplay, report: Report) -> None:
-    """Make records optional that precede the first one in the output, because they may have been deleted there."""
+    """Make those expected records optional that precede the output's first record, because they may be deleted."""
     optional = task.forwarded.optional
     early = (row for row, position in enumerate(task.forwarded.positions) if position < held.gone_position)
     fresh = set(early) - optional
@@ -220,7 +220,7 @@ def _excuse_deleted(held: _Partition, task: TaskReplay, report: Report) -> None:
 
 
 def _copies(cut: Cut, partition: int, buckets: int) -> Copies:
-    """Return the duplicates and conflicts of a partition, which are written in order to the same partition number."""
+    """Return the duplicates and conflicts of a source partition, which were written to the same partition number."""
     whole: dict[str, list[int]] = {}
     for topic in copy_topics(cut).values():
         if cut.partitions[topic] >= cut.partitions[cut.topology.source.topics[0]]:
@@ -232,7 +232,7 @@ def _copies(cut: Cut, partition: int, buckets: int) -> Copies:
 
 
 def _verify_compacted(cut: Cut, source: str) -> None:
-    """Make only the checks that need no order, because removed records influenced the verdicts on the others."""
+    """Make only the checks that do not depend on order, because removed records influenced the other verdicts."""
     cut.report.method = f"order-free checks: {' and '.join(sorted(cut.compacted))} is compacted"
     buckets = buckets_for(sum(each.high - each.low for each in cut.bounds[source].values()))
     numbers = range(cut.partitions[source])
@@ -276,9 +276,9 @@ def output_of(cut: Cut, partition: int, buckets: int) -> WrittenPartition | None
     output = cut.topology.output
     if output is None:
         return None
-    # A topic that does not exist holds nothing.
+    # A topic that does not exist has empty bounds.
     cut.bounds[output.topic].setdefault(partition, Bounds(0, 0, start_deleted=False))
-    # If future times are clamped, the output's timestamps come from the worker's clock.
+    # If future times are clamped, the timestamps in the output may come from the worker's clock.
     return cut.written(output.topic, partition, buckets, stamped=cut.plan.rules.future != "clamp")
 
 
@@ -289,7 +289,7 @@ def _plan_for(plan: Plan, output: WrittenPartition | None) -> Plan:
 
 
 def start_of(cut: Cut, bounds: Bounds, partition: int, output: WrittenPartition | None) -> tuple[int, bool]:
-    """Return the first offset that was judged, and whether it is certain that nothing before it was judged."""
+    """Return the first offset that was judged, and whether it is certain that no earlier record was judged."""
     topic = cut.topology.source.topics[0]
     start = cut.configured_start(topic, partition)
     begin = cut.begins[topic].get(partition)
@@ -298,14 +298,14 @@ def start_of(cut: Cut, bounds: Bounds, partition: int, output: WrittenPartition 
     if start is None:
         start = _first_judged(cut, _plan_for(cut.plan, output), bounds, partition, output)
         if output is not None and output.bounds.start_deleted and start > bounds.low:
-            # Earlier traces may be deleted.
+            # The written records of earlier source records may be deleted.
             cut.starts[partition] = start
             return start, False
     return start, start > bounds.low or not bounds.start_deleted
 
 
 def _first_judged(cut: Cut, plan: Plan, bounds: Bounds, partition: int, output: WrittenPartition | None) -> int:
-    """Return where ``start: latest`` began. This is not recorded, so it is the first record that left a trace."""
+    """Return the offset for ``start: latest``, which is not recorded: that of the first record in a written topic."""
     first_letter = plan.dead_letters.first_offset(partition)
     if first_letter is None:
         first_letter = bounds.high
@@ -324,7 +324,7 @@ def _first_judged(cut: Cut, plan: Plan, bounds: Bounds, partition: int, output: 
 
 
 def report_leftovers(cut: Cut, side: SideTopic) -> None:
-    """Report records of a side topic that no replayed record accounts for."""
+    """Report the records of a side topic for which no replayed record accounts."""
     for source, filed, again in side.left():
         place = side.place(filed)
         if again:

@@ -1,4 +1,4 @@
-"""The records of the late and dead-letter topics, indexed by the source record that they came from."""
+"""Reads the records of the late and dead-letter topics, and indexes them by their source records."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ FIRST_TIME_HEADER: Final = "dedup-first-time"
 FIRST_SOURCE_HEADER: Final = "dedup-first-source"
 LATE_TAIL: Final = (SOURCE_HEADER, TIMESTAMP_HEADER)
 DEAD_TAIL: Final = (REASON_HEADER, DETAIL_HEADER, SOURCE_HEADER, TIMESTAMP_HEADER)
-"""The headers that the worker appends, in this order, to those of the source record."""
+"""The headers that a worker appends, in this order, to the source record's own headers."""
 
 _MOST_DIGITS: Final = 18
 _NO_TIME_MS: Final = -(1 << 62)
@@ -50,7 +50,7 @@ class Filed(NamedTuple):
     partition: int
     offset: int
     at_ms: int | None = None
-    """When the broker appended the record; None if the topic does not use LogAppendTime."""
+    """The time at which the broker appended the record; None if the topic does not use LogAppendTime."""
 
 
 class SideTopic:
@@ -59,8 +59,8 @@ class SideTopic:
     def __init__(self, name: str, path: str, *, complete: bool) -> None:
         self.name: Final = name
         self.complete = complete
-        """False if retention deleted its beginning, so that a missing record proves nothing."""
-        # No journal: no other process reads it, and it is deleted with its directory.
+        """False if retention deleted the beginning of the topic, so that a missing record proves nothing."""
+        # There is no journal, because no other process reads the file and the file is deleted with its directory.
         self._db: Final = sqlite3.connect(path, isolation_level=None)
         self._db.executescript(f"PRAGMA journal_mode=OFF; PRAGMA synchronous=OFF; PRAGMA cache_size=-{_CACHE_KIB};")
         self._db.executescript(_TABLE)
@@ -71,7 +71,7 @@ class SideTopic:
         return f"{self.name}/{filed.partition} offset {filed.offset}"
 
     def file(self, rows: Sequence[tuple[Source, Filed]], strangers: Sequence[tuple[int, int]]) -> None:
-        """Store records by source position; ``strangers`` are (partition, offset) of those without a source record."""
+        """Store records by source position; ``strangers`` are the positions of records that name no source record."""
         self._empty = self._empty and not rows
         self._db.executemany(
             "INSERT INTO filed VALUES (?,?,?,?,?,?,?,?,?,0)", [(*source, *filed) for source, filed in rows]
@@ -79,7 +79,7 @@ class SideTopic:
         self._db.executemany("INSERT INTO strangers VALUES (?,?)", strangers)
 
     def take(self, sources: Sequence[Source]) -> dict[Source, Filed]:
-        """Remove and return the entries of these records. Entries that remain at the end belong to no record read."""
+        """Remove and return the entries of these records. Entries that remain at the end belong to no source record."""
         if self._empty:
             return {}
         wanted: dict[tuple[int, int], list[int]] = {}
@@ -88,7 +88,7 @@ class SideTopic:
         found: dict[Source, Filed] = {}
         for feed, offsets in wanted.items():
             there = set(offsets)
-            # One query for all: the records of a batch come from nearby offsets.
+            # One query is enough for all records, because the records of a batch have nearby offsets.
             for offset, *row in self._between(feed, min(offsets), max(offsets)):
                 if offset in there:
                     found.setdefault(Source(*feed, offset), Filed(*row))
@@ -103,7 +103,7 @@ class SideTopic:
         return self._db.execute(f"SELECT {columns} FROM filed WHERE {where} ORDER BY rowid", (*feed, first, last))  # noqa: S608
 
     def holds(self, source: Source) -> bool:
-        """Whether a record has an entry that is not taken yet."""
+        """Return whether a record has an entry that is not taken yet."""
         ask = "SELECT 1 FROM filed WHERE topic=? AND feed=? AND position=? LIMIT 1"
         return not self._empty and self._db.execute(ask, source).fetchone() is not None
 
@@ -119,21 +119,21 @@ class SideTopic:
         return int(self._db.execute(ask, (*feed, offset)).fetchone()[0])
 
     def left(self) -> Iterator[tuple[Source, Filed, bool]]:
-        """Yield the entries that were not taken, and whether another copy of the same record was taken."""
+        """Yield each entry that was not taken, and whether another copy of the same record was taken."""
         for row in self._db.execute("SELECT * FROM filed ORDER BY part, at"):
             yield Source(*row[:3]), Filed(*row[3:9]), bool(row[9])
 
     def strangers(self) -> Iterator[tuple[int, int]]:
-        """Yield (partition, offset) of records that name no source record."""
+        """Yield the position of each record that names no source record, as (partition, offset)."""
         yield from self._db.execute("SELECT part, at FROM strangers ORDER BY part, at")
 
     def close(self) -> None:
-        """Close the file."""
+        """Close the SQLite file."""
         self._db.close()
 
 
 def extracted_of(extract: Extractor, columns: RecordColumns) -> Extracted:
-    """Return IDs, times, and faults of records as in a worker, including faults for header names that are not UTF-8."""
+    """Return IDs, times, and faults of records as a worker extracts them, including faults in header names."""
     extracted = extract(columns.keys, columns.values, columns.headers, columns.timestamps_ms)
     if not columns.odd_names:
         return extracted
@@ -142,7 +142,7 @@ def extracted_of(extract: Extractor, columns: RecordColumns) -> Extracted:
 
 
 def header(headers: Headers, name: str) -> bytes | None:
-    """Return the last header with a name, because the worker appends its headers to those of the producer."""
+    """Return the value of the last header with a name, because a worker appends its headers to the producer's."""
     for each, content in reversed(headers):
         if each == name:
             return content
@@ -150,7 +150,7 @@ def header(headers: Headers, name: str) -> bytes | None:
 
 
 def parse_source(content: bytes | None, topics: Sequence[str]) -> Source | None:
-    """Return the position in ``topic/partition/offset``; None if the topic is not one of these topics."""
+    """Parse a source position in the form ``topic/partition/offset``; return None unless it is in one of ``topics``."""
     if content is None:
         return None
     topic, _, position = content.decode("utf-8", "replace").partition("/")
@@ -163,7 +163,7 @@ def parse_source(content: bytes | None, topics: Sequence[str]) -> Source | None:
 
 
 def forwarded_by_replay(headers: Headers, topics: Sequence[str]) -> bool:
-    """Whether `dedup replay --late --forward` wrote this record to the output, according to its last two headers."""
+    """Return whether `dedup replay` wrote this late record to the output, according to its last two headers."""
     if len(headers) < 2 or tuple(headers[-2]) != (VERDICT_HEADER, b"late"):  # noqa: PLR2004  # verdict and position
         return False
     name, place = headers[-1]
@@ -171,7 +171,7 @@ def forwarded_by_replay(headers: Headers, topics: Sequence[str]) -> bool:
 
 
 def parse_time_ms(content: bytes | None) -> int | None:
-    """Return a time in ms that is written in ASCII decimal digits; None for anything else."""
+    """Parse a time in ms that is written in ASCII decimal digits; return None for any other content."""
     if content is None or not content.removeprefix(b"-").isdigit():
         return None
     return int(content)
@@ -180,7 +180,7 @@ def parse_time_ms(content: bytes | None) -> int | None:
 def read_side_topic(
     reader: KafkaReader, side: SideTopic, bounds: Mapping[int, Bounds], topics: Sequence[str], tail: Sequence[str]
 ) -> None:
-    """Store the committed records of a side topic within bounds."""
+    """Read the committed records of a side topic within the bounds, and store them in ``side``."""
     for partition, each in bounds.items():
         try:
             for columns in reader.read(side.name, partition, each.low, each.high):
@@ -216,6 +216,6 @@ def _filed(
     original = headers[: -len(tail)] if whole else headers
     reason = (header(headers, REASON_HEADER) or b"").decode("utf-8", "replace")
     if reason == ODD_HEADER_NAME.code:
-        original = ()  # the source's headers cannot be read, so there is nothing to compare them with
+        original = ()  # the source's headers are unreadable, so they are not compared
     time_ms = _NO_TIME_MS if timestamp_ms is None else timestamp_ms
     return source, Filed(digest(key, condensed(value), original, time_ms), stands_for, reason, *place)

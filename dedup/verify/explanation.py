@@ -1,8 +1,8 @@
-"""Finds everything that Kafka holds about one tracking ID: its records, their verdicts with reasons, and their copies.
+"""Finds all data about one tracking ID in Kafka: its records, their verdicts with reasons, and the written copies.
 
-It reads the topics from the beginning and keeps only records with the ID, so memory is bounded by the ID's own records.
-The verdicts come from the exact model, and what happened to the records comes from the topics, so contradictions are
-visible.
+The search reads all topics from the beginning and keeps only records with the ID, so the ID's own records determine the
+memory that it needs. The exact model computes the verdicts. The topics show what the workers wrote, so contradictions
+are visible.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _MOST_LISTED: Final = 1_000
 
 @dataclass(slots=True)
 class ExplainedRecord:
-    """A record with the ID."""
+    """A source record with the ID, its verdict, and its copies in other topics."""
 
     place: str
     """``topic/partition offset n`` in the source."""
@@ -53,18 +53,18 @@ class ExplainedRecord:
     reason: str = ""
     """Code of a dead letter."""
     log_place: str | None = None
-    """Its position in the repartition topic."""
+    """The position of the record in the repartition topic."""
     went: list[str] = field(default_factory=list)
-    """Its positions in the topics that the worker writes."""
+    """The positions of the record in the topics that workers write."""
     doubt: str = ""
-    """Why the verdict may have been a different one."""
+    """The reason why the verdict may have been a different one; empty if it is certain."""
     wrong: str = ""
-    """Descriptions of how the topics contradict the verdict."""
+    """A description of how the topics contradict the verdict; empty if they do not."""
 
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """A sighting in the changelog."""
+    """A sighting of the ID in the changelog."""
 
     place: str
     first_ms: int
@@ -72,12 +72,12 @@ class Kept:
     source: str
     guarded_until_ms: int
     live: bool
-    """Whether stream time has not passed the end of its retention."""
+    """True until stream time passes the end of the sighting's retention."""
 
 
 @dataclass(slots=True)
 class Explanation:
-    """Everything known about an ID."""
+    """The result of a search for one ID."""
 
     topology: str
     id: str
@@ -85,21 +85,25 @@ class Explanation:
     more: int = 0
     """Number of records that are not listed."""
     strays: list[str] = field(default_factory=list)
-    """Written records with this ID for which no listed record accounts."""
+    """Positions of written records with this ID for which no listed record accounts."""
     sightings: list[Kept] = field(default_factory=list)
     whole: bool = True
-    """Whether the logs still contain every record that workers have judged."""
+    """True if the logs still contain every record that workers have judged."""
 
     @property
     def contradictions(self) -> int:
-        """Number of disagreements between topics and model; strays count only if every judged record is listed."""
+        """The number of contradictions between the topics and the model.
+
+        A written record without a listed record counts only if every judged record is listed, because an unlisted
+        record may account for it.
+        """
         complete = self.whole and not self.more
         return sum(bool(explained.wrong) for explained in self.records) + (len(self.strays) if complete else 0)
 
 
 @dataclass(slots=True)
 class _Search:
-    """The search for one ID."""
+    """The state of a search for one ID."""
 
     cut: Cut
     keys: Collection[bytes]
@@ -110,9 +114,10 @@ class _Search:
 def explain_id(
     topology: Topology, settings: Settings, text: str, keys: Collection[bytes], *, progress: OnProgress = lambda _: None
 ) -> Explanation:
-    """Return what the topics say about an ID; ``keys`` are the state keys that its text may stand for.
+    """Search the topics for an ID, and return the result; ``keys`` are the state keys that the ID's text may stand for.
 
-    Raises StateIncompatible if topology and cluster do not match, BrokerUnavailable if the cluster cannot be read.
+    Raises StateIncompatible if the topology and the cluster do not match. Raises BrokerUnavailable if the cluster
+    cannot be read.
     """
     found = Explanation(topology.name, text)
     report = Report(topology.name, "", "", 0)
@@ -140,7 +145,7 @@ def _whole(cut: Cut, topic: str) -> bool:
 
 
 def _logs(cut: Cut) -> Iterator[tuple[str, Iterator[Row]]]:
-    """Yield each judged log, with its name ("" for a source partition) and its records up to now."""
+    """Yield each log that workers judge, with its name ("" for a source partition) and its records up to its end."""
     if not cut.topology.direct:
         for partition in range(cut.partitions[cut.topology.repartition_topic]):
             yield f"{cut.topology.repartition_topic}/{partition}", log_rows(cut, partition)
@@ -153,7 +158,7 @@ def _logs(cut: Cut) -> Iterator[tuple[str, Iterator[Row]]]:
 def _direct_rows(cut: Cut, source: str, partition: int) -> Iterator[Row]:
     bounds = cut.bounds[source][partition]
     committed = cut.committed[source].get(partition, bounds.low)
-    # Only the output shows where judging began.
+    # Only the output shows at which record the judging began.
     output = output_of(cut, partition, 1) if cut.topology.source.start == "latest" else None
     begin, known = start_of(cut, bounds, partition, output)
     scan = LogScan(cut.plan, ((0, partition),), from_start=known)
@@ -213,7 +218,7 @@ def _explain_verdict(cut: Cut, judges: tuple[ReferenceModel, Doubt], row: Row, e
 
 
 def _records(search: _Search, topic: str) -> Iterator[tuple[int, RecordColumns, Extracted, int]]:
-    """Yield the records with the ID in a topic: partition, columns, what is extracted of them, and the row."""
+    """Yield each record of a topic that has the ID, as (partition, columns, values extracted from the columns, row)."""
     cut = search.cut
     for partition in range(cut.partitions[topic]):
         bounds = cut.bounds[topic][partition]
@@ -225,7 +230,7 @@ def _records(search: _Search, topic: str) -> Iterator[tuple[int, RecordColumns, 
 
 
 def _find_uncarried(search: _Search) -> None:
-    """List source records that are not yet or no longer in the repartition topic."""
+    """List the source records with the ID that are not yet, or no longer, in the repartition topic."""
     cut, found = search.cut, search.found
     known = {explained.place for explained in found.records}
     for position, topic in enumerate(cut.topology.source.topics):
@@ -245,9 +250,9 @@ def _find_uncarried(search: _Search) -> None:
 
 
 def _find_written(search: _Search) -> None:
-    """Find the ID in the output, duplicates, and conflicts topics, and match the records with the listed ones."""
+    """Find the ID in the output, duplicates, and conflicts topics, and match the records found with the listed ones."""
     cut, topology = search.cut, search.cut.topology
-    # The output's timestamps may come from another clock, so records are compared without them.
+    # The timestamps in the output may come from another clock, so records are compared without timestamps.
     plan = replace(cut.plan, output_stamped=False)
     wanted: dict[bytes, list[ExplainedRecord]] = {}
     by_source: dict[bytes, list[ExplainedRecord]] = {}
@@ -265,7 +270,7 @@ def _find_written(search: _Search) -> None:
 
 
 def _report_absent(search: _Search, output: str) -> None:
-    """Mark records that the rule forwards but that are absent from the output, if the output is complete."""
+    """Mark the records that the rule forwards but that are absent from the output, if the output is complete."""
     cut = search.cut
     unread = any(topic == output for topic, _ in cut.unread)
     if unread or output in cut.compacted or not _whole(cut, output):
@@ -288,7 +293,7 @@ def _match(search: _Search, topic: str, wanted: dict[bytes, list[ExplainedRecord
 
 def _went(search: _Search, place: str, candidates: list[ExplainedRecord]) -> None:
     free = [explained for explained in candidates if not explained.went]
-    # Equal records cannot be distinguished: those that the rule forwards come first.
+    # Equal records cannot be distinguished, so those that the rule forwards are matched first.
     free.sort(key=lambda explained: explained.verdict not in {"unique", "exempt"})
     if not free:
         search.found.strays.append(place)
@@ -299,7 +304,7 @@ def _went(search: _Search, place: str, candidates: list[ExplainedRecord]) -> Non
 
 
 def _find_sightings(search: _Search) -> None:
-    """Find the ID's sightings in the changelog; the last record of a key counts."""
+    """Find the ID's sightings in the changelog. The last record with a key counts."""
     cut, topic = search.cut, search.cut.topology.changelog_topic
     window = cut.topology.window
     for partition, bounds in cut.reader.bounds(topic).items():

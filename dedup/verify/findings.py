@@ -1,8 +1,8 @@
-"""Turns differences into findings, for replayed tasks, for records without order, and for copies of duplicates.
+"""Reports violations for replayed tasks, for records whose order is not known, and for copies of duplicates.
 
-`explain` reports what a comparison found in the output. `OrderFree` makes the checks that need no order: no ID twice
-within a guard period, and for each judged record its ID is somewhere. `Copies` checks the duplicates and conflicts
-topics.
+`explain` reports the differences that a comparison found in the output. `OrderFree` makes the checks that do not depend
+on order: no ID was forwarded twice within a guard period, and the ID of each judged record is in the output or a side
+topic. `Copies` checks the duplicates and conflicts topics.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ def explain(
     *,
     absent_are: list[Place] | None = None,
 ) -> None:
-    """Report every difference between the records that tasks had to forward and those in the output, for one bucket.
+    """Report every difference between the output and the records that tasks had to forward, for one bucket.
 
-    If ``absent_are`` is given, it receives the records that are not in the output, instead of reporting them as lost.
+    If ``absent_are`` is given, records that are not in the output are added to it, and they are not reported as lost.
     """
     absent = _absent_by_id(comparison, tasks)
     known = {each for task in tasks for each in task.forwarded.ids if each is not None} if comparison.extra else set()
@@ -66,13 +66,13 @@ def explain(
 
 
 def report_lost(written: Sequence[WrittenPartition], place: str, report: Report) -> None:
-    """Report a record that had to be forwarded but was not."""
+    """Report a record as lost that had to be forwarded but is not in the output."""
     text = f"the model forwards it; it is not in {written[0].topic}" if written else "the model forwards it"
     report.violation("lost", place, text)
 
 
 def report_displaced(written: Sequence[WrittenPartition], report: Report) -> None:
-    """Report the records that passed others of their task. Call this when all buckets are matched."""
+    """Report the records that were written in the wrong order. Call this function after all buckets are matched."""
     for each in written:
         for row in each.order.displaced():
             report.violation("reordered", each.place(row), "passed a record that came before it")
@@ -86,7 +86,7 @@ def _absent_by_id(comparison: Comparison, tasks: Sequence[TaskReplay]) -> dict[b
 
 
 class OrderFree:
-    """The output of one bucket by tracking ID; IDs that were forwarded twice are reported at once."""
+    """The output of one bucket by tracking ID. The constructor reports IDs that were forwarded twice."""
 
     def __init__(self, cut: Cut, written: Sequence[WrittenPartition], seen: Iterable[Sequence[Seen]]) -> None:
         self._cut: Final = cut
@@ -98,7 +98,7 @@ class OrderFree:
         late = cut.plan.late
         self._sides_complete: Final = late is not None and late.complete and cut.plan.dead_letters.complete
         self._timeless: Final = any(each.broker_time for each in written) or cut.plan.rules.future == "clamp"
-        """Whether the output's times may come from a clock."""
+        """True if the times in the output may come from a clock."""
         self._exempt: Final[set[bytes]] = set()
         for records in seen:
             self._collect(records)
@@ -108,12 +108,12 @@ class OrderFree:
             self._report_too_near()
 
     def must_be_somewhere(self, tracking_id: bytes, time_ms: int, source: Source) -> None:
-        """Report a judged record as lost unless it was forwarded, is late, or repeats a forwarded record."""
+        """Report a judged record as lost unless it was forwarded, is late, or may repeat a forwarded record."""
         late, place = self._cut.plan.late, self._cut.place(source)
         if late is not None and late.take([source]):
             return
         if not self._forwards:
-            return  # observe only: a unique record leaves no trace
+            return  # observe only: a unique record is written nowhere
         times_ms = self._times_ms.get(tracking_id)
         if times_ms is None:
             if not self._complete:
@@ -135,7 +135,8 @@ class OrderFree:
                 continue
             self._times_ms.setdefault(seen.id, []).append(seen.time_ms)
             if seen.exempt:
-                # Forwarded outside the guarantee: the distance rule does not apply to its ID.
+                # The record was forwarded outside the guarantee, so its ID may be in the output twice within a guard
+                # period.
                 self._exempt.add(seen.id)
 
     def _report_too_near(self) -> None:
@@ -152,24 +153,24 @@ class OrderFree:
 
 @dataclass(slots=True)
 class Copies:
-    """The duplicates and conflicts topics, by partition.
+    """The records of the duplicates and conflicts topics, by partition.
 
-    A task writes its copies in the order of its log, to the partition with its own number modulo the topic's number of
-    partitions. A partition is therefore compared with the tasks that write to it, for every kind of tracking ID.
+    A task writes its copies in the order of its log. The partition to which it writes is its own number modulo the
+    topic's number of partitions. Each partition of the topics is compared with the tasks that write to it.
     """
 
     cut: Cut
     written: list[tuple[Kind, WrittenPartition]]
     purged: Collection[int] = ()
-    """Partitions of the repartition topic that are not replayed."""
+    """Numbers of the partitions of the repartition topic that are not replayed."""
     known: bool = True
-    """Nothing before the first record of the log was judged."""
+    """True if it is certain that no record before the first one of the log was judged."""
     gone: Counter[str] = field(default_factory=Counter)
     """Maps each topic that has lost its beginning to the number of copies that it should have received."""
 
     @classmethod
     def of(cls, cut: Cut, buckets: int, partitions: Mapping[str, Iterable[int]]) -> Copies:
-        """Read these partitions of the topics."""
+        """Read the given partitions of the topics."""
         written = [
             (kind, cut.written(topic, number, buckets, stamped=False))
             for kind, topic in copy_topics(cut).items()
@@ -178,7 +179,7 @@ class Copies:
         return cls(cut, written)
 
     def judge(self, number: int, tasks: Sequence[TaskReplay], report: Report) -> None:
-        """Compare the copies of one bucket with what the tasks had to write."""
+        """Compare the copies of one bucket with the copies that the tasks had to write."""
         for kind, written in self.written:
             own = [task for task in tasks if self._write_to(written, task.books.partition)]
             expected = [task.duplicates if kind == "duplicates" else task.conflicts for task in own]
@@ -225,7 +226,7 @@ class Copies:
                 report.violation("wrong_duplicate", written.place(copy.row), NOT_EXPECTED)
 
     def conclude(self) -> None:
-        """Report copies that passed others of their task or may have been deleted, and delete the files."""
+        """Report copies that are in the wrong order or may have been deleted, and delete the temporary files."""
         for topic, number in self.gone.items():
             self.cut.report.unprovable(f"{topic} has lost its beginning", number)
         for _, written in self.written:
@@ -237,6 +238,6 @@ class Copies:
 
 
 def copy_topics(cut: Cut) -> dict[Kind, str]:
-    """Return the duplicates and conflicts topics; nothing can have been written to one that does not exist."""
+    """Return the duplicates and conflicts topics that exist, by kind."""
     named: dict[Kind, str | None] = {"duplicates": cut.topology.duplicates, "conflicts": cut.topology.conflicts}
     return {kind: topic for kind, topic in named.items() if topic is not None and cut.partitions[topic]}

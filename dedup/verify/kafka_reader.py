@@ -1,4 +1,4 @@
-"""Reads Kafka with librdkafka, a different client than the worker's, so that neither can hide a bug in the other."""
+"""Reads Kafka with librdkafka, which is not the worker's client, so that neither client can hide a bug in the other."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from dedup.verify.compare import Headers
 _TOKEN_FOR_S: Final = 3600.0
 _ANSWER_WITHIN_S: Final = 30.0
 _NO_PROGRESS_S: Final = 60.0
-"""A time longer than dedup's settings let any transaction stay open."""
+"""Time without progress after which a read fails. It is longer than the settings allow a transaction to stay open."""
 _BATCH: Final = 10_000
 _POLL_S: Final = 0.1
 _AGAIN: Final = frozenset(
@@ -41,7 +41,7 @@ _AGAIN: Final = frozenset(
         KafkaError.COORDINATOR_NOT_AVAILABLE,
         KafkaError.NOT_COORDINATOR,
         KafkaError.UNSTABLE_OFFSET_COMMIT,
-        KafkaError._TIMED_OUT,  # noqa: SLF001  # the client's name for it
+        KafkaError._TIMED_OUT,  # noqa: SLF001  # the client has no public name
         KafkaError._WAIT_COORD,  # noqa: SLF001
     }
 )
@@ -60,14 +60,15 @@ class Bounds:
     high: int
     """The high watermark, which includes open transactions."""
     start_deleted: bool
-    """Whether records before ``low`` were deleted, by retention or by hand."""
+    """True if records before ``low`` were deleted, by retention or by hand."""
     before: int = 0
-    """Number of offsets below ``low`` that still exist because they were written before a reset."""
+    """Number of offsets below ``low`` that still exist but are not checked, because they were written before a reset.
+    """
 
 
 @dataclass(slots=True)
 class RecordColumns:
-    """Records of one partition in log order, as columns of equal length."""
+    """Records of one partition in log order, as columns."""
 
     offsets: list[int] = field(default_factory=list)
     keys: list[bytes | None] = field(default_factory=list)
@@ -75,9 +76,9 @@ class RecordColumns:
     headers: list[Headers] = field(default_factory=list)
     timestamps_ms: list[int] = field(default_factory=list)
     broker_time: bool = False
-    """Whether the broker sets the timestamps (LogAppendTime)."""
+    """True if the broker sets the timestamps (LogAppendTime)."""
     odd_names: frozenset[int] = frozenset()
-    """Offsets of records with a header name that is not UTF-8; the client returns none of their headers."""
+    """Offsets of records with a header name that is not UTF-8. The client returns no headers of these records."""
 
     @classmethod
     def of(cls, messages: list[Message]) -> Self:
@@ -108,13 +109,13 @@ class RecordColumns:
 
 
 def _headers(messages: list[Message]) -> tuple[list[Headers], frozenset[int]]:
-    """Return headers by row, and the offsets of records whose header names cannot be read."""
+    """Return the headers of each row, and the offsets of records whose header names cannot be read."""
     found: list[Headers] = []
     odd: set[int] = set()
     for message in messages:
-        # For a name that is not UTF-8 the client (2.16.0) returns a list with null pointers *and* sets an error; asked
-        # a second time, it only returns the list. So ask once, and by `methodcaller`, which checks for the error; a
-        # call that the interpreter has specialized does not.
+        # For a name that is not UTF-8, the client (2.16.0) returns a list with null pointers *and* sets an error. On a
+        # second call, it only returns the list. Therefore, it is called once, through `methodcaller`, which checks for
+        # the error. A call that the interpreter has specialized does not check for it.
         try:
             found.append(_ask_headers(message) or _NO_HEADERS)
         except (SystemError, UnicodeDecodeError) as error:
@@ -126,13 +127,13 @@ def _headers(messages: list[Message]) -> tuple[list[Headers], frozenset[int]]:
 
 
 class OpenTransaction(Exception):  # a fact about a partition, to be reported, and not an error
-    """A partition could not be read to its end because a transaction in it stays open."""
+    """A partition could not be read to its end, because a transaction in the partition stays open."""
 
 
 class KafkaReader:
-    """A read-only view of a cluster. It blocks, and is for one thread. Use it as a context manager.
+    """Reads a cluster, and never writes to it. Methods block; use one instance per thread, as a context manager.
 
-    Every method raises BrokerUnavailable if no response arrives in time or the broker refuses.
+    Every method raises BrokerUnavailable if no response arrives in time or if the broker refuses a request.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -140,7 +141,7 @@ class KafkaReader:
         self._brokers: Final = ", ".join(settings.brokers)
         self._admin: Final = AdminClient(dict(self._config))
         self._askers: Final[dict[str, Consumer]] = {}
-        """Maps each group to a consumer that reads its offsets and never joins."""
+        """Maps each group to a consumer that reads the group's offsets but never joins the group."""
         self._consumer: Final = Consumer(
             {
                 **self._config,
@@ -150,10 +151,10 @@ class KafkaReader:
                 "enable.partition.eof": True,
                 "auto.offset.reset": "error",
                 "isolation.level": "read_committed",
-                # The pause after the local queue was full; its default of 1 s halves the throughput.
+                # The pause after the local queue was full. The default of 1 s halves the throughput.
                 "fetch.queue.backoff.ms": 5,
                 "queued.max.messages.kbytes": 32_768,
-                # How long an empty fetch takes to report the end of a partition.
+                # The time that an empty fetch needs to report the end of a partition.
                 "fetch.wait.max.ms": 10,
             }
         )
@@ -167,9 +168,10 @@ class KafkaReader:
             asker.close()
 
     def partitions(self, topics: Iterable[str]) -> dict[str, int]:
-        """Return the partition count of each topic; 0 for one that does not exist."""
+        """Return the partition count of each topic; 0 for a topic that does not exist."""
         try:
-            # By the consumer and not the admin client: it then has the metadata of each topic when it reads it.
+            # The consumer is used instead of the admin client, so that it has the metadata of each topic when it reads
+            # the topic.
             known = self._consumer.list_topics(timeout=_ANSWER_WITHIN_S).topics
         except KafkaException as error:
             raise self._unavailable("listing the topics", error) from error
@@ -178,7 +180,7 @@ class KafkaReader:
     def bounds(
         self, topic: str, partitions: Iterable[int] | None = None, since: Mapping[int, int] | None = None
     ) -> dict[int, Bounds]:
-        """Return the current bounds of these partitions, or all; those in ``since`` begin at that offset at least."""
+        """Return the current bounds of these partitions, or of all; ``since`` has minimum values for their starts."""
         wanted = range(self.partitions([topic])[topic]) if partitions is None else partitions
         places = [TopicPartition(topic, partition) for partition in wanted]
         if not places:
@@ -192,13 +194,13 @@ class KafkaReader:
         return found
 
     def stable_ends(self, topic: str) -> dict[int, int]:
-        """Return by partition the last stable offset: all records before it are committed or aborted."""
+        """Map each partition to its last stable offset, before which all records are committed or aborted."""
         latest = OffsetSpec.latest()  # type: ignore[no-untyped-call]
         places = [TopicPartition(topic, partition) for partition in range(self.partitions([topic])[topic])]
         return self._list_offsets(dict.fromkeys(places, latest), IsolationLevel.READ_COMMITTED) if places else {}
 
     def topic_id(self, topic: str) -> str:
-        """Return Kafka's id of the topic (KIP-516)."""
+        """Return Kafka's ID of the topic (KIP-516)."""
         asked = self._admin.describe_topics(TopicCollection([topic]), request_timeout=_ANSWER_WITHIN_S)
         try:
             return str(asked[topic].result().topic_id)
@@ -206,7 +208,7 @@ class KafkaReader:
             raise self._unavailable(f"describing {topic}", error) from error
 
     def compacted(self, topics: Iterable[str]) -> frozenset[str]:
-        """Return those of the topics that are compacted, in which records between others may be missing."""
+        """Return the compacted topics among these topics; records between other records may be missing in them."""
         asked = self._admin.describe_configs(
             [ConfigResource(ResourceType.TOPIC, topic) for topic in topics], request_timeout=_ANSWER_WITHIN_S
         )
@@ -221,13 +223,13 @@ class KafkaReader:
         return frozenset(found)
 
     def offset_for_time(self, topic: str, partition: int, time_ms: int) -> int | None:
-        """Return the offset of the first record at or after a time; None if there is none."""
+        """Return the offset of the first record whose timestamp is at or after a time; None if there is none."""
         place = TopicPartition(topic, partition)
         found = self._list_offsets({place: OffsetSpec.for_timestamp(time_ms)})[partition]
         return found if found >= 0 else None
 
     def committed(self, group: str, topic: str, partitions: Iterable[int]) -> dict[int, int]:
-        """Map each partition to the group's committed offset; partitions without one are absent."""
+        """Map each partition to the group's committed offset. Partitions without a committed offset are absent."""
         places = [TopicPartition(topic, partition) for partition in partitions]
         if not places:
             return {}
@@ -235,13 +237,13 @@ class KafkaReader:
         return {place.partition: place.offset for place in found if place.offset >= 0}
 
     def _committed(self, group: str, places: list[TopicPartition]) -> list[TopicPartition]:
-        """Read the offsets with a consumer that never joins. Raises KafkaException.
+        """Read the committed offsets with a consumer that never joins the group. Raises KafkaException.
 
-        The admin client would crash the process with SIGSEGV if the coordinator responds that it is loading or has
+        The admin client would crash the process with SIGSEGV when the coordinator responds that it is loading or has
         moved (librdkafka issue 5040; seen with 2.16.0).
         """
         if group not in self._askers:
-            # read_committed: no offset while a transaction that changes it is open.
+            # With read_committed, no offset is returned while a transaction that changes it is open.
             options = {"group.id": group, "enable.auto.commit": False, "isolation.level": "read_committed"}
             self._askers[group] = Consumer({**self._config, **options})
         found = self._askers[group].committed(places, _ANSWER_WITHIN_S)
@@ -251,7 +253,7 @@ class KafkaReader:
         return found
 
     def _patiently(self, doing: str, ask: Callable[[], T]) -> T:
-        """Return the response; retry as long as the error is temporary."""
+        """Send a request and return the response; retry as long as the error is temporary."""
         deadline = time.monotonic() + _NO_PROGRESS_S
         while True:
             try:
@@ -264,9 +266,10 @@ class KafkaReader:
                 time.sleep(_POLL_S)
 
     def holds_records(self, topic: str, partition: int, start: int, end: int) -> bool:
-        """Whether [start, end) contains a committed record, or an open transaction that may still commit one.
+        """Return whether [start, end) contains a committed record, or an open transaction that may still commit one.
 
-        Markers and aborted records do not count. No worker sees them, so no offset after them is ever committed.
+        Markers and aborted records do not count. No worker receives them, so workers do not commit the offset after
+        them.
         """
         latest = OffsetSpec.latest()  # type: ignore[no-untyped-call]
         stable = self._list_offsets({TopicPartition(topic, partition): latest}, IsolationLevel.READ_COMMITTED)
@@ -275,7 +278,7 @@ class KafkaReader:
     def read(self, topic: str, partition: int, start: int, end: int) -> Iterator[RecordColumns]:
         """Yield the committed records with offsets in [start, end).
 
-        Raises OpenTransaction if the end is not reached because a transaction stays open for longer than allowed.
+        Raises OpenTransaction if the end is not reached, because a transaction stays open for longer than allowed.
         """
         if start >= end:
             return
@@ -300,7 +303,7 @@ class KafkaReader:
             self._consumer.unassign()
 
     def _refuse_silence(self, topic: str, partition: int, reached: int) -> None:
-        """Raise BrokerUnavailable if no open transaction holds the records back; the broker should then send them."""
+        """Raise BrokerUnavailable if the broker sends no records although no open transaction holds them back."""
         place = TopicPartition(topic, partition)
         latest = OffsetSpec.latest()  # type: ignore[no-untyped-call]
         stable = self._list_offsets({place: latest}, IsolationLevel.READ_COMMITTED)[partition]
@@ -311,9 +314,9 @@ class KafkaReader:
             )
 
     def _fetched(self, most: int) -> list[Message]:
-        """Return the messages that have arrived; wait only if there are none.
+        """Return the messages that have arrived. Wait only if there are none.
 
-        To wait for a whole batch would be useless if the partition ends with markers instead of records.
+        Waiting for a whole batch would be useless at the end of a partition that ends with markers instead of records.
         """
         first = self._consumer.consume(1, _POLL_S)
         return [*first, *self._consumer.consume(most - 1, 0)] if first and most > 1 else first
@@ -329,8 +332,8 @@ class KafkaReader:
                 if offset < end:
                     kept.append(message)
                 reached = max(reached, offset + 1)
-            elif error.code() == KafkaError._PARTITION_EOF:  # noqa: SLF001  # the client's name for it
-                # The offset of this event is the next one, after markers and aborted records at the end.
+            elif error.code() == KafkaError._PARTITION_EOF:  # noqa: SLF001  # the client has no public name
+                # The offset of this event is the next offset, after any markers and aborted records at the end.
                 reached = max(reached, offset)
             elif error.code() == KafkaError._AUTO_OFFSET_RESET:  # noqa: SLF001
                 raise BrokerUnavailable(
@@ -338,7 +341,7 @@ class KafkaReader:
                     f"Verify again, or give the topic a longer retention."
                 )
             elif error.code() == KafkaError.GROUP_AUTHORIZATION_FAILED:
-                # librdkafka looks for a coordinator although these reads use no group.
+                # librdkafka looks for a coordinator, although these reads use no group.
                 continue
             elif not error.retriable():
                 raise self._unavailable(f"reading {message.topic()}/{message.partition()}", KafkaException(error))
@@ -375,11 +378,11 @@ def client_config(settings: Settings) -> dict[str, Any]:
         "ssl.key.location": security.key_file,
         "ssl.key.password": security.key_password and security.key_password.get_secret_value(),
     }
-    # Without `log_level` librdkafka logs to stderr; what matters arrives as errors.
+    # Without `log_level`, librdkafka logs to stderr. The client also reports every important problem as an error.
     config: dict[str, Any] = {"log_level": 0, "client.id": "dedup-verify"}
     config.update({name: str(value) for name, value in wanted.items() if value is not None})
     if by_token and security.password is not None:
         token = security.password
-        # The true expiry does not matter here: the broker refuses an expired token.
+        # The actual expiry time does not matter here, because the broker refuses an expired token.
         config["oauth_cb"] = lambda _: (token.get_secret_value(), time.time() + _TOKEN_FOR_S)
     return config

@@ -1,6 +1,7 @@
 """Scans a log once to compute stream time before and after each record, which depends on the order of the log.
 
-With this, a record can be judged apart from the log, because the exact model only needs the records with the same ID.
+After the scan, records can be judged in any grouping by ID: besides stream time, the exact model only needs the records
+with the same ID.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ _MODEL_FAULTS: Final[Mapping[str, ModelFault]] = {
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The properties of a topology and its written topics that a replay needs."""
+    """The properties of a topology and of the topics that workers write, as far as a replay needs them."""
 
     rules: ModelRules
     extract: Extractor
@@ -45,14 +46,14 @@ class Plan:
     """The source topics, by position."""
     max_clock_skew_ms: int
     source_header: bool
-    """Whether forwarded records contain their source position."""
+    """True if forwarded records contain their source position."""
     late: SideTopic | None
     late_forwarded: bool
     dead_letters: SideTopic
     late_digests: frozenset[bytes] | None = None
-    """Digests of all records that were forwarded as late; None if these are not known."""
+    """Digests of all records that were forwarded as late; None if these records are not known."""
     output_stamped: bool = True
-    """Whether the output keeps timestamps (CreateTime), so that they can be compared."""
+    """True if the output keeps the records' timestamps (CreateTime), so that they can be compared."""
     duplicates: bool = False
     conflicts: bool = False
 
@@ -63,7 +64,7 @@ class Plan:
 
 @dataclass(slots=True)
 class Log:
-    """Some records of a task's log in order, with their source positions."""
+    """Consecutive records of a task's log, with their source positions."""
 
     columns: RecordColumns
     sources: Sequence[Source]
@@ -71,7 +72,7 @@ class Log:
 
 
 class Original(NamedTuple):
-    """A record as it was in the source, with its value condensed by `spill.condensed`."""
+    """A record as it was in the source topic, with its value condensed by `spill.condensed`."""
 
     source: tuple[int, int, int]
     key: bytes | None
@@ -81,14 +82,14 @@ class Original(NamedTuple):
 
 
 class Row(NamedTuple):
-    """A record of a log, with everything that determines its verdict except other records with its ID."""
+    """A record of a log, with all data that determine its verdict except the other records with the same ID."""
 
     position: int
     """The offset in the log."""
     source: tuple[int, int, int]
     key: bytes | None
     value: bytes | None
-    """Condensed by `spill.condensed`."""
+    """The value, condensed by `spill.condensed`."""
     headers: Headers
     timestamp_ms: int
     id: bytes | None
@@ -96,24 +97,26 @@ class Row(NamedTuple):
     fingerprint: bytes
     fault: ModelFault | None
     code: str
-    """Code of the fault; empty if there is none."""
+    """Code of the record's fault; empty if the record has no fault."""
     pending: bool
-    """Whether it is beyond the committed offset, so that it may or may not be judged."""
+    """True if the record is at or after the committed offset, so that it may or may not be judged."""
     replayed: bool
     before_ms: int
-    """Stream time before this record."""
+    """Stream time before this record was judged."""
     after_ms: int
     doubt_ms: int | None
-    """Sightings up to this event time may be unknown, because the log no longer holds them; None if all are known."""
+    """Sightings up to this event time may be unknown, because the log no longer contains their records; None if all
+    sightings are known.
+    """
     doubt_by_clock: bool
-    """Whether the doubt arises from a time that may have been clamped to the worker's clock."""
+    """True if the doubt arises from an event time that may have been clamped to the worker's clock."""
     late: Filed | None
     letter: Filed | None
-    """This record's entries in the late and dead-letter topics."""
+    """The record's entry in the dead-letter topic; None if there is none."""
 
     @classmethod
     def of(cls, values: list[object]) -> Row:
-        """Return a row from its stored plain values."""
+        """Return a row from the plain values that a spill stores."""
         row = cls._make(values)
         return row._replace(
             source=Source(*row.source),
@@ -123,18 +126,18 @@ class Row(NamedTuple):
 
 
 class LogScan:
-    """Reads one task's log in order, and tracks its stream time and how much of the stream time is in doubt."""
+    """Reads one task's log in order, and tracks stream time and the event time up to which sightings may be unknown."""
 
     def __init__(self, plan: Plan, feeds: Sequence[Feed], *, from_start: bool) -> None:
         self._plan: Final = plan
         self._model: Final = ReferenceModel(plan.rules, feeds)
-        """Judges records with one made-up ID, to compute stream time."""
+        """Judges all records with the same artificial ID, only to compute stream time."""
         self._from_start: Final = from_start
         self._anchor_ms: int | None = None
         self._clamped = False
 
     def rows(self, log: Log, *, pending: bool = False) -> Iterator[Row]:
-        """Yield the records; idle markers only advance stream time."""
+        """Yield the records as rows. Idle markers yield no row, and only advance stream time."""
         columns, plan = log.columns, self._plan
         extracted = extracted_of(plan.extract, columns)
         fingerprints = extracted.fingerprints or [b""] * len(columns.keys)
@@ -151,7 +154,8 @@ class LogScan:
             record = ModelRecord(extracted.ids[at], extracted.times_ms[at], source)
             self._pass(record, fault, letters.get(source), pending=pending)
             if self._begins_in_doubt(record, fault, letters.get(source)) and not self._perhaps_late(log, at, late):
-                # It was unique, or a duplicate of a sighting that was still kept, whatever its own age.
+                # The record was unique, or it was a duplicate of a sighting that was still kept, regardless of the
+                # record's age.
                 rules = plan.rules
                 longest_ms = rules.extend_at_most_ms if rules.extend else 0
                 self._doubt_from(record.time_ms + 2 * rules.guard_ms + rules.grace_ms + longest_ms)
@@ -178,7 +182,7 @@ class LogScan:
             )
 
     def _pass(self, record: ModelRecord, fault: Fault | None, letter: Filed | None, *, pending: bool) -> None:
-        """Advance stream time by a record."""
+        """Judge a record only to advance stream time."""
         if fault is not None or record.id is None:
             model_fault = None if fault is None else _MODEL_FAULTS[fault.kind.name]
             self._model.judge(record._replace(id=None, fault=model_fault))
@@ -187,7 +191,8 @@ class LogScan:
             return
         stream_time_ms, rules = self._model.stream_time_ms, self._plan.rules
         if record.time_ms > stream_time_ms + self._plan.max_clock_skew_ms and not pending:
-            # Accepted, so the worker's clock was ahead; a worker that clamps may have taken a different time.
+            # The record was accepted, so the worker's clock was ahead. A worker that clamps may have used a different
+            # time.
             clamps = rules.future == "clamp" and stream_time_ms != BEFORE_ALL_TIME
             if clamps:
                 self._clamped = self._clamped or (self._from_start and self._anchor_ms is None)
@@ -196,12 +201,12 @@ class LogScan:
         self._model.sightings.clear()
 
     def _begins_in_doubt(self, record: ModelRecord, fault: Fault | None, letter: Filed | None) -> bool:
-        """Whether stream time before a judged record is unknown because the log has lost its beginning."""
+        """Return whether stream time before a judged record is unknown because the log's beginning was deleted."""
         judged = fault is None and record.id is not None and record.time_ms >= 0 and letter is None
         return judged and not self._from_start and self._anchor_ms is None
 
     def _perhaps_late(self, log: Log, at: int, late: Mapping[Source, Filed]) -> bool:
-        """Whether a record may have been late; a record that is dropped as late leaves no trace."""
+        """Return whether a record may have been late. A record that is dropped as late is in no written topic."""
         plan, columns, source = self._plan, log.columns, log.sources[at]
         if plan.late is not None:
             return source in late
@@ -212,7 +217,7 @@ class LogScan:
         return forwarded_digest(plan, original, "late") in plan.late_digests
 
     def _doubt_from(self, time_ms: int) -> None:
-        """Record that sightings up to this event time may be unknown."""
+        """Remember that sightings up to this event time may be unknown."""
         if self._anchor_ms is None or time_ms > self._anchor_ms:
             self._anchor_ms = time_ms
 
@@ -223,7 +228,7 @@ class LogScan:
 
 
 def forwarded_digest(plan: Plan, row: Row | Original, why: str = "") -> bytes:
-    """Return the digest that a record must have in the output, with its own headers first and then the worker's."""
+    """Return the digest that a record must have in the output, where the worker's headers follow its own headers."""
     headers = row.headers
     if why:
         headers = [*headers, (VERDICT_HEADER, why.encode())]

@@ -16,7 +16,7 @@ _SHOWN_ON_THE_TERMINAL: Final = 20
 _COLOURS: Final = ("#2a78d6", "#eda100", "#1baf7a", "#e34948")
 _EXEMPT_COLOUR: Final = "#8a63d2"
 WIDTH, LEFT = 960, 64
-"""Of a plot, and of its labels at the left."""
+"""The width of a plot and of the labels on its left side, in pixels."""
 _HEIGHT, _BOTTOM = 240, 28
 _BAR, _NAMES, _NAME_CHARACTERS, _MOST_BARS = 20, 240, 34, 48
 _COLUMNS: Final = ("read", "unique", "exempt", "duplicates", "late", "dead_letters", "pending", "not_provable")
@@ -39,10 +39,10 @@ svg{width:100%;height:auto}svg text{fill:var(--soft);font:12px system-ui,sans-se
 
 
 def print_report(report: Report, console: Console) -> None:
-    """Print the books, the violations, the records that are not provable, and the closing line."""
+    """Print the counts, the violations, the number of records that are not provable, and the closing line."""
     table = Table(title=f"{report.topology}: {report.method}, {report.read:,} records in {report.seconds:.1f} s")
     sums = [sum(column) for column in zip(*map(_numbers, report.books), strict=True)]
-    # Empty columns would take the space of others on a narrow terminal.
+    # Empty columns are left out, because they would take space on a narrow terminal.
     shown = [at for at, name in enumerate(_COLUMNS) if name not in _ONLY_IF_ANY or (sums and sums[at])]
     table.add_column("partition", no_wrap=True)
     for at in shown:
@@ -69,7 +69,7 @@ def print_report(report: Report, console: Console) -> None:
 
 
 def to_html(report: Report, command: str = "dedup verify") -> str:
-    """Return the report of a command as one self-contained HTML page."""
+    """Return the report of a command as a self-contained HTML page."""
     when = datetime.fromtimestamp(report.started_at_ms / 1000, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
     facts = f"{report.read:,} records judged · {report.method} · {report.cluster} · {when} · {report.seconds:.1f} s"
     exempt = any(each.exempt for each in report.books)
@@ -91,7 +91,7 @@ def to_html(report: Report, command: str = "dedup verify") -> str:
 
 
 def page(title: str, parts: Iterable[str]) -> str:
-    """Return an HTML page in the reader's dark or light scheme; empty parts are left out."""
+    """Return an HTML page that follows the reader's dark or light color scheme. Empty parts are left out."""
     head = (
         "<!doctype html><html lang=en><meta charset=utf-8><meta name=viewport content='width=device-width'>",
         f"<title>{escape(title)}</title><style>{_STYLE}</style>",
@@ -100,7 +100,7 @@ def page(title: str, parts: Iterable[str]) -> str:
 
 
 def _bars(books: Sequence[Books]) -> str:
-    """Return a bar per partition that shows the verdicts on its records; unbalanced partitions are labeled in red."""
+    """Return one bar per partition that shows the verdicts on its records. Unbalanced partitions have a red label."""
     shown = [each for each in books if each.read][:_MOST_BARS]
     if not shown:
         return ""
@@ -140,7 +140,7 @@ def legend(colours: Mapping[str, str]) -> str:
 
 
 def plot(label: str, marks: str, height: int, most: float, span: tuple[str, str]) -> str:
-    """Return an SVG with marks above a time axis; ``most``: the greatest value, ``span``: the times at its ends."""
+    """Return an SVG with marks above a time axis; ``most`` is the greatest value, and ``span`` the ends of the axis."""
     floor = height - _BOTTOM
     return (
         f"<svg viewBox='0 0 {WIDTH} {height}' role=img aria-label='{label}'>{marks}"
@@ -153,13 +153,13 @@ def plot(label: str, marks: str, height: int, most: float, span: tuple[str, str]
 
 
 def scale(span: float, most: float, height: int) -> tuple[float, float, int]:
-    """Return a plot's pixels per unit of its axis and of its values, and the y of its axis."""
+    """Return the pixels per unit of a plot's time axis and of its values, and the y position of the axis."""
     floor = height - _BOTTOM
     return (WIDTH - LEFT) / span, (floor - 10) / most, floor
 
 
 def html_table(rows: Iterable[Sequence[str | int]], head: Sequence[str] = ()) -> str:
-    """Return a table that scrolls where it is too wide; what is wrong is red."""
+    """Return a table that scrolls if it is too wide. Cells that report a problem are red."""
     lines = ["".join(f"<th>{name}</th>" for name in head), *("".join(map(_cell, row)) for row in rows)]
     return f"<div class=scroll><table>{''.join(f'<tr>{line}</tr>' for line in lines if line)}</table></div>"
 
@@ -171,7 +171,7 @@ def _cell(value: str | int) -> str:
 
 
 def _plot(timeline: Timeline) -> str:
-    """Return stacked bars, one per step of event time, and a sentence about records without an event time."""
+    """Return stacked bars, one per step of event time, and a note about records without an event time."""
     undated = ""
     if timeline.undated:
         text = _as_text(timeline.undated)
@@ -204,7 +204,7 @@ def _time(time_ms: int) -> str:
     try:
         return datetime.fromtimestamp(time_ms / 1000, UTC).strftime("%Y-%m-%d %H:%M:%S")
     except (ValueError, OverflowError):
-        # Event times may lie beyond the year 9999.
+        # Event times may be beyond the year 9999.
         return f"{time_ms} ms"
 
 

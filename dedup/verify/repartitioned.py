@@ -1,8 +1,9 @@
-"""Verifies a topology that repartitions, whose judged log is the repartition topic if that still holds the records.
+"""Verifies a topology with a repartition topic, by replaying the records that this topic still contains.
 
-Two steps are checked separately. From the source to the repartition topic, every record must arrive once and unchanged;
-this is checked in buckets by source position. From there to the output, the model's verdicts are checked in buckets by
-tracking ID. Records that were purged from the repartition topic are checked without order (`findings.OrderFree`).
+The two steps of the topology are verified separately. Every source record must be in the repartition topic once and
+unchanged; this is checked in buckets by source position. The verdicts on the records of the repartition topic must be
+those of the model; this is checked in buckets by tracking ID. For records that were deleted from the repartition topic,
+only the checks that do not depend on order are made (`findings.OrderFree`).
 """
 
 from __future__ import annotations
@@ -41,38 +42,38 @@ from dedup.verify.report import Books
 from dedup.verify.spill import Spill, buckets_for, condensed, place_of
 
 _APPENDED: Final = 2
-"""Number of headers that a repartition task appends (source position or idle feed, and timestamp)."""
+"""Number of headers that a repartition task appends: source position or idle feed, and timestamp."""
 WHY_PURGED: Final = "purged from the repartition topic; checked without order: nothing lost, no ID twice"
 _AFTER_ALL: Final = 1 << 62
 _REPORTED: Final = -1
 _SPREAD: Final = 0x9E3779B97F4A7C15
-"""Factor of Knuth's multiplicative hash, which spreads source positions over buckets."""
+"""The factor of Knuth's multiplicative hash, which distributes source positions over buckets."""
 
 
 @dataclass(slots=True)
 class _Step:
-    """The records of both steps, in buckets."""
+    """The records of both steps of the topology, in buckets."""
 
     feeds: list[Feed]
     logs: list[tuple[Books, Spill]]
-    """The judged records of each complete partition of the repartition topic."""
+    """The judged records of each partition of the repartition topic whose beginning was not deleted."""
     without_id: tuple[Books, Spill]
-    """Source records without an ID, which bypass the repartition topic."""
+    """Source records without an ID that are not in the repartition topic."""
     carried: Spill
-    """Records of the repartition topic, with source position and digest."""
+    """The source position and digest of each record in the repartition topic."""
     judged: Spill
-    """Records of the sources, with source position, digest, ID, and event time."""
+    """The source position, digest, ID, and event time of each source record."""
     purged: bool
     firsts: dict[Feed, int]
-    """Maps each source partition to the lowest offset found in the repartition topic."""
+    """Maps each source partition to the lowest of its offsets in the repartition topic."""
     spans: dict[Feed, tuple[int, int]]
-    """Maps each source partition to [first, end) of the offsets read."""
+    """Maps each source partition to the range [first, end) of offsets that were read."""
     unseen: Spill
-    """Records (task, position, source position) that are absent from an output of which a part is missing."""
+    """Records that are absent from an incomplete output, as (task, position, source position)."""
 
 
 def verify_repartitioned(cut: Cut) -> None:
-    """Replay the records in the repartition topic, compare the output, and account for every source record."""
+    """Replay the repartition topic, compare the output with the result, and account for every source record."""
     log = cut.topology.repartition_topic
     sources = cut.topology.source.topics
     total = sum(bounds.high - bounds.low for topic in (log, *sources) for bounds in cut.bounds[topic].values())
@@ -87,7 +88,7 @@ def verify_repartitioned(cut: Cut) -> None:
     without_id = (Books("past the repartition topic", 0), cut.spill(buckets))
     step = _Step(cut.feeds, [], without_id, cut.spill(buckets), cut.spill(buckets), purged, {}, {}, cut.spill(1))
     for partition in range(cut.partitions[log]):
-        # One of several feeds may be far ahead of stream time, so purged records may have had any event time.
+        # Any feed may be far ahead of stream time, so the event times of deleted records are unknown.
         if not cut.bounds[log][partition].start_deleted:
             _read_log(cut, step, log, partition, buckets)
     _read_sources(cut, step)
@@ -110,7 +111,7 @@ def verify_repartitioned(cut: Cut) -> None:
 
 
 def _count_pending(cut: Cut, log: str) -> None:
-    """Count the pending offsets of both steps; a partition without books gets them if it has pending offsets."""
+    """Count the pending offsets of both steps; add partitions with pending offsets that are not in the report yet."""
     known = {(books.topic, books.partition): books for books in cut.report.books}
     for topic in (*cut.topology.source.topics, log):
         for partition in range(cut.partitions[topic]):
@@ -151,7 +152,7 @@ def _read_log(cut: Cut, step: _Step, log: str, partition: int, buckets: int) -> 
 
 
 def log_rows(cut: Cut, partition: int) -> Iterator[Row]:
-    """Yield the records of a partition of the repartition topic up to its current end, as they were in the source."""
+    """Yield the records of a partition of the repartition topic up to its end, restored as they were in the source."""
     log = cut.topology.repartition_topic
     bounds = cut.bounds[log][partition]
     committed = cut.committed[log].get(partition, bounds.low)
@@ -176,11 +177,11 @@ def _position_place(source: Sequence[int]) -> int:
 
 
 def _unwrap(cut: Cut, columns: RecordColumns, partition: int) -> Log:
-    """Return the records as they were in the source."""
+    """Restore the records of the repartition topic as they were in the source."""
     sources: list[Source] = []
     idle_rows: set[int] = set()
     for row, headers in enumerate(columns.headers):
-        # Only the last two: the source's own headers may have the same names, from another topology before this one.
+        # Only the last two headers count. An upstream topology may have added headers with the same names before.
         appended = headers[-_APPENDED:]
         source, idle = _origin(cut, appended)
         if source is None:
@@ -200,13 +201,13 @@ def _origin(cut: Cut, headers: Headers) -> tuple[Source | None, bool]:
     marker = header(headers, IDLE_HEADER)
     if marker is not None:
         feed = parse_source(marker + b"/0", topics)
-        # Offset -1 is no source record, so the marker takes nothing from the side topics.
+        # No source record has offset -1, so no record of a side topic is matched with the marker.
         return None if feed is None else feed._replace(offset=-1), True
     return parse_source(header(headers, SOURCE_HEADER), topics), False
 
 
 def _read_sources(cut: Cut, step: _Step) -> None:
-    """Add every judged source record to a bucket; records without an ID bypass the repartition topic."""
+    """Add every judged source record to a bucket."""
     for feed in step.feeds:
         topic, partition = cut.topology.source.topics[feed[0]], feed[1]
         committed = cut.committed[topic].get(partition)
@@ -214,12 +215,13 @@ def _read_sources(cut: Cut, step: _Step) -> None:
         if committed is None:
             cut.report.unprovable(WHY_NO_OFFSET, bounds.high - bounds.low)
             continue
-        # Order does not matter for records without an ID: stream time has no influence on their verdict.
+        # For records without an ID, order does not matter, because stream time does not influence their verdicts.
         scan = LogScan(cut.plan, step.feeds, from_start=True)
         start = cut.configured_start(topic, partition)
         unknown = start is None
         if start is None:
-            # `latest`, whose offset is not recorded: it is that of the first record in the repartition topic.
+            # The start is `latest`, whose offset is not recorded. It is the offset of the first record in the
+            # repartition topic.
             start = step.firsts.get(feed, bounds.high)
         if step.purged and unknown:
             cut.report.unprovable(WHY_BEFORE, max(0, min(start, committed) - bounds.low))
@@ -245,7 +247,7 @@ def _read_source(cut: Cut, step: _Step, feed: Feed, columns: RecordColumns, scan
 
 
 def _account(cut: Cut, step: _Step, number: int, absent: Spill) -> None:
-    """Check that each source record of a bucket is in the repartition topic once and unchanged, or has no ID."""
+    """Check that each source record of a bucket is in the repartition topic once and unchanged, or has no usable ID."""
     held: dict[Source, bytes] = {}
     for topic, partition, offset, content in step.carried.bucket(number):
         source = Source(topic, partition, offset)
@@ -284,7 +286,7 @@ def _report_unsent(cut: Cut, step: _Step, source: Source) -> None:
 
 
 def _judge(cut: Cut, step: _Step, there: tuple[list[WrittenPartition], Copies], number: int, absent: Spill) -> None:
-    """Judge the records of a bucket, and compare the forwarded records and the copies."""
+    """Judge the records of a bucket, and compare the output and the copies of duplicates with the result."""
     written, copies = there
     tasks: list[TaskReplay] = []
     owners: dict[bytes, int] = {}
@@ -307,7 +309,7 @@ def _judge(cut: Cut, step: _Step, there: tuple[list[WrittenPartition], Copies], 
         pairs = [(there.row, wanted) for there, wanted in found.matched if there.sequence == at]
         each.order.match([(seen[at][row].row, *_track(step, tasks, wanted)) for row, wanted in pairs])
     if step.purged:
-        # Purged records were forwarded, too: an unknown record in the output proves nothing.
+        # Records that are deleted now were forwarded, too, so an unknown record in the output is no violation.
         found.extra.clear()
     unseen: list[Place] | None = [] if any(each.bounds.start_deleted or each.truncated for each in written) else None
     explain(found, tasks, written, seen, cut.report, absent_are=unseen)
@@ -317,7 +319,7 @@ def _judge(cut: Cut, step: _Step, there: tuple[list[WrittenPartition], Copies], 
 
 
 def _track(step: _Step, tasks: list[TaskReplay], wanted: Place) -> tuple[int, int]:
-    """Return the task or source partition within which a record must keep its order, and its position there."""
+    """Return the task or source partition in which a record must keep its order, and the record's position in it."""
     forwarded = tasks[wanted.sequence].forwarded
     source = forwarded.sources[wanted.row]
     past = wanted.sequence == len(step.logs)
@@ -326,7 +328,7 @@ def _track(step: _Step, tasks: list[TaskReplay], wanted: Place) -> tuple[int, in
 
 
 def _report_unseen(cut: Cut, step: _Step, written: list[WrittenPartition]) -> None:
-    """Report absent records as lost unless they precede a task's remaining records in truncated partitions."""
+    """Report absent records as lost unless they may have been in the part of the output that is missing."""
     truncated = any(each.truncated for each in written)
     gone: dict[int, int] = {}
     for task in range(len(step.logs)):
@@ -342,10 +344,10 @@ def _report_unseen(cut: Cut, step: _Step, written: list[WrittenPartition]) -> No
 
 
 def _checked_owner(cut: Cut, books: Books, rows: Iterator[Row], owners: dict[bytes, int]) -> Iterator[Row]:
-    """Yield the rows, and report an ID that is in two partitions, because both tasks would forward it.
+    """Yield the rows, and report each ID that is in two partitions, because both tasks would forward it.
 
-    ``owners`` maps each ID to the partition in which it was found first, or to `_REPORTED` if it was also found in
-    another.
+    ``owners`` maps each ID to the first partition in which it was found, or to `_REPORTED` if it was found in another
+    one, too.
     """
     for row in rows:
         owner = _REPORTED if row.id is None else owners.setdefault(row.id, books.partition)

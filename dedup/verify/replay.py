@@ -16,9 +16,11 @@ from dedup.verify.spill import stand_in_of
 
 _UNIQUE, _DUPLICATES, _LATE, _DEAD_LETTERS = range(4)
 REFUSED_BY_THE_BROKER: Final = "refused_by_broker"
-"""Reason of dead letters that the record itself does not explain; the replay accepts them."""
+"""The reason of dead letters that the broker refused. A replay accepts these dead letters, although the record does not
+prove the reason.
+"""
 FUTURE: Final = "future_time"
-"""Reason of dead letters whose event time is too far in the future."""
+"""The reason of dead letters whose event time is too far in the future."""
 _FORGET_EVERY: Final = 200_000
 _MANY_SIGHTINGS: Final = 64
 
@@ -31,18 +33,18 @@ WHY_SIDE_GONE: Final = "the late or dead-letter topic has lost its beginning, or
 
 @dataclass(slots=True)
 class Forwarded(Expected):
-    """The expected records of the output, row by row."""
+    """The records that a task must have written to the output."""
 
     ids: list[bytes | None] = field(default_factory=list)
     sources: list[Source] = field(default_factory=list)
     pending: set[int] = field(default_factory=set)
-    """Rows beyond the committed offset."""
+    """Rows whose records are at or after the committed offset."""
 
 
 class Doubt:
-    """Tracks IDs that may have sightings which the log no longer shows.
+    """Tracks IDs that may have sightings whose records are no longer in the log.
 
-    An ID stays in doubt as long as a sighting that may or may not exist can affect it.
+    An ID stays in doubt as long as a sighting that may or may not exist can affect the verdicts on its records.
     """
 
     def __init__(self, rules: ModelRules) -> None:
@@ -51,7 +53,7 @@ class Doubt:
         self._longest_ms: Final = rules.extend_at_most_ms if rules.extend else 0
 
     def about(self, tracking_id: bytes, time_ms: int, stream_time_ms: int, unseen_ms: int) -> bool:
-        """Return whether the verdict on a record may differ from the model's, and remember this.
+        """Return whether the verdict on a record may differ from the model's verdict, and remember this for its ID.
 
         Sightings up to the event time ``unseen_ms`` may be unknown.
         """
@@ -75,7 +77,7 @@ class TaskReplay:
         self.duplicates: Final = Expected()
         self.conflicts: Final = Expected()
         self.uncertain = False
-        """Whether some verdict is not the only possible one, so that counts may differ."""
+        """True if a verdict is not the only possible one, so that the counts may differ."""
         self._plan: Final = plan
         self._report: Final = report
         self._model: Final = ReferenceModel(plan.rules, feeds)
@@ -83,10 +85,10 @@ class TaskReplay:
         self._pending = False
         self._taken = 0
         self._forget_at: Final[dict[bytes, int]] = {}
-        """Maps each ID with many sightings to the number at which expired ones are dropped."""
+        """Maps each ID with many sightings to the number of sightings at which expired ones are dropped."""
 
     def take(self, rows: Iterable[Row]) -> None:
-        """Judge records in log order."""
+        """Judge the given records, which must be in log order."""
         for row in rows:
             self._pending = row.pending
             self.books.replayed += row.replayed and not row.pending
@@ -97,7 +99,7 @@ class TaskReplay:
                 self._model.forget()
 
     def _forget(self, tracking_id: bytes | None) -> None:
-        """Drop expired sightings of a frequent ID, because each verdict on it iterates over all its sightings."""
+        """Drop expired sightings of a frequent ID, because every verdict iterates over all sightings of an ID."""
         known = [] if tracking_id is None else self._model.sightings.get(tracking_id, [])
         if tracking_id is None or len(known) < self._forget_at.get(tracking_id, _MANY_SIGHTINGS):
             return
@@ -110,7 +112,7 @@ class TaskReplay:
         return self._plan.place(source)
 
     def doubtful(self, tracking_id: bytes | None, time_ms: int, *, timed: bool) -> bool:
-        """Whether the verdict on a record with an ID was in doubt; if not ``timed``, on any record with the ID."""
+        """Return whether the verdict on a record, or on any record of the ID if not ``timed``, was in doubt."""
         until_ms = BEFORE_ALL_TIME if tracking_id is None else self._doubt.until_ms(tracking_id)
         return time_ms <= until_ms if timed else until_ms > BEFORE_ALL_TIME
 
@@ -121,7 +123,7 @@ class TaskReplay:
             self._dead_by_evidence(row, row.letter)
             return
         source = Source(*row.source)
-        # Stream time comes from the whole log, not from the records of this bucket.
+        # Stream time depends on the whole log, not only on the records of this bucket.
         self._model.stream_time_ms = row.after_ms
         verdict = self._model.judge(ModelRecord(row.id, row.time_ms, source, row.fingerprint, row.fault))
         certain = self._certain(row, verdict)
@@ -151,7 +153,7 @@ class TaskReplay:
         why = WHY_CLAMPED if row.doubt_by_clock else WHY_FRONT
         beyond_ms = verdict.stream_time_ms - self._plan.rules.guard_ms - self._plan.rules.grace_ms
         if row.late is not None and verdict.kind == "unique" and beyond_ms <= row.doubt_ms:
-            # It is late because of records that are gone.
+            # The record is late because of records that were deleted.
             self._unprovable(why)
             return False
         if self._doubt.about(row.id, verdict.time_ms, verdict.stream_time_ms, row.doubt_ms):
@@ -160,14 +162,15 @@ class TaskReplay:
         return True
 
     def _dead_by_evidence(self, row: Row, letter: Filed) -> None:
-        """Handle a dead letter that the record does not explain: the clock or the broker caused it, or it is wrong."""
+        """Handle a dead letter whose record has no fault: the clock or the broker caused it, or it is wrong."""
         far_ahead = row.time_ms > row.before_ms + self._plan.max_clock_skew_ms
         by_clock = letter.reason == FUTURE and self._plan.rules.future == "dead_letter"
         if letter.reason == REFUSED_BY_THE_BROKER:
             self._unprovable(WHY_REFUSED)
             self._same(row, letter, self._plan.dead_letters)
         elif by_clock and row.time_ms > row.before_ms:
-            # It was judged before it was appended. If it was appended late enough, the clock may have allowed its time.
+            # The record was judged before the dead letter was appended. If it was appended late enough, the clock may
+            # have allowed the record's time.
             skew_ms = self._plan.max_clock_skew_ms
             by_append = letter.at_ms is not None and row.time_ms > letter.at_ms + skew_ms
             if not (far_ahead and by_append):
@@ -194,7 +197,7 @@ class TaskReplay:
             self._report.timeline.add(verdict.time_ms, _UNIQUE)
 
     def _expect(self, row: Row, why: str = "", *, certain: bool) -> None:
-        """Expect a record in the output; ``why`` is the verdict that its header must contain."""
+        """Add a record to those expected in the output; ``why`` is the verdict that its header must contain."""
         forwarded = self.forwarded
         if not certain:
             forwarded.optional.add(len(forwarded.ids))
@@ -207,7 +210,7 @@ class TaskReplay:
         forwarded.positions.append(row.position)
 
     def _expect_otherwise(self, row: Row, *besides: str) -> None:
-        """Allow that a record was forwarded for any reason other than ``besides``."""
+        """Allow that a record was forwarded with any verdict other than ``besides``."""
         possible = {"", "late" if self._plan.late_forwarded else ""}
         possible.add("conflict" if self._plan.rules.on_conflict == "forward" else "")
         for why in sorted(possible.difference(besides)):
@@ -215,7 +218,7 @@ class TaskReplay:
 
     def _duplicate(self, row: Row, verdict: ModelVerdict, *, certain: bool) -> None:
         if not certain:
-            # It may be the first of its ID after all.
+            # The record may have been the first one with its ID.
             self._expect_otherwise(row)
         topic = self.duplicates if self._plan.duplicates else None
         if verdict.conflict and self._plan.conflicts:
@@ -275,7 +278,7 @@ class TaskReplay:
             self._violation("wrong_dead_letter", row, text)
 
     def _same(self, row: Row, filed: Filed, side: SideTopic) -> None:
-        """Check that a side topic contains the record unchanged, with its timestamp in a header."""
+        """Check that a side topic contains the record unchanged, with the original timestamp in a header."""
         if filed.stands_for:
             same = filed.stands_for == stand_in_of(row.value)
         else:

@@ -1,4 +1,4 @@
-"""The result of a verification, with books, violations, and records that are not provable."""
+"""Defines the result of a verification, with counts per partition, violations, and records that are not provable."""
 
 from __future__ import annotations
 
@@ -48,54 +48,60 @@ class Violation:
 
 @dataclass(slots=True)
 class Books:
-    """The counts of verdicts on the records of one judged partition, by the model."""
+    """The number of records with each verdict in one judged partition, according to the model."""
 
     topic: str
     partition: int
     read: int = 0
     unique: int = 0
-    """Records forwarded as the first with their IDs, including conflicts that the topology forwards."""
+    """Number of records that are forwarded as the first ones with their IDs, including conflicts that the topology
+    forwards.
+    """
     exempt: int = 0
-    """Records without an ID or a value that the topology forwards without a verdict, with a mark."""
+    """Number of records without an ID or a value that the topology forwards with a mark, without judging them."""
     duplicates: int = 0
     conflicts: int = 0
-    """The part of ``duplicates`` with a different payload."""
+    """How many of the duplicates have a different payload."""
     late: int = 0
     dead_letters: int = 0
     replayed: int = 0
-    """The part of ``read`` that ``dedup replay`` sent again."""
+    """How many of the records in ``read`` were sent again by ``dedup replay``."""
     pending: int = 0
-    """Offsets beyond the committed one, counted like the lag in `dedup status`; 0 if they hold no record."""
+    """Number of offsets from the committed one to the end, counted like the lag in `dedup status`; 0 if they hold no
+    record.
+    """
     skipped: int = 0
-    """Offsets before the one at which the topology started, which were never judged."""
+    """Number of offsets before the start of the topology, which were never judged."""
     not_provable: int = 0
-    """The part of ``read`` that was judged but whose correct verdict the log no longer shows."""
+    """How many of the records in ``read`` were judged although the log no longer shows their correct verdict."""
     ended: int | None = None
-    """Records found in their final place, including dropped duplicates; None if this cannot be determined."""
+    """Number of records that were found in their final topic, including dropped duplicates; None if this cannot be
+    determined.
+    """
 
     @property
     def balanced(self) -> bool:
-        """Whether every record ended in exactly one place, by the model and, if this can be determined, in Kafka."""
+        """True if every record has exactly one outcome, by the model and, if this can be determined, in Kafka."""
         by_model = self.unique + self.exempt + self.duplicates + self.late + self.dead_letters
         return self.read == by_model and self.ended in {None, self.read}
 
 
 @dataclass(slots=True)
 class Timeline:
-    """Verdicts over event time, in at most a few hundred steps for any time span."""
+    """The number of verdicts over event time, in at most a few hundred steps for any time span."""
 
     step_ms: int = _FIRST_BUCKET_MS
     counts: dict[int, list[int]] = field(default_factory=dict)
     """Maps the start of each step in ms to the number of records by verdict, in the order of ``VERDICTS``."""
     undated: dict[str, int] = field(default_factory=dict)
-    """Maps each outcome to its number of records without a usable event time, which no time axis can show."""
+    """Maps each verdict to its number of records without a usable event time, which a time axis cannot show."""
 
     def add_undated(self, outcome: str, number: int = 1) -> None:
         """Count records without a usable event time."""
         self.undated[outcome] = self.undated.get(outcome, 0) + number
 
     def add(self, time_ms: int, verdict: int, number: int = 1) -> None:
-        """Count records; if there are too many steps, make them twice as wide."""
+        """Count records with an event time. If there are too many steps, make the steps twice as wide."""
         start = time_ms - time_ms % self.step_ms
         counts = self.counts.get(start)
         if counts is None:
@@ -116,48 +122,48 @@ class Timeline:
 
 @dataclass(slots=True)
 class Report:
-    """The result of a verification. All violations are counted, and samples are kept up to a limit per kind."""
+    """The result of a verification. All violations are counted, but only some examples of each kind are kept."""
 
     topology: str
     cluster: str
     method: str
-    """Which parts were replayed, and for which parts only order-free checks were possible."""
+    """Says which parts were replayed, and for which parts only checks that do not depend on order were possible."""
     started_at_ms: int
     seconds: float = 0.0
     books: list[Books] = field(default_factory=list)
     counts: dict[ViolationKind, int] = field(default_factory=lambda: dict.fromkeys(MEANINGS, 0))
     samples: list[Violation] = field(default_factory=list)
     sample: int = 1
-    """One tracking ID in this many was judged."""
+    """One tracking ID out of this many was judged."""
     unsampled: int = 0
     """Number of records that were not judged because their IDs are not in the sample."""
     not_provable: dict[str, int] = field(default_factory=dict)
-    """Maps each reason to a number of records."""
+    """Maps each reason to the number of records that are not provable because of it."""
     timeline: Timeline = field(default_factory=Timeline)
 
     @property
     def passed(self) -> bool:
-        """Whether nothing violates the guarantee; records that are not provable neither pass nor fail."""
+        """True if nothing violates the guarantee; records that are not provable are neither correct nor wrong."""
         return not any(self.counts.values())
 
     @property
     def read(self) -> int:
-        """Records judged in all partitions."""
+        """The number of records in all partitions that were judged."""
         return sum(books.read for books in self.books)
 
     def violation(self, kind: ViolationKind, place: str, text: str) -> None:
-        """Count a violation, and keep it as a sample if there are only a few of its kind so far."""
+        """Count a violation, and keep it as an example if there are only a few violations of its kind so far."""
         self.counts[kind] += 1
         if self.counts[kind] <= SAMPLES_PER_KIND:
             self.samples.append(Violation(kind, place, text))
 
     def unprovable(self, reason: str, number: int = 1) -> None:
-        """Count records that are not provable, by reason."""
+        """Count records that are not provable for this reason."""
         if number:
             self.not_provable[reason] = self.not_provable.get(reason, 0) + number
 
     def closing_line(self) -> str:
-        """Return the numbers of lost and duplicated records, and all other numbers that are not 0."""
+        """Return a line with the numbers of lost and duplicated records, and all other numbers that are not 0."""
         others = "".join(
             f"  {kind} {number}"
             for kind, number in self.counts.items()
@@ -169,7 +175,7 @@ class Report:
         return f"lost {self.counts['lost']}  duplicated {self.counts['duplicated']}{others}{tail}"
 
     def blind_spots(self) -> list[str]:
-        """Return sentences about what a sample cannot show; empty for a full verification."""
+        """Return sentences that say what a sample cannot show; empty if all records were judged."""
         if self.sample == 1:
             return []
         sampled = (

@@ -1,7 +1,8 @@
-"""Keeps rows on disk, in so many buckets that each bucket fits into memory.
+"""Keeps rows on disk in buckets. The number of buckets is large enough for each bucket to fit into memory.
 
-A bucket contains everything about some tracking IDs, so each ID can be checked within its bucket. The order is checked
-by the positions in the rows (`cut.Order`). Memory is therefore bounded by the size of a bucket.
+All rows of a tracking ID are in the same bucket, so each ID can be checked within its bucket. The order of records is
+checked by the positions in the rows (`cut.Order`). The size of a bucket determines the memory that a verification
+needs.
 """
 
 from __future__ import annotations
@@ -14,37 +15,37 @@ from typing import Any, BinaryIO, Final
 import msgspec
 
 BUCKET_ROWS: Final = 60_000
-"""Average number of log rows per bucket; a replay of them takes tens of MB."""
+"""Average number of log rows per bucket. A replay of this many rows takes tens of MB of memory."""
 _PENDING_ROWS: Final = 20_000
 _PENDING_BYTES: Final = 8 << 20
 _LENGTH_BYTES: Final = 8
 _WHOLE_BYTES: Final = 48
-"""Values up to this length are kept unchanged, and longer ones as length and digest."""
+"""Values up to this length are kept unchanged; of longer values, only the length and a digest are kept."""
 
 _pack = msgspec.msgpack.Encoder().encode
 _unpack = msgspec.msgpack.Decoder().decode
 
 
 def buckets_for(rows: int) -> int:
-    """Return the number of buckets for this many rows."""
+    """Return the number of buckets that this many rows need."""
     return 1 + rows // BUCKET_ROWS
 
 
 def place_of(tracking_id: bytes | None, key: bytes | None, value: bytes | None) -> int:
-    """Return a 64-bit hash of a record's ID, or of key and value if it has none, which decides its bucket."""
+    """Return a 64-bit hash that determines a record's bucket: of its ID or, if it has no ID, of its key and value."""
     content = tracking_id if tracking_id is not None else b"\0%b\0%b" % (key or b"", value or b"")
     return int.from_bytes(blake2b(content, digest_size=8).digest(), "little")
 
 
 def condensed(value: bytes | None) -> bytes | None:
-    """Return a value, or the length and 256-bit digest of a long value; results are equal only for equal values."""
+    """Return a short value unchanged, and a long value as its length and 256-bit digest."""
     if value is None or len(value) <= _WHOLE_BYTES:
         return None if value is None else b"=" + value
     return b"#%d " % len(value) + blake2b(value, digest_size=32).digest()
 
 
 def stand_in_of(value: bytes | None) -> bytes:
-    """Return the digest that a worker writes in place of a too large value, computed from the condensed value."""
+    """Return the digest that a worker writes in place of a value that is too large, given the condensed value."""
     if value is not None and value.startswith(b"#"):
         length, _, digest = value[1:].partition(b" ")
         return b"blake2b-256:%b of %b bytes" % (digest.hex().encode(), length)
@@ -52,13 +53,13 @@ def stand_in_of(value: bytes | None) -> bytes:
 
 
 def stand_in(value: bytes | None) -> bytes:
-    """Return the digest that is written in place of a value that is too large for the side topic."""
+    """Return the digest that a worker writes in place of a value that is too large for a side topic."""
     content = value or b""
     return f"blake2b-256:{blake2b(content, digest_size=32).hexdigest()} of {len(content)} bytes".encode()
 
 
 class Spill:
-    """Rows of plain values, which are written to buckets in any order and read bucket by bucket in writing order."""
+    """Stores rows of plain values. Rows are added to any bucket; each bucket is read in the order of writing."""
 
     def __init__(self, directory: str, buckets: int) -> None:
         self.buckets: Final = buckets
@@ -71,7 +72,7 @@ class Spill:
         """Maps each bucket to the file offsets of its chunks."""
 
     def add(self, place: int, row: Sequence[Any], size_bytes: int = 0) -> None:
-        """Add a row to the bucket for its place; ``size_bytes`` is the approximate size of its long parts."""
+        """Add a row to the bucket for the hash ``place``; ``size_bytes`` is the approximate size of its long parts."""
         self._pending[place % self.buckets].append(row)
         self.rows += 1
         self._pending_rows += 1
@@ -80,7 +81,7 @@ class Spill:
             self._flush()
 
     def bucket(self, number: int) -> Iterator[list[Any]]:
-        """Yield the rows of a bucket; tuples are returned as lists."""
+        """Yield the rows of a bucket as lists."""
         self._flush()
         for start in self._chunks[number]:
             self._file.seek(start)

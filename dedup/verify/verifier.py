@@ -1,16 +1,18 @@
-"""The verifier, which reads only Kafka, replays the exact model, and reports lost, duplicated, or changed records.
+"""Implements `dedup verify`, which reads only Kafka, replays the exact model, and reports every difference.
 
-Everything is read up to one cut (`cut`). The group's committed offsets are read first, because only judged records can
-be expected. Then the ends of the topics that the worker writes are read, including open transactions. The records for
-the committed offsets are below those ends. Reading up to them with ``read_committed`` waits for transactions that are
-still open. Records that the worker commits in the meantime are *pending*, because they may or may not be there.
+All topics are read up to one cut (`cut`). The verifier first reads the group's committed offsets, because only the
+results of judged records can be expected. The verifier then reads the ends of the topics that workers write, including
+open transactions. The results for the committed offsets are below those ends. Reading up to the ends with
+``read_committed`` waits for transactions that are still open. Records that workers judge in the meantime are *pending*,
+because their results may or may not be there.
 
-A partition is replayed if a log contains its order (`direct`, `repartitioned`). Otherwise, checks that need no order
-are made (`findings.OrderFree`). Records that these checks cannot decide are counted as not provable, never as passed.
+A partition is replayed if a log still contains its records in order (`direct`, `repartitioned`). If no log contains the
+order, the verifier makes only checks that do not depend on order (`findings.OrderFree`). Records that these checks
+cannot decide are counted as not provable, never as correct.
 
-Memory is bounded regardless of the size of the topics. Records are written to files in buckets by tracking ID
-(`spill`), and one bucket at a time is judged and compared. Data that depends on the order of all records is a column of
-integers in a file (`cut.Order`).
+The memory that a verification needs does not depend on the size of the topics. Records are written to files in buckets
+by tracking ID (`spill`), and one bucket at a time is judged and compared. Data that depends on the order of all records
+is kept as a column of integers in a file (`cut.Order`).
 """
 
 from __future__ import annotations
@@ -37,16 +39,17 @@ def verify(
     sample: int = 1,
     scratch: Path | None = None,
 ) -> Report:
-    """Verify a topology by reading only Kafka, and return the report; blocks until everything is read.
+    """Verify a topology by reading only Kafka, and return the report. The function blocks until all records are read.
 
-    With ``sample``, one tracking ID in this many is judged, with all its records. ``scratch`` is a directory for data
-    that does not fit into memory, which is about 200 bytes plus the key per record; the default is the system's
-    temporary directory. Raises StateIncompatible if topology and cluster do not match, and BrokerUnavailable if the
-    cluster cannot be read.
+    One tracking ID out of ``sample`` is judged, with all its records. ``scratch`` is a directory for data that does not
+    fit into memory, about 200 bytes plus the key for each record; the default is the system's temporary directory.
+    Raises StateIncompatible if the topology and the cluster do not match, and BrokerUnavailable if the cluster cannot
+    be read.
     """
     began_s = time.time()
     report = Report(topology.name, ", ".join(settings.brokers), "replay", int(began_s * 1000), sample=sample)
-    # Millions of small tuples and no cycles: the garbage collector would only traverse them repeatedly.
+    # The verification creates millions of small tuples without cycles, which the garbage collector would only traverse
+    # repeatedly.
     collecting = gc.isenabled()
     gc.disable()
     try:

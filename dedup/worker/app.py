@@ -202,7 +202,7 @@ STORES.aliases["dedup"] = "dedup.worker.app:SightingsStore"
 
 
 class DedupApp(faust.App):
-    """A Faust app with its tasks. Use `create_app` to build one."""
+    """A Faust app that also holds the tasks of a worker. Use `create_app` to build one."""
 
     settings: Settings
     connection: Connection

@@ -1,9 +1,9 @@
 """Makes a checkpoint: restores a changelog partition into a separate store, packs this store, and uploads the archive.
 
-A checkpoint is built from the changelog, with the code that workers use for a restore, not from a worker's disk.
-Therefore, no worker is needed or paused, and data that exists only on a worker's disk never becomes part of a
-checkpoint (docs/decisions/0014-checkpoints.md). The separate store is kept, so the next checkpoint reads only newer
-records, as a standby does.
+A checkpoint is built from the changelog, with the code that workers use for a restore, not from a worker's disk. This
+way, no worker is needed or paused, and data that exists only on a worker's disk never becomes part of a checkpoint
+(docs/decisions/0014-checkpoints.md). The separate store is kept, so the next checkpoint reads only newer records, as a
+standby does.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ async def make_checkpoint(
     """Make a checkpoint of the partition's state at the current end of the changelog.
 
     No other process may use the state directory of the factory's settings. The function reports its progress to
-    ``restoring`` in changelog offsets and to ``packing`` in bytes, each as (done, total). It raises StateIncompatible
-    if the changelog, the topology, and an older checkpoint do not match. It raises CheckpointUnusable if the checkpoint
+    ``restoring`` in changelog offsets and to ``packing`` in bytes, each as (done, total). Raises StateIncompatible if
+    the changelog, the topology, and an older checkpoint do not match. Raises CheckpointUnusable if the checkpoint
     cannot be stored; the older checkpoint then remains valid.
     """
     wanted = factory.wanted(partition)

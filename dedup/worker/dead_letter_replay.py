@@ -1,10 +1,9 @@
-"""Implements `dedup replay`, which sends dead letters back to their source, or late records to the output, exactly
-once.
+"""Implements `dedup replay`, which sends dead letters to their source, or late records to the output, exactly once.
 
-One transaction contains the sent records and the offset up to which the side topic was read. It has a separate
-transactional ID. A dead letter is sent back to its source partition unchanged and is judged like any other record; the
-header `dedup-replayed` contains its original position. A late record would be late again, so it is sent to the output
-instead, with a mark that the guarantee does not cover it. A record that cannot be sent (a digest in place of a value, a
+One transaction, with a separate transactional ID, contains the sent records and the offset up to which the side topic
+was read. A dead letter is sent back to its source partition unchanged and is judged like any other record; the header
+`dedup-replayed` contains its original position. A late record would be late again, so it is sent to the output instead,
+with a mark that the guarantee does not cover it. A record that cannot be sent (a digest in place of a value, a
 timestamp that the source rejects) is reported and stays in the topic.
 
 The position of a replay is an offset of the group `NAME.replay`. A transactional commit cannot set how long an offset

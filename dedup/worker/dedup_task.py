@@ -437,8 +437,8 @@ class DedupTask:
         return batches
 
     def _judged_in(self, most_folds: int, batch: FeedBatch, refusals: Refusals) -> list[RecordBatch] | None:
-        """Judge a batch; return None, with nothing changed, if the last fold still finds a record that its topic does
-        not accept.
+        """Judge a batch; return None, with nothing changed, if the last fold still finds a record that its topic
+        refuses.
 
         Each fold turns only the first record that its topic does not accept into a dead letter. A dead letter leaves no
         sighting, so later verdicts may change. For example, the next record with the same ID may become unique.

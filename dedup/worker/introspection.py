@@ -324,8 +324,7 @@ class Introspection:
 
 
 def state_keys(topology: Topology, text: str) -> list[bytes]:
-    """Return the state keys that an ID typed by a user may stand for. For example, ``7`` is the text "7" or the number
-    7.
+    """Return the state keys that a typed ID may stand for. For example, ``7`` is the text "7" or the number 7.
 
     Users write a composite ID as a JSON array of its parts, and a content ID as the content itself.
     """

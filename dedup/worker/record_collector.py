@@ -1,6 +1,7 @@
 """Turns outcomes into record batches in the broker's own format, and decides each record's topic and headers.
 
-It also keeps the brokers' refusals in the open transaction (`Refusals`) and the known limits of topics (`Limits`).
+This module also keeps the brokers' refusals in the open transaction (`Refusals`) and the known limits of topics
+(`Limits`).
 """
 
 from __future__ import annotations
@@ -159,8 +160,9 @@ def with_faults(extracted: Extracted, batch: FeedBatch, refused: Mapping[int, st
 class Limits:
     """The size limits of the topics that a worker writes to, shared by its tasks.
 
-    A limit is trusted for a minute, so that an increase of `max.message.bytes` is noticed without a restart. After
-    that, a record that is too large is sent anyway, and the limit is read again only if the broker refuses the record.
+    A limit is trusted for a minute, so that an increase of `max.message.bytes` is noticed without a restart. When a
+    limit is older than a minute, a record that is too large is sent anyway, and the limit is read again only if the
+    broker refuses the record.
     """
 
     def __init__(self, known: Mapping[str, Limit], clock: Clock, wire: Wire | None) -> None:
@@ -265,8 +267,7 @@ class RecordCollector:
     def publish(
         self, batch: FeedBatch, rows: Rows, outcome: Outcome, refusals: Refusals, misfits: Misfits
     ) -> list[RecordBatch]:
-        """Return the record batches for output, duplicates, conflicts, late records, and dead letters, all in log
-        order.
+        """Return the batches for output, duplicates, conflicts, late records, and dead letters, all in log order.
 
         Records that their topic does not accept are left out of the batches and added to ``misfits``. A late record or
         dead letter that is too large is replaced by its digest.

@@ -205,7 +205,7 @@ class Reset:
     async def _write(
         self, session: Session, changelog: TopicPartition, line: Line, offsets: Mapping[TopicPartition, int]
     ) -> None:
-        """Commit one record and the offsets. This is idempotent, so it is retried if the outcome is unknown."""
+        """Commit one record and the offsets. The commit is idempotent, so it is retried if the outcome is unknown."""
         for attempt in range(MOST_ATTEMPTS):
             try:
                 await session.open()

@@ -57,7 +57,7 @@ class Retention:
         return self if self.ms is None else replace(self, ms=max(self.ms, least_ms))
 
     def longer_than(self, other_ms: int | None) -> bool:
-        """Return whether a topic with the other retention deletes records that this retention keeps."""
+        """Return whether a topic that keeps records for ``other_ms`` deletes records that this retention keeps."""
         return other_ms is not None and (self.ms is None or self.ms > other_ms)
 
 
@@ -445,7 +445,7 @@ async def refuse_used_output(topology: Topology, wire: KafkaWire, admin: Admin, 
     """Check that a new group may write to the output; ``meant`` says that the user wants to write to existing output.
 
     Raises StateIncompatible, with nothing changed, if the output holds committed records that neither this topology has
-    written nor a mark accounts for. With ``meant``, the function writes such a mark instead.
+    written nor a mark accounts for. With ``meant``, the function writes a mark that accounts for these records instead.
     """
     if topology.output is None:
         return

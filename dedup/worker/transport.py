@@ -387,7 +387,7 @@ class Producer(FaustProducer):
 
 
 class TransactionManager(FaustTransactionManager):
-    """Opens tasks when Faust reports a new assignment. It handles no transactions, because the tasks' sessions do."""
+    """Opens tasks when Faust reports a new assignment. The tasks' sessions handle all transactions."""
 
     async def on_rebalance(self, assigned: set[TP], revoked: set[TP], newly_assigned: set[TP]) -> None:
         """Open a task for each assigned feeding partition; Faust has paused all of them."""

@@ -151,7 +151,7 @@ class Finish:
     """Checks for `--exit-when-done` whether the group has finished all records that existed at the start.
 
     The check also covers the partitions of other workers, by the group's committed offsets. No worker may exit while
-    another one still has work, because partitions may still move between them. The worker polls `reached`.
+    another one still has work, because partitions may still move between workers. The worker polls `reached`.
     """
 
     def __init__(self, app: DedupApp, ends: Mapping[TopicPartition, int]) -> None:
