@@ -100,7 +100,7 @@ def rates(*, harder: float, embedded: bool) -> dict[FaultType, float]:
 
 
 def draw(*, seed: int, seconds: float, workers: int, per_minute: Mapping[FaultType, float]) -> list[ScheduledFault]:
-    """Return the faults of a run in order of time. The times of each kind are random, according to its rate."""
+    """Return the faults of a run in order of time. Each kind occurs at random times, at its own rate."""
     dice = random.Random(seed)  # noqa: S311  # no secret; a run must be repeatable
     span_s = max(0.0, seconds - QUIET_S)
     return sorted(

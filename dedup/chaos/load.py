@@ -1,8 +1,7 @@
 """Creates the load on a fleet under test: artificial records for any topology, and the producer that sends them.
 
-`Sender` sends records at a steady rate. With the options `AT_LEAST_ONCE`, it creates duplicates in the most common way:
-a producer without idempotence retries a request after a fault proxy has dropped the response, although the broker has
-carried out the request. `write_past` writes old records before a run, so that retention can delete them during the run.
+`Sender` sends records at a steady rate. With the `AT_LEAST_ONCE` options, it creates duplicates in the most common way:
+the broker appends a batch, a fault proxy drops the response, and the non-idempotent producer retries. `write_past` writes old records before a run, so that retention can delete them during the run.
 """
 
 from __future__ import annotations

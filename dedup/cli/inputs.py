@@ -94,7 +94,7 @@ def publish(found: Report, page: Path, command: str, *, as_json: bool) -> None:
 
 
 def say(data: object, lines: Iterable[str], *, as_json: bool) -> None:
-    """Print the data as JSON, or the lines that contain the same information."""
+    """Print the data as JSON, or as lines of text with the same information."""
     for line in [json.dumps(data, indent=2)] if as_json else lines:
         typer.echo(line)
 

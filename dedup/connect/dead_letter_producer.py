@@ -1,10 +1,10 @@
 """Sends a sink's dead letters exactly once, although the rows around them are written to another system.
 
-The dead letters are sent while the database transaction is open, so no other process can own the partition. The same
-Kafka transaction commits the offset after the last dead letter for the sink's consumer group. When a sink starts, the
-database may be behind the committed offset, because the process died before the database committed or because the
-database is a different one. If the database is behind, the sink reads records that may already have dead letters, so it
-first reads the dead-letter topic to find those dead letters.
+The dead letters are sent while the database transaction holds the partition's lock, so no other process can take the
+partition over. The same Kafka transaction commits the offset after the last dead letter for the sink's consumer group.
+When a sink starts, the database may be behind the committed offset, because the process died before the database
+committed or because the database is a different one. If the database is behind, the sink reads records that may already
+have dead letters, so it first reads the dead-letter topic to find those dead letters.
 """
 
 from __future__ import annotations

@@ -116,9 +116,10 @@ class FencedConsumer:
     async def once(self, work: Callable[[DatabaseConnection], T], ends: Mapping[int, int]) -> T | None:
         """Run the work exactly once, in a thread and in a transaction that moves the offsets; return its result.
 
-        ``ends`` maps each partition to the offset after its records in the transaction. Returns None and writes nothing
-        if the consumer is stopped while no broker responds. Raises TaskMigrated if another process has taken over a
-        partition, and StateIncompatible if the topic was created again or has new partitions that no process reads.
+        ``ends`` maps each partition to the offset after its last record in the transaction. Returns None and writes
+        nothing if the consumer is stopped while no broker responds. Raises TaskMigrated if another process has taken
+        over a partition, and StateIncompatible if the topic was created again or has new partitions that no process
+        reads.
         """
         while True:
             try:

@@ -156,7 +156,7 @@ def _kind(found: Any) -> str:  # noqa: ANN401 - any JSON value
 
 
 def _plain(found: Any) -> Any:  # noqa: ANN401 - any JSON value
-    """Return an exactly decoded number as a Python int or float; a number with too many digits becomes infinity."""
+    """Convert a losslessly decoded number to a Python int or float; a number that is too large becomes infinity."""
     if not isinstance(found, Number):
         return found
     return int(found.text) if found.is_integer and len(found.text) <= _MOST_DIGITS else float(found.text)
@@ -243,7 +243,7 @@ def _upsert_statement(table: Table) -> str:
 
 
 def write_rows(connection: DatabaseConnection, table: Table, rows: Sequence[Row]) -> WriteOutcome:
-    """Upsert rows in the open transaction. The outcome lists the rows that the database refuses, which are left out."""
+    """Upsert rows in the open transaction. Rows that the database rejects are skipped, and the outcome lists them."""
     written = WriteOutcome()
     left = list(range(len(rows)))
     while left:

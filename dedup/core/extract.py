@@ -94,7 +94,7 @@ _DECODE_REFUSALS: Final = (msgspec.MsgspecError, UnicodeDecodeError, RecursionEr
 
 @dataclass(frozen=True, slots=True)
 class _Name:
-    """A member name on the path of an ID or a time."""
+    """A member name on the path to an ID or an event time."""
 
     text: str
     depths: tuple[int, ...]

@@ -3,10 +3,10 @@
 `fold` processes every record, so it does only what the rule needs. `reference_model` implements the same rule in a slow
 way, and property tests check that both give the same verdicts.
 
-Most batches are judged as a whole (`judged_at_once`). The records of such a batch are close together in event time, no
-record is near a bound of the window, and the known sightings of the IDs are well within the guard period. A record of
-such a batch is a duplicate if its ID is known or occurs earlier in the batch, and unique otherwise, so dict lookups in
-C are enough to judge the batch. Other batches are judged record by record.
+Most batches are judged as a whole (`judged_at_once`). The records of a batch that is judged as a whole are close
+together in event time, no record is near a bound of the window, and the known sightings of the IDs are well within the
+guard period. A record of such a batch is a duplicate if its ID is known or occurs earlier in the batch, and unique
+otherwise, so dict lookups in C are enough to judge the batch. Other batches are judged record by record.
 """
 
 from __future__ import annotations

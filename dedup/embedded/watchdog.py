@@ -1,8 +1,8 @@
 """Implements the watchdog, a process that runs a program and kills it when the process that started the watchdog ends.
 
 The watchdog is started by path with `python -I -S` and imports only the standard library, so it starts in about 20 ms.
-The parent holds the other end of the watchdog's stdin. Each byte is an order (see ORDERS), and the end of the stream
-means that the parent has ended. On Linux, the kernel also kills the program if the watchdog itself is killed.
+The parent holds the other end of the watchdog's stdin. Each byte is a command (see ORDERS), and the end of the stream
+means that the parent has exited. On Linux, the kernel also kills the program if the watchdog itself is killed.
 """
 
 from __future__ import annotations

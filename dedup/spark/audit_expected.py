@@ -56,7 +56,7 @@ def path(*columns: str) -> Column:
 def digest(headers: Column, timestamp_ms: Column) -> Column:
     """Return a digest of key, value, headers, and timestamp, which covers the lengths of key and value (-1 for null).
 
-    The digest is SHA-256 rather than a fast checksum, because a deliberate collision would hide a change.
+    The digest is SHA-256 rather than a fast checksum, because somebody could construct a collision to hide a change.
     """
     sizes = (fn.coalesce(fn.length(name), fn.lit(-1)).cast("string") for name in ("key", "value"))
     head = fn.concat_ws(" ", timestamp_ms.cast("string"), *sizes, fn.to_json(headers)).cast("binary")

@@ -52,7 +52,7 @@ def _shown(place: str) -> Column:
 
 
 def row_findings(cut: AuditCut, log: AuditedLog, sides: Sides, rows: DataFrame) -> Iterator[DataFrame]:
-    """Yield findings on single records: errors in late and dead-letter topics, and records that are not provable."""
+    """Yield findings on single records: errors in late and dead-letter topics, and verdicts that cannot be proven."""
     doubtful = fn.expr("doubtful AND NOT pending AND NOT history AND out IS NOT NULL")
     claims = [_claim(doubtful, NOT_PROVABLE, _shown("source"), WHY_FRONT), *_unexplained(cut)]
     for verdict in sides.topics:

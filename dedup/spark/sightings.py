@@ -1,9 +1,9 @@
 """Sightings that a batch job saves for the next job, as Arrow columns and packed into rows of a table.
 
 A *layer* is the set of sightings that one job saves. A layer contains the sightings that the job's records created or
-extended. A whole layer also contains all earlier sightings that have not expired. The sightings are packed into buckets
-by a hash of the ID. The next job therefore shuffles only a few large values, and each reduce task receives the
-sightings of its own IDs.
+extended. A full layer, unlike an incremental one, also contains all earlier sightings that have not expired. The
+sightings are packed into buckets by a hash of the ID. The next job therefore shuffles only a few large values, and each
+reduce task receives the sightings of its own IDs.
 """
 
 from __future__ import annotations

@@ -351,7 +351,7 @@ class Running:
             self._idle_marks.start()
 
     def wait(self) -> None:
-        """Return when every query was stopped or has read all its input; raise the error of a query that failed."""
+        """Wait until every query has been stopped or has read all its input. If a query fails, raise its error."""
         try:
             self._watch()
             for starter in self._starters[1:] if self._in_turn else ():

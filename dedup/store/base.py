@@ -82,7 +82,7 @@ class Store(Protocol):
         """Map each segment to the encoded values of the known IDs in it; segments without a known ID are absent."""
 
     def segments(self) -> dict[int, int]:
-        """Map the start of each segment, in ascending order, to a changelog offset at or below its first record."""
+        """Map the start of each segment to a changelog offset at or before its first record, in ascending order."""
 
     def apply(self, writes: Writes, record: TaskRecord | None, position: int) -> None:
         """Write sightings, task record, and position atomically, so that they survive a SIGKILL of the process.

@@ -258,7 +258,7 @@ def _event_time_text(event_time: EventTime) -> str:
 
 
 def extractor_of(topology: Topology) -> Extractor:
-    """Return the extractor of IDs and event times, and of fingerprints if the topology compares payloads."""
+    """Return the extractor for IDs and event times, and for fingerprints if the topology compares payloads."""
     return compile_extractor(
         topology.tracking_id,
         topology.event_time,

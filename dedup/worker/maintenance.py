@@ -82,7 +82,7 @@ class DeadShare:
         self._looks: Final[deque[Counted]] = deque()
 
     def look(self, now: Counted) -> bool:
-        """Add the current counters; return whether an alert has begun or ended."""
+        """Record the current counters; return whether an alert has begun or ended."""
         last = self._looks[-1] if self._looks else None
         if last is not None and now.judged < last.judged:
             return False  # in a rebalance: the counters of closed tasks are about to be added

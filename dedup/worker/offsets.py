@@ -61,8 +61,8 @@ async def committed_position(wire: Wire, group: str, source: TopicPartition, *, 
     """Return the group's current committed offset; retries while its coordinator is unavailable.
 
     With ``stable``, it also retries while an open transaction may change the offset (KIP-447). Only the owner of a
-    partition uses ``stable``, after it has ended the transactions of its transactional ID. An observer would wait until
-    the transaction of a dead worker times out.
+    partition passes ``stable``, after it has ended the open transactions of its transactional ID. An observer would
+    wait until the transaction of a dead worker times out.
     """
     while True:
         answer = await answered(wire, lambda: wire.committed_offset(group, source, stable=stable))

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from dedup.cli.doctor import LAYERS, Symptom, _symptom, in_words, layer_of
 from dedup.cli.main import create_app
-from dedup.kafka import diagnose as diagnosing
+from dedup.kafka import connection as diagnosing
 from dedup.kafka.connection import Connection, Diagnosis, Trouble
 from dedup.settings import Security
 

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from dedup.kafka import diagnose as diagnosing
+from dedup.kafka import connection as diagnosing
 from dedup.kafka.connection import PASSING, Connection, Diagnosis, Trouble, diagnose, most_telling
 from dedup.settings import Security
 
