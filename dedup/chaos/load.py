@@ -1,7 +1,8 @@
 """Creates the load on a fleet under test: artificial records for any topology, and the producer that sends them.
 
 `Sender` sends records at a steady rate. With the `AT_LEAST_ONCE` options, it creates duplicates in the most common way:
-the broker appends a batch, a fault proxy drops the response, and the non-idempotent producer retries. `write_past` writes old records before a run, so that retention can delete them during the run.
+the broker appends a batch, a fault proxy drops the response, and the non-idempotent producer retries. `write_past`
+writes old records before a run, so that retention can delete them during the run.
 """
 
 from __future__ import annotations
