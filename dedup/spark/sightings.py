@@ -18,7 +18,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 from pyspark.sql import functions as F  # noqa: N812 - the name every Spark page uses
-from pyspark.sql.types import BinaryType, IntegerType, LongType, StringType, StructField, StructType
+from pyspark.sql.pandas.types import from_arrow_schema
+from pyspark.sql.types import BinaryType
 
 from dedup.core.fold import OnConflict
 from dedup.core.window import Sighting, Source
@@ -42,16 +43,6 @@ SIGHTINGS: Final = pa.schema(
     ]
 )
 """Source as in `dedup.core.window.Source`; -1 and -1 without coordinates. The fingerprint is empty unless compared."""
-LAYER: Final = StructType(
-    [
-        StructField("bucket", IntegerType()),
-        StructField("rows", LongType()),
-        StructField("newest_ms", LongType()),
-        StructField(KNOWN, BinaryType()),
-        StructField("report", StringType()),
-    ]
-)
-"""Packed sightings of a bucket with their number and greatest `last_ms`; or the report of a task, and all else null."""
 _LAYER_SCHEMA: Final = pa.schema(
     [
         ("bucket", pa.int32()),
@@ -61,6 +52,8 @@ _LAYER_SCHEMA: Final = pa.schema(
         ("report", pa.string()),
     ]
 )
+LAYER: Final = from_arrow_schema(_LAYER_SCHEMA)
+"""Packed sightings of a bucket with their number and greatest `last_ms`; or the report of a task, and all else null."""
 PACKED_AT_ONCE: Final = 131_072
 """Maximum number of sightings in one value: some 8 MB before compression."""
 _HELD: Final = 1 << 20
