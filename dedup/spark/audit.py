@@ -23,8 +23,8 @@ from pyspark.sql import functions as fn
 from dedup.spark.audit_cut import AuditCut, AuditedLog, audited_log, by_key, take_cut
 from dedup.spark.audit_expected import Sides, expected, sides_of
 from dedup.spark.audit_findings import NOT_PROVABLE, compared, digest_findings, order_findings, row_findings
+from dedup.spark.batch_verdicts import history_of
 from dedup.spark.files import History
-from dedup.spark.seed_history import as_history
 from dedup.spark.session import shuffles_for, translated_errors
 from dedup.topology.model import LateDrop
 from dedup.verify.replay import FUTURE
@@ -65,7 +65,7 @@ def audit(
     report = Report(topology.name, ", ".join(settings.brokers), "audit on Spark", int(began_s * 1000))
     with translated_errors():
         cut = take_cut(spark, topology, settings, begins)
-        log = audited_log(cut, as_history(history) if isinstance(history, DataFrame) else history)
+        log = audited_log(cut, history_of(history) if isinstance(history, DataFrame) else history)
         with shuffles_for(spark, cut.size_bytes):
             _compare(report, cut, log)
     report.seconds = time.time() - began_s

@@ -79,8 +79,8 @@ class AuditCut:
         if not bounds:
             return self.spark.createDataFrame([], RECORDS)
         lows = {at: max(low, (begins or {}).get(at, 0)) for at, low in self.lows(topic).items()}
-        highs = {at: max(each.high, lows[at]) for at, each in bounds.items()}
-        return history_of_range(self.spark, self.settings, {topic: lows}, {topic: highs}).records
+        ranges = {at: (lows[at], max(each.high, lows[at])) for at, each in bounds.items()}
+        return history_of_range(self.spark, self.settings, {topic: ranges}).records
 
 
 @dataclass(frozen=True, slots=True)

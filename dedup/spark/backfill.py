@@ -28,14 +28,13 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from pyspark.sql import functions as F  # noqa: N812 - the name every Spark page uses
 
-from dedup.errors import InvariantBroken, Problem, SettingsError, StateIncompatible
-from dedup.spark.batch_verdicts import Order, counts_of, judging, mode_of, order_text, refuse_other_shape
+from dedup.errors import Problem, SettingsError, StateIncompatible
+from dedup.spark.batch_verdicts import Order, balanced, counts_of, history_of, judging, mode_of, order_text
 from dedup.spark.columns import Batches, BatchFunction
 from dedup.spark.files import History
 from dedup.spark.manifest import REPORT, RunManifest, listed, renames_directories, report_path
 from dedup.spark.reduce_side import reduce_function
-from dedup.spark.rows import RECORDS
-from dedup.spark.session import RECORD_BYTES, HadoopDirectory, described, shuffles_for, translated_errors
+from dedup.spark.session import HadoopDirectory, described, shuffles_for, translated_errors
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -131,46 +130,14 @@ def backfill(
 
         def report(written: DataFrame) -> RunReport:
             counts = counts_of(written)
-            _refuse_unbalanced(source, counts.verdicts)
+            if source.countable:
+                balanced(source, counts.verdicts)
             files = len(written.inputFiles())
             seconds = round(time.monotonic() - began_s, 3)
             return RunReport(run, identity, begun, mode, counts.verdicts, directory.path, counts.causes, files, seconds)
 
         with described(spark, f"{topology.name}: judge {source.place}, publish run {run}"):
             return directory.publish(verdicts, report)
-
-
-def history_of(df: DataFrame) -> History:
-    """Return a DataFrame of `rows.RECORDS` as a history, identified by the number and a digest of its rows.
-
-    Raises SettingsError if only some rows have coordinates.
-    """
-    refuse_other_shape(df)
-    names = RECORDS.fieldNames()
-    # xxhash64 ignores nulls. A sum does not depend on the order of rows; in 64 bits, it would overflow.
-    hashed = F.xxhash64(*names, *(F.col(name).isNull() for name in names)).cast("decimal(20,0)")
-    row = df.agg(F.count("offset").alias("placed"), F.count(F.lit(1)).alias("rows"), F.sum(hashed).alias("sum")).first()
-    placed, rows, digest = (0, 0, None) if row is None else (row["placed"], row["rows"], row["sum"])
-    if 0 < placed < rows:
-        text = f"only {placed:,} of {rows:,} rows have topic, partition and offset; judge the others separately"
-        raise SettingsError([Problem("the DataFrame", text)])
-    identity = f"a DataFrame of {rows} rows, digest {digest or 0}"
-    size_bytes = rows * RECORD_BYTES
-    return History(df, placed > 0, contiguous=False, identity=identity, place=f"{rows:,} rows", size_bytes=size_bytes)
-
-
-def _refuse_unbalanced(source: History, counts: Mapping[str, int]) -> None:
-    """Raise InvariantBroken unless the number of verdicts equals the number of records, which another job counts.
-
-    Input that is expensive to read a second time, such as Kafka, is not checked.
-    """
-    if source.countable:
-        rows = source.records.count()
-        if rows != sum(counts.values()):
-            raise InvariantBroken(
-                f"{source.place} has {rows:,} records, and {sum(counts.values()):,} verdicts were written. Nothing was "
-                f"published. If nobody changed the input in the meantime, this is a defect: please report it."
-            )
 
 
 class RunDirectory:

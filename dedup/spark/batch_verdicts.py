@@ -37,7 +37,7 @@ from dedup.spark.log_order import in_log_order, ranges_of, spread_function
 from dedup.spark.map_side import KNOWN, MOST_REDUCERS, PACKED_ROWS, TARGET, LogEnds, MapPlan, Mode, map_function
 from dedup.spark.reduce_side import JUDGED, ReducePlan, reduce_function
 from dedup.spark.rows import COORDINATES, RECORDS, headers_of
-from dedup.spark.session import shuffle_partitions
+from dedup.spark.session import RECORD_BYTES, shuffle_partitions
 from dedup.spark.sightings import routed
 from dedup.topology.model import Topology
 
@@ -190,6 +190,17 @@ def counts_of(verdicts: DataFrame) -> Counts:
     return Counts(counts, causes)
 
 
+def balanced(history: History, counts: Mapping[str, int]) -> int:
+    """Return the number of records, which another job counts. Raises InvariantBroken unless that many were judged."""
+    rows = history.records.count()
+    if rows != sum(counts.values()):
+        raise InvariantBroken(
+            f"{history.place} has {rows:,} records, and {sum(counts.values()):,} verdicts were given. Nothing was "
+            f"published. If nobody changed the input in the meantime, this is a defect: please report it."
+        )
+    return rows
+
+
 def mode_of(topology: Topology, order: Order, feeds: Sequence[Feed]) -> Mode:
     """Return the mode in which rows of this topology are judged."""
     if order == "event_time":
@@ -231,6 +242,25 @@ def refuse_other_shape(df: DataFrame) -> None:
     problems += [Problem(f"column {name}", "is a column that dedup adds; rename or drop it") for name in taken]
     if problems:
         raise TopologyError(problems)
+
+
+def history_of(df: DataFrame) -> History:
+    """Return a DataFrame of `rows.RECORDS` as a history, identified by the number and a digest of its rows.
+
+    Raises SettingsError if only some rows have coordinates.
+    """
+    refuse_other_shape(df)
+    names = RECORDS.fieldNames()
+    # xxhash64 ignores nulls. A sum does not depend on the order of rows; 64 bits would overflow.
+    hashed = F.xxhash64(*names, *(F.col(name).isNull() for name in names)).cast("decimal(20,0)")
+    row = df.agg(F.count("offset").alias("placed"), F.count(F.lit(1)).alias("rows"), F.sum(hashed).alias("sum")).first()
+    placed, rows, digest = (0, 0, None) if row is None else (row["placed"], row["rows"], row["sum"])
+    if 0 < placed < rows:
+        text = f"only {placed:,} of {rows:,} rows have topic, partition and offset; judge the others separately"
+        raise SettingsError([Problem("the DataFrame", text)])
+    identity = f"a DataFrame of {rows} rows, digest {digest or 0}"
+    size_bytes = rows * RECORD_BYTES
+    return History(df, placed > 0, contiguous=False, identity=identity, place=f"{rows:,} rows", size_bytes=size_bytes)
 
 
 def _map_tasks(spark: SparkSession, size_bytes: int, reducers: int) -> int:

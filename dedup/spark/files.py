@@ -41,11 +41,11 @@ from pyspark.sql.types import (
 from dedup.core.window import Feed
 from dedup.errors import Problem, SettingsError, StateIncompatible
 from dedup.spark.columns import Batches, BatchFunction
+from dedup.spark.delta_log import DeltaLog
 from dedup.spark.log_order import PartitionBounds
 from dedup.spark.manifest import files_of_runs
 from dedup.spark.map_side import OffsetRun, OffsetRuns, overlap, read_notice, write_notice
 from dedup.spark.rows import COORDINATES, RECORDS, records_of_files
-from dedup.spark.session import HadoopDirectory
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -194,7 +194,12 @@ def _read_input(spark: SparkSession, paths: Sequence[str], fmt: FileFormat, plac
     try:
         match fmt:
             case "delta" | "table":
-                pinned = [_pinned_path(spark, path) if fmt == "delta" else _pinned_table(spark, path) for path in paths]
+                pinned = [
+                    _delta_version(spark, DeltaLog(spark, path).table, [])
+                    if fmt == "delta"
+                    else _pinned_table(spark, path)
+                    for path in paths
+                ]
                 table = reduce(DataFrame.unionByName, (each.table for each in pinned))
                 of_path = [name for name in pinned[0].of_path if all(name in each.of_path for each in pinned)]
                 return _Input(table, of_path, " ".join(p.identity for p in pinned), sum(p.size_bytes for p in pinned))
@@ -204,12 +209,6 @@ def _read_input(spark: SparkSession, paths: Sequence[str], fmt: FileFormat, plac
     except AnalysisException as error:
         text = f"cannot be read as {fmt}: {str(error).splitlines()[0]}"
         raise SettingsError([Problem(place, text)]) from error
-
-
-def _pinned_path(spark: SparkSession, path: str) -> _Input:
-    """Return the latest version of the Delta table at a path."""
-    # Delta would interpret a relative path as the name of a table.
-    return _delta_version(spark, f"delta.`{HadoopDirectory(spark, path).absolute}`", [])
 
 
 def _pinned_table(spark: SparkSession, name: str) -> _Input:

@@ -26,6 +26,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from math import inf
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from uuid import uuid4
 
@@ -34,18 +35,20 @@ from pyspark.errors import AnalysisException
 from pyspark.sql import functions as F  # noqa: N812 - the name every Spark page uses
 
 from dedup.core.window import BEFORE_ALL_TIME
-from dedup.errors import InvariantBroken, StateIncompatible
-from dedup.spark.batch_verdicts import Earlier, Judging, Order, judging, mode_of, order_text
+from dedup.errors import StateIncompatible
+from dedup.spark.batch_verdicts import Earlier, Judging, Order, balanced, judging, mode_of, order_text
+from dedup.spark.delta_log import DeltaLog
 from dedup.spark.files import LOSSLESS
 from dedup.spark.incremental_input import GrowingInput, id_types
 from dedup.spark.map_side import LogEnd, LogEnds, Mode
 from dedup.spark.reduce_side import LayerPlan, layer_function
-from dedup.spark.session import HadoopDirectory, shuffles_for, translated_errors
+from dedup.spark.session import shuffles_for, translated_errors
 from dedup.spark.sightings import LAYER, PACKED_AT_ONCE, Layer
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
+    from dedup.spark.delta_log import TableCommit
     from dedup.spark.files import History
     from dedup.topology.model import Topology
 
@@ -237,7 +240,7 @@ class _Run:
             verdicts = replace(verdicts, packed=verdicts.packed.persist(StorageLevel.DISK_ONLY))
             try:
                 layers, counts, ends = self._leave(verdicts, known)
-                rows = _balanced(history, counts)
+                rows = balanced(history, counts)
                 self._source.refuse_changed(self._intent.pinned)
                 position = self._source.position(self._intent.pinned, self._state.position)
                 kept_mode = self._state.mode if empty else mode
@@ -334,25 +337,17 @@ class _Run:
         return layers, dict(sorted(counts.items())), [[*place, *end] for place, end in sorted(ends.items())]
 
 
-def _balanced(history: History, counts: Mapping[str, int]) -> int:
-    """Return the number of records. Raises InvariantBroken unless there are as many verdicts as records."""
-    rows = history.records.count()
-    if rows != sum(counts.values()):
-        raise InvariantBroken(
-            f"{history.place} has {rows:,} records, and {sum(counts.values()):,} verdicts were given. Nothing was "
-            f"published. If nobody changed the input in the meantime, this is a defect: please report it."
-        )
-    return rows
-
-
 class OutputTable:
     """The Delta table of verdicts, and the state of its runs in the directory `_dedup` inside it."""
 
     def __init__(self, spark: SparkSession, out: str) -> None:
         self._spark: Final = spark
-        self._root: Final = HadoopDirectory(spark, out)
+        self._log: Final = DeltaLog(spark, out)
+        self._root: Final = self._log.directory
         self._files: Final = self._root.files
-        self.path: Final = self._root.absolute
+        self.path: Final = self._log.path
+        self._newest = -1
+        """The table's version when it was looked at."""
 
     def state_path(self, name: str) -> str:
         """Return the path of a file or directory of the state."""
@@ -363,54 +358,65 @@ class OutputTable:
 
         Raises StateIncompatible if someone else has changed rows of the table since that run.
         """
-        if not self._exists():
-            if self._files.exists(self._root.path) and self._others():
-                raise StateIncompatible(
-                    f"{self.path} is not empty and not a Delta table: it holds {', '.join(self._others()[:3])}. "
-                    f"Choose another --out."
-                )
-            return None
-        history = self._history()
-        runs = [found for found in map(_named, history) if found is not None]
-        at = history[0]["version"]
-        for row in history:
-            if row["version"] != at:
+        latest: Committed | None = None
+        at = -1
+        for commit in self._log.commits():
+            if at < 0:
+                at = self._newest = commit.version
+            found = _named(commit)
+            # Delta accepts runs in ascending order only.
+            latest = latest or found
+            if commit.version != at:
                 continue
-            found = _named(row)
-            if found is not None and found == max(runs):
+            if found is not None and found == latest:
                 return found
-            if found is not None:
+            if found is not None and latest is not None:
                 raise StateIncompatible(
-                    f"{self.path} was restored to run {found.run}, and run {max(runs).run} had been committed: Delta "
-                    f"would drop run {found.run + 1}. Nothing was changed. Restore it to run {max(runs).run}, or judge "
+                    f"{self.path} was restored to run {found.run}, and run {latest.run} had been committed: Delta "
+                    f"would drop run {found.run + 1}. Nothing was changed. Restore it to run {latest.run}, or judge "
                     f"everything anew into another table (--out)."
                 )
-            restored = row["operation"] == "RESTORE" and row["operationParameters"].get("version")
-            if not restored and row["operation"] not in _HARMLESS:
-                raise StateIncompatible(_changed_text(self.path, row, max(runs, default=None)))
-            at = int(restored) if restored else at - 1
+            restored = commit.restored_to
+            if restored is None and commit.operation not in _HARMLESS:
+                raise StateIncompatible(self._changed_text(commit))
+            at = commit.version - 1 if restored is None else restored
+        if self._newest < 0:
+            self._refuse_others()
+            return None
         raise StateIncompatible(
             f"no run of dedup is in the history of {self.path}, so where to go on is not known: the table was made by "
             f"others, or Delta has deleted its history (delta.logRetentionDuration). Choose another --out."
         )
 
-    def _exists(self) -> bool:
-        """Return whether the table has a commit; a first run that was killed while writing leaves a log without one."""
-        return bool(self._files.globStatus(self._root.at("_delta_log/*.json")))
-
-    def _others(self) -> list[str]:
-        """Return the names in the directory, except those that a first run may have left when it was killed."""
-        names = {each.getPath().getName() for each in self._files.listStatus(self._root.path)}
+    def _refuse_others(self) -> None:
+        """Raise StateIncompatible if the directory contains files that no killed first run has left."""
+        names = self._names(self._root.path)
         begun = _STATE in names
-        return sorted(
+        others = [
             name for name in names if not (begun and (name in {_STATE, "_delta_log"} or name.startswith("verdict=")))
-        )
+        ]
+        if others:
+            raise StateIncompatible(
+                f"{self.path} is not empty and not a Delta table: it holds {', '.join(others[:3])}. Choose another "
+                f"--out."
+            )
 
-    def _history(self) -> list[Any]:
-        """Return the table's commits, the newest first."""
-        quoted = self.path.replace("`", "``")
-        columns = ("version", "timestamp", "operation", "operationParameters", "userMetadata")
-        return self._spark.sql(f"DESCRIBE HISTORY delta.`{quoted}`").select(*columns).collect()
+    def _names(self, directory: Any) -> list[str]:  # noqa: ANN401 - a path of Hadoop's
+        statuses = self._files.listStatus(directory) if self._files.exists(directory) else ()
+        return sorted(each.getPath().getName() for each in statuses)
+
+    def _changed_text(self, commit: TableCommit) -> str:
+        last = next(filter(None, map(_named, self._log.commits())), None)
+        if last is None:
+            return (
+                f"{self.path} is a table of others: its last operation is {commit}, and no run of dedup. Choose "
+                f"another --out."
+            )
+        return (
+            f"somebody else has changed {self.path} after run {last.run}: {commit}. Its rows and the state of its runs "
+            f"no longer belong together, so nothing was changed. Restore the table to run {last.run} (RESTORE TABLE "
+            f"... TO VERSION AS OF ...), or judge everything anew into another table (--out)."
+        )
 
     def state_of(self, run: Committed | None) -> RunState:
         """Return the state that a run saved, or an empty state before the first run."""
@@ -446,35 +452,17 @@ class OutputTable:
 
         Raises StateIncompatible if another attempt has committed the run.
         """
-        named = json.dumps({"dedup": {"run": run, "attempt": attempt, "verdicts": counts}})
+        metadata = json.dumps({"dedup": {"run": run, "attempt": attempt, "verdicts": counts}})
         rows = verdicts.withColumn("run", F.lit(run).cast("bigint"))
         self._refuse_other_columns(rows)
-        writer = rows.write.format("delta").mode("append").partitionBy("verdict").option("userMetadata", named)
-        failed: Exception | None = None
-        try:
-            writer.option("txnAppId", "dedup").option("txnVersion", run).save(self.path)
-        except Exception as error:  # noqa: BLE001 - the history tells what has happened
-            failed = error
-        there = self._exists()
-        attempts = (
-            [found.attempt for found in map(_named, self._history()) if found and found.run == run] if there else []
+        taken = (
+            f"another job has committed run {run} of {self.path} while this one was under way. Nothing of this one was "
+            f"published. Run it again: it goes on from there."
         )
-        if attempts == [attempt]:
-            return
-        if attempts:
-            raise StateIncompatible(
-                f"another job has committed run {run} of {self.path} while this one was under way. Nothing of this one "
-                f"was published. Run it again: it goes on from there."
-            ) from failed
-        if failed is not None:
-            raise failed
-        raise StateIncompatible(
-            f"Delta dropped the commit of run {run} of {self.path}, because the table knows a later run: it was "
-            f"restored to an earlier version. Nothing was published. Judge everything anew into another table (--out)."
-        )
+        self._log.append(rows, "dedup", run, metadata, after=self._newest, by=("verdict",), taken=taken)
 
     def _refuse_other_columns(self, rows: DataFrame) -> None:
-        if self._exists():
+        if self._log.versions():
             there = self._spark.read.format("delta").load(self.path).schema
             before, now = ({each.name: each.dataType.simpleString() for each in s.fields} for s in (there, rows.schema))
             changed = sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name))
@@ -489,14 +477,10 @@ class OutputTable:
     def forget_before(self, run: int, layers: Sequence[Mapping[str, Any]]) -> None:
         """Delete the files of the state that neither this run nor the previous run needs."""
         kept = {str(layer["path"]).rpartition("/")[2] for layer in layers}
-        for each in self._files.listStatus(self._at("state")):
-            name = each.getPath().getName()
-            if name not in kept and name[:8].isdecimal() and int(name[:8]) <= run:
-                self._files.delete(each.getPath(), True)  # noqa: FBT003 - recursive
-        for each in self._files.listStatus(self._at("runs")):
-            name = each.getPath().getName()
-            if name[:8].isdecimal() and int(name[:8]) < run - 1:
-                self._files.delete(each.getPath(), False)  # noqa: FBT003 - a file
+        old = [f"state/{name}" for name in self._names(self._at("state")) if name not in kept and _run_in(name) <= run]
+        old += [f"runs/{name}" for name in self._names(self._at("runs")) if _run_in(name) < run - 1]
+        for name in old:
+            self._files.delete(self._at(name), True)  # noqa: FBT003 - recursive
 
     def _at(self, name: str) -> Any:  # noqa: ANN401 - a path of Hadoop's
         return self._root.at(f"{_STATE}/{name}")
@@ -507,21 +491,15 @@ class OutputTable:
         self._root.write(place, json.dumps(content), f"_{place.getName()}-{uuid4().hex}.part")
 
 
-def _named(row: Any) -> Committed | None:  # noqa: ANN401 - a row of Delta's history
-    """Return the run that a commit of the table names, or None if it names none."""
+def _run_in(name: str) -> float:
+    """Return the number at the beginning of a file's name; infinity without one."""
+    return int(name[:8]) if name[:8].isdecimal() else inf
+
+
+def _named(commit: TableCommit) -> Committed | None:
+    """Return the run that a commit names."""
     try:
-        named = json.loads(row["userMetadata"] or "{}")["dedup"]
+        named = commit.named["dedup"]
         return Committed(named["run"], named["attempt"])
-    except (ValueError, KeyError, TypeError):
+    except (KeyError, TypeError):
         return None
-
-
-def _changed_text(path: str, row: Any, last: Committed | None) -> str:  # noqa: ANN401
-    what = f"{row['operation']} (version {row['version']}, {row['timestamp']})"
-    if last is None:
-        return f"{path} is a table of others: its last operation is {what}, and no run of dedup. Choose another --out."
-    return (
-        f"somebody else has changed {path} after run {last.run}: {what}. Its rows and the state of its runs no longer "
-        f"belong together, so nothing was changed. Restore the table to run {last.run} (RESTORE TABLE ... TO VERSION "
-        f"AS OF ...), or judge everything anew into another table (--out)."
-    )

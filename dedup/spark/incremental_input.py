@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, Literal, Protocol
 from urllib.parse import unquote
 
 from pyspark.errors import AnalysisException
@@ -19,7 +19,8 @@ from pyspark.sql.types import ArrayType, DataType, StructType
 from dedup.core.json_path import Path
 from dedup.core.tracking_id import ContentRule, FieldRule, FieldsRule
 from dedup.errors import Problem, SettingsError, StateIncompatible
-from dedup.spark.backfill import history_of
+from dedup.spark.batch_verdicts import history_of
+from dedup.spark.delta_log import DeltaLog
 from dedup.spark.files import LOSSLESS, FileFormat, History, as_events, read_files, read_table
 from dedup.spark.rows import records_of_files
 from dedup.spark.session import HadoopDirectory
@@ -31,15 +32,6 @@ if TYPE_CHECKING:
 
 Pinned = Mapping[str, Any]
 _SHOWN: Final = 3
-_ACTIONS: Final = {
-    "file": "$.add.path",
-    "appends": "$.add.dataChange",
-    "removes": "$.remove.dataChange",
-    "operation": "$.commitInfo.operation",
-}
-"""JSON paths of the values that are read from a line of Delta's log. `OPTIMIZE` adds and removes files, with
-`dataChange` false.
-"""
 
 
 class GrowingInput(Protocol):
@@ -174,12 +166,10 @@ class NewVersions:
         return self.path
 
     def pin(self, position: Pinned) -> Pinned | None:
-        """Return the range of versions that no run has read; see `GrowingInput.pin`.
-
-        Raises StateIncompatible if one of these versions changed or deleted rows.
-        """
-        table, newest = self._detail()["id"], self._newest()
-        before, version = position.get("versions", {}).get(self._absolute(), (table, -1))
+        """Return a range of versions; see `GrowingInput.pin`. Raises StateIncompatible if one deleted rows."""
+        table, log = self._detail()["id"], self._log()
+        newest = max(log.versions())
+        before, version = position.get("versions", {}).get(log.path, (table, -1))
         if table != before or newest < version:
             raise StateIncompatible(
                 f"{self.path} is another table than the one that earlier runs read up to version {version}: it was "
@@ -207,10 +197,7 @@ class NewVersions:
     def position(self, pinned: Pinned, before: Pinned) -> Pinned:
         """Return the position with the last pinned version as the last version that was read."""
         read = [pinned["table"], pinned["until"]]
-        return {**before, "versions": {**before.get("versions", {}), self._absolute(): read}}
-
-    def _absolute(self) -> str:
-        return HadoopDirectory(self.spark, self.path).absolute
+        return {**before, "versions": {**before.get("versions", {}), self._log().path: read}}
 
     def _table(self, pinned: Pinned) -> DataFrame:
         """Return the rows of the pinned versions."""
@@ -224,7 +211,7 @@ class NewVersions:
                 f"{pinned['after']} cannot be read from its files. Copy it to a table without, or read its change "
                 f"feed and pass the rows as a DataFrame."
             )
-        root = self._absolute()
+        root = self._log().path
         files = [name if "://" in name else f"{root}/{name}" for name in self._appended(pinned)]
         try:
             reader = self.spark.read.options(**LOSSLESS).schema(snapshot.schema)
@@ -238,48 +225,37 @@ class NewVersions:
 
     def _appended(self, pinned: Pinned) -> list[str]:
         """Return the files that the pinned versions appended."""
-        root = HadoopDirectory(self.spark, self.path)
-        commits = [f"{root.absolute}/_delta_log/{version:020}.json" for version in _versions(pinned)]
-        missing = [name for name in commits if not root.files.exists(root.at(name))]
-        if missing:
+        commits = list(self._log().commits(pinned["after"]))
+        lost = pinned["after"] + 1 + len(commits)
+        if lost <= pinned["until"]:
             raise StateIncompatible(
-                f"{self.path}: Delta has deleted the history of versions after {pinned['after']} "
-                f"({missing[0].rpartition('/')[2]}), so what was appended since the last run is not known. Nothing was "
-                f"changed. Judge everything anew into another table (--out), and keep the history "
-                f"(delta.logRetentionDuration) for longer than the time between two runs."
+                f"{self.path}: Delta has deleted the history of versions after {pinned['after']} ({lost:020}.json), so "
+                f"what was appended since the last run is not known. Nothing was changed. Judge everything anew into "
+                f"another table (--out), and keep the history (delta.logRetentionDuration) for longer than the time "
+                f"between two runs."
             )
-        if not commits:
-            return []
-        found = self.spark.read.text(commits).select(
-            F.input_file_name().alias("commit"),
-            *(F.get_json_object("value", _ACTIONS[name]).alias(name) for name in _ACTIONS),
-        )
-        rows = found.where("appends = 'true' OR removes = 'true' OR operation IS NOT NULL").collect()
-        changed = sorted({row["commit"] for row in rows if row["removes"] == "true"})
-        if changed:
-            operations = {row["commit"]: row["operation"] for row in rows if row["operation"]}
-            version = int(changed[0].rpartition("/")[2].removesuffix(".json"))
-            raise StateIncompatible(
-                f"{self.path}: version {version} ({operations.get(changed[0], 'unknown')}) changed or deleted rows "
-                f"that earlier runs may have judged; only appended rows can be read. Nothing was changed. Judge "
-                f"everything anew into another table (--out)."
-            )
-        return sorted(unquote(row["file"]) for row in rows if row["appends"] == "true")
+        files: list[str] = []
+        for commit in reversed(commits):
+            # `OPTIMIZE` adds and removes files without a change of data.
+            if commit.version <= pinned["until"] and any(_changes(each, "remove") for each in commit.actions):
+                raise StateIncompatible(
+                    f"{self.path}: version {commit.version} ({commit.operation}) changed or deleted rows that earlier "
+                    f"runs may have judged; only appended rows can be read. Nothing was changed. Judge everything anew "
+                    f"into another table (--out)."
+                )
+            if commit.version <= pinned["until"]:
+                files += [unquote(each["add"]["path"]) for each in commit.actions if _changes(each, "add")]
+        return sorted(files)
 
     def _snapshot(self, pinned: Pinned) -> DataFrame:
         return self.spark.read.format("delta").option("versionAsOf", pinned["until"]).load(self.path)
 
+    def _log(self) -> DeltaLog:
+        return DeltaLog(self.spark, self.path)
+
     def _detail(self) -> Any:  # noqa: ANN401 - a row
-        return self._described("DETAIL")
-
-    def _newest(self) -> int:
-        return int(self._described("HISTORY", " LIMIT 1")["version"])
-
-    def _described(self, what: str, limit: str = "") -> Any:  # noqa: ANN401 - a row
-        # Delta would interpret a relative path as the name of a table.
-        quoted = HadoopDirectory(self.spark, self.path).absolute.replace("`", "``")
         try:
-            (row,) = self.spark.sql(f"DESCRIBE {what} delta.`{quoted}`{limit}").collect()
+            (row,) = self.spark.sql(f"DESCRIBE DETAIL {self._log().table}").collect()
         except AnalysisException as error:
             raise SettingsError(
                 [Problem(self.path, f"cannot be read as delta: {str(error).splitlines()[0]}")]
@@ -338,8 +314,8 @@ class NewRows:
         return history_of(records_of_files(table, place=self.place))
 
 
-def _versions(pinned: Pinned) -> range:
-    return range(pinned["after"] + 1, pinned["until"] + 1)
+def _changes(action: Mapping[str, Any], kind: Literal["add", "remove"]) -> bool:
+    return bool(action.get(kind, {}).get("dataChange"))
 
 
 def _some(names: Sequence[str]) -> str:

@@ -20,7 +20,7 @@ from dedup.spark.session import RECORD_BYTES
 from dedup.verify.kafka_reader import Bounds, KafkaReader
 
 if TYPE_CHECKING:
-    from pyspark.sql import SparkSession
+    from pyspark.sql import DataFrame, SparkSession
 
     from dedup.topology.model import Topology
 
@@ -29,8 +29,8 @@ Start = Literal["whole", "earliest"] | int
 that is left; a number is a time in ms.
 """
 Until = Literal["now"] | int
-Offsets = Mapping[str, Mapping[int, int]]
-"""Offsets by topic and partition."""
+Ranges = Mapping[str, Mapping[int, tuple[int, int]]]
+"""By topic and partition, the offset to begin with, and the one after the last."""
 
 _SHOWN: Final = 5
 _LOGIN: Final[Mapping[str, str]] = {
@@ -135,10 +135,12 @@ def read_kafka(
         ends = {topic: _ends(reader, topic, bounds[topic], until) for topic in topics}
     if start == "whole":
         _refuse_deleted(bounds)
-    for topic, found in begins.items():
-        ends[topic] = {partition: max(end, found[partition]) for partition, end in ends[topic].items()}
+    ranges = {
+        topic: {at: (begin, max(begin, ends[topic][at])) for at, begin in found.items()}
+        for topic, found in begins.items()
+    }
     feeds = feeds_of(topology, counts) if repartitioned else ()
-    return replace(history_of_range(spark, settings, begins, ends), feeds=feeds)
+    return replace(history_of_range(spark, settings, ranges), feeds=feeds)
 
 
 def feeds_of(topology: Topology, counts: Mapping[str, int]) -> tuple[Feed, ...]:
@@ -150,30 +152,31 @@ def feeds_of(topology: Topology, counts: Mapping[str, int]) -> tuple[Feed, ...]:
     )
 
 
-def history_of_range(spark: SparkSession, settings: Settings, begins: Offsets, ends: Offsets) -> History:
-    """Return the committed records from the offsets ``begins`` up to, but not including, the offsets ``ends``."""
-    ranges = {
-        f"{topic}/{partition}": [begin, ends[topic][partition]]
-        for topic, part in begins.items()
-        for partition, begin in part.items()
-    }
-    options = {
+def read_range(spark: SparkSession, settings: Settings, ranges: Ranges, **options: str) -> DataFrame:
+    """Return the committed records of these offsets, as Spark's Kafka source has them."""
+    begins, ends = ({name: {at: each[i] for at, each in part.items()} for name, part in ranges.items()} for i in (0, 1))
+    given = {
         **kafka_options(settings),
-        "assign": json.dumps({topic: sorted(part) for topic, part in begins.items()}),
+        "assign": json.dumps({topic: sorted(part) for topic, part in ranges.items()}),
         "startingOffsets": json.dumps(begins),
         "endingOffsets": json.dumps(ends),
-        # Several tasks read one Kafka partition; `map_side.OffsetRuns` makes this possible.
-        "minPartitions": str(spark.sparkContext.defaultParallelism * 2),
+        **options,
     }
-    table = spark.read.format("kafka").options(**options).load()
-    place = ", ".join(f"{name} {begin}..{end}" for name, (begin, end) in sorted(ranges.items()))
+    return spark.read.format("kafka").options(**given).load()
+
+
+def history_of_range(spark: SparkSession, settings: Settings, ranges: Ranges) -> History:
+    """Return the committed records of these offsets."""
+    # Several tasks read one partition; `map_side.OffsetRuns` restores the order.
+    table = read_range(spark, settings, ranges, minPartitions=str(spark.sparkContext.defaultParallelism * 2))
+    named = {f"{topic}/{at}": list(each) for topic, part in ranges.items() for at, each in part.items()}
     return History(
         records_of_kafka(table),
         placed=True,
         contiguous=True,
-        identity=json.dumps(ranges),
-        place=place,
-        size_bytes=sum(end - begin for begin, end in ranges.values()) * RECORD_BYTES,
+        identity=json.dumps(named),
+        place=", ".join(f"{name} {begin}..{end}" for name, (begin, end) in sorted(named.items())),
+        size_bytes=sum(end - begin for begin, end in named.values()) * RECORD_BYTES,
     )
 
 

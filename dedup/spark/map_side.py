@@ -25,7 +25,8 @@ import orjson
 import pyarrow as pa
 import pyarrow.compute as pc
 from pyspark import TaskContext
-from pyspark.sql.types import BinaryType, IntegerType, LongType, StringType, StructField, StructType
+from pyspark.sql.pandas.types import from_arrow_schema
+from pyspark.sql.types import BinaryType, IntegerType, LongType, StringType, StructField
 
 from dedup.core.fold import Outcome, Rows, screen
 from dedup.core.window import BEFORE_ALL_TIME, Feed, StreamTime
@@ -58,10 +59,8 @@ SEPARATOR: Final = "\n"
 TARGET: Final = "_dedup_target"
 KNOWN: Final = "known"
 """Optional column of packed rows: sightings of earlier jobs as an Arrow stream; see `sightings`."""
-PACKED_ROWS: Final = StructType(
-    [StructField(TARGET, IntegerType()), StructField("packed", BinaryType()), StructField("notice", BinaryType())]
-)
 _PACKED_SCHEMA: Final = pa.schema([(TARGET, pa.int32()), ("packed", pa.binary()), ("notice", pa.binary())])
+PACKED_ROWS: Final = from_arrow_schema(_PACKED_SCHEMA)
 MOST_REDUCERS: Final = 1 << 16
 BATCH_BYTES: Final = 64 << 20
 """Maximum size of the packed rows in a batch that Spark passes to Python."""

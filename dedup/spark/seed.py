@@ -32,18 +32,19 @@ from typing import TYPE_CHECKING, Final, Literal, TypeVar
 import pyarrow as pa
 from pyspark.errors import PySparkException
 from pyspark.sql import functions as fn
+from pyspark.sql.pandas.types import from_arrow_schema
 
 from dedup.errors import CommitUnknown, DedupError, Problem, SettingsError, StateIncompatible
 from dedup.kafka.client import KafkaWire
 from dedup.kafka.record_batch import Line, fill
 from dedup.kafka.topic_admin import Admin, Group, on_cluster
 from dedup.kafka.transactional_producer import Session
-from dedup.kafka.wire import NoAnswer, Position, TopicPartition
-from dedup.spark.batch_verdicts import Counts
+from dedup.kafka.wire import Position, TopicPartition
+from dedup.spark.batch_verdicts import Counts, history_of
 from dedup.spark.changelog_frames import changelog_rows
 from dedup.spark.files import History
 from dedup.spark.kafka_source import history_of_range
-from dedup.spark.seed_history import NOTHING_YET, Folded, as_history, fold_history
+from dedup.spark.seed_history import NOTHING_YET, Folded, fold_history
 from dedup.spark.session import PicklableSettings, connected, described, shuffles_for, translated_errors
 from dedup.store.base import TaskRecord
 from dedup.store.changelog import (
@@ -57,7 +58,7 @@ from dedup.store.changelog import (
     task_record_key,
 )
 from dedup.verify.kafka_reader import KafkaReader
-from dedup.worker.offsets import bounds_of, committed_offset, first_offset
+from dedup.worker.offsets import bounds_of, committed_offset, first_offset, first_record
 from dedup.worker.topics import Cluster, group_is_new, prepare
 
 if TYPE_CHECKING:
@@ -78,13 +79,10 @@ _COMMIT_ROWS: Final = 50_000
 _DEADLINE_MS: Final = 20_000
 _MOST_ATTEMPTS: Final = 50
 _RETRY_S: Final = 0.1
-_FETCH_BYTES: Final = 1 << 16
-_FETCH_WAIT_MS: Final = 50
 _DIGEST_MASK: Final = (1 << 64) - 1
 _NO_ROWS: Final = (0, f"{0:016x}")
 
 _WRITTEN: Final = pa.schema([("partition", pa.int32()), ("records", pa.int64()), ("was_there", pa.bool_())])
-_WRITTEN_DDL: Final = "partition int, records long, was_there boolean"
 
 
 class PartitionTruncated(DedupError):
@@ -175,7 +173,7 @@ def seed(
     if history is None:
         whole = _of_topics(spark, settings, found)
     else:
-        whole = _before(history if isinstance(history, History) else as_history(history), found, options.until)
+        whole = _before(history if isinstance(history, History) else history_of(history), found, options.until)
     origin: Literal["topics", "files"] = "topics" if history is None else "files"
     with shuffles_for(spark, whole.size_bytes), described(spark, f"{topology.name}: seed from {whole.place}"):
         done = _seed(topology, settings, options.commit_rows, found, whole, origin, tell)
@@ -229,8 +227,8 @@ def _of_topics(spark: SparkSession, settings: Settings, found: _ClusterState) ->
         ends.setdefault(place.topic, {})[place.partition] = offset
     with KafkaReader(settings) as reader:
         bounds = {topic: reader.bounds(topic, part) for topic, part in ends.items()}
-    lows = {topic: {partition: each.low for partition, each in part.items()} for topic, part in bounds.items()}
-    return history_of_range(spark, settings, lows, ends)
+    ranges = {topic: {at: (each.low, ends[topic][at]) for at, each in part.items()} for topic, part in bounds.items()}
+    return history_of_range(spark, settings, ranges)
 
 
 def _before(history: History, found: _ClusterState, until: Until) -> History:
@@ -314,7 +312,7 @@ def _write_sightings(rows: DataFrame, plan: WritePlan, tasks: int) -> dict[int, 
     placed = rows.repartition(tasks, "dedup_partition").sortWithinPartitions("dedup_partition")
     try:
         with translated_errors():
-            reports = placed.mapInArrow(partial(_write_partitions, plan), _WRITTEN_DDL).collect()
+            reports = placed.mapInArrow(partial(_write_partitions, plan), from_arrow_schema(_WRITTEN)).collect()
     except PySparkException as error:
         said = next((line for line in reversed(str(error).strip().splitlines()) if "Error" in line or ": " in line), "")
         raise DedupError(
@@ -391,17 +389,7 @@ async def _mark(topology: Topology, wire: KafkaWire, task: int) -> SeedMark | No
 
 async def _first_record(wire: KafkaWire, partition: TopicPartition) -> FetchedRecord | None:
     bounds = await bounds_of(wire, partition)
-    position = bounds.start
-    while position < bounds.end:
-        try:
-            fetched = await wire.fetch(partition, position, max_bytes=_FETCH_BYTES, wait_ms=_FETCH_WAIT_MS)
-        except NoAnswer:
-            await wire.pause(_FETCH_WAIT_MS)
-            continue
-        if fetched.records:
-            return fetched.records[0]
-        position = fetched.next_offset
-    return None
+    return await first_record(wire, partition, bounds.start, bounds.end)
 
 
 def _refuse_other_begins(topology: Topology, until: Until, begins: Mapping[TopicPartition, int]) -> None:

@@ -17,7 +17,6 @@ from dedup.errors import StateIncompatible
 from dedup.spark.batch_verdicts import Counts, Order, counts_of, judging
 from dedup.spark.changelog_frames import OUTSIDE_KAFKA, SIGHTINGS, live_sightings
 from dedup.spark.files import History
-from dedup.spark.session import RECORD_BYTES
 from dedup.store.base import FeedTime
 
 if TYPE_CHECKING:
@@ -48,24 +47,6 @@ class Folded:
     progress: Mapping[int, SeedProgress]
     """Progress by task, without tasks that had no records."""
     counts: Counts
-
-
-def as_history(df: DataFrame) -> History:
-    """Return a DataFrame of `rows.RECORDS` as a history.
-
-    Raises StateIncompatible if only some rows have Kafka coordinates, because all rows must have a common order.
-    """
-    row = df.agg(fn.count("offset").alias("placed"), fn.count(fn.lit(1)).alias("all")).first()
-    placed, rows = (0, 0) if row is None else (row["placed"], row["all"])
-    if 0 < placed < rows:
-        raise StateIncompatible(
-            f"{rows - placed} of {rows} records of the history have no topic, partition and offset, and the others "
-            f"have them: no order holds both. Nothing was written. Give all of them, or leave the columns out."
-        )
-    size_bytes = rows * RECORD_BYTES
-    return History(
-        df, placed > 0, contiguous=False, identity=f"{rows} rows", place=f"{rows:,} rows", size_bytes=size_bytes
-    )
 
 
 def fold_history(

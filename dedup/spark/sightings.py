@@ -19,7 +19,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 from pyspark.sql import functions as F  # noqa: N812 - the name every Spark page uses
-from pyspark.sql.types import BinaryType, IntegerType, LongType, StringType, StructField, StructType
+from pyspark.sql.pandas.types import from_arrow_schema
+from pyspark.sql.types import BinaryType
 
 from dedup.core.fold import OnConflict
 from dedup.core.window import Sighting, Source
@@ -45,18 +46,6 @@ SIGHTINGS: Final = pa.schema(
 """`topic`, `partition`, and `offset` are those of `dedup.core.window.Source`; partition and offset are -1 for rows
 without coordinates. `fingerprint` is empty unless the topology compares payloads.
 """
-LAYER: Final = StructType(
-    [
-        StructField("bucket", IntegerType()),
-        StructField("rows", LongType()),
-        StructField("newest_ms", LongType()),
-        StructField(KNOWN, BinaryType()),
-        StructField("report", StringType()),
-    ]
-)
-"""A row contains either the packed sightings of a bucket, with their number and greatest `last_ms`, or only the report
-of a task, with null in all other columns.
-"""
 _LAYER_SCHEMA: Final = pa.schema(
     [
         ("bucket", pa.int32()),
@@ -66,6 +55,10 @@ _LAYER_SCHEMA: Final = pa.schema(
         ("report", pa.string()),
     ]
 )
+LAYER: Final = from_arrow_schema(_LAYER_SCHEMA)
+"""A row contains either the packed sightings of a bucket, with their number and greatest `last_ms`, or only the report
+of a task, with null in all other columns.
+"""
 PACKED_AT_ONCE: Final = 131_072
 """Maximum number of sightings in one packed value, which has about 8 MB before compression."""
 _HELD: Final = 1 << 20

@@ -40,7 +40,7 @@ from dedup.spark.columns import feeding_columns
 from dedup.spark.kafka_source import kafka_options
 from dedup.spark.session import ERRORS_BY_NAME, HadoopDirectory, PicklableSettings, connected, described
 from dedup.spark.stream_monitor import StreamMonitor, lag_after
-from dedup.spark.task_attempt import REPORT_DDL, AttemptPlan, BatchReport, deleted_unjudged, judge_partition
+from dedup.spark.task_attempt import REPORT, AttemptPlan, BatchReport, deleted_unjudged, judge_partition
 from dedup.store.rocks import RocksMemory
 from dedup.worker.clock import SteadyClock
 from dedup.worker.offsets import bounds_of, committed_offset, first_offset
@@ -444,7 +444,7 @@ class _Batches:
 
 def _run_batch(rows: DataFrame, plan: AttemptPlan) -> tuple[dict[str, Any], ...]:
     """Judge and send a micro-batch, and return its partitions' reports; raise an error that an attempt reported."""
-    judged = feeding_columns(rows).mapInArrow(partial(judge_partition, plan), REPORT_DDL)
+    judged = feeding_columns(rows).mapInArrow(partial(judge_partition, plan), REPORT)
     reports = tuple(row.asDict() for row in judged.collect())
     for report in reports:
         if report["failure"] is not None:

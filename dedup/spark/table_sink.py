@@ -13,30 +13,26 @@ from __future__ import annotations
 
 import json
 import logging
-import re
 import threading
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any, Final, Self
-
-from py4j.protocol import Py4JJavaError
-from pyspark.errors import PySparkException
+from typing import TYPE_CHECKING, Final, Self
 
 from dedup.errors import BrokerUnavailable, Problem, SettingsError, StateIncompatible
-from dedup.spark.kafka_source import kafka_options
-from dedup.spark.session import HadoopDirectory, translated_errors
+from dedup.spark.delta_log import DeltaLog
+from dedup.spark.kafka_source import read_range
+from dedup.spark.session import translated_errors
 from dedup.verify.kafka_reader import KafkaReader
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from types import TracebackType
 
     from pyspark.sql import DataFrame, SparkSession
 
     from dedup.settings import Settings
+    from dedup.spark.delta_log import TableCommit
     from dedup.topology.model import Topology
 
 log: Final = logging.getLogger(__name__)
@@ -49,10 +45,6 @@ _REPLACED: Final = ("RESTORE", "TRUNCATE", "REPLACE TABLE", "CLONE")
 """Words in the names of Delta operations after which rows of the sink may be gone, although its commits are in the
 log.
 """
-_LOG_FILE: Final = re.compile(r"([0-9]{20})\.json")
-_CONFLICT: Final = re.compile(
-    r"Concurrent\w*Exception|DELTA_CONCURRENT|ProtocolChangedException|MetadataChangedException"
-)
 _SETTLED_WITHIN_S: Final = 60.0
 _SETTLED_LOOK_S: Final = 0.2
 _RENEWED_AFTER_MS: Final = 24 * 3_600_000
@@ -75,15 +67,6 @@ class SinkCommit:
     ends: Mapping[int, int]
     """By partition, the offset after the last one whose record is in the table."""
     id: str
-
-
-@dataclass(frozen=True, slots=True)
-class _LogEntry:
-    """A commit in Delta's log."""
-
-    version: int
-    info: Mapping[str, Any]
-    """The `commitInfo` of the commit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,8 +95,8 @@ class TableSink:
         self._topic: Final = topology.output.topic
         self._sink: Final = f"{topology.name} {self._topic}"
         self._most_offsets: Final = most_offsets
-        # Delta would interpret a relative path as the name of a table.
-        self.path: Final = HadoopDirectory(spark, path).absolute
+        self._log: Final = DeltaLog(spark, path)
+        self.path: Final = self._log.path
         self._last: Appended | None = None
         self._looked = False
         self._renewed_ms = 0
@@ -148,8 +131,7 @@ class TableSink:
             return None
         number, after = (1, -1) if last is None else (last.commit.number + 1, last.table_version)
         commit = SinkCommit(self._sink, topic_id, number, after, stops, uuid.uuid4().hex)
-        self._write(self._rows(begins, stops), commit)
-        self._last = replace(self._read_back(commit), more=stops != wanted)
+        self._last = replace(self._write(self._rows(begins, stops), commit), more=stops != wanted)
         # This is the caller's time, not the table's, so that the position is renewed only once if the caller's clock is
         # ahead.
         self._renewed_ms = now_ms
@@ -201,56 +183,26 @@ class TableSink:
         return {at: max(begin, min(ends.get(at, begin), begin + share)) for at, begin in begins.items()}
 
     def _rows(self, begins: Mapping[int, int], stops: Mapping[int, int]) -> DataFrame:
-        options = {
-            **kafka_options(self._settings),
-            "assign": json.dumps({self._topic: sorted(begins)}),
-            "startingOffsets": json.dumps({self._topic: begins}),
-            "endingOffsets": json.dumps({self._topic: stops}),
-        }
-        return self._spark.read.format("kafka").options(**options).load().select(*_COLUMNS)
+        ranges = {at: (begin, stops[at]) for at, begin in begins.items()}
+        return read_range(self._spark, self._settings, {self._topic: ranges}).select(*_COLUMNS)
 
-    def _write(self, rows: DataFrame, commit: SinkCommit) -> None:
-        writer = rows.write.format("delta").mode("append")
-        options = {
-            "userMetadata": json.dumps({"dedup": _VERSION, **asdict(commit)}),
-            "txnAppId": f"dedup sink {self._sink}",
-            "txnVersion": str(commit.number),
-        }
-        with translated_errors(), self._exclusive():
-            writer.options(**options).save(self.path)
-
-    @contextmanager
-    def _exclusive(self) -> Iterator[None]:
-        """Raise StateIncompatible if code inside ``with`` fails because of a conflict with another writer."""
-        try:
-            yield
-        except (PySparkException, Py4JJavaError) as error:
-            if _CONFLICT.search(str(error)):
-                raise self._other_sink("and this one has written nothing") from error
-            raise
-
-    def _other_sink(self, ours: str) -> StateIncompatible:
-        return StateIncompatible(
-            f"another sink has written to {self.path} at the same time, {ours}. Every record is there once. Stop one "
-            f"of the two, then start the other again: it continues from the last commit."
+    def _write(self, rows: DataFrame, commit: SinkCommit) -> Appended:
+        """Append the rows, and return the commit as it is in the table."""
+        taken = (
+            f"another sink has written to {self.path} at the same time, and this one has written nothing. Every record "
+            f"is there once. Stop one of the two, then start the other again: it continues from the last commit."
         )
-
-    def _read_back(self, commit: SinkCommit) -> Appended:
-        """Return the commit as it is in the table.
-
-        Raises StateIncompatible if the commit is missing or another sink has also committed.
-        """
-        entries = list(self._log(commit.after))
-        found = [each for each in map(self._sink_commit, entries) if each is not None]
-        if [each.commit.id for each in found] != [commit.id]:
-            there = any(each.commit.id == commit.id for each in found)
-            raise self._other_sink("after this one" if there else "and this one has written nothing")
-        self._refuse_replaced(entries)
-        return found[0]
+        metadata = json.dumps({"dedup": _VERSION, **asdict(commit)})
+        name = f"dedup sink {self._sink}"
+        with translated_errors():
+            since = self._log.append(rows, name, commit.number, metadata, after=commit.after, by=(), taken=taken)
+        self._refuse_replaced(since)
+        found = (self._sink_commit(each) for each in since if each.metadata == metadata)
+        return next(each for each in found if each is not None)
 
     def _refuse_changed_since(self, last: Appended) -> None:
         """Raise StateIncompatible if the table no longer contains the sink's last commit, or was replaced after it."""
-        entries = list(self._log(last.table_version - 1))
+        entries = list(self._log.commits(last.table_version - 1))
         ids = [each.commit.id for each in map(self._sink_commit, entries) if each is not None]
         if last.commit.id not in ids:
             raise StateIncompatible(
@@ -261,9 +213,9 @@ class TableSink:
 
     def _found(self) -> Appended | None:
         """Return the sink's last commit, or None if there is none and the table is empty or does not exist."""
-        later: list[_LogEntry] = []
+        later: list[TableCommit] = []
         last: Appended | None = None
-        for entry in self._log(-1):
+        for entry in self._log.commits():
             # Look back to the previous commit, because the sink may have been stopped before it checked its last
             # commit.
             if last is not None and entry.version <= last.commit.after:
@@ -285,37 +237,10 @@ class TableSink:
             )
         return None
 
-    def _log(self, after: int) -> Iterator[_LogEntry]:
-        """Yield the table's commits after a version, newest first.
-
-        The commits are read from the files of Delta's log, which Delta's protocol describes under "Delta Log Entries",
-        because each `DESCRIBE HISTORY` runs a Spark job.
-        """
-        directory = HadoopDirectory(self._spark, self.path)
-        log_path = directory.at("_delta_log")
-        if not directory.files.exists(log_path):
-            return
-        versions: list[int] = []
-        if after < 0:
-            names = (status.getPath().getName() for status in directory.files.listStatus(log_path))
-            versions = sorted(int(found[1]) for found in map(_LOG_FILE.fullmatch, names) if found)
-        else:
-            # The directory is not listed, because a table with a commit every few seconds has hundreds of thousands of
-            # files.
-            while directory.files.exists(directory.at(f"{after + 1 + len(versions):020}.json", log_path)):
-                versions.append(after + 1 + len(versions))
-        for version in reversed(versions):
-            actions = map(json.loads, directory.read(directory.at(f"{version:020}.json", log_path)).splitlines())
-            yield _LogEntry(version, next((each["commitInfo"] for each in actions if "commitInfo" in each), {}))
-
-    def _sink_commit(self, entry: _LogEntry) -> Appended | None:
+    def _sink_commit(self, entry: TableCommit) -> Appended | None:
         """Return the commit that an entry of the log describes, or None if it is not a commit of this sink."""
-        info = entry.info
-        try:
-            found = json.loads(info.get("userMetadata") or "null")
-        except ValueError:
-            return None
-        if not isinstance(found, dict) or "dedup" not in found or found.get("sink") != self._sink:
+        found = entry.named
+        if found.get("sink") != self._sink:
             return None
         if found["dedup"] != _VERSION:
             raise StateIncompatible(
@@ -324,13 +249,12 @@ class TableSink:
             )
         ends = {int(partition): int(end) for partition, end in found["ends"].items()}
         commit = SinkCommit(found["sink"], found["topic_id"], found["number"], found["after"], ends, found["id"])
-        rows = int(info.get("operationMetrics", {}).get("numOutputRows", 0))
-        return Appended(commit, entry.version, int(info["timestamp"]), rows)
+        return Appended(commit, entry.version, entry.committed_ms, entry.rows)
 
-    def _refuse_replaced(self, entries: Sequence[_LogEntry]) -> None:
+    def _refuse_replaced(self, entries: Sequence[TableCommit]) -> None:
         """Raise StateIncompatible if one of these commits may have removed rows of the sink by replacing the table."""
         for entry in entries:
-            operation, parameters = str(entry.info.get("operation")), entry.info.get("operationParameters", {})
+            operation, parameters = entry.operation, entry.parameters
             overwritten = parameters.get("mode") == "Overwrite" or parameters.get("outputMode") == "Complete"
             if overwritten or any(name in operation for name in _REPLACED):
                 raise StateIncompatible(

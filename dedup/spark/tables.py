@@ -28,8 +28,9 @@ from pyspark.sql import types as t
 from dedup.errors import DedupError, InvariantBroken, Problem, SettingsError, StateIncompatible
 from dedup.settings import Settings
 from dedup.spark.columns import identified
+from dedup.spark.delta_log import DeltaLog
 from dedup.spark.kafka_source import history_of_range
-from dedup.spark.session import HadoopDirectory, described
+from dedup.spark.session import described
 from dedup.topology.model import Topology
 from dedup.verify.kafka_reader import KafkaReader
 
@@ -184,8 +185,8 @@ def output_records(spark: SparkSession, topology: Topology, settings: Settings) 
         if topic is None or not count:
             raise StateIncompatible(f"{topology.name} has no output topic in this cluster; give --input.")
         bounds = reader.bounds(topic, range(count))
-    lows = {topic: {partition: each.low for partition, each in bounds.items()}}
-    return history_of_range(spark, settings, lows, {topic: {at: each.high for at, each in bounds.items()}}).records
+    ranges = {at: (each.low, each.high) for at, each in bounds.items()}
+    return history_of_range(spark, settings, {topic: ranges}).records
 
 
 def keep_rejected(found: TableRows, path: str | None) -> dict[str, int]:
@@ -262,8 +263,7 @@ def upsert_delta(rows: DataFrame, path: str) -> int:
     """
     spark = rows.sparkSession
     source = _newest(rows)
-    # Delta would interpret a relative path as the name of a table.
-    table = f"delta.`{HadoopDirectory(spark, path).absolute}`"
+    table = DeltaLog(spark, path).table
     spark.sql(f"CREATE TABLE IF NOT EXISTS {table} ({_ddl(source.schema)}) USING delta")
     _refuse_other_columns(path, source.columns, spark.read.format("delta").load(path).columns)
     newer = f"struct({_listed(ORDER, 's.')}) > struct({_listed(ORDER, 't.')})"

@@ -31,10 +31,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, cast
 
 import pyarrow as pa
+from pyspark.sql.pandas.types import from_arrow_schema
 
 from dedup.errors import CommitUnknown, DedupError, StateIncompatible, TaskCorrupted, TaskMigrated
 from dedup.kafka.client import KafkaWire
-from dedup.kafka.wire import NoAnswer, TopicPartition
+from dedup.kafka.wire import TopicPartition
 from dedup.metrics import TaskNumbers
 from dedup.spark.columns import feed_batches
 from dedup.spark.session import PicklableSettings, connected
@@ -42,7 +43,7 @@ from dedup.store.directory import own_state
 from dedup.store.rocks import RocksMemory
 from dedup.worker.clock import SteadyClock
 from dedup.worker.dedup_task import DedupTask
-from dedup.worker.offsets import bounds_of
+from dedup.worker.offsets import bounds_of, first_record
 from dedup.worker.task import Task, TaskId
 from dedup.worker.task_factory import TaskFactory
 
@@ -57,24 +58,21 @@ _MOST_RENEWALS: Final = 3
 """Number of new epochs in which a commit is retried; after that, the attempt fails and Spark starts another one."""
 _MARGIN: Final = 4
 """The broker aborts a transaction after its timeout, so the attempt commits when a quarter of that time has passed."""
-_GAP_BYTES: Final = 1 << 16
-_GAP_WAIT_MS: Final = 100
 _VERDICTS: Final = ("unique", "duplicate", "late", "dead_letter", "exempt", "repartitioned")
 _BROKER_TROUBLE: Final = 5
 """Exit code of BrokerUnavailable. Apart from TaskMigrated, it is the only error of dedup that another attempt may
 fix.
 """
 
-REPORT_DDL: Final = (
-    "topic string, partition int, next_offset long, judged long, replayed long, unique long, duplicate long, "
-    "late long, dead_letter long, exempt long, repartitioned long, numbers binary, state_ids long, state_bytes long, "
-    "failure string, failure_text string"
-)
+_REPORTED: Final[Mapping[str, pa.DataType]] = {
+    **dict.fromkeys(("topic", "failure", "failure_text"), pa.string()),
+    "partition": pa.int32(),
+    **dict.fromkeys(("next_offset", "judged", "replayed", *_VERDICTS, "state_ids", "state_bytes"), pa.int64()),
+    "numbers": pa.binary(),
+}
+_REPORT_SCHEMA: Final = pa.schema(list(_REPORTED.items()))
+REPORT: Final = from_arrow_schema(_REPORT_SCHEMA)
 """The columns of the row that an attempt reports to the driver; `numbers` is a pickled `TaskNumbers`."""
-_ARROW_TYPES: Final = {"string": pa.string(), "int": pa.int32(), "long": pa.int64(), "binary": pa.binary()}
-REPORT: Final = pa.schema(
-    [(name, _ARROW_TYPES[kind]) for name, kind in (column.split() for column in REPORT_DDL.split(", "))]
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +132,7 @@ def judge_partition(plan: AttemptPlan, arrow: Iterable[pa.RecordBatch]) -> Itera
         if error.exit_code == _BROKER_TROUBLE:
             raise
         report |= {"failure": type(error).__name__, "failure_text": str(error)}
-    yield pa.RecordBatch.from_pylist([report], schema=REPORT)
+    yield pa.RecordBatch.from_pylist([report], schema=_REPORT_SCHEMA)
 
 
 def _empty_report(first: FeedBatch) -> dict[str, Any]:
@@ -271,21 +269,14 @@ async def _refuse_gap(wire: KafkaWire, task: Task, first: FeedBatch) -> None:
     kept = (await bounds_of(wire, feeding)).start if position < begins else 0
     if position < kept:
         raise deleted_unjudged(task.task_id, position, kept)
-    while position < begins:
-        try:
-            fetched = await wire.fetch(feeding, position, max_bytes=_GAP_BYTES, wait_ms=_GAP_WAIT_MS)
-        except NoAnswer:
-            await wire.pause(_GAP_WAIT_MS)
-            continue
-        missed = [record.offset for record in fetched.records if record.offset < begins]
-        if missed:
-            raise StateIncompatible(
-                f"{task.task_id}: the checkpoint continues at offset {begins}, but the state has judged records only "
-                f"below {task.next_offset}; {missed[0]} is the first that would be lost. State and checkpoint do not "
-                "match. Nothing was changed. Start with an empty checkpoint directory: the stream then "
-                f"begins where the state ends."
-            )
-        position = fetched.next_offset
+    missed = await first_record(wire, feeding, position, begins)
+    if missed is not None:
+        raise StateIncompatible(
+            f"{task.task_id}: the checkpoint continues at offset {begins}, but the state has judged records only "
+            f"below {position}; {missed.offset} is the first that would be lost. State and checkpoint do not match. "
+            f"Nothing was changed. Start with an empty checkpoint directory: the stream then begins where the state "
+            f"ends."
+        )
 
 
 def deleted_unjudged(task_id: TaskId, position: int, kept: int) -> StateIncompatible:

@@ -8,12 +8,17 @@ changelog does not contain the state up to these offsets.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from typing import Final, Literal, TypeVar, assert_never
+from functools import partial
+from typing import TYPE_CHECKING, Final, Literal, TypeVar, assert_never
 
 from dedup.errors import BrokerUnavailable, StateIncompatible
 from dedup.kafka.wire import COORDINATOR_MOVED, UNSTABLE_OFFSET, LogBounds, NoAnswer, Position, TopicPartition, Wire
 
 PAUSE_MS: Final = 50
+_FETCH_BYTES: Final = 1 << 16
+if TYPE_CHECKING:
+    from dedup.kafka.wire import FetchedRecord
+
 Start = Literal["earliest", "latest"] | int
 T = TypeVar("T")
 _FEEDING: Final = "feeding"
@@ -49,6 +54,17 @@ async def first_offset(wire: Wire, feeding: TopicPartition, start: Start) -> int
             return bounds.end if offset is None else offset
         case never:
             assert_never(never)
+
+
+async def first_record(wire: Wire, partition: TopicPartition, begin: int, end: int) -> FetchedRecord | None:
+    """Return the first record in a range of offsets; None if it holds only markers and aborted records."""
+    while begin < end:
+        ask = partial(wire.fetch, partition, begin, max_bytes=_FETCH_BYTES, wait_ms=PAUSE_MS)
+        fetched = await answered(wire, ask)
+        if fetched.records:
+            return fetched.records[0] if fetched.records[0].offset < end else None
+        begin = fetched.next_offset
+    return None
 
 
 async def committed_offset(wire: Wire, group: str, source: TopicPartition, *, stable: bool = True) -> int | None:

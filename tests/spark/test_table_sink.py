@@ -199,7 +199,7 @@ def test_a_table_that_is_replaced_during_a_commit_is_refused_by_every_later_sink
 
     def replaced_before(found, commit):
         replace(spark, table)
-        write(found, commit)
+        return write(found, commit)
 
     sink._write = replaced_before
     for each in (sink, make_sink()):

@@ -1,0 +1,139 @@
+"""Reads the log of a Delta table, and appends rows to the table in commits that are checked in the log afterwards.
+
+Theory of operation. An append names its application and a number (`txnAppId`, `txnVersion`). If two appends have the
+same number, Delta commits one of them, and refuses the other or silently drops it. Therefore, the log is read after
+each append. The append succeeded only if the log contains its metadata (`userMetadata`). A job writes everything that
+its next run needs into the metadata, because rows and metadata become visible together.
+
+The log's files are read one by one, newest first (see "Delta Log Entries" in Delta's protocol), because each
+`DESCRIBE HISTORY` runs a Spark job over all of them.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any, Final
+
+from dedup.errors import StateIncompatible
+from dedup.spark.session import HadoopDirectory
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from pyspark.sql import DataFrame, SparkSession
+
+_LOG_FILE: Final = re.compile(r"([0-9]{20})\.json")
+
+
+class TableCommit:
+    """A commit in the log of a table."""
+
+    def __init__(self, version: int, actions: Sequence[Mapping[str, Any]]) -> None:
+        self.version: Final = version
+        self.actions: Final = actions
+        info: Mapping[str, Any] = next((each["commitInfo"] for each in actions if "commitInfo" in each), {})
+        self.operation: Final = str(info.get("operation"))
+        self.parameters: Final[Mapping[str, Any]] = info.get("operationParameters", {})
+        self.metadata: Final[str | None] = info.get("userMetadata")
+        self.committed_ms: Final = int(info.get("timestamp", 0))
+        self.rows: Final = int(info.get("operationMetrics", {}).get("numOutputRows", 0))
+
+    def __str__(self) -> str:
+        made = datetime.fromtimestamp(self.committed_ms / 1000, UTC)
+        return f"{self.operation} (version {self.version}, {made:%Y-%m-%d %H:%M:%S} UTC)"
+
+    @property
+    def named(self) -> Mapping[str, Any]:
+        """The metadata, if it is a JSON object with the member `dedup`; otherwise empty."""
+        try:
+            found = json.loads(self.metadata or "null")
+        except ValueError:
+            return {}
+        return found if isinstance(found, dict) and "dedup" in found else {}
+
+    @property
+    def restored_to(self) -> int | None:
+        """The version to which this commit restored the table; None if it restored none or restored by time."""
+        version = self.parameters.get("version") if self.operation == "RESTORE" else None
+        return None if version is None else int(version)
+
+    def is_of(self, application: str, number: int) -> bool:
+        """Whether an append of this application with this number made the commit."""
+        found = (each["txn"] for each in self.actions if "txn" in each)
+        return any((each["appId"], each["version"]) == (application, number) for each in found)
+
+
+class DeltaLog:
+    """The log of the Delta table at a path, which may not exist yet."""
+
+    def __init__(self, spark: SparkSession, path: str) -> None:
+        self.directory: Final = HadoopDirectory(spark, path)
+        self.path: Final = self.directory.absolute
+        # Delta would interpret a relative path as the name of a table.
+        quoted = self.path.replace("`", "``")
+        self.table: Final = f"delta.`{quoted}`"
+        """The table's name in SQL."""
+        self._log: Final = self.directory.at("_delta_log")
+
+    def versions(self) -> list[int]:
+        """Return the versions in the log, in ascending order; an empty list if the table does not exist."""
+        files = self.directory.files
+        statuses = files.listStatus(self._log) if files.exists(self._log) else ()
+        names = (status.getPath().getName() for status in statuses)
+        return sorted(int(found[1]) for found in map(_LOG_FILE.fullmatch, names) if found)
+
+    def commits(self, after: int = -1) -> Iterator[TableCommit]:
+        """Yield the commits after a version, newest first, up to the first version that is missing from the log."""
+        versions: list[int] = []
+        if after < 0:
+            versions = self.versions()
+        else:
+            # The directory is not listed, because a table with a commit every few seconds has hundreds of thousands of
+            # files.
+            while self.directory.files.exists(self._file(after + 1 + len(versions))):
+                versions.append(after + 1 + len(versions))
+        for version in reversed(versions):
+            lines = self.directory.read(self._file(version)).splitlines()
+            yield TableCommit(version, [json.loads(line) for line in lines])
+
+    def _file(self, version: int) -> Any:  # noqa: ANN401 - a path of Hadoop's
+        return self.directory.at(f"{version:020}.json", self._log)
+
+    def append(
+        self,
+        rows: DataFrame,
+        application: str,
+        number: int,
+        metadata: str,
+        *,
+        after: int,
+        by: Sequence[str],
+        taken: str,
+    ) -> list[TableCommit]:
+        """Append the rows in one commit, and return all commits after version ``after``, including this one.
+
+        ``by`` names the columns that partition a new table. ``metadata`` must differ from that of any other append.
+        Version ``after`` must be older than all commits of the application with this number. Raises StateIncompatible
+        if another job has committed this number, with the text ``taken``, or if Delta dropped the append because the
+        table knows a later number.
+        """
+        writer = rows.write.format("delta").mode("append").partitionBy(*by).option("userMetadata", metadata)
+        failed: Exception | None = None
+        try:
+            writer.options(txnAppId=application, txnVersion=number).save(self.path)
+        except Exception as error:  # noqa: BLE001 - the log shows what happened
+            failed = error
+        since = list(self.commits(after))
+        made = [each.metadata for each in since if each.is_of(application, number)]
+        if metadata in made:
+            return since
+        if made:
+            raise StateIncompatible(taken) from failed
+        if failed is not None:
+            raise failed
+        raise StateIncompatible(
+            f"Delta dropped commit {number} of {self.path}, because the table knows a later one: it was "
+            f"restored to an earlier version. Nothing was published. Write to another table."
+        )
