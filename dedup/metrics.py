@@ -8,13 +8,19 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_left
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Final, Literal
+from typing import Final, Literal, Self
 
 Verdict = Literal["unique", "duplicate", "late", "dead_letter", "exempt", "repartitioned"]
 
+SPAN_MS: Final = 60_000
+"""The span of time whose records an alert is about."""
+_LEAST_RECORDS: Final = 100
+_LEAST_SHARE: Final = 0.95
+_NOT_JUDGED: Final = frozenset({"repartitioned"})
+"""Verdicts of repartition tasks, which are not counted because dedup tasks judge the records."""
 _TASK_LABELS: Final = ("sub_topology", "topic", "partition")
 Place = tuple[str, str, int]
 """Identifies a task by its sub-topology, feeding topic, and partition."""
@@ -229,6 +235,62 @@ class DeadLetterAlert:
             f"them for {self.reason}. {remedy} Nothing is lost: once the cause is fixed, `dedup replay` sends them "
             f"through again."
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Counted:
+    """The counters of all tasks, added up, at one moment."""
+
+    time_ms: int
+    judged: int
+    reasons: Mapping[str, int]
+    """Dead letters by reason."""
+
+    @classmethod
+    def of(cls, numbers: Iterable[TaskNumbers], time_ms: int) -> Self:
+        """Return the sum of the tasks' counters."""
+        judged, reasons = 0, Counter[str]()
+        for each in numbers:
+            judged += sum(count for verdict, count in each.verdicts.items() if verdict not in _NOT_JUDGED)
+            reasons.update(each.dead_reasons)
+        return cls(time_ms, judged, dict(reasons))
+
+
+def alert_between(begin: Counted, end: Counted, *, goes_on: bool) -> DeadLetterAlert | None:
+    """Return the alert for the records judged between two moments, if any; ``goes_on`` says that an alert is active."""
+    judged = end.judged - begin.judged
+    grown = Counter(dict(end.reasons))
+    grown.subtract(begin.reasons)
+    dead = grown.total()
+    if judged < (1 if goes_on else _LEAST_RECORDS) or dead < _LEAST_SHARE * judged:
+        return None
+    reason, count = min(grown.items(), key=lambda each: (-each[1], each[0]))
+    return DeadLetterAlert(judged, dead, reason, count)
+
+
+class DeadShare:
+    """Raises an alert if nearly all records of the last minute are dead letters, which suggests a common cause.
+
+    An alert begins only after enough records. An alert ends after the first minute that has a lower share of dead
+    letters or no records, so that a slow topic does not start and end alerts repeatedly.
+    """
+
+    def __init__(self) -> None:
+        self.alert: DeadLetterAlert | None = None
+        self._looks: Final[deque[Counted]] = deque()
+
+    def look(self, now: Counted) -> bool:
+        """Record the current counters; return whether an alert has begun or ended."""
+        last = self._looks[-1] if self._looks else None
+        if last is not None and now.judged < last.judged:
+            return False  # in a rebalance: the counters of closed tasks are about to be added
+        if last is not None and now.time_ms < last.time_ms:
+            self._looks.clear()
+        self._looks.append(now)
+        while len(self._looks) > 1 and self._looks[1].time_ms <= now.time_ms - SPAN_MS:
+            self._looks.popleft()
+        before, self.alert = self.alert, alert_between(self._looks[0], now, goes_on=self.alert is not None)
+        return (before is None) != (self.alert is None)
 
 
 @dataclass(frozen=True, slots=True)

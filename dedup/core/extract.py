@@ -433,7 +433,18 @@ def compile_extractor(
     fingerprint_exclude: tuple[Path, ...] = (),
 ) -> Extractor:
     """Return the extractor of a topology. Raises ValueError if the extractor could never find an ID or a time."""
-    return Extractor(Recipe(tracking_id, event_time, fmt, fingerprint, fingerprint_exclude))
+    recipe = Recipe(tracking_id, event_time, fmt, fingerprint, fingerprint_exclude)
+    _refuse_impossible(recipe)
+    return Extractor(recipe)
+
+
+def _refuse_impossible(recipe: Recipe) -> None:
+    if recipe.fmt == "bytes" and isinstance(recipe.tracking_id.rule, FieldRule | FieldsRule | ContentRule):
+        raise ValueError("format bytes has no fields; use format json, or the key, a header or content: true as ID")
+    if recipe.fmt == "bytes" and isinstance(recipe.event_time, FieldTime):
+        raise ValueError("format bytes has no fields; use format json, or event_time: record")
+    if isinstance(recipe.tracking_id.rule, FieldsRule) and not recipe.tracking_id.rule.paths:
+        raise ValueError("fields is empty; name at least one path")
 
 
 class _Batch(NamedTuple):

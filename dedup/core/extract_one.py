@@ -89,22 +89,13 @@ class One:
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """The values to extract from records, and the format of the records."""
+    """The values to extract from records, and the format of the records; made by `compile_extractor`."""
 
     tracking_id: TrackingId
     event_time: EventTime = field(default_factory=RecordTime)
     fmt: Format = "json"
     fingerprint: bool = False
     fingerprint_exclude: tuple[Path, ...] = ()
-
-    def __post_init__(self) -> None:
-        """Raise ValueError with a message if the recipe could never find an ID or a time."""
-        if self.fmt == "bytes" and isinstance(self.tracking_id.rule, FieldRule | FieldsRule | ContentRule):
-            raise ValueError("format bytes has no fields; use format json, or the key, a header or content: true as ID")
-        if self.fmt == "bytes" and isinstance(self.event_time, FieldTime):
-            raise ValueError("format bytes has no fields; use format json, or event_time: record")
-        if isinstance(self.tracking_id.rule, FieldsRule) and not self.tracking_id.rule.paths:
-            raise ValueError("fields is empty; name at least one path")
 
 
 class _MissingId(NotJudged):

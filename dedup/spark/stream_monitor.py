@@ -21,11 +21,10 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from dedup.errors import DedupError, Problem, SettingsError, StateIncompatible
 from dedup.kafka.wire import NoAnswer, TopicPartition
-from dedup.metrics import TaskNumbers, TaskSeen, WorkerSeen
+from dedup.metrics import Counted, DeadShare, TaskNumbers, TaskSeen, WorkerSeen
 from dedup.spark.session import connected
 from dedup.web.server import WebServer
 from dedup.worker.introspection import exposition
-from dedup.worker.maintenance import Counted, DeadShare
 from dedup.worker.offsets import bounds_of, committed_offset
 from dedup.worker_view import LookedUp, Noted, Peer, ShownRecord, TaskPulse
 

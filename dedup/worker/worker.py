@@ -23,11 +23,13 @@ from dedup.kafka.client import KafkaWire
 from dedup.kafka.connection import Connection
 from dedup.kafka.topic_admin import Admin
 from dedup.kafka.wire import NoAnswer, TopicPartition, Wire
+from dedup.metrics import Counted, DeadShare
+from dedup.quantities import format_size
 from dedup.store.directory import own_state
 from dedup.worker.app import DedupApp, create_app, identity
 from dedup.worker.clock import Clock, SteadyClock
+from dedup.worker.dedup_task import DedupTask
 from dedup.worker.introspection import Introspection
-from dedup.worker.maintenance import Counted, DeadShare, Maintenance
 from dedup.worker.offsets import bounds_of, committed_offset, committed_position, refuse_half_reset
 from dedup.worker.restore import refuse_lost_offsets
 from dedup.worker.task import Task, TaskState
@@ -51,6 +53,9 @@ GC_THRESHOLD: Final = 100_000
 objects, and none of them is in a reference cycle.
 """
 _END_LOOK_S: Final = 0.05
+MAINTENANCE_EVERY_S: Final = 30.0
+KEEP_MS: Final = 86_400_000
+"""Minimum age of the records that are deleted from the repartition topic, because `dedup verify` replays that topic."""
 
 
 class _Checked:
@@ -256,6 +261,103 @@ async def served(app: DedupApp, introspection: Introspection, make_pages: MakePa
     async with make_pages(introspection) as pages:
         app.conf.canonical_url = URL(identity(app.settings.worker_id, pages.advertised))
         yield
+
+
+class Maintenance:
+    """Deletes records that no restore needs, and limits the size of the state; `run` works until it is canceled.
+
+    Changelog records can be deleted safely at any moment, even by an owner that is about to be fenced. A record below
+    the first offsets of all live segments belongs to segments that are already dropped. Stream time never decreases, so
+    no later owner of the partition needs these segments. If the position of a store was deleted, its restore begins at
+    the log's start. In the repartition topic, only records that are below a known commit and older than `KEEP_MS` are
+    deleted, because `dedup verify` replays that topic.
+    """
+
+    def __init__(self, app: DedupApp, topology: Topology, clock: Clock) -> None:
+        self._app: Final = app
+        self._topology: Final = topology
+        self._clock: Final = clock
+        self._deleted: dict[TopicPartition, int] = {}
+        """Maps each partition to the offset below which records were last deleted."""
+        self._warned = False
+        self._truncated: Final[set[TopicPartition]] = set()
+        """Changelogs that were truncated by somebody else; each is logged once."""
+
+    async def run(self) -> None:
+        """Do the periodic work until canceled; make the worker fail if state is too large."""
+        while True:
+            await asyncio.sleep(MAINTENANCE_EVERY_S)
+            try:
+                self.refuse_too_large()
+                await self.delete()
+            except StateIncompatible as error:
+                self._app.tasks.fail(error)
+                return
+            except (BrokerUnavailable, NoAnswer) as error:
+                # A failure costs only disk space on the broker, and the next round tries again.
+                if not self._warned:
+                    log.warning("old records were not deleted: %s", error)
+                    self._warned = True
+
+    def refuse_too_large(self) -> None:
+        """Raise StateIncompatible if a partition's committed state exceeds its limit."""
+        most = self._topology.state.max_bytes_per_partition
+        for feeding, task in self._app.tasks.running.items():
+            dedup_task = task.work
+            if (
+                most is None
+                or task.state is not TaskState.RUNNING
+                or not isinstance(dedup_task, DedupTask)
+                or dedup_task.store is None
+            ):
+                continue
+            size = dedup_task.store.approximate_bytes()
+            if size > most:
+                raise StateIncompatible(
+                    f"the state of {feeding.topic}/{feeding.partition} takes {size:,} bytes, more than "
+                    f"state.max_bytes_per_partition ({format_size(most)}). The worker stops. Nothing is lost, because "
+                    "all judged records are committed. Raise the limit if the disk has room, or shorten guard_period "
+                    "or grace."
+                )
+
+    async def delete(self) -> None:
+        """Delete changelog records that no live segment needs, and old committed records of the repartition topic."""
+        wanted: dict[TopicPartition, int] = {}
+        for feeding, task in list(self._app.tasks.running.items()):
+            dedup_task = task.work
+            if task.state is TaskState.RUNNING and isinstance(dedup_task, DedupTask):
+                wanted[dedup_task.changelog] = dedup_task.truncate_below or 0
+                self._log_if_truncated(dedup_task, (await self._app.wire.bounds(dedup_task.changelog)).start)
+                if not self._topology.direct:
+                    wanted[feeding] = await self._passed_and_old(feeding, task)
+        below = {partition: offset for partition, offset in wanted.items() if offset > self._deleted.get(partition, 0)}
+        if not below:
+            return
+        async with Admin(self._app.wire.connection) as admin:
+            await admin.delete_records(below)
+        self._deleted.update(below)
+        for partition, offset in below.items():
+            log.info("%s: records below %d are deleted", partition, offset)
+
+    def _log_if_truncated(self, dedup_task: DedupTask, begin: int) -> None:
+        """Log an error once if the changelog lacks records that live segments need; dedup never deletes those."""
+        record = dedup_task.store.task_record if dedup_task.store is not None else None
+        if record is None or not record.counts_on_more(begin) or dedup_task.changelog in self._truncated:
+            return
+        self._truncated.add(dedup_task.changelog)
+        log.error(
+            "%s begins at offset %d, but state in force was written from offset %d on: somebody has truncated it. Only "
+            "this worker's disk, and warm standbys, hold the deleted records. Keep the disk until retention has "
+            "passed; an owner without it will refuse to start.",
+            dedup_task.changelog,
+            begin,
+            record.kept_from,
+        )
+
+    async def _passed_and_old(self, feeding: TopicPartition, task: Task) -> int:
+        committed = task.numbers.committed_offset or 0
+        kept_from = await self._app.wire.offset_at(feeding, self._clock.now_ms() - KEEP_MS)
+        return committed if kept_from is None else min(committed, kept_from)
 
 
 class BackgroundLoops:

@@ -13,9 +13,9 @@ DONE = "upkeep is done"
 
 def main() -> None:
     """Delete old records at once, whatever their age, and then be `child.py`."""
-    from dedup.worker import maintenance as upkeep  # noqa: PLC0415  # as child.py: nothing is imported before it is asked for
+    from dedup.worker import worker as upkeep  # noqa: PLC0415  # as child.py: nothing is imported before it is asked for
 
-    upkeep.EVERY_S = EVERY_S  # type: ignore[misc]
+    upkeep.MAINTENANCE_EVERY_S = EVERY_S  # type: ignore[misc]
     upkeep.KEEP_MS = KEEP_MS  # type: ignore[misc]
     delete = upkeep.Maintenance.delete
 

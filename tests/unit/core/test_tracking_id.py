@@ -173,9 +173,9 @@ def test_the_length_before_a_part_is_leb128(length):
 @pytest.mark.parametrize(
     "recipe",
     [
-        lambda: Recipe(TrackingId(FieldRule(("id",))), fmt="bytes"),
-        lambda: Recipe(TrackingId(KeyRule()), FieldTime(("t",), "ms"), fmt="bytes"),
-        lambda: Recipe(TrackingId(FieldsRule(()))),
+        lambda: compile_extractor(TrackingId(FieldRule(("id",))), RecordTime(), fmt="bytes", fingerprint=False),
+        lambda: compile_extractor(TrackingId(KeyRule()), FieldTime(("t",), "ms"), fmt="bytes", fingerprint=False),
+        lambda: compile_extractor(TrackingId(FieldsRule(())), RecordTime(), fmt="json", fingerprint=False),
         lambda: compile_extractor(TrackingId(ContentRule()), RecordTime(), fmt="bytes", fingerprint=False),
     ],
 )

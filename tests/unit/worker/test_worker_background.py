@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from dedup.worker import task_manager, worker
-from dedup.worker.maintenance import Maintenance
+from dedup.worker.worker import Maintenance
 
 
 @pytest.mark.parametrize("lost", [0, 1, 2])

@@ -4,8 +4,7 @@ from collections import Counter
 
 import pytest
 
-from dedup.metrics import DeadLetterAlert, TaskNumbers
-from dedup.worker.maintenance import SPAN_MS, Counted, DeadShare, alert_between
+from dedup.metrics import SPAN_MS, Counted, DeadLetterAlert, DeadShare, TaskNumbers, alert_between
 
 
 def counted(second, good, **reasons):
