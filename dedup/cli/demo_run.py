@@ -240,6 +240,7 @@ _WRITTEN_TWICE: Final = 0.2
 """Share of blocks that the writer writes twice because it does not know that they arrived."""
 _CHAIN_RESTART_AFTER_S: Final = 0.5
 _CHAIN_STALLS_AFTER_S: Final = 120.0
+_CHAIN_POLL_EVERY_S: Final = 0.1
 
 
 def demo_chain(limit: int, directory: Path, console: Console) -> None:
@@ -309,7 +310,7 @@ class _Chain(Processes):
                 raise InvariantBroken(
                     f"No row was written for {_CHAIN_STALLS_AFTER_S:g} s, at {rows} rows. See the logs."
                 )
-            time.sleep(_POLL_EVERY_S)
+            time.sleep(_CHAIN_POLL_EVERY_S)
 
     def connectors_started(self) -> bool:
         """Tell whether `dedup ingest` and `dedup sink` have taken over their work, so that they can handle SIGTERM."""

@@ -12,7 +12,7 @@ import functools
 from collections import defaultdict
 from collections.abc import Awaitable, Mapping, Sequence
 from io import BytesIO
-from typing import TYPE_CHECKING, Any, Final, Self
+from typing import Any, Final, Self
 
 from aiokafka import errors as kafka_errors
 from aiokafka.client import AIOKafkaClient, ConnectionGroup, CoordinationType
@@ -32,7 +32,7 @@ from aiokafka.protocol.transaction import (
 from aiokafka.protocol.types import Int32, Int64
 
 from dedup.errors import BrokerUnavailable, StateIncompatible
-from dedup.kafka.connection import diagnose, most_telling
+from dedup.kafka.connection import Connection, diagnose, most_telling
 from dedup.kafka.record_batch import NO_EPOCH, Limit, TopicPartition, columns_of, data_of
 from dedup.kafka.requests import (
     CONSUMER,
@@ -58,9 +58,6 @@ from dedup.kafka.wire import (
     ProducerIdentity,
     TopicNow,
 )
-
-if TYPE_CHECKING:
-    from dedup.kafka.connection import Connection
 
 _ACKS_ALL: Final = -1
 _EARLIEST: Final = -2

@@ -144,7 +144,7 @@ class Session:
             waited_ms, pause_ms = waited_ms + pause_ms, min(2 * pause_ms, LONGEST_PAUSE_MS)
 
     def add(self, batches: Sequence[RecordBatch]) -> None:
-        """Add batches to the open transaction, or open one. `settle` and `commit` raise the errors."""
+        """Add batches to the open transaction, or open one. `settle` and `prepare` raise the errors."""
         if self._identity.epoch < 0:
             raise InvariantBroken(f"{self.transactional_id}: batches were added before the session was opened.")
         self._queue.extend(batches)

@@ -371,7 +371,7 @@ class DedupTask:
         return max(committed or 0, record.next_offset)
 
     async def overtaken(self) -> bool:
-        """Return whether the changelog contains a newer task record, because every commit writes one."""
+        """Restore what others have written since; return whether it contains a task record, as every commit does."""
         store = self._opened()
         before = store.task_record
         await self._restore(store)

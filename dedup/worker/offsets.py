@@ -76,9 +76,9 @@ async def committed_offset(wire: Wire, group: str, source: TopicPartition, *, st
 async def committed_position(wire: Wire, group: str, source: TopicPartition, *, stable: bool = True) -> Position | None:
     """Return the group's current committed offset; retries while its coordinator is unavailable.
 
-    With ``stable``, it also retries while an open transaction may change the offset (KIP-447). Only the owner of a
-    partition passes ``stable``, after it has ended the open transactions of its transactional ID. An observer would
-    wait until the transaction of a dead worker times out.
+    With ``stable``, it also retries while an open transaction may change the offset (KIP-447). The owner of a
+    partition never waits long, because it has ended the open transactions of its transactional ID. An observer may wait
+    until the transaction of a dead worker times out.
     """
     while True:
         answer = await answered(wire, lambda: wire.committed_offset(group, source, stable=stable))

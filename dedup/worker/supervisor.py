@@ -135,7 +135,7 @@ def _look_after(child: Child, line: list[str], now_s: float) -> int:
 
 
 def _drain(children: Sequence[Child]) -> int:
-    """Stop all workers that are still running, and return the highest exit code of all workers."""
+    """Stop all workers that are still running, and return the highest of their exit codes, or 0."""
     living = [child.process for child in children if child.process.poll() is None]
     for process in living:
         process.send_signal(signal.SIGTERM)

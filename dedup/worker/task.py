@@ -337,7 +337,9 @@ class Task:
             ends = await written
             await confirmed
             frozen.confirm(self._session.append_time_ms)
-            await self._session.end()
+            if self.state is TaskState.RUNNING:
+                # If the task was closed in the meantime, the session has forgotten responses that may be refusals.
+                await self._session.end()
         finally:
             for each in (written, confirmed):
                 each.cancel()

@@ -55,7 +55,9 @@ class TaskFactory:
     because the next owner may be another process.
     """
     check: TopicCheck = field(init=False)
-    """Checks that the feeding topics and the changelog have not been recreated since `cluster` was read."""
+    """Checks that the source topics, the feeding topics, and the changelog were not deleted, recreated, or given more
+    partitions since `cluster` was read.
+    """
 
     limits: Limits = field(init=False)
     """The size limits of topics, shared by all tasks so that all of them learn from a refusal."""

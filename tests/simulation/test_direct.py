@@ -126,6 +126,24 @@ async def test_a_commit_that_comes_through_after_the_task_was_closed_is_not_appl
     assert store.task_record is None
 
 
+async def test_a_task_that_was_closed_during_its_commit_does_not_end_the_transaction():
+    """Was: closing forgot the answers that were still to come, and the commit took the rest for complete."""
+    cluster = Cluster(refuses=lambda target, record: record.key == b"big" and target == "out")
+    wire = DirectWire(cluster)
+    closing = task(wire)
+    await closing.start()
+    wire.gate = asyncio.Event()
+    await closing.process(batch([(b"a", 1)], 0))
+    await asyncio.sleep(0.01)
+    await closing.process(batch([(b"big", 2)], 1))
+    commit = asyncio.create_task(closing.commit())
+    await asyncio.sleep(0.01)
+    await closing.close(drain=False)
+    wire.gate.set()
+    await commit
+    assert cluster.offsets == {}
+
+
 async def test_a_record_that_no_topic_takes_is_no_dead_letter_where_it_turns_out_to_be_a_duplicate():
     """Was: the refusals of one attempt were all believed, though each verdict rests on the records before it.
 

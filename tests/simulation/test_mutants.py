@@ -1,5 +1,7 @@
 """Every mutant breaks one rule of design page 1, and some schedule must show it; the correct worker passes them all."""
 
+import re
+
 import pytest
 
 from tests.simulation import scenarios as of
@@ -40,6 +42,8 @@ def test_the_mutant_is_caught(mutant: Variant) -> None:
     tally = enumerate_all(SHOWN_BY[mutant.name], mutant, until_wrong=True)
     print(tally)  # noqa: T201  # shown with -s
     assert tally.wrong, f"no schedule of {SHOWN_BY[mutant.name].name!r} shows that {mutant.name!r} is wrong: {tally}"
+    # A mutant that crashes by itself shows nothing about its rule.
+    assert not re.search(r"\b(Attribute|Type|Name|Key|Import)Error\b", tally.first), tally.first
 
 
 @pytest.mark.long

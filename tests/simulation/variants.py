@@ -218,8 +218,8 @@ class RefusalForgotten(Session):
 
 
 class ForgetfulWriteBuffer(WriteBuffer):
-    def _tiers(self) -> tuple[Mapping[int, Mapping[bytes, bytes]], ...]:
-        return self._old, self._young, {}, self._open
+    def _tiers(self) -> tuple[Writes, ...]:
+        return {}, self._open
 
 
 class RemovedAtCapture(DedupTask):
