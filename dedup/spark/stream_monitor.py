@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 log: Final = logging.getLogger(__name__)
 _LOOK_S: Final = 2.0
 """The interval at which the lag is read while no micro-batch ends."""
+_LOOK_BYTES: Final = 1 << 16
+"""Maximum size of a fetch that looks for a record behind a position."""
 _ANSWER_WITHIN_S: Final = 5.0
 
 
@@ -245,10 +247,12 @@ class Lag(NamedTuple):
 async def lag_after(wire: KafkaWire, place: TopicPartition, position: int) -> Lag:
     """Return the lag after a position. Raises NoAnswer if the partition's leader changes in the meantime."""
     bounds = await bounds_of(wire, place)
-    begin = max(bounds.start, position)
     # A recreated topic may end before the position.
-    if begin < bounds.end:
-        fetched = await wire.fetch(place, begin, max_bytes=1, wait_ms=0)
-        if fetched.records or fetched.next_offset < bounds.end:
+    begin = at = max(bounds.start, position)
+    while at < bounds.end:
+        fetched = await wire.fetch(place, at, max_bytes=_LOOK_BYTES, wait_ms=0)
+        # Without progress, an open transaction hides the rest.
+        if fetched.records or fetched.next_offset <= at:
             return Lag(begin, bounds.end - begin, fetched.high_watermark - fetched.last_stable_offset)
+        at = fetched.next_offset
     return Lag(begin, 0)

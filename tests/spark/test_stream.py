@@ -116,6 +116,10 @@ def test_a_silent_partition_is_marked_idle(make_job, spark, topic_names):
     job = make_job(document={"source": source, "idle_after": "1s", "guard_period": "10s", "grace": "1s"})
     events = [dataclasses.replace(event, topic=0) for event in workload(14, 2_000, scattered=True)]
     job.send(events)
+    for number in range(3):
+        # Behind several batches of aborted records, there is no record either.
+        never = [Event(partition, b"never", BASE_MS, topic=1) for partition in range(2)]
+        job.send(never, transactional_id=f"{job.name}-{number}", commit=False)
     stream = start_stream(spark, job.topology, job.settings, StreamOptions(str(job.directory / "checkpoint")))
     try:
         waited_for = {f"{source['topics'][1]}/0", f"{source['topics'][1]}/1"}
