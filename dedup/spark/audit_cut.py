@@ -13,14 +13,14 @@ from pyspark.sql import Window
 from pyspark.sql import functions as fn
 
 from dedup.core.fold import OnFuture
-from dedup.errors import Problem, SettingsError, StateIncompatible
+from dedup.errors import Problem, SettingsError
 from dedup.spark.changelog_frames import seed_marks
 from dedup.spark.columns import IDENTIFIED, identified
 from dedup.spark.kafka_source import feeds_of, history_of_range, offsets_at
 from dedup.spark.rows import RECORDS
 from dedup.spark.seed_history import placed
 from dedup.spark.session import RECORD_BYTES
-from dedup.topology.model import LateTo
+from dedup.verify.cut import TopicOffsets, offsets_of
 from dedup.verify.kafka_reader import Bounds, KafkaReader
 
 if TYPE_CHECKING:
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from dedup.spark.files import History
     from dedup.store.changelog import SeedMark
     from dedup.topology.model import Topology
+    from dedup.verify.report import Report
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +46,7 @@ class AuditCut:
     """Maps each topic to its partition count, which is 0 if the topic does not exist."""
     committed: Mapping[str, Mapping[int, int]]
     bounds: Mapping[str, Mapping[int, Bounds]]
+    """Since the last `dedup reset`, except for the source topics."""
     begins: Mapping[str, Mapping[int, int]]
     """Maps each source topic to the offsets at which the fleet began."""
     marks: Mapping[int, SeedMark]
@@ -66,8 +68,8 @@ class AuditCut:
         return RECORD_BYTES * sum(each.high - each.low for part in self.bounds.values() for each in part.values())
 
     def complete(self, topic: str) -> bool:
-        """Return whether all partitions of a topic still begin at offset 0."""
-        return all(low == 0 for low in self.lows(topic).values())
+        """Return whether no partition of a topic has lost its beginning."""
+        return not any(each.start_deleted for each in self.bounds[topic].values())
 
     def lows(self, topic: str) -> dict[int, int]:
         """Return the first offset that is left in each partition of a topic."""
@@ -102,62 +104,52 @@ class AuditedLog:
 
 
 def take_cut(
-    spark: SparkSession, topology: Topology, settings: Settings, begins: Mapping[TopicPartition, int] | None
+    spark: SparkSession,
+    topology: Topology,
+    settings: Settings,
+    report: Report,
+    begins: Mapping[TopicPartition, int] | None,
 ) -> AuditCut:
     """Determine and return the offsets up to which an audit reads each topic.
 
     Raises StateIncompatible if there is nothing to audit, and SettingsError if it is not known where the fleet began.
     """
-    late = topology.late.topic if isinstance(topology.late, LateTo) else None
-    output = topology.output.topic if topology.output is not None else None
-    written = [output, late, topology.dead_letter, topology.duplicates, topology.conflicts, topology.changelog_topic]
-    reading = list(dict.fromkeys([*topology.source.topics, *topology.feeding_topics]))
     with KafkaReader(settings) as reader:
-        counts = reader.partitions([*reading, *(topic for topic in written if topic is not None)])
-        absent = [topic for topic in reading if not counts[topic]]
-        if absent:
-            raise StateIncompatible(
-                f"topology {topology.name}: {', '.join(absent)} does not exist in this cluster. Nothing can be "
-                f"audited. Check `brokers`, or run the topology first."
-            )
-        committed = {topic: reader.committed(topology.name, topic, range(counts[topic])) for topic in reading}
-        bounds = {topic: reader.bounds(topic, range(number)) for topic, number in counts.items()}
-        marks = seed_marks(spark, topology, settings) if counts[topology.changelog_topic] else {}
-        starts = _starts(topology, reader, bounds, marks, begins)
-        by_broker = output is not None and _broker_time(reader, output, bounds[output])
+        found = offsets_of(topology, reader, report)
+        has_state = reader.partitions([topology.changelog_topic])[topology.changelog_topic] > 0
+        marks = seed_marks(spark, topology, settings) if has_state else {}
+        starts = _starts(topology, reader, found, marks, begins)
+        topic = "" if topology.output is None else topology.output.topic
+        firsts = ((at, each.low, min(each.high, each.low + 1)) for at, each in found.bounds.get(topic, {}).items())
+        by_broker = next((read.broker_time for first in firsts for read in reader.read(topic, *first)), False)
     # If future times are clamped, the output's timestamps come from the worker's clock.
     stamped = topology.future is not OnFuture.CLAMP and not by_broker
-    return AuditCut(spark, topology, settings, counts, committed, bounds, starts, marks, stamped)
-
-
-def _broker_time(reader: KafkaReader, topic: str, bounds: Mapping[int, Bounds]) -> bool:
-    """Return whether the first record of a topic has a timestamp that the broker set (LogAppendTime)."""
-    for partition, each in bounds.items():
-        for columns in reader.read(topic, partition, each.low, min(each.high, each.low + 1)):
-            return columns.broker_time
-    return False
+    return AuditCut(spark, topology, settings, *found._replace(begins=starts), marks, stamped)
 
 
 def _starts(
     topology: Topology,
     reader: KafkaReader,
-    bounds: Mapping[str, Mapping[int, Bounds]],
+    found: TopicOffsets,
     marks: Mapping[int, SeedMark],
     begins: Mapping[TopicPartition, int] | None,
 ) -> dict[str, dict[int, int]]:
     """Return where the fleet began to read each source partition."""
-    topics = topology.source.topics
+    topics, bounds = topology.source.topics, found.bounds
     if begins is not None:
-        found: dict[str, dict[int, int]] = {topic: {} for topic in topics}
-        for (topic, partition), offset in begins.items():
-            found.setdefault(topic, {})[partition] = offset
-        wrong = [topic for topic in topics if found[topic].keys() != bounds[topic].keys()]
+        given = {
+            topic: {place.partition: at for place, at in begins.items() if place.topic == topic} for topic in topics
+        }
+        wrong = [topic for topic in topics if given[topic].keys() != bounds[topic].keys()]
         if wrong:
             raise SettingsError([Problem("--from", f"give an offset for every partition of {', '.join(wrong)}")])
-        return found
+        return given
     if marks:
         marked = next(iter(marks.values())).begins
         return {topic: dict(enumerate(offsets)) for topic, offsets in marked.items()}
+    if all(found.begins[topic].keys() == bounds[topic].keys() for topic in topics):
+        resets = found.begins
+        return {topic: {at: max(resets[topic][at], each.low) for at, each in bounds[topic].items()} for topic in topics}
     match topology.source.start:
         case "earliest":
             return {topic: {at: each.low for at, each in bounds[topic].items()} for topic in topics}
@@ -176,7 +168,7 @@ def audited_log(cut: AuditCut, history: History | None) -> AuditedLog:
     if not cut.topology.direct:
         records, feeds = cut.read(name), feeds_of(cut.topology, cut.partitions)
         # The history of a seed is not in this log.
-        known = {at: low == 0 and not cut.marks for at, low in lows.items()}
+        known = {at: not each.start_deleted and not cut.marks for at, each in cut.bounds[name].items()}
     elif history is not None:
         records = _accepted_by_seed(_before_the_log(history, cut), cut).unionByName(cut.read(name, begins))
         known, contiguous = dict.fromkeys(lows, True), history.contiguous

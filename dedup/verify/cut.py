@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -413,6 +413,36 @@ class Cut:
         return now.get(partition, self.committed[topic].get(partition, 0))
 
 
+class TopicOffsets(NamedTuple):
+    """What a cut begins with; see `Cut`."""
+
+    partitions: dict[str, int]
+    committed: dict[str, dict[int, int]]
+    bounds: dict[str, dict[int, Bounds]]
+    begins: dict[str, dict[int, int]]
+
+
+def offsets_of(topology: Topology, reader: KafkaReader, report: Report) -> TopicOffsets:
+    """Read the committed offsets, then the bounds of all topics that the topology reads or writes records to.
+
+    Raises StateIncompatible if topology and cluster do not match.
+    """
+    output = topology.output.topic if topology.output is not None else None
+    late = topology.late.topic if isinstance(topology.late, LateTo) else None
+    named = (output, late, topology.dead_letter, topology.duplicates, topology.conflicts)
+    reading = list(dict.fromkeys([*topology.source.topics, *topology.feeding_topics]))
+    partitions = reader.partitions([*reading, *(topic for topic in named if topic is not None)])
+    _refuse_missing(topology, partitions)
+    committed = {topic: reader.committed(topology.name, topic, range(partitions[topic])) for topic in reading}
+    marks = {
+        topic: reader.committed(topology.reset_group, topic, range(number)) for topic, number in partitions.items()
+    }
+    begins = {topic: marks.pop(topic) for topic in topology.source.topics}
+    bounds = {topic: reader.bounds(topic, range(number), marks.get(topic)) for topic, number in partitions.items()}
+    report.unprovable(WHY_RESET, sum(each.before for of_topic in bounds.values() for each in of_topic.values()))
+    return TopicOffsets(partitions, committed, bounds, begins)
+
+
 def take_cut(
     topology: Topology, reader: KafkaReader, report: Report, progress: OnProgress, scratch: str, sample: int
 ) -> Cut:
@@ -420,28 +450,12 @@ def take_cut(
 
     Raises StateIncompatible if the topology and the cluster do not match.
     """
-    feeding = topology.feeding_topics
+    found = offsets_of(topology, reader, report)
+    partitions, _, bounds, _ = found
     output = [topology.output.topic] if topology.output is not None else []
-    late_topic = topology.late.topic if isinstance(topology.late, LateTo) else None
-    named = (*output, late_topic, topology.dead_letter, topology.duplicates, topology.conflicts)
-    written = [topic for topic in named if topic is not None]
-    partitions = reader.partitions([*topology.source.topics, *feeding, *written])
-    _refuse_missing(topology, partitions)
-    committed = {
-        topic: reader.committed(topology.name, topic, range(partitions[topic]))
-        for topic in dict.fromkeys([*topology.source.topics, *feeding])
-    }
-    marks = {
-        topic: reader.committed(topology.reset_group, topic, range(number)) for topic, number in partitions.items()
-    }
-    begins = {topic: marks.pop(topic) for topic in topology.source.topics}
-    bounds = {topic: reader.bounds(topic, range(number), marks.get(topic)) for topic, number in partitions.items()}
-    report.unprovable(WHY_RESET, sum(each.before for of_topic in bounds.values() for each in of_topic.values()))
     compacted = reader.compacted(topic for topic in (*topology.source.topics, *output) if partitions[topic])
     plan = _plan(topology, reader, bounds, scratch)
-    cut = Cut(
-        topology, reader, report, progress, partitions, committed, bounds, begins, compacted, plan, scratch, sample
-    )
+    cut = Cut(topology, reader, report, progress, *found, compacted, plan, scratch, sample)
     cut.total = sum(each.high - each.low for of_topic in bounds.values() for each in of_topic.values())
     sides = [side.name for side in (plan.late, plan.dead_letters) if side is not None]
     cut.done = sum(each.high - each.low for name in sides for each in bounds[name].values())

@@ -17,10 +17,12 @@ from dedup.cli.main import create_app, main
 from dedup.errors import SettingsError, VerificationFailed
 from dedup.spark.audit import audit
 from dedup.spark.rows import RECORDS
+from dedup.verify.cut import WHY_RESET
 from dedup.verify.report import Report
 from dedup.verify.verifier import verify
 from tests.integration.fleet import Job
 from tests.integration.planting import found
+from tests.integration.test_admin import dedup
 from tests.integration.test_verify_plants import (
     Bench,
     World,
@@ -203,6 +205,21 @@ def test_where_no_topic_has_the_late_records_a_source_without_its_beginning_is_n
     report = audit(spark, job.topology, job.settings)
     assert found(report) == {}, report.samples
     assert sum(report.not_provable.values()) > 0
+
+
+@pytest.mark.parametrize("to", [(), ("--to", "latest")], ids=["anew", "latest"])
+def test_what_is_older_than_a_reset_is_left_out(spark, make_job, to):
+    job = make_job()
+    job.send(workload(4, 300))
+    job.finish()
+    dedup(job, "reset", "--yes", *to)
+    job.send(workload(5, 200))
+    job.finish()
+    report = audit(spark, job.topology, job.settings)
+    assert found(report) == {}, report.samples
+    assert list(report.not_provable) == [WHY_RESET]
+    assert report.read == (200 if to else 500)
+    assert verify(job.topology, job.settings).read == report.read
 
 
 def test_a_fleets_run_that_repartitions_passes(spark, make_job, topic_names):
