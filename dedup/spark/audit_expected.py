@@ -48,9 +48,9 @@ _DIGITS: Final = 32
 """Number of hexadecimal digits of SHA-256 that are used, for 128 bits as in `dedup verify`."""
 
 
-def path(*columns: str) -> Column:
+def path() -> Column:
     """Return ``topic/partition/offset``, as a worker writes it."""
-    return fn.concat_ws("/", *(fn.col(name).cast("string") for name in columns or COORDINATES))
+    return fn.concat_ws("/", *(fn.col(name).cast("string") for name in COORDINATES))
 
 
 def digest(headers: Column, timestamp_ms: Column) -> Column:
