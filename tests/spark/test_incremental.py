@@ -273,7 +273,7 @@ def test_of_two_runs_that_commit_at_once_one_wins(spark, grown, monkeypatch):
     with ThreadPoolExecutor(2) as pool:
         ended = [pool.submit(again, spark, grown) for _ in range(2)]
     failed = [each.exception() for each in ended if each.exception()]
-    assert [type(each) for each in failed] == [StateIncompatible]
+    assert [type(each) for each in failed] == [StateIncompatible], failed
     assert "another job has committed run 3" in str(failed[0])
     assert sorted(verdicts_of(spark, grown[1])) == [(0, offset) for offset in range(6)]
 

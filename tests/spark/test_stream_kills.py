@@ -62,5 +62,7 @@ def test_a_killed_driver_and_failing_attempts(job, spark):
 @pytest.mark.long
 @pytest.mark.timeout(3_600)
 def test_ten_killed_drivers_and_twenty_failing_attempts(job, spark):
-    steps = ("--most-offsets", "50000", "--commit-rows", "10000")
+    # Arrow batches so small that each attempt sees enough of them for an accident.
+    arrow = ("--conf", "spark.sql.execution.arrow.maxRecordsPerBatch=2000")
+    steps = (*arrow, "--most-offsets", "50000", "--commit-rows", "5000")
     survives(job, spark, events=1_000_000, kills=10, failures=20, steps=steps, end_s=1_800)
