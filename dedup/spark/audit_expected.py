@@ -48,15 +48,9 @@ _DIGITS: Final = 32
 """Number of hexadecimal digits of SHA-256 that are used, for 128 bits as in `dedup verify`."""
 
 
-<<<<<<< HEAD
-def path(*columns: str) -> Column:
-    """Return a column with ``topic/partition/offset``, in the form that a worker writes to headers."""
-    return fn.concat_ws("/", *(fn.col(name).cast("string") for name in columns or COORDINATES))
-=======
 def path() -> Column:
-    """Return ``topic/partition/offset``, as a worker writes it."""
+    """Return a column with ``topic/partition/offset``, in the form that a worker writes to headers."""
     return fn.concat_ws("/", *(fn.col(name).cast("string") for name in COORDINATES))
->>>>>>> help_c1
 
 
 def digest(headers: Column, timestamp_ms: Column) -> Column:
