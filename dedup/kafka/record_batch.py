@@ -160,8 +160,7 @@ def fill(
         # The first record of a batch is always added, regardless of its size.
         append(0, *first[1:])
         batches.append(RecordBatch(target, builder, rows, first))
-        for row, timestamp_ms, key, value, headers in left:
-            count = len(rows)
+        for count, (row, timestamp_ms, key, value, headers) in enumerate(left, 1):
             if count >= most or append(count, timestamp_ms, key, value, headers) is None:
                 first = (row, timestamp_ms, key, value, headers)
                 break
@@ -512,12 +511,20 @@ def columns_of(source: TopicPartition, raw: bytes, aborted: Any, position: int) 
             found.odd_names |= {record.offset for record in records if record.odd}
         if records and records[0].offset < position:
             records = [record for record in records if record.offset >= position]
-        found.offsets.extend(map(_OFFSET, records))
+        found.offsets.extend(_offsets(records))
         found.timestamps_ms.extend(map(_TIMESTAMP, records))
         found.keys.extend(map(_KEY, records))
         found.values.extend(map(_VALUE, records))
         found.headers.extend(map(_HEADERS, records))
     return found, max(position, batches.next_fetch_offset)
+
+
+def _offsets(records: Sequence[Any]) -> Iterable[int]:
+    """Return the ascending offsets of records, without a look at each unless compaction has left gaps."""
+    if not records:
+        return ()
+    first, last = records[0].offset, records[-1].offset
+    return range(first, last + 1) if last - first == len(records) - 1 else map(_OFFSET, records)
 
 
 def leader_epochs(raw: bytes) -> tuple[int, int]:
