@@ -8,6 +8,8 @@ Workload W1 (bench/workload.py) on the embedded broker, which shares the cores. 
 * `dedup`: the exact stream, exactly-once (dedup/spark/task_attempt.py).
 * `operator, stock sink`: `dropDuplicatesWithinWatermark`, the ID by `get_json_object`, and Spark's own Kafka sink.
 * `stock sink alone`: rows copied by Spark's own source and sink, the ceiling of any stream here.
+* `dedup, Delta`: the exact stream, and its output topic appended to a Delta table in the same job (`run --delta`).
+* `operator, Delta`: the same operator, and Spark's own Delta sink.
 
 Each has a checkpoint, topics and micro-batches of its own; a first round warms up JVM and Python and is left out.
 """
@@ -17,6 +19,7 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -35,6 +38,7 @@ from dedup.embedded.kafka_node import EmbeddedKafka
 from dedup.settings import Settings
 from dedup.spark.session import session_for
 from dedup.spark.stream import StreamOptions, start_stream
+from dedup.spark.table_sink import Following, TableSink
 from dedup.topology.model import Topology
 from dedup.topology.parse import parse
 
@@ -77,6 +81,13 @@ class Bench:
             .load()
         )
 
+    def table(self, name: str) -> str:
+        return str(self.directory / f"{name}-table")
+
+    def write_delta(self, rows: DataFrame, name: str) -> None:
+        writer = rows.writeStream.format("delta").option("checkpointLocation", str(self.directory / name))
+        writer.trigger(availableNow=True).start(self.table(name)).awaitTermination()
+
     def write_stock(self, rows: DataFrame, name: str) -> None:
         writer = rows.writeStream.format("kafka").option("kafka.bootstrap.servers", self.kafka.bootstrap)
         writer = writer.option("topic", f"{name}-out").option("checkpointLocation", str(self.directory / name))
@@ -87,10 +98,24 @@ def exact(bench: Bench, name: str) -> None:
     start_stream(bench.spark, bench.topology(name), bench.settings(), bench.options(name)).wait()
 
 
-def operator_stock(bench: Bench, name: str) -> None:
+def exact_delta(bench: Bench, name: str) -> None:
+    sink = TableSink(bench.spark, bench.topology(name), bench.settings(), bench.table(name))
+    stream = start_stream(bench.spark, bench.topology(name), bench.settings(), bench.options(name))
+    with Following(sink, 2.0, lambda: time.time_ns() // 1_000_000, stopped=threading.Event(), failed=stream.stop):
+        stream.wait()
+
+
+def _operator(bench: Bench) -> DataFrame:
     found = bench.rows().withColumn("id", F.get_json_object(F.col("value").cast("string"), "$.event_id"))
-    judged = found.withWatermark("timestamp", "1 hour").dropDuplicatesWithinWatermark(["id"])
-    bench.write_stock(judged.select("key", "value"), name)
+    return found.withWatermark("timestamp", "1 hour").dropDuplicatesWithinWatermark(["id"])
+
+
+def operator_stock(bench: Bench, name: str) -> None:
+    bench.write_stock(_operator(bench).select("key", "value"), name)
+
+
+def operator_delta(bench: Bench, name: str) -> None:
+    bench.write_delta(_operator(bench).select("key", "value", "topic", "partition", "offset", "timestamp"), name)
 
 
 def copied(bench: Bench, name: str) -> None:
@@ -101,7 +126,10 @@ CANDIDATES: dict[str, Callable[[Bench, str], None]] = {
     "dedup": exact,
     "operator, stock sink": operator_stock,
     "stock sink alone": copied,
+    "dedup, Delta": exact_delta,
+    "operator, Delta": operator_delta,
 }
+INTO_TABLES = frozenset({"dedup, Delta", "operator, Delta"})
 
 
 def created(bootstrap: str, topic: str, partitions: int) -> None:
@@ -143,7 +171,7 @@ def main(
         "spark.driver.memory": memory,
         "spark.local.dir": str(directory),
     }
-    spark = session_for(None, master=f"local[{cores},4]", packages=("kafka",), conf=conf)
+    spark = session_for(None, master=f"local[{cores},4]", packages=("kafka", "delta"), conf=conf)
     spark.sparkContext.setLogLevel("ERROR")
     chosen = {name: run for name, run in CANDIDATES.items() if not only or name in only.split(";")}
     try:
@@ -171,7 +199,10 @@ def _measure(
     began = time.monotonic()
     run(bench, topic)
     seconds = time.monotonic() - began
-    forwarded = count(bench.kafka.bootstrap, f"{topic}-out", bench.partitions)
+    if name in INTO_TABLES:
+        forwarded = bench.spark.read.format("delta").load(bench.table(topic)).count()
+    else:
+        forwarded = count(bench.kafka.bootstrap, f"{topic}-out", bench.partitions)
     shown = {"what": name, "round": label, "events": events, "cores": cores, "seconds": round(seconds, 2)}
     told = {"events_per_s": round(events / seconds), "forwarded": forwarded, "expected": expected}
     print(json.dumps(shown | told), flush=True)

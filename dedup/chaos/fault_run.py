@@ -305,7 +305,7 @@ class ClusterFaults:
         return False
 
     def attempt_group_deletion(self) -> bool:
-        """Try to delete the group if it has members, which the broker must refuse."""
+        """If the group has members, try to delete it; the broker must refuse."""
         try:
             return asyncio.run(self._attempt_group_deletion())
         except DedupError:

@@ -55,7 +55,7 @@ class Unique:
 
 @dataclass(frozen=True, slots=True)
 class Duplicate:
-    """A record whose ID was accounted for within the guard period."""
+    """A record whose ID was already seen within the guard period."""
 
     of: Sighting
 

@@ -115,7 +115,7 @@ class DeltaLog:
         """Append the rows in one commit, and return all commits after version ``after``, including this one.
 
         ``by`` names the columns that partition a new table. ``metadata`` must differ from that of any other append.
-        Version ``after`` must be older than all commits of the application with this number. Raises StateIncompatible
+        Version ``after`` must precede every commit that the application made with this number. Raises StateIncompatible
         if another job has committed this number, with the text ``taken``, or if Delta dropped the append because the
         table knows a later number.
         """

@@ -192,7 +192,7 @@ def output_records(spark: SparkSession, topology: Topology, settings: Settings) 
 def keep_rejected(found: TableRows, path: str | None) -> dict[str, int]:
     """Write the records that cannot become rows to ``path``, and return how many there are for each reason.
 
-    Raises DedupError if ``path`` is None and any record cannot become a row.
+    Raises DedupError if ``path`` is None and a record cannot be converted to a row.
     """
     rejected = found.rejected
     if path is not None:

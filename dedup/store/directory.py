@@ -171,7 +171,7 @@ class StorePool:
     A rebalance ends all tasks and standbys, and most of their partitions are then assigned to the same worker again.
     Closing and reopening a store would require a flush and a read of the store's keys into filters, which blocks the
     event loop. Kafka Streams recycles its tasks for the same reason (KAFKA-10199). A store contains only committed
-    sightings, so the next owner continues from its position.
+    sightings, so its next owner can continue from the position in the store.
     """
 
     def __init__(self) -> None:

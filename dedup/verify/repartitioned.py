@@ -286,7 +286,7 @@ def _report_unsent(cut: Cut, step: _Step, source: Source) -> None:
 
 
 def _judge(cut: Cut, step: _Step, there: tuple[list[WrittenPartition], Copies], number: int, absent: Spill) -> None:
-    """Judge the records of a bucket, and compare the output and the copies of duplicates with the result."""
+    """Judge the records of a bucket, and check the output and the copies of duplicates against the verdicts."""
     written, copies = there
     tasks: list[TaskReplay] = []
     owners: dict[bytes, int] = {}

@@ -310,7 +310,7 @@ class Consumer(FaustConsumer):
         return self.fetcher.position(TopicPartition(*tp))
 
     def highwater(self, tp: TP) -> int:
-        """Return 0, because the tasks report lag."""
+        """Return 0, because the tasks report their lag themselves."""
         return 0
 
     async def earliest_offsets(self, *partitions: TP) -> Mapping[TP, int]:
