@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from dedup.topology.model import Topology
 
 Pinned = Mapping[str, Any]
+_PATTERN: Final = frozenset("*?[]{}\\")
+"""Characters that make a path a pattern for Hadoop (`GlobPattern`)."""
 _SHOWN: Final = 3
 
 
@@ -96,6 +98,12 @@ class NewFiles:
                 f"was changed. Put the earlier file back, and write new records to a file with a new name."
             )
         new = {name: found[name] for name in sorted(found.keys() - read.keys())}
+        patterns = [name for name in new if not _PATTERN.isdisjoint(name)]
+        if patterns:
+            raise StateIncompatible(
+                f"{_some(patterns)}: Spark takes a name with one of {' '.join(sorted(_PATTERN))} for a pattern, so it "
+                f"cannot read this file alone. Nothing was changed. Rename it."
+            )
         return {"files": new} if new else None
 
     def has(self, pinned: Pinned) -> bool:

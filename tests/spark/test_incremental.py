@@ -172,6 +172,7 @@ def test_nothing_new_commits_nothing_and_files_that_were_read_may_go(spark, grow
         ("delete", r"somebody else has changed .* after run 2: DELETE \(version 2"),
         ("topology", r"belong to another topology"),
         ("replaced", r"1\.parquet: replaced since an earlier run read it"),
+        ("pattern", r"2\[1\]\.parquet: Spark takes a name with one of \* \? \[ .* Rename it"),
         ("below", r"orders/0: the input begins at offset 3, and earlier runs judged this partition up to offset 3"),
         ("unplaced", r"has rows without topic, partition and offset, and earlier runs .* judged rows with"),
         ("state", r"is missing, the state of the last run"),
@@ -192,6 +193,8 @@ def test_what_does_not_fit_the_runs_before_is_refused_by_name(spark, grown, chan
             options = {"tracking_id": {"field": "number"}}
         case "replaced":
             write(bronze / "1.parquet", LINES[:3])
+        case "pattern":
+            (bronze / "2.parquet").rename(bronze / "2[1].parquet")
         case "below":
             write(bronze / "2.parquet", LINES[3:])
         case "unplaced":
