@@ -143,7 +143,10 @@ def _starts(
         wrong = [topic for topic in topics if given[topic].keys() != bounds[topic].keys()]
         if wrong:
             raise SettingsError([Problem("--from", f"give an offset for every partition of {', '.join(wrong)}")])
-        return given
+        resets = found.begins
+        return {
+            topic: {at: max(first, resets[topic].get(at, 0)) for at, first in given[topic].items()} for topic in topics
+        }
     if marks:
         marked = next(iter(marks.values())).begins
         return {topic: dict(enumerate(offsets)) for topic, offsets in marked.items()}

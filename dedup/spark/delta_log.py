@@ -30,15 +30,21 @@ _LOG_FILE: Final = re.compile(r"([0-9]{20})\.json")
 class TableCommit:
     """A commit in the log of a table."""
 
-    def __init__(self, version: int, actions: Sequence[Mapping[str, Any]]) -> None:
+    def __init__(self, version: int, text: str) -> None:
+        """Read what the commit says about itself; ``text`` is its file, with one action per line."""
         self.version: Final = version
-        self.actions: Final = actions
-        info: Mapping[str, Any] = next((each["commitInfo"] for each in actions if "commitInfo" in each), {})
+        # Not `splitlines`: a value may contain other line separators, such as U+2028, which JSON need not escape.
+        self._lines: Final = [line for line in text.split("\n") if line]
+        info: Mapping[str, Any] = next(filter(None, (each.get("commitInfo") for each in self.actions())), {})
         self.operation: Final = str(info.get("operation"))
-        self.parameters: Final[Mapping[str, Any]] = info.get("operationParameters", {})
+        self.parameters: Final[Mapping[str, Any]] = info.get("operationParameters") or {}
         self.metadata: Final[str | None] = info.get("userMetadata")
-        self.committed_ms: Final = int(info.get("timestamp", 0))
-        self.rows: Final = int(info.get("operationMetrics", {}).get("numOutputRows", 0))
+        self.committed_ms: Final = int(info.get("timestamp") or 0)
+        self.rows: Final = int((info.get("operationMetrics") or {}).get("numOutputRows") or 0)
+
+    def actions(self) -> Iterator[Mapping[str, Any]]:
+        """Yield the actions of the commit; only those that are asked for are parsed, because there may be many."""
+        return map(json.loads, self._lines)
 
     def __str__(self) -> str:
         made = datetime.fromtimestamp(self.committed_ms / 1000, UTC)
@@ -61,8 +67,8 @@ class TableCommit:
 
     def is_of(self, application: str, number: int) -> bool:
         """Whether an append of this application with this number made the commit."""
-        found = (each["txn"] for each in self.actions if "txn" in each)
-        return any((each["appId"], each["version"]) == (application, number) for each in found)
+        found = filter(None, (each.get("txn") for each in self.actions()))
+        return any((each.get("appId"), each.get("version")) == (application, number) for each in found)
 
 
 class DeltaLog:
@@ -85,7 +91,10 @@ class DeltaLog:
         return sorted(int(found[1]) for found in map(_LOG_FILE.fullmatch, names) if found)
 
     def commits(self, after: int = -1) -> Iterator[TableCommit]:
-        """Yield the commits after a version, newest first, up to the first version that is missing from the log."""
+        """Yield the commits after a version, newest first.
+
+        With a version, the commits end before the first one that is missing from the log.
+        """
         versions: list[int] = []
         if after < 0:
             versions = self.versions()
@@ -95,8 +104,7 @@ class DeltaLog:
             while self.directory.files.exists(self._file(after + 1 + len(versions))):
                 versions.append(after + 1 + len(versions))
         for version in reversed(versions):
-            lines = self.directory.read(self._file(version)).splitlines()
-            yield TableCommit(version, [json.loads(line) for line in lines])
+            yield TableCommit(version, self.directory.read(self._file(version)))
 
     def _file(self, version: int) -> Any:  # noqa: ANN401 - a path of Hadoop's
         return self.directory.at(f"{version:020}.json", self._log)
@@ -133,6 +141,12 @@ class DeltaLog:
             raise StateIncompatible(taken) from failed
         if failed is not None:
             raise failed
+        if not since and max(self.versions(), default=-1) != after:
+            raise StateIncompatible(
+                f"commit {number} of {self.path} cannot be confirmed: version {after + 1} is missing from the table's "
+                f"log. The table was removed or made again, or Delta has deleted its log (delta.logRetentionDuration). "
+                f"Run again: the next start reads what the table contains."
+            )
         raise StateIncompatible(
             f"Delta dropped commit {number} of {self.path}, because the table knows a later one: it was "
             f"restored to an earlier version. Nothing was published. Write to another table."

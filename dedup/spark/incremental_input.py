@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from dedup.topology.model import Topology
 
 Pinned = Mapping[str, Any]
-_PATTERN: Final = frozenset("*?[]{}\\")
+_PATTERN: Final = frozenset("*?[{\\")
 """Characters that make a path a pattern for Hadoop (`GlobPattern`)."""
 _SHOWN: Final = 3
 
@@ -176,7 +176,9 @@ class NewVersions:
     def pin(self, position: Pinned) -> Pinned | None:
         """Return a range of versions; see `GrowingInput.pin`. Raises StateIncompatible if one deleted rows."""
         table, log = self._detail()["id"], self._log()
-        newest = max(log.versions())
+        newest = max(log.versions(), default=-1)
+        if newest < 0:
+            raise SettingsError([Problem(self.path, "cannot be read as delta: it has no log of commits")])
         before, version = position.get("versions", {}).get(log.path, (table, -1))
         if table != before or newest < version:
             raise StateIncompatible(
@@ -233,6 +235,7 @@ class NewVersions:
 
     def _appended(self, pinned: Pinned) -> list[str]:
         """Return the files that the pinned versions appended."""
+        # Texts of commits, not parsed: a commit may have added hundreds of thousands of files.
         commits = list(self._log().commits(pinned["after"]))
         lost = pinned["after"] + 1 + len(commits)
         if lost <= pinned["until"]:
@@ -245,14 +248,14 @@ class NewVersions:
         files: list[str] = []
         for commit in reversed(commits):
             # `OPTIMIZE` adds and removes files without a change of data.
-            if commit.version <= pinned["until"] and any(_changes(each, "remove") for each in commit.actions):
+            if commit.version <= pinned["until"] and any(_changes(each, "remove") for each in commit.actions()):
                 raise StateIncompatible(
                     f"{self.path}: version {commit.version} ({commit.operation}) changed or deleted rows that earlier "
                     f"runs may have judged; only appended rows can be read. Nothing was changed. Judge everything anew "
                     f"into another table (--out)."
                 )
             if commit.version <= pinned["until"]:
-                files += [unquote(each["add"]["path"]) for each in commit.actions if _changes(each, "add")]
+                files += [unquote(each["add"]["path"]) for each in commit.actions() if _changes(each, "add")]
         return sorted(files)
 
     def _snapshot(self, pinned: Pinned) -> DataFrame:
@@ -323,7 +326,7 @@ class NewRows:
 
 
 def _changes(action: Mapping[str, Any], kind: Literal["add", "remove"]) -> bool:
-    return bool(action.get(kind, {}).get("dataChange"))
+    return bool((action.get(kind) or {}).get("dataChange"))
 
 
 def _some(names: Sequence[str]) -> str:

@@ -57,8 +57,6 @@ def kafka_options(settings: Settings) -> dict[str, str]:
         # advance. By default, a poll returns only 500 records.
         "kafka.max.poll.records": "50000",
         "kafka.max.partition.fetch.bytes": str(4 << 20),
-        # A range mostly ends with a transaction marker: only a fetch that returns nothing says that no record follows.
-        "kafka.fetch.max.wait.ms": "20",
     }
     if security.protocol.endswith("SSL"):
         options |= _tls(security)

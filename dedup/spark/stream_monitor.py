@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 log: Final = logging.getLogger(__name__)
 _LOOK_S: Final = 2.0
 """The interval at which the lag is read while no micro-batch ends."""
-_LOOK_BYTES: Final = 1 << 16
+_LOOK_BYTES: Final = 1 << 20
 """Maximum size of a fetch that looks for a record behind a position."""
 _ANSWER_WITHIN_S: Final = 5.0
 
@@ -252,7 +252,7 @@ async def lag_after(wire: KafkaWire, place: TopicPartition, position: int) -> La
     while at < bounds.end:
         fetched = await wire.fetch(place, at, max_bytes=_LOOK_BYTES, wait_ms=0)
         # Without progress, an open transaction hides the rest.
-        if fetched.records or fetched.next_offset <= at:
+        if fetched.offsets or fetched.next_offset <= at:
             return Lag(begin, bounds.end - begin, fetched.high_watermark - fetched.last_stable_offset)
         at = fetched.next_offset
     return Lag(begin, 0)

@@ -99,6 +99,8 @@ class TableSink:
         self.path: Final = self._log.path
         self._last: Appended | None = None
         self._looked = False
+        self._before = -1
+        """The newest version of the table before the first look at it; an empty table of others may have several."""
         self._renewed_ms = 0
 
     def ends(self) -> dict[int, int]:
@@ -115,6 +117,7 @@ class TableSink:
         topic, or if retention deleted records that are not in the table.
         """
         if not self._looked:
+            self._before = max(self._log.versions(), default=-1)
             self._last, self._looked = self._found(), True
             self._renewed_ms = now_ms if self._last is None else self._last.committed_ms
         elif self._last is not None:
@@ -129,7 +132,7 @@ class TableSink:
         stops = self._stops(begins, wanted)
         if stops == begins and (last is None or now_ms - self._renewed_ms < _RENEWED_AFTER_MS):
             return None
-        number, after = (1, -1) if last is None else (last.commit.number + 1, last.table_version)
+        number, after = (1, self._before) if last is None else (last.commit.number + 1, last.table_version)
         commit = SinkCommit(self._sink, topic_id, number, after, stops, uuid.uuid4().hex)
         self._last = replace(self._write(self._rows(begins, stops), commit), more=stops != wanted)
         # This is the caller's time, not the table's, so that the position is renewed only once if the caller's clock is
@@ -184,7 +187,10 @@ class TableSink:
 
     def _rows(self, begins: Mapping[int, int], stops: Mapping[int, int]) -> DataFrame:
         ranges = {at: (begin, stops[at]) for at, begin in begins.items()}
-        return read_range(self._spark, self._settings, {self._topic: ranges}).select(*_COLUMNS)
+        # A range usually ends with a transaction marker, and only a fetch that returns nothing shows that no record
+        # follows. The records are new, so no broker has to fetch them from tiered storage, which takes longer.
+        wait = {"kafka.fetch.max.wait.ms": "20"}
+        return read_range(self._spark, self._settings, {self._topic: ranges}, **wait).select(*_COLUMNS)
 
     def _write(self, rows: DataFrame, commit: SinkCommit) -> Appended:
         """Append the rows, and return the commit as it is in the table."""

@@ -265,6 +265,18 @@ def test_compaction_and_deleted_rows_are_the_owners_business(spark, make_sink, p
     assert {value.decode() for _, _, value in rows()} == {*names(10), *names(10, "b"), *names(10, "c")} - {"a3"}
 
 
+def test_an_empty_table_with_a_history_may_become_the_sinks(spark, job, make_sink, put, rows, table):
+    put(*names(5))
+    fill(make_sink(path=f"{table}-other"))
+    made = spark.read.format("delta").load(f"{table}-other")
+    made.write.format("delta").save(table)
+    made.limit(0).write.format("delta").mode("overwrite").save(table)
+    fill(make_sink())
+    put(*names(3, "b"))
+    fill(make_sink())
+    assert rows() == of_topic(job)
+
+
 def test_a_table_of_someone_else_is_refused(spark, job, make_sink, put, rows, table):
     put(*names(10))
     spark.range(3).write.format("delta").save(table)
