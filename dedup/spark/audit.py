@@ -65,7 +65,7 @@ def audit(
     report = Report(topology.name, ", ".join(settings.brokers), "audit on Spark", int(began_s * 1000))
     with translated_errors():
         cut = take_cut(spark, topology, settings, report, begins)
-        log = audited_log(cut, history_of(history) if isinstance(history, DataFrame) else history)
+        log = audited_log(cut, history_of(history, identified=False) if isinstance(history, DataFrame) else history)
         with shuffles_for(spark, cut.size_bytes):
             _compare(report, cut, log)
     report.seconds = time.time() - began_s

@@ -111,7 +111,7 @@ def backfill(
     if not _RUN.fullmatch(run):
         raise SettingsError([Problem(f"--run {run}", "is not a valid directory name; use letters, digits, - and _")])
     began_s = time.monotonic()
-    source = history if isinstance(history, History) else history_of(history)
+    source = history if isinstance(history, History) else history_of(history, identified=True)
     order: Order = "offsets" if source.placed else "event_time"
     mode = mode_of(topology, order, source.feeds)
     # Unlike the state, verdicts also depend on the policies.

@@ -244,16 +244,18 @@ def refuse_other_shape(df: DataFrame) -> None:
         raise TopologyError(problems)
 
 
-def history_of(df: DataFrame) -> History:
-    """Return a DataFrame of `rows.RECORDS` as a history, identified by the number and a digest of its rows.
+def history_of(df: DataFrame, *, identified: bool) -> History:
+    """Return a DataFrame of `rows.RECORDS` as a history, identified by the number of its rows.
 
-    Raises SettingsError if only some rows have coordinates.
+    If ``identified`` is true, a digest of the rows is part of the identity, which needs all columns of all rows. Raises
+    SettingsError if only some rows have coordinates.
     """
     refuse_other_shape(df)
     names = RECORDS.fieldNames()
     # xxhash64 ignores nulls. A sum does not depend on the order of rows; 64 bits would overflow.
     hashed = F.xxhash64(*names, *(F.col(name).isNull() for name in names)).cast("decimal(20,0)")
-    row = df.agg(F.count("offset").alias("placed"), F.count(F.lit(1)).alias("rows"), F.sum(hashed).alias("sum")).first()
+    digest_of = F.sum(hashed) if identified else F.lit(None)
+    row = df.agg(F.count("offset").alias("placed"), F.count(F.lit(1)).alias("rows"), digest_of.alias("sum")).first()
     placed, rows, digest = (0, 0, None) if row is None else (row["placed"], row["rows"], row["sum"])
     if 0 < placed < rows:
         text = f"only {placed:,} of {rows:,} rows have topic, partition and offset; judge the others separately"

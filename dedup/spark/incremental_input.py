@@ -322,7 +322,7 @@ class NewRows:
 
     def _history(self) -> History:
         table = self.frame.select(as_events(self.frame).alias("value")) if self.rows_are_events else self.frame
-        return history_of(records_of_files(table, place=self.place))
+        return history_of(records_of_files(table, place=self.place), identified=True)
 
 
 def _changes(action: Mapping[str, Any], kind: Literal["add", "remove"]) -> bool:

@@ -173,7 +173,9 @@ def seed(
     if history is None:
         whole = _of_topics(spark, settings, found)
     else:
-        whole = _before(history if isinstance(history, History) else history_of(history), found, options.until)
+        whole = _before(
+            history if isinstance(history, History) else history_of(history, identified=False), found, options.until
+        )
     origin: Literal["topics", "files"] = "topics" if history is None else "files"
     with shuffles_for(spark, whole.size_bytes), described(spark, f"{topology.name}: seed from {whole.place}"):
         done = _seed(topology, settings, options.commit_rows, found, whole, origin, tell)
