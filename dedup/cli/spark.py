@@ -40,7 +40,9 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
     from dedup.kafka.wire import TopicPartition
+    from dedup.spark.delta_log import DeltaLog
     from dedup.spark.files import History
+    from dedup.spark.iceberg_log import IcebergLog
     from dedup.spark.seed import Seeded, Until
     from dedup.spark.spark_jars import Package
     from dedup.spark.table_sink import Appended
@@ -61,6 +63,13 @@ _RowsAreEvents = Annotated[
     ),
 ]
 _Every = Annotated[str, typer.Option(help="How long to wait when there are no new records for the table.")]
+_Delta = Annotated[
+    str | None, typer.Option(metavar="PATH", help="Append the output topic to the Delta table at this path.")
+]
+_Iceberg = Annotated[
+    str | None,
+    typer.Option(metavar="NAME", help="Append the output topic to this Iceberg table, named with its catalog."),
+]
 _Quiet = Annotated[bool, typer.Option("--quiet", help="Show no progress bar or line.")]
 
 
@@ -88,7 +97,9 @@ def _packages(conf: list[str] | None, fmt: InputFormat | None, *places: str | No
     """Return the Spark packages in ``wanted``, and those that the input format and the paths in ``places`` need."""
     wanted["delta"] = wanted.get("delta", False) or fmt in {"delta", "table"}
     # Only the session's settings show which catalog a table is in.
-    wanted["iceberg"] = fmt == "table" and any("=org.apache.iceberg." in each for each in conf or ())
+    wanted["iceberg"] = wanted.get("iceberg", False) or (
+        fmt == "table" and any("=org.apache.iceberg." in each for each in conf or ())
+    )
     wanted["s3"] = any(place.startswith("s3a:") for place in places if place)
     return [name for name in ("kafka", "delta", "iceberg", "s3", "jdbc") if wanted.get(name)]
 
@@ -160,10 +171,8 @@ def run(
         bool,
         typer.Option("--onto-existing-output", help="Let a new group write to an output that already holds records."),
     ] = False,
-    delta: Annotated[
-        str | None,
-        typer.Option(metavar="PATH", help="Also append the output topic to this Delta table, as `spark sink` does."),
-    ] = None,
+    delta: _Delta = None,
+    iceberg: _Iceberg = None,
     every: _Every = "10s",
     quiet: _Quiet = False,
 ) -> None:
@@ -188,11 +197,12 @@ def run(
     options = StreamOptions(checkpoint, exit_when_done, most_offsets, commit_rows, onto_existing_output)
     # A local Spark retries a failed task only if the master says so. Without a retry, a failed task ends the stream.
     local = master is None and "PYSPARK_GATEWAY_PORT" not in os.environ
-    packages = _packages(conf, None, checkpoint, delta, kafka=True, delta=delta is not None)
+    packages = _packages(conf, None, checkpoint, delta, kafka=True, delta=bool(delta), iceberg=bool(iceberg))
+    table = _table_of(delta, iceberg)
     spark = open_session(parsed, "local[*,4]" if local else master, conf, packages)
     try:
         with _StreamProgress(enabled=not quiet) as progress:
-            sink = None if delta is None else TableSink(spark, parsed, settings, delta, most_offsets=most_offsets)
+            sink = table and TableSink(spark, parsed, settings, table(spark), most_offsets=most_offsets)
             stream = start_stream(spark, parsed, settings, replace(options, on_batch=progress.add))
             stopped = threading.Event()
             with _stopped_by_signals(stopped.set, stream.stop), ExitStack() as beside:
@@ -550,7 +560,8 @@ def upsert_command(  # noqa: PLR0917  # one parameter per option
 def sink_command(
     topology: TopologyArgument,
     *,
-    delta: Annotated[str, typer.Option(metavar="PATH", help="Path of the Delta table.")],
+    delta: _Delta = None,
+    iceberg: _Iceberg = None,
     exit_when_done: Annotated[
         bool, typer.Option("--exit-when-done", help="Stop at the end offsets that the topics have at the start.")
     ] = False,
@@ -562,16 +573,16 @@ def sink_command(
     conf: _Conf = None,
     quiet: _Quiet = False,
 ) -> None:
-    """Append a topology's output topic to a Delta table, each committed record exactly once.
+    """Append a topology's output topic to a Delta or Iceberg table, each committed record exactly once.
 
-    A fleet or `dedup spark run` may write to the topic at the same time. The history of the Delta table contains the
-    position in the topic.
+    A fleet or `dedup spark run` may write to the topic at the same time. The history of the table contains the position
+    in the topic.
 
     Examples: dedup spark sink topologies/orders.yaml --delta tables/orders
 
     dedup spark sink topologies/orders.yaml --delta s3a://lake/orders --every 1m --config config/production.yaml
 
-    dedup spark sink topologies/orders.yaml --delta tables/orders --exit-when-done
+    dedup spark sink topologies/orders.yaml --iceberg lake.shop.orders --conf spark.sql.catalog.lake=...
     """
     from dedup.spark.table_sink import TableSink, catch_up, follow
 
@@ -584,14 +595,30 @@ def sink_command(
         total += appended.rows
         typer.echo(f"version {appended.table_version}: {appended.rows:,} rows", err=True)
 
-    with _job("sink", parsed, master, conf, _packages(conf, None, delta, kafka=True, delta=True), quiet=quiet) as spark:
-        sink = TableSink(spark, parsed, settings, delta, most_offsets=most_offsets)
+    table = _table_of(delta, iceberg)
+    if table is None:
+        raise SettingsError([Problem("dedup spark sink", "name a table: --delta PATH, or --iceberg CATALOG.DB.TABLE")])
+    packages = _packages(conf, None, delta, kafka=True, delta=bool(delta), iceberg=bool(iceberg))
+    with _job("sink", parsed, master, conf, packages, quiet=quiet) as spark:
+        sink = TableSink(spark, parsed, settings, table(spark), most_offsets=most_offsets)
         with _stopped_by_signals(over.set):
             if exit_when_done:
                 catch_up(sink, clock_ms=_now_ms, over=over, tell=tell)
             else:
                 follow(sink, every_s=every_s, clock_ms=_now_ms, over=over, tell=tell)
-    typer.echo(f"{delta}: {total:,} rows appended")
+    typer.echo(f"{delta or iceberg}: {total:,} rows appended")
+
+
+def _table_of(delta: str | None, iceberg: str | None) -> Callable[[SparkSession], DeltaLog | IcebergLog] | None:
+    """Return what opens the table that the options name, or None if they name none. Raises SettingsError for two."""
+    from dedup.spark.delta_log import DeltaLog
+    from dedup.spark.iceberg_log import IcebergLog
+
+    if delta is not None and iceberg is not None:
+        raise SettingsError([Problem("--delta, --iceberg", "name one table, not two")])
+    if iceberg is not None:
+        return lambda spark: IcebergLog(spark, iceberg)
+    return None if delta is None else lambda spark: DeltaLog(spark, delta)
 
 
 def _seconds(option: str, text: str) -> float:

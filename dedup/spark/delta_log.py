@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from pyspark.sql import DataFrame, SparkSession
 
+_REPLACED: Final = ("RESTORE", "TRUNCATE", "REPLACE TABLE", "CLONE")
 _LOG_FILE: Final = re.compile(r"([0-9]{20})\.json")
 
 
@@ -53,11 +54,13 @@ class TableCommit:
     @property
     def named(self) -> Mapping[str, Any]:
         """The metadata, if it is a JSON object with the member `dedup`; otherwise empty."""
-        try:
-            found = json.loads(self.metadata or "null")
-        except ValueError:
-            return {}
-        return found if isinstance(found, dict) and "dedup" in found else {}
+        return metadata_object(self.metadata)
+
+    @property
+    def replaces(self) -> bool:
+        """Whether rows of the table may be gone after this commit, although the commits before are in the log."""
+        mode = self.parameters.get("mode"), self.parameters.get("outputMode")
+        return mode[0] == "Overwrite" or mode[1] == "Complete" or any(name in self.operation for name in _REPLACED)
 
     @property
     def restored_to(self) -> int | None:
@@ -69,6 +72,15 @@ class TableCommit:
         """Whether an append of this application with this number made the commit."""
         found = filter(None, (each.get("txn") for each in self.actions()))
         return any((each.get("appId"), each.get("version")) == (application, number) for each in found)
+
+
+def metadata_object(metadata: str | None) -> Mapping[str, Any]:
+    """Return the metadata of a commit if it is a JSON object with the member `dedup`, and otherwise an empty one."""
+    try:
+        found = json.loads(metadata or "null")
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) and "dedup" in found else {}
 
 
 class DeltaLog:
@@ -89,6 +101,10 @@ class DeltaLog:
         statuses = files.listStatus(self._log) if files.exists(self._log) else ()
         names = (status.getPath().getName() for status in statuses)
         return sorted(int(found[1]) for found in map(_LOG_FILE.fullmatch, names) if found)
+
+    def latest(self) -> int:
+        """Return the latest version in the log, or -1 if the table does not exist."""
+        return max(self.versions(), default=-1)
 
     def commits(self, after: int = -1) -> Iterator[TableCommit]:
         """Yield the commits after a version, newest first.
@@ -117,7 +133,7 @@ class DeltaLog:
         metadata: str,
         *,
         after: int,
-        by: Sequence[str],
+        by: Sequence[str] = (),
         taken: str,
     ) -> list[TableCommit]:
         """Append the rows in one commit, and return all commits after version ``after``, including this one.
@@ -141,7 +157,7 @@ class DeltaLog:
             raise StateIncompatible(taken) from failed
         if failed is not None:
             raise failed
-        if not since and max(self.versions(), default=-1) != after:
+        if not since and self.latest() != after:
             raise StateIncompatible(
                 f"commit {number} of {self.path} cannot be confirmed: version {after + 1} is missing from the table's "
                 f"log. The table was removed or made again, or Delta has deleted its log (delta.logRetentionDuration). "

@@ -1,12 +1,12 @@
-"""Implements `dedup spark sink`, which appends each committed output record to a Delta table exactly once.
+"""Implements `dedup spark sink`, which appends each committed output record to a table exactly once.
 
-Theory of operation. The position is part of the table: each commit names, in its `userMetadata`, the offsets at which
-it ends. Rows and position become visible together, and there is no checkpoint that could disagree with them. If a
-driver is killed, its commit is either complete or absent, and the next driver continues after the last commit.
+Theory of operation. The position is part of the table: the metadata of each commit names the offsets at which it ends.
+Rows and position become visible together, and there is no checkpoint that could disagree with them. If a driver is
+killed, its commit is either complete or absent, and the next driver continues after the last commit.
 
-Two sinks that write to the same table exclude each other by Delta's transaction ID: both would write the same next
-commit number, and Delta accepts each number only once. Delta drops the second write silently, so a sink reads each of
-its commits back and compares the commit's own ID.
+Two sinks that write to the same table exclude each other, because each commit is appended only after the commit that
+the sink has read. `delta_log` and `iceberg_log` describe how the two formats guarantee this. A sink reads each of its
+commits back and compares the commit's own ID.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Final, Self
 
 from dedup.errors import BrokerUnavailable, Problem, SettingsError, StateIncompatible
-from dedup.spark.delta_log import DeltaLog
 from dedup.spark.kafka_source import read_range
 from dedup.spark.session import translated_errors
 from dedup.verify.kafka_reader import KafkaReader
@@ -32,7 +31,8 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
     from dedup.settings import Settings
-    from dedup.spark.delta_log import TableCommit
+    from dedup.spark.delta_log import DeltaLog, TableCommit
+    from dedup.spark.iceberg_log import IcebergLog, SnapshotCommit
     from dedup.topology.model import Topology
 
 log: Final = logging.getLogger(__name__)
@@ -41,21 +41,18 @@ Clock = Callable[[], int]
 """Returns the time in ms."""
 _VERSION: Final = 1
 _COLUMNS: Final = ("key", "value", "headers", "topic", "partition", "offset", "timestamp")
-_REPLACED: Final = ("RESTORE", "TRUNCATE", "REPLACE TABLE", "CLONE")
-"""Words in the names of Delta operations after which rows of the sink may be gone, although its commits are in the
-log.
-"""
 _SETTLED_WITHIN_S: Final = 60.0
 _SETTLED_LOOK_S: Final = 0.2
 _RENEWED_AFTER_MS: Final = 24 * 3_600_000
-"""The sink commits its position again after this time without records, because Delta forgets commits after
-`delta.logRetentionDuration` (30 days), including the commit that contains the position.
+"""The sink commits its position again after this time without records, because old commits are deleted, including the
+commit that contains the position: by Delta after `delta.logRetentionDuration` (30 days), by `expire_snapshots` of
+Iceberg after 5 days.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class SinkCommit:
-    """A commit of the sink, as `userMetadata` in the table's log describes it."""
+    """A commit of the sink, as its metadata describes it."""
 
     sink: str
     """The topology and its output topic."""
@@ -82,12 +79,18 @@ class Appended:
 
 
 class TableSink:
-    """Appends the output topic to one Delta table. Not thread-safe."""
+    """Appends the output topic to one Delta or Iceberg table. Not thread-safe."""
 
     def __init__(
-        self, spark: SparkSession, topology: Topology, settings: Settings, path: str, *, most_offsets: int = 1_000_000
+        self,
+        spark: SparkSession,
+        topology: Topology,
+        settings: Settings,
+        log: DeltaLog | IcebergLog,
+        *,
+        most_offsets: int = 1_000_000,
     ) -> None:
-        """Raise SettingsError if the topology has no output topic."""
+        """Append to the table of ``log``. Raises SettingsError if the topology has no output topic."""
         if topology.output is None:
             raise SettingsError([Problem(topology.name, "has no output topic, whose records a table could hold")])
         self._spark: Final = spark
@@ -95,7 +98,7 @@ class TableSink:
         self._topic: Final = topology.output.topic
         self._sink: Final = f"{topology.name} {self._topic}"
         self._most_offsets: Final = most_offsets
-        self._log: Final = DeltaLog(spark, path)
+        self._log: Final = log
         self.path: Final = self._log.path
         self._last: Appended | None = None
         self._looked = False
@@ -117,7 +120,7 @@ class TableSink:
         topic, or if retention deleted records that are not in the table.
         """
         if not self._looked:
-            self._before = max(self._log.versions(), default=-1)
+            self._before = self._log.latest()
             self._last, self._looked = self._found(), True
             self._renewed_ms = now_ms if self._last is None else self._last.committed_ms
         elif self._last is not None:
@@ -201,14 +204,14 @@ class TableSink:
         metadata = json.dumps({"dedup": _VERSION, **asdict(commit)})
         name = f"dedup sink {self._sink}"
         with translated_errors():
-            since = self._log.append(rows, name, commit.number, metadata, after=commit.after, by=(), taken=taken)
+            since = self._log.append(rows, name, commit.number, metadata, after=commit.after, taken=taken)
         self._refuse_replaced(since)
         found = (self._sink_commit(each) for each in since if each.metadata == metadata)
         return next(each for each in found if each is not None)
 
     def _refuse_changed_since(self, last: Appended) -> None:
         """Raise StateIncompatible if the table no longer contains the sink's last commit, or was replaced after it."""
-        entries = list(self._log.commits(last.table_version - 1))
+        entries: list[TableCommit | SnapshotCommit] = list(self._log.commits(last.table_version - 1))
         ids = [each.commit.id for each in map(self._sink_commit, entries) if each is not None]
         if last.commit.id not in ids:
             raise StateIncompatible(
@@ -219,7 +222,7 @@ class TableSink:
 
     def _found(self) -> Appended | None:
         """Return the sink's last commit, or None if there is none and the table is empty or does not exist."""
-        later: list[TableCommit] = []
+        later: list[TableCommit | SnapshotCommit] = []
         last: Appended | None = None
         for entry in self._log.commits():
             # Look back to the previous commit, because the sink may have been stopped before it checked its last
@@ -236,14 +239,14 @@ class TableSink:
                 )
             self._refuse_replaced(later)
             return last
-        if later and self._spark.read.format("delta").load(self.path).limit(1).count():
+        if later and self._spark.table(self._log.table).limit(1).count():
             raise StateIncompatible(
                 f"{self.path} holds rows, but no commit of its log is one of the sink {self._sink!r}: another job made "
-                f"the table, or Delta has removed the log of that time. Nothing was written. Append to a new table."
+                f"the table, or its history of that time was removed. Nothing was written. Append to a new table."
             )
         return None
 
-    def _sink_commit(self, entry: TableCommit) -> Appended | None:
+    def _sink_commit(self, entry: TableCommit | SnapshotCommit) -> Appended | None:
         """Return the commit that an entry of the log describes, or None if it is not a commit of this sink."""
         found = entry.named
         if found.get("sink") != self._sink:
@@ -257,15 +260,13 @@ class TableSink:
         commit = SinkCommit(found["sink"], found["topic_id"], found["number"], found["after"], ends, found["id"])
         return Appended(commit, entry.version, entry.committed_ms, entry.rows)
 
-    def _refuse_replaced(self, entries: Sequence[TableCommit]) -> None:
+    def _refuse_replaced(self, entries: Sequence[TableCommit | SnapshotCommit]) -> None:
         """Raise StateIncompatible if one of these commits may have removed rows of the sink by replacing the table."""
         for entry in entries:
-            operation, parameters = entry.operation, entry.parameters
-            overwritten = parameters.get("mode") == "Overwrite" or parameters.get("outputMode") == "Complete"
-            if overwritten or any(name in operation for name in _REPLACED):
+            if entry.replaces:
                 raise StateIncompatible(
-                    f"{self.path}: version {entry.version} ({operation}) has replaced what the sink had written, so "
-                    f"its position says nothing about the rows that are left. Restore the version before, as a new "
+                    f"{self.path}: version {entry.version} ({entry.operation}) has replaced what the sink had written, "
+                    f"so its position says nothing about the rows that are left. Restore the version before, as a new "
                     f"table, or append to a new one."
                 )
 

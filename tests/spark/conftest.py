@@ -13,12 +13,14 @@ import pytest
 
 pytest.importorskip("pyspark", reason="PySpark is not installed: pip install dedup-streams[spark]")
 
+import pyspark
 from pyspark.sql import SparkSession
 
 from dedup.embedded.java import use_java_of_spark
 from dedup.errors import BrokerUnavailable
 from dedup.spark.session import session_for
-from tests.spark.streaming import FAST_JAVA
+from dedup.spark.spark_jars import Package, release_of
+from tests.spark.streaming import CATALOG, FAST_JAVA
 
 HERE = Path(__file__).parent
 # It logs the end of its connections while the interpreter exits, when the log is closed.
@@ -53,7 +55,16 @@ def spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkSession]:
         pytest.skip(str(error))
     conf = {**TUNED, "spark.sql.warehouse.dir": str(tmp_path_factory.mktemp("warehouse"))}
     conf["spark.local.dir"] = str(tmp_path_factory.mktemp("spark-local"))
-    session = session_for(None, master="local[2]", packages=("kafka", "delta", "jdbc"), conf=conf)
+    packages: tuple[Package, ...] = ("kafka", "delta", "jdbc")
+    if release_of(pyspark.__version__).iceberg is not None:
+        packages += ("iceberg",)
+        lake = str(tmp_path_factory.mktemp("lake"))
+        conf |= {
+            CATALOG: "org.apache.iceberg.spark.SparkCatalog",
+            f"{CATALOG}.type": "hadoop",
+            f"{CATALOG}.warehouse": lake,
+        }
+    session = session_for(None, master="local[2]", packages=packages, conf=conf)
     session.sparkContext.setLogLevel("ERROR")
     yield session
     session.stop()

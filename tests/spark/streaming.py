@@ -8,10 +8,18 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pyarrow as pa
+import pyspark
+import pytest
 
+from dedup.spark.spark_jars import release_of
 from tests.integration.fleet import Job, Worker
 from tests.integration.workload import Event
 
+CATALOG = "spark.sql.catalog.lake"
+"""The catalog of the session's Iceberg tables."""
+NEEDS_ICEBERG = pytest.mark.skipif(
+    release_of(pyspark.__version__).iceberg is None, reason="there is no Iceberg for this Spark"
+)
 HEADERS = pa.list_(pa.struct([("key", pa.string()), ("value", pa.binary())]))
 DRIVER = Path(__file__).with_name("driver.py")
 SMALL_BATCHES = ("--conf", "spark.sql.execution.arrow.maxRecordsPerBatch=200")

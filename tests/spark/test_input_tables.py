@@ -6,15 +6,13 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pyspark
 import pytest
 from pyspark.sql import SparkSession
 
 from dedup.errors import SettingsError, StateIncompatible
 from dedup.spark.backfill import backfill
 from dedup.spark.files import read_files
-from dedup.spark.spark_jars import RELEASES
-from tests.spark.streaming import FAST_JAVA
+from tests.spark.streaming import FAST_JAVA, NEEDS_ICEBERG
 from tests.spark.test_batch_files import LOG, NOW_MS, VERDICTS, topology, verdicts_at, write
 
 ROOT = Path(__file__).parents[2]
@@ -95,9 +93,7 @@ else:
 
 
 @pytest.mark.long
-@pytest.mark.skipif(
-    RELEASES[pyspark.__version__.rpartition(".")[0]].iceberg is None, reason="there is no Iceberg for this Spark"
-)
+@NEEDS_ICEBERG
 def test_an_iceberg_table_is_judged_by_its_name(spark, log, tmp_path, monkeypatch):
     """By commands as a user gives them: this session's Java has no Iceberg."""
     conf = {

@@ -9,7 +9,7 @@ import pytest
 from tests.integration.fleet import Job, until
 from tests.integration.watch import Watch
 from tests.integration.workload import workload
-from tests.spark.streaming import SMALL_BATCHES, accidents_of, start_driver
+from tests.spark.streaming import CATALOG, NEEDS_ICEBERG, SMALL_BATCHES, accidents_of, start_driver
 
 START_S = 240
 END_S = 900
@@ -33,11 +33,17 @@ def until_committed(job, goal, driver):
     assert driver.running, job.logs()
 
 
-def survives(job, spark, *, events, kills, failures, steps=SMALL_STEPS, end_s=END_S):
+def survives(job, spark, *, events, kills, failures, steps=SMALL_STEPS, end_s=END_S, iceberg=False):
     job.send(workload(4, events))
     dice = random.Random(8)
-    table = str(job.directory / "table")
-    run = ("--master", "local[2,4]", "--delta", table, "--every", "1s", *steps)
+    table = f"lake.shop.`{job.name}`" if iceberg else f"delta.`{job.directory / 'table'}`"
+    run = ("--master", "local[2,4]", "--every", "1s", *steps)
+    if iceberg:
+        lake = [(name, spark.conf.get(name)) for name in (CATALOG, f"{CATALOG}.type", f"{CATALOG}.warehouse")]
+        run += ("--iceberg", table, *(part for name, value in lake for part in ("--conf", f"{name}={value}")))
+        spark.sql("CREATE NAMESPACE IF NOT EXISTS lake.shop")
+    else:
+        run += ("--delta", str(job.directory / "table"))
     with Watch(job) as watch:
         for number in range(kills):
             driver = start_driver(job, f"failures={failures}", arguments=run, name=f"driver-{number}")
@@ -50,7 +56,7 @@ def survives(job, spark, *, events, kills, failures, steps=SMALL_STEPS, end_s=EN
     assert watch.duplicated == []
     report = job.judge()
     assert report.read == events
-    rows = spark.read.format("delta").load(table).select("partition", "offset", "value").collect()
+    rows = spark.table(table).select("partition", "offset", "value").collect()
     assert sorted(map(tuple, rows)) == sorted((m.partition(), m.offset(), m.value()) for m in job.read(job.output))
 
 
@@ -61,8 +67,9 @@ def test_a_killed_driver_and_failing_attempts(job, spark):
 
 @pytest.mark.long
 @pytest.mark.timeout(3_600)
-def test_ten_killed_drivers_and_twenty_failing_attempts(job, spark):
+@pytest.mark.parametrize("iceberg", [False, pytest.param(True, marks=NEEDS_ICEBERG)], ids=["delta", "iceberg"])
+def test_ten_killed_drivers_and_twenty_failing_attempts(job, spark, iceberg):
     # Arrow batches so small that each attempt sees enough of them for an accident.
     arrow = ("--conf", "spark.sql.execution.arrow.maxRecordsPerBatch=2000")
     steps = (*arrow, "--most-offsets", "50000", "--commit-rows", "5000")
-    survives(job, spark, events=1_000_000, kills=10, failures=20, steps=steps, end_s=1_800)
+    survives(job, spark, events=1_000_000, kills=10, failures=20, steps=steps, end_s=1_800, iceberg=iceberg)

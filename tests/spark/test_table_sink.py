@@ -13,6 +13,7 @@ from confluent_kafka import Producer
 from confluent_kafka.cimpl import NewPartitions
 
 from dedup.errors import BrokerUnavailable, SettingsError, StateIncompatible
+from dedup.spark.delta_log import DeltaLog
 from dedup.spark.table_sink import TableSink, catch_up, follow
 from dedup.verify.kafka_reader import KafkaReader
 from tests.brokers import producer_of
@@ -39,9 +40,8 @@ def table(tmp_path):
 @pytest.fixture
 def make_sink(spark, job, table):
     def make(**options):
-        return TableSink(
-            spark, options.pop("topology", job.topology), job.settings, options.pop("path", table), **options
-        )
+        log = DeltaLog(spark, options.pop("path", table))
+        return TableSink(spark, options.pop("topology", job.topology), job.settings, log, **options)
 
     return make
 

@@ -42,3 +42,17 @@ def test_their_defaults_are_not(tmp_path):
     arguments = ["spark", "backfill", SIMPLEST, "--input", str(tmp_path), "--out", str(tmp_path / "out")]
     given = ["--start", "whole", "--until", "now"]
     assert str(CliRunner().invoke(create_app(), [*arguments, *given]).exception) == "a session was opened"
+
+
+@pytest.mark.parametrize(
+    ("given", "names"),
+    [
+        (["sink", SIMPLEST], "dedup spark sink"),
+        (["sink", SIMPLEST, "--delta", "a", "--iceberg", "lake.b"], "--delta, --iceberg"),
+        (["run", SIMPLEST, "--checkpoint", "c", "--delta", "a", "--iceberg", "lake.b"], "--delta, --iceberg"),
+    ],
+)
+def test_a_sink_has_one_table(given, names):
+    error = CliRunner().invoke(create_app(), ["spark", *given]).exception
+    assert isinstance(error, SettingsError)
+    assert [problem.place for problem in error.problems] == [names]
