@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from py4j.protocol import Py4JJavaError
-from pyspark.sql import functions as F
+from pyspark.sql.functions import lit
 
 from dedup.errors import BrokerUnavailable, StateIncompatible
 from dedup.spark.iceberg_log import IcebergLog
@@ -187,7 +187,7 @@ def test_commits_of_others_without_end_are_told(spark, table, make_sink, put, ro
 
 
 def overwrite(spark, table):
-    spark.table(table).limit(1).writeTo(table).overwrite(F.lit(True))  # noqa: FBT003  # Spark's name for all rows
+    spark.table(table).limit(1).writeTo(table).overwrite(lit(True))
 
 
 def empty(spark, table):
