@@ -10,6 +10,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyspark
 import pytest
+from pyspark.sql import SparkSession
 
 from dedup.spark.spark_jars import release_of
 from tests.integration.fleet import Job, Worker
@@ -76,6 +77,28 @@ def start_spark(job: Job, *commands: Sequence[str], accidents: Sequence[str] = (
     driver = Worker(job, name, line, job.directory / f"{name}.log")
     job.workers.append(driver)
     return driver
+
+
+class SinkTable:
+    """The table that a stream fills beside its topic, in a place that the tests' session and a driver share."""
+
+    def __init__(self, spark: SparkSession, job: Job, *, iceberg: bool) -> None:
+        self._spark = spark
+        if iceberg:
+            self._name = f"lake.shop.`{job.name}`"
+            lake = ((name, spark.conf.get(name)) for name in (CATALOG, f"{CATALOG}.type", f"{CATALOG}.warehouse"))
+            self.options = ["--iceberg", self._name]
+            self.options += [part for name, value in lake for part in ("--conf", f"{name}={value}")]
+            spark.sql("CREATE NAMESPACE IF NOT EXISTS lake.shop")
+        else:
+            path = str(job.directory / "table")
+            self._name = f"delta.`{path}`"
+            self.options = ["--delta", path]
+
+    def rows(self) -> list[tuple[int, int, bytes]]:
+        """Return what the table holds, as (partition, offset, value), in order."""
+        found = self._spark.table(self._name).select("partition", "offset", "value").collect()
+        return sorted((partition, offset, bytes(value)) for partition, offset, value in found)
 
 
 def accidents_of(job: Job) -> int:

@@ -9,7 +9,7 @@ import pytest
 from tests.integration.fleet import Job, until
 from tests.integration.watch import Watch
 from tests.integration.workload import workload
-from tests.spark.streaming import CATALOG, NEEDS_ICEBERG, SMALL_BATCHES, accidents_of, start_driver
+from tests.spark.streaming import NEEDS_ICEBERG, SMALL_BATCHES, SinkTable, accidents_of, start_driver
 
 START_S = 240
 END_S = 900
@@ -36,14 +36,8 @@ def until_committed(job, goal, driver):
 def survives(job, spark, *, events, kills, failures, steps=SMALL_STEPS, end_s=END_S, iceberg=False):
     job.send(workload(4, events))
     dice = random.Random(8)
-    table = f"lake.shop.`{job.name}`" if iceberg else f"delta.`{job.directory / 'table'}`"
-    run = ("--master", "local[2,4]", "--every", "1s", *steps)
-    if iceberg:
-        lake = [(name, spark.conf.get(name)) for name in (CATALOG, f"{CATALOG}.type", f"{CATALOG}.warehouse")]
-        run += ("--iceberg", table, *(part for name, value in lake for part in ("--conf", f"{name}={value}")))
-        spark.sql("CREATE NAMESPACE IF NOT EXISTS lake.shop")
-    else:
-        run += ("--delta", str(job.directory / "table"))
+    table = SinkTable(spark, job, iceberg=iceberg)
+    run = ("--master", "local[2,4]", "--every", "1s", *table.options, *steps)
     with Watch(job) as watch:
         for number in range(kills):
             driver = start_driver(job, f"failures={failures}", arguments=run, name=f"driver-{number}")
@@ -56,8 +50,7 @@ def survives(job, spark, *, events, kills, failures, steps=SMALL_STEPS, end_s=EN
     assert watch.duplicated == []
     report = job.judge()
     assert report.read == events
-    rows = spark.table(table).select("partition", "offset", "value").collect()
-    assert sorted(map(tuple, rows)) == sorted((m.partition(), m.offset(), m.value()) for m in job.read(job.output))
+    assert table.rows() == sorted((m.partition(), m.offset(), m.value()) for m in job.read(job.output))
 
 
 @pytest.mark.timeout(600)
