@@ -225,7 +225,7 @@ class Files:
         """Raise AuthorMistake if a file replaced one with the same first bytes, because its lines may have been sent
         already.
         """
-        if self._spec.start_over:
+        if self._spec.changed == "start_over":
             return
         for old in self._known.values():
             replaced = old.path == path and old.inode not in self._inodes and not old.deleted
@@ -250,7 +250,7 @@ class Files:
         size = os.fstat(descriptor).st_size
         what = f"has {size} bytes now" if size < known.position else "begins with other bytes now"
         # With another name and other bytes, the file is a new one that got the inode of a deleted file.
-        if not self._spec.start_over and known.path == path:
+        if self._spec.changed != "start_over" and known.path == path:
             text = (
                 f"was read up to byte {known.position} and {what}: it was truncated or replaced, and lines written "
                 f"before that may never have been read. Nothing of it was sent since. Rotate files by renaming; or set "
@@ -274,7 +274,7 @@ class Files:
             chunk = reader.read()
             if chunk is not None or reader.read_to == before:
                 break
-        if chunk is None and self._spec.take_last_line:
+        if chunk is None and self._spec.last_line == "take":
             chunk = reader.last_line()
         if chunk is not None:
             return self._records(opened, chunk)

@@ -424,7 +424,7 @@ class _RecordMaker:
                 assert_never(never)
 
     def _headers(self, found: SourceRecords) -> Sequence[list[Header]]:
-        if not self._ingest.has_header:
+        if self._ingest.tracking_id is not None:
             return [[]] * len(found.values)
         return [[(ID, f"{found.prefix}{place}".encode())] for place in found.places]
 

@@ -50,13 +50,13 @@ def lint_ingest(ingest: Ingest) -> list[Finding]:
     found: list[Finding] = []
     match ingest.source:
         case FilesSource() as files:
-            if files.start_over:
+            if files.changed == "start_over":
                 text = (
                     "changed: start_over reads a truncated or replaced file from its beginning: older lines not yet "
                     "read are lost, copied lines are sent again. This stage is then not exactly-once."
                 )
                 found.append(Finding("warning", "source_starts_over", text))
-            if files.take_last_line:
+            if files.last_line == "take":
                 text = (
                     "last_line: take sends a last line without a line feed: if the file is still being written, it may "
                     "be half a line. Exact only if files arrive complete."
@@ -145,7 +145,7 @@ def _joint(ingest: Ingest, topology: Topology) -> Iterator[Finding]:
     """Yield the mismatches between a source and the topology that reads its topic."""
     rule = topology.tracking_id.rule
     reads_header = isinstance(rule, HeaderRule) and rule.name == _ID_HEADER
-    if reads_header and not ingest.has_header:
+    if reads_header and ingest.tracking_id is not None:
         text = (
             f"tracking_id.header: {_ID_HEADER} is not on the records of {ingest.name}, which has its own tracking_id: "
             f"every record would become a dead letter. Use the same rule in both files."

@@ -41,11 +41,6 @@ class Ingest:
         """The compacted topic that stores the position up to which the source was read."""
         return f"{self.name}-source-offsets"
 
-    @property
-    def has_header(self) -> bool:
-        """True if records get the header `dedup-id`, because the ingest file names no members as their ID."""
-        return self.tracking_id is None
-
 
 def is_ingest(text: str) -> bool:
     """Tell whether the text of a file is an ingest file, even if it is otherwise invalid."""

@@ -25,7 +25,6 @@ from dedup.core.tracking_id import (
 )
 from dedup.core.window import Window
 from dedup.errors import InvariantBroken, Problem, TopologyError
-from dedup.quantities import parse_duration
 from dedup.topology.model import (
     Late,
     LateDrop,
@@ -96,9 +95,8 @@ def json_schema() -> dict[str, Any]:
 
 def _topology(file: TopologyFile) -> Topology:
     tracking_id = TrackingId(_rule(file.tracking_id), tuple(file.tracking_id.normalize))
-    guard_ms = parse_duration(file.guard_period)
-    cap_ms = guard_ms * _EXTENSIONS_OF_GUARD if file.extend_at_most is None else parse_duration(file.extend_at_most)
-    grace_ms = guard_ms if file.grace is None else parse_duration(file.grace)
+    cap_ms = file.extend_at_most or file.guard_period * _EXTENSIONS_OF_GUARD
+    grace_ms = file.guard_period if file.grace is None else file.grace
     output = file.output
     side_prefix = file.name if output is None else output.topic
     conflicts = file.conflicts if isinstance(file.conflicts, ConflictsFile) else ConflictsFile(topic=file.conflicts)
@@ -106,7 +104,7 @@ def _topology(file: TopologyFile) -> Topology:
         name=file.name,
         source=_source(file, tracking_id),
         tracking_id=tracking_id,
-        window=Window(guard_ms, grace_ms, file.extend, cap_ms if file.extend else 0),
+        window=Window(file.guard_period, grace_ms, file.extend, cap_ms if file.extend else 0),
         dead_letter=file.dead_letter or f"{side_prefix}.dead-letter",
         late=_late(file.late or f"{side_prefix}.late"),
         output=output,
@@ -114,8 +112,8 @@ def _topology(file: TopologyFile) -> Topology:
         missing=OnMissing(file.tracking_id.missing),
         tombstones=OnTombstone(file.tracking_id.tombstones),
         future=OnFuture(file.future),
-        max_clock_skew_ms=parse_duration(file.max_clock_skew),
-        idle_after_ms=parse_duration(file.idle_after),
+        max_clock_skew_ms=file.max_clock_skew,
+        idle_after_ms=file.idle_after,
         duplicates=file.duplicates,
         conflicts=conflicts.topic,
         conflicts_counted=file.conflicts is not None,
