@@ -130,8 +130,8 @@ class IdempotentReader:
             )
         self._interrupted = True
         handled = 0
-        while not (until_end and consumer.at_end):
-            for answer in await consumer.poll():
+        while not (until_end and consumer.records.at_end):
+            for answer in await consumer.records.poll():
                 events = await consumer.in_thread(partial(self._events, answer.source, answer.columns))
                 work = partial(self._handled, events, handle)
                 fresh = await consumer.once(work, {answer.source.partition: answer.next_offset})

@@ -13,8 +13,8 @@ import signal
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from contextlib import AsyncExitStack, contextmanager, suppress
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final, assert_never
 
 import orjson
@@ -41,7 +41,7 @@ from dedup.worker.record_collector import DETAIL, ID, REASON, SOURCE
 if TYPE_CHECKING:
     from dedup.settings import Settings
 
-Lines = dict[TopicPartition, list[Line]]
+Lines = defaultdict[TopicPartition, list[Line]]
 HEADERS_BYTES: Final = 512
 """Space in a record for its key, headers, and other fields, in addition to its value."""
 RECORDS_AT_ONCE: Final = 40_000
@@ -69,8 +69,8 @@ class Ingested:
 class _Transaction:
     """The content of the next transaction."""
 
-    lines: Lines = field(default_factory=dict)
-    positions: dict[str, bytes | None] = field(default_factory=dict)
+    lines: Lines = field(default_factory=lambda: defaultdict(list))
+    positions: dict[str, bytes] = field(default_factory=dict)
     last: SourceRecords | None = None
     """The last poll. After a refused record, the transaction contains only this poll."""
     records: int = 0
@@ -102,40 +102,34 @@ async def run_ingest(
     Raises TaskMigrated if another process takes over the source, AuthorMistake or StateIncompatible if the source
     cannot be read without loss, and BrokerUnavailable if no broker responds at startup.
     """
-    wire = KafkaWire(Connection.of(settings, client_id=f"dedup-ingest-{ingest.name}"))
-    await wire.start()
-    try:
+    async with AsyncExitStack() as stack:
+        wire = KafkaWire(Connection.of(settings, client_id=f"dedup-ingest-{ingest.name}"))
+        await wire.start()
+        stack.push_async_callback(wire.stop)
         async with Admin(wire.connection) as admin:
             topics = await provide(admin, _topics(ingest, settings), settings)
-        stop = asyncio.Event()
-        with set_by_signals(stop):
-            name = f"{ingest.name}.ingest.0"
-            outbox = TransactionalOutbox(wire, name, ingest.offsets_topic, settings, stop.is_set)
-            await outbox.open()
-            log.info("%s: source taken; earlier owners are fenced", ingest.name)
-            most_bytes = topics[ingest.topic].max_record_bytes
-            try:
-                source = await asyncio.to_thread(make_source, ingest, most_bytes - HEADERS_BYTES, stop.is_set)
-                try:
-                    interval_ms = settings.commit_interval_ms if ingest.boundary == "interval" else None
-                    run = _Run(outbox, source, _RecordMaker(ingest, topics, most_bytes), interval_ms, stop)
-                    return await run.until_over(exit_when_done=exit_when_done)
-                finally:
-                    source.close()
-            finally:
-                await outbox.close()
-    finally:
-        await wire.stop()
+        stop = stack.enter_context(set_by_signals())
+        name = f"{ingest.name}.ingest.0"
+        outbox = TransactionalOutbox(wire, name, ingest.offsets_topic, settings, stop.is_set)
+        await outbox.open()
+        stack.push_async_callback(outbox.close)
+        log.info("%s: source taken; earlier owners are fenced", ingest.name)
+        most_bytes = topics[ingest.topic].max_record_bytes
+        source = await asyncio.to_thread(make_source, ingest, most_bytes - HEADERS_BYTES, stop.is_set)
+        stack.callback(source.close)
+        interval_ms = settings.commit_interval_ms if ingest.boundary == "interval" else None
+        run = _Run(outbox, source, _RecordMaker(ingest, topics, most_bytes), interval_ms, stop)
+        return await run.until_over(exit_when_done=exit_when_done)
 
 
 @contextmanager
-def set_by_signals(stop: asyncio.Event) -> Iterator[None]:
-    """Make SIGTERM and SIGINT set the event within the block."""
-    loop = asyncio.get_running_loop()
+def set_by_signals() -> Iterator[asyncio.Event]:
+    """Return an event that SIGTERM and SIGINT set within the block."""
+    loop, stop = asyncio.get_running_loop(), asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     try:
-        yield
+        yield stop
     finally:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.remove_signal_handler(number)
@@ -177,7 +171,7 @@ class _Run:
 
     async def until_over(self, *, exit_when_done: bool) -> Ingested:
         self._source.restore(self._outbox.positions.values)
-        current = await self._next()
+        current = await asyncio.to_thread(self._collect)
         while not self._stop.is_set():
             if current is not None:
                 current = await self._commit(current)
@@ -187,12 +181,9 @@ class _Run:
             with suppress(TimeoutError):
                 async with asyncio.timeout(LOOK_AGAIN_S):
                     await self._stop.wait()
-            current = await self._next()
+            current = await asyncio.to_thread(self._collect)
         self._done.waiting = self._source.waiting()
         return self._done
-
-    async def _next(self) -> _Transaction | None:
-        return await asyncio.to_thread(self._collect)
 
     def _collect(self) -> _Transaction | None:
         """Return the next transaction, with the records of one poll or of all polls within the interval."""
@@ -202,15 +193,14 @@ class _Run:
             found = self._source.poll()
             if found is None:
                 break
-            lines = self._maker.lines(found)
-            total = sum(map(len, lines.values()))
-            dead = total - sum(len(part) for target, part in lines.items() if target.topic == self._maker.topic)
-            for target, part in lines.items():
-                made.lines.setdefault(target, []).extend(part)
-            made.positions.update(found.positions)
-            made.records += total - dead
-            made.dead_letters += dead
             made.last = found
+            made.positions[found.part] = found.position
+            for target, lines in self._maker.lines(found).items():
+                made.lines[target] += lines
+                if target.topic == self._maker.topic:
+                    made.records += len(lines)
+                else:
+                    made.dead_letters += len(lines)
             if self._single or self._interval_ms is None:
                 break
         return made if made.positions else None
@@ -220,7 +210,7 @@ class _Run:
         most_rows = 1 if self._single else None
         sending = asyncio.create_task(self._outbox.commit(current.lines, current.positions, most_rows=most_rows))
         try:
-            following = await self._next()
+            following = await asyncio.to_thread(self._collect)
         except BaseException:
             # Commit the records that were read before the source failed, and only then report the error.
             await sending
@@ -230,7 +220,7 @@ class _Run:
         except RecordRefused as refused:
             self._refuse(current, refused)
             self._source.restore(self._outbox.positions.values)
-            return await self._next()
+            return await asyncio.to_thread(self._collect)
         self._single = False
         self._done.records += current.records
         self._done.dead_letters += current.dead_letters
@@ -245,7 +235,7 @@ class _Run:
         if not rows or current.last is None:
             raise refused
         log.warning("%s: it becomes a dead letter", refused)
-        self._maker.refused[current.last.place(rows[0])] = str(refused)
+        self._maker.refused[current.last.part, current.last.places[rows[0]]] = str(refused)
 
 
 @dataclass(slots=True)
@@ -256,9 +246,6 @@ class _Pending:
     places: list[int | str] = field(default_factory=list)
     dead: list[DeadRecord] = field(default_factory=list)
     size_bytes: int = 0
-
-    def __bool__(self) -> bool:
-        return bool(self.values or self.dead)
 
     def add(self, found: SourceRecords, first: int, end: int | None = None) -> None:
         """Add the records from row ``first`` up to ``end``, and the dead records between them."""
@@ -313,17 +300,17 @@ class TransactionBoundary:
 
     def _take(self, found: SourceRecords) -> None:
         pending = self._pending.setdefault(found.part, _Pending())
-        if not pending and not found.values and not found.dead:
-            self._ready.append(found)  # only a position
-            return
         if not found.values and not found.dead:
+            if not pending.values and not pending.dead:
+                self._ready.append(found)  # only a position
+                return
             text = "%s: %d records without their marker precede blank lines or the end; they wait for a marker"
             log.warning(text, found.part, len(pending.values))
         first = 0
         for row in [row for row, value in enumerate(found.values) if self._ends(value)]:
             pending.add(found, first, row + 1)
-            places, positions, dead = pending.places, found.after(row), pending.dead
-            whole = SourceRecords(found.part, found.prefix, pending.values, places, positions, found.after, dead)
+            position, dead = found.after(row), pending.dead
+            whole = replace(found, values=pending.values, places=pending.places, position=position, dead=dead)
             self._ready.append(whole)
             pending = self._pending[found.part] = _Pending()
             first = row + 1
@@ -353,8 +340,8 @@ class _RecordMaker:
         self._most_bytes: Final = most_bytes
         rule = ingest.tracking_id or RawContentRule()
         self._extract: Final = compile_extractor(TrackingId(rule), ingest.event_time, fmt="json", fingerprint=False)
-        self.refused: Final[dict[str, str]] = {}
-        """Maps the place of a record to the reason why the broker refused it."""
+        self.refused: Final[dict[tuple[str, int | str], str]] = {}
+        """Maps the part and place of a record to the reason why the broker refused it."""
 
     def lines(self, found: SourceRecords) -> Lines:
         """Return the records and dead letters of one poll in source order."""
@@ -363,34 +350,35 @@ class _RecordMaker:
         no_keys: list[Any] = [None] * count
         extracted = self._extract(no_keys, found.values, [[]] * count, [now_ms] * count)
         bad = {
-            row: DeadRecord(found.place(row), fault.code, fault.detail, found.values[row])
+            row: DeadRecord(found.places[row], fault.code, fault.detail, found.values[row])
             for row, fault in extracted.faults.items()
         }
-        bad |= {
-            row: DeadRecord(found.place(row), "refused", self.refused[found.place(row)], None)
-            for row in (range(count) if self.refused else ())
-            if found.place(row) in self.refused
-        }
+        for row in range(count) if self.refused else ():
+            if (why := self.refused.get((found.part, found.places[row]))) is not None:
+                bad[row] = DeadRecord(found.places[row], "refused", why, None)
         keys = self._keys(found.values, bad)
         bad |= self._too_large(found, keys, bad)
-        lines: defaultdict[TopicPartition, list[Line]] = defaultdict(list)
-        rows = zip(range(count), extracted.times_ms, keys, found.values, self._headers(found), strict=True)
-        if keys and self._ingest.tracking_id is not None:
-            parts: list[list[Line]] = [[] for _ in range(self._count)]
-            for partition, line in zip(partitions([key or b"" for key in keys], self._count), rows, strict=True):
-                parts[partition].append(line)
-        else:
+        if self._ingest.tracking_id is None:
             # Each part of the source is sent to one partition, which keeps the order of a file or table.
-            parts = [[] for _ in range(self._count)]
-            parts[partitions([found.part.encode()], self._count)[0]] = list(rows)
-        for partition, part in enumerate(parts):
+            numbers = partitions([found.part.encode()], self._count) * count
+            headers: list[list[Header]] = [[(ID, f"{found.prefix}{place}".encode())] for place in found.places]
+        else:
+            numbers = partitions([key or b"" for key in keys], self._count) if keys else []
+            headers = [[]] * count
+        parts: list[list[Line]] = [[] for _ in range(self._count)]
+        rows = zip(range(count), extracted.times_ms, keys, found.values, headers, strict=True)
+        for number, line in zip(numbers, rows, strict=True):
+            parts[number].append(line)
+        lines: Lines = defaultdict(list)
+        for number, part in enumerate(parts):
             kept = [line for line in part if line[0] not in bad] if bad else part
             if kept:
-                lines[TopicPartition(self.topic, partition)] = kept
+                lines[TopicPartition(self.topic, number)] = kept
         dead = [*found.dead, *(bad[row] for row in sorted(bad))]
         if dead:
             number = partitions([found.part.encode()], self._dead_count)[0]
-            lines[TopicPartition(self._ingest.dead_letter, number)] += [_dead_letter(each, now_ms) for each in dead]
+            letters = [_dead_letter(each, found.prefix, now_ms) for each in dead]
+            lines[TopicPartition(self._ingest.dead_letter, number)] = letters
         return lines
 
     def _too_large(
@@ -401,7 +389,7 @@ class _RecordMaker:
             return {}
         text = f"bytes are more than a record of topic {self.topic} can hold"
         return {
-            row: DeadRecord(found.place(row), "too_large", f"{len(value)} {text}", None)
+            row: DeadRecord(found.places[row], "too_large", f"{len(value)} {text}", None)
             for row, value in enumerate(found.values)
             if row not in bad and len(value) + len(keys[row] or b"") + HEADERS_BYTES > self._most_bytes
         }
@@ -423,19 +411,10 @@ class _RecordMaker:
             case never:
                 assert_never(never)
 
-    def _headers(self, found: SourceRecords) -> Sequence[list[Header]]:
-        if self._ingest.tracking_id is not None:
-            return [[]] * len(found.values)
-        return [[(ID, f"{found.prefix}{place}".encode())] for place in found.places]
 
-
-def _dead_letter(dead: DeadRecord, now_ms: int) -> Line:
-    headers: list[Header] = [
-        (REASON, dead.code.encode()),
-        (DETAIL, dead.detail.encode()),
-        (SOURCE, dead.place.encode()),
-    ]
-    return -1, now_ms, None, dead.value, headers
+def _dead_letter(dead: DeadRecord, prefix: str, now_ms: int) -> Line:
+    texts = ((REASON, dead.code), (DETAIL, dead.detail), (SOURCE, f"{prefix}{dead.place}"))
+    return -1, now_ms, None, dead.value, [(name, text.encode()) for name, text in texts]
 
 
 def _text(found: Any) -> bytes:  # noqa: ANN401 - any JSON value

@@ -8,15 +8,13 @@ all rows below the bound are final. The xmin of a snapshot cannot replace the lo
 number may have no transaction ID yet, and no snapshot contains a transaction without an ID; see
 docs/decisions/0012-edges.md. SQLite has one writer at a time, so rows are final immediately. If the number is not
 assigned by the INSERT itself, the source waits for the time that `settle` sets, which is not exact.
-
-Before the first row is sent, `_readable_columns` rejects tables and queries that cannot be read by number.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
@@ -53,7 +51,8 @@ class NumberedRows:
         self._at: tuple[int, ...] | None = None
         self._bound: int | None = None
         self._names: list[str] = []
-        self._order: Final = _order_of(spec)
+        self._order: Final = [spec.column] if spec.unique is None else [spec.column, spec.unique]
+        """The columns whose values are the numbers of a row."""
         self._listed: Final = ", ".join(f't."{name}"' for name in self._order)
         query = spec.query or ""
         self._from: Final = spec.table or f"({query.replace('%', '%%') if self._postgres else query})"
@@ -174,29 +173,42 @@ class NumberedRows:
                 value = row[width].encode() if self._postgres else _as_json(self._names, row[width:])
             except (TypeError, ValueError) as error:
                 text = f"the row cannot be written as JSON: {error}"
-                dead.append(DeadRecord(prefix + place, "not_json", text, None, row=len(values)))
+                dead.append(DeadRecord(place, "not_json", text, None, row=len(values)))
                 continue
             values.append(value)
             places.append(place)
         self._at = tuple(rows[-1][:width])
 
-        def after(row: int) -> dict[str, bytes | None]:
-            return {PART: msgspec.json.encode([int(number) for number in places[row].split("/")])}
+        def after(row: int) -> bytes:
+            return msgspec.json.encode([int(number) for number in places[row].split("/")])
 
-        return SourceRecords(PART, prefix, values, places, {PART: msgspec.json.encode(self._at)}, after, dead)
+        return SourceRecords(PART, prefix, values, places, msgspec.json.encode(self._at), after, dead)
 
     def _check(self, connection: DatabaseConnection) -> None:
+        """Raise StateIncompatible if the rows cannot be read by number without gaps."""
         if self._postgres:
             ((standby,),) = connection.query("SELECT pg_is_in_recovery()")
             self._knows_writers = not standby
             if not self._spec.settle_ms:
-                _refuse_unknown_writers(connection, self._name, self._spec, standby=standby)
-        self._names = _readable_columns(connection, self._name, self._spec, postgres=self._postgres)
+                self._refuse(_unknown_writers(connection, self._spec, standby=standby))
+        if self._spec.query:
+            self._names = connection.columns(self._spec.query)
+            self._refuse(_misfits_of_query(self._names, self._order))
+            return
+        shape = _postgres_shape(connection, self._spec) if self._postgres else _sqlite_shape(connection, self._spec)
+        self._names = shape.columns
+        self._refuse(_misfits(shape, self._order))
+        if shape.reuses_numbers:
+            text = (
+                "%s: %s.%s is not AUTOINCREMENT: SQLite gives the number of a deleted last row to another one, which "
+                "is then not read. This is exact only if such rows are never deleted."
+            )
+            log.warning(text, self._name, self._spec.table, self._spec.column)
 
-
-def _order_of(spec: TableSource) -> list[str]:
-    """Return the columns whose values are the numbers of a row."""
-    return [spec.column] if spec.unique is None else [spec.column, spec.unique]
+    def _refuse(self, reasons: Iterator[str]) -> None:
+        what = f"table {self._spec.table}" if self._spec.table else "the query"
+        for why in reasons:
+            raise StateIncompatible(f"{self._name}: {what}: {why}. Nothing was sent.")
 
 
 def _writers(connection: DatabaseConnection, relations: Sequence[int]) -> set[str]:
@@ -231,34 +243,59 @@ class _Shape:
     never_null: set[str]
     keys: list[list[str]]
     """The columns of each unique index."""
+    reuses_numbers: bool = False
+    """True if SQLite gives the number of a deleted last row to another row."""
 
 
-def _refusal(name: str, spec: TableSource, why: str) -> StateIncompatible:
-    """Return the error for a table or query that cannot be read."""
-    what = f"table {spec.table}" if spec.table else "the query"
-    return StateIncompatible(f"{name}: {what}: {why}. Nothing was sent.")
+# These functions yield the reasons why rows cannot be read by number; the first one is reported.
 
 
-def _readable_columns(connection: DatabaseConnection, name: str, spec: TableSource, *, postgres: bool) -> list[str]:
-    """Return the columns of a table or query. Raises StateIncompatible if the rows cannot be read by number."""
-    if spec.query:
-        return _columns_of_query(connection, name, spec)
-    shape = _postgres_shape(connection, spec) if postgres else _sqlite_shape(connection, name, spec)
-    order = _order_of(spec)
+def _misfits(shape: _Shape, order: Sequence[str]) -> Iterator[str]:
+    if not shape.columns:
+        yield "there is no such table"
     for each in order:
         if each not in shape.columns:
-            raise _refusal(name, spec, f"it has no column {each!r}; it has {', '.join(shape.columns)}")
+            yield f"it has no column {each!r}; it has {', '.join(shape.columns)}"
         if each not in shape.whole:
-            raise _refusal(name, spec, f"column {each!r} is not of an integer type such as BIGINT")
+            yield f"column {each!r} is not of an integer type such as BIGINT"
         if each not in shape.never_null:
-            text = f"column {each!r} may be null, and such rows would never be read; make it NOT NULL"
-            raise _refusal(name, spec, text)
+            yield f"column {each!r} may be null, and such rows would never be read; make it NOT NULL"
     if not any(set(key) <= set(order) for key in shape.keys):
-        remedy = "add one" if spec.unique else "add one, or name a second column with `unique`"
-        raise _refusal(
-            name, spec, f"no unique index on {' and '.join(order)}, so two rows may be equal there: {remedy}"
+        remedy = "add one" if len(order) > 1 else "add one, or name a second column with `unique`"
+        yield f"no unique index on {' and '.join(order)}, so two rows may be equal there: {remedy}"
+
+
+def _misfits_of_query(columns: Sequence[str], order: Sequence[str]) -> Iterator[str]:
+    for each in columns:
+        if columns.count(each) > 1:
+            yield f"it has two columns {each!r}; rename one with AS"
+    for each in order:
+        if each not in columns:
+            yield f"it has no column {each!r}; it has {', '.join(columns)}"
+
+
+def _unknown_writers(connection: DatabaseConnection, spec: TableSource, *, standby: bool) -> Iterator[str]:
+    """Yield why PostgreSQL does not know which transactions may still add lower numbers."""
+    if standby:
+        yield "this server is a standby, which does not know who writes; use the primary, or set `settle`"
+    relations = _relations_of(connection, spec)
+    if not relations:
+        yield "it reads no table, so PostgreSQL cannot say who writes its rows; set `settle`"
+    foreign = connection.query(
+        "SELECT relname FROM pg_class WHERE relkind = 'f' AND oid::bigint = ANY(%s::bigint[])", (relations,)
+    )
+    for (name,) in foreign:
+        yield f"{name} is a foreign table, whose writers this server does not know; set `settle`"
+    caching = connection.query(
+        "SELECT s.seqcache FROM pg_sequence s JOIN pg_attribute a ON a.attrelid = %s::regclass AND a.attname = %s "
+        "WHERE s.seqcache > 1 AND s.seqrelid = pg_get_serial_sequence(%s, a.attname)::regclass",
+        (spec.table, spec.column, spec.table),
+    )
+    for (size,) in caching if spec.table else ():
+        yield (
+            f"the sequence of {spec.column!r} has CACHE {size}: a session uses numbers that it took long before, and a "
+            f"row may get a lower number than one that was read; make it CACHE 1, or write `settle`"
         )
-    return shape.columns
 
 
 def _relations_of(connection: DatabaseConnection, spec: TableSource) -> list[int]:
@@ -286,46 +323,6 @@ def _relations_of(connection: DatabaseConnection, spec: TableSource) -> list[int
     return [oid for (oid,) in rows]
 
 
-def _refuse_unknown_writers(connection: DatabaseConnection, name: str, spec: TableSource, *, standby: bool) -> None:
-    """Raise StateIncompatible if PostgreSQL does not know which transactions may still add lower numbers."""
-    if standby:
-        text = "this server is a standby, which does not know who writes; use the primary, or set `settle`"
-        raise _refusal(name, spec, text)
-    relations = _relations_of(connection, spec)
-    if not relations:
-        raise _refusal(name, spec, "it reads no table, so PostgreSQL cannot say who writes its rows; set `settle`")
-    foreign = connection.query(
-        "SELECT relname FROM pg_class WHERE relkind = 'f' AND oid::bigint = ANY(%s::bigint[])", (relations,)
-    )
-    if foreign:
-        text = f"{foreign[0][0]} is a foreign table, whose writers this server does not know; set `settle`"
-        raise _refusal(name, spec, text)
-    if not spec.table:
-        return
-    caching = connection.query(
-        "SELECT s.seqcache FROM pg_sequence s JOIN pg_attribute a ON a.attrelid = %s::regclass AND a.attname = %s "
-        "WHERE s.seqcache > 1 AND s.seqrelid = pg_get_serial_sequence(%s, a.attname)::regclass",
-        (spec.table, spec.column, spec.table),
-    )
-    if caching:
-        text = (
-            f"the sequence of {spec.column!r} has CACHE {caching[0][0]}: a session uses numbers that it took long "
-            f"before, and a row may get a lower number than one that was read; make it CACHE 1, or write `settle`"
-        )
-        raise _refusal(name, spec, text)
-
-
-def _columns_of_query(connection: DatabaseConnection, name: str, spec: TableSource) -> list[str]:
-    columns = connection.columns(spec.query or "")
-    for each in columns:
-        if columns.count(each) > 1:
-            raise _refusal(name, spec, f"it has two columns {each!r}; rename one with AS")
-    for each in _order_of(spec):
-        if each not in columns:
-            raise _refusal(name, spec, f"it has no column {each!r}; it has {', '.join(columns)}")
-    return columns
-
-
 def _postgres_shape(connection: DatabaseConnection, spec: TableSource) -> _Shape:
     columns = connection.query(
         "SELECT attname, atttypid::regtype::text, attnotnull FROM pg_attribute "
@@ -346,32 +343,20 @@ def _postgres_shape(connection: DatabaseConnection, spec: TableSource) -> _Shape
     )
 
 
-def _sqlite_shape(connection: DatabaseConnection, name: str, spec: TableSource) -> _Shape:
+def _sqlite_shape(connection: DatabaseConnection, spec: TableSource) -> _Shape:
     table = (spec.table or "").rpartition(".")[2]
     columns = connection.query('SELECT name, upper(type), "notnull", pk FROM pragma_table_info(?)', (table,))
-    if not columns:
-        raise _refusal(name, spec, "there is no such table")
     primary = [name for name, _, _, position in columns if position]
     keys = [primary] if primary else []
     for (index,) in connection.query('SELECT name FROM pragma_index_list(?) WHERE "unique" AND NOT partial', (table,)):
         keys.append([name for (name,) in connection.query("SELECT name FROM pragma_index_info(?)", (index,))])
     # An INTEGER PRIMARY KEY is SQLite's row number, so it is never null.
     row_number = [name for name, kind, _, position in columns if position and kind == "INTEGER" and len(primary) == 1]
-    if spec.column in row_number:
-        _warn_of_reused_numbers(connection, name, table, spec.column)
+    created = connection.query("SELECT sql FROM sqlite_master WHERE type = 'table' AND name = ?", (table,))
     return _Shape(
         [name for name, *_ in columns],
         {name for name, kind, *_ in columns if "INT" in kind},
         {name for name, _, never, _ in columns if never} | set(row_number),
         keys,
+        reuses_numbers=spec.column in row_number and not any("AUTOINCREMENT" in sql.upper() for (sql,) in created),
     )
-
-
-def _warn_of_reused_numbers(connection: DatabaseConnection, name: str, table: str, column: str) -> None:
-    ((sql,),) = connection.query("SELECT sql FROM sqlite_master WHERE type = 'table' AND name = ?", (table,))
-    if "AUTOINCREMENT" not in sql.upper():
-        text = (
-            "%s: %s.%s is not AUTOINCREMENT: SQLite gives the number of a deleted last row to another one, which "
-            "is then not read. This is exact only if such rows are never deleted."
-        )
-        log.warning(text, name, table, column)
