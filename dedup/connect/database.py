@@ -194,10 +194,7 @@ class FencedOffsets:
         self._epochs: Final[dict[int, int]] = {}
 
     def take(self, connection: DatabaseConnection, partitions: Collection[int]) -> None:
-        """Fence the partitions' earlier owners, and read the positions.
-
-        Raises StateIncompatible if the topic was deleted and created again since it was read.
-        """
+        """Fence the partitions' earlier owners, and read the positions. Raises StateIncompatible for another topic."""
         insert, fence = (sql.format(connection.mark) for sql in (_INSERT, _FENCE))
         with transaction(connection):
             for partition in sorted(partitions):
@@ -220,10 +217,7 @@ class FencedOffsets:
                 raise self._overtaken(partition)
 
     def happened(self, connection: DatabaseConnection, ends: Mapping[int, int]) -> bool:
-        """Tell whether a transaction whose commit got no response was committed.
-
-        Raises TaskMigrated if another process has taken over a partition since then.
-        """
+        """Tell whether a transaction without a response was committed. Raises TaskMigrated if another owner came."""
         for partition, end in ends.items():
             rows = connection.query(_READ.format(connection.mark), (self.reader, self.topic, partition))
             if rows == [(self._epochs[partition], self.positions[partition])]:

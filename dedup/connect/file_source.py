@@ -344,10 +344,7 @@ class _LineReader:
         """The digest of these bytes if the line is too long to keep."""
 
     def read(self, *, take_last_line: bool) -> _Lines | None:
-        """Return the next lines; None if no line is complete yet.
-
-        With ``take_last_line``, the data after the last line feed are also a line.
-        """
+        """Return the next lines, or if ``take_last_line``, also what has no line feed; None if there is no line."""
         while data := os.pread(self._descriptor, CHUNK_BYTES, self.position + self.rest_bytes):
             whole, feed, rest = data.rpartition(b"\n")
             if feed:

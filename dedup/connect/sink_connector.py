@@ -105,7 +105,8 @@ async def run_sink(
         except CommitUnknown as error:
             raise BrokerUnavailable(f"the cluster did not begin a transaction in time: {error}") from error
         log.info("%s: %d partitions taken; earlier owners are fenced", topology.name, len(numbers))
-        run = _Run(topology, spec, settings, consumer, dead_letters)
+        rows, interval_s = RowMaker(topology, spec.columns), settings.commit_interval_ms / 1000
+        run = _Run(spec, rows, consumer, dead_letters, interval_s)
         return await run.until_over(stop, exit_when_done=exit_when_done)
 
 
@@ -128,32 +129,25 @@ def _prepare(spec: SinkSpec, connection: DatabaseConnection, offsets: FencedOffs
     make_tables(connection, spec)
 
 
+@dataclass(slots=True)
 class _Run:
-    def __init__(
-        self,
-        topology: Topology,
-        spec: SinkSpec,
-        settings: Settings,
-        consumer: FencedConsumer,
-        dead_letters: DeadLetterProducer,
-    ) -> None:
-        self._spec: Final = spec
-        self._dead_letters: Final = dead_letters
-        self._rows: Final = RowMaker(topology, spec.columns)
-        self._interval_s: Final = settings.commit_interval_ms / 1000
-        self._consumer: Final = consumer
-        self._done: Final = Sunk()
+    spec: SinkSpec
+    rows: RowMaker
+    consumer: FencedConsumer
+    dead_letters: DeadLetterProducer
+    interval_s: float
+    done: Sunk = field(default_factory=Sunk)
 
     async def until_over(self, stop: asyncio.Event, *, exit_when_done: bool) -> Sunk:
         current = await self._gather()
         while not stop.is_set():
             if current.batches:
                 current = await self._write(current)
-            elif exit_when_done and self._consumer.records.at_end:
+            elif exit_when_done and self.consumer.records.at_end:
                 break
             else:
                 current = await self._gather()
-        return self._done
+        return self.done
 
     async def _gather(self) -> _Transaction:
         """Return the records that arrive within the commit interval after the first one; empty if none arrives."""
@@ -161,13 +155,13 @@ class _Run:
         loop = asyncio.get_running_loop()
         until_s: float | None = None
         while gathered.records < MOST_ROWS and (until_s is None or loop.time() < until_s):
-            for answer in await self._consumer.records.poll():
+            for answer in await self.consumer.records.poll():
                 gathered.batches.append((answer.source, answer.columns))
                 gathered.ends[answer.source.partition] = answer.next_offset
                 gathered.records += len(answer.columns.offsets)
             if not gathered.records:
                 break
-            until_s = until_s or loop.time() + self._interval_s
+            until_s = until_s or loop.time() + self.interval_s
         return gathered
 
     async def _write(self, current: _Transaction) -> _Transaction:
@@ -180,24 +174,24 @@ class _Run:
 
     async def _written(self, current: _Transaction) -> None:
         loop = asyncio.get_running_loop()
-        made = await self._consumer.in_thread(partial(self._rows.rows, current.batches))
+        made = await self.consumer.in_thread(partial(self.rows.rows, current.batches))
 
         def work(connection: DatabaseConnection) -> tuple[WriteOutcome, int]:
-            written = write_rows(connection, table_of(self._spec, connection.types), made.rows)
+            written = write_rows(connection, table_of(self.spec, connection.types), made.rows)
             refused = [RejectedRecord(*made.records[row], why.code, why.detail) for row, why in written.refused.items()]
             rejected = made.bad + refused
             if not rejected:
                 return written, 0
             # Dead letters are sent before the commit. If they were sent after it, a crash in between would lose them.
-            return written, asyncio.run_coroutine_threadsafe(self._dead_letters.send(rejected), loop).result()
+            return written, asyncio.run_coroutine_threadsafe(self.dead_letters.send(rejected), loop).result()
 
-        outcome = await self._consumer.once(work, current.ends)
+        outcome = await self.consumer.once(work, current.ends)
         if outcome is None:
             return
-        self._dead_letters.settled(current.ends)
+        self.dead_letters.settled(current.ends)
         written, sent = outcome
-        self._done.transactions += 1
-        self._done.inserted += written.inserted
-        self._done.updated += written.updated
-        self._done.unchanged += written.unchanged
-        self._done.dead_letters += sent
+        self.done.transactions += 1
+        self.done.inserted += written.inserted
+        self.done.updated += written.updated
+        self.done.unchanged += written.unchanged
+        self.done.dead_letters += sent

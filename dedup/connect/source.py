@@ -26,9 +26,7 @@ class SourceRecords:
     """The result of one poll: records of one part of the source, in their order."""
 
     part: str
-    """Identifies a file or a table. Records without a tracking ID keep their order, because each part is sent to one
-    partition.
-    """
+    """Identifies a file or a table. Without tracking IDs, a part is sent to one partition, which keeps its order."""
     prefix: str
     values: list[bytes]
     places: Sequence[int | str]

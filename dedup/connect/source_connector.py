@@ -148,31 +148,24 @@ def _topics(ingest: Ingest, settings: Settings) -> list[WantedTopic]:
     ]
 
 
+@dataclass(slots=True)
 class _Run:
-    def __init__(
-        self,
-        outbox: TransactionalOutbox,
-        source: RecordSource,
-        maker: _RecordMaker,
-        interval_ms: int | None,
-        stop: asyncio.Event,
-    ) -> None:
-        """Collect the records of a transaction for ``interval_ms``; with None, each poll is one transaction."""
-        self._outbox: Final = outbox
-        self._source: Final = source
-        self._maker: Final = maker
-        self._interval_ms: Final = interval_ms
-        self._done: Final = Ingested()
-        self._stop: Final = stop
-        self._single = False
-        """True after the broker refused a record. Each transaction is then one poll and each record batch one record,
-        so that the broker's response identifies the refused record.
-        """
+    outbox: TransactionalOutbox
+    source: RecordSource
+    maker: _RecordMaker
+    interval_ms: int | None
+    """How long records are collected for one transaction; with None, each poll is one transaction."""
+    stop: asyncio.Event
+    done: Ingested = field(default_factory=Ingested)
+    single: bool = False
+    """True after the broker refused a record. Each transaction is then one poll and each record batch one record, so
+    that the broker's response identifies the refused record.
+    """
 
     async def until_over(self, *, exit_when_done: bool) -> Ingested:
-        self._source.restore(self._outbox.positions.values)
+        self.source.restore(self.outbox.positions.values)
         current = await asyncio.to_thread(self._collect)
-        while not self._stop.is_set():
+        while not self.stop.is_set():
             if current is not None:
                 current = await self._commit(current)
                 continue
@@ -180,35 +173,35 @@ class _Run:
                 break
             with suppress(TimeoutError):
                 async with asyncio.timeout(LOOK_AGAIN_S):
-                    await self._stop.wait()
+                    await self.stop.wait()
             current = await asyncio.to_thread(self._collect)
-        self._done.waiting = self._source.waiting()
-        return self._done
+        self.done.waiting = self.source.waiting()
+        return self.done
 
     def _collect(self) -> _Transaction | None:
         """Return the next transaction, with the records of one poll or of all polls within the interval."""
         made = _Transaction()
-        until_s = time.monotonic() + (self._interval_ms or 0) / 1000
+        until_s = time.monotonic() + (self.interval_ms or 0) / 1000
         while not made.positions or (made.records < RECORDS_AT_ONCE and time.monotonic() < until_s):
-            found = self._source.poll()
+            found = self.source.poll()
             if found is None:
                 break
             made.last = found
             made.positions[found.part] = found.position
-            for target, lines in self._maker.lines(found).items():
+            for target, lines in self.maker.lines(found).items():
                 made.lines[target] += lines
-                if target.topic == self._maker.topic:
+                if target.topic == self.maker.topic:
                     made.records += len(lines)
                 else:
                     made.dead_letters += len(lines)
-            if self._single or self._interval_ms is None:
+            if self.single or self.interval_ms is None:
                 break
         return made if made.positions else None
 
     async def _commit(self, current: _Transaction) -> _Transaction | None:
         """Commit a transaction, and return the next one, which is read in the meantime."""
-        most_rows = 1 if self._single else None
-        sending = asyncio.create_task(self._outbox.commit(current.lines, current.positions, most_rows=most_rows))
+        most_rows = 1 if self.single else None
+        sending = asyncio.create_task(self.outbox.commit(current.lines, current.positions, most_rows=most_rows))
         try:
             following = await asyncio.to_thread(self._collect)
         except BaseException:
@@ -219,23 +212,23 @@ class _Run:
             await sending
         except RecordRefused as refused:
             self._refuse(current, refused)
-            self._source.restore(self._outbox.positions.values)
+            self.source.restore(self.outbox.positions.values)
             return await asyncio.to_thread(self._collect)
-        self._single = False
-        self._done.records += current.records
-        self._done.dead_letters += current.dead_letters
-        self._done.transactions += 1
+        self.single = False
+        self.done.records += current.records
+        self.done.dead_letters += current.dead_letters
+        self.done.transactions += 1
         return following
 
     def _refuse(self, current: _Transaction, refused: RecordRefused) -> None:
-        if not self._single:
-            self._single = True
+        if not self.single:
+            self.single = True
             return
         rows = [row for row in refused.rows if row >= 0]
         if not rows or current.last is None:
             raise refused
         log.warning("%s: it becomes a dead letter", refused)
-        self._maker.refused[current.last.part, current.last.places[rows[0]]] = str(refused)
+        self.maker.refused[current.last.part, current.last.places[rows[0]]] = str(refused)
 
 
 @dataclass(slots=True)

@@ -7,8 +7,6 @@ raises CommitUnknown and the epoch ends. The outbox then begins a new epoch and 
 the positions topic, which shows whether the transaction was committed. If the transaction was not committed, the outbox
 sends the same records again. The caller therefore sees one of two results: the transaction is committed, or
 TaskMigrated is raised because another process has taken over the source.
-
-`wanted` describes the connectors' topics, and `provide` creates them.
 """
 
 from __future__ import annotations
@@ -16,8 +14,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 import msgspec
@@ -26,8 +25,8 @@ from dedup.errors import BrokerUnavailable, CommitUnknown, RecordRefused, StateI
 from dedup.kafka.record_batch import Line, fill
 from dedup.kafka.topic_admin import BROKER_DEFAULT, Admin, Topic, WantedTopic
 from dedup.kafka.transactional_producer import Session
-from dedup.kafka.wire import NoAnswer, TopicPartition, Wire
-from dedup.worker.offsets import bounds_of
+from dedup.kafka.wire import TopicPartition, Wire
+from dedup.worker.offsets import answered, bounds_of
 
 if TYPE_CHECKING:
     from dedup.settings import Settings
@@ -36,7 +35,6 @@ OWNER_KEY: Final = b"owner"
 POSITION: Final = b"at:"
 FETCH_BYTES: Final = 4 << 20
 WAIT_MS: Final = 100
-PAUSE_MS: Final = 50
 DEADLINE_MS: Final = 20_000
 PAUSE_S: Final = 0.5
 TOPIC_CONFIGS: Final[Mapping[str, str]] = {
@@ -82,57 +80,50 @@ class _Owner(msgspec.Struct, frozen=True):
 class Positions:
     """The content of the positions topic up to an offset."""
 
+    topic: str
     owner: _Owner | None = None
     values: dict[str, bytes] = field(default_factory=dict)
     """The position in each part of the source, by the part's name."""
     read_to: int = 0
 
+    async def read(self, wire: Wire, *, stable: bool = False) -> None:
+        """Read what was committed since the last call.
 
-async def _read_positions(wire: Wire, topic: str, known: Positions, *, stable: bool = False) -> Positions:
-    """Return all committed positions. Reading continues after the ``known`` positions.
+        Call this function after a new epoch has begun, when no older write can arrive any more. The function reads up
+        to the high watermark, because another writer's open transaction could hide this source's committed records
+        behind the last stable offset. With ``stable``, the function does not wait for records that an open transaction
+        hides, because that transaction may be the caller's own.
+        """
+        place = TopicPartition(self.topic, 0)
+        bounds = await bounds_of(wire, place)
+        if self.read_to > bounds.end:
+            raise StateIncompatible(
+                f"topic {self.topic!r} ends at offset {bounds.end}, but it was read up to {self.read_to} before: it "
+                f"was deleted and created again. Nothing was sent. Restore it; without it the source would be sent "
+                f"again."
+            )
+        self.read_to = max(self.read_to, bounds.start)
+        ask = partial(wire.fetch, place, max_bytes=FETCH_BYTES, wait_ms=WAIT_MS)
+        while self.read_to < bounds.end:
+            fetched = await answered(wire, lambda: ask(self.read_to))
+            for key, value in zip(fetched.keys, fetched.values, strict=True):
+                self._take(key or b"", value)
+            self.read_to = fetched.next_offset
+            if stable and self.read_to >= fetched.last_stable_offset:
+                break
 
-    Call this function after a new epoch has begun, when no older write can arrive any more. The function reads up to
-    the high watermark, because another writer's open transaction could hide this source's committed records behind the
-    last stable offset. With ``stable``, the function does not wait for records that an open transaction hides, because
-    that transaction may be the caller's own.
-    """
-    place = TopicPartition(topic, 0)
-    found = Positions(known.owner, dict(known.values), known.read_to)
-    bounds = await bounds_of(wire, place)
-    if found.read_to > bounds.end:
-        raise StateIncompatible(
-            f"topic {topic!r} ends at offset {bounds.end}, but it was read up to {found.read_to} before: it was "
-            f"deleted and created again. Nothing was sent. Restore it; without it the source would be sent again."
-        )
-    found.read_to = max(found.read_to, bounds.start)
-    while found.read_to < bounds.end:
-        try:
-            fetched = await wire.fetch(place, found.read_to, max_bytes=FETCH_BYTES, wait_ms=WAIT_MS)
-        except NoAnswer:
-            await wire.pause(PAUSE_MS)
-            continue
-        for key, value in zip(fetched.keys, fetched.values, strict=True):
-            _take(found, topic, key or b"", value)
-        found.read_to = fetched.next_offset
-        if stable and found.read_to >= fetched.last_stable_offset:
-            break
-    return found
-
-
-def _take(found: Positions, topic: str, key: bytes, value: bytes | None) -> None:
-    if key == OWNER_KEY and value is not None:
-        found.owner = msgspec.json.decode(value, type=_Owner)
-    elif key.startswith(POSITION):
-        name = key.removeprefix(POSITION).decode()
-        if value is None:
-            found.values.pop(name, None)
+    def _take(self, key: bytes, value: bytes | None) -> None:
+        if key == OWNER_KEY and value is not None:
+            self.owner = msgspec.json.decode(value, type=_Owner)
+        elif key.startswith(POSITION) and value is not None:
+            self.values[key.removeprefix(POSITION).decode()] = value
+        elif key.startswith(POSITION):
+            self.values.pop(key.removeprefix(POSITION).decode(), None)
         else:
-            found.values[name] = value
-    else:
-        raise StateIncompatible(
-            f"topic {topic!r} holds a record with the key {key[:40]!r}, which this program did not write. "
-            f"Nothing was sent. Give the source another name, or delete that topic if nobody needs it."
-        )
+            raise StateIncompatible(
+                f"topic {self.topic!r} holds a record with the key {key[:40]!r}, which this program did not write. "
+                f"Nothing was sent. Give the source another name, or delete that topic if nobody needs it."
+            )
 
 
 class TransactionalOutbox:
@@ -146,11 +137,10 @@ class TransactionalOutbox:
         settings: Settings,
         stopped: Callable[[], bool] = lambda: False,
     ) -> None:
-        self.positions = Positions()
+        self.positions: Final = Positions(offsets_topic)
         """The positions after the last commit."""
         self._stopped: Final = stopped
         self._wire: Final = wire
-        self._topic: Final = offsets_topic
         self._compression: Final = settings.topics.compression
         self._run: Final = uuid.uuid4().hex
         self._number = 0
@@ -162,13 +152,10 @@ class TransactionalOutbox:
         )
 
     async def open(self) -> None:
-        """Fence earlier owners, abort their open transactions, and read the positions.
-
-        Raises BrokerUnavailable if no broker responds in time.
-        """
+        """Fence earlier owners, abort their transactions, and read the positions; raises BrokerUnavailable."""
         try:
             await self._session.open()
-            self.positions = await _read_positions(self._wire, self._topic, self.positions)
+            await self.positions.read(self._wire)
             # Write the ID of this run now, so that other processes see the new owner even if it never sends a record.
             await self.commit({}, {})
         except CommitUnknown as error:
@@ -177,11 +164,11 @@ class TransactionalOutbox:
     async def commit(
         self,
         lines: Mapping[TopicPartition, Sequence[Line]],
-        positions: Mapping[str, bytes | None],
+        positions: Mapping[str, bytes],
         *,
         most_rows: int | None = None,
     ) -> None:
-        """Make the records and positions visible exactly once; a position of None is deleted.
+        """Make the records and positions visible exactly once.
 
         ``most_rows`` limits the records per record batch; with 1, the broker's response identifies a refused record.
         Raises TaskMigrated if another process has taken over the source, and RecordRefused if the broker refuses a
@@ -193,41 +180,33 @@ class TransactionalOutbox:
                 name = self._session.transactional_id
                 await self._happened(CommitUnknown(f"{name}: the last transaction was interrupted"))
             self._unsure = True
-            await self._once(lambda: self._send(lines, positions, most_rows))
+            await self._insist(lines, positions, most_rows)
             self._unsure = False
-            for name, value in positions.items():
-                if value is None:
-                    self.positions.values.pop(name, None)
-                else:
-                    self.positions.values[name] = value
+            self.positions.values.update(positions)
 
-    async def _once(self, send: Callable[[], Awaitable[None]]) -> None:
+    async def _insist(
+        self, lines: Mapping[TopicPartition, Sequence[Line]], positions: Mapping[str, bytes], most_rows: int | None
+    ) -> None:
         """Repeat the transaction until it is committed."""
         self._number += 1
+        own: list[Line] = [(-1, 0, POSITION + name.encode(), value, []) for name, value in sorted(positions.items())]
+        own.append((-1, 0, OWNER_KEY, msgspec.json.encode(_Owner(self._run, self._number)), []))
         while True:
             try:
-                return await send()
+                for target, part in lines.items():
+                    self._session.add(fill(target, part, compression=self._compression, most_rows=most_rows))
+                self._session.add(fill(TopicPartition(self.positions.topic, 0), own, compression=self._compression))
+                await self._session.commit({})
             except CommitUnknown as unknown:
                 if await self._happened(unknown):
-                    return None
+                    return
             except RecordRefused:
                 self._number -= 1
                 await self._begin_epoch()
                 self._unsure = False
                 raise
-
-    async def _send(
-        self,
-        lines: Mapping[TopicPartition, Sequence[Line]],
-        positions: Mapping[str, bytes | None],
-        most_rows: int | None,
-    ) -> None:
-        own: list[Line] = [(-1, 0, POSITION + name.encode(), value, []) for name, value in sorted(positions.items())]
-        own.append((-1, 0, OWNER_KEY, msgspec.json.encode(_Owner(self._run, self._number)), []))
-        for target, part in lines.items():
-            self._session.add(fill(target, part, compression=self._compression, most_rows=most_rows))
-        self._session.add(fill(TopicPartition(self._topic, 0), own, compression=self._compression))
-        await self._session.commit({})
+            else:
+                return
 
     async def _happened(self, unknown: CommitUnknown) -> bool:
         """Tell whether a commit without a response took effect. Retries until a broker responds."""
@@ -242,20 +221,17 @@ class TransactionalOutbox:
                     await self._refuse_if_overtaken(stable=True)
                 await self._session.open()
                 return await self._refuse_if_overtaken()
-            except CommitUnknown as again:
-                await self._wait(again)
-
-    async def _wait(self, unknown: CommitUnknown) -> None:
-        log.warning("waiting for the broker: %s", unknown)
-        if self._stopped():
-            raise BrokerUnavailable(
-                f"stopped while no broker answered: {unknown} The next start finds out whether the last transaction "
-                f"happened, and continues after it."
-            ) from unknown
-        await asyncio.sleep(PAUSE_S)
+            except CommitUnknown as unknown:
+                log.warning("waiting for the broker: %s", unknown)
+                if self._stopped():
+                    raise BrokerUnavailable(
+                        f"stopped while no broker answered: {unknown} The next start finds out whether the last "
+                        f"transaction happened, and continues after it."
+                    ) from unknown
+                await asyncio.sleep(PAUSE_S)
 
     async def _refuse_if_overtaken(self, *, stable: bool = False) -> _Owner:
-        self.positions = await _read_positions(self._wire, self._topic, self.positions, stable=stable)
+        await self.positions.read(self._wire, stable=stable)
         owner = self.positions.owner
         if owner is not None and owner.run == self._run:
             return owner

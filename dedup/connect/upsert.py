@@ -180,10 +180,7 @@ def plan_tables(connection: DatabaseConnection, spec: SinkSpec) -> dict[str, str
 
 
 def make_tables(connection: DatabaseConnection, spec: SinkSpec) -> None:
-    """Create the staging table and the sink's missing tables.
-
-    Raises StateIncompatible if the sink's table exists with different columns or a different key.
-    """
+    """Create the staging table and missing tables. Raises StateIncompatible if an existing table is unsuitable."""
     for name, statement in plan_tables(connection, spec).items():
         make(connection, name, statement)
     table = table_of(spec, connection.types)
