@@ -31,7 +31,6 @@ from dedup.worker.record_collector import DETAIL, REASON, SOURCE, TIMESTAMP
 if TYPE_CHECKING:
     from dedup.settings import Settings
 
-WAIT_MS: Final = 100
 log: Final = logging.getLogger(__name__)
 
 
@@ -97,7 +96,7 @@ class DeadLetterProducer:
         if not offsets:
             return found
         own = f"{state.source.topic}/{state.source.partition}/".encode()
-        reader = TopicReader(self._wire, await TopicCheck.of(self._wire, state.target.topic), wait_ms=WAIT_MS)
+        reader = TopicReader(self._wire, await TopicCheck.of(self._wire, state.target.topic))
         await reader.begin(state.target, FROM_START)
         while not reader.at_end:
             for answer in await reader.poll():

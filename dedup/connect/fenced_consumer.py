@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final, TypeVar
 
-from dedup.connect.database import OFFSETS, OFFSETS_STATEMENT, DatabaseConnection, FencedOffsets, make
+from dedup.connect.database import OFFSETS, OFFSETS_STATEMENT, DatabaseConnection, FencedOffsets, make, transaction
 from dedup.connect.open_database import RetryingDatabase
 from dedup.errors import CommitUnknown
 from dedup.kafka.client import KafkaWire
@@ -26,9 +26,9 @@ log: Final = logging.getLogger(__name__)
 class TopicReader:
     """Reads partitions of a topic, starting at given offsets."""
 
-    def __init__(self, wire: KafkaWire, check: TopicCheck, *, wait_ms: int, gather_ms: int = 0) -> None:
+    def __init__(self, wire: KafkaWire, check: TopicCheck, *, gather_ms: int = 0) -> None:
         self._wire: Final = wire
-        self._fetcher: Final = FeedFetcher(wire, check, wait_ms=wait_ms, gather_ms=gather_ms)
+        self._fetcher: Final = FeedFetcher(wire, check, wait_ms=WAIT_MS, gather_ms=gather_ms)
         self._next: Final[dict[TopicPartition, int]] = {}
         """The offset after the records that `poll` has returned. The fetcher's own position may be ahead of it."""
         self._ends: Final[dict[TopicPartition, int]] = {}
@@ -82,7 +82,7 @@ class FencedConsumer:
         self._closing = False
         self._stopped: Final[Callable[[], bool]] = lambda: self._closing or stopped()
         self._check: Final = TopicCheck(wire, {topic.name: TopicNow(topic.topic_id, topic.partitions)})
-        self.records: Final = TopicReader(wire, self._check, wait_ms=WAIT_MS, gather_ms=gather_ms)
+        self.records: Final = TopicReader(wire, self._check, gather_ms=gather_ms)
         self._database: Final = RetryingDatabase(url, self._stopped, prepare=self._make)
         self._thread: Final = ThreadPoolExecutor(1, "database")
 
@@ -116,7 +116,23 @@ class FencedConsumer:
                 log.warning("%s: %s", self.offsets.reader, silent)
                 if self._stopped():
                     return None
-        return await self.in_thread(lambda: self._database.once(work, self.offsets, ends))
+        unanswered: list[T] = []
+        """Results of attempts whose commit may have got no response."""
+
+        def attempt(connection: DatabaseConnection) -> T:
+            if unanswered and self.offsets.happened(connection, ends):
+                return unanswered[-1]
+            with transaction(connection):
+                self.offsets.advance(connection, ends)
+                unanswered.append(work(connection))
+            return unanswered[-1]
+
+        def insist() -> T:
+            found = self._database.insist(attempt)
+            self.offsets.positions.update(ends)
+            return found
+
+        return await self.in_thread(insist)
 
     async def in_thread(self, work: Callable[[], T]) -> T:
         """Run ``work`` in the database thread, and return its result. Only one call runs at a time."""

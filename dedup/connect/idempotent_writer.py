@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Final, Self
 
-from dedup.connect.transactional_outbox import TOPIC_CONFIGS, TransactionalOutbox, provide, wanted
+from dedup.connect.transactional_outbox import TOPIC_CONFIGS, TransactionalOutbox, provide
 from dedup.core.partitioner import partitions
 from dedup.errors import InvariantBroken, StateIncompatible
 from dedup.kafka.client import KafkaWire
@@ -83,7 +83,7 @@ class IdempotentWriter:
             await self._wire.start()
             stack.push_async_callback(self._wire.stop)
             async with Admin(self._wire.connection) as admin:
-                await provide(admin, [wanted(offsets, 1, self._settings, TOPIC_CONFIGS)], self._settings)
+                await provide(admin, self._settings, {offsets: (1, TOPIC_CONFIGS)})
                 have = await admin.topics(self._topics)
             missing = [topic for topic in self._topics if topic not in have]
             if missing:

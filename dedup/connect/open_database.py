@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Final, TypeVar
 
 from dedup.connect import sqlite
-from dedup.connect.database import DatabaseAway, DatabaseConnection, FencedOffsets, shown, transaction
+from dedup.connect.database import DatabaseAway, DatabaseConnection, shown
 from dedup.errors import DatabaseUnavailable, Problem, SettingsError
 
 POSTGRES: tuple[str, ...] = ("postgresql://", "postgres://")
@@ -83,27 +83,6 @@ class RetryingDatabase:
                 log.warning("the database does not answer, waiting; nothing is lost: %s", away)
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
-
-    def once(self, work: Callable[[DatabaseConnection], T], offsets: FencedOffsets, ends: Mapping[int, int]) -> T:
-        """Run ``work`` exactly once in a transaction that also moves the offsets, and return its result.
-
-        A transaction that was not committed is repeated. Raises TaskMigrated if another process owns a partition, and
-        DatabaseUnavailable like `insist`.
-        """
-        unanswered: list[T] = []
-        """Results of attempts whose commit may have got no response."""
-
-        def attempt(connection: DatabaseConnection) -> T:
-            if unanswered and offsets.happened(connection, ends):
-                return unanswered[-1]
-            with transaction(connection):
-                offsets.advance(connection, ends)
-                unanswered.append(work(connection))
-            return unanswered[-1]
-
-        found = self.insist(attempt)
-        offsets.positions.update(ends)
-        return found
 
     def close(self) -> None:
         """Close the connection, if there is one."""

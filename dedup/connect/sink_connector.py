@@ -18,7 +18,7 @@ from dedup.connect.database import DatabaseConnection, FencedOffsets, WriteOutco
 from dedup.connect.dead_letter_producer import DeadLetterProducer, RejectedRecord
 from dedup.connect.fenced_consumer import FencedConsumer
 from dedup.connect.source_connector import set_by_signals
-from dedup.connect.transactional_outbox import provide, wanted
+from dedup.connect.transactional_outbox import provide
 from dedup.connect.upsert import RowMaker, make_tables, refuse_lost_table, table_of, write_rows
 from dedup.errors import BrokerUnavailable, CommitUnknown, Problem, StateIncompatible, TopologyError
 from dedup.kafka.client import KafkaWire
@@ -89,9 +89,8 @@ async def run_sink(
         topic, dead_letter = await _topics(wire, spec, settings)
         numbers = sorted(partitions or range(topic.partitions))
         if numbers[-1] >= topic.partitions:
-            raise StateIncompatible(
-                f"topic {spec.topic!r} has {topic.partitions} partitions, 0 to {topic.partitions - 1}."
-            )
+            last = topic.partitions - 1
+            raise StateIncompatible(f"topic {spec.topic!r} has {topic.partitions} partitions, 0 to {last}.")
         dead_letters = DeadLetterProducer(wire, topology.name, topic.name, dead_letter, settings)
         stop = stack.enter_context(set_by_signals())
         consumer = FencedConsumer(
@@ -120,7 +119,7 @@ async def _topics(wire: KafkaWire, spec: SinkSpec, settings: Settings) -> tuple[
             "message.timestamp.type": "LogAppendTime",
             "max.message.bytes": str(topic.max_record_bytes + SLACK_BYTES),
         }
-        made = await provide(admin, [wanted(spec.dead_letter, topic.partitions, settings, configs)], settings)
+        made = await provide(admin, settings, {spec.dead_letter: (topic.partitions, configs)})
     return topic, made[spec.dead_letter]
 
 

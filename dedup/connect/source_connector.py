@@ -22,17 +22,17 @@ import orjson
 from dedup.connect.file_source import Files
 from dedup.connect.source import DeadRecord, RecordSource, SourceRecords
 from dedup.connect.table_source import NumberedRows
-from dedup.connect.transactional_outbox import TOPIC_CONFIGS, TransactionalOutbox, provide, wanted
+from dedup.connect.transactional_outbox import TOPIC_CONFIGS, TransactionalOutbox, provide
 from dedup.connect.upsert import look_up
 from dedup.core.event_time import FieldTime
 from dedup.core.extract import compile_extractor
 from dedup.core.partitioner import partitions
-from dedup.core.tracking_id import FieldRule, FieldsRule, RawContentRule, TrackingId
+from dedup.core.tracking_id import FieldsRule, RawContentRule, TrackingId
 from dedup.errors import RecordRefused, StateIncompatible
 from dedup.kafka.client import KafkaWire
 from dedup.kafka.connection import Connection
 from dedup.kafka.record_batch import Header, Line
-from dedup.kafka.topic_admin import Admin, Topic, WantedTopic
+from dedup.kafka.topic_admin import Admin, Topic
 from dedup.kafka.wire import TopicPartition
 from dedup.topology.ingest_file import Ingest
 from dedup.topology.schema import FilesSource, Marker, TableSource
@@ -107,7 +107,7 @@ async def run_ingest(
         await wire.start()
         stack.push_async_callback(wire.stop)
         async with Admin(wire.connection) as admin:
-            topics = await provide(admin, _topics(ingest, settings), settings)
+            topics = await provide(admin, settings, _topics(ingest, settings))
         stop = stack.enter_context(set_by_signals())
         name = f"{ingest.name}.ingest.0"
         outbox = TransactionalOutbox(wire, name, ingest.offsets_topic, settings, stop.is_set)
@@ -135,17 +135,17 @@ def set_by_signals() -> Iterator[asyncio.Event]:
             loop.remove_signal_handler(number)
 
 
-def _topics(ingest: Ingest, settings: Settings) -> list[WantedTopic]:
+def _topics(ingest: Ingest, settings: Settings) -> dict[str, tuple[int | None, Mapping[str, str]]]:
     retention = settings.topics.retention_ms
     configs = {} if retention is None else {"retention.ms": str(retention)}
     if retention is None and isinstance(ingest.event_time, FieldTime):
         # Records may be old. With the default retention of 7 days, Kafka would soon delete them.
         configs = {"retention.ms": NO_RETENTION_LIMIT}
-    return [
-        wanted(ingest.topic, ingest.partitions, settings, configs),
-        wanted(ingest.dead_letter, ingest.partitions, settings, {"message.timestamp.type": "LogAppendTime"}),
-        wanted(ingest.offsets_topic, 1, settings, TOPIC_CONFIGS),
-    ]
+    return {
+        ingest.topic: (ingest.partitions, configs),
+        ingest.dead_letter: (ingest.partitions, {"message.timestamp.type": "LogAppendTime"}),
+        ingest.offsets_topic: (1, TOPIC_CONFIGS),
+    }
 
 
 @dataclass(slots=True)
@@ -350,7 +350,7 @@ class _RecordMaker:
             if (why := self.refused.get((found.part, found.places[row]))) is not None:
                 bad[row] = DeadRecord(found.places[row], "refused", why, None)
         keys = self._keys(found.values, bad)
-        bad |= self._too_large(found, keys, bad)
+        bad = self._too_large(found, keys) | bad
         if self._ingest.tracking_id is None:
             # Each part of the source is sent to one partition, which keeps the order of a file or table.
             numbers = partitions([found.part.encode()], self._count) * count
@@ -374,17 +374,15 @@ class _RecordMaker:
             lines[TopicPartition(self._ingest.dead_letter, number)] = letters
         return lines
 
-    def _too_large(
-        self, found: SourceRecords, keys: Sequence[bytes | None], bad: dict[int, DeadRecord]
-    ) -> dict[int, DeadRecord]:
+    def _too_large(self, found: SourceRecords, keys: Sequence[bytes | None]) -> dict[int, DeadRecord]:
         longest = max(map(len, found.values), default=0) + max((len(key or b"") for key in keys), default=0)
         if longest + HEADERS_BYTES <= self._most_bytes:
             return {}
         text = f"bytes are more than a record of topic {self.topic} can hold"
         return {
             row: DeadRecord(found.places[row], "too_large", f"{len(value)} {text}", None)
-            for row, value in enumerate(found.values)
-            if row not in bad and len(value) + len(keys[row] or b"") + HEADERS_BYTES > self._most_bytes
+            for row, (value, key) in enumerate(zip(found.values, keys, strict=True))
+            if len(value) + len(key or b"") + HEADERS_BYTES > self._most_bytes
         }
 
     def _keys(self, values: Sequence[bytes], bad: dict[int, DeadRecord]) -> Sequence[bytes | None]:
@@ -394,15 +392,13 @@ class _RecordMaker:
         if bad:
             values = [b"null" if row in bad else value for row, value in enumerate(values)]
         records = map(orjson.loads, values)
-        match rule:
-            case FieldRule((str() as name,)) if not bad:
+        if isinstance(rule, FieldsRule):
+            return [orjson.dumps([look_up(record, path) for path in rule.paths]) for record in records]
+        match rule.path:
+            case (str() as name,) if not bad:
                 return [_text(record[name]) for record in records]
-            case FieldRule(path):
+            case path:
                 return [_text(look_up(record, path)) for record in records]
-            case FieldsRule(paths):
-                return [orjson.dumps([look_up(record, path) for path in paths]) for record in records]
-            case never:
-                assert_never(never)
 
 
 def _dead_letter(dead: DeadRecord, prefix: str, now_ms: int) -> Line:

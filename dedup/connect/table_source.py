@@ -16,7 +16,6 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Final
 
@@ -36,6 +35,8 @@ PART: Final = "table"
 FIRST_USER_OID: Final = 16_384
 """Relations with lower OIDs belong to PostgreSQL itself."""
 WRITE_LOCKS: Final = "'RowExclusiveLock', 'ShareRowExclusiveLock', 'ExclusiveLock', 'AccessExclusiveLock'"
+_Columns = Mapping[str, tuple[bool, bool]]
+"""For each column, whether it has an integer type, and whether it is never null."""
 log: Final = logging.getLogger(__name__)
 
 
@@ -104,10 +105,11 @@ class NumberedRows:
         )
         if len(rows) <= MOST_ROWS:
             self._bound = None
+        width = len(self._order)
         for one, other in pairwise(rows if self._spec.query else ()):
-            if one[: len(self._order)] == other[: len(self._order)]:
+            if one[:width] == other[:width]:
                 remedy = "" if self._spec.unique else "; name a second column with `unique`"
-                raise self._unfit(f"two rows have {' and '.join(self._order)} {self._place(one)}{remedy}")
+                raise self._unfit(f"two rows have {' and '.join(self._order)} {_place(one[:width])}{remedy}")
         return self._records(rows[:MOST_ROWS]) if rows else None
 
     def _after(self, connection: DatabaseConnection) -> tuple[str, tuple[int, ...]]:
@@ -155,9 +157,6 @@ class NumberedRows:
     def _unfit(self, why: str) -> StateIncompatible:
         return StateIncompatible(f"{self._name}: {self._spec.named}: {why}. Nothing was sent after it.")
 
-    def _place(self, row: Sequence[Any]) -> str:
-        return "/".join(map(str, row[: len(self._order)]))
-
     def _records(self, rows: Sequence[tuple[Any, ...]]) -> SourceRecords:
         width = len(self._order)
         values: list[bytes] = []
@@ -168,7 +167,7 @@ class NumberedRows:
             if not all(type(number) is int for number in row[:width]):
                 what = f"{' and '.join(self._order)} of a row after {self._at} is not an integer"
                 raise self._unfit(f"{what}; correct that row")
-            place = self._place(row)
+            place = _place(row[:width])
             try:
                 value = row[width].encode() if self._postgres else _as_json(self._names, row[width:])
             except (TypeError, ValueError) as error:
@@ -195,20 +194,28 @@ class NumberedRows:
             self._names = connection.columns(self._spec.query)
             self._refuse(_misfits_of_query(self._names, self._order))
             return
-        shape = _postgres_shape(connection, self._spec) if self._postgres else _sqlite_shape(connection, self._spec)
-        self._names = shape.columns
-        self._refuse(_misfits(shape, self._order))
-        if shape.reuses_numbers:
+        table, reused = self._spec.table or "", None
+        if self._postgres:
+            columns, keys = _postgres_shape(connection, table)
+        else:
+            columns, keys, reused = _sqlite_shape(connection, table.rpartition(".")[2])
+        self._names = list(columns)
+        self._refuse(_misfits(columns, keys, self._order))
+        if reused == self._spec.column:
             text = (
                 "%s: %s.%s is not AUTOINCREMENT: SQLite gives the number of a deleted last row to another one, which "
                 "is then not read. This is exact only if such rows are never deleted."
             )
-            log.warning(text, self._name, self._spec.table, self._spec.column)
+            log.warning(text, self._name, table, reused)
 
     def _refuse(self, reasons: Iterator[str]) -> None:
         what = f"table {self._spec.table}" if self._spec.table else "the query"
         for why in reasons:
             raise StateIncompatible(f"{self._name}: {what}: {why}. Nothing was sent.")
+
+
+def _place(numbers: Sequence[int]) -> str:
+    return "/".join(map(str, numbers))
 
 
 def _writers(connection: DatabaseConnection, relations: Sequence[int]) -> set[str]:
@@ -233,34 +240,21 @@ def _as_json(names: Sequence[str], row: Sequence[Any]) -> bytes:
     return orjson.dumps(found)
 
 
-@dataclass(frozen=True, slots=True)
-class _Shape:
-    """The columns and unique keys of a table."""
-
-    columns: list[str]
-    whole: set[str]
-    """The columns that have an integer type."""
-    never_null: set[str]
-    keys: list[list[str]]
-    """The columns of each unique index."""
-    reuses_numbers: bool = False
-    """True if SQLite gives the number of a deleted last row to another row."""
-
-
 # These functions yield the reasons why rows cannot be read by number; the first one is reported.
 
 
-def _misfits(shape: _Shape, order: Sequence[str]) -> Iterator[str]:
-    if not shape.columns:
+def _misfits(columns: _Columns, keys: Sequence[Sequence[str]], order: Sequence[str]) -> Iterator[str]:
+    if not columns:
         yield "there is no such table"
     for each in order:
-        if each not in shape.columns:
-            yield f"it has no column {each!r}; it has {', '.join(shape.columns)}"
-        if each not in shape.whole:
+        if each not in columns:
+            yield f"it has no column {each!r}; it has {', '.join(columns)}"
+        whole, never_null = columns[each]
+        if not whole:
             yield f"column {each!r} is not of an integer type such as BIGINT"
-        if each not in shape.never_null:
+        if not never_null:
             yield f"column {each!r} may be null, and such rows would never be read; make it NOT NULL"
-    if not any(set(key) <= set(order) for key in shape.keys):
+    if not any(set(key) <= set(order) for key in keys):
         remedy = "add one" if len(order) > 1 else "add one, or name a second column with `unique`"
         yield f"no unique index on {' and '.join(order)}, so two rows may be equal there: {remedy}"
 
@@ -323,40 +317,31 @@ def _relations_of(connection: DatabaseConnection, spec: TableSource) -> list[int
     return [oid for (oid,) in rows]
 
 
-def _postgres_shape(connection: DatabaseConnection, spec: TableSource) -> _Shape:
+def _postgres_shape(connection: DatabaseConnection, table: str) -> tuple[_Columns, list[list[str]]]:
+    """Return the columns of a table, and the columns of each unique index."""
     columns = connection.query(
-        "SELECT attname, atttypid::regtype::text, attnotnull FROM pg_attribute "
+        "SELECT attname, atttypid::regtype::text IN ('smallint', 'integer', 'bigint'), attnotnull FROM pg_attribute "
         "WHERE attrelid = %s::regclass AND attnum > 0 AND NOT attisdropped ORDER BY attnum",
-        (spec.table,),
+        (table,),
     )
     keys = connection.query(
         "SELECT array(SELECT attname::text FROM pg_attribute WHERE attrelid = indrelid AND attnum = ANY(indkey)) "
         "FROM pg_index WHERE indrelid = %s::regclass AND indisunique AND indisvalid "
         "AND indpred IS NULL AND indexprs IS NULL",
-        (spec.table,),
+        (table,),
     )
-    return _Shape(
-        [name for name, *_ in columns],
-        {name for name, kind, _ in columns if kind in {"smallint", "integer", "bigint"}},
-        {name for name, _, never in columns if never},
-        [key for (key,) in keys],
-    )
+    return {name: (whole, never_null) for name, whole, never_null in columns}, [key for (key,) in keys]
 
 
-def _sqlite_shape(connection: DatabaseConnection, spec: TableSource) -> _Shape:
-    table = (spec.table or "").rpartition(".")[2]
-    columns = connection.query('SELECT name, upper(type), "notnull", pk FROM pragma_table_info(?)', (table,))
-    primary = [name for name, _, _, position in columns if position]
-    keys = [primary] if primary else []
+def _sqlite_shape(connection: DatabaseConnection, table: str) -> tuple[_Columns, list[list[str]], str | None]:
+    """Return the same for SQLite, with the column whose numbers SQLite gives to another row after a deletion."""
+    found = connection.query('SELECT name, upper(type), "notnull", pk FROM pragma_table_info(?)', (table,))
+    primary = [(name, kind) for name, kind, _, position in found if position]
+    # An INTEGER PRIMARY KEY is SQLite's row number, so it is never null.
+    row_number = primary[0][0] if len(primary) == 1 and primary[0][1] == "INTEGER" else None
+    columns = {name: ("INT" in kind, bool(never) or name == row_number) for name, kind, never, _ in found}
+    keys = [[name for name, _ in primary]] if primary else []
     for (index,) in connection.query('SELECT name FROM pragma_index_list(?) WHERE "unique" AND NOT partial', (table,)):
         keys.append([name for (name,) in connection.query("SELECT name FROM pragma_index_info(?)", (index,))])
-    # An INTEGER PRIMARY KEY is SQLite's row number, so it is never null.
-    row_number = [name for name, kind, _, position in columns if position and kind == "INTEGER" and len(primary) == 1]
-    created = connection.query("SELECT sql FROM sqlite_master WHERE type = 'table' AND name = ?", (table,))
-    return _Shape(
-        [name for name, *_ in columns],
-        {name for name, kind, *_ in columns if "INT" in kind},
-        {name for name, _, never, _ in columns if never} | set(row_number),
-        keys,
-        reuses_numbers=spec.column in row_number and not any("AUTOINCREMENT" in sql.upper() for (sql,) in created),
-    )
+    kept = connection.query("SELECT 1 FROM sqlite_master WHERE name = ? AND sql LIKE '%AUTOINCREMENT%'", (table,))
+    return columns, keys, None if kept else row_number

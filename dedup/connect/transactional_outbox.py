@@ -46,26 +46,28 @@ TOPIC_CONFIGS: Final[Mapping[str, str]] = {
 log: Final = logging.getLogger(__name__)
 
 
-def wanted(name: str, partitions: int | None, settings: Settings, configs: Mapping[str, str]) -> WantedTopic:
-    """Return a topic with the configured replication. If ``partitions`` is None, the brokers' default applies."""
-    least = settings.topics.min_insync_replicas
-    base = {} if least is None else {"min.insync.replicas": str(least)}
-    return WantedTopic(
-        name, partitions or BROKER_DEFAULT, settings.topics.replication_factor or BROKER_DEFAULT, {**base, **configs}
-    )
+async def provide(
+    admin: Admin, settings: Settings, topics: Mapping[str, tuple[int | None, Mapping[str, str]]]
+) -> dict[str, Topic]:
+    """Create missing topics, and return all topics. Raises StateIncompatible if a missing topic may not be created.
 
-
-async def provide(admin: Admin, topics: Sequence[WantedTopic], settings: Settings) -> dict[str, Topic]:
-    """Create missing topics, and return all topics. Raises StateIncompatible if a missing topic may not be created."""
-    names = [topic.name for topic in topics]
-    have = await admin.topics(names)
-    missing = [topic for topic in topics if topic.name not in have]
+    ``topics`` maps each name to the number of partitions, which is None for the brokers' default, and the configs.
+    """
+    have = await admin.topics(topics)
+    missing = {name: wanted for name, wanted in topics.items() if name not in have}
     if missing and not settings.topics.create:
-        listed = ", ".join(repr(topic.name) for topic in missing)
+        listed = ", ".join(map(repr, missing))
         raise StateIncompatible(f"missing topics {listed}, and `topics.create` is false. Create them, or allow it.")
     if missing:
-        await admin.create(missing)
-    return await admin.settled(names)
+        least, factor = settings.topics.min_insync_replicas, settings.topics.replication_factor or BROKER_DEFAULT
+        base = {} if least is None else {"min.insync.replicas": str(least)}
+        await admin.create(
+            [
+                WantedTopic(name, partitions or BROKER_DEFAULT, factor, {**base, **configs})
+                for name, (partitions, configs) in missing.items()
+            ]
+        )
+    return await admin.settled(topics)
 
 
 class _Owner(msgspec.Struct, frozen=True):

@@ -12,7 +12,7 @@ from typing import Final, TypeVar
 
 from dedup.core.tracking_id import HeaderRule, KeyRule
 from dedup.quantities import format_duration
-from dedup.topology.ingest_file import Ingest, Source, place_of, settle_sentence
+from dedup.topology.ingest_file import Ingest, Source, settle_sentence
 from dedup.topology.lint import Finding, warning
 from dedup.topology.model import Topology, rule_text
 from dedup.topology.schema import FilesSource
@@ -90,7 +90,12 @@ def describe_chain(files: Sequence[Named], weak: frozenset[str]) -> list[str]:
     """
     lines: list[str] = []
     for file, ingest in _stages(files, Ingest):
-        lines += _paths(files, ingest.topic, f"{place_of(ingest.source)} → {ingest.topic}", [file], weak)
+        source = ingest.source
+        if isinstance(source, FilesSource):
+            place = f"{source.directory}/{source.pattern}"
+        else:
+            place = f"table {source.table}" if source.table else "a query"
+        lines += _paths(files, ingest.topic, f"{place} → {ingest.topic}", [file], weak)
     return lines
 
 

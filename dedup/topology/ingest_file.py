@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Final, Literal, assert_never
+from typing import Any, Final, Literal
 
 from dedup.core.event_time import EventTime
 from dedup.core.tracking_id import FieldRule, FieldsRule
@@ -83,17 +83,6 @@ def _one_role_each(document: Document) -> Iterator[Problem]:
             yield Problem(document.place(("output", "topic")), text)
     if dead == offsets:
         yield Problem(document.place(("dead_letter",)), f'dead_letter: "{dead}" holds the source offsets; name another')
-
-
-def place_of(source: Source) -> str:
-    """Return a short name of a source for messages."""
-    match source:
-        case FilesSource():
-            return f"{source.directory}/{source.pattern}"
-        case TableSource():
-            return f"table {source.table}" if source.table else "a query"
-        case never:
-            assert_never(never)
 
 
 def settle_sentence(table: TableSource) -> str:

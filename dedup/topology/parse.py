@@ -24,7 +24,7 @@ from dedup.core.tracking_id import (
     TrackingId,
 )
 from dedup.core.window import Window
-from dedup.errors import InvariantBroken, Problem, TopologyError
+from dedup.errors import Problem, TopologyError
 from dedup.topology.model import Late, LateDrop, LateForward, LateTo, SinkColumn, SinkSpec, SourceSpec, Topology
 from dedup.topology.schema import (
     RULES,
@@ -124,13 +124,9 @@ def _rule(file: TrackingIdFile) -> Rule:
         return FieldRule(file.field)
     if file.fields is not None:
         return FieldsRule(tuple(file.fields))
-    if file.content is True:
-        return RawContentRule()
     if file.content is not None:
-        return ContentRule(tuple(file.content.exclude))
-    if file.key is not None:
-        return KeyRule()
-    raise InvariantBroken("a tracking_id without a rule passed validation.")
+        return RawContentRule() if file.content is True else ContentRule(tuple(file.content.exclude))
+    return KeyRule()  # `_one_rule` has found exactly one rule
 
 
 def event_time_of(written: str | FieldTimeFile) -> EventTime:
