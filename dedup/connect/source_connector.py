@@ -240,16 +240,6 @@ class _Pending:
     dead: list[DeadRecord] = field(default_factory=list)
     size_bytes: int = 0
 
-    def add(self, found: SourceRecords, first: int, end: int | None = None) -> None:
-        """Add the records from row ``first`` up to ``end``, and the dead records between them."""
-        # A dead record between a marker and the next row belongs after the marker.
-        last = len(found.values) if end is None else end - 1
-        self.dead += [each for each in found.dead if first <= each.row <= last]
-        values = found.values[first:end]
-        self.size_bytes += sum(map(len, values))
-        self.values += values
-        self.places += found.places[first:end]
-
 
 class TransactionBoundary:
     """A source whose own records mark where a transaction ends, so that each poll returns one transaction.
@@ -299,15 +289,19 @@ class TransactionBoundary:
                 return
             text = "%s: %d records without their marker precede blank lines or the end; they wait for a marker"
             log.warning(text, found.part, len(pending.values))
-        first = 0
-        for row in [row for row, value in enumerate(found.values) if self._ends(value)]:
-            pending.add(found, first, row + 1)
-            position, dead = found.after(row), pending.dead
-            whole = replace(found, values=pending.values, places=pending.places, position=position, dead=dead)
-            self._ready.append(whole)
-            pending = self._pending[found.part] = _Pending()
-            first = row + 1
-        pending.add(found, first)
+        ends = [row + 1 for row, value in enumerate(found.values) if self._ends(value)]
+        for first, end in zip((0, *ends), (*ends, None), strict=True):
+            pending.values += found.values[first:end]
+            pending.places += found.places[first:end]
+            pending.size_bytes += sum(map(len, found.values[first:end]))
+            # A dead record between a marker and the next row belongs after the marker.
+            last = len(found.values) if end is None else end - 1
+            pending.dead += [each for each in found.dead if first <= each.row <= last]
+            if end is not None:
+                at, dead = found.after(end - 1), pending.dead
+                whole = replace(found, values=pending.values, places=pending.places, position=at, dead=dead)
+                self._ready.append(whole)
+                pending = self._pending[found.part] = _Pending()
         if len(pending.values) > MOST_RECORDS or pending.size_bytes > MOST_BYTES:
             raise StateIncompatible(
                 f"{found.prefix}{pending.places[0]}: no marker among the {len(pending.values):,} records after this "

@@ -213,14 +213,13 @@ class TransactionalOutbox:
     async def _happened(self, unknown: CommitUnknown) -> bool:
         """Tell whether a commit without a response took effect. Retries until a broker responds."""
         log.warning("%s", unknown)
-        # A fenced writer must stop instead of fencing its successor, so it also checks before the new epoch.
-        return (await self._begin_epoch(check_before=True)).transaction == self._number
+        return (await self._begin_epoch()).transaction == self._number
 
-    async def _begin_epoch(self, *, check_before: bool = False) -> _Owner:
+    async def _begin_epoch(self) -> _Owner:
         while True:
             try:
-                if check_before:
-                    await self._refuse_if_overtaken(stable=True)
+                # A fenced writer must stop instead of fencing its successor, so it also checks before the new epoch.
+                await self._refuse_if_overtaken(stable=True)
                 await self._session.open()
                 return await self._refuse_if_overtaken()
             except CommitUnknown as unknown:

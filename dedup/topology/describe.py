@@ -68,7 +68,7 @@ def graph(topology: Topology) -> tuple[list[Node], list[Edge]]:
     nodes += [Node("agent dedup", "agent", first + 1), Node(f"table {topology.name}", "table", first + 1)]
     edges += [Edge(topic, "agent dedup") for topic in topology.feeding_topics]
     edges.append(Edge("agent dedup", f"table {topology.name}", "sightings"))
-    for topic, label in _outlets(topology):
+    for topic, label in topology.outlets:
         if topic not in {node.name for node in nodes}:
             nodes.append(Node(topic, "topic", first + 2))
         edges.append(Edge("agent dedup", topic, label))
@@ -203,7 +203,7 @@ def _agent_facts(topology: Topology) -> Iterator[tuple[str, str]]:
 def _topic_facts(topology: Topology) -> Iterator[tuple[str, str]]:
     for topic in topology.source.topics:
         yield topic, f"read, {topology.source.format}, from {topology.source.start}"
-    labels = dict(_outlets(topology))
+    labels = dict(topology.outlets)
     for topic in topology.written_topics:
         if topic == topology.repartition_topic and not topology.direct:
             yield topic, "written and read: equal IDs in equal partitions"
@@ -232,18 +232,6 @@ _SECTIONS: Final = (
 """For each section, the title in the text, the key in `as_data`, and the function that returns the facts."""
 
 
-def _outlets(topology: Topology) -> Iterator[tuple[str, str]]:
-    """Yield the topics that the dedup agent writes, with the kind of records in each."""
-    outlets = (
-        (topology.output.topic if topology.output else None, "unique records"),
-        (topology.duplicates, "duplicates"),
-        (topology.conflicts, "duplicates with another payload"),
-        (topology.late.topic if isinstance(topology.late, LateTo) else None, "late records"),
-        (topology.dead_letter, "dead letters"),
-    )
-    return ((topic, label) for topic, label in outlets if topic is not None)
-
-
 class Resource(enum.Enum):
     """A resource type of Kafka's authorizer. The value is the name of the kafka-acls option for that type."""
 
@@ -258,10 +246,10 @@ class Permission:
 
     resource: Resource
     name: str
-    prefixed: bool
     operations: tuple[str, ...]
     """The operations as kafka-acls spells them."""
     why: str
+    prefixed: bool = False
 
 
 def worker_permissions(topology: Topology) -> tuple[Permission, ...]:
@@ -269,19 +257,15 @@ def worker_permissions(topology: Topology) -> tuple[Permission, ...]:
     own = {topology.changelog_topic: "changelog: written, restored, truncated"}
     if not topology.direct:
         own[topology.repartition_topic] = "repartition topic: written, read, purged"
-    found: list[tuple[Resource, str, tuple[str, ...], str]]
-    found = [(Resource.TOPIC, name, ("Read", "DescribeConfigs"), "source") for name in topology.source.topics]
+    found = [Permission(Resource.TOPIC, name, ("Read", "DescribeConfigs"), "source") for name in topology.source.topics]
     for name in topology.written_topics:
         operations = ("Read", "Write", "Delete", "DescribeConfigs") if name in own else ("Write", "DescribeConfigs")
-        found.append((Resource.TOPIC, name, operations, own.get(name, "output or side topic")))
+        found.append(Permission(Resource.TOPIC, name, operations, own.get(name, "output or side topic")))
     mark = "a new fleet on an output with records: where `dedup reset` left off"
-    found += [
-        (Resource.GROUP, topology.name, ("Read",), "membership and offsets"),
-        (Resource.GROUP, topology.reset_group, ("Describe",), mark),
-        # A topology's name contains no dot, so no other topology's IDs have this prefix.
-        (Resource.TRANSACTIONAL_ID, f"{topology.name}.", ("Write", "Describe"), "one id per partition"),
-    ]
-    return tuple(
-        Permission(resource, name, resource is Resource.TRANSACTIONAL_ID, operations, why)
-        for resource, name, operations, why in found
+    ids = f"{topology.name}."  # a topology's name contains no dot, so no other topology's IDs have this prefix
+    return (
+        *found,
+        Permission(Resource.GROUP, topology.name, ("Read",), "membership and offsets"),
+        Permission(Resource.GROUP, topology.reset_group, ("Describe",), mark),
+        Permission(Resource.TRANSACTIONAL_ID, ids, ("Write", "Describe"), "one id per partition", prefixed=True),
     )

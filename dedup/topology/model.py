@@ -154,15 +154,22 @@ class Topology:
         return self.source.topics if self.direct else (self.repartition_topic,)
 
     @property
+    def outlets(self) -> tuple[tuple[str, str], ...]:
+        """The topics that the dedup tasks write, with the kind of records in each, in the order of the file."""
+        outlets = (
+            (self.output.topic if self.output else None, "unique records"),
+            (self.duplicates, "duplicates"),
+            (self.conflicts, "duplicates with another payload"),
+            (self.late.topic if isinstance(self.late, LateTo) else None, "late records"),
+            (self.dead_letter, "dead letters"),
+        )
+        return tuple((topic, records) for topic, records in outlets if topic is not None)
+
+    @property
     def written_topics(self) -> tuple[str, ...]:
         """Every topic that tasks write to, in the order of the topology file."""
-        topics = [] if self.direct else [self.repartition_topic]
-        if self.output is not None:
-            topics.append(self.output.topic)
-        topics += [topic for topic in (self.duplicates, self.conflicts) if topic is not None]
-        if isinstance(self.late, LateTo):
-            topics.append(self.late.topic)
-        return (*topics, self.dead_letter, self.changelog_topic)
+        repartition = () if self.direct else (self.repartition_topic,)
+        return (*repartition, *(topic for topic, _ in self.outlets), self.changelog_topic)
 
     @property
     def fingerprints_wanted(self) -> bool:

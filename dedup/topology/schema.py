@@ -31,7 +31,6 @@ from dedup.core.tracking_id import Normalizing
 from dedup.quantities import DURATION_PATTERN, SIZE_PATTERN, parse_duration, parse_size
 from dedup.yaml_document import Keys, accepting, matching, some, within
 
-_VERSION: Final = 1
 _HEADER_CHARS: Final = 1_000
 _MOST_STANDBYS: Final = 10
 RULES: Final = ("key", "header", "field", "fields", "content")
@@ -42,7 +41,6 @@ _TABLE: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,62}(\.[A-Za-z_][A-Za-z0-9_]
 _URL: Final = re.compile(r"(sqlite:///.+|postgres(ql)?://.+|\$\{(env|file):[^}]+\})")
 _QUERY: Final = re.compile(r"\s*(select|with)\b", re.IGNORECASE)
 _PASSWORD: Final = re.compile(r"://[^/@:]*:(?!\$\{)[^@/]+@")
-_OTHER_FORMATS: Final = {"avro", "protobuf", "json_schema", "json-schema"}
 _ALWAYS: Final = {"acks", "idempotence", "enable_idempotence", "transactional_id", "transactions", "retries"}
 _RESERVED: Final = frozenset({"tracking_id", "event_time_ms"})
 """The columns that every sink table has."""
@@ -108,25 +106,29 @@ _TOPIC_RULE: Final = accepting(
 _NAME_RULE: Final = matching(
     _NAME, 'is not a valid name; use a-z, 0-9 and "-", at most 100 characters, a letter or digit first'
 )
-_VERSION_RULE: Final = accepting(
-    lambda number: number == _VERSION and not isinstance(number, bool),
-    f'"{{}}" is not a version this program reads; write {_VERSION}',
-    kind=BeforeValidator,
-)
-_FORMAT_RULE: Final = accepting(
-    lambda text: not (isinstance(text, str) and text.lower() in _OTHER_FORMATS),
-    '"{}" is not supported; use json, or bytes with the ID in the key or a header',
-    kind=BeforeValidator,
-)
-_TRUE_RULE: Final = accepting(
-    lambda value: value is True, "takes true only; leave it out to use another rule", kind=BeforeValidator
-)
-
 _A = TypeVar("_A")
 _B = TypeVar("_B")
 _PlainOrMapping = Annotated[Annotated[_A, Tag("plain")] | Annotated[_B, Tag("mapping")], Discriminator(_shape)]
-_Version = Annotated[Literal[1], _VERSION_RULE]
-_True = Annotated[Literal[True], _TRUE_RULE]
+_Version = Annotated[
+    Literal[1],
+    accepting(
+        lambda number: number == 1 and not isinstance(number, bool),
+        '"{}" is not a version this program reads; write 1',
+        kind=BeforeValidator,
+    ),
+]
+_True = Annotated[
+    Literal[True],
+    accepting(lambda value: value is True, "takes true only; leave it out to use another rule", kind=BeforeValidator),
+]
+_Format = Annotated[
+    Literal["json", "bytes"],
+    accepting(
+        lambda text: str(text).lower() not in {"avro", "protobuf", "json_schema", "json-schema"},
+        '"{}" is not supported; use json, or bytes with the ID in the key or a header',
+        kind=BeforeValidator,
+    ),
+]
 _Path = Annotated[Path, _text_as(parse_path)]
 _Paths = Annotated[list[_Path], some("path"), AfterValidator(_distinct_paths)]
 _Duration = Annotated[int, _text_as(parse_duration), BeforeValidator(_number_as_text), _text_like(DURATION_PATTERN)]
@@ -221,7 +223,7 @@ class SourceFile(Keys):
 
     topics: Annotated[list[_Topic], some("topic")] = Field(json_schema_extra={"minItems": 1})
     """Topics to read. Several topics are always repartitioned."""
-    format: Annotated[Literal["json", "bytes"], _FORMAT_RULE] = "json"
+    format: _Format = "json"
     """Format of values; bytes are not parsed: the ID is the key, a header, or the whole value."""
     partitioned_by: Literal["tracking_id"] | None = Field(
         default=None,
