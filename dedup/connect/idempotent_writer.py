@@ -113,7 +113,7 @@ class IdempotentWriter:
 
     def kept(self, name: str) -> str | None:
         """Return a position that the last committed transaction of any process left; None if it was never stored."""
-        found = self._started().positions.values.get(name)
+        found = self._started().positions.get(name)
         return None if found is None else found.decode()
 
     def _started(self) -> TransactionalOutbox:

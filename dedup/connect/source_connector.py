@@ -163,7 +163,7 @@ class _Run:
     """
 
     async def until_over(self, *, exit_when_done: bool) -> Ingested:
-        self.source.restore(self.outbox.positions.values)
+        self.source.restore(self.outbox.positions)
         current = await asyncio.to_thread(self._collect)
         while not self.stop.is_set():
             if current is not None:
@@ -212,7 +212,7 @@ class _Run:
             await sending
         except RecordRefused as refused:
             self._refuse(current, refused)
-            self.source.restore(self.outbox.positions.values)
+            self.source.restore(self.outbox.positions)
             return await asyncio.to_thread(self._collect)
         self.single = False
         self.done.records += current.records

@@ -15,7 +15,6 @@ import asyncio
 import logging
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
@@ -78,56 +77,6 @@ class _Owner(msgspec.Struct, frozen=True):
     transaction: int
 
 
-@dataclass(slots=True)
-class Positions:
-    """The content of the positions topic up to an offset."""
-
-    topic: str
-    owner: _Owner | None = None
-    values: dict[str, bytes] = field(default_factory=dict)
-    """The position in each part of the source, by the part's name."""
-    read_to: int = 0
-
-    async def read(self, wire: Wire, *, stable: bool = False) -> None:
-        """Read what was committed since the last call.
-
-        Call this function after a new epoch has begun, when no older write can arrive any more. The function reads up
-        to the high watermark, because another writer's open transaction could hide this source's committed records
-        behind the last stable offset. With ``stable``, the function does not wait for records that an open transaction
-        hides, because that transaction may be the caller's own.
-        """
-        place = TopicPartition(self.topic, 0)
-        bounds = await bounds_of(wire, place)
-        if self.read_to > bounds.end:
-            raise StateIncompatible(
-                f"topic {self.topic!r} ends at offset {bounds.end}, but it was read up to {self.read_to} before: it "
-                f"was deleted and created again. Nothing was sent. Restore it; without it the source would be sent "
-                f"again."
-            )
-        self.read_to = max(self.read_to, bounds.start)
-        ask = partial(wire.fetch, place, max_bytes=FETCH_BYTES, wait_ms=WAIT_MS)
-        while self.read_to < bounds.end:
-            fetched = await answered(wire, lambda: ask(self.read_to))
-            for key, value in zip(fetched.keys, fetched.values, strict=True):
-                self._take(key or b"", value)
-            self.read_to = fetched.next_offset
-            if stable and self.read_to >= fetched.last_stable_offset:
-                break
-
-    def _take(self, key: bytes, value: bytes | None) -> None:
-        if key == OWNER_KEY and value is not None:
-            self.owner = msgspec.json.decode(value, type=_Owner)
-        elif key.startswith(POSITION) and value is not None:
-            self.values[key.removeprefix(POSITION).decode()] = value
-        elif key.startswith(POSITION):
-            self.values.pop(key.removeprefix(POSITION).decode(), None)
-        else:
-            raise StateIncompatible(
-                f"topic {self.topic!r} holds a record with the key {key[:40]!r}, which this program did not write. "
-                f"Nothing was sent. Give the source another name, or delete that topic if nobody needs it."
-            )
-
-
 class TransactionalOutbox:
     """Commits the transactions of one source. Call `open` first."""
 
@@ -139,8 +88,11 @@ class TransactionalOutbox:
         settings: Settings,
         stopped: Callable[[], bool] = lambda: False,
     ) -> None:
-        self.positions: Final = Positions(offsets_topic)
-        """The positions after the last commit."""
+        self.positions: Final[dict[str, bytes]] = {}
+        """The position in each part of the source after the last commit, by the part's name."""
+        self._place: Final = TopicPartition(offsets_topic, 0)
+        self._owner: _Owner | None = None
+        self._read_to = 0
         self._stopped: Final = stopped
         self._wire: Final = wire
         self._compression: Final = settings.topics.compression
@@ -157,7 +109,7 @@ class TransactionalOutbox:
         """Fence earlier owners, abort their transactions, and read the positions; raises BrokerUnavailable."""
         try:
             await self._session.open()
-            await self.positions.read(self._wire)
+            await self._read()
             # Write the ID of this run now, so that other processes see the new owner even if it never sends a record.
             await self.commit({}, {})
         except CommitUnknown as error:
@@ -184,7 +136,7 @@ class TransactionalOutbox:
             self._unsure = True
             await self._insist(lines, positions, most_rows)
             self._unsure = False
-            self.positions.values.update(positions)
+            self.positions.update(positions)
 
     async def _insist(
         self, lines: Mapping[TopicPartition, Sequence[Line]], positions: Mapping[str, bytes], most_rows: int | None
@@ -197,7 +149,7 @@ class TransactionalOutbox:
             try:
                 for target, part in lines.items():
                     self._session.add(fill(target, part, compression=self._compression, most_rows=most_rows))
-                self._session.add(fill(TopicPartition(self.positions.topic, 0), own, compression=self._compression))
+                self._session.add(fill(self._place, own, compression=self._compression))
                 await self._session.commit({})
             except CommitUnknown as unknown:
                 if await self._happened(unknown):
@@ -232,16 +184,53 @@ class TransactionalOutbox:
                 await asyncio.sleep(PAUSE_S)
 
     async def _refuse_if_overtaken(self, *, stable: bool = False) -> _Owner:
-        await self.positions.read(self._wire, stable=stable)
-        owner = self.positions.owner
-        if owner is not None and owner.run == self._run:
-            return owner
+        await self._read(stable=stable)
+        if self._owner is not None and self._owner.run == self._run:
+            return self._owner
         if self._number <= 1:
             return _Owner(self._run, 0)  # before the first commit, the topic does not name this run yet
         raise TaskMigrated(
             f"{self._session.transactional_id}: another process has taken over this source; this one stops. "
             f"Nothing was sent twice. Run one process per source."
         )
+
+    async def _read(self, *, stable: bool = False) -> None:
+        """Read the owner and the positions that were committed since the last call.
+
+        Call this function after a new epoch has begun, when no older write can arrive any more. The function reads up
+        to the high watermark, because another writer's open transaction could hide this source's committed records
+        behind the last stable offset. With ``stable``, the function does not wait for records that an open transaction
+        hides, because that transaction may be the caller's own.
+        """
+        bounds = await bounds_of(self._wire, self._place)
+        if self._read_to > bounds.end:
+            raise StateIncompatible(
+                f"topic {self._place.topic!r} ends at offset {bounds.end}, but it was read up to {self._read_to} "
+                f"before: it was deleted and created again. Nothing was sent. Restore it; without it the source would "
+                f"be sent again."
+            )
+        self._read_to = max(self._read_to, bounds.start)
+        fetch = partial(self._wire.fetch, self._place, max_bytes=FETCH_BYTES, wait_ms=WAIT_MS)
+        while self._read_to < bounds.end:
+            fetched = await answered(self._wire, lambda: fetch(self._read_to))
+            for key, value in zip(fetched.keys, fetched.values, strict=True):
+                self._take(key or b"", value)
+            self._read_to = fetched.next_offset
+            if stable and self._read_to >= fetched.last_stable_offset:
+                break
+
+    def _take(self, key: bytes, value: bytes | None) -> None:
+        if key == OWNER_KEY and value is not None:
+            self._owner = msgspec.json.decode(value, type=_Owner)
+        elif key.startswith(POSITION) and value is not None:
+            self.positions[key.removeprefix(POSITION).decode()] = value
+        elif key.startswith(POSITION):
+            self.positions.pop(key.removeprefix(POSITION).decode(), None)
+        else:
+            raise StateIncompatible(
+                f"topic {self._place.topic!r} holds a record with the key {key[:40]!r}, which this program did not "
+                f"write. Nothing was sent. Give the source another name, or delete that topic if nobody needs it."
+            )
 
     async def close(self) -> None:
         """Abort everything that was not committed."""
