@@ -90,6 +90,8 @@ class Files:
         self._known: dict[int, _FilePosition] = {}
         """The latest file for each inode."""
         self._open: dict[int, _OpenFile] = {}
+        self._ended: dict[bytes, _OpenFile] = {}
+        """Deleted files that were read to their end, by the position that says so; open until it is committed."""
         self._turn: list[int] = []
         self._inodes: set[int] = set()
         """Inodes of all files in the directory."""
@@ -97,6 +99,8 @@ class Files:
     def restore(self, positions: Mapping[str, bytes]) -> None:
         """See `RecordSource`. Open files stay open, because a file that was deleted could not be opened again."""
         self._known, self._turn = {}, []
+        self._open |= {each.known.inode: each for each in self._ended.values()}
+        self._ended = {}
         for value in positions.values():
             known = msgspec.json.decode(value, type=_FilePosition)
             latest = self._known.get(known.inode)
@@ -128,6 +132,11 @@ class Files:
                 return found
         return None
 
+    def committed(self, positions: Mapping[str, bytes]) -> None:
+        """See `RecordSource`."""
+        for position in self._ended.keys() & positions.values():
+            os.close(self._ended.pop(position).descriptor)
+
     def waiting(self) -> list[str]:
         """See `RecordSource`."""
         return [
@@ -138,9 +147,9 @@ class Files:
 
     def close(self) -> None:
         """See `RecordSource`."""
-        for each in self._open.values():
+        for each in (*self._open.values(), *self._ended.values()):
             os.close(each.descriptor)
-        self._open, self._turn = {}, []
+        self._open, self._ended, self._turn = {}, {}, []
 
     def _scan(self) -> None:
         """Open new files, and mark open ones whose name no longer matches."""
@@ -256,7 +265,10 @@ class Files:
         return self._close_file(opened) if opened.gone else None
 
     def _close_file(self, opened: _OpenFile) -> SourceRecords | None:
-        """Close a file that was read to its end. A deleted file is recorded as deleted, as its inode may be reused."""
+        """Close a file that was read to its end. A deleted file is recorded as deleted, as its inode may be reused.
+
+        Its descriptor is the only way to read it again, if what was read is not committed, so `committed` closes it.
+        """
         known = opened.known
         if opened.lines.rest_bytes:
             if not opened.warned:
@@ -265,12 +277,13 @@ class Files:
                 opened.warned = True
             return None
         deleted = os.fstat(opened.descriptor).st_nlink == 0
-        os.close(opened.descriptor)
         del self._open[known.inode]
         if not deleted or not known.position:
+            os.close(opened.descriptor)
             return None
         known = self._known[known.inode] = msgspec.structs.replace(known, deleted=True)
         position = msgspec.json.encode(known)
+        self._ended[position] = opened
         return SourceRecords(known.part, "", [], [], position, lambda _: position)
 
     def _records(

@@ -50,6 +50,9 @@ class RecordSource(Protocol):
         Raises AuthorMistake or StateIncompatible if the source cannot be read without loss.
         """
 
+    def committed(self, positions: Mapping[str, bytes]) -> None:
+        """Release what is needed only to read again what precedes these positions, which are committed now."""
+
     def waiting(self) -> list[str]:
         """Return one sentence for each part of the source that cannot be read yet."""
 

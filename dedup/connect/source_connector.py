@@ -215,6 +215,7 @@ class _Run:
             self.source.restore(self.outbox.positions)
             return await asyncio.to_thread(self._collect)
         self.single = False
+        self.source.committed(current.positions)
         self.done.records += current.records
         self.done.dead_letters += current.dead_letters
         self.done.transactions += 1
@@ -268,6 +269,10 @@ class TransactionBoundary:
                 return None
             self._take(found)
         return self._ready.popleft()
+
+    def committed(self, positions: Mapping[str, bytes]) -> None:
+        """See `RecordSource`."""
+        self._source.committed(positions)
 
     def waiting(self) -> list[str]:
         """See `RecordSource`."""

@@ -85,6 +85,9 @@ class NumberedRows:
             return self._database.insist(self._next)
         return None
 
+    def committed(self, positions: Mapping[str, bytes]) -> None:
+        """See `RecordSource`."""
+
     def waiting(self) -> list[str]:
         """See `RecordSource`."""
         return []

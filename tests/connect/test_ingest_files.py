@@ -252,6 +252,25 @@ def test_a_deleted_file_is_read_again_from_what_was_committed(stage):
     files.close()
 
 
+def test_a_deleted_file_is_read_again_until_its_end_is_committed(stage):
+    """Its end is read while what precedes it is being sent, and may be refused."""
+    path = stage.incoming / "a.jsonl"
+    path.write_bytes(lines(0, 3))
+    files = files_of(stage, "*.jsonl")
+    for _ in range(2):
+        assert len(files.poll().values) == 3
+        path.unlink(missing_ok=True)
+        end = files.poll() or files.poll()  # that it is deleted is seen when nothing is left
+        assert end.values == []
+        files.restore({})
+    assert len(files.poll().values) == 3
+    end = files.poll() or files.poll()
+    files.committed({end.part: end.position})
+    files.restore({end.part: end.position})
+    assert files.poll() is None
+    files.close()
+
+
 def test_a_csv_file_that_starts_over_has_its_own_line_of_names(stage):
     path = stage.incoming / "a.csv"
     path.write_bytes(b"from,to\na,b\n")
