@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, TypeVar, get_args
@@ -31,6 +31,7 @@ from dedup.errors import Problem, TopologyError
 _MOST_BYTES: Final = 1 << 20
 _MOST_NODES: Final = 20_000
 _MOST_DEPTH: Final = 20
+_MOST_SHOWN: Final = 300
 _INTEGER: Final = re.compile(r"[-+]?[0-9]{1,300}")
 _FLOAT: Final = re.compile(r"[-+]?(\.[0-9]+|[0-9]+\.[0-9]*|[0-9]+(?=[eE]))([eE][-+]?[0-9]{1,3})?")
 
@@ -48,7 +49,6 @@ _WANTED: Final[Mapping[str, str]] = {
 """Maps each pydantic error type to what the file should contain instead."""
 
 _Model = TypeVar("_Model", bound=BaseModel)
-_List = TypeVar("_List", bound=Sequence[Any])
 At = tuple[str | int, ...]
 """Path to a value, as the keys and list positions from the top-level value."""
 
@@ -269,40 +269,37 @@ def _not_yaml(name: str, error: MarkedYAMLError) -> Problem:
 class Keys(BaseModel):
     """A mapping that rejects unknown keys and converts no values."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, hide_input_in_errors=True)
+    model_config = ConfigDict(
+        extra="forbid", strict=True, frozen=True, hide_input_in_errors=True, use_attribute_docstrings=True
+    )
 
 
-def some(what: str) -> AfterValidator:
+def accepting(
+    accepts: Callable[[Any], object], text: str, *, kind: Callable[[Callable[[Any], Any]], Any] = AfterValidator
+) -> Any:  # noqa: ANN401 - a validator of this kind
+    """Return a validator that accepts some values; in the text of its error, ``{}`` stands for the refused value."""
+
+    def check(value: Any) -> Any:  # noqa: ANN401 - any value in the file
+        if not accepts(value):
+            raise ValueError(text.replace("{}", str(value)[:_MOST_SHOWN]))
+        return value
+
+    return kind(check)
+
+
+def some(what: str) -> Any:  # noqa: ANN401 - a validator
     """Return a validator that rejects empty lists."""
-
-    def check(values: _List) -> _List:
-        if not values:
-            raise ValueError(f"is an empty list; name at least one {what}")
-        return values
-
-    return AfterValidator(check)
+    return accepting(bool, f"is an empty list; name at least one {what}")
 
 
-def matching(pattern: re.Pattern[str], remedy: str) -> AfterValidator:
+def matching(pattern: re.Pattern[str], remedy: str) -> Any:  # noqa: ANN401 - a validator
     """Return a validator that accepts matching strings; for others, the error contains the string and the remedy."""
-
-    def check(text: str) -> str:
-        if pattern.fullmatch(text) is None:
-            raise ValueError(f'"{text}" {remedy}')
-        return text
-
-    return AfterValidator(check)
+    return accepting(pattern.fullmatch, f'"{{}}" {remedy}')
 
 
-def within(low: int, high: int) -> AfterValidator:
+def within(low: int, high: int) -> Any:  # noqa: ANN401 - a validator
     """Return a validator that accepts numbers from ``low`` to ``high``."""
-
-    def check(number: int) -> int:
-        if not low <= number <= high:
-            raise ValueError(f'"{number}" must be {low} to {high}')
-        return number
-
-    return AfterValidator(check)
+    return accepting(lambda number: low <= number <= high, f'"{{}}" must be {low} to {high}')
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -25,6 +25,15 @@ OFFSETS_STATEMENT: Final = (
     f"part INTEGER NOT NULL, topic_id VARCHAR(32) NOT NULL, epoch BIGINT NOT NULL, position BIGINT NOT NULL, "
     f"PRIMARY KEY (reader, topic, part))"
 )
+# The statements of `FencedOffsets`, with {0} for the database's placeholder.
+_ROW: Final = "reader = {0} AND topic = {0} AND part = {0}"
+_INSERT: Final = (
+    f"INSERT INTO {OFFSETS} (reader, topic, part, topic_id, epoch, position) "  # noqa: S608  # our own names
+    f"VALUES ({{0}}, {{0}}, {{0}}, {{0}}, 0, -1) ON CONFLICT (reader, topic, part) DO NOTHING"
+)
+_FENCE: Final = f"UPDATE {OFFSETS} SET epoch = epoch + 1 WHERE {_ROW} RETURNING epoch, position, topic_id"  # noqa: S608
+_ADVANCE: Final = f"UPDATE {OFFSETS} SET position = {{0}} WHERE {_ROW} AND epoch = {{0}} AND position = {{0}}"  # noqa: S608
+_READ: Final = f"SELECT epoch, position FROM {OFFSETS} WHERE {_ROW}"  # noqa: S608
 STAGED: Final = "dedup_staged"
 _CREDENTIALS: Final = re.compile(r"(?<=://)([^@/]*)@")
 
@@ -58,7 +67,12 @@ class Table:
     @property
     def listed(self) -> str:
         """The column names in SQL."""
-        return ", ".join(f'"{name}"' for name, _ in self.columns)
+        return quoted(name for name, _ in self.columns)
+
+
+def quoted(names: Iterable[str]) -> str:
+    """Return a list of column names in SQL."""
+    return ", ".join(f'"{name}"' for name in names)
 
 
 @dataclass(slots=True)
@@ -70,13 +84,6 @@ class WriteOutcome:
     unchanged: int = 0
     refused: dict[int, RowsRefused] = field(default_factory=dict)
     """Why each refused row was refused, by the row's index."""
-
-    def add(self, other: WriteOutcome) -> None:
-        """Add the outcome of other rows from the same list."""
-        self.inserted += other.inserted
-        self.updated += other.updated
-        self.unchanged += other.unchanged
-        self.refused |= other.refused
 
 
 class DatabaseConnection(ABC):
@@ -175,11 +182,6 @@ def make(connection: DatabaseConnection, table: str, statement: str) -> None:
             raise
 
 
-def make_offsets(connection: DatabaseConnection) -> None:
-    """Create the table of positions and epochs if it is missing."""
-    make(connection, OFFSETS, OFFSETS_STATEMENT)
-
-
 class FencedOffsets:
     """The rows of `dedup_offsets` that this process owns, which belong to one reader of a topic."""
 
@@ -192,24 +194,13 @@ class FencedOffsets:
         self._epochs: Final[dict[int, int]] = {}
 
     def take(self, connection: DatabaseConnection, partitions: Collection[int]) -> None:
-        """Fence the partitions' earlier owners, and read the positions.
-
-        Raises StateIncompatible if the topic was deleted and created again since it was read.
-        """
-        mark = connection.mark
+        """Fence the partitions' earlier owners, and read the positions. Raises StateIncompatible for another topic."""
+        insert, fence = (sql.format(connection.mark) for sql in (_INSERT, _FENCE))
         with transaction(connection):
             for partition in sorted(partitions):
                 key = (self.reader, self.topic, partition)
-                connection.execute(
-                    f"INSERT INTO {OFFSETS} (reader, topic, part, topic_id, epoch, position) "  # noqa: S608  # our own names
-                    f"VALUES ({mark}, {mark}, {mark}, {mark}, 0, -1) ON CONFLICT (reader, topic, part) DO NOTHING",
-                    (*key, self._topic_id),
-                )
-                ((epoch, position, topic_id),) = connection.query(
-                    f"UPDATE {OFFSETS} SET epoch = epoch + 1 "  # noqa: S608  # our own names
-                    f"WHERE reader = {mark} AND topic = {mark} AND part = {mark} RETURNING epoch, position, topic_id",
-                    key,
-                )
+                connection.execute(insert, (*key, self._topic_id))
+                ((epoch, position, topic_id),) = connection.query(fence, key)
                 if topic_id != self._topic_id:
                     raise StateIncompatible(
                         f"the database has read another topic {self.topic!r} than the one there is now: it was deleted "
@@ -220,28 +211,15 @@ class FencedOffsets:
 
     def advance(self, connection: DatabaseConnection, ends: Mapping[int, int]) -> None:
         """Update the positions in the open transaction. Raises TaskMigrated if another process owns a partition."""
-        mark = connection.mark
         for partition, end in sorted(ends.items()):
-            moved = connection.execute(
-                f"UPDATE {OFFSETS} SET position = {mark} WHERE reader = {mark} AND topic = {mark} AND part = {mark} "  # noqa: S608
-                f"AND epoch = {mark} AND position = {mark}",
-                (end, self.reader, self.topic, partition, self._epochs[partition], self.positions[partition]),
-            )
-            if moved != 1:
+            own = (self.reader, self.topic, partition, self._epochs[partition], self.positions[partition])
+            if connection.execute(_ADVANCE.format(connection.mark), (end, *own)) != 1:
                 raise self._overtaken(partition)
 
     def happened(self, connection: DatabaseConnection, ends: Mapping[int, int]) -> bool:
-        """Tell whether a transaction whose commit got no response was committed.
-
-        Raises TaskMigrated if another process has taken over a partition since then.
-        """
-        mark = connection.mark
+        """Tell whether a transaction without a response was committed. Raises TaskMigrated if another owner came."""
         for partition, end in ends.items():
-            rows = connection.query(
-                f"SELECT epoch, position FROM {OFFSETS} "  # noqa: S608  # our own names
-                f"WHERE reader = {mark} AND topic = {mark} AND part = {mark}",
-                (self.reader, self.topic, partition),
-            )
+            rows = connection.query(_READ.format(connection.mark), (self.reader, self.topic, partition))
             if rows == [(self._epochs[partition], self.positions[partition])]:
                 return False
             if rows != [(self._epochs[partition], end)]:

@@ -13,7 +13,7 @@ import asyncio
 import logging
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from dedup.connect.fenced_consumer import FROM_START, TopicReader
@@ -22,6 +22,7 @@ from dedup.errors import BrokerUnavailable, CommitUnknown
 from dedup.kafka.client import KafkaWire
 from dedup.kafka.consumer import TopicCheck
 from dedup.kafka.record_batch import Columns, Header, Line, fill
+from dedup.kafka.topic_admin import Topic
 from dedup.kafka.transactional_producer import Session
 from dedup.kafka.wire import Position, TopicPartition
 from dedup.worker.offsets import committed_offset
@@ -30,7 +31,6 @@ from dedup.worker.record_collector import DETAIL, REASON, SOURCE, TIMESTAMP
 if TYPE_CHECKING:
     from dedup.settings import Settings
 
-WAIT_MS: Final = 100
 log: Final = logging.getLogger(__name__)
 
 
@@ -53,103 +53,99 @@ class RejectedRecord:
 
 @dataclass(slots=True)
 class _Partition:
+    source: TopicPartition
+    target: TopicPartition
     session: Session
-    sent_to: int
+    sent_to: int = 0
     """The group's offset, which is after the last dead letter of any owner."""
-    sent: set[int]
+    sent: set[int] = field(default_factory=set)
     """Source offsets at or after the database's position at startup whose dead letters are in the topic."""
 
 
 class DeadLetterProducer:
-    """Sends the dead letters of one sink."""
+    """Sends the dead letters of one sink, which reads ``source_topic``, to ``topic``."""
 
-    def __init__(self, wire: KafkaWire, name: str, topic: str, partition_count: int, settings: Settings) -> None:
+    def __init__(self, wire: KafkaWire, name: str, source_topic: str, topic: Topic, settings: Settings) -> None:
         self._wire: Final = wire
         self._group: Final = f"{name}.sink"
+        self._source_topic: Final = source_topic
         self._topic: Final = topic
-        self._partition_count: Final = partition_count
         self._settings: Final = settings
-        self._partitions: Final[dict[TopicPartition, _Partition]] = {}
+        self._partitions: Final[dict[int, _Partition]] = {}
 
-    async def open(self, positions: Mapping[TopicPartition, int]) -> None:
+    async def open(self, positions: Mapping[int, int]) -> None:
         """Fence earlier owners, and find the dead letters of records that the database has not committed yet.
 
         ``positions`` maps each source partition to its position in the database. Raises CommitUnknown if no broker
         responds in time.
         """
-        for source, position in positions.items():
-            session = Session(
-                self._wire,
-                f"{self._group}.{source.partition}",
-                self._group,
-                timeout_ms=self._settings.transaction_timeout_ms,
-                deadline_ms=DEADLINE_MS,
-            )
+        timeout_ms = self._settings.transaction_timeout_ms
+        for number, position in positions.items():
+            name = f"{self._group}.{number}"
+            session = Session(self._wire, name, self._group, timeout_ms=timeout_ms, deadline_ms=DEADLINE_MS)
             await session.open()
-            sent_to = await committed_offset(self._wire, self._group, source) or 0
-            sent = await self._in_topic(source, position, sent_to) if position < sent_to else set()
-            self._partitions[source] = _Partition(session, sent_to, sent)
+            target = TopicPartition(self._topic.name, number % self._topic.partitions)
+            state = _Partition(TopicPartition(self._source_topic, number), target, session)
+            state.sent_to = await committed_offset(self._wire, self._group, state.source) or 0
+            state.sent = await self._in_topic(state, range(max(0, position), state.sent_to))
+            self._partitions[number] = state
 
-    async def _in_topic(self, source: TopicPartition, begin: int, end: int) -> set[int]:
-        """Return the source offsets in a range whose dead letters are in the topic."""
-        target, own = self._target(source), f"{source.topic}/{source.partition}/".encode()
-        reader = TopicReader(self._wire, await TopicCheck.of(self._wire, target.topic), wait_ms=WAIT_MS)
-        await reader.begin(target, FROM_START)
+    async def _in_topic(self, state: _Partition, offsets: range) -> set[int]:
+        """Return those of the source offsets whose dead letters are in the topic."""
         found: set[int] = set()
+        if not offsets:
+            return found
+        own = f"{state.source.topic}/{state.source.partition}/".encode()
+        reader = TopicReader(self._wire, await TopicCheck.of(self._wire, state.target.topic))
+        await reader.begin(state.target, FROM_START)
         while not reader.at_end:
             for answer in await reader.poll():
                 places = [value for headers in answer.columns.headers for name, value in headers if name == SOURCE]
-                offsets = {
-                    int(place.removeprefix(own)) for place in places if place is not None and place.startswith(own)
-                }
-                found |= {offset for offset in offsets if begin <= offset < end}
+                found.update(int(place.removeprefix(own)) for place in places if place and place.startswith(own))
         reader.close()
-        return found
-
-    def _target(self, source: TopicPartition) -> TopicPartition:
-        return TopicPartition(self._topic, source.partition % self._partition_count)
+        return {offset for offset in found if offset in offsets}
 
     async def send(self, rejected: Sequence[RejectedRecord]) -> int:
         """Send the dead letters that are not in the topic yet; return their number. Raises TaskMigrated if fenced."""
-        by_source: defaultdict[TopicPartition, list[RejectedRecord]] = defaultdict(list)
+        unsent: defaultdict[int, list[RejectedRecord]] = defaultdict(list)
         for record in rejected:
-            if record.offset not in self._partitions[record.source].sent:
-                by_source[record.source].append(record)
-        for source, records in by_source.items():
-            await self._send(source, sorted(records, key=lambda record: record.offset))
-        return sum(map(len, by_source.values()))
+            if record.offset not in self._partitions[record.source.partition].sent:
+                unsent[record.source.partition].append(record)
+        for number, records in unsent.items():
+            await self._send(self._partitions[number], sorted(records, key=lambda record: record.offset))
+        return sum(map(len, unsent.values()))
 
-    def settled(self, positions: Mapping[TopicPartition, int]) -> None:
+    def settled(self, positions: Mapping[int, int]) -> None:
         """Forget the dead letters below the given offsets, because the database has committed these offsets."""
-        for source, position in positions.items():
-            state = self._partitions[source]
+        for number, position in positions.items():
+            state = self._partitions[number]
             state.sent = {offset for offset in state.sent if offset >= position}
 
-    async def _send(self, source: TopicPartition, records: Sequence[RejectedRecord]) -> None:
-        state = self._partitions[source]
+    async def _send(self, state: _Partition, records: Sequence[RejectedRecord]) -> None:
         offsets = {record.offset for record in records}
         # Never move the offset back: an earlier owner may have sent dead letters of later records.
-        end = max(state.sent_to, *(offset + 1 for offset in offsets))
-        compression = self._settings.topics.compression
+        end = max(state.sent_to, max(offsets) + 1)
         while not offsets <= state.sent:
             try:
-                state.session.add(fill(self._target(source), map(_line, records), compression=compression))
-                await state.session.commit({source: Position(end)})
+                state.session.add(
+                    fill(state.target, map(_line, records), compression=self._settings.topics.compression)
+                )
+                await state.session.commit({state.source: Position(end)})
             except CommitUnknown as unknown:
                 log.warning("%s", unknown)
-                state.sent |= await self._sent_of(source, state, offsets)
+                state.sent |= await self._sent_before(state, range(min(offsets), max(offsets) + 1))
             else:
                 state.sent |= offsets
         state.sent_to = end
 
-    async def _sent_of(self, source: TopicPartition, state: _Partition, offsets: set[int]) -> set[int]:
-        """Begin a new epoch, and return the offsets whose dead letters are in the topic."""
+    async def _sent_before(self, state: _Partition, offsets: range) -> set[int]:
+        """Begin a new epoch, and return those of the offsets whose dead letters are in the topic."""
         while True:
             try:
                 # This cannot fence a successor, because a successor must first update the row in the database that this
                 # process has locked.
                 await state.session.open()
-                return offsets & await self._in_topic(source, min(offsets), max(offsets) + 1)
+                return await self._in_topic(state, offsets)
             except (BrokerUnavailable, CommitUnknown) as again:
                 log.warning("waiting for the broker: %s", again)
                 await asyncio.sleep(PAUSE_S)

@@ -1,8 +1,4 @@
-"""Reads a topic from offsets that database transactions move, for `dedup sink` and `IdempotentReader`.
-
-`TopicReader` reads partitions from given offsets. `FencedConsumer` reads from the offsets in the database, and runs
-each transaction exactly once.
-"""
+"""Reads a topic from offsets that database transactions move, for `dedup sink` and `IdempotentReader`."""
 
 from __future__ import annotations
 
@@ -12,7 +8,7 @@ from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final, TypeVar
 
-from dedup.connect.database import DatabaseConnection, FencedOffsets, make_offsets
+from dedup.connect.database import OFFSETS, OFFSETS_STATEMENT, DatabaseConnection, FencedOffsets, make, transaction
 from dedup.connect.open_database import RetryingDatabase
 from dedup.errors import CommitUnknown
 from dedup.kafka.client import KafkaWire
@@ -30,9 +26,9 @@ log: Final = logging.getLogger(__name__)
 class TopicReader:
     """Reads partitions of a topic, starting at given offsets."""
 
-    def __init__(self, wire: KafkaWire, check: TopicCheck, *, wait_ms: int, gather_ms: int = 0) -> None:
+    def __init__(self, wire: KafkaWire, check: TopicCheck, *, gather_ms: int = 0) -> None:
         self._wire: Final = wire
-        self._fetcher: Final = FeedFetcher(wire, check, wait_ms=wait_ms, gather_ms=gather_ms)
+        self._fetcher: Final = FeedFetcher(wire, check, wait_ms=WAIT_MS, gather_ms=gather_ms)
         self._next: Final[dict[TopicPartition, int]] = {}
         """The offset after the records that `poll` has returned. The fetcher's own position may be ahead of it."""
         self._ends: Final[dict[TopicPartition, int]] = {}
@@ -86,12 +82,12 @@ class FencedConsumer:
         self._closing = False
         self._stopped: Final[Callable[[], bool]] = lambda: self._closing or stopped()
         self._check: Final = TopicCheck(wire, {topic.name: TopicNow(topic.topic_id, topic.partitions)})
-        self._reader: Final = TopicReader(wire, self._check, wait_ms=WAIT_MS, gather_ms=gather_ms)
+        self.records: Final = TopicReader(wire, self._check, gather_ms=gather_ms)
         self._database: Final = RetryingDatabase(url, self._stopped, prepare=self._make)
         self._thread: Final = ThreadPoolExecutor(1, "database")
 
     def _make(self, connection: DatabaseConnection) -> None:
-        make_offsets(connection)
+        make(connection, OFFSETS, OFFSETS_STATEMENT)
         self._prepare(connection, self.offsets)
 
     async def open(self, partitions: Collection[int]) -> None:
@@ -100,18 +96,9 @@ class FencedConsumer:
         Raises DatabaseUnavailable if the database does not respond in time, and StateIncompatible if the topic was
         created again.
         """
-        await self.in_thread(lambda: self._database.first(lambda to: self.offsets.take(to, partitions)))
+        await self.in_thread(lambda: self._database.first(lambda connection: self.offsets.take(connection, partitions)))
         for partition, position in self.offsets.positions.items():
-            await self._reader.begin(TopicPartition(self.offsets.topic, partition), position)
-
-    @property
-    def at_end(self) -> bool:
-        """True if `poll` has returned everything that was in the topic at `open`."""
-        return self._reader.at_end
-
-    async def poll(self) -> list[Answer]:
-        """See `TopicReader.poll`."""
-        return await self._reader.poll()
+            await self.records.begin(TopicPartition(self.offsets.topic, partition), position)
 
     async def once(self, work: Callable[[DatabaseConnection], T], ends: Mapping[int, int]) -> T | None:
         """Run the work exactly once, in a thread and in a transaction that moves the offsets; return its result.
@@ -129,7 +116,23 @@ class FencedConsumer:
                 log.warning("%s: %s", self.offsets.reader, silent)
                 if self._stopped():
                     return None
-        return await self.in_thread(lambda: self._database.once(work, self.offsets, ends))
+        unanswered: list[T] = []
+        """Results of attempts whose commit may have got no response."""
+
+        def attempt(connection: DatabaseConnection) -> T:
+            if unanswered and self.offsets.happened(connection, ends):
+                return unanswered[-1]
+            with transaction(connection):
+                self.offsets.advance(connection, ends)
+                unanswered.append(work(connection))
+            return unanswered[-1]
+
+        def insist() -> T:
+            found = self._database.insist(attempt)
+            self.offsets.positions.update(ends)
+            return found
+
+        return await self.in_thread(insist)
 
     async def in_thread(self, work: Callable[[], T]) -> T:
         """Run ``work`` in the database thread, and return its result. Only one call runs at a time."""
@@ -138,6 +141,6 @@ class FencedConsumer:
     async def close(self) -> None:
         """Stop reading, and roll back everything that was not committed."""
         self._closing = True
-        self._reader.close()
+        self.records.close()
         await self.in_thread(self._database.close)
         self._thread.shutdown()

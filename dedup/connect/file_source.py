@@ -1,10 +1,9 @@
 """Implements a source that reads growing files in a directory, as lines or as CSV rows converted to JSON objects.
 
-`Files` watches the directory, `_LineReader` reads the complete lines of one file, and `_CsvRows` converts them. A file
-is identified by its inode and a digest of its first bytes, not by its name. A file that is renamed or deleted while it
-is open is still read to its end, even if its new name does not match the pattern. A file that became shorter, or begins
-with different bytes, is another file with a reused inode. Whether bytes of the old file were lost is unknown, so ingest
-stops unless the ingest file sets `changed: start_over`.
+A file is identified by its inode and a digest of its first bytes, not by its name. A file that is renamed or deleted
+while it is open is still read to its end, even if its new name does not match the pattern. A file that became shorter,
+or begins with different bytes, is another file with a reused inode. Whether bytes of the old file were lost is unknown,
+so ingest stops unless the ingest file sets `changed: start_over`.
 """
 
 from __future__ import annotations
@@ -12,15 +11,17 @@ from __future__ import annotations
 import csv
 import fnmatch
 import logging
+import math
 import os
+import re
 import stat
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import replace
 from hashlib import blake2b
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import msgspec
 import orjson
@@ -32,8 +33,10 @@ from dedup.topology.schema import CsvType, FilesSource
 CHUNK_BYTES: Final = 1 << 20
 _HEAD_BYTES: Final = 4096
 _DIGEST_BYTES: Final = 32
-_INTEGER_DIGITS: Final = 400
+_INTEGER: Final = re.compile(r"-?[0-9]{1,400}")
 _BOOLEANS: Final[Mapping[str, bool]] = {"true": True, "1": True, "false": False, "0": False}
+_Lines = tuple[list[bytes], list[int], list[DeadRecord]]
+"""Lines without their line feeds, the byte offset of each, and lines that become dead letters."""
 log: Final = logging.getLogger(__name__)
 
 
@@ -55,16 +58,26 @@ class _FilePosition(msgspec.Struct, frozen=True):
         """An identifier of the file that does not change when the file is renamed."""
         return f"{self.inode}.{self.generation}"
 
+    def changed(self, descriptor: int) -> bool:
+        """Tell from a file's size and first bytes whether it no longer contains the data that was read from it."""
+        if os.fstat(descriptor).st_size < self.position:
+            return True
+        return bool(self.head_bytes) and _head_digest(descriptor, self.head_bytes) != self.head
 
-@dataclass(slots=True)
-class _Open:
-    descriptor: int
-    reader: _LineReader
-    known: _FilePosition
-    rows: _CsvRows | None
-    gone: bool = False
-    """True if the file was deleted or its name no longer matches. The file is then read to its end and closed."""
-    warned: bool = False
+
+class _OpenFile:
+    """An open file, which is read on from a position."""
+
+    def __init__(
+        self, descriptor: int, known: _FilePosition, spec: FilesSource, most_bytes: int, *, gone: bool = False
+    ) -> None:
+        self.descriptor: Final = descriptor
+        self.known = known
+        self.lines: Final = _LineReader(descriptor, known.position, most_bytes)
+        self.rows: Final = spec.columns and _CsvRows(known.path, descriptor, spec.columns, most_bytes)
+        self.gone = gone
+        """True if the file was deleted or its name no longer matches. The file is then read to its end and closed."""
+        self.warned = False
 
 
 class Files:
@@ -76,38 +89,34 @@ class Files:
         self._most_bytes: Final = most_bytes
         self._known: dict[int, _FilePosition] = {}
         """The latest file for each inode."""
-        self._open: dict[int, _Open] = {}
+        self._open: dict[int, _OpenFile] = {}
+        self._ended: dict[bytes, _OpenFile] = {}
+        """Deleted files that were read to their end, by the position that says so; open until it is committed."""
         self._turn: list[int] = []
         self._inodes: set[int] = set()
         """Inodes of all files in the directory."""
 
     def restore(self, positions: Mapping[str, bytes]) -> None:
-        """See `RecordSource`. Files that were deleted while open stay open, because they could not be opened again."""
-        without_name = [each for each in self._open.values() if each.gone or not os.fstat(each.descriptor).st_nlink]
-        for each in without_name:
-            del self._open[each.known.inode]
-        self.close()
-        self._known = {}
+        """See `RecordSource`. Open files stay open, because a file that was deleted could not be opened again."""
+        self._known, self._turn = {}, []
+        self._open |= {each.known.inode: each for each in self._ended.values()}
+        self._ended = {}
         for value in positions.values():
             known = msgspec.json.decode(value, type=_FilePosition)
             latest = self._known.get(known.inode)
             if latest is None or latest.generation < known.generation:
                 self._known[known.inode] = known
-        for each in without_name:
-            self._rewind(each)
+        for inode, opened in self._open.items():
+            committed = self._known.get(inode)
+            now = opened.known
+            if committed is None or committed.generation < now.generation:
+                committed = _FilePosition(now.path, inode, generation=now.generation)
+            self._keep_open(opened.descriptor, msgspec.structs.replace(committed, path=now.path), gone=opened.gone)
 
-    def _rewind(self, opened: _Open) -> None:
-        """Rewind an open file to its committed position, or to its beginning if it has none."""
-        inode, descriptor = opened.known.inode, opened.descriptor
-        known = self._known.get(inode)
-        if known is None or known.generation < opened.known.generation:
-            known = _FilePosition(opened.known.path, inode, generation=opened.known.generation)
-        self._keep_open(descriptor, known, self._csv_rows(known.path, descriptor), gone=opened.gone)
-
-    def _keep_open(self, descriptor: int, known: _FilePosition, rows: _CsvRows | None, *, gone: bool = False) -> None:
+    def _keep_open(self, descriptor: int, known: _FilePosition, *, gone: bool = False) -> _OpenFile:
         self._known[known.inode] = known
-        reader = _LineReader(descriptor, known.position, self._most_bytes)
-        self._open[known.inode] = _Open(descriptor, reader, known, rows, gone=gone)
+        opened = self._open[known.inode] = _OpenFile(descriptor, known, self._spec, self._most_bytes, gone=gone)
+        return opened
 
     def poll(self) -> SourceRecords | None:
         """See `RecordSource`. Each call returns a chunk of one file, and the files take turns."""
@@ -123,19 +132,24 @@ class Files:
                 return found
         return None
 
+    def committed(self, positions: Mapping[str, bytes]) -> None:
+        """See `RecordSource`."""
+        for position in self._ended.keys() & positions.values():
+            os.close(self._ended.pop(position).descriptor)
+
     def waiting(self) -> list[str]:
         """See `RecordSource`."""
         return [
-            f"{each.known.path}: {each.reader.rest_bytes} bytes after the last line feed are not a complete line yet"
+            f"{each.known.path}: {each.lines.rest_bytes} bytes after the last line feed are not a complete line yet"
             for each in self._open.values()
-            if each.reader.rest_bytes
+            if each.lines.rest_bytes
         ]
 
     def close(self) -> None:
         """See `RecordSource`."""
-        for each in self._open.values():
+        for each in (*self._open.values(), *self._ended.values()):
             os.close(each.descriptor)
-        self._open, self._turn = {}, []
+        self._open, self._ended, self._turn = {}, {}, []
 
     def _scan(self) -> None:
         """Open new files, and mark open ones whose name no longer matches."""
@@ -144,49 +158,42 @@ class Files:
         named: set[int] = set()
         for path, status in listed.items():
             inode = status.st_ino
+            opened = self._open.get(inode)
             if fnmatch.fnmatchcase(path.name, self._spec.pattern):
                 if not stat.S_ISREG(status.st_mode):
-                    raise AuthorMistake(
-                        [Problem(str(path), "is not a regular file; give it a name that does not match the pattern")]
-                    )
+                    raise _mistake(path, "is not a regular file; give it a name that does not match the pattern")
                 named.add(inode)
-            elif inode in self._open or not self._has_unread(inode, status):
+            elif opened is not None:
                 continue
-            if inode in self._open:
-                self._renamed(self._open[inode], str(path))
             else:
+                # The file may have been renamed with unread lines while ingest was not running.
+                known = self._known.get(inode)
+                if known is None or known.deleted or status.st_size <= known.position:
+                    continue
+            if opened is None:
                 self._open_file(path, inode)
+                continue
+            opened.gone = False
+            if opened.known.path != str(path):
+                log.info("%s is now %s; it is read on", opened.known.path, path)
+                opened.known = msgspec.structs.replace(opened.known, path=str(path))
         for inode in self._open.keys() - named:
             self._open[inode].gone = True
 
     def _listed(self) -> dict[Path, os.stat_result]:
-        directory = Path(self._spec.directory)
         found: dict[Path, os.stat_result] = {}
+        path = Path(self._spec.directory)
         try:
-            paths = sorted(directory.iterdir())
+            for path in sorted(path.iterdir()):  # noqa: B020 - an error names the path that it is about
+                try:
+                    found[path] = path.stat()
+                except FileNotFoundError:
+                    if path.is_symlink() and fnmatch.fnmatchcase(path.name, self._spec.pattern):
+                        raise _mistake(path, "is a broken link; remove or fix it") from None
+                    # Otherwise, the file was renamed after it was listed; the next scan finds it.
         except OSError as error:
-            raise _unreadable(directory, error) from error
-        for path in paths:
-            try:
-                found[path] = path.stat()
-            except FileNotFoundError:
-                if path.is_symlink() and fnmatch.fnmatchcase(path.name, self._spec.pattern):
-                    raise AuthorMistake([Problem(str(path), "is a broken link; remove or fix it")]) from None
-                continue  # the file was renamed after it was listed; the next scan finds it
-            except OSError as error:
-                raise _unreadable(path, error) from error
+            raise _unreadable(path, error) from error
         return found
-
-    def _has_unread(self, inode: int, status: os.stat_result) -> bool:
-        """Tell whether a file whose name does not match was renamed with unread lines while ingest was not running."""
-        known = self._known.get(inode)
-        return known is not None and not known.deleted and status.st_size > known.position
-
-    def _renamed(self, opened: _Open, path: str) -> None:
-        opened.gone = False
-        if opened.known.path != path:
-            log.info("%s is now %s; it is read on", opened.known.path, path)
-            opened.known = msgspec.structs.replace(opened.known, path=path)
 
     def _open_file(self, path: Path, inode: int) -> None:
         try:
@@ -199,16 +206,10 @@ class Files:
             os.close(descriptor)  # another file has this name now; the next scan finds both files
             return
         try:
-            known = self._position_of(descriptor, str(path), inode)
-            rows = self._csv_rows(str(path), descriptor)
+            self._keep_open(descriptor, self._position_of(descriptor, str(path), inode))
         except BaseException:
             os.close(descriptor)
             raise
-        self._keep_open(descriptor, known, rows)
-
-    def _csv_rows(self, path: str, descriptor: int) -> _CsvRows | None:
-        columns = self._spec.columns
-        return None if columns is None else _CsvRows(path, descriptor, columns, self._most_bytes)
 
     def _position_of(self, descriptor: int, path: str, inode: int) -> _FilePosition:
         known = self._known.get(inode)
@@ -217,122 +218,98 @@ class Files:
             return _FilePosition(path, inode)
         if known.deleted:
             return _FilePosition(path, inode, generation=known.generation + 1)
-        if _changed(descriptor, known):
+        if known.changed(descriptor):
             return self._start_over(known, path, descriptor)
         return msgspec.structs.replace(known, path=path)
 
     def _refuse_copy(self, descriptor: int, path: str) -> None:
-        """Raise AuthorMistake if a file replaced one with the same first bytes, because its lines may have been sent
-        already.
-        """
-        if self._spec.start_over:
+        """Raise AuthorMistake if a file replaced one with the same first bytes, which may be sent already."""
+        if self._spec.changed == "start_over":
             return
+        # Different CSV files often have the same header.
+        header_bytes = os.pread(descriptor, _HEAD_BYTES, 0).find(b"\n") + 1 if self._spec.columns else 0
         for old in self._known.values():
             replaced = old.path == path and old.inode not in self._inodes and not old.deleted
-            # Different CSV files often have the same header.
-            if replaced and old.position > self._names_bytes(descriptor) and not _changed(descriptor, old):
-                text = (
+            if replaced and old.position > header_bytes and not old.changed(descriptor):
+                raise _mistake(
+                    path,
                     f"is another file than the one of this name that was read up to byte {old.position}, and begins "
                     f"with the same bytes: is it a copy? Nothing of it was sent. Files must only grow, and be rotated "
-                    f"by renaming. If its lines are new, set `changed: start_over`"
+                    f"by renaming. If its lines are new, set `changed: start_over`",
                 )
-                raise AuthorMistake([Problem(path, text)])
-
-    def _names_bytes(self, descriptor: int) -> int:
-        if self._spec.columns is None:
-            return 0
-        return os.pread(descriptor, _HEAD_BYTES, 0).find(b"\n") + 1
 
     def _start_over(self, known: _FilePosition, path: str, descriptor: int) -> _FilePosition:
-        """Return the position at the beginning of a changed file. Raises AuthorMistake unless `changed: start_over` is
-        set.
-        """
+        """Return the position at the beginning of a changed file. Raises AuthorMistake unless the file may change."""
         size = os.fstat(descriptor).st_size
         what = f"has {size} bytes now" if size < known.position else "begins with other bytes now"
         # With another name and other bytes, the file is a new one that got the inode of a deleted file.
-        if not self._spec.start_over and known.path == path:
-            text = (
+        if self._spec.changed != "start_over" and known.path == path:
+            raise _mistake(
+                path,
                 f"was read up to byte {known.position} and {what}: it was truncated or replaced, and lines written "
                 f"before that may never have been read. Nothing of it was sent since. Rotate files by renaming; or set "
-                f"`changed: start_over` to read such files from their beginning"
+                f"`changed: start_over` to read such files from their beginning",
             )
-            raise AuthorMistake([Problem(path, text)])
         log.warning("%s %s; it is read from its beginning", path, what)
         return _FilePosition(path, known.inode, generation=known.generation + 1)
 
-    def _read(self, opened: _Open) -> SourceRecords | None:
-        if _changed(opened.descriptor, opened.known):
+    def _read(self, opened: _OpenFile) -> SourceRecords | None:
+        if opened.known.changed(opened.descriptor):
             known = self._start_over(opened.known, opened.known.path, opened.descriptor)
-            opened.reader = _LineReader(opened.descriptor, 0, self._most_bytes)
-            opened.rows = self._csv_rows(known.path, opened.descriptor)
-            opened.known = self._known[known.inode] = known
-        if opened.rows is not None and not opened.rows.ready():
+            opened = self._keep_open(opened.descriptor, known, gone=opened.gone)
+        if opened.rows and not opened.rows.ready():
             return None
-        reader = opened.reader
-        while True:
-            before = reader.read_to
-            chunk = reader.read()
-            if chunk is not None or reader.read_to == before:
-                break
-        if chunk is None and self._spec.take_last_line:
-            chunk = reader.last_line()
-        if chunk is not None:
-            return self._records(opened, chunk)
+        found = opened.lines.read(take_last_line=self._spec.last_line == "take")
+        if found is not None:
+            return self._records(opened, *found)
         return self._close_file(opened) if opened.gone else None
 
-    def _close_file(self, opened: _Open) -> SourceRecords | None:
-        """Close a file that was read to its end. A deleted file is recorded as deleted, as its inode may be reused."""
-        if opened.reader.rest_bytes:
+    def _close_file(self, opened: _OpenFile) -> SourceRecords | None:
+        """Close a file that was read to its end. A deleted file is recorded as deleted, as its inode may be reused.
+
+        Its descriptor is the only way to read it again, if what was read is not committed, so `committed` closes it.
+        """
+        known = opened.known
+        if opened.lines.rest_bytes:
             if not opened.warned:
                 text = "%s was deleted; the %d bytes after its last line feed are not sent until a line feed follows"
-                log.warning(text, opened.known.path, opened.reader.rest_bytes)
+                log.warning(text, known.path, opened.lines.rest_bytes)
                 opened.warned = True
             return None
-        known = opened.known
         deleted = os.fstat(opened.descriptor).st_nlink == 0
-        os.close(opened.descriptor)
         del self._open[known.inode]
         if not deleted or not known.position:
+            os.close(opened.descriptor)
             return None
         known = self._known[known.inode] = msgspec.structs.replace(known, deleted=True)
-        positions = {known.part: msgspec.json.encode(known)}
-        return SourceRecords(known.part, "", [], [], positions, lambda _: positions)
+        position = msgspec.json.encode(known)
+        self._ended[position] = opened
+        return SourceRecords(known.part, "", [], [], position, lambda _: position)
 
-    def _records(self, opened: _Open, chunk: _Chunk) -> SourceRecords:
-        """Return a chunk as records, and advance the file's position. The place of a record is its byte offset."""
-        head_bytes = min(chunk.next_position, _HEAD_BYTES)
-        known = opened.known
-        if head_bytes != known.head_bytes:
+    def _records(
+        self, opened: _OpenFile, lines: list[bytes], offsets: list[int], bad: list[DeadRecord]
+    ) -> SourceRecords:
+        """Return lines as records, and advance the file's position. The place of a record is its byte offset."""
+        position = opened.lines.position
+        head_bytes, head = min(position, _HEAD_BYTES), opened.known.head
+        if head_bytes != opened.known.head_bytes:
             head = _head_digest(opened.descriptor, head_bytes)
-            known = msgspec.structs.replace(known, head_bytes=head_bytes, head=head)
-        opened.known = self._known[known.inode] = msgspec.structs.replace(known, position=chunk.next_position)
-        prefix = f"{self._name}/{known.part}/"
-        bad = chunk.long_lines
-        if opened.rows is not None:
-            values, places, refused = opened.rows.read(chunk.lines, chunk.offsets)
+        read = msgspec.structs.replace(opened.known, position=position, head_bytes=head_bytes, head=head)
+        opened.known = self._known[read.inode] = read
+        if opened.rows:
+            values, places, refused = opened.rows.read(lines, offsets)
             bad = bad + refused
         else:
-            values, places = _without_blank(chunk.lines, chunk.offsets)
-        dead = [
-            DeadRecord(f"{prefix}{at}", code, detail, line, row=bisect_left(places, at))
-            for at, code, detail, line in bad
-        ]
-        read = opened.known
+            values, places = _without_blank(lines, offsets)
+        bad_places = [int(each.place) for each in bad]
+        dead = [replace(each, row=bisect_left(places, at)) for each, at in zip(bad, bad_places, strict=True)]
 
-        def after(row: int) -> dict[str, bytes | None]:
-            following = [at for at in (*places[row + 1 : row + 2], *(each.offset for each in bad)) if at > places[row]]
-            position = min(following, default=read.position)
-            return {read.part: msgspec.json.encode(msgspec.structs.replace(read, position=position))}
+        def after(row: int) -> bytes:
+            following = [at for at in (*places[row + 1 : row + 2], *bad_places) if at > places[row]]
+            return msgspec.json.encode(msgspec.structs.replace(read, position=min(following, default=position)))
 
-        positions = {read.part: msgspec.json.encode(read)}
-        return SourceRecords(read.part, prefix, values, places, positions, after, dead)
-
-
-def _changed(descriptor: int, known: _FilePosition) -> bool:
-    """Tell from a file's size and first bytes whether it no longer contains the data that was read from it."""
-    if os.fstat(descriptor).st_size < known.position:
-        return True
-    return bool(known.head_bytes) and _head_digest(descriptor, known.head_bytes) != known.head
+        prefix = f"{self._name}/{read.part}/"
+        return SourceRecords(read.part, prefix, values, places, msgspec.json.encode(read), after, dead)
 
 
 def _without_blank(values: list[bytes], places: list[int]) -> tuple[list[bytes], list[int]]:
@@ -345,35 +322,19 @@ def _without_blank(values: list[bytes], places: list[int]) -> tuple[list[bytes],
     return [value for value, _ in kept], [place for _, place in kept]
 
 
-def _unreadable(path: Path, error: OSError) -> AuthorMistake:
-    text = f"cannot be read: {error.strerror}. Nothing was skipped; give this user permission to read it, or move it"
+def _mistake(path: Path | str, text: str) -> AuthorMistake:
     return AuthorMistake([Problem(str(path), text)])
+
+
+def _unreadable(path: Path, error: OSError) -> AuthorMistake:
+    remedy = "Nothing was skipped; give this user permission to read it, or move it"
+    return _mistake(path, f"cannot be read: {error.strerror}. {remedy}")
 
 
 def _head_digest(descriptor: int, length_bytes: int) -> str:
     """Return the digest of a file's first ``length_bytes`` bytes; an empty string if the file is shorter."""
     head = os.pread(descriptor, length_bytes, 0)
     return blake2b(head, digest_size=16).hexdigest() if len(head) == length_bytes else ""
-
-
-class _BadLine(NamedTuple):
-    """A line that becomes a dead letter."""
-
-    offset: int
-    code: str
-    detail: str
-    line: bytes | None
-    """None if it is too long to be kept."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Chunk:
-    """Consecutive lines without their line feeds, and the byte offset of each."""
-
-    lines: list[bytes]
-    offsets: list[int]
-    next_position: int
-    long_lines: list[_BadLine] = field(default_factory=list)
 
 
 class _LineReader:
@@ -386,81 +347,56 @@ class _LineReader:
     def __init__(self, descriptor: int, position: int, most_bytes: int) -> None:
         self._descriptor: Final = descriptor
         self._most_bytes: Final = most_bytes
-        self._position = position
+        self.position = position
         """The offset of the first line that was not returned yet."""
+        self.rest_bytes = 0
+        """The number of bytes of that line that were read."""
         self._rest = b""
-        """The part of that line that was read."""
+        """These bytes; empty if the line is too long to keep."""
         self._digest: Any = None
-        """Digest of the part read so far of a line that is too long to keep; `_rest` is empty while this is set."""
-        self._digested_bytes = 0
+        """The digest of these bytes if the line is too long to keep."""
 
-    @property
-    def read_to(self) -> int:
-        return self._position + self.rest_bytes
+    def read(self, *, take_last_line: bool) -> _Lines | None:
+        """Return the next lines, or if ``take_last_line``, also what has no line feed; None if there is no line."""
+        while data := os.pread(self._descriptor, CHUNK_BYTES, self.position + self.rest_bytes):
+            whole, feed, rest = data.rpartition(b"\n")
+            if feed:
+                found = self._lines(whole.split(b"\n"))
+                self._keep(rest)
+                return found
+            self._keep(rest)
+        return self._lines([b""], feed_bytes=0) if take_last_line and self.rest_bytes else None
 
-    @property
-    def rest_bytes(self) -> int:
-        """The number of bytes read after the last line feed."""
-        return self._digested_bytes + len(self._rest)
-
-    def read(self) -> _Chunk | None:
-        """Return the next lines; None if no line is complete yet. The caller repeats the call while `read_to` grows."""
-        data = os.pread(self._descriptor, CHUNK_BYTES, self.read_to)
-        if not data:
-            return None
+    def _keep(self, data: bytes) -> None:
+        """Keep the beginning of a line, or only its digest if it is too long."""
+        self.rest_bytes += len(data)
         if self._digest is not None:
-            return self._through_long_line(data)
-        data = self._rest + data
-        end = data.rfind(b"\n")
-        if end < 0:
-            self._rest = data
-            if len(data) > self._most_bytes:
-                self._digest, self._digested_bytes = blake2b(data, digest_size=_DIGEST_BYTES), len(data)
-                self._rest = b""
-            return None
-        self._rest = data[end + 1 :]
-        return self._chunk(data[:end].split(b"\n"))
-
-    def last_line(self) -> _Chunk | None:
-        """Return the data after the last line feed as a line; None if there is none."""
-        if self._digest is not None:
-            return self._end_long_line(b"", feed=0)
-        if not self._rest:
-            return None
-        line, self._rest = self._rest, b""
-        return self._chunk([line], feed=0)
-
-    def _chunk(self, lines: list[bytes], *, feed: int = 1) -> _Chunk:
-        offsets = list(accumulate([len(line) + 1 for line in lines], initial=self._position))
-        self._position = offsets.pop() - (1 - feed)
-        if max(map(len, lines)) <= self._most_bytes:
-            return _Chunk(lines, offsets, self._position)
-        long = [(line, at) for line, at in zip(lines, offsets, strict=True) if len(line) > self._most_bytes]
-        kept = [(line, at) for line, at in zip(lines, offsets, strict=True) if len(line) <= self._most_bytes]
-        found = [_too_long(at, len(line), blake2b(line, digest_size=_DIGEST_BYTES).hexdigest()) for line, at in long]
-        return _Chunk([line for line, _ in kept], [at for _, at in kept], self._position, found)
-
-    def _through_long_line(self, data: bytes) -> _Chunk | None:
-        end = data.find(b"\n")
-        if end < 0:
             self._digest.update(data)
-            self._digested_bytes += len(data)
-            return None
-        self._rest = b""
-        return self._end_long_line(data[:end], feed=1)
+        elif self.rest_bytes > self._most_bytes:
+            self._digest = blake2b(self._rest + data, digest_size=_DIGEST_BYTES)
+            self._rest = b""
+        else:
+            self._rest += data
 
-    def _end_long_line(self, last: bytes, *, feed: int) -> _Chunk:
-        self._digest.update(last)
-        length = self._digested_bytes + len(last)
-        line = _too_long(self._position, length, self._digest.hexdigest())
-        self._position += length + feed
-        self._digest, self._digested_bytes = None, 0
-        return _Chunk([], [], self._position, [line])
-
-
-def _too_long(offset: int, length_bytes: int, digest: str) -> _BadLine:
-    text = f"a line of {length_bytes} bytes, more than a record can hold; blake2b-256:{digest}"
-    return _BadLine(offset, "too_large", text, None)
+    def _lines(self, lines: list[bytes], *, feed_bytes: int = 1) -> _Lines:
+        """Return the lines, the first of which completes what was kept."""
+        lengths = list(map(len, lines))
+        lengths[0] += self.rest_bytes
+        lines[0] = self._rest + lines[0]
+        offsets = list(accumulate((length + 1 for length in lengths), initial=self.position))
+        self.position = offsets.pop() - 1 + feed_bytes
+        digest, self._digest = self._digest, None
+        self._rest, self.rest_bytes = b"", 0
+        if max(lengths) <= self._most_bytes:
+            return lines, offsets, []
+        bad: list[DeadRecord] = []
+        for row in (row for row, length in enumerate(lengths) if length > self._most_bytes):
+            long = digest if row == 0 and digest is not None else blake2b(digest_size=_DIGEST_BYTES)
+            long.update(lines[row])
+            text = f"a line of {lengths[row]} bytes, more than a record can hold; blake2b-256:{long.hexdigest()}"
+            bad.append(DeadRecord(offsets[row], "too_large", text, None))
+        kept = [row for row, length in enumerate(lengths) if length <= self._most_bytes]
+        return [lines[row] for row in kept], [offsets[row] for row in kept], bad
 
 
 class _CsvRows:
@@ -469,7 +405,7 @@ class _CsvRows:
     def __init__(self, path: str, descriptor: int, columns: Mapping[str, CsvType], most_bytes: int) -> None:
         self._path: Final = path
         self._descriptor: Final = descriptor
-        self._columns: Final = dict(columns)
+        self._columns: Final = columns
         self._most_bytes: Final = most_bytes
         self._names: list[str] | None = None
         self._first = 0
@@ -488,21 +424,21 @@ class _CsvRows:
             cells = None
         if cells is None or sorted(cells) != sorted(self._columns):
             shown = "not CSV" if cells is None else ", ".join(cells)
-            text = (
+            raise _mistake(
+                f"{self._path}:1",
                 f"its header line is {shown[:500]}, but `columns` has {', '.join(self._columns)}. Nothing of this "
-                f"file was sent; correct `columns`, or move the file away"
+                f"file was sent; correct `columns`, or move the file away",
             )
-            raise AuthorMistake([Problem(f"{self._path}:1", text)])
         self._names, self._first = cells, end + 1
         return True
 
-    def read(self, lines: Sequence[bytes], offsets: Sequence[int]) -> tuple[list[bytes], list[int], list[_BadLine]]:
+    def read(self, lines: Sequence[bytes], offsets: Sequence[int]) -> _Lines:
         """Return the rows as JSON, their offsets, and the lines that are not valid rows."""
         names = self._names or []
         converters = [_CONVERTERS[self._columns[name]] for name in names]
         values: list[bytes] = []
         kept: list[int] = []
-        bad: list[_BadLine] = []
+        bad: list[DeadRecord] = []
         for line, offset in zip(lines, offsets, strict=True):
             if offset < self._first or not line.strip():
                 continue
@@ -511,7 +447,7 @@ class _CsvRows:
                 values.append(found)
                 kept.append(offset)
             else:
-                bad.append(_BadLine(offset, *found, line))
+                bad.append(DeadRecord(offset, *found, line))
         return values, kept, bad
 
 
@@ -529,7 +465,7 @@ def _row(line: bytes, names: Sequence[str], converters: Sequence[Callable[[str],
     for name, cell, convert in zip(names, cells, converters, strict=True):
         try:
             row[name] = convert(cell) if cell else None
-        except ValueError:
+        except (KeyError, ValueError):
             return "wrong_type", f"the cell of column {name} does not have the type that `columns` declares"
     try:
         return orjson.dumps(row)
@@ -543,30 +479,21 @@ def _cells(line: bytes) -> list[str]:
 
 
 def _integer(cell: str) -> int:
-    if len(cell) > _INTEGER_DIGITS or not cell.removeprefix("-").isascii() or not cell.removeprefix("-").isdigit():
+    if _INTEGER.fullmatch(cell) is None:
         raise ValueError(cell)
     return int(cell)
 
 
 def _number(cell: str) -> float | int:
     found = float(cell)
-    if found - found != 0 or "_" in cell:
+    if not math.isfinite(found) or "_" in cell:
         raise ValueError(cell)  # JSON has no infinity and no NaN
-    try:
-        return _integer(cell)
-    except ValueError:
-        return found
-
-
-def _boolean(cell: str) -> bool:
-    if cell.lower() not in _BOOLEANS:
-        raise ValueError(cell)
-    return _BOOLEANS[cell.lower()]
+    return int(cell) if _INTEGER.fullmatch(cell) else found
 
 
 _CONVERTERS: Final[Mapping[CsvType, Callable[[str], Any]]] = {
     "text": str,
     "integer": _integer,
     "number": _number,
-    "boolean": _boolean,
+    "boolean": lambda cell: _BOOLEANS[cell.lower()],
 }

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
-from types import TracebackType
 from typing import Any, Final, Self
 
 from dedup.connect.database import STAGED, DatabaseConnection, FencedOffsets, Row, Table, make, make_staging
@@ -38,18 +38,13 @@ class Event:
 
 
 class Work:
-    """The open database transaction, which commits the application's statements together with the events' IDs and
-    offsets.
-    """
+    """The open database transaction, which also commits the events' IDs and offsets."""
 
     def __init__(self, connection: DatabaseConnection) -> None:
         self._connection: Final = connection
 
     def execute(self, sql: str, parameters: Sequence[Any] = ()) -> int:
-        """Run a statement; return the number of changed rows.
-
-        The placeholder of a parameter is ``?`` in SQLite and ``%s`` in PostgreSQL.
-        """
+        """Run a statement, with ``?`` (SQLite) or ``%s`` for parameters; return the number of changed rows."""
         return self._connection.execute(sql, parameters)
 
     def query(self, sql: str, parameters: Sequence[Any] = ()) -> list[Row]:
@@ -73,6 +68,7 @@ class IdempotentReader:
         self._url: Final = url
         self._extract: Final = extractor_of(topology)
         self._wire: Final = KafkaWire(Cluster.of(settings, client_id=f"dedup-reader-{name}"))
+        self._opened = AsyncExitStack()
         self._consumer: FencedConsumer | None = None
         self._interrupted = False
 
@@ -82,32 +78,23 @@ class IdempotentReader:
         Raises StateIncompatible if the topic does not exist or was recreated, and DatabaseUnavailable or
         BrokerUnavailable if there is no response in time.
         """
-        await self._wire.start()
-        try:
-            await self._open()
-        except BaseException:
-            await self._close()
-            raise
+        async with AsyncExitStack() as stack:
+            await self._wire.start()
+            stack.push_async_callback(self._wire.stop)
+            async with Admin(self._wire.connection) as admin:
+                found = (await admin.topics([self._topic])).get(self._topic)
+            if found is None:
+                raise StateIncompatible(f"topic {self._topic!r} does not exist; create it first.")
+            consumer = FencedConsumer(self._wire, self._name, found, self._url, _prepare, gather_ms=GATHER_MS)
+            stack.push_async_callback(consumer.close)
+            await consumer.open(range(found.partitions))
+            self._consumer = consumer
+            self._opened = stack.pop_all()
         return self
 
-    async def _open(self) -> None:
-        async with Admin(self._wire.connection) as admin:
-            found = (await admin.topics([self._topic])).get(self._topic)
-        if found is None:
-            raise StateIncompatible(f"topic {self._topic!r} does not exist; create it first.")
-        self._consumer = FencedConsumer(self._wire, self._name, found, self._url, _prepare, gather_ms=GATHER_MS)
-        await self._consumer.open(range(found.partitions))
-
-    async def __aexit__(
-        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         """Roll back everything that was not committed."""
-        await self._close()
-
-    async def _close(self) -> None:
-        if self._consumer is not None:
-            await self._consumer.close()
-        await self._wire.stop()
+        await self._opened.aclose()
 
     async def run(self, handle: Handle, *, until_end: bool = False) -> int:
         """Pass every event to ``handle`` once; with ``until_end``, stop at the end that the topic has at the start.
@@ -130,8 +117,8 @@ class IdempotentReader:
             )
         self._interrupted = True
         handled = 0
-        while not (until_end and consumer.at_end):
-            for answer in await consumer.poll():
+        while not (until_end and consumer.records.at_end):
+            for answer in await consumer.records.poll():
                 events = await consumer.in_thread(partial(self._events, answer.source, answer.columns))
                 work = partial(self._handled, events, handle)
                 fresh = await consumer.once(work, {answer.source.partition: answer.next_offset})
@@ -142,13 +129,7 @@ class IdempotentReader:
         return handled
 
     def _handled(self, events: Sequence[Event], handle: Handle, connection: DatabaseConnection) -> int:
-        fresh = self._first_seen(connection, events)
-        if fresh:
-            handle(Work(connection), fresh)
-        return len(fresh)
-
-    def _first_seen(self, connection: DatabaseConnection, events: Sequence[Event]) -> list[Event]:
-        """Store the IDs, and return the first event of each ID that was not stored before."""
+        """Store the IDs, and pass on the first event of each ID that was not stored before."""
         first: dict[bytes, Event] = {}
         for event in events:
             first.setdefault(event.tracking_id, event)
@@ -158,8 +139,11 @@ class IdempotentReader:
             f"WHERE true ON CONFLICT (reader, tracking_id) DO NOTHING RETURNING tracking_id",
             (self._name,),
         )
-        fresh = {bytes(tracking_id) for (tracking_id,) in rows}
-        return [event for tracking_id, event in first.items() if tracking_id in fresh]
+        stored = {bytes(tracking_id) for (tracking_id,) in rows}
+        fresh = [event for tracking_id, event in first.items() if tracking_id in stored]
+        if fresh:
+            handle(Work(connection), fresh)
+        return len(fresh)
 
     def _events(self, source: TopicPartition, columns: Columns) -> list[Event]:
         found = self._extract(columns.keys, columns.values, columns.headers, columns.timestamps_ms)
@@ -171,13 +155,7 @@ class IdempotentReader:
                 f"whose dead letters are apart, or correct `tracking_id`."
             )
         rows = zip(
-            found.ids,
-            found.times_ms,
-            columns.keys,
-            columns.values,
-            columns.headers,
-            columns.offsets,
-            strict=True,
+            found.ids, found.times_ms, columns.keys, columns.values, columns.headers, columns.offsets, strict=True
         )
         return [
             Event(tracking_id or b"", time_ms, key, value, headers, source.topic, source.partition, offset)
@@ -190,11 +168,6 @@ def _seen(connection: DatabaseConnection) -> Table:
 
 
 def _prepare(connection: DatabaseConnection, _: FencedOffsets) -> None:
-    kind = connection.types["bytes"]
-    make(
-        connection,
-        SEEN,
-        f"CREATE TABLE IF NOT EXISTS {SEEN} "
-        f"(reader VARCHAR(250) NOT NULL, tracking_id {kind} NOT NULL, PRIMARY KEY (reader, tracking_id))",
-    )
+    columns = f"reader VARCHAR(250) NOT NULL, tracking_id {connection.types['bytes']} NOT NULL"
+    make(connection, SEEN, f"CREATE TABLE IF NOT EXISTS {SEEN} ({columns}, PRIMARY KEY (reader, tracking_id))")
     make_staging(connection, _seen(connection))

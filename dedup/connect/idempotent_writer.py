@@ -5,11 +5,10 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Iterable, Sequence
-from contextlib import asynccontextmanager
-from types import TracebackType
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Final, Self
 
-from dedup.connect.transactional_outbox import TOPIC_CONFIGS, TransactionalOutbox, provide, wanted
+from dedup.connect.transactional_outbox import TOPIC_CONFIGS, TransactionalOutbox, provide
 from dedup.core.partitioner import partitions
 from dedup.errors import InvariantBroken, StateIncompatible
 from dedup.kafka.client import KafkaWire
@@ -26,7 +25,7 @@ class Transaction:
 
     def __init__(self, partition_counts: dict[str, int]) -> None:
         self.lines: Final[defaultdict[TopicPartition, list[Line]]] = defaultdict(list)
-        self.positions: Final[dict[str, bytes | None]] = {}
+        self.positions: Final[dict[str, bytes]] = {}
         self._partition_counts: Final = partition_counts
 
     def send(
@@ -70,6 +69,7 @@ class IdempotentWriter:
         self._topics: Final = tuple(topics)
         self._settings: Final = settings
         self._wire: Final = KafkaWire(Connection.of(settings, client_id=f"dedup-writer-{name}"))
+        self._opened = AsyncExitStack()
         self._outbox: TransactionalOutbox | None = None
         self._partition_counts: dict[str, int] = {}
 
@@ -78,34 +78,27 @@ class IdempotentWriter:
 
         Raises StateIncompatible for a missing topic, and BrokerUnavailable if no broker responds in time.
         """
-        await self._wire.start()
-        try:
-            await self._open()
-        except BaseException:
-            await self._wire.stop()
-            raise
+        offsets = f"{self._name}-source-offsets"
+        async with AsyncExitStack() as stack:
+            await self._wire.start()
+            stack.push_async_callback(self._wire.stop)
+            async with Admin(self._wire.connection) as admin:
+                await provide(admin, self._settings, {offsets: (1, TOPIC_CONFIGS)})
+                have = await admin.topics(self._topics)
+            missing = [topic for topic in self._topics if topic not in have]
+            if missing:
+                raise StateIncompatible(f"topic {missing[0]!r} does not exist; create it first.")
+            self._partition_counts = {name: topic.partitions for name, topic in have.items()}
+            outbox = TransactionalOutbox(self._wire, f"{self._name}.writer.0", offsets, self._settings)
+            await outbox.open()
+            stack.push_async_callback(outbox.close)
+            self._outbox = outbox
+            self._opened = stack.pop_all()
         return self
 
-    async def _open(self) -> None:
-        offsets = f"{self._name}-source-offsets"
-        async with Admin(self._wire.connection) as admin:
-            await provide(admin, [wanted(offsets, 1, self._settings, TOPIC_CONFIGS)], self._settings)
-            have = await admin.topics(self._topics)
-        missing = [topic for topic in self._topics if topic not in have]
-        if missing:
-            raise StateIncompatible(f"topic {missing[0]!r} does not exist; create it first.")
-        self._partition_counts = {name: topic.partitions for name, topic in have.items()}
-        outbox = TransactionalOutbox(self._wire, f"{self._name}.writer.0", offsets, self._settings)
-        await outbox.open()
-        self._outbox = outbox
-
-    async def __aexit__(
-        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         """Abort everything that was not committed."""
-        if self._outbox is not None:
-            await self._outbox.close()
-        await self._wire.stop()
+        await self._opened.aclose()
 
     @asynccontextmanager
     async def transaction(self) -> AsyncIterator[Transaction]:
@@ -116,14 +109,14 @@ class IdempotentWriter:
         made = Transaction(self._partition_counts)
         yield made
         if made.lines or made.positions:
-            await self._opened().commit(made.lines, made.positions)
+            await self._started().commit(made.lines, made.positions)
 
     def kept(self, name: str) -> str | None:
         """Return a position that the last committed transaction of any process left; None if it was never stored."""
-        found = self._opened().positions.values.get(name)
+        found = self._started().positions.get(name)
         return None if found is None else found.decode()
 
-    def _opened(self) -> TransactionalOutbox:
+    def _started(self) -> TransactionalOutbox:
         if self._outbox is None:
             raise InvariantBroken("this writer was not started; use it in an `async with` statement")
         return self._outbox

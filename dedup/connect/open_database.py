@@ -1,18 +1,15 @@
-"""Opens the SQLite or PostgreSQL database that a URL names, and repeats the work that a lost connection interrupted.
-
-A transaction whose commit got no response is repeated only if it was not committed.
-"""
+"""Opens the SQLite or PostgreSQL database that a URL names, and repeats the work that a lost connection interrupted."""
 
 from __future__ import annotations
 
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Final, TypeVar
 
 from dedup.connect import sqlite
-from dedup.connect.database import DatabaseAway, DatabaseConnection, FencedOffsets, shown, transaction
+from dedup.connect.database import DatabaseAway, DatabaseConnection, shown
 from dedup.errors import DatabaseUnavailable, Problem, SettingsError
 
 POSTGRES: tuple[str, ...] = ("postgresql://", "postgres://")
@@ -24,9 +21,7 @@ T = TypeVar("T")
 
 
 def connect(url: str, *, read_only: bool = False) -> DatabaseConnection:
-    """Return a new connection. Raises SettingsError for an unknown kind of URL, and DatabaseAway if there is no
-    response.
-    """
+    """Return a new connection. Raises SettingsError for an unknown URL, and DatabaseAway if there is no response."""
     if url.startswith(sqlite.PREFIX):
         return sqlite.SqliteConnection(url, read_only=read_only)
     if url.startswith(POSTGRES):
@@ -62,24 +57,21 @@ class RetryingDatabase:
         self._connection: DatabaseConnection | None = None
 
     def first(self, work: Callable[[DatabaseConnection], T]) -> T:
-        """Return the result of ``work``, which may run several times.
-
-        Raises DatabaseUnavailable after 30 s of retries.
-        """
+        """Return the result of ``work``, which may run several times; raises DatabaseUnavailable after 30 s."""
         return self.insist(work, within_s=START_WITHIN_S)
 
     def insist(self, work: Callable[[DatabaseConnection], T], *, within_s: float = math.inf) -> T:
         """Return the result of ``work``, which is repeated until the database responds.
 
-        Raises DatabaseUnavailable if the database does not respond within ``within_s``, or if ``stopped`` returns True
-        first.
+        Raises DatabaseUnavailable after ``within_s`` without a response, or as soon as ``stopped`` returns True.
         """
         deadline_s = time.monotonic() + within_s
         pause_s = FIRST_PAUSE_S
         while True:
             try:
                 if self._connection is None:
-                    self._connection = self._connected()
+                    self._connection = connect(self._url, read_only=self._read_only)
+                    self._prepare(self._connection)
                     if pause_s > FIRST_PAUSE_S:
                         log.info("the database answers again")
                 return work(self._connection)
@@ -91,36 +83,6 @@ class RetryingDatabase:
                 log.warning("the database does not answer, waiting; nothing is lost: %s", away)
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
-
-    def once(self, work: Callable[[DatabaseConnection], T], offsets: FencedOffsets, ends: Mapping[int, int]) -> T:
-        """Run ``work`` exactly once in a transaction that also moves the offsets, and return its result.
-
-        A transaction that was not committed is repeated. Raises TaskMigrated if another process owns a partition, and
-        DatabaseUnavailable like `insist`.
-        """
-        unanswered: list[T] = []
-        """Results of attempts whose commit may have got no response."""
-
-        def attempt(connection: DatabaseConnection) -> T:
-            if unanswered and offsets.happened(connection, ends):
-                return unanswered[-1]
-            with transaction(connection):
-                offsets.advance(connection, ends)
-                unanswered.append(work(connection))
-            return unanswered[-1]
-
-        found = self.insist(attempt)
-        offsets.positions.update(ends)
-        return found
-
-    def _connected(self) -> DatabaseConnection:
-        connection = connect(self._url, read_only=self._read_only)
-        try:
-            self._prepare(connection)
-        except BaseException:
-            connection.close()
-            raise
-        return connection
 
     def close(self) -> None:
         """Close the connection, if there is one."""

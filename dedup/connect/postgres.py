@@ -27,6 +27,11 @@ AWAY: Final = (
     pg.ReadOnlySqlTransaction,
 )
 """Temporary errors with a cause outside the transaction. After such an error, the whole transaction is repeated."""
+_CODES: Final[Mapping[type[psycopg.Error], str]] = {
+    pg.UniqueViolation: "unique_violation",
+    pg.ExclusionViolation: "unique_violation",
+    pg.NotNullViolation: "null_refused",
+}
 
 
 class PostgresConnection(DatabaseConnection):
@@ -88,7 +93,7 @@ class PostgresConnection(DatabaseConnection):
                 raise StateIncompatible(f"{self._shown}: PostgreSQL refuses us: {_message(error)}.") from error
             raise DatabaseAway(f"{self._shown}: {_message(error)}") from error
         except psycopg.IntegrityError as error:
-            raise RowsRefused(_code(error), f"PostgreSQL: {_message(error)}") from error
+            raise RowsRefused(_CODES.get(type(error), "constraint"), f"PostgreSQL: {_message(error)}") from error
         except psycopg.DataError as error:
             raise RowsRefused("wrong_type", f"PostgreSQL rejects this value: {type(error).__name__}") from error
         except psycopg.Error as error:
@@ -100,13 +105,3 @@ def _message(error: psycopg.Error) -> str:
     """Return the first line of the server's message, without its detail, which may contain values."""
     lines = (error.diag.message_primary or str(error) or type(error).__name__).strip().splitlines()
     return lines[0] if lines else type(error).__name__
-
-
-def _code(error: psycopg.IntegrityError) -> str:
-    match error:
-        case pg.UniqueViolation() | pg.ExclusionViolation():
-            return "unique_violation"
-        case pg.NotNullViolation():
-            return "null_refused"
-        case _:
-            return "constraint"

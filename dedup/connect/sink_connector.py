@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Collection
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Final
@@ -17,8 +18,8 @@ from dedup.connect.database import DatabaseConnection, FencedOffsets, WriteOutco
 from dedup.connect.dead_letter_producer import DeadLetterProducer, RejectedRecord
 from dedup.connect.fenced_consumer import FencedConsumer
 from dedup.connect.source_connector import set_by_signals
-from dedup.connect.transactional_outbox import provide, wanted
-from dedup.connect.upsert import RowMaker, make_table, refuse_lost_table, table_of, write_rows
+from dedup.connect.transactional_outbox import provide
+from dedup.connect.upsert import RowMaker, make_tables, refuse_lost_table, table_of, write_rows
 from dedup.errors import BrokerUnavailable, CommitUnknown, Problem, StateIncompatible, TopologyError
 from dedup.kafka.client import KafkaWire
 from dedup.kafka.connection import Connection as Cluster
@@ -81,95 +82,71 @@ async def run_sink(
     StateIncompatible for an unsuitable table or topic, and DatabaseUnavailable or BrokerUnavailable if there is no
     response at startup.
     """
-    wire = KafkaWire(Cluster.of(settings, client_id=f"dedup-sink-{topology.name}"))
-    await wire.start()
-    try:
-        topic, dead_letters = await _prepare(wire, topology, spec, settings)
+    async with AsyncExitStack() as stack:
+        wire = KafkaWire(Cluster.of(settings, client_id=f"dedup-sink-{topology.name}"))
+        await wire.start()
+        stack.push_async_callback(wire.stop)
+        topic, dead_letter = await _topics(wire, spec, settings)
         numbers = sorted(partitions or range(topic.partitions))
         if numbers[-1] >= topic.partitions:
-            raise StateIncompatible(
-                f"topic {spec.topic!r} has {topic.partitions} partitions, 0 to {topic.partitions - 1}."
-            )
-        run = _Run(topology, spec, settings, wire, dead_letters, topic)
+            last = topic.partitions - 1
+            raise StateIncompatible(f"topic {spec.topic!r} has {topic.partitions} partitions, 0 to {last}.")
+        dead_letters = DeadLetterProducer(wire, topology.name, topic.name, dead_letter, settings)
+        stop = stack.enter_context(set_by_signals())
+        consumer = FencedConsumer(
+            wire, topology.name, topic, spec.url, partial(_prepare, spec), stop.is_set, gather_ms=GATHER_MS
+        )
+        stack.push_async_callback(consumer.close)
+        stack.push_async_callback(dead_letters.close)
+        await consumer.open(numbers)
         try:
-            return await run.until_over(numbers, exit_when_done=exit_when_done)
-        finally:
-            await run.close()
-    finally:
-        await wire.stop()
+            await dead_letters.open(consumer.offsets.positions)
+        except CommitUnknown as error:
+            raise BrokerUnavailable(f"the cluster did not begin a transaction in time: {error}") from error
+        log.info("%s: %d partitions taken; earlier owners are fenced", topology.name, len(numbers))
+        rows, interval_s = RowMaker(topology, spec.columns), settings.commit_interval_ms / 1000
+        run = _Run(spec, rows, consumer, dead_letters, interval_s)
+        return await run.until_over(stop, exit_when_done=exit_when_done)
 
 
-async def _prepare(
-    wire: KafkaWire, topology: Topology, spec: SinkSpec, settings: Settings
-) -> tuple[Topic, DeadLetterProducer]:
+async def _topics(wire: KafkaWire, spec: SinkSpec, settings: Settings) -> tuple[Topic, Topic]:
+    """Return the topic to read and the topic of dead letters, which is created if it is missing."""
     async with Admin(wire.connection) as admin:
-        found = await admin.topics([spec.topic])
-        if spec.topic not in found:
+        topic = (await admin.topics([spec.topic])).get(spec.topic)
+        if topic is None:
             raise StateIncompatible(f"topic {spec.topic!r} does not exist; `dedup run` or `dedup apply` creates it.")
-        topic = found[spec.topic]
         configs = {
             "message.timestamp.type": "LogAppendTime",
             "max.message.bytes": str(topic.max_record_bytes + SLACK_BYTES),
         }
-        made = await provide(admin, [wanted(spec.dead_letter, topic.partitions, settings, configs)], settings)
-    return topic, DeadLetterProducer(wire, topology.name, spec.dead_letter, made[spec.dead_letter].partitions, settings)
+        made = await provide(admin, settings, {spec.dead_letter: (topic.partitions, configs)})
+    return topic, made[spec.dead_letter]
 
 
+def _prepare(spec: SinkSpec, connection: DatabaseConnection, offsets: FencedOffsets) -> None:
+    refuse_lost_table(connection, spec.table, offsets)
+    make_tables(connection, spec)
+
+
+@dataclass(slots=True)
 class _Run:
-    def __init__(
-        self,
-        topology: Topology,
-        spec: SinkSpec,
-        settings: Settings,
-        wire: KafkaWire,
-        dead_letters: DeadLetterProducer,
-        topic: Topic,
-    ) -> None:
-        self._spec: Final = spec
-        self._topic: Final = topic.name
-        self._dead_letters: Final = dead_letters
-        self._rows: Final = RowMaker(topology, spec.columns)
-        self._interval_s: Final = settings.commit_interval_ms / 1000
-        self._stop: Final = asyncio.Event()
-        self._consumer: Final = FencedConsumer(
-            wire, topology.name, topic, spec.url, self._prepare, self._stop.is_set, gather_ms=GATHER_MS
-        )
-        self._done: Final = Sunk()
+    spec: SinkSpec
+    rows: RowMaker
+    consumer: FencedConsumer
+    dead_letters: DeadLetterProducer
+    interval_s: float
+    done: Sunk = field(default_factory=Sunk)
 
-    def _prepare(self, connection: DatabaseConnection, offsets: FencedOffsets) -> None:
-        table = table_of(self._spec, connection.types)
-        refuse_lost_table(connection, table, offsets)
-        make_table(connection, table)
-
-    async def until_over(self, partitions: list[int], *, exit_when_done: bool) -> Sunk:
-        with set_by_signals(self._stop):
-            await self._start(partitions)
-            current = await self._gather()
-            while not self._stop.is_set():
-                if current.batches:
-                    current = await self._write(current)
-                elif exit_when_done and self._consumer.at_end:
-                    break
-                else:
-                    current = await self._gather()
-        return self._done
-
-    async def close(self) -> None:
-        await self._dead_letters.close()
-        await self._consumer.close()
-
-    async def _start(self, partitions: list[int]) -> None:
-        """Fence earlier owners of the partitions and of the dead letters."""
-        await self._consumer.open(partitions)
-        positions = self._consumer.offsets.positions.items()
-        try:
-            await self._dead_letters.open({self._source(number): max(0, position) for number, position in positions})
-        except CommitUnknown as error:
-            raise BrokerUnavailable(f"the cluster did not begin a transaction in time: {error}") from error
-        log.info("%s: %d partitions taken; earlier owners are fenced", self._consumer.offsets.reader, len(partitions))
-
-    def _source(self, partition: int) -> TopicPartition:
-        return TopicPartition(self._topic, partition)
+    async def until_over(self, stop: asyncio.Event, *, exit_when_done: bool) -> Sunk:
+        current = await self._gather()
+        while not stop.is_set():
+            if current.batches:
+                current = await self._write(current)
+            elif exit_when_done and self.consumer.records.at_end:
+                break
+            else:
+                current = await self._gather()
+        return self.done
 
     async def _gather(self) -> _Transaction:
         """Return the records that arrive within the commit interval after the first one; empty if none arrives."""
@@ -177,13 +154,13 @@ class _Run:
         loop = asyncio.get_running_loop()
         until_s: float | None = None
         while gathered.records < MOST_ROWS and (until_s is None or loop.time() < until_s):
-            for answer in await self._consumer.poll():
+            for answer in await self.consumer.records.poll():
                 gathered.batches.append((answer.source, answer.columns))
                 gathered.ends[answer.source.partition] = answer.next_offset
                 gathered.records += len(answer.columns.offsets)
             if not gathered.records:
                 break
-            until_s = until_s or loop.time() + self._interval_s
+            until_s = until_s or loop.time() + self.interval_s
         return gathered
 
     async def _write(self, current: _Transaction) -> _Transaction:
@@ -196,24 +173,24 @@ class _Run:
 
     async def _written(self, current: _Transaction) -> None:
         loop = asyncio.get_running_loop()
-        made = await self._consumer.in_thread(partial(self._rows.rows, current.batches))
+        made = await self.consumer.in_thread(partial(self.rows.rows, current.batches))
 
         def work(connection: DatabaseConnection) -> tuple[WriteOutcome, int]:
-            written = write_rows(connection, table_of(self._spec, connection.types), made.rows)
+            written = write_rows(connection, table_of(self.spec, connection.types), made.rows)
             refused = [RejectedRecord(*made.records[row], why.code, why.detail) for row, why in written.refused.items()]
             rejected = made.bad + refused
             if not rejected:
                 return written, 0
             # Dead letters are sent before the commit. If they were sent after it, a crash in between would lose them.
-            return written, asyncio.run_coroutine_threadsafe(self._dead_letters.send(rejected), loop).result()
+            return written, asyncio.run_coroutine_threadsafe(self.dead_letters.send(rejected), loop).result()
 
-        outcome = await self._consumer.once(work, current.ends)
+        outcome = await self.consumer.once(work, current.ends)
         if outcome is None:
             return
-        self._dead_letters.settled({self._source(partition): end for partition, end in current.ends.items()})
+        self.dead_letters.settled(current.ends)
         written, sent = outcome
-        self._done.transactions += 1
-        self._done.inserted += written.inserted
-        self._done.updated += written.updated
-        self._done.unchanged += written.unchanged
-        self._done.dead_letters += sent
+        self.done.transactions += 1
+        self.done.inserted += written.inserted
+        self.done.updated += written.updated
+        self.done.unchanged += written.unchanged
+        self.done.dead_letters += sent

@@ -11,8 +11,8 @@ from typing import Protocol
 class DeadRecord:
     """A part of the source that cannot become a record and becomes a dead letter instead."""
 
-    place: str
-    """The place in the source, with the prefix."""
+    place: int | str
+    """The place in the source, without the prefix."""
     code: str
     detail: str
     value: bytes | None
@@ -26,37 +26,32 @@ class SourceRecords:
     """The result of one poll: records of one part of the source, in their order."""
 
     part: str
-    """Identifies a file or a table. Records without a tracking ID keep their order, because each part is sent to one
-    partition.
-    """
+    """Identifies a file or a table. Without tracking IDs, a part is sent to one partition, which keeps its order."""
     prefix: str
     values: list[bytes]
     places: Sequence[int | str]
     """The place of each record without the prefix, which is unique in the source and the same in every read."""
-    positions: Mapping[str, bytes | None]
-    """The positions for `restore` once all these records are committed; None for a position to delete."""
-    after: Callable[[int], Mapping[str, bytes | None]]
-    """Returns the positions for `restore` if only the records up to a row, and the dead records before it, are
-    committed.
-    """
+    position: bytes
+    """The part's position for `restore` once all these records are committed."""
+    after: Callable[[int], bytes]
+    """Returns the position if only the records up to a row, and the dead records before it, are committed."""
     dead: list[DeadRecord] = field(default_factory=list)
-
-    def place(self, row: int) -> str:
-        """Return a record's place in the source, with the prefix."""
-        return f"{self.prefix}{self.places[row]}"
 
 
 class RecordSource(Protocol):
     """Reads files or a table. All methods block, and only one thread may use a source at a time."""
 
     def restore(self, positions: Mapping[str, bytes]) -> None:
-        """Continue from committed positions, so that uncommitted records are polled again."""
+        """Continue from the committed positions of the parts, so that uncommitted records are polled again."""
 
     def poll(self) -> SourceRecords | None:
         """Return the next records; None if there are none yet.
 
         Raises AuthorMistake or StateIncompatible if the source cannot be read without loss.
         """
+
+    def committed(self, positions: Mapping[str, bytes]) -> None:
+        """Release what is needed only to read again what precedes these positions, which are committed now."""
 
     def waiting(self) -> list[str]:
         """Return one sentence for each part of the source that cannot be read yet."""

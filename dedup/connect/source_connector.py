@@ -13,8 +13,8 @@ import signal
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from contextlib import AsyncExitStack, contextmanager, suppress
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final, assert_never
 
 import orjson
@@ -22,17 +22,17 @@ import orjson
 from dedup.connect.file_source import Files
 from dedup.connect.source import DeadRecord, RecordSource, SourceRecords
 from dedup.connect.table_source import NumberedRows
-from dedup.connect.transactional_outbox import TOPIC_CONFIGS, TransactionalOutbox, provide, wanted
+from dedup.connect.transactional_outbox import TOPIC_CONFIGS, TransactionalOutbox, provide
 from dedup.connect.upsert import look_up
 from dedup.core.event_time import FieldTime
 from dedup.core.extract import compile_extractor
 from dedup.core.partitioner import partitions
-from dedup.core.tracking_id import FieldRule, FieldsRule, RawContentRule, TrackingId
+from dedup.core.tracking_id import FieldsRule, RawContentRule, TrackingId
 from dedup.errors import RecordRefused, StateIncompatible
 from dedup.kafka.client import KafkaWire
 from dedup.kafka.connection import Connection
 from dedup.kafka.record_batch import Header, Line
-from dedup.kafka.topic_admin import Admin, Topic, WantedTopic
+from dedup.kafka.topic_admin import Admin, Topic
 from dedup.kafka.wire import TopicPartition
 from dedup.topology.ingest_file import Ingest
 from dedup.topology.schema import FilesSource, Marker, TableSource
@@ -41,7 +41,7 @@ from dedup.worker.record_collector import DETAIL, ID, REASON, SOURCE
 if TYPE_CHECKING:
     from dedup.settings import Settings
 
-Lines = dict[TopicPartition, list[Line]]
+Lines = defaultdict[TopicPartition, list[Line]]
 HEADERS_BYTES: Final = 512
 """Space in a record for its key, headers, and other fields, in addition to its value."""
 RECORDS_AT_ONCE: Final = 40_000
@@ -69,8 +69,8 @@ class Ingested:
 class _Transaction:
     """The content of the next transaction."""
 
-    lines: Lines = field(default_factory=dict)
-    positions: dict[str, bytes | None] = field(default_factory=dict)
+    lines: Lines = field(default_factory=lambda: defaultdict(list))
+    positions: dict[str, bytes] = field(default_factory=dict)
     last: SourceRecords | None = None
     """The last poll. After a refused record, the transaction contains only this poll."""
     records: int = 0
@@ -102,83 +102,70 @@ async def run_ingest(
     Raises TaskMigrated if another process takes over the source, AuthorMistake or StateIncompatible if the source
     cannot be read without loss, and BrokerUnavailable if no broker responds at startup.
     """
-    wire = KafkaWire(Connection.of(settings, client_id=f"dedup-ingest-{ingest.name}"))
-    await wire.start()
-    try:
+    async with AsyncExitStack() as stack:
+        wire = KafkaWire(Connection.of(settings, client_id=f"dedup-ingest-{ingest.name}"))
+        await wire.start()
+        stack.push_async_callback(wire.stop)
         async with Admin(wire.connection) as admin:
-            topics = await provide(admin, _topics(ingest, settings), settings)
-        stop = asyncio.Event()
-        with set_by_signals(stop):
-            name = f"{ingest.name}.ingest.0"
-            outbox = TransactionalOutbox(wire, name, ingest.offsets_topic, settings, stop.is_set)
-            await outbox.open()
-            log.info("%s: source taken; earlier owners are fenced", ingest.name)
-            most_bytes = topics[ingest.topic].max_record_bytes
-            try:
-                source = await asyncio.to_thread(make_source, ingest, most_bytes - HEADERS_BYTES, stop.is_set)
-                try:
-                    interval_ms = settings.commit_interval_ms if ingest.boundary == "interval" else None
-                    run = _Run(outbox, source, _RecordMaker(ingest, topics, most_bytes), interval_ms, stop)
-                    return await run.until_over(exit_when_done=exit_when_done)
-                finally:
-                    source.close()
-            finally:
-                await outbox.close()
-    finally:
-        await wire.stop()
+            topics = await provide(admin, settings, _topics(ingest, settings))
+        stop = stack.enter_context(set_by_signals())
+        name = f"{ingest.name}.ingest.0"
+        outbox = TransactionalOutbox(wire, name, ingest.offsets_topic, settings, stop.is_set)
+        await outbox.open()
+        stack.push_async_callback(outbox.close)
+        log.info("%s: source taken; earlier owners are fenced", ingest.name)
+        most_bytes = topics[ingest.topic].max_record_bytes
+        source = await asyncio.to_thread(make_source, ingest, most_bytes - HEADERS_BYTES, stop.is_set)
+        stack.callback(source.close)
+        interval_ms = settings.commit_interval_ms if ingest.boundary == "interval" else None
+        run = _Run(outbox, source, _RecordMaker(ingest, topics, most_bytes), interval_ms, stop)
+        return await run.until_over(exit_when_done=exit_when_done)
 
 
 @contextmanager
-def set_by_signals(stop: asyncio.Event) -> Iterator[None]:
-    """Make SIGTERM and SIGINT set the event within the block."""
-    loop = asyncio.get_running_loop()
+def set_by_signals() -> Iterator[asyncio.Event]:
+    """Return an event that SIGTERM and SIGINT set within the block."""
+    loop, stop = asyncio.get_running_loop(), asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     try:
-        yield
+        yield stop
     finally:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.remove_signal_handler(number)
 
 
-def _topics(ingest: Ingest, settings: Settings) -> list[WantedTopic]:
+def _topics(ingest: Ingest, settings: Settings) -> dict[str, tuple[int | None, Mapping[str, str]]]:
     retention = settings.topics.retention_ms
     configs = {} if retention is None else {"retention.ms": str(retention)}
     if retention is None and isinstance(ingest.event_time, FieldTime):
         # Records may be old. With the default retention of 7 days, Kafka would soon delete them.
         configs = {"retention.ms": NO_RETENTION_LIMIT}
-    return [
-        wanted(ingest.topic, ingest.partitions, settings, configs),
-        wanted(ingest.dead_letter, ingest.partitions, settings, {"message.timestamp.type": "LogAppendTime"}),
-        wanted(ingest.offsets_topic, 1, settings, TOPIC_CONFIGS),
-    ]
+    return {
+        ingest.topic: (ingest.partitions, configs),
+        ingest.dead_letter: (ingest.partitions, {"message.timestamp.type": "LogAppendTime"}),
+        ingest.offsets_topic: (1, TOPIC_CONFIGS),
+    }
 
 
+@dataclass(slots=True)
 class _Run:
-    def __init__(
-        self,
-        outbox: TransactionalOutbox,
-        source: RecordSource,
-        maker: _RecordMaker,
-        interval_ms: int | None,
-        stop: asyncio.Event,
-    ) -> None:
-        """Collect the records of a transaction for ``interval_ms``; with None, each poll is one transaction."""
-        self._outbox: Final = outbox
-        self._source: Final = source
-        self._maker: Final = maker
-        self._interval_ms: Final = interval_ms
-        self._done: Final = Ingested()
-        self._stop: Final = stop
-        self._single = False
-        """True after the broker refused a record. Each transaction is then one poll and each record batch one record,
-        so that the broker's response identifies the refused record.
-        """
+    outbox: TransactionalOutbox
+    source: RecordSource
+    maker: _RecordMaker
+    interval_ms: int | None
+    """How long records are collected for one transaction; with None, each poll is one transaction."""
+    stop: asyncio.Event
+    done: Ingested = field(default_factory=Ingested)
+    single: bool = False
+    """True after the broker refused a record. Each transaction is then one poll and each record batch one record, so
+    that the broker's response identifies the refused record.
+    """
 
     async def until_over(self, *, exit_when_done: bool) -> Ingested:
-        self._source.restore(self._outbox.positions.values)
-        current = await self._next()
-        while not self._stop.is_set():
+        self.source.restore(self.outbox.positions)
+        current = await asyncio.to_thread(self._collect)
+        while not self.stop.is_set():
             if current is not None:
                 current = await self._commit(current)
                 continue
@@ -186,41 +173,37 @@ class _Run:
                 break
             with suppress(TimeoutError):
                 async with asyncio.timeout(LOOK_AGAIN_S):
-                    await self._stop.wait()
-            current = await self._next()
-        self._done.waiting = self._source.waiting()
-        return self._done
-
-    async def _next(self) -> _Transaction | None:
-        return await asyncio.to_thread(self._collect)
+                    await self.stop.wait()
+            current = await asyncio.to_thread(self._collect)
+        self.done.waiting = self.source.waiting()
+        return self.done
 
     def _collect(self) -> _Transaction | None:
         """Return the next transaction, with the records of one poll or of all polls within the interval."""
         made = _Transaction()
-        until_s = time.monotonic() + (self._interval_ms or 0) / 1000
+        until_s = time.monotonic() + (self.interval_ms or 0) / 1000
         while not made.positions or (made.records < RECORDS_AT_ONCE and time.monotonic() < until_s):
-            found = self._source.poll()
+            found = self.source.poll()
             if found is None:
                 break
-            lines = self._maker.lines(found)
-            total = sum(map(len, lines.values()))
-            dead = total - sum(len(part) for target, part in lines.items() if target.topic == self._maker.topic)
-            for target, part in lines.items():
-                made.lines.setdefault(target, []).extend(part)
-            made.positions.update(found.positions)
-            made.records += total - dead
-            made.dead_letters += dead
             made.last = found
-            if self._single or self._interval_ms is None:
+            made.positions[found.part] = found.position
+            for target, lines in self.maker.lines(found).items():
+                made.lines[target] += lines
+                if target.topic == self.maker.topic:
+                    made.records += len(lines)
+                else:
+                    made.dead_letters += len(lines)
+            if self.single or self.interval_ms is None:
                 break
         return made if made.positions else None
 
     async def _commit(self, current: _Transaction) -> _Transaction | None:
         """Commit a transaction, and return the next one, which is read in the meantime."""
-        most_rows = 1 if self._single else None
-        sending = asyncio.create_task(self._outbox.commit(current.lines, current.positions, most_rows=most_rows))
+        most_rows = 1 if self.single else None
+        sending = asyncio.create_task(self.outbox.commit(current.lines, current.positions, most_rows=most_rows))
         try:
-            following = await self._next()
+            following = await asyncio.to_thread(self._collect)
         except BaseException:
             # Commit the records that were read before the source failed, and only then report the error.
             await sending
@@ -229,23 +212,24 @@ class _Run:
             await sending
         except RecordRefused as refused:
             self._refuse(current, refused)
-            self._source.restore(self._outbox.positions.values)
-            return await self._next()
-        self._single = False
-        self._done.records += current.records
-        self._done.dead_letters += current.dead_letters
-        self._done.transactions += 1
+            self.source.restore(self.outbox.positions)
+            return await asyncio.to_thread(self._collect)
+        self.single = False
+        self.source.committed(current.positions)
+        self.done.records += current.records
+        self.done.dead_letters += current.dead_letters
+        self.done.transactions += 1
         return following
 
     def _refuse(self, current: _Transaction, refused: RecordRefused) -> None:
-        if not self._single:
-            self._single = True
+        if not self.single:
+            self.single = True
             return
         rows = [row for row in refused.rows if row >= 0]
         if not rows or current.last is None:
             raise refused
         log.warning("%s: it becomes a dead letter", refused)
-        self._maker.refused[current.last.place(rows[0])] = str(refused)
+        self.maker.refused[current.last.part, current.last.places[rows[0]]] = str(refused)
 
 
 @dataclass(slots=True)
@@ -256,19 +240,6 @@ class _Pending:
     places: list[int | str] = field(default_factory=list)
     dead: list[DeadRecord] = field(default_factory=list)
     size_bytes: int = 0
-
-    def __bool__(self) -> bool:
-        return bool(self.values or self.dead)
-
-    def add(self, found: SourceRecords, first: int, end: int | None = None) -> None:
-        """Add the records from row ``first`` up to ``end``, and the dead records between them."""
-        # A dead record between a marker and the next row belongs after the marker.
-        last = len(found.values) if end is None else end - 1
-        self.dead += [each for each in found.dead if first <= each.row <= last]
-        values = found.values[first:end]
-        self.size_bytes += sum(map(len, values))
-        self.values += values
-        self.places += found.places[first:end]
 
 
 class TransactionBoundary:
@@ -299,6 +270,10 @@ class TransactionBoundary:
             self._take(found)
         return self._ready.popleft()
 
+    def committed(self, positions: Mapping[str, bytes]) -> None:
+        """See `RecordSource`."""
+        self._source.committed(positions)
+
     def waiting(self) -> list[str]:
         """See `RecordSource`."""
         return self._source.waiting() + [
@@ -313,21 +288,25 @@ class TransactionBoundary:
 
     def _take(self, found: SourceRecords) -> None:
         pending = self._pending.setdefault(found.part, _Pending())
-        if not pending and not found.values and not found.dead:
-            self._ready.append(found)  # only a position
-            return
         if not found.values and not found.dead:
+            if not pending.values and not pending.dead:
+                self._ready.append(found)  # only a position
+                return
             text = "%s: %d records without their marker precede blank lines or the end; they wait for a marker"
             log.warning(text, found.part, len(pending.values))
-        first = 0
-        for row in [row for row, value in enumerate(found.values) if self._ends(value)]:
-            pending.add(found, first, row + 1)
-            places, positions, dead = pending.places, found.after(row), pending.dead
-            whole = SourceRecords(found.part, found.prefix, pending.values, places, positions, found.after, dead)
-            self._ready.append(whole)
-            pending = self._pending[found.part] = _Pending()
-            first = row + 1
-        pending.add(found, first)
+        ends = [row + 1 for row, value in enumerate(found.values) if self._ends(value)]
+        for first, end in zip((0, *ends), (*ends, None), strict=True):
+            pending.values += found.values[first:end]
+            pending.places += found.places[first:end]
+            pending.size_bytes += sum(map(len, found.values[first:end]))
+            # A dead record between a marker and the next row belongs after the marker.
+            last = len(found.values) if end is None else end - 1
+            pending.dead += [each for each in found.dead if first <= each.row <= last]
+            if end is not None:
+                at, dead = found.after(end - 1), pending.dead
+                whole = replace(found, values=pending.values, places=pending.places, position=at, dead=dead)
+                self._ready.append(whole)
+                pending = self._pending[found.part] = _Pending()
         if len(pending.values) > MOST_RECORDS or pending.size_bytes > MOST_BYTES:
             raise StateIncompatible(
                 f"{found.prefix}{pending.places[0]}: no marker among the {len(pending.values):,} records after this "
@@ -353,8 +332,8 @@ class _RecordMaker:
         self._most_bytes: Final = most_bytes
         rule = ingest.tracking_id or RawContentRule()
         self._extract: Final = compile_extractor(TrackingId(rule), ingest.event_time, fmt="json", fingerprint=False)
-        self.refused: Final[dict[str, str]] = {}
-        """Maps the place of a record to the reason why the broker refused it."""
+        self.refused: Final[dict[tuple[str, int | str], str]] = {}
+        """Maps the part and place of a record to the reason why the broker refused it."""
 
     def lines(self, found: SourceRecords) -> Lines:
         """Return the records and dead letters of one poll in source order."""
@@ -363,47 +342,46 @@ class _RecordMaker:
         no_keys: list[Any] = [None] * count
         extracted = self._extract(no_keys, found.values, [[]] * count, [now_ms] * count)
         bad = {
-            row: DeadRecord(found.place(row), fault.code, fault.detail, found.values[row])
+            row: DeadRecord(found.places[row], fault.code, fault.detail, found.values[row])
             for row, fault in extracted.faults.items()
         }
-        bad |= {
-            row: DeadRecord(found.place(row), "refused", self.refused[found.place(row)], None)
-            for row in (range(count) if self.refused else ())
-            if found.place(row) in self.refused
-        }
+        for row in range(count) if self.refused else ():
+            if (why := self.refused.get((found.part, found.places[row]))) is not None:
+                bad[row] = DeadRecord(found.places[row], "refused", why, None)
         keys = self._keys(found.values, bad)
-        bad |= self._too_large(found, keys, bad)
-        lines: defaultdict[TopicPartition, list[Line]] = defaultdict(list)
-        rows = zip(range(count), extracted.times_ms, keys, found.values, self._headers(found), strict=True)
-        if keys and self._ingest.tracking_id is not None:
-            parts: list[list[Line]] = [[] for _ in range(self._count)]
-            for partition, line in zip(partitions([key or b"" for key in keys], self._count), rows, strict=True):
-                parts[partition].append(line)
-        else:
+        bad = self._too_large(found, keys) | bad
+        if self._ingest.tracking_id is None:
             # Each part of the source is sent to one partition, which keeps the order of a file or table.
-            parts = [[] for _ in range(self._count)]
-            parts[partitions([found.part.encode()], self._count)[0]] = list(rows)
-        for partition, part in enumerate(parts):
+            numbers = partitions([found.part.encode()], self._count) * count
+            headers: list[list[Header]] = [[(ID, f"{found.prefix}{place}".encode())] for place in found.places]
+        else:
+            numbers = partitions([key or b"" for key in keys], self._count) if keys else []
+            headers = [[]] * count
+        parts: list[list[Line]] = [[] for _ in range(self._count)]
+        rows = zip(range(count), extracted.times_ms, keys, found.values, headers, strict=True)
+        for number, line in zip(numbers, rows, strict=True):
+            parts[number].append(line)
+        lines: Lines = defaultdict(list)
+        for number, part in enumerate(parts):
             kept = [line for line in part if line[0] not in bad] if bad else part
             if kept:
-                lines[TopicPartition(self.topic, partition)] = kept
+                lines[TopicPartition(self.topic, number)] = kept
         dead = [*found.dead, *(bad[row] for row in sorted(bad))]
         if dead:
             number = partitions([found.part.encode()], self._dead_count)[0]
-            lines[TopicPartition(self._ingest.dead_letter, number)] += [_dead_letter(each, now_ms) for each in dead]
+            letters = [_dead_letter(each, found.prefix, now_ms) for each in dead]
+            lines[TopicPartition(self._ingest.dead_letter, number)] = letters
         return lines
 
-    def _too_large(
-        self, found: SourceRecords, keys: Sequence[bytes | None], bad: dict[int, DeadRecord]
-    ) -> dict[int, DeadRecord]:
+    def _too_large(self, found: SourceRecords, keys: Sequence[bytes | None]) -> dict[int, DeadRecord]:
         longest = max(map(len, found.values), default=0) + max((len(key or b"") for key in keys), default=0)
         if longest + HEADERS_BYTES <= self._most_bytes:
             return {}
         text = f"bytes are more than a record of topic {self.topic} can hold"
         return {
-            row: DeadRecord(found.place(row), "too_large", f"{len(value)} {text}", None)
-            for row, value in enumerate(found.values)
-            if row not in bad and len(value) + len(keys[row] or b"") + HEADERS_BYTES > self._most_bytes
+            row: DeadRecord(found.places[row], "too_large", f"{len(value)} {text}", None)
+            for row, (value, key) in enumerate(zip(found.values, keys, strict=True))
+            if len(value) + len(key or b"") + HEADERS_BYTES > self._most_bytes
         }
 
     def _keys(self, values: Sequence[bytes], bad: dict[int, DeadRecord]) -> Sequence[bytes | None]:
@@ -413,29 +391,18 @@ class _RecordMaker:
         if bad:
             values = [b"null" if row in bad else value for row, value in enumerate(values)]
         records = map(orjson.loads, values)
-        match rule:
-            case FieldRule((str() as name,)) if not bad:
+        if isinstance(rule, FieldsRule):
+            return [orjson.dumps([look_up(record, path) for path in rule.paths]) for record in records]
+        match rule.path:
+            case (str() as name,) if not bad:
                 return [_text(record[name]) for record in records]
-            case FieldRule(path):
+            case path:
                 return [_text(look_up(record, path)) for record in records]
-            case FieldsRule(paths):
-                return [orjson.dumps([look_up(record, path) for path in paths]) for record in records]
-            case never:
-                assert_never(never)
-
-    def _headers(self, found: SourceRecords) -> Sequence[list[Header]]:
-        if not self._ingest.has_header:
-            return [[]] * len(found.values)
-        return [[(ID, f"{found.prefix}{place}".encode())] for place in found.places]
 
 
-def _dead_letter(dead: DeadRecord, now_ms: int) -> Line:
-    headers: list[Header] = [
-        (REASON, dead.code.encode()),
-        (DETAIL, dead.detail.encode()),
-        (SOURCE, dead.place.encode()),
-    ]
-    return -1, now_ms, None, dead.value, headers
+def _dead_letter(dead: DeadRecord, prefix: str, now_ms: int) -> Line:
+    texts = ((REASON, dead.code), (DETAIL, dead.detail), (SOURCE, f"{prefix}{dead.place}"))
+    return -1, now_ms, None, dead.value, [(name, text.encode()) for name, text in texts]
 
 
 def _text(found: Any) -> bytes:  # noqa: ANN401 - any JSON value

@@ -15,6 +15,12 @@ PREFIX: Final = "sqlite:///"
 BUSY_S: Final = 5.0
 AWAY: Final = ("SQLITE_BUSY", "SQLITE_LOCKED", "SQLITE_FULL", "SQLITE_IOERR", "SQLITE_CANTOPEN")
 """Prefixes of the names of SQLite's temporary errors."""
+_CODES: Final[Mapping[str, str]] = {
+    "SQLITE_CONSTRAINT_UNIQUE": "unique_violation",
+    "SQLITE_CONSTRAINT_PRIMARYKEY": "unique_violation",
+    "SQLITE_CONSTRAINT_NOTNULL": "null_refused",
+    "SQLITE_CONSTRAINT_DATATYPE": "wrong_type",
+}
 _NUMBERED: Final = re.compile(r":\d+\Z")
 
 
@@ -75,7 +81,8 @@ class SqliteConnection(DatabaseConnection):
         try:
             yield
         except sqlite3.IntegrityError as error:
-            raise RowsRefused(_code(error), f"SQLite: {error}") from error
+            code = _CODES.get(getattr(error, "sqlite_errorname", ""), "constraint")
+            raise RowsRefused(code, f"SQLite: {error}") from error
         except (sqlite3.DataError, OverflowError, UnicodeEncodeError) as error:
             raise RowsRefused("wrong_type", f"SQLite rejects this value: {error}") from error
         except sqlite3.DatabaseError as error:
@@ -83,15 +90,3 @@ class SqliteConnection(DatabaseConnection):
             if isinstance(error, sqlite3.OperationalError) and name.startswith(AWAY):
                 raise DatabaseAway(f"{self._path}: {error}") from error
             raise StateIncompatible(f"{self._path}: SQLite says: {error}. Nothing was changed.") from error
-
-
-def _code(error: sqlite3.IntegrityError) -> str:
-    match getattr(error, "sqlite_errorname", ""):
-        case "SQLITE_CONSTRAINT_UNIQUE" | "SQLITE_CONSTRAINT_PRIMARYKEY":
-            return "unique_violation"
-        case "SQLITE_CONSTRAINT_NOTNULL":
-            return "null_refused"
-        case "SQLITE_CONSTRAINT_DATATYPE":
-            return "wrong_type"
-        case _:
-            return "constraint"

@@ -8,17 +8,14 @@ all rows below the bound are final. The xmin of a snapshot cannot replace the lo
 number may have no transaction ID yet, and no snapshot contains a transaction without an ID; see
 docs/decisions/0012-edges.md. SQLite has one writer at a time, so rows are final immediately. If the number is not
 assigned by the INSERT itself, the source waits for the time that `settle` sets, which is not exact.
-
-Before the first row is sent, `_readable_columns` rejects tables and queries that cannot be read by number.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Final
 
@@ -38,6 +35,8 @@ PART: Final = "table"
 FIRST_USER_OID: Final = 16_384
 """Relations with lower OIDs belong to PostgreSQL itself."""
 WRITE_LOCKS: Final = "'RowExclusiveLock', 'ShareRowExclusiveLock', 'ExclusiveLock', 'AccessExclusiveLock'"
+_Columns = Mapping[str, tuple[bool, bool]]
+"""For each column, whether it has an integer type, and whether it is never null."""
 log: Final = logging.getLogger(__name__)
 
 
@@ -53,7 +52,8 @@ class NumberedRows:
         self._at: tuple[int, ...] | None = None
         self._bound: int | None = None
         self._names: list[str] = []
-        self._order: Final = _order_of(spec)
+        self._order: Final = [spec.column] if spec.unique is None else [spec.column, spec.unique]
+        """The columns whose values are the numbers of a row."""
         self._listed: Final = ", ".join(f't."{name}"' for name in self._order)
         query = spec.query or ""
         self._from: Final = spec.table or f"({query.replace('%', '%%') if self._postgres else query})"
@@ -85,6 +85,9 @@ class NumberedRows:
             return self._database.insist(self._next)
         return None
 
+    def committed(self, positions: Mapping[str, bytes]) -> None:
+        """See `RecordSource`."""
+
     def waiting(self) -> list[str]:
         """See `RecordSource`."""
         return []
@@ -105,10 +108,11 @@ class NumberedRows:
         )
         if len(rows) <= MOST_ROWS:
             self._bound = None
+        width = len(self._order)
         for one, other in pairwise(rows if self._spec.query else ()):
-            if one[: len(self._order)] == other[: len(self._order)]:
+            if one[:width] == other[:width]:
                 remedy = "" if self._spec.unique else "; name a second column with `unique`"
-                raise self._unfit(f"two rows have {' and '.join(self._order)} {self._place(one)}{remedy}")
+                raise self._unfit(f"two rows have {' and '.join(self._order)} {_place(one[:width])}{remedy}")
         return self._records(rows[:MOST_ROWS]) if rows else None
 
     def _after(self, connection: DatabaseConnection) -> tuple[str, tuple[int, ...]]:
@@ -156,9 +160,6 @@ class NumberedRows:
     def _unfit(self, why: str) -> StateIncompatible:
         return StateIncompatible(f"{self._name}: {self._spec.named}: {why}. Nothing was sent after it.")
 
-    def _place(self, row: Sequence[Any]) -> str:
-        return "/".join(map(str, row[: len(self._order)]))
-
     def _records(self, rows: Sequence[tuple[Any, ...]]) -> SourceRecords:
         width = len(self._order)
         values: list[bytes] = []
@@ -169,34 +170,55 @@ class NumberedRows:
             if not all(type(number) is int for number in row[:width]):
                 what = f"{' and '.join(self._order)} of a row after {self._at} is not an integer"
                 raise self._unfit(f"{what}; correct that row")
-            place = self._place(row)
+            place = _place(row[:width])
             try:
                 value = row[width].encode() if self._postgres else _as_json(self._names, row[width:])
             except (TypeError, ValueError) as error:
                 text = f"the row cannot be written as JSON: {error}"
-                dead.append(DeadRecord(prefix + place, "not_json", text, None, row=len(values)))
+                dead.append(DeadRecord(place, "not_json", text, None, row=len(values)))
                 continue
             values.append(value)
             places.append(place)
         self._at = tuple(rows[-1][:width])
 
-        def after(row: int) -> dict[str, bytes | None]:
-            return {PART: msgspec.json.encode([int(number) for number in places[row].split("/")])}
+        def after(row: int) -> bytes:
+            return msgspec.json.encode([int(number) for number in places[row].split("/")])
 
-        return SourceRecords(PART, prefix, values, places, {PART: msgspec.json.encode(self._at)}, after, dead)
+        return SourceRecords(PART, prefix, values, places, msgspec.json.encode(self._at), after, dead)
 
     def _check(self, connection: DatabaseConnection) -> None:
+        """Raise StateIncompatible if the rows cannot be read by number without gaps."""
         if self._postgres:
             ((standby,),) = connection.query("SELECT pg_is_in_recovery()")
             self._knows_writers = not standby
             if not self._spec.settle_ms:
-                _refuse_unknown_writers(connection, self._name, self._spec, standby=standby)
-        self._names = _readable_columns(connection, self._name, self._spec, postgres=self._postgres)
+                self._refuse(_unknown_writers(connection, self._spec, standby=standby))
+        if self._spec.query:
+            self._names = connection.columns(self._spec.query)
+            self._refuse(_misfits_of_query(self._names, self._order))
+            return
+        table, reused = self._spec.table or "", None
+        if self._postgres:
+            columns, keys = _postgres_shape(connection, table)
+        else:
+            columns, keys, reused = _sqlite_shape(connection, table.rpartition(".")[2])
+        self._names = list(columns)
+        self._refuse(_misfits(columns, keys, self._order))
+        if reused == self._spec.column:
+            text = (
+                "%s: %s.%s is not AUTOINCREMENT: SQLite gives the number of a deleted last row to another one, which "
+                "is then not read. This is exact only if such rows are never deleted."
+            )
+            log.warning(text, self._name, table, reused)
+
+    def _refuse(self, reasons: Iterator[str]) -> None:
+        what = f"table {self._spec.table}" if self._spec.table else "the query"
+        for why in reasons:
+            raise StateIncompatible(f"{self._name}: {what}: {why}. Nothing was sent.")
 
 
-def _order_of(spec: TableSource) -> list[str]:
-    """Return the columns whose values are the numbers of a row."""
-    return [spec.column] if spec.unique is None else [spec.column, spec.unique]
+def _place(numbers: Sequence[int]) -> str:
+    return "/".join(map(str, numbers))
 
 
 def _writers(connection: DatabaseConnection, relations: Sequence[int]) -> set[str]:
@@ -221,44 +243,56 @@ def _as_json(names: Sequence[str], row: Sequence[Any]) -> bytes:
     return orjson.dumps(found)
 
 
-@dataclass(frozen=True, slots=True)
-class _Shape:
-    """The columns and unique keys of a table."""
-
-    columns: list[str]
-    whole: set[str]
-    """The columns that have an integer type."""
-    never_null: set[str]
-    keys: list[list[str]]
-    """The columns of each unique index."""
+# These functions yield the reasons why rows cannot be read by number; the first one is reported.
 
 
-def _refusal(name: str, spec: TableSource, why: str) -> StateIncompatible:
-    """Return the error for a table or query that cannot be read."""
-    what = f"table {spec.table}" if spec.table else "the query"
-    return StateIncompatible(f"{name}: {what}: {why}. Nothing was sent.")
-
-
-def _readable_columns(connection: DatabaseConnection, name: str, spec: TableSource, *, postgres: bool) -> list[str]:
-    """Return the columns of a table or query. Raises StateIncompatible if the rows cannot be read by number."""
-    if spec.query:
-        return _columns_of_query(connection, name, spec)
-    shape = _postgres_shape(connection, spec) if postgres else _sqlite_shape(connection, name, spec)
-    order = _order_of(spec)
+def _misfits(columns: _Columns, keys: Sequence[Sequence[str]], order: Sequence[str]) -> Iterator[str]:
+    if not columns:
+        yield "there is no such table"
     for each in order:
-        if each not in shape.columns:
-            raise _refusal(name, spec, f"it has no column {each!r}; it has {', '.join(shape.columns)}")
-        if each not in shape.whole:
-            raise _refusal(name, spec, f"column {each!r} is not of an integer type such as BIGINT")
-        if each not in shape.never_null:
-            text = f"column {each!r} may be null, and such rows would never be read; make it NOT NULL"
-            raise _refusal(name, spec, text)
-    if not any(set(key) <= set(order) for key in shape.keys):
-        remedy = "add one" if spec.unique else "add one, or name a second column with `unique`"
-        raise _refusal(
-            name, spec, f"no unique index on {' and '.join(order)}, so two rows may be equal there: {remedy}"
+        if each not in columns:
+            yield f"it has no column {each!r}; it has {', '.join(columns)}"
+        whole, never_null = columns[each]
+        if not whole:
+            yield f"column {each!r} is not of an integer type such as BIGINT"
+        if not never_null:
+            yield f"column {each!r} may be null, and such rows would never be read; make it NOT NULL"
+    if not any(set(key) <= set(order) for key in keys):
+        remedy = "add one" if len(order) > 1 else "add one, or name a second column with `unique`"
+        yield f"no unique index on {' and '.join(order)}, so two rows may be equal there: {remedy}"
+
+
+def _misfits_of_query(columns: Sequence[str], order: Sequence[str]) -> Iterator[str]:
+    for each in columns:
+        if columns.count(each) > 1:
+            yield f"it has two columns {each!r}; rename one with AS"
+    for each in order:
+        if each not in columns:
+            yield f"it has no column {each!r}; it has {', '.join(columns)}"
+
+
+def _unknown_writers(connection: DatabaseConnection, spec: TableSource, *, standby: bool) -> Iterator[str]:
+    """Yield why PostgreSQL does not know which transactions may still add lower numbers."""
+    if standby:
+        yield "this server is a standby, which does not know who writes; use the primary, or set `settle`"
+    relations = _relations_of(connection, spec)
+    if not relations:
+        yield "it reads no table, so PostgreSQL cannot say who writes its rows; set `settle`"
+    foreign = connection.query(
+        "SELECT relname FROM pg_class WHERE relkind = 'f' AND oid::bigint = ANY(%s::bigint[])", (relations,)
+    )
+    for (name,) in foreign:
+        yield f"{name} is a foreign table, whose writers this server does not know; set `settle`"
+    caching = connection.query(
+        "SELECT s.seqcache FROM pg_sequence s JOIN pg_attribute a ON a.attrelid = %s::regclass AND a.attname = %s "
+        "WHERE s.seqcache > 1 AND s.seqrelid = pg_get_serial_sequence(%s, a.attname)::regclass",
+        (spec.table, spec.column, spec.table),
+    )
+    for (size,) in caching if spec.table else ():
+        yield (
+            f"the sequence of {spec.column!r} has CACHE {size}: a session uses numbers that it took long before, and a "
+            f"row may get a lower number than one that was read; make it CACHE 1, or write `settle`"
         )
-    return shape.columns
 
 
 def _relations_of(connection: DatabaseConnection, spec: TableSource) -> list[int]:
@@ -286,92 +320,31 @@ def _relations_of(connection: DatabaseConnection, spec: TableSource) -> list[int
     return [oid for (oid,) in rows]
 
 
-def _refuse_unknown_writers(connection: DatabaseConnection, name: str, spec: TableSource, *, standby: bool) -> None:
-    """Raise StateIncompatible if PostgreSQL does not know which transactions may still add lower numbers."""
-    if standby:
-        text = "this server is a standby, which does not know who writes; use the primary, or set `settle`"
-        raise _refusal(name, spec, text)
-    relations = _relations_of(connection, spec)
-    if not relations:
-        raise _refusal(name, spec, "it reads no table, so PostgreSQL cannot say who writes its rows; set `settle`")
-    foreign = connection.query(
-        "SELECT relname FROM pg_class WHERE relkind = 'f' AND oid::bigint = ANY(%s::bigint[])", (relations,)
-    )
-    if foreign:
-        text = f"{foreign[0][0]} is a foreign table, whose writers this server does not know; set `settle`"
-        raise _refusal(name, spec, text)
-    if not spec.table:
-        return
-    caching = connection.query(
-        "SELECT s.seqcache FROM pg_sequence s JOIN pg_attribute a ON a.attrelid = %s::regclass AND a.attname = %s "
-        "WHERE s.seqcache > 1 AND s.seqrelid = pg_get_serial_sequence(%s, a.attname)::regclass",
-        (spec.table, spec.column, spec.table),
-    )
-    if caching:
-        text = (
-            f"the sequence of {spec.column!r} has CACHE {caching[0][0]}: a session uses numbers that it took long "
-            f"before, and a row may get a lower number than one that was read; make it CACHE 1, or write `settle`"
-        )
-        raise _refusal(name, spec, text)
-
-
-def _columns_of_query(connection: DatabaseConnection, name: str, spec: TableSource) -> list[str]:
-    columns = connection.columns(spec.query or "")
-    for each in columns:
-        if columns.count(each) > 1:
-            raise _refusal(name, spec, f"it has two columns {each!r}; rename one with AS")
-    for each in _order_of(spec):
-        if each not in columns:
-            raise _refusal(name, spec, f"it has no column {each!r}; it has {', '.join(columns)}")
-    return columns
-
-
-def _postgres_shape(connection: DatabaseConnection, spec: TableSource) -> _Shape:
+def _postgres_shape(connection: DatabaseConnection, table: str) -> tuple[_Columns, list[list[str]]]:
+    """Return the columns of a table, and the columns of each unique index."""
     columns = connection.query(
-        "SELECT attname, atttypid::regtype::text, attnotnull FROM pg_attribute "
+        "SELECT attname, atttypid::regtype::text IN ('smallint', 'integer', 'bigint'), attnotnull FROM pg_attribute "
         "WHERE attrelid = %s::regclass AND attnum > 0 AND NOT attisdropped ORDER BY attnum",
-        (spec.table,),
+        (table,),
     )
     keys = connection.query(
         "SELECT array(SELECT attname::text FROM pg_attribute WHERE attrelid = indrelid AND attnum = ANY(indkey)) "
         "FROM pg_index WHERE indrelid = %s::regclass AND indisunique AND indisvalid "
         "AND indpred IS NULL AND indexprs IS NULL",
-        (spec.table,),
+        (table,),
     )
-    return _Shape(
-        [name for name, *_ in columns],
-        {name for name, kind, _ in columns if kind in {"smallint", "integer", "bigint"}},
-        {name for name, _, never in columns if never},
-        [key for (key,) in keys],
-    )
+    return {name: (whole, never_null) for name, whole, never_null in columns}, [key for (key,) in keys]
 
 
-def _sqlite_shape(connection: DatabaseConnection, name: str, spec: TableSource) -> _Shape:
-    table = (spec.table or "").rpartition(".")[2]
-    columns = connection.query('SELECT name, upper(type), "notnull", pk FROM pragma_table_info(?)', (table,))
-    if not columns:
-        raise _refusal(name, spec, "there is no such table")
-    primary = [name for name, _, _, position in columns if position]
-    keys = [primary] if primary else []
+def _sqlite_shape(connection: DatabaseConnection, table: str) -> tuple[_Columns, list[list[str]], str | None]:
+    """Return the same for SQLite, with the column whose numbers SQLite gives to another row after a deletion."""
+    found = connection.query('SELECT name, upper(type), "notnull", pk FROM pragma_table_info(?)', (table,))
+    primary = [(name, kind) for name, kind, _, position in found if position]
+    # An INTEGER PRIMARY KEY is SQLite's row number, so it is never null.
+    row_number = primary[0][0] if len(primary) == 1 and primary[0][1] == "INTEGER" else None
+    columns = {name: ("INT" in kind, bool(never) or name == row_number) for name, kind, never, _ in found}
+    keys = [[name for name, _ in primary]] if primary else []
     for (index,) in connection.query('SELECT name FROM pragma_index_list(?) WHERE "unique" AND NOT partial', (table,)):
         keys.append([name for (name,) in connection.query("SELECT name FROM pragma_index_info(?)", (index,))])
-    # An INTEGER PRIMARY KEY is SQLite's row number, so it is never null.
-    row_number = [name for name, kind, _, position in columns if position and kind == "INTEGER" and len(primary) == 1]
-    if spec.column in row_number:
-        _warn_of_reused_numbers(connection, name, table, spec.column)
-    return _Shape(
-        [name for name, *_ in columns],
-        {name for name, kind, *_ in columns if "INT" in kind},
-        {name for name, _, never, _ in columns if never} | set(row_number),
-        keys,
-    )
-
-
-def _warn_of_reused_numbers(connection: DatabaseConnection, name: str, table: str, column: str) -> None:
-    ((sql,),) = connection.query("SELECT sql FROM sqlite_master WHERE type = 'table' AND name = ?", (table,))
-    if "AUTOINCREMENT" not in sql.upper():
-        text = (
-            "%s: %s.%s is not AUTOINCREMENT: SQLite gives the number of a deleted last row to another one, which "
-            "is then not read. This is exact only if such rows are never deleted."
-        )
-        log.warning(text, name, table, column)
+    kept = connection.query("SELECT 1 FROM sqlite_master WHERE name = ? AND sql LIKE '%AUTOINCREMENT%'", (table,))
+    return columns, keys, None if kept else row_number

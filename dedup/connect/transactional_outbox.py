@@ -7,8 +7,6 @@ raises CommitUnknown and the epoch ends. The outbox then begins a new epoch and 
 the positions topic, which shows whether the transaction was committed. If the transaction was not committed, the outbox
 sends the same records again. The caller therefore sees one of two results: the transaction is committed, or
 TaskMigrated is raised because another process has taken over the source.
-
-`wanted` describes the connectors' topics, and `provide` creates them.
 """
 
 from __future__ import annotations
@@ -16,8 +14,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 import msgspec
@@ -26,8 +24,8 @@ from dedup.errors import BrokerUnavailable, CommitUnknown, RecordRefused, StateI
 from dedup.kafka.record_batch import Line, fill
 from dedup.kafka.topic_admin import BROKER_DEFAULT, Admin, Topic, WantedTopic
 from dedup.kafka.transactional_producer import Session
-from dedup.kafka.wire import NoAnswer, TopicPartition, Wire
-from dedup.worker.offsets import bounds_of
+from dedup.kafka.wire import TopicPartition, Wire
+from dedup.worker.offsets import answered, bounds_of
 
 if TYPE_CHECKING:
     from dedup.settings import Settings
@@ -36,7 +34,6 @@ OWNER_KEY: Final = b"owner"
 POSITION: Final = b"at:"
 FETCH_BYTES: Final = 4 << 20
 WAIT_MS: Final = 100
-PAUSE_MS: Final = 50
 DEADLINE_MS: Final = 20_000
 PAUSE_S: Final = 0.5
 TOPIC_CONFIGS: Final[Mapping[str, str]] = {
@@ -48,26 +45,28 @@ TOPIC_CONFIGS: Final[Mapping[str, str]] = {
 log: Final = logging.getLogger(__name__)
 
 
-def wanted(name: str, partitions: int | None, settings: Settings, configs: Mapping[str, str]) -> WantedTopic:
-    """Return a topic with the configured replication. If ``partitions`` is None, the brokers' default applies."""
-    least = settings.topics.min_insync_replicas
-    base = {} if least is None else {"min.insync.replicas": str(least)}
-    return WantedTopic(
-        name, partitions or BROKER_DEFAULT, settings.topics.replication_factor or BROKER_DEFAULT, {**base, **configs}
-    )
+async def provide(
+    admin: Admin, settings: Settings, topics: Mapping[str, tuple[int | None, Mapping[str, str]]]
+) -> dict[str, Topic]:
+    """Create missing topics, and return all topics. Raises StateIncompatible if a missing topic may not be created.
 
-
-async def provide(admin: Admin, topics: Sequence[WantedTopic], settings: Settings) -> dict[str, Topic]:
-    """Create missing topics, and return all topics. Raises StateIncompatible if a missing topic may not be created."""
-    names = [topic.name for topic in topics]
-    have = await admin.topics(names)
-    missing = [topic for topic in topics if topic.name not in have]
+    ``topics`` maps each name to the number of partitions, which is None for the brokers' default, and the configs.
+    """
+    have = await admin.topics(topics)
+    missing = {name: wanted for name, wanted in topics.items() if name not in have}
     if missing and not settings.topics.create:
-        listed = ", ".join(repr(topic.name) for topic in missing)
+        listed = ", ".join(map(repr, missing))
         raise StateIncompatible(f"missing topics {listed}, and `topics.create` is false. Create them, or allow it.")
     if missing:
-        await admin.create(missing)
-    return await admin.settled(names)
+        least, factor = settings.topics.min_insync_replicas, settings.topics.replication_factor or BROKER_DEFAULT
+        base = {} if least is None else {"min.insync.replicas": str(least)}
+        await admin.create(
+            [
+                WantedTopic(name, partitions or BROKER_DEFAULT, factor, {**base, **configs})
+                for name, (partitions, configs) in missing.items()
+            ]
+        )
+    return await admin.settled(topics)
 
 
 class _Owner(msgspec.Struct, frozen=True):
@@ -76,63 +75,6 @@ class _Owner(msgspec.Struct, frozen=True):
     run: str
     """An ID that is unique to one process."""
     transaction: int
-
-
-@dataclass(slots=True)
-class Positions:
-    """The content of the positions topic up to an offset."""
-
-    owner: _Owner | None = None
-    values: dict[str, bytes] = field(default_factory=dict)
-    """The position in each part of the source, by the part's name."""
-    read_to: int = 0
-
-
-async def _read_positions(wire: Wire, topic: str, known: Positions, *, stable: bool = False) -> Positions:
-    """Return all committed positions. Reading continues after the ``known`` positions.
-
-    Call this function after a new epoch has begun, when no older write can arrive any more. The function reads up to
-    the high watermark, because another writer's open transaction could hide this source's committed records behind the
-    last stable offset. With ``stable``, the function does not wait for records that an open transaction hides, because
-    that transaction may be the caller's own.
-    """
-    place = TopicPartition(topic, 0)
-    found = Positions(known.owner, dict(known.values), known.read_to)
-    bounds = await bounds_of(wire, place)
-    if found.read_to > bounds.end:
-        raise StateIncompatible(
-            f"topic {topic!r} ends at offset {bounds.end}, but it was read up to {found.read_to} before: it was "
-            f"deleted and created again. Nothing was sent. Restore it; without it the source would be sent again."
-        )
-    found.read_to = max(found.read_to, bounds.start)
-    while found.read_to < bounds.end:
-        try:
-            fetched = await wire.fetch(place, found.read_to, max_bytes=FETCH_BYTES, wait_ms=WAIT_MS)
-        except NoAnswer:
-            await wire.pause(PAUSE_MS)
-            continue
-        for key, value in zip(fetched.keys, fetched.values, strict=True):
-            _take(found, topic, key or b"", value)
-        found.read_to = fetched.next_offset
-        if stable and found.read_to >= fetched.last_stable_offset:
-            break
-    return found
-
-
-def _take(found: Positions, topic: str, key: bytes, value: bytes | None) -> None:
-    if key == OWNER_KEY and value is not None:
-        found.owner = msgspec.json.decode(value, type=_Owner)
-    elif key.startswith(POSITION):
-        name = key.removeprefix(POSITION).decode()
-        if value is None:
-            found.values.pop(name, None)
-        else:
-            found.values[name] = value
-    else:
-        raise StateIncompatible(
-            f"topic {topic!r} holds a record with the key {key[:40]!r}, which this program did not write. "
-            f"Nothing was sent. Give the source another name, or delete that topic if nobody needs it."
-        )
 
 
 class TransactionalOutbox:
@@ -146,11 +88,13 @@ class TransactionalOutbox:
         settings: Settings,
         stopped: Callable[[], bool] = lambda: False,
     ) -> None:
-        self.positions = Positions()
-        """The positions after the last commit."""
+        self.positions: Final[dict[str, bytes]] = {}
+        """The position in each part of the source after the last commit, by the part's name."""
+        self._place: Final = TopicPartition(offsets_topic, 0)
+        self._owner: _Owner | None = None
+        self._read_to = 0
         self._stopped: Final = stopped
         self._wire: Final = wire
-        self._topic: Final = offsets_topic
         self._compression: Final = settings.topics.compression
         self._run: Final = uuid.uuid4().hex
         self._number = 0
@@ -162,13 +106,10 @@ class TransactionalOutbox:
         )
 
     async def open(self) -> None:
-        """Fence earlier owners, abort their open transactions, and read the positions.
-
-        Raises BrokerUnavailable if no broker responds in time.
-        """
+        """Fence earlier owners, abort their transactions, and read the positions; raises BrokerUnavailable."""
         try:
             await self._session.open()
-            self.positions = await _read_positions(self._wire, self._topic, self.positions)
+            await self._read()
             # Write the ID of this run now, so that other processes see the new owner even if it never sends a record.
             await self.commit({}, {})
         except CommitUnknown as error:
@@ -177,11 +118,11 @@ class TransactionalOutbox:
     async def commit(
         self,
         lines: Mapping[TopicPartition, Sequence[Line]],
-        positions: Mapping[str, bytes | None],
+        positions: Mapping[str, bytes],
         *,
         most_rows: int | None = None,
     ) -> None:
-        """Make the records and positions visible exactly once; a position of None is deleted.
+        """Make the records and positions visible exactly once.
 
         ``most_rows`` limits the records per record batch; with 1, the broker's response identifies a refused record.
         Raises TaskMigrated if another process has taken over the source, and RecordRefused if the broker refuses a
@@ -193,78 +134,103 @@ class TransactionalOutbox:
                 name = self._session.transactional_id
                 await self._happened(CommitUnknown(f"{name}: the last transaction was interrupted"))
             self._unsure = True
-            await self._once(lambda: self._send(lines, positions, most_rows))
+            await self._insist(lines, positions, most_rows)
             self._unsure = False
-            for name, value in positions.items():
-                if value is None:
-                    self.positions.values.pop(name, None)
-                else:
-                    self.positions.values[name] = value
+            self.positions.update(positions)
 
-    async def _once(self, send: Callable[[], Awaitable[None]]) -> None:
+    async def _insist(
+        self, lines: Mapping[TopicPartition, Sequence[Line]], positions: Mapping[str, bytes], most_rows: int | None
+    ) -> None:
         """Repeat the transaction until it is committed."""
         self._number += 1
+        own: list[Line] = [(-1, 0, POSITION + name.encode(), value, []) for name, value in sorted(positions.items())]
+        own.append((-1, 0, OWNER_KEY, msgspec.json.encode(_Owner(self._run, self._number)), []))
         while True:
             try:
-                return await send()
+                for target, part in lines.items():
+                    self._session.add(fill(target, part, compression=self._compression, most_rows=most_rows))
+                self._session.add(fill(self._place, own, compression=self._compression))
+                await self._session.commit({})
             except CommitUnknown as unknown:
                 if await self._happened(unknown):
-                    return None
+                    return
             except RecordRefused:
                 self._number -= 1
                 await self._begin_epoch()
                 self._unsure = False
                 raise
-
-    async def _send(
-        self,
-        lines: Mapping[TopicPartition, Sequence[Line]],
-        positions: Mapping[str, bytes | None],
-        most_rows: int | None,
-    ) -> None:
-        own: list[Line] = [(-1, 0, POSITION + name.encode(), value, []) for name, value in sorted(positions.items())]
-        own.append((-1, 0, OWNER_KEY, msgspec.json.encode(_Owner(self._run, self._number)), []))
-        for target, part in lines.items():
-            self._session.add(fill(target, part, compression=self._compression, most_rows=most_rows))
-        self._session.add(fill(TopicPartition(self._topic, 0), own, compression=self._compression))
-        await self._session.commit({})
+            else:
+                return
 
     async def _happened(self, unknown: CommitUnknown) -> bool:
         """Tell whether a commit without a response took effect. Retries until a broker responds."""
         log.warning("%s", unknown)
-        # A fenced writer must stop instead of fencing its successor, so it also checks before the new epoch.
-        return (await self._begin_epoch(check_before=True)).transaction == self._number
+        return (await self._begin_epoch()).transaction == self._number
 
-    async def _begin_epoch(self, *, check_before: bool = False) -> _Owner:
+    async def _begin_epoch(self) -> _Owner:
         while True:
             try:
-                if check_before:
-                    await self._refuse_if_overtaken(stable=True)
+                # A fenced writer must stop instead of fencing its successor, so it also checks before the new epoch.
+                await self._refuse_if_overtaken(stable=True)
                 await self._session.open()
                 return await self._refuse_if_overtaken()
-            except CommitUnknown as again:
-                await self._wait(again)
-
-    async def _wait(self, unknown: CommitUnknown) -> None:
-        log.warning("waiting for the broker: %s", unknown)
-        if self._stopped():
-            raise BrokerUnavailable(
-                f"stopped while no broker answered: {unknown} The next start finds out whether the last transaction "
-                f"happened, and continues after it."
-            ) from unknown
-        await asyncio.sleep(PAUSE_S)
+            except CommitUnknown as unknown:
+                log.warning("waiting for the broker: %s", unknown)
+                if self._stopped():
+                    raise BrokerUnavailable(
+                        f"stopped while no broker answered: {unknown} The next start finds out whether the last "
+                        f"transaction happened, and continues after it."
+                    ) from unknown
+                await asyncio.sleep(PAUSE_S)
 
     async def _refuse_if_overtaken(self, *, stable: bool = False) -> _Owner:
-        self.positions = await _read_positions(self._wire, self._topic, self.positions, stable=stable)
-        owner = self.positions.owner
-        if owner is not None and owner.run == self._run:
-            return owner
+        await self._read(stable=stable)
+        if self._owner is not None and self._owner.run == self._run:
+            return self._owner
         if self._number <= 1:
             return _Owner(self._run, 0)  # before the first commit, the topic does not name this run yet
         raise TaskMigrated(
             f"{self._session.transactional_id}: another process has taken over this source; this one stops. "
             f"Nothing was sent twice. Run one process per source."
         )
+
+    async def _read(self, *, stable: bool = False) -> None:
+        """Read the owner and the positions that were committed since the last call.
+
+        Call this function after a new epoch has begun, when no older write can arrive any more. The function reads up
+        to the high watermark, because another writer's open transaction could hide this source's committed records
+        behind the last stable offset. With ``stable``, the function does not wait for records that an open transaction
+        hides, because that transaction may be the caller's own.
+        """
+        bounds = await bounds_of(self._wire, self._place)
+        if self._read_to > bounds.end:
+            raise StateIncompatible(
+                f"topic {self._place.topic!r} ends at offset {bounds.end}, but it was read up to {self._read_to} "
+                f"before: it was deleted and created again. Nothing was sent. Restore it; without it the source would "
+                f"be sent again."
+            )
+        self._read_to = max(self._read_to, bounds.start)
+        fetch = partial(self._wire.fetch, self._place, max_bytes=FETCH_BYTES, wait_ms=WAIT_MS)
+        while self._read_to < bounds.end:
+            fetched = await answered(self._wire, lambda: fetch(self._read_to))
+            for key, value in zip(fetched.keys, fetched.values, strict=True):
+                self._take(key or b"", value)
+            self._read_to = fetched.next_offset
+            if stable and self._read_to >= fetched.last_stable_offset:
+                break
+
+    def _take(self, key: bytes, value: bytes | None) -> None:
+        if key == OWNER_KEY and value is not None:
+            self._owner = msgspec.json.decode(value, type=_Owner)
+        elif key.startswith(POSITION) and value is not None:
+            self.positions[key.removeprefix(POSITION).decode()] = value
+        elif key.startswith(POSITION):
+            self.positions.pop(key.removeprefix(POSITION).decode(), None)
+        else:
+            raise StateIncompatible(
+                f"topic {self._place.topic!r} holds a record with the key {key[:40]!r}, which this program did not "
+                f"write. Nothing was sent. Give the source another name, or delete that topic if nobody needs it."
+            )
 
     async def close(self) -> None:
         """Abort everything that was not committed."""

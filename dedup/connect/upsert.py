@@ -1,8 +1,4 @@
-"""Creates a sink's table, turns records into rows, and upserts the rows by tracking ID.
-
-`RowMaker` turns records into rows. `plan_tables` lists the missing tables, and `make_tables` creates them. `write_rows`
-upserts rows, and finds those that the database refuses.
-"""
+"""Creates a sink's table, turns records into rows, and upserts the rows by tracking ID."""
 
 from __future__ import annotations
 
@@ -24,8 +20,8 @@ from dedup.connect.database import (
     Table,
     WriteOutcome,
     make,
-    make_offsets,
     make_staging,
+    quoted,
 )
 from dedup.connect.dead_letter_producer import RejectedRecord
 from dedup.core.event_time import rfc3339_ms
@@ -113,46 +109,18 @@ def look_up(record: Any, path: Path) -> Any:  # noqa: ANN401 - any JSON value
     return record
 
 
-def _text(found: Any) -> str:  # noqa: ANN401 - any JSON value
-    if type(found) is not str:
-        raise TypeError(f"it is {_kind(found)}, not text")
-    return found
+def _only(
+    accepts: Callable[[Any], bool], what: str, convert: Callable[[Any], Any] = lambda value: value
+) -> Callable[[Any], Any]:
+    """Return a function that converts accepted values. Raises TypeError for other values."""
 
+    def converted(found: Any) -> Any:  # noqa: ANN401 - any JSON value
+        value = _plain(found)
+        if not accepts(value):
+            raise TypeError(f"it is {_KINDS.get(type(found), 'a number')}, not {what}")
+        return convert(value)
 
-def _integer(found: Any) -> int:  # noqa: ANN401 - any JSON value
-    number = _plain(found)
-    if type(number) is not int:
-        raise TypeError(f"it is {_kind(found)}, not an integer of at most 64 bits")
-    if not -_INT64 <= number < _INT64:
-        raise ValueError("it is an integer of more than 64 bits")
-    return number
-
-
-def _number(found: Any) -> float:  # noqa: ANN401 - any JSON value
-    number = _plain(found)
-    if type(number) not in {int, float} or not math.isfinite(number):
-        raise TypeError(f"it is {_kind(found)}, not a number")
-    return float(number)
-
-
-def _boolean(found: Any) -> bool:  # noqa: ANN401 - any JSON value
-    if type(found) is not bool:
-        raise TypeError(f"it is {_kind(found)}, not true or false")
-    return found
-
-
-def _time(found: Any) -> str:  # noqa: ANN401 - any JSON value
-    if type(found) is not str or rfc3339_ms(found) is None:
-        raise TypeError(f"it is {_kind(found)}, not a time such as 2024-01-31T00:00:00Z")
-    return found
-
-
-def _json(found: Any) -> str:  # noqa: ANN401 - any JSON value
-    return canonical_json(found, {}).decode()
-
-
-def _kind(found: Any) -> str:  # noqa: ANN401 - any JSON value
-    return _KINDS.get(type(found), "a number")
+    return converted
 
 
 def _plain(found: Any) -> Any:  # noqa: ANN401 - any JSON value
@@ -163,12 +131,14 @@ def _plain(found: Any) -> Any:  # noqa: ANN401 - any JSON value
 
 
 _CONVERTERS: Final[Mapping[str, Callable[[Any], Any]]] = {
-    "text": _text,
-    "integer": _integer,
-    "number": _number,
-    "boolean": _boolean,
-    "time": _time,
-    "json": _json,
+    "text": _only(lambda value: type(value) is str, "text"),
+    "integer": _only(lambda value: type(value) is int and -_INT64 <= value < _INT64, "an integer of at most 64 bits"),
+    "number": _only(lambda value: type(value) in {int, float} and math.isfinite(value), "a number", float),
+    "boolean": _only(lambda value: type(value) is bool, "true or false"),
+    "time": _only(
+        lambda value: type(value) is str and rfc3339_ms(value) is not None, "a time such as 2024-01-31T00:00:00Z"
+    ),
+    "json": lambda found: canonical_json(found, {}).decode(),
 }
 
 
@@ -180,27 +150,9 @@ def table_of(spec: SinkSpec, types: Mapping[str, str]) -> Table:
     return Table(spec.table, (*fixed, *payload), (ID, TIME) if spec.append else (ID,), spec.append)
 
 
-def _create_statement(table: Table) -> str:
-    columns = [f'"{name}" {kind}{" NOT NULL" if name in {ID, TIME} else ""}' for name, kind in table.columns]
-    key = ", ".join(f'"{name}"' for name in table.key)
-    return f"CREATE TABLE IF NOT EXISTS {table.name} ({', '.join(columns)}, PRIMARY KEY ({key}))"
-
-
-def make_table(connection: DatabaseConnection, table: Table) -> None:
-    """Create the staging table, and the table if it is missing.
-
-    Raises StateIncompatible if the table exists with different columns or a different key.
-    """
-    make(connection, table.name, _create_statement(table))
-    make_staging(connection, table)
-    # Without rows, this statement changes nothing, but it fails now if a column or the key is missing, not at the first
-    # record.
-    connection.execute(_upsert_statement(table))
-
-
-def refuse_lost_table(connection: DatabaseConnection, table: Table, offsets: FencedOffsets) -> None:
+def refuse_lost_table(connection: DatabaseConnection, table: str, offsets: FencedOffsets) -> None:
     """Raise StateIncompatible if rows were written but the table was dropped or renamed."""
-    if connection.has(table.name):
+    if connection.has(table):
         return
     mark = connection.mark
     read = connection.query(
@@ -211,7 +163,7 @@ def refuse_lost_table(connection: DatabaseConnection, table: Table, offsets: Fen
     if read:
         partition, position = read[0]
         raise StateIncompatible(
-            f"there is no table {table.name}, but {OFFSETS} says that {offsets.reader!r} has read "
+            f"there is no table {table}, but {OFFSETS} says that {offsets.reader!r} has read "
             f"{offsets.topic}/{partition} up to offset {position}: the table was dropped, or `sink.table` has another "
             f"name now. Nothing was changed. Restore the table; or, to fill a new one from the topic's start, delete "
             f"the rows of reader {offsets.reader!r} from {OFFSETS}."
@@ -221,78 +173,85 @@ def refuse_lost_table(connection: DatabaseConnection, table: Table, offsets: Fen
 def plan_tables(connection: DatabaseConnection, spec: SinkSpec) -> dict[str, str]:
     """Return the CREATE statements of the sink's missing tables by name, without running them."""
     table = table_of(spec, connection.types)
-    statements = {OFFSETS: OFFSETS_STATEMENT, table.name: _create_statement(table)}
+    columns = [f'"{name}" {kind}{" NOT NULL" if name in {ID, TIME} else ""}' for name, kind in table.columns]
+    create = f"CREATE TABLE IF NOT EXISTS {table.name} ({', '.join(columns)}, PRIMARY KEY ({quoted(table.key)}))"
+    statements = {OFFSETS: OFFSETS_STATEMENT, table.name: create}
     return {name: statement for name, statement in statements.items() if not connection.has(name)}
 
 
 def make_tables(connection: DatabaseConnection, spec: SinkSpec) -> None:
-    """Create the sink's missing tables. Raises StateIncompatible if an existing table is unsuitable."""
-    make_offsets(connection)
-    make_table(connection, table_of(spec, connection.types))
+    """Create the staging table and missing tables. Raises StateIncompatible if an existing table is unsuitable."""
+    for name, statement in plan_tables(connection, spec).items():
+        make(connection, name, statement)
+    table = table_of(spec, connection.types)
+    make_staging(connection, table)
+    # Without rows, this statement changes nothing, but it fails now if a column or the key is missing, not at the first
+    # record.
+    connection.execute(_upsert_statement(table))
 
 
 def _upsert_statement(table: Table) -> str:
-    key = ", ".join(f'"{name}"' for name in table.key)
     insert = f"INSERT INTO {table.name} ({table.listed}) SELECT {table.listed} FROM {STAGED} WHERE true"  # noqa: S608
     if table.append:
-        return f"{insert} ON CONFLICT ({key}) DO NOTHING"
+        return f"{insert} ON CONFLICT ({quoted(table.key)}) DO NOTHING"
     changed = ", ".join(f'"{name}" = excluded."{name}"' for name, _ in table.columns if name not in table.key)
     # Only a later event changes a row, so reading a topic twice changes nothing.
     newer = f'excluded."{TIME}" > {table.name.rpartition(".")[2]}."{TIME}"'
-    return f"{insert} ON CONFLICT ({key}) DO UPDATE SET {changed} WHERE {newer}"
+    return f"{insert} ON CONFLICT ({quoted(table.key)}) DO UPDATE SET {changed} WHERE {newer}"
 
 
 def write_rows(connection: DatabaseConnection, table: Table, rows: Sequence[Row]) -> WriteOutcome:
     """Upsert rows in the open transaction. Rows that the database rejects are skipped, and the outcome lists them."""
     written = WriteOutcome()
-    left = list(range(len(rows)))
+    width = len(table.key)
+    left: Sequence[int] = range(len(rows))
     while left:
-        chosen = _one_a_key(table, rows, left)
-        found = _write(connection, table, rows, chosen)
-        written.add(found)
-        written.unchanged += len(left) - len(chosen)
+        refused = _write(connection, table, rows, _one_a_key(rows, left, width), written)
+        written.refused |= refused
         # If the newest row of a key is refused, the row before it is written.
-        keys = {rows[number][: len(table.key)] for number in found.refused}
-        left = [number for number in left if rows[number][: len(table.key)] in keys and number not in found.refused]
-        written.unchanged -= len(left)
+        keys = {rows[number][:width] for number in refused}
+        left = [number for number in left if rows[number][:width] in keys and number not in refused]
+    written.unchanged = len(rows) - written.inserted - written.updated - len(written.refused)
     return written
 
 
-def _one_a_key(table: Table, rows: Sequence[Row], numbers: Sequence[int]) -> list[int]:
+def _one_a_key(rows: Sequence[Row], numbers: Sequence[int], width: int) -> list[int]:
     """Return the index of the newest row of each key, and of the first one if several are equally new."""
     chosen: dict[Row, int] = {}
-    width = len(table.key)
     for number in numbers:
         row = rows[number]
-        key = row[:width]
-        before = chosen.get(key)
-        if before is None or row[1] > rows[before][1]:
-            chosen[key] = number
+        before = chosen.setdefault(row[:width], number)
+        if row[1] > rows[before][1]:
+            chosen[row[:width]] = number
     return sorted(chosen.values())
 
 
-def _write(connection: DatabaseConnection, table: Table, rows: Sequence[Row], numbers: list[int]) -> WriteOutcome:
-    """Write the rows, and bisect them to find those that the database refuses."""
-    connection.execute("SAVEPOINT dedup_rows")
-    try:
-        written = _write_all(connection, table, [rows[number] for number in numbers])
-    except RowsRefused as refused:
-        connection.execute("ROLLBACK TO SAVEPOINT dedup_rows")
+def _write(
+    connection: DatabaseConnection, table: Table, rows: Sequence[Row], numbers: list[int], written: WriteOutcome
+) -> dict[int, RowsRefused]:
+    """Write the rows, count them, and bisect them to find those that the database refuses."""
+    refused: dict[int, RowsRefused] = {}
+    parts = [numbers]
+    while parts:
+        part = parts.pop()
+        connection.execute("SAVEPOINT dedup_rows")
+        try:
+            _write_all(connection, table, [rows[number] for number in part], written)
+        except RowsRefused as why:
+            connection.execute("ROLLBACK TO SAVEPOINT dedup_rows")
+            middle = len(part) // 2
+            if middle:
+                parts += [part[middle:], part[:middle]]
+            else:
+                refused[part[0]] = why
         connection.execute("RELEASE SAVEPOINT dedup_rows")
-        if len(numbers) == 1:
-            return WriteOutcome(refused={numbers[0]: refused})
-        middle = len(numbers) // 2
-        written = _write(connection, table, rows, numbers[:middle])
-        written.add(_write(connection, table, rows, numbers[middle:]))
-        return written
-    connection.execute("RELEASE SAVEPOINT dedup_rows")
-    return written
+    return refused
 
 
-def _write_all(connection: DatabaseConnection, table: Table, rows: Sequence[Row]) -> WriteOutcome:
+def _write_all(connection: DatabaseConnection, table: Table, rows: Sequence[Row], written: WriteOutcome) -> None:
     connection.stage(table, rows)
     same = " AND ".join(f't."{name}" = s."{name}"' for name in table.key)
     ((known,),) = connection.query(f"SELECT count(*) FROM {STAGED} s JOIN {table.name} t ON {same}")  # noqa: S608
     changed = connection.execute(_upsert_statement(table))
-    inserted = len(rows) - known
-    return WriteOutcome(inserted, changed - inserted, known - (changed - inserted))
+    written.inserted += len(rows) - known
+    written.updated += changed - (len(rows) - known)

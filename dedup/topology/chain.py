@@ -8,33 +8,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from posixpath import normpath
-from typing import Final
+from typing import Final, TypeVar
 
 from dedup.core.tracking_id import HeaderRule, KeyRule
 from dedup.quantities import format_duration
-from dedup.topology.ingest_file import Ingest, place_of, settle_sentence
-from dedup.topology.lint import Finding
+from dedup.topology.ingest_file import Ingest, Source, settle_sentence
+from dedup.topology.lint import Finding, warning
 from dedup.topology.model import Topology, rule_text
-from dedup.topology.schema import FilesSource, TableSource
+from dedup.topology.schema import FilesSource
 
 Stage = Ingest | Topology
+_Stage = TypeVar("_Stage", Ingest, Topology)
 _ID_HEADER: Final = "dedup-id"
-_WEAK: Final = frozenset(
-    {
-        "late_forwarded",
-        "missing_forwarded",
-        "conflicts_forwarded",
-        "late_dropped",
-        "source_starts_over",
-        "last_line_taken",
-        "numbers_given_again",
-        "same_directory",
-        "settled",
-        "query",
-        "nobody_writes",
-    }
-)
-"""Codes of the findings which mean that a record may be sent twice or not at all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,48 +32,55 @@ class Named:
 
 def lint_ingest(ingest: Ingest) -> list[Finding]:
     """Return the findings about an ingest file."""
-    found: list[Finding] = []
-    match ingest.source:
-        case FilesSource() as files:
-            if files.start_over:
-                text = (
-                    "changed: start_over reads a truncated or replaced file from its beginning: older lines not yet "
-                    "read are lost, copied lines are sent again. This stage is then not exactly-once."
-                )
-                found.append(Finding("warning", "source_starts_over", text))
-            if files.take_last_line:
-                text = (
-                    "last_line: take sends a last line without a line feed: if the file is still being written, it may "
-                    "be half a line. Exact only if files arrive complete."
-                )
-                found.append(Finding("warning", "last_line_taken", text))
-        case TableSource() as table:
-            found.extend(_lint_table(table))
-    return found
+    return list(_lint_source(ingest.source))
 
 
-def _lint_table(table: TableSource) -> Iterator[Finding]:
-    if table.url.startswith("sqlite:"):
-        text = (
-            f"SQLite reuses the number of a deleted last row, unless {table.column} is AUTOINCREMENT: "
-            f"the new row with that number is not read."
+def _lint_source(source: Source) -> Iterator[Finding]:
+    if isinstance(source, FilesSource):
+        if source.changed == "start_over":
+            yield warning(
+                "source_starts_over",
+                "changed: start_over reads a truncated or replaced file from its beginning: older lines not yet "
+                "read are lost, copied lines are sent again. This stage is then not exactly-once.",
+                weak=True,
+            )
+        if source.last_line == "take":
+            yield warning(
+                "last_line_taken",
+                "last_line: take sends a last line without a line feed: if the file is still being written, it may "
+                "be half a line. Exact only if files arrive complete.",
+                weak=True,
+            )
+        return
+    if source.url.startswith("sqlite:"):
+        yield warning(
+            "numbers_given_again",
+            f"SQLite reuses the number of a deleted last row, unless {source.column} is AUTOINCREMENT: "
+            f"the new row with that number is not read.",
+            weak=True,
         )
-        yield Finding("warning", "numbers_given_again", text)
-    if table.settle_ms:
-        yield Finding("warning", "settled", settle_sentence(table))
-    if table.query:
-        text = (
+    if source.settle:
+        yield warning("settled", settle_sentence(source), weak=True)
+    if source.query:
+        yield warning(
+            "query",
             "source.table.query: a query does not show whether each row becomes visible by the INSERT that takes its "
-            "number. A row that becomes visible otherwise, by an UPDATE or a row of another table, may never be read."
+            "number. A row that becomes visible otherwise, by an UPDATE or a row of another table, may never be read.",
+            weak=True,
         )
-        yield Finding("warning", "query", text)
 
 
 def lint_chain(files: Sequence[Named]) -> list[tuple[str, Finding]]:
     """Return the findings that only several files together show, each with the file of its stage."""
     if len(files) < 2:  # noqa: PLR2004  # one file is no chain
         return []
-    return [*_weak_joints(files), *_loose_ends(files), *_same_files(files), *_same_names(files), *_shared_topics(files)]
+    joints = (
+        (file, finding)
+        for _, ingest in _stages(files, Ingest)
+        for file, topology in _readers_of(files, ingest.topic)
+        for finding in _joint(ingest, topology)
+    )
+    return [*joints, *_loose_ends(files), *_taken_twice(files), *_shared_topics(files)]
 
 
 def describe_chain(files: Sequence[Named], weak: frozenset[str]) -> list[str]:
@@ -97,8 +89,13 @@ def describe_chain(files: Sequence[Named], weak: frozenset[str]) -> list[str]:
     ``weak`` contains the files of the stages that are not exactly-once according to their findings.
     """
     lines: list[str] = []
-    for file, ingest in _ingests(files):
-        lines += _paths(files, ingest.topic, f"{place_of(ingest.source)} → {ingest.topic}", [file], weak)
+    for file, ingest in _stages(files, Ingest):
+        source = ingest.source
+        if isinstance(source, FilesSource):
+            place = f"{source.directory}/{source.pattern}"
+        else:
+            place = f"table {source.table}" if source.table else "a query"
+        lines += _paths(files, ingest.topic, f"{place} → {ingest.topic}", [file], weak)
     return lines
 
 
@@ -119,33 +116,22 @@ def _paths(files: Sequence[Named], topic: str, text: str, passed: list[str], wea
 
 def is_weak(finding: Finding) -> bool:
     """Tell whether a finding means that a stage is not exactly-once."""
-    return finding.level == "error" or finding.code in _WEAK
+    return finding.level == "error" or finding.weak
 
 
-def _ingests(files: Sequence[Named]) -> list[tuple[str, Ingest]]:
-    return [(each.file, each.stage) for each in files if isinstance(each.stage, Ingest)]
-
-
-def _topologies(files: Sequence[Named]) -> list[tuple[str, Topology]]:
-    return [(each.file, each.stage) for each in files if isinstance(each.stage, Topology)]
+def _stages(files: Sequence[Named], kind: type[_Stage]) -> list[tuple[str, _Stage]]:
+    return [(each.file, each.stage) for each in files if isinstance(each.stage, kind)]
 
 
 def _readers_of(files: Sequence[Named], topic: str) -> list[tuple[str, Topology]]:
-    return [(file, topology) for file, topology in _topologies(files) if topic in topology.source.topics]
-
-
-def _weak_joints(files: Sequence[Named]) -> Iterator[tuple[str, Finding]]:
-    for _, ingest in _ingests(files):
-        for file, topology in _readers_of(files, ingest.topic):
-            for finding in _joint(ingest, topology):
-                yield file, finding
+    return [(file, topology) for file, topology in _stages(files, Topology) if topic in topology.source.topics]
 
 
 def _joint(ingest: Ingest, topology: Topology) -> Iterator[Finding]:
     """Yield the mismatches between a source and the topology that reads its topic."""
     rule = topology.tracking_id.rule
     reads_header = isinstance(rule, HeaderRule) and rule.name == _ID_HEADER
-    if reads_header and not ingest.has_header:
+    if reads_header and ingest.tracking_id is not None:
         text = (
             f"tracking_id.header: {_ID_HEADER} is not on the records of {ingest.name}, which has its own tracking_id: "
             f"every record would become a dead letter. Use the same rule in both files."
@@ -164,13 +150,13 @@ def _joint(ingest: Ingest, topology: Topology) -> Iterator[Finding]:
 
 
 def _loose_ends(files: Sequence[Named]) -> Iterator[tuple[str, Finding]]:
-    written = {ingest.topic for _, ingest in _ingests(files)}
-    written |= {topology.output.topic for _, topology in _topologies(files) if topology.output}
-    for file, ingest in _ingests(files):
+    written = {ingest.topic for _, ingest in _stages(files, Ingest)}
+    written |= {topology.output.topic for _, topology in _stages(files, Topology) if topology.output}
+    for file, ingest in _stages(files, Ingest):
         if not _readers_of(files, ingest.topic):
             text = f"no file given here reads the topic {ingest.topic}, which {ingest.name} writes."
-            yield file, Finding("warning", "nobody_reads", text)
-    for file, topology in _topologies(files):
+            yield file, warning("nobody_reads", text)
+    for file, topology in _stages(files, Topology):
         unknown = [topic for topic in topology.source.topics if topic not in written]
         if unknown:
             text = (
@@ -178,35 +164,31 @@ def _loose_ends(files: Sequence[Named]) -> Iterator[tuple[str, Finding]]:
                 f"record sent twice within {format_duration(topology.window.guard_ms)} is found here; a record lost "
                 f"before is not."
             )
-            yield file, Finding("warning", "nobody_writes", text)
+            yield file, warning("nobody_writes", text, weak=True)
 
 
-def _same_files(files: Sequence[Named]) -> Iterator[tuple[str, Finding]]:
-    """Yield a warning for sources that share a directory, because both would send a file that matches both patterns."""
-    seen: dict[str, str] = {}
-    for file, ingest in _ingests(files):
-        if not isinstance(ingest.source, FilesSource):
+def _taken_twice(files: Sequence[Named]) -> Iterator[tuple[str, Finding]]:
+    """Yield findings about equal names, and about sources that share a directory."""
+    names: dict[str, str] = {}
+    directories: dict[str, str] = {}
+    for file, stage in ((each.file, each.stage) for each in files):
+        if stage.name in names:
+            text = (
+                f"the name {stage.name} is also that of {names[stage.name]}: they would fence each other, or write "
+                f"each other's topics."
+            )
+            yield file, Finding("error", "same_name", text)
+        names.setdefault(stage.name, file)
+        if not isinstance(stage, Ingest) or not isinstance(stage.source, FilesSource):
             continue
-        directory = normpath(ingest.source.directory)
-        if directory in seen:
+        directory = normpath(stage.source.directory)
+        if directory in directories:
             text = (
-                f"source.files.directory: {directory} is read by {seen[directory]}, too: a file that matches both "
-                f"patterns, or is renamed from one to the other, is sent by both. Give each its own directory."
+                f"source.files.directory: {directory} is read by {directories[directory]}, too: a file that matches "
+                f"both patterns, or is renamed from one to the other, is sent by both. Give each its own directory."
             )
-            yield file, Finding("warning", "same_directory", text)
-        seen.setdefault(directory, ingest.name)
-
-
-def _same_names(files: Sequence[Named]) -> Iterator[tuple[str, Finding]]:
-    seen: dict[str, str] = {}
-    for each in files:
-        if each.stage.name in seen:
-            text = (
-                f"the name {each.stage.name} is also that of {seen[each.stage.name]}: they would fence each other, or "
-                f"write each other's topics."
-            )
-            yield each.file, Finding("error", "same_name", text)
-        seen.setdefault(each.stage.name, each.file)
+            yield file, warning("same_directory", text, weak=True)
+        directories.setdefault(directory, stage.name)
 
 
 def _shared_topics(files: Sequence[Named]) -> Iterator[tuple[str, Finding]]:
@@ -216,20 +198,20 @@ def _shared_topics(files: Sequence[Named]) -> Iterator[tuple[str, Finding]]:
     records of one topology to the other. Only a dead-letter topic may be shared on purpose, to collect all dead letters
     in one place.
     """
-    topologies = _topologies(files)
+    topologies = _stages(files, Topology)
     for at, (file, topology) in enumerate(topologies):
         for _, other in topologies[:at]:
             theirs = set(other.written_topics)
             shared = [name for name in topology.written_topics if name in theirs]
             if not shared or topology.name == other.name:
-                continue  # `_same_names` reports equal names, from which equal topics follow
+                continue  # `_taken_twice` reports equal names, from which equal topics follow
             names = ", ".join(shared)
             if shared == [topology.dead_letter] == [other.dead_letter]:
                 text = (
                     f"dead_letter: {names} takes the letters of {other.name}, too. `dedup replay` skips those of the "
                     f"other, but `dedup verify` reports them as records without a source. Give each its own topic."
                 )
-                yield file, Finding("warning", "shared_dead_letters", text)
+                yield file, warning("shared_dead_letters", text)
             else:
                 text = (
                     f"{names}: written by {other.name}, too. An ID that both judge is forwarded twice, and neither "

@@ -8,16 +8,17 @@ creates topics under another principal, which needs Create.
 from __future__ import annotations
 
 import enum
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from html import escape
-from typing import Any, Final, Literal, assert_never
+from typing import Any, Final, Literal
 
-from dedup.core.event_time import FieldTime, RecordTime
+from dedup.core.event_time import FieldTime
 from dedup.core.fold import OnConflict, OnMissing, OnTombstone
 from dedup.core.json_path import format_path
 from dedup.quantities import format_duration, format_size
-from dedup.topology.model import LateDrop, LateForward, LateTo, Topology, rule_text
+from dedup.topology.model import LateForward, LateTo, Topology, rule_text
 
 _COLUMN_PX: Final = 250
 _ROW_PX: Final = 58
@@ -31,6 +32,8 @@ _ARROW_HEAD: Final = (
 )
 
 _OUTSIDE: Final = "forwarded, marked; outside the guarantee"
+_STOPS: Final = "stops the worker"
+_FILLS: Final = {"topic": "#eef4fb", "agent": "#fdf3e0", "table": "#e9f5ea"}
 
 Kind = Literal["topic", "agent", "table"]
 
@@ -65,7 +68,7 @@ def graph(topology: Topology) -> tuple[list[Node], list[Edge]]:
     nodes += [Node("agent dedup", "agent", first + 1), Node(f"table {topology.name}", "table", first + 1)]
     edges += [Edge(topic, "agent dedup") for topic in topology.feeding_topics]
     edges.append(Edge("agent dedup", f"table {topology.name}", "sightings"))
-    for topic, label in _outlets(topology):
+    for topic, label in topology.outlets:
         if topic not in {node.name for node in nodes}:
             nodes.append(Node(topic, "topic", first + 2))
         edges.append(Edge("agent dedup", topic, label))
@@ -107,9 +110,17 @@ def to_dot(topology: Topology) -> str:
 
 
 def to_svg(topology: Topology) -> str:
-    """Return the drawing as an SVG image."""
+    """Return the drawing as an SVG image. Boxes are in columns, and each column is centered vertically."""
     nodes, edges = graph(topology)
-    corners = _corners(nodes)
+    columns: defaultdict[int, list[Node]] = defaultdict(list)
+    for node in nodes:
+        columns[node.column].append(node)
+    tallest = max(map(len, columns.values()))
+    corners = {
+        node.name: (_MARGIN_PX + column * _COLUMN_PX, _MARGIN_PX + (2 * row + tallest - len(boxes)) * _ROW_PX // 2)
+        for column, boxes in columns.items()
+        for row, node in enumerate(boxes)
+    }
     width = max(x for x, _y in corners.values()) + _BOX_WIDTH_PX + _MARGIN_PX
     height = max(y for _x, y in corners.values()) + _BOX_HEIGHT_PX + _MARGIN_PX
     size = f'width="{width}" height="{height}" viewBox="0 0 {width} {height}"'
@@ -118,11 +129,30 @@ def to_svg(topology: Topology) -> str:
         f"<title>topology {escape(topology.name)}</title>",
         f"<defs>{_ARROW_HEAD}</defs>",
         '<rect width="100%" height="100%" fill="#fff"/>',
-        *(_arrow(edge, corners) for edge in edges),
-        *(_box(node, corners[node.name]) for node in nodes),
+        *(_arrow(edge, *corners[edge.start], *corners[edge.end]) for edge in edges),
+        *(_box(node, *corners[node.name]) for node in nodes),
         "</svg>",
     ]
     return "\n".join(parts) + "\n"
+
+
+def _arrow(edge: Edge, x1: int, y1: int, x2: int, y2: int) -> str:
+    if x1 == x2:
+        x1, y1, x2 = x1 + _BOX_WIDTH_PX // 2, y1 + _BOX_HEIGHT_PX, x2 + _BOX_WIDTH_PX // 2
+    else:
+        x1, y1, y2 = x1 + _BOX_WIDTH_PX, y1 + _BOX_HEIGHT_PX // 2, y2 + _BOX_HEIGHT_PX // 2
+    label = f"<title>{escape(edge.label)}</title>" if edge.label else ""
+    return f'<line x1="{x1}" y1="{y1}" x2="{x2}" y2="{y2}" stroke="#555" marker-end="url(#end)">{label}</line>'
+
+
+def _box(node: Node, x: int, y: int) -> str:
+    radius = 18 if node.kind == "agent" else 3
+    shown = node.name if len(node.name) <= _CHARS_IN_BOX else f"{node.name[: _CHARS_IN_BOX - 1]}…"
+    return (
+        f'<g><title>{escape(node.name)}</title><rect x="{x}" y="{y}" width="{_BOX_WIDTH_PX}" height="{_BOX_HEIGHT_PX}" '
+        f'rx="{radius}" fill="{_FILLS[node.kind]}" stroke="#555"/><text x="{x + _BOX_WIDTH_PX // 2}" y="{y + 23}" '
+        f'text-anchor="middle">{escape(shown)}</text></g>'
+    )
 
 
 def _rule_facts(topology: Topology) -> Iterator[tuple[str, str]]:
@@ -131,52 +161,37 @@ def _rule_facts(topology: Topology) -> Iterator[tuple[str, str]]:
     steps = topology.tracking_id.normalize
     yield "tracking ID", rule_text(topology.tracking_id.rule) + (f", normalized: {', '.join(steps)}" if steps else "")
     match topology.event_time:
-        case RecordTime():
-            yield "event time", "the record's timestamp"
         case FieldTime(path, unit):
             yield "event time", f"the field {format_path(path)} ({unit})"
-        case never:
-            assert_never(never)
+        case _:
+            yield "event time", "the record's timestamp"
     yield "guard period", f"{guard}: the same ID within it, earlier or later, is a duplicate"
     yield "grace", f"{format_duration(window.grace_ms)}: an unknown ID further behind stream time is late"
     if window.extend:
         yield "extended", f"by every duplicate, to at most {format_duration(window.extend_at_most_ms)} after the first"
-    yield (
-        "future",
-        f"more than {format_duration(topology.max_clock_skew_ms)} ahead of the clock: {topology.future.value}",
-    )
+    skew = format_duration(topology.max_clock_skew_ms)
+    yield "future", f"more than {skew} ahead of the clock: {topology.future.value}"
+
+
+def _to(topic: str | None) -> str:
+    return "counted only" if topic is None else f"to {topic}"
 
 
 def _verdict_facts(topology: Topology) -> Iterator[tuple[str, str]]:
+    letters = _to(topology.dead_letter)
     yield "unique", "counted only" if topology.output is None else f"to {topology.output.topic}, unchanged"
-    yield "duplicate", "counted only" if topology.duplicates is None else f"to {topology.duplicates}"
+    yield "duplicate", _to(topology.duplicates)
     if topology.fingerprints_wanted:
-        topic = topology.conflicts_go_to
-        where = {
-            OnConflict.DUPLICATE: "counted only" if topic is None else f"to {topic}",
-            OnConflict.FORWARD: _OUTSIDE,
-            OnConflict.FAIL: "stops the worker",
-        }
-        yield "conflict", where[topology.on_conflict]
-    match topology.late:
-        case LateTo(topic):
-            yield "late", f"to {topic}"
-        case LateForward():
-            yield "late", _OUTSIDE
-        case LateDrop():
-            yield "late", "counted only"
-        case never:
-            assert_never(never)
-    missing = {
-        OnMissing.DEAD_LETTER: f"to {topology.dead_letter}",
-        OnMissing.FORWARD: _OUTSIDE,
-        OnMissing.FAIL: "stops the worker",
-    }
+        duplicate = _to(topology.conflicts_go_to)
+        conflict = {OnConflict.DUPLICATE: duplicate, OnConflict.FORWARD: _OUTSIDE, OnConflict.FAIL: _STOPS}
+        yield "conflict", conflict[topology.on_conflict]
+    late = topology.late
+    yield "late", _OUTSIDE if isinstance(late, LateForward) else _to(late.topic if isinstance(late, LateTo) else None)
+    missing = {OnMissing.DEAD_LETTER: letters, OnMissing.FORWARD: _OUTSIDE, OnMissing.FAIL: _STOPS}
     yield "without an ID", missing[topology.missing]
     if topology.needs_value:
-        forward = topology.tombstones is OnTombstone.FORWARD
-        yield "null value", _OUTSIDE if forward else f"to {topology.dead_letter}"
-    yield "unreadable", f"to {topology.dead_letter}"
+        yield "null value", _OUTSIDE if topology.tombstones is OnTombstone.FORWARD else letters
+    yield "unreadable", letters
 
 
 def _agent_facts(topology: Topology) -> Iterator[tuple[str, str]]:
@@ -188,7 +203,7 @@ def _agent_facts(topology: Topology) -> Iterator[tuple[str, str]]:
 def _topic_facts(topology: Topology) -> Iterator[tuple[str, str]]:
     for topic in topology.source.topics:
         yield topic, f"read, {topology.source.format}, from {topology.source.start}"
-    labels = dict(_outlets(topology))
+    labels = dict(topology.outlets)
     for topic in topology.written_topics:
         if topic == topology.repartition_topic and not topology.direct:
             yield topic, "written and read: equal IDs in equal partitions"
@@ -217,57 +232,6 @@ _SECTIONS: Final = (
 """For each section, the title in the text, the key in `as_data`, and the function that returns the facts."""
 
 
-def _outlets(topology: Topology) -> Iterator[tuple[str, str]]:
-    """Yield the topics that the dedup agent writes, with the kind of records in each."""
-    if topology.output is not None:
-        yield topology.output.topic, "unique records"
-    if topology.duplicates is not None:
-        yield topology.duplicates, "duplicates"
-    if topology.conflicts is not None:
-        yield topology.conflicts, "duplicates with another payload"
-    if isinstance(topology.late, LateTo):
-        yield topology.late.topic, "late records"
-    yield topology.dead_letter, "dead letters"
-
-
-def _corners(nodes: list[Node]) -> dict[str, tuple[int, int]]:
-    """Return the upper left corner of every box. Boxes are in columns, and each column is centered vertically."""
-    columns: dict[int, list[Node]] = {}
-    for node in nodes:
-        columns.setdefault(node.column, []).append(node)
-    tallest = max(map(len, columns.values()))
-    return {
-        node.name: (
-            _MARGIN_PX + column * _COLUMN_PX,
-            _MARGIN_PX + row * _ROW_PX + (tallest - len(boxes)) * _ROW_PX // 2,
-        )
-        for column, boxes in columns.items()
-        for row, node in enumerate(boxes)
-    }
-
-
-def _arrow(edge: Edge, corners: dict[str, tuple[int, int]]) -> str:
-    (x1, y1), (x2, y2) = corners[edge.start], corners[edge.end]
-    if x1 == x2:
-        x1, y1, x2 = x1 + _BOX_WIDTH_PX // 2, y1 + _BOX_HEIGHT_PX, x2 + _BOX_WIDTH_PX // 2
-    else:
-        x1, y1, y2 = x1 + _BOX_WIDTH_PX, y1 + _BOX_HEIGHT_PX // 2, y2 + _BOX_HEIGHT_PX // 2
-    label = f"<title>{escape(edge.label)}</title>" if edge.label else ""
-    return f'<line x1="{x1}" y1="{y1}" x2="{x2}" y2="{y2}" stroke="#555" marker-end="url(#end)">{label}</line>'
-
-
-def _box(node: Node, corner: tuple[int, int]) -> str:
-    x, y = corner
-    fill = {"topic": "#eef4fb", "agent": "#fdf3e0", "table": "#e9f5ea"}[node.kind]
-    radius = 18 if node.kind == "agent" else 3
-    shown = node.name if len(node.name) <= _CHARS_IN_BOX else f"{node.name[: _CHARS_IN_BOX - 1]}…"
-    return (
-        f'<g><title>{escape(node.name)}</title><rect x="{x}" y="{y}" width="{_BOX_WIDTH_PX}" height="{_BOX_HEIGHT_PX}" '
-        f'rx="{radius}" fill="{fill}" stroke="#555"/><text x="{x + _BOX_WIDTH_PX // 2}" y="{y + 23}" '
-        f'text-anchor="middle">{escape(shown)}</text></g>'
-    )
-
-
 class Resource(enum.Enum):
     """A resource type of Kafka's authorizer. The value is the name of the kafka-acls option for that type."""
 
@@ -282,37 +246,26 @@ class Permission:
 
     resource: Resource
     name: str
-    prefixed: bool
     operations: tuple[str, ...]
     """The operations as kafka-acls spells them."""
     why: str
+    prefixed: bool = False
 
 
 def worker_permissions(topology: Topology) -> tuple[Permission, ...]:
     """Return the permissions that `dedup run` needs if all topics exist."""
-    return tuple(_permissions(topology))
-
-
-def _permissions(topology: Topology) -> Iterator[Permission]:
     own = {topology.changelog_topic: "changelog: written, restored, truncated"}
     if not topology.direct:
         own[topology.repartition_topic] = "repartition topic: written, read, purged"
-    for name in topology.source.topics:
-        yield _topic(name, ("Read", "DescribeConfigs"), "source")
+    found = [Permission(Resource.TOPIC, name, ("Read", "DescribeConfigs"), "source") for name in topology.source.topics]
     for name in topology.written_topics:
         operations = ("Read", "Write", "Delete", "DescribeConfigs") if name in own else ("Write", "DescribeConfigs")
-        yield _topic(name, operations, own.get(name, "output or side topic"))
-    yield Permission(Resource.GROUP, topology.name, prefixed=False, operations=("Read",), why="membership and offsets")
+        found.append(Permission(Resource.TOPIC, name, operations, own.get(name, "output or side topic")))
     mark = "a new fleet on an output with records: where `dedup reset` left off"
-    yield Permission(Resource.GROUP, topology.reset_group, prefixed=False, operations=("Describe",), why=mark)
-    yield Permission(
-        Resource.TRANSACTIONAL_ID,
-        f"{topology.name}.",  # a topology's name contains no dot, so no other topology's IDs have this prefix
-        prefixed=True,
-        operations=("Write", "Describe"),
-        why="one id per partition",
+    ids = f"{topology.name}."  # a topology's name contains no dot, so no other topology's IDs have this prefix
+    return (
+        *found,
+        Permission(Resource.GROUP, topology.name, ("Read",), "membership and offsets"),
+        Permission(Resource.GROUP, topology.reset_group, ("Describe",), mark),
+        Permission(Resource.TRANSACTIONAL_ID, ids, ("Write", "Describe"), "one id per partition", prefixed=True),
     )
-
-
-def _topic(name: str, operations: tuple[str, ...], why: str) -> Permission:
-    return Permission(Resource.TOPIC, name, prefixed=False, operations=operations, why=why)

@@ -5,14 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Final, Literal, assert_never
+from typing import Any, Final, Literal
 
 from dedup.core.event_time import EventTime
 from dedup.core.tracking_id import FieldRule, FieldsRule
 from dedup.errors import Problem
 from dedup.quantities import format_duration
 from dedup.topology.parse import checked_file, event_time_of
-from dedup.topology.schema import FilesSource, IngestFile, IngestIdFile, Marker, TableSource
+from dedup.topology.schema import FilesSource, IngestFile, Marker, TableSource
 from dedup.yaml_document import Document, schema_of
 
 _INGEST_KEY: Final = re.compile(r"^ingest\s*:", re.MULTILINE)
@@ -41,11 +41,6 @@ class Ingest:
         """The compacted topic that stores the position up to which the source was read."""
         return f"{self.name}-source-offsets"
 
-    @property
-    def has_header(self) -> bool:
-        """True if records get the header `dedup-id`, because the ingest file names no members as their ID."""
-        return self.tracking_id is None
-
 
 def is_ingest(text: str) -> bool:
     """Tell whether the text of a file is an ingest file, even if it is otherwise invalid."""
@@ -54,7 +49,23 @@ def is_ingest(text: str) -> bool:
 
 def parse_ingest(text: str, *, name: str) -> Ingest:
     """Return the source that a file describes. Raises TopologyError with every problem in the file."""
-    return _ingest(checked_file(text, name, IngestFile, [_one_role_each]))
+    file = checked_file(text, name, IngestFile, [_one_role_each])
+    source = file.source.files or file.source.table
+    assert source is not None  # noqa: S101  # the shape requires one of them
+    rule: FieldRule | FieldsRule | None = None
+    if file.tracking_id is not None:
+        one, several = file.tracking_id.field, file.tracking_id.fields
+        rule = FieldsRule(tuple(several or ())) if one is None else FieldRule(one)
+    return Ingest(
+        name=file.name,
+        source=source,
+        topic=file.output.topic,
+        partitions=file.output.partitions,
+        tracking_id=rule,
+        event_time=event_time_of(file.event_time),
+        dead_letter=file.dead_letter or f"{file.name}.dead-letter",
+        boundary=file.boundary,
+    )
 
 
 def ingest_schema() -> dict[str, Any]:
@@ -72,38 +83,6 @@ def _one_role_each(document: Document) -> Iterator[Problem]:
             yield Problem(document.place(("output", "topic")), text)
     if dead == offsets:
         yield Problem(document.place(("dead_letter",)), f'dead_letter: "{dead}" holds the source offsets; name another')
-
-
-def _ingest(file: IngestFile) -> Ingest:
-    source = file.source.files or file.source.table
-    assert source is not None  # noqa: S101  # the shape requires one of them
-    return Ingest(
-        name=file.name,
-        source=source,
-        topic=file.output.topic,
-        partitions=file.output.partitions,
-        tracking_id=_rule(file.tracking_id),
-        event_time=event_time_of(file.event_time),
-        dead_letter=file.dead_letter or f"{file.name}.dead-letter",
-        boundary=file.boundary,
-    )
-
-
-def _rule(file: IngestIdFile | None) -> FieldRule | FieldsRule | None:
-    if file is None:
-        return None
-    return FieldsRule(tuple(file.fields or ())) if file.field is None else FieldRule(file.field)
-
-
-def place_of(source: Source) -> str:
-    """Return a short name of a source for messages."""
-    match source:
-        case FilesSource():
-            return f"{source.directory}/{source.pattern}"
-        case TableSource():
-            return f"table {source.table}" if source.table else "a query"
-        case never:
-            assert_never(never)
 
 
 def settle_sentence(table: TableSource) -> str:

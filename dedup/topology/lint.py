@@ -27,6 +27,8 @@ class Finding:
     level: Literal["error", "warning"]
     code: str
     text: str
+    weak: bool = False
+    """True if a record may be sent twice or not at all."""
 
 
 def lint(topology: Topology) -> list[Finding]:
@@ -42,16 +44,15 @@ def lint(topology: Topology) -> list[Finding]:
 
 
 def worst_record_bytes(topology: Topology) -> int:
-    """Return the largest size of a changelog value, which results if one ID is reused in every guard period of a
-    segment.
-    """
+    """Return the largest size of a changelog value: one ID is reused in every guard period of a segment."""
     window = topology.window
     sightings = window.segment_ms // window.guard_ms + 2
     return sightings * (_SIGHTING_BYTES + (_FINGERPRINT_BYTES if topology.fingerprints_wanted else 0))
 
 
-def _warning(code: str, text: str) -> Finding:
-    return Finding("warning", code, text)
+def warning(code: str, text: str, *, weak: bool = False) -> Finding:
+    """Return a warning."""
+    return Finding("warning", code, text, weak)
 
 
 def _changelog_record(topology: Topology) -> Iterator[Finding]:
@@ -71,52 +72,52 @@ def _policies(topology: Topology) -> Iterator[Finding]:
     outside = "They are outside the guarantee, and marked by the header dedup-verdict"
     if isinstance(topology.late, LateForward):
         text = f"late: forward sends late records to the output unjudged, so duplicates among them pass. {outside}."
-        yield _warning("late_forwarded", text)
+        yield warning("late_forwarded", text, weak=True)
     if isinstance(topology.late, LateDrop):
         text = (
             "late: drop loses late records; only their number is kept. Name a topic, or omit late for the default "
             "topic; `dedup replay` can send them through later."
         )
-        yield _warning("late_dropped", text)
+        yield warning("late_dropped", text, weak=True)
     if topology.missing is OnMissing.FORWARD:
         text = f"tracking_id.missing: forward sends every record without an ID to the output. {outside}."
-        yield _warning("missing_forwarded", text)
+        yield warning("missing_forwarded", text, weak=True)
     if topology.missing is OnMissing.FAIL:
         text = "tracking_id.missing: fail stops the worker at the first record without an ID, until the cause is fixed."
-        yield _warning("missing_stops", text)
+        yield warning("missing_stops", text)
     if topology.needs_value and topology.tombstones is OnTombstone.FORWARD:
         text = f"tracking_id.tombstones: forward (the default) sends every null value to the output. {outside}."
-        yield _warning("tombstones_forwarded", text)
+        yield warning("tombstones_forwarded", text)
     if topology.on_conflict is OnConflict.FORWARD:
         text = (
             f"on_conflict: forward sends a duplicate on if its payload differs: identity is ID and payload. {outside}."
         )
-        yield _warning("conflicts_forwarded", text)
+        yield warning("conflicts_forwarded", text, weak=True)
     if topology.on_conflict is OnConflict.FAIL:
         text = "on_conflict: fail stops the worker at the first conflicting duplicate, until the cause is fixed."
-        yield _warning("conflict_stops", text)
+        yield warning("conflict_stops", text)
 
 
 def _window(topology: Topology) -> Iterator[Finding]:
     window = topology.window
     if window.grace_ms == 0:
         text = "grace: 0s: a record that is out of order by 1 ms is late, unless its ID is known."
-        yield _warning("no_grace", text)
+        yield warning("no_grace", text)
     if window.extend and window.extend_at_most_ms < window.guard_ms:
         text = (
             f"extend_at_most {format_duration(window.extend_at_most_ms)} is shorter than guard_period "
             f"{format_duration(window.guard_ms)}: extending has hardly any effect. Lengthen it, or remove extend."
         )
-        yield _warning("cap_below_guard", text)
+        yield warning("cap_below_guard", text)
     if topology.future is OnFuture.CLAMP:
         text = "future: clamp changes the event time, and with it the timestamp, of records too far ahead of the clock."
-        yield _warning("times_clamped", text)
+        yield warning("times_clamped", text)
     if topology.max_clock_skew_ms == 0:
         text = "max_clock_skew: 0s: every record of a producer whose clock is 1 ms ahead becomes a dead letter."
-        yield _warning("no_clock_skew", text)
+        yield warning("no_clock_skew", text)
     if topology.source.start == "latest":
         text = "source.start: latest skips what is in the topic when the topology first runs; those IDs stay unknown."
-        yield _warning("start_latest", text)
+        yield warning("start_latest", text)
 
 
 def _where_ids_meet(topology: Topology) -> Iterator[Finding]:
@@ -128,29 +129,29 @@ def _where_ids_meet(topology: Topology) -> Iterator[Finding]:
             f"Records go through {topology.repartition_topic}, because {why}. Order is then kept per tracking ID, "
             f"no longer per key, and each record is written one more time."
         )
-        yield _warning("order_per_tracking_id", text)
+        yield warning("order_per_tracking_id", text)
     if several and topology.source.partitioned_by_tracking_id and not isinstance(rule, KeyRule):
-        yield _warning("partitioned_by_unused", "source.partitioned_by has no effect with several source topics.")
+        yield warning("partitioned_by_unused", "source.partitioned_by has no effect with several source topics.")
     if topology.direct and topology.tracking_id.normalize:
         text = (
             "IDs that normalize makes equal must already be in the same partition: producers must partition by the "
             "normalized ID. Otherwise remove source.partitioned_by."
         )
-        yield _warning("normalized_after_partitioning", text)
+        yield warning("normalized_after_partitioning", text)
     if isinstance(rule, KeyRule) and not topology.direct and not several:
         text = "tracking_id.key with normalize: equal IDs may have different keys, so records are repartitioned."
-        yield _warning("normalized_keys_repartitioned", text)
+        yield warning("normalized_keys_repartitioned", text)
 
 
 def _tracking_id(topology: Topology) -> Iterator[Finding]:
     rule = topology.tracking_id.rule
     if isinstance(rule, ContentRule | RawContentRule):
         if topology.tracking_id.normalize:
-            yield _warning("normalize_unused", "tracking_id.normalize has no effect on content, only on text.")
+            yield warning("normalize_unused", "tracking_id.normalize has no effect on content, only on text.")
         # An excluded member is not part of the ID, so payloads with equal IDs may differ in it.
         if topology.fingerprints_wanted and not (isinstance(rule, ContentRule) and rule.exclude):
             text = "conflicts and on_conflict have no effect: records with equal content have equal payloads."
-            yield _warning("no_conflicts_possible", text)
+            yield warning("no_conflicts_possible", text)
     if isinstance(rule, RawContentRule) and topology.source.format == "json":
         text = "tracking_id.content: true compares bytes: other white space or member order makes another event."
-        yield _warning("bytes_compared", text)
+        yield warning("bytes_compared", text)

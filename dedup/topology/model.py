@@ -87,8 +87,7 @@ class SinkSpec:
     """If empty, the columns are the record's key and value, as bytes."""
     topic: str
     append: bool
-    """True if an ID that is forwarded again after its guard period gets another row, which has a different event time.
-    """
+    """True if an ID that is forwarded again after its guard period gets another row."""
     dead_letter: str
 
 
@@ -155,15 +154,22 @@ class Topology:
         return self.source.topics if self.direct else (self.repartition_topic,)
 
     @property
+    def outlets(self) -> tuple[tuple[str, str], ...]:
+        """The topics that the dedup tasks write, with the kind of records in each, in the order of the file."""
+        outlets = (
+            (self.output.topic if self.output else None, "unique records"),
+            (self.duplicates, "duplicates"),
+            (self.conflicts, "duplicates with another payload"),
+            (self.late.topic if isinstance(self.late, LateTo) else None, "late records"),
+            (self.dead_letter, "dead letters"),
+        )
+        return tuple((topic, records) for topic, records in outlets if topic is not None)
+
+    @property
     def written_topics(self) -> tuple[str, ...]:
         """Every topic that tasks write to, in the order of the topology file."""
-        topics = [] if self.direct else [self.repartition_topic]
-        if self.output is not None:
-            topics.append(self.output.topic)
-        topics += [topic for topic in (self.duplicates, self.conflicts) if topic is not None]
-        if isinstance(self.late, LateTo):
-            topics.append(self.late.topic)
-        return (*topics, self.dead_letter, self.changelog_topic)
+        repartition = () if self.direct else (self.repartition_topic,)
+        return (*repartition, *(topic for topic, _ in self.outlets), self.changelog_topic)
 
     @property
     def fingerprints_wanted(self) -> bool:
@@ -204,12 +210,18 @@ class Topology:
 
     def state_identity(self, partitions: Mapping[str, int]) -> str:
         """Return the text from which `state_fingerprint` is computed, so that a message can say what differs."""
+        # The text of the event time is part of the state fingerprint, so do not reword it.
+        match self.event_time:
+            case FieldTime(path, unit):
+                time = f"{{field: {format_path(path)}, unit: {unit}}}"
+            case RecordTime():
+                time = "record"
         identity = {
             "encoding": ENCODING_VERSION,
             "window_rule": _WINDOW_RULE,
             "tracking_id": rule_text(self.tracking_id.rule),
             "normalize": list(self.tracking_id.normalize),
-            "event_time": _event_time_text(self.event_time),
+            "event_time": time,
             "source_topics": list(self.source.topics),
             "direct": self.direct,
             "partitions": dict(sorted(partitions.items())),
@@ -219,10 +231,7 @@ class Topology:
 
 
 def rule_text(rule: Rule) -> str:
-    """Return a tracking-ID rule in the notation of the topology file.
-
-    The text is part of the state fingerprint, so do not reword it.
-    """
+    """Return a rule as in the topology file. The state fingerprint depends on the text, so do not reword it."""
     match rule:
         case KeyRule():
             return "key: true"
@@ -238,23 +247,6 @@ def rule_text(rule: Rule) -> str:
             return "content: true"
         case never:
             assert_never(never)
-
-
-def _event_time_text(event_time: EventTime) -> str:
-    """Return the rule for the event time in the notation of the topology file.
-
-    The text is part of the state fingerprint, so do not reword it.
-    """
-    match event_time:
-        case RecordTime():
-            return "record"
-        case FieldTime(path, unit):
-            return f"{{field: {format_path(path)}, unit: {unit}}}"
-        case never:
-            assert_never(never)
-
-
-# Workers, Spark, and the verifier use the same extractor of a topology.
 
 
 def extractor_of(topology: Topology) -> Extractor:

@@ -6,7 +6,7 @@ file as written, so that both kinds of problems are reported together.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Final, TypeVar
 
 from pydantic import BaseModel
@@ -24,18 +24,8 @@ from dedup.core.tracking_id import (
     TrackingId,
 )
 from dedup.core.window import Window
-from dedup.errors import InvariantBroken, Problem, TopologyError
-from dedup.quantities import parse_duration
-from dedup.topology.model import (
-    Late,
-    LateDrop,
-    LateForward,
-    LateTo,
-    SinkColumn,
-    SinkSpec,
-    SourceSpec,
-    Topology,
-)
+from dedup.errors import Problem, TopologyError
+from dedup.topology.model import Late, LateDrop, LateForward, LateTo, SinkColumn, SinkSpec, SourceSpec, Topology
 from dedup.topology.schema import (
     RULES,
     ColumnFile,
@@ -52,16 +42,14 @@ _File = TypeVar("_File", bound=BaseModel)
 _Check = Callable[[Document], Iterator[Problem]]
 _MOST_TOPIC_CHARS: Final = 249
 _EXTENSIONS_OF_GUARD: Final = 7
+_LATE: Final[Mapping[str, Late]] = {"forward": LateForward(), "drop": LateDrop()}
 _CHANGELOG: Final = "the changelog topic"
 _REPARTITION: Final = "the repartition topic"
 _SINK_LETTERS: Final = "the topic of the sink's dead letters"
 
 
 def parse(text: str, *, name: str) -> Topology:
-    """Return the topology that a file describes. Problems are reported with the file's ``name``.
-
-    Raises TopologyError with every problem in the file.
-    """
+    """Return the topology that a file describes. Raises TopologyError with every problem in the file ``name``."""
     return _topology(checked_file(text, name, TopologyFile, (_one_rule, _bytes_have_no_fields, _one_role_each)))
 
 
@@ -96,26 +84,29 @@ def json_schema() -> dict[str, Any]:
 
 def _topology(file: TopologyFile) -> Topology:
     tracking_id = TrackingId(_rule(file.tracking_id), tuple(file.tracking_id.normalize))
-    guard_ms = parse_duration(file.guard_period)
-    cap_ms = guard_ms * _EXTENSIONS_OF_GUARD if file.extend_at_most is None else parse_duration(file.extend_at_most)
-    grace_ms = guard_ms if file.grace is None else parse_duration(file.grace)
+    source = file.source
+    declared = source.partitioned_by == "tracking_id"
+    # Normalization may make two keys equal that were different for the producers' partitioner.
+    implied = isinstance(tracking_id.rule, KeyRule) and not tracking_id.normalize
+    cap_ms = file.extend_at_most or file.guard_period * _EXTENSIONS_OF_GUARD
+    grace_ms = file.guard_period if file.grace is None else file.grace
     output = file.output
     side_prefix = file.name if output is None else output.topic
     conflicts = file.conflicts if isinstance(file.conflicts, ConflictsFile) else ConflictsFile(topic=file.conflicts)
     return Topology(
         name=file.name,
-        source=_source(file, tracking_id),
+        source=SourceSpec(tuple(source.topics), source.format, declared or implied, source.start),
         tracking_id=tracking_id,
-        window=Window(guard_ms, grace_ms, file.extend, cap_ms if file.extend else 0),
+        window=Window(file.guard_period, grace_ms, file.extend, cap_ms if file.extend else 0),
         dead_letter=file.dead_letter or f"{side_prefix}.dead-letter",
-        late=_late(file.late or f"{side_prefix}.late"),
+        late=_LATE.get(file.late or "") or LateTo(file.late or f"{side_prefix}.late"),
         output=output,
         event_time=event_time_of(file.event_time),
         missing=OnMissing(file.tracking_id.missing),
         tombstones=OnTombstone(file.tracking_id.tombstones),
         future=OnFuture(file.future),
-        max_clock_skew_ms=parse_duration(file.max_clock_skew),
-        idle_after_ms=parse_duration(file.idle_after),
+        max_clock_skew_ms=file.max_clock_skew,
+        idle_after_ms=file.idle_after,
         duplicates=file.duplicates,
         conflicts=conflicts.topic,
         conflicts_counted=file.conflicts is not None,
@@ -126,14 +117,6 @@ def _topology(file: TopologyFile) -> Topology:
     )
 
 
-def _source(file: TopologyFile, tracking_id: TrackingId) -> SourceSpec:
-    # Normalization may make two keys equal that were different for the producers' partitioner.
-    implied = isinstance(tracking_id.rule, KeyRule) and not tracking_id.normalize
-    source = file.source
-    declared = source.partitioned_by == "tracking_id"
-    return SourceSpec(tuple(source.topics), source.format, declared or implied, source.start)
-
-
 def _rule(file: TrackingIdFile) -> Rule:
     if file.header is not None:
         return HeaderRule(file.header)
@@ -141,13 +124,9 @@ def _rule(file: TrackingIdFile) -> Rule:
         return FieldRule(file.field)
     if file.fields is not None:
         return FieldsRule(tuple(file.fields))
-    if file.content is True:
-        return RawContentRule()
     if file.content is not None:
-        return ContentRule(tuple(file.content.exclude))
-    if file.key is not None:
-        return KeyRule()
-    raise InvariantBroken("a tracking_id without a rule passed validation.")
+        return RawContentRule() if file.content is True else ContentRule(tuple(file.content.exclude))
+    return KeyRule()  # `_one_rule` has found exactly one rule
 
 
 def event_time_of(written: str | FieldTimeFile) -> EventTime:
@@ -155,16 +134,6 @@ def event_time_of(written: str | FieldTimeFile) -> EventTime:
     if isinstance(written, str):
         return RecordTime()
     return FieldTime(written.field, written.unit)
-
-
-def _late(written: str) -> Late:
-    match written:
-        case "forward":
-            return LateForward()
-        case "drop":
-            return LateDrop()
-        case topic:
-            return LateTo(topic)
 
 
 def _sink(name: str, file: SinkFile, output: Output | None) -> SinkSpec:
@@ -209,9 +178,7 @@ def _bytes_have_no_fields(document: Document) -> Iterator[Problem]:
 
 
 def _one_role_each(document: Document) -> Iterator[Problem]:
-    """Report each topic with two roles, because a job that reads and writes the same topic would process its own
-    output.
-    """
+    """Report topics with two roles, because a job that reads and writes a topic would process its own output."""
     roles: dict[str, str] = {}
     for at, topic, role in _topics(document):
         # Kafka rejects two topics whose names differ only in "." and "_", because their metrics would collide.
@@ -245,27 +212,20 @@ def _topics(document: Document) -> Iterator[tuple[At, str, str]]:
         yield ("name",), f"{name}.repartition", _REPARTITION
         if isinstance(document.get(("sink",)), dict) and not document.has(("sink", "dead_letter")):
             yield ("name",), f"{name}.sink.dead-letter", _SINK_LETTERS
+    output: At = ("output", "topic")
     conflicts: At = ("conflicts", "topic") if document.has(("conflicts", "topic")) else ("conflicts",)
-    yield from _given(document, ("output", "topic"), "the output topic")
-    yield from _given(document, ("duplicates",), "the topic of duplicates")
-    yield from _given(document, conflicts, "the topic of conflicts")
-    output = document.get(("output", "topic"))
-    prefix_at: At = ("output", "topic") if isinstance(output, str) else ("name",)
-    prefix = output if isinstance(output, str) else name
-    for key, suffix, role in (
-        ("late", "late", "the topic of late records"),
-        ("dead_letter", "dead-letter", "the topic of dead letters"),
-    ):
-        written = document.get((key,))
-        if isinstance(written, str):
-            if key != "late" or written not in {"forward", "drop"}:
-                yield (key,), written, role
-        elif isinstance(prefix, str):
-            yield prefix_at, f"{prefix}.{suffix}", role
-    yield from _given(document, ("sink", "dead_letter"), _SINK_LETTERS)
-
-
-def _given(document: Document, at: At, role: str) -> Iterator[tuple[At, str, str]]:
-    topic = document.get(at)
-    if isinstance(topic, str):
-        yield at, topic, role
+    prefix_at: At = output if isinstance(document.get(output), str) else ("name",)
+    given: tuple[tuple[At, str, str], ...] = (
+        (output, "the output topic", ""),
+        (("duplicates",), "the topic of duplicates", ""),
+        (conflicts, "the topic of conflicts", ""),
+        (("late",), "the topic of late records", "late"),
+        (("dead_letter",), "the topic of dead letters", "dead-letter"),
+        (("sink", "dead_letter"), _SINK_LETTERS, ""),
+    )
+    for at, role, default in given:
+        topic = document.get(at)
+        if isinstance(topic, str) and (at != ("late",) or topic not in _LATE):
+            yield at, topic, role
+        elif default and not isinstance(topic, str) and isinstance(document.get(prefix_at), str):
+            yield prefix_at, f"{document.get(prefix_at)}.{default}", role

@@ -56,7 +56,7 @@ def test_each_transaction_ends_with_its_marker_wherever_it_is_begun_anew(tmp_pat
     for committed in range(4):
         source, positions = opened(tmp_path, {}), {}
         for _, found in zip(range(committed), polled(source), strict=False):
-            positions |= found.positions
+            positions[found.part] = found.position
         rest = [
             ([json.loads(value).get("n") for value in found.values if value != b"no json"], len(found.dead))
             for found in polled(opened(tmp_path, positions))

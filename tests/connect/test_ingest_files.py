@@ -240,7 +240,8 @@ def test_a_deleted_file_is_read_again_from_what_was_committed(stage):
     path = stage.incoming / "a.jsonl"
     path.write_bytes(lines(0, 3))
     files = files_of(stage, "*.jsonl")
-    committed = files.poll().positions
+    first = files.poll()
+    committed = {first.part: first.position}
     with path.open("ab") as file:
         file.write(lines(3, 2))
     assert len(files.poll().values) == 2
@@ -248,6 +249,25 @@ def test_a_deleted_file_is_read_again_from_what_was_committed(stage):
     for positions, left in ((committed, 2), ({}, 5)):
         files.restore(positions)
         assert len(files.poll().values) == left
+    files.close()
+
+
+def test_a_deleted_file_is_read_again_until_its_end_is_committed(stage):
+    """Its end is read while what precedes it is being sent, and may be refused."""
+    path = stage.incoming / "a.jsonl"
+    path.write_bytes(lines(0, 3))
+    files = files_of(stage, "*.jsonl")
+    for _ in range(2):
+        assert len(files.poll().values) == 3
+        path.unlink(missing_ok=True)
+        end = files.poll() or files.poll()  # that it is deleted is seen when nothing is left
+        assert end.values == []
+        files.restore({})
+    assert len(files.poll().values) == 3
+    end = files.poll() or files.poll()
+    files.committed({end.part: end.position})
+    files.restore({end.part: end.position})
+    assert files.poll() is None
     files.close()
 
 
