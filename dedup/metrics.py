@@ -168,10 +168,6 @@ class TaskNumbers:
         self.commits.add_all(other.commits)
         self.end_to_end.add_all(other.end_to_end)
 
-    def took(self, seconds: float) -> None:
-        """Add the duration of one commit."""
-        self.commits.add(seconds)
-
 
 @dataclass(frozen=True, slots=True)
 class TaskSeen:
@@ -318,12 +314,9 @@ class WorkerSeen:
             counted.setdefault(place, TaskNumbers()).add_counters(numbers)
         return counted
 
-
-def formats_of(counted: Iterable[TaskNumbers]) -> Counter[str]:
-    """Count the dead letters of several tasks that are not JSON, by the format that they seem to have."""
-    return sum((each.formats for each in counted), Counter[str]())
-
-
-def reasons_of(counted: Iterable[TaskNumbers]) -> Counter[str]:
-    """Count the dead letters of several tasks, by reason."""
-    return sum((each.dead_reasons for each in counted), Counter[str]())
+    def total(self) -> TaskNumbers:
+        """Return the counters of all tasks since this worker started, added up."""
+        found = TaskNumbers()
+        for numbers in self.counters().values():
+            found.add_counters(numbers)
+        return found

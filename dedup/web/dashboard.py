@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Final, Literal
 
-from dedup.metrics import END_TO_END_BUCKETS_S, TaskNumbers, TaskSeen, WorkerSeen, formats_of
+from dedup.metrics import END_TO_END_BUCKETS_S, TaskNumbers, TaskSeen, WorkerSeen
 from dedup.worker_view import Noted, Peer, TaskPulse
 
 # The dashboard's plots show the last five minutes of a worker's metrics: rates, lag, and latency, sampled every second.
@@ -152,8 +152,7 @@ def _tasks(tasks: Iterable[TaskSeen]) -> Iterator[Notice]:
 
 
 def _verdicts(seen: WorkerSeen, samples: Sequence[Sample]) -> Iterator[Notice]:
-    formats = formats_of(seen.counters().values())
-    if formats:
+    if formats := seen.total().formats:
         # If values have another format, the producer is wrong, not a single record.
         named = ", ".join(f"{count:,} {name}" for name, count in formats.most_common())
         text = f"Dead letters in another format than JSON since this worker started, by their first bytes: {named}."
@@ -178,10 +177,7 @@ def board(
     seen: WorkerSeen, history: MetricHistory, latest: Iterable[Noted], peers: Sequence[Peer], *, now_ms: int
 ) -> dict[str, Any]:
     """Return the snapshot for one request, in the structure of `FORMAT` and with times in milliseconds."""
-    # As in /metrics, the counts include tasks that this worker has closed.
-    counted = TaskNumbers()
-    for numbers in seen.counters().values():
-        counted.add_counters(numbers)
+    counted = seen.total()
     return {
         "format": FORMAT,
         "topology": seen.topology,
