@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, TypeVar, get_args
@@ -26,7 +26,7 @@ from ruamel.yaml.events import (
     SequenceEndEvent,
 )
 
-from dedup.errors import Problem, TopologyError
+from dedup.errors import AuthorMistake, Problem, TopologyError
 
 _MOST_BYTES: Final = 1 << 20
 _MOST_NODES: Final = 20_000
@@ -53,14 +53,14 @@ At = tuple[str | int, ...]
 """Path to a value, as the keys and list positions from the top-level value."""
 
 
-def text_of(path: Path) -> str:
-    """Return the text of a file. Raises TopologyError if the file cannot be read."""
+def text_of(path: Path, mistake: type[AuthorMistake] = TopologyError, remedy: str = "name a topology file") -> str:
+    """Return the text of a file. Raises ``mistake`` if the file cannot be read."""
     try:
         return path.read_text(encoding="utf-8")
     except OSError as error:
-        raise TopologyError([Problem(str(path), f"cannot be read: {error.strerror}; name a topology file")]) from error
+        raise mistake([Problem(str(path), f"cannot be read: {error.strerror}; {remedy}")]) from error
     except UnicodeDecodeError as error:
-        raise TopologyError([Problem(str(path), f"is not UTF-8 at byte {error.start}; save it as UTF-8")]) from error
+        raise mistake([Problem(str(path), f"is not UTF-8 at byte {error.start}; save it as UTF-8")]) from error
 
 
 @dataclass(slots=True)
@@ -267,9 +267,11 @@ def _not_yaml(name: str, error: MarkedYAMLError) -> Problem:
 
 
 class Keys(BaseModel):
-    """A mapping that rejects unknown keys and converts no values."""
+    """A mapping that rejects unknown keys and converts no values. The text below a key is its description."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, hide_input_in_errors=True)
+    model_config = ConfigDict(
+        extra="forbid", strict=True, frozen=True, hide_input_in_errors=True, use_attribute_docstrings=True
+    )
 
 
 def some(what: str) -> AfterValidator:
@@ -285,22 +287,21 @@ def some(what: str) -> AfterValidator:
 
 def matching(pattern: re.Pattern[str], remedy: str) -> AfterValidator:
     """Return a validator that accepts matching strings; for others, the error contains the string and the remedy."""
-
-    def check(text: str) -> str:
-        if pattern.fullmatch(text) is None:
-            raise ValueError(f'"{text}" {remedy}')
-        return text
-
-    return AfterValidator(check)
+    return only_if(pattern.fullmatch, remedy)
 
 
 def within(low: int, high: int) -> AfterValidator:
     """Return a validator that accepts numbers from ``low`` to ``high``."""
+    return only_if(lambda number: low <= number <= high, f"must be {low} to {high}")
 
-    def check(number: int) -> int:
-        if not low <= number <= high:
-            raise ValueError(f'"{number}" must be {low} to {high}')
-        return number
+
+def only_if(acceptable: Callable[[Any], object], remedy: str) -> AfterValidator:
+    """Return a validator; its error contains the value that is not acceptable, and the remedy."""
+
+    def check(value: Any) -> Any:  # noqa: ANN401 - any plain value
+        if not acceptable(value):
+            raise ValueError(f'"{value}" {remedy}')
+        return value
 
     return AfterValidator(check)
 
@@ -322,12 +323,12 @@ def dotted(at: At) -> str:
     return "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in at).lstrip(".")
 
 
-def models_of(model: type[BaseModel], holder: str = "") -> dict[str, type[BaseModel]]:
-    """Map the dotted path of each mapping, without list positions, to its model; the top-level path is ""."""
+def models_of(model: type[BaseModel], holder: At = ()) -> dict[At, type[BaseModel]]:
+    """Map the path of each mapping, without list positions, to its model."""
     found = {holder: model}
     for name, key in model.model_fields.items():
         for inner in _models_in(key.annotation):
-            found |= models_of(inner, f"{holder}.{name}".lstrip("."))
+            found |= models_of(inner, (*holder, name))
     return found
 
 
@@ -363,7 +364,7 @@ def _told(error: ValidationError, document: Document, model: type[BaseModel]) ->
         shown = f'"{written}" ' if written else ""
         match found["type"]:
             case "extra_forbidden":
-                holder = models_of(model).get(".".join(str(step) for step in at[:-1] if isinstance(step, str)))
+                holder = models_of(model).get(tuple(step for step in at[:-1] if isinstance(step, str)))
                 suffix = did_you_mean(str(at[-1]), holder.model_fields if holder else ())
                 yield Problem(document.place_of_key(at), f'unknown key "{dotted(at)}"{suffix}')
             case "missing":
