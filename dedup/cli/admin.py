@@ -153,16 +153,16 @@ def status(
 
     Example: dedup status topologies/orders.yaml --watch
     """
-    from dedup.cli.status import WATCH_S, Shown, ask_fleet, default_urls, looked, survey
+    from dedup.cli.status import WATCH_S, ask_fleet, default_urls, looked, showing, survey
 
     parsed, settings = read_both(topology, config, overrides)
     known = urls or default_urls(settings)
 
     async def work(wire: KafkaWire, admin: Admin) -> None:
-        with Shown(watch=watch, as_json=as_json) as shown:
+        with showing(watch=watch, as_json=as_json) as show:
             while True:
                 pages = await asyncio.to_thread(ask_fleet, parsed.name, known, settings)
-                shown.show(looked(await survey(parsed, wire, admin), pages))
+                show(looked(await survey(parsed, wire, admin), pages))
                 if not watch:
                     return
                 await asyncio.sleep(WATCH_S)

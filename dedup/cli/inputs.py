@@ -107,11 +107,8 @@ def pairs_of(option: str, texts: list[str] | None) -> dict[str, str]:
     return dict(text.split("=", 1) for text in texts or ())
 
 
-def time_of(option: str, text: str, write: str = A_TIME) -> int:
-    """Return a time in ms from a text in ms or RFC 3339. Raises SettingsError for other texts.
-
-    The error suggests ``write`` instead.
-    """
+def time_of(option: str, text: str, write: str = f"for example {A_TIME}") -> int:
+    """Return a time in ms from a text in ms or RFC 3339. The SettingsError for other texts suggests ``write``."""
     from dedup.core.event_time import rfc3339_ms
 
     found = int(text) if text.isdecimal() else rfc3339_ms(text)
