@@ -72,7 +72,8 @@ async def survey(topology: Topology, wire: KafkaWire, admin: Admin) -> dict[str,
             begin = end = None
             changelog = have.get(topology.changelog_topic)
             if kind == "dedup" and changelog is not None and feeding.partition < changelog.partitions:
-                begin, end = await bounds_of(wire, TopicPartition(changelog.name, feeding.partition))
+                kept = await bounds_of(wire, TopicPartition(changelog.name, feeding.partition))
+                begin, end = kept.start, kept.end
             progress = await _progress(topology, wire, feeding)
             tasks.append({**task, **progress, "changelog_begin": begin, "changelog_end": end})
     return {
