@@ -14,7 +14,7 @@ from dedup.errors import AuthorMistake, DedupError
 
 COMMANDS: Final[Mapping[str, Mapping[str, str]]] = {
     "Start here": {
-        "demo": "demo.demo",
+        "demo": "broker.demo",
         "check": "check.check",
         "describe": "check.describe",
         "try": "check.try_records",

@@ -65,17 +65,23 @@ async def survey(topology: Topology, wire: KafkaWire, admin: Admin) -> dict[str,
     members = await Group(wire, topology.name).members()
     owners = {partition: member.worker_id for member in members for partition in member.partitions}
     kinds = {} if topology.direct else {"repartition": topology.source.topics}
+    feedings = [
+        (kind, TopicPartition(topic, partition))
+        for kind, topics in {**kinds, "dedup": topology.feeding_topics}.items()
+        for topic in topics
+        if topic in have
+        for partition in range(have[topic].partitions)
+    ]
+    changelog = have.get(topology.changelog_topic)
     tasks = []
-    for kind, feeding_topics in {**kinds, "dedup": topology.feeding_topics}.items():
-        for feeding in [TopicPartition(n, p) for n in feeding_topics if n in have for p in range(have[n].partitions)]:
-            task = {"task": kind, "topic": feeding.topic, "partition": feeding.partition, "owner": owners.get(feeding)}
-            begin = end = None
-            changelog = have.get(topology.changelog_topic)
-            if kind == "dedup" and changelog is not None and feeding.partition < changelog.partitions:
-                kept = await bounds_of(wire, TopicPartition(changelog.name, feeding.partition))
-                begin, end = kept.start, kept.end
-            progress = await _progress(topology, wire, feeding)
-            tasks.append({**task, **progress, "changelog_begin": begin, "changelog_end": end})
+    for kind, feeding in feedings:
+        begin = end = None
+        if kind == "dedup" and changelog is not None and feeding.partition < changelog.partitions:
+            kept = await bounds_of(wire, TopicPartition(changelog.name, feeding.partition))
+            begin, end = kept.start, kept.end
+        known = await _progress(topology, wire, feeding)
+        known |= {"changelog_begin": begin, "changelog_end": end}
+        tasks.append({"task": kind, **feeding._asdict(), "owner": owners.get(feeding), **known})
     return {
         "topology": topology.name,
         "members": [
