@@ -274,11 +274,8 @@ def load_settings(path: Path | None, overrides: Sequence[str], environ: Mapping[
         if document.value is not None:
             problems.append(Problem(document.place(()), "must be a mapping of keys to values; begin with `brokers:`"))
         document.value = {}
-    problems += [
-        *_plain_secrets(document),
-        *_from_environment(document, environ),
-        *_from_command_line(document, overrides),
-    ]
+    problems += [*_plain_secrets(document), *_from_environment(document, environ)]
+    problems += _from_command_line(document, overrides)
     resolved = _resolve(document, environ)
     settings, found = validated(document, Settings)
     if settings is not None:

@@ -31,6 +31,7 @@ from dedup.errors import AuthorMistake, Problem, TopologyError
 _MOST_BYTES: Final = 1 << 20
 _MOST_NODES: Final = 20_000
 _MOST_DEPTH: Final = 20
+_CONSTANTS: Final = {"": None, "~": None, "null": None, "true": True, "false": False}
 _INTEGER: Final = re.compile(r"[-+]?[0-9]{1,300}")
 _FLOAT: Final = re.compile(r"[-+]?(\.[0-9]+|[0-9]+\.[0-9]*|[0-9]+(?=[eE]))([eE][-+]?[0-9]{1,3})?")
 
@@ -153,7 +154,10 @@ def read(text: str, *, name: str, texts: Collection[At] = ()) -> Document:
     except _Refused as refused:
         problem = refused.problem
     except MarkedYAMLError as error:
-        problem = _not_yaml(name, error)
+        mark = error.problem_mark or error.context_mark
+        place = name if mark is None else _place(name, mark)
+        remedy = "; indent with spaces, not tabs" if "\\t" in str(error.problem) else ""
+        problem = Problem(place, f"is not YAML here: {error.problem or error.context}{remedy}")
     except YAMLError as error:
         problem = Problem(name, f"is not YAML: {' '.join(str(error).split())}")
     else:
@@ -244,26 +248,11 @@ def _scalar(event: Any) -> Any:  # noqa: ANN401 - any plain scalar
     text: str = event.value
     if not event.implicit[0]:
         return text
-    match text.lower():
-        case "" | "~" | "null":
-            return None
-        case "true":
-            return True
-        case "false":
-            return False
-        case _ if _INTEGER.fullmatch(text):
-            return int(text)
-        case _ if _FLOAT.fullmatch(text):
-            return float(text)
-        case _:
-            return text
-
-
-def _not_yaml(name: str, error: MarkedYAMLError) -> Problem:
-    mark = error.problem_mark or error.context_mark
-    place = name if mark is None else _place(name, mark)
-    remedy = "; indent with spaces, not tabs" if "\\t" in str(error.problem) else ""
-    return Problem(place, f"is not YAML here: {error.problem or error.context}{remedy}")
+    if text.lower() in _CONSTANTS:
+        return _CONSTANTS[text.lower()]
+    if _INTEGER.fullmatch(text):
+        return int(text)
+    return float(text) if _FLOAT.fullmatch(text) else text
 
 
 class Keys(BaseModel):
