@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import sys
 import time
@@ -32,6 +31,7 @@ if TYPE_CHECKING:
     from dedup.topology.chain import Named, Stage
     from dedup.topology.lint import Finding
 
+_STDIN: Final = Path("-")
 LOOK_S: Final = 0.3
 """Interval at which `dedup check --watch` polls the files, too short for a person to notice."""
 
@@ -222,8 +222,9 @@ def schema(
 def try_records(
     topology: TopologyArgument,
     file: Annotated[
-        Path | None, typer.Argument(metavar="FILE", help="File of JSON lines; standard input if - or omitted.")
-    ] = None,
+        Path,
+        typer.Argument(metavar="FILE", show_default=False, help="File of JSON lines; standard input if - or omitted."),
+    ] = _STDIN,
     envelope: Annotated[
         bool, typer.Option("--envelope", help="Each line is a whole record, not just a value.")
     ] = False,
@@ -249,7 +250,12 @@ def try_records(
     judge = RecordJudge(parsed, now_ms=now_ms)
     start_ms = time_of("--time", start)
     counts: Counter[str] = Counter()
-    with _lines(file) as (lines, name):
+    name = "standard input" if file == _STDIN else str(file)
+    try:
+        opened = sys.stdin.buffer if file == _STDIN else file.open("rb")
+    except OSError as error:
+        raise AuthorMistake([Problem(name, f"cannot be read: {error.strerror}; name a file")]) from error
+    with opened as lines:
         for entry in entries(lines, name=name, envelope=envelope, start_ms=start_ms):
             judgment = judge.judge(entry)
             counts[judgment.verdict] += 1
@@ -257,17 +263,3 @@ def try_records(
     if not as_json:
         books = ", ".join(f"{count} {verdict}" for verdict, count in sorted(counts.items()))
         typer.echo(f"{counts.total()} records: {books}" if counts else "no records")
-
-
-@contextlib.contextmanager
-def _lines(file: Path | None) -> Iterator[tuple[Iterator[bytes], str]]:
-    """Yield the lines and the name of a file, or of standard input."""
-    if file is None or str(file) == "-":
-        yield sys.stdin.buffer, "standard input"
-        return
-    try:
-        opened = file.open("rb")
-    except OSError as error:
-        raise AuthorMistake([Problem(str(file), f"cannot be read: {error.strerror}; name a file")]) from error
-    with opened:
-        yield opened, str(file)
