@@ -134,12 +134,6 @@ class Document:
             self._written[at] = written
 
 
-class _Refused(Exception):
-    def __init__(self, place: str, text: str) -> None:
-        self.problem: Final = Problem(place, text)
-        super().__init__(text)
-
-
 def read(text: str, *, name: str, texts: Collection[At] = ()) -> Document:
     """Return the values of a YAML text, and its YAML errors as ``problems``.
 
@@ -151,8 +145,8 @@ def read(text: str, *, name: str, texts: Collection[At] = ()) -> Document:
         return document
     try:
         _Reading(document, texts, YAML(typ="safe", pure=True).parse(text)).run()
-    except _Refused as refused:
-        problem = refused.problem
+    except AuthorMistake as refused:
+        (problem,) = refused.problems
     except MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         place = name if mark is None else _place(name, mark)
@@ -181,8 +175,8 @@ class _Reading:
             if isinstance(event, DocumentStartEvent):
                 documents += 1
                 if documents > 1:
-                    place = _place(self._document.name, event.start_mark)
-                    raise _Refused(place, 'a second document starts here; remove the "---" and what follows')
+                    text = 'a second document starts here; remove the "---" and what follows'
+                    raise AuthorMistake([Problem(_place(self._document.name, event.start_mark), text)])
             elif isinstance(event, NodeEvent):
                 self._document.value = self._value(event, ())
 
@@ -201,16 +195,21 @@ class _Reading:
             self._document.note(at, place, key_place=key_place, written=event.value)
             return value
         if len(at) >= _MOST_DEPTH:
-            raise _Refused(place, f"nested more than {_MOST_DEPTH} deep; no such file needs as much")
+            raise AuthorMistake([Problem(place, f"nested more than {_MOST_DEPTH} deep; no such file needs as much")])
         self._document.note(at, place, key_place=key_place)
-        return self._mapping(at) if isinstance(event, MappingStartEvent) else self._list(at)
+        if isinstance(event, MappingStartEvent):
+            return self._mapping(at)
+        values: list[Any] = []
+        while not isinstance(event := next(self._events), SequenceEndEvent):
+            values.append(self._value(event, (*at, len(values))))
+        return values
 
     def _mapping(self, at: At) -> dict[str, Any]:
         values: dict[str, Any] = {}
         while not isinstance(event := next(self._events), MappingEndEvent):
             place = self._place_of_node(event)
             if not isinstance(event, ScalarEvent):
-                raise _Refused(place, "a key must be a name")
+                raise AuthorMistake([Problem(place, "a key must be a name")])
             key = event.value
             if key in values:
                 first = self._document.place_of_key((*at, key))
@@ -220,22 +219,16 @@ class _Reading:
             values[key] = self._value(next(self._events), (*at, key), place)
         return values
 
-    def _list(self, at: At) -> list[Any]:
-        values: list[Any] = []
-        while not isinstance(event := next(self._events), SequenceEndEvent):
-            values.append(self._value(event, (*at, len(values))))
-        return values
-
     def _place_of_node(self, event: Any) -> str:  # noqa: ANN401 - ruamel's events share no useful base
-        """Return the position of a key or value. Raises _Refused for an alias, a tag, or too many values."""
+        """Return the position of a key or value. Raises AuthorMistake for an alias, a tag, or too many values."""
         place = _place(self._document.name, event.start_mark)
         if isinstance(event, AliasEvent):
-            raise _Refused(place, f'the alias "*{event.anchor}" is not allowed; write the value out')
+            raise AuthorMistake([Problem(place, f'the alias "*{event.anchor}" is not allowed; write the value out')])
         self._nodes += 1
         if self._nodes > _MOST_NODES:
-            raise _Refused(place, f"more than {_MOST_NODES} values; no such file needs as many")
+            raise AuthorMistake([Problem(place, f"more than {_MOST_NODES} values; no such file needs as many")])
         if event.tag is not None and not (isinstance(event, ScalarEvent) and event.tag == "!"):
-            raise _Refused(place, f"the tag {event.tag} is not allowed; write the plain value")
+            raise AuthorMistake([Problem(place, f"the tag {event.tag} is not allowed; write the plain value")])
         return place
 
 

@@ -143,10 +143,7 @@ def status(
                     return
                 await asyncio.sleep(WATCH_S)
 
-    try:
-        on_cluster(settings, f"{_CLIENT}-{parsed.name}", work)
-    except KeyboardInterrupt:
-        raise typer.Exit(130) from None
+    on_cluster(settings, f"{_CLIENT}-{parsed.name}", work)
 
 
 def reset(

@@ -65,15 +65,12 @@ def check(
     if not watch:
         _check_once(topologies, settings, as_json=as_json)
         return
-    try:
-        for _ in at_each_save(topologies):
-            typer.echo(f"--- {time.strftime('%H:%M:%S')}")
-            try:
-                _check_once(topologies, settings, as_json=False)
-            except DedupError as error:  # the next save may correct it
-                typer.echo(str(error), err=True)
-    except KeyboardInterrupt:
-        raise typer.Exit(130) from None
+    for _ in at_each_save(topologies):
+        typer.echo(f"--- {time.strftime('%H:%M:%S')}")
+        try:
+            _check_once(topologies, settings, as_json=False)
+        except DedupError as error:  # the next save may correct it
+            typer.echo(str(error), err=True)
 
 
 def at_each_save(paths: Sequence[Path]) -> Iterator[None]:

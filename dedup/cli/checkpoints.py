@@ -71,10 +71,7 @@ def checkpoint(
         return await _all(parsed, here, storage, partitions or [], wire, admin)
 
     with own_state(here.state_dir, parsed.name):
-        try:
-            made = on_cluster(here, f"dedup-checkpoint-{parsed.name}", work)
-        except KeyboardInterrupt:
-            raise typer.Exit(130) from None
+        made = on_cluster(here, f"dedup-checkpoint-{parsed.name}", work)
     known: list[dict[str, Any]] = []
     lines: list[str] = []
     for each in made:

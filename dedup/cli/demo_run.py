@@ -179,15 +179,15 @@ def run_demo(size: Size, directory: Path, console: Console) -> tuple[Report, int
 def _config_file(directory: Path, bootstrap: str, number: int) -> Path:
     """Write the config file of a worker, and return its path."""
     path = directory / f"worker-{number}.yaml"
-    lines = (
-        f"brokers: ['{bootstrap}']",
-        f"state_dir: '{directory}/state-{number}'",
-        f"worker_id: flights-{number}",
-        "topics: {replication_factor: 1, min_insync_replicas: 1}",
-        "web: {enabled: false}",
-        "log: {format: text, level: info}",
-    )
-    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    config = {
+        "brokers": [bootstrap],
+        "state_dir": f"{directory}/state-{number}",
+        "worker_id": f"flights-{number}",
+        "topics": {"replication_factor": 1, "min_insync_replicas": 1},
+        "web": {"enabled": False},
+        "log": {"format": "text", "level": "info"},
+    }
+    path.write_text(json.dumps(config), encoding="utf-8")
     return path
 
 
