@@ -53,11 +53,6 @@ _WITH_PASSWORD: Final = re.compile(r"[a-z0-9+.-]+://[^/]*:[^/]*@.*", re.IGNORECA
 _REFERENCE: Final = re.compile(r"\$\{([a-z]*):([^}]*)\}")
 _REFERENCE_PATTERN: Final = r"^\$\{(env|file):[^}]+\}$"
 
-Protocol = Literal["PLAINTEXT", "SSL", "SASL_PLAINTEXT", "SASL_SSL"]
-Mechanism = Literal["PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512", "OAUTHBEARER"]
-LogFormat = Literal["text", "json"]
-LogLevel = Literal["debug", "info", "warning", "error"]
-
 
 def _listed(value: Any) -> Any:  # noqa: ANN401 - any value in the file
     """Accept ``a:9092,b:9092`` as a list, as Kafka's own tools do."""
@@ -65,11 +60,9 @@ def _listed(value: Any) -> Any:  # noqa: ANN401 - any value in the file
     return tuple(listed) if isinstance(listed, list) else listed
 
 
-def _broker(text: str) -> str:
+def _is_broker(text: str) -> bool:
     match = _BROKER.fullmatch(text)
-    if match is None or not 0 < int(match[2]) <= _LAST_PORT:
-        raise ValueError(f'"{text}" is not a broker; write host:port, such as kafka-1:9092')
-    return text
+    return match is not None and 0 < int(match[2]) <= _LAST_PORT
 
 
 def _directory(value: Any) -> Any:  # noqa: ANN401 - any value in the file
@@ -99,7 +92,8 @@ _WORKER_ID_RULE: Final = matching(
 )
 _PAGE_RULE: Final = matching(_PAGE_ADDRESS, "is not the address of a page; write for example http://worker-1:6066")
 _DURATION: Final = WithJsonSchema({"type": "string", "pattern": DURATION_PATTERN})
-_Broker = Annotated[str, AfterValidator(_broker), WithJsonSchema({"type": "string", "pattern": f"^{_BROKER.pattern}$"})]
+_BROKER_RULE: Final = only_if(_is_broker, "is not a broker; write host:port, such as kafka-1:9092")
+_Broker = Annotated[str, _BROKER_RULE, WithJsonSchema({"type": "string", "pattern": f"^{_BROKER.pattern}$"})]
 
 
 class Secret(SecretStr):
@@ -115,9 +109,9 @@ _SecretText = Annotated[Secret, WithJsonSchema({"type": "string", "pattern": _RE
 class Security(Keys):
     """Protocol, credentials, and certificates for connections to the brokers."""
 
-    protocol: Protocol = "PLAINTEXT"
+    protocol: Literal["PLAINTEXT", "SSL", "SASL_PLAINTEXT", "SASL_SSL"] = "PLAINTEXT"
     """Security protocol. With SSL, host names are always verified."""
-    mechanism: Mechanism | None = None
+    mechanism: Literal["PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512", "OAUTHBEARER"] | None = None
     """SASL mechanism; required with SASL_PLAINTEXT and SASL_SSL."""
     username: str | None = None
     """SASL user."""
@@ -186,9 +180,9 @@ class Web(Keys):
 class LogSettings(Keys):
     """Format and level of the log."""
 
-    format: LogFormat = "text"
+    format: Literal["text", "json"] = "text"
     """Log format: text for people, json for machines."""
-    level: LogLevel = "info"
+    level: Literal["debug", "info", "warning", "error"] = "info"
     """The lowest level that is logged."""
 
 

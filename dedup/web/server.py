@@ -1,17 +1,8 @@
 """Implements the web server of a worker, with read-only pages on loopback, or on other addresses with a token.
 
-    /live           the event loop runs
-    /ready          every task of this worker runs; 503 with the reason if not
-    /metrics        Prometheus' text format
-    /api/status     tasks, lag, state
-    /api/ids/{id}   whether this ID was seen; also asks owners of other partitions, unless called with ?here=1
-    /api/dashboard  what the dashboard shows
-    /api/records/{topic}/{partition}/{offset}   one source record
-    /               the dashboard
-
 A worker that looks up an ID searches its own state and asks the owners of the other partitions only for their own
-state, so a request is never forwarded twice. The response lists the partitions whose owners could not be asked. An ID
-is "not known" only if every partition that may contain it was searched.
+state (``?here=1``), so a request is never forwarded twice. The response lists the partitions whose owners could not be
+asked. An ID is "not known" only if every partition that may contain it was searched.
 
 Probes need no token, and reveal little more than yes or no. The dashboard's own files need no token either, because
 they contain no data, and the page asks for the token before it requests data. Without a token, the server rejects
@@ -219,8 +210,8 @@ class WebServer:
         app = web.Application(middlewares=[self._guard], client_max_size=1024)
         app.add_routes(
             [
-                web.get("/live", self._live),
-                web.get("/ready", self._ready),
+                web.get("/live", self._live),  # the event loop runs
+                web.get("/ready", self._ready),  # every task of this worker runs; 503 with the reason if not
                 web.get("/metrics", self._metrics),
                 web.get("/api/status", self._status),
                 web.get("/api/ids/{id:(?s:.+)}", self._id),
