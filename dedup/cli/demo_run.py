@@ -21,6 +21,7 @@ from typing import Final
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from dedup.chaos.fault_run import ChaosFleet
 from dedup.chaos.live_checker import Watch
 from dedup.chaos.load import ANY_PARTITION, AT_LEAST_ONCE, Made, Sender, make_topic
 from dedup.cli.inputs import embedded_kafka, read_ingest, read_settings, read_topology, reading_bar, write_report
@@ -36,8 +37,8 @@ from dedup.verify.render import print_report, to_html
 from dedup.verify.report import Report
 from dedup.verify.verifier import verify
 
-_WORKERS: Final = ("worker 1", "worker 2")
-_KILLED_WORKER: Final = _WORKERS[0]
+_WORKERS: Final = 2
+_KILLED_WORKER: Final = "worker 1"
 _WORKER_RESTART_AFTER_S: Final = 1.0
 PARTITIONS: Final = 4
 _POLL_EVERY_S: Final = 0.25
@@ -65,7 +66,7 @@ class Run:
     settings: Settings
     kafka: EmbeddedKafka
     proxy: FaultProxy
-    workers: Processes
+    workers: ChaosFleet
     watch: Watch
     size: Size
     console: Console
@@ -158,37 +159,20 @@ def run_demo(size: Size, directory: Path, console: Console) -> tuple[Report, int
         make_topic(kafka.bootstrap, "flights", PARTITIONS)
         listener = kafka.proxied
         proxy = stack.enter_context(FaultProxy(listener.broker_port, port=listener.proxy_port))
-        settings = read_settings(_config_file(directory, kafka.bootstrap, 0))
-        commands = {}
-        for number, name in enumerate(_WORKERS, 1):
-            config = _config_file(directory, kafka.bootstrap, number)
-            commands[name] = [*DEDUP, "run", str(topology_file), "--config", str(config), "--quiet"]
-        workers = stack.enter_context(Processes(directory, commands))
-        workers.start(*_WORKERS)
+        config = directory / "config.yaml"
+        known = {"brokers": [kafka.bootstrap], "topics": {"replication_factor": 1, "min_insync_replicas": 1}}
+        config.write_text(json.dumps(known), encoding="utf-8")
+        settings = read_settings(config)
+        workers = stack.enter_context(ChaosFleet(directory, topology_file, config, ["log.format=text"], _WORKERS))
         watch = stack.enter_context(Watch(settings, topology.name, "flights", PARTITIONS))
-        console.print(f"{len(_WORKERS)} workers: dedup run topologies/flights.yaml")
+        console.print(f"{_WORKERS} workers: dedup run topologies/flights.yaml")
         distinct = Run(topology, settings, kafka, proxy, workers, watch, size, console).to_the_end()
         workers.stop()
-        console.print(
-            f"{len(_WORKERS)} workers shut down cleanly; every record is read again and compared with the model"
-        )
+        if workers.unclean:
+            raise InvariantBroken("\n".join(workers.unclean))
+        console.print(f"{_WORKERS} workers shut down cleanly; every record is read again and compared with the model")
         with reading_bar(console, disable=not console.is_terminal) as show:
             return verify(topology, settings, progress=show), distinct
-
-
-def _config_file(directory: Path, bootstrap: str, number: int) -> Path:
-    """Write the config file of a worker, and return its path."""
-    path = directory / f"worker-{number}.yaml"
-    config = {
-        "brokers": [bootstrap],
-        "state_dir": f"{directory}/state-{number}",
-        "worker_id": f"flights-{number}",
-        "topics": {"replication_factor": 1, "min_insync_replicas": 1},
-        "web": {"enabled": False},
-        "log": {"format": "text", "level": "info"},
-    }
-    path.write_text(json.dumps(config), encoding="utf-8")
-    return path
 
 
 def print_books(found: Report, distinct: int, page: Path | None, console: Console) -> None:
