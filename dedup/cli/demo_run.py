@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import csv
 import io
+import itertools
 import json
 import random
 import sqlite3
@@ -296,38 +297,21 @@ class _FileWriter:
     def __init__(self, path: Path, limit: int) -> None:
         self._path: Final = path
         self.limit: Final = limit
+        self._rows: Final = (json.loads(flight.value) for flight in flights(limit))
         self._dice: Final = random.Random(6)  # noqa: S311  # no secret
-        self._blocks: Final = self._all_blocks()
         self._began_s: Final = time.monotonic()
         self.lines = 0
         self.distinct = 0
 
-    @property
-    def done(self) -> bool:
-        """True if every flight is in the file."""
-        return self.distinct == self.limit
-
     def write_due(self) -> None:
         """Write all blocks that are due at the writer's steady rate."""
         with self._path.open("ab", buffering=0) as file:
-            while not self.done and self.lines <= (time.monotonic() - self._began_s) * _LINES_PER_S:
-                header, block = next(self._blocks)
-                text = header + block * (2 if self._dice.random() < _WRITTEN_TWICE else 1)
-                file.write(text)
-                self.lines += text.count(b"\n") - bool(header)
-                self.distinct += block.count(b"\n")
-
-    def _all_blocks(self) -> Iterator[tuple[bytes, bytes]]:
-        block = io.StringIO()
-        rows = csv.writer(block, lineterminator="\n")
-        header = b""
-        for number, flight in enumerate(flights(self.limit), 1):
-            value = json.loads(flight.value)
-            if number == 1:
-                header = (",".join(value) + "\n").encode()
-            rows.writerow(value.values())
-            if number % _BLOCK_LINES == 0 or number == self.limit:
-                yield header, block.getvalue().encode()
-                header = b""
-                block.seek(0)
-                block.truncate()
+            while self.distinct < self.limit and self.lines <= (time.monotonic() - self._began_s) * _LINES_PER_S:
+                rows = list(itertools.islice(self._rows, _BLOCK_LINES))
+                block = io.StringIO()
+                csv.writer(block, lineterminator="\n").writerows(row.values() for row in rows)
+                header = "" if self.lines else ",".join(rows[0]) + "\n"
+                times = 2 if self._dice.random() < _WRITTEN_TWICE else 1
+                file.write((header + block.getvalue() * times).encode())
+                self.lines += times * len(rows)
+                self.distinct += len(rows)
