@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import subprocess
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
@@ -105,30 +104,20 @@ def chaos(  # noqa: PLR0917  # one parameter per option
 
 
 def _embedded(options: ChaosOptions) -> ChaosReport:
-    from dedup.chaos.fault_run import RETENTION_PROPERTIES, FaultType
-    from dedup.chaos.load import make_topic, write_past
+    from dedup.chaos.fault_run import RETENTION_PROPERTIES
+    from dedup.chaos.load import make_topic
     from dedup.embedded.fault_proxy import FaultProxy
 
-    topology, directory = options.topology, options.directory
-    with embedded_kafka(directory / "kafka", proxied=True, properties=RETENTION_PROPERTIES) as kafka:
-        for topic in topology.source.topics:
+    data_dir, config = options.directory / "kafka", options.directory / "config.yaml"
+    with embedded_kafka(data_dir, proxied=True, properties=RETENTION_PROPERTIES) as kafka:
+        for topic in options.topology.source.topics:
             make_topic(kafka.bootstrap, topic, _PARTITIONS)
-        config = directory / "config.yaml"
         listener = kafka.proxied
         config.write_text(f"brokers: ['{listener.bootstrap}']\n", encoding="utf-8")
         with FaultProxy(listener.broker_port, port=listener.proxy_port) as proxy:
-            _apply(options, config)
             # The workers connect through the proxy; the checks connect directly.
             settings = read_settings(config).model_copy(update={"brokers": (kafka.bootstrap,)})
-            faults = _faults(options, embedded=True)
-            ages: list[Age] = []
-            if any(fault.kind is FaultType.RETENTION for fault in faults):
-                # A run that shortens retention can delete these old records without affecting the proof.
-                now_ms = time.time_ns() // 1_000_000
-                partitions = dict.fromkeys(topology.source.topics, _PARTITIONS)
-                run = f"past-{now_ms}"
-                ages = write_past(topology, settings, partitions, run=run, seed=options.seed, now_ms=now_ms)
-            return _run(options, config, settings, faults, ages, kafka, proxy)
+            return _run(options, config, settings, kafka, proxy)
 
 
 def _on_test_cluster(options: ChaosOptions, config: Path) -> ChaosReport:
@@ -147,15 +136,22 @@ def _on_test_cluster(options: ChaosOptions, config: Path) -> ChaosReport:
                     f"source topic {topic!r} {state}. `dedup chaos` writes made-up records: give it a test environment "
                     f"where the topic exists and was never written to. Nothing was changed."
                 )
-    _apply(options, config)
-    return _run(options, config, settings, _faults(options, embedded=False))
+    return _run(options, config, settings)
 
 
-def _faults(options: ChaosOptions, *, embedded: bool) -> list[ScheduledFault]:
-    from dedup.chaos.fault_run import draw, rates
+def _faults(options: ChaosOptions, settings: Settings, *, embedded: bool) -> tuple[list[ScheduledFault], list[Age]]:
+    """Return the faults, and the past records that faults delete, which does not affect the proof."""
+    from dedup.chaos.fault_run import FaultType, draw, rates
+    from dedup.chaos.load import write_past
 
+    seed, now_ms = options.seed, time.time_ns() // 1_000_000
     per_minute = rates(harder=options.harder, embedded=embedded)
-    return draw(seed=options.seed, seconds=options.minutes * 60, workers=options.workers, per_minute=per_minute)
+    faults = draw(seed=seed, seconds=options.minutes * 60, workers=options.workers, per_minute=per_minute)
+    if not any(fault.kind is FaultType.RETENTION for fault in faults):
+        return faults, []
+    partitions = dict.fromkeys(options.topology.source.topics, _PARTITIONS)
+    past = write_past(options.topology, settings, partitions, run=f"past-{now_ms}", seed=seed, now_ms=now_ms)
+    return faults, past
 
 
 def _apply(options: ChaosOptions, config: Path) -> None:
@@ -172,8 +168,6 @@ def _run(
     options: ChaosOptions,
     config: Path,
     settings: Settings,
-    faults: list[ScheduledFault],
-    ages: Sequence[Age] = (),
     kafka: EmbeddedKafka | None = None,
     proxy: FaultProxy | None = None,
 ) -> ChaosReport:
@@ -185,6 +179,8 @@ def _run(
     from dedup.verify.kafka_reader import KafkaReader
 
     topology, console, seconds = options.topology, options.console, options.minutes * 60
+    _apply(options, config)
+    faults, ages = _faults(options, settings, embedded=kafka is not None)
     with KafkaReader(settings) as reader:
         partitions = reader.partitions(topology.source.topics)
         output = topology.output.topic if topology.output is not None else topology.dead_letter

@@ -72,21 +72,21 @@ def checkpoint(
 
     with own_state(here.state_dir, parsed.name):
         made = on_cluster(here, f"dedup-checkpoint-{parsed.name}", work)
-    known: list[dict[str, Any]] = []
-    lines: list[str] = []
-    for each in made:
-        found = each.checkpoint
-        known.append({"partition": each.partition, "written": each.written, "records_read": each.records})
-        line = f"partition {each.partition}: no state yet, nothing to write"
-        if found is not None:
-            known[-1] |= {name: getattr(found, name) for name in _SHOWN}
-            line = (
-                f"partition {each.partition}: {'written' if each.written else 'nothing new'}; {found.ids:,} IDs up to "
-                f"changelog position {found.position:,}, {found.archive_bytes / (1 << 20):,.1f} MiB, "
-                f"{each.records:,} changelog records read"
-            )
-        lines.append(line)
-    say(known, lines, as_json=as_json)
+    told = [_told(each) for each in made]
+    say([data for data, _ in told], [line for _, line in told], as_json=as_json)
+
+
+def _told(made: MadeCheckpoint) -> tuple[dict[str, Any], str]:
+    """Return a result as data and as a line of text."""
+    found = made.checkpoint
+    data = {"partition": made.partition, "written": made.written, "records_read": made.records}
+    if found is None:
+        return data, f"partition {made.partition}: no state yet, nothing to write"
+    return data | {name: getattr(found, name) for name in _SHOWN}, (
+        f"partition {made.partition}: {'written' if made.written else 'nothing new'}; {found.ids:,} IDs up to "
+        f"changelog position {found.position:,}, {found.archive_bytes / (1 << 20):,.1f} MiB, "
+        f"{made.records:,} changelog records read"
+    )
 
 
 async def _all(
