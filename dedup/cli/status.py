@@ -173,26 +173,22 @@ def ask_id(topology: Topology, tracking_id: str, urls: Sequence[str], settings: 
     """Return the merged answers of the workers about an ID. Raises NotReached if a worker does not respond."""
     if not urls:
         raise NotReached("web.port is 0 or web is off, so no worker's address is known. Name it with --url.")
-    answers = [ask(url, "/api/ids/" + urllib.parse.quote(tracking_id, safe=""), settings) for url in urls]
-    for url, found in zip(urls, answers, strict=True):
+    together: dict[str, Any] = {"topology": topology.name, "id": tracking_id}
+    together |= {"sightings": [], "asked": [], "unreached": []}
+    for url in urls:
+        found = ask(url, "/api/ids/" + urllib.parse.quote(tracking_id, safe=""), settings)
         if found["topology"] != topology.name:
             raise NotReached(f"{url} is a worker of {found['topology']!r}, not of {topology.name!r}. Name another.")
-    known = {partition for found in answers for partition in found["asked"]}
-    sightings: list[dict[str, Any]] = []
-    for found in answers:
         # Each worker asks the owners of partitions that it does not hold, so several may report one sighting.
-        sightings += [seen for seen in found["sightings"] if seen not in sightings]
-    assigned = [found for found in answers if found["partitions"]]
-    rows = [row for found in answers for row in found.get("unreached", [])]
-    return {
-        "topology": topology.name,
-        "id": tracking_id,
-        "sightings": sightings,
-        "asked": sorted(known),
-        "unreached": [row for row in rows if not (assigned and set(row["partitions"]) <= known)],
-        "partitions": max(found["partitions"] for found in answers),
-        "belongs_to": assigned[-1]["belongs_to"] if assigned else None,
-    }
+        together["sightings"] += [seen for seen in found["sightings"] if seen not in together["sightings"]]
+        together["asked"] = sorted({*together["asked"], *found["asked"]})
+        together["partitions"] = max(found["partitions"], together.get("partitions", 0))
+        together["belongs_to"] = found["belongs_to"] if found["partitions"] else together.get("belongs_to")
+        together["unreached"] += found.get("unreached", [])
+    known = set(together["asked"])
+    if together["partitions"]:
+        together["unreached"] = [row for row in together["unreached"] if not set(row["partitions"]) <= known]
+    return together
 
 
 def in_words(found: dict[str, Any]) -> Iterator[str]:
