@@ -5,7 +5,7 @@ verdict.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import chain
 from typing import Final, Literal
 
@@ -53,7 +53,7 @@ class Judgment:
 
     def as_json(self) -> str:
         """Return one line of JSON."""
-        return msgspec.json.encode(asdict(self)).decode()
+        return msgspec.json.encode(self).decode()
 
     def as_text(self) -> str:
         """Return one line of text."""
