@@ -6,7 +6,7 @@ The text of an error says what happened, where, and what to do next.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Final
 
 
@@ -88,31 +88,26 @@ class TaskCorrupted(DedupError):
     """The local store of one partition cannot be trusted: delete it and restore it from the changelog."""
 
 
+@dataclass(eq=False, repr=False)
 class RecordRefused(DedupError):
     """The broker will never accept one or more records of a batch: make them dead letters."""
 
-    def __init__(
-        self,
-        text: str,
-        *,
-        topic: str,
-        partition: int,
-        rows: tuple[int, ...],
-        reasons: Mapping[int, str] | None = None,
-        too_large: bool = False,
-    ) -> None:
-        self.topic: Final = topic
-        self.partition: Final = partition
-        self.rows: Final = rows
-        """Feeding offsets of the refused records, or of the whole batch if the broker names none. An offset of -1
-        stands for a record that dedup itself made.
-        """
-        self.reasons: Final = reasons or {}
-        """The broker's message for each refused record, if the broker names the records (KIP-467)."""
-        self.too_large: Final = too_large
-        self.also: Final[list[RecordRefused]] = []
-        """Other refused batches of the same transaction."""
-        super().__init__(text)
+    text: str
+    _: KW_ONLY
+    topic: str
+    partition: int
+    rows: tuple[int, ...]
+    """Feeding offsets of the refused records, or of the whole batch if the broker names none. An offset of -1 stands
+    for a record that dedup itself made.
+    """
+    reasons: Mapping[int, str] = field(default_factory=dict)
+    """The broker's message for each refused record, if the broker names the records (KIP-467)."""
+    too_large: bool = False
+    also: list[RecordRefused] = field(default_factory=list, init=False)
+    """Other refused batches of the same transaction."""
+
+    def __post_init__(self) -> None:
+        super().__init__(self.text)
 
 
 class ClockBehind(DedupError):
