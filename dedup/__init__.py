@@ -7,7 +7,7 @@ Both are imported on first access, which keeps `import dedup` fast.
 from __future__ import annotations
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from dedup.connect.idempotent_reader import Event, IdempotentReader, Work
@@ -15,16 +15,10 @@ if TYPE_CHECKING:
 
 __all__ = ["Event", "IdempotentReader", "IdempotentWriter", "Work"]
 
-_MODULES: Final = {
-    "Event": "dedup.connect.idempotent_reader",
-    "IdempotentReader": "dedup.connect.idempotent_reader",
-    "IdempotentWriter": "dedup.connect.idempotent_writer",
-    "Work": "dedup.connect.idempotent_reader",
-}
-
 
 def __getattr__(name: str) -> Any:  # noqa: ANN401  # any of the public classes
     """Import and return a public class."""
-    if name not in _MODULES:
+    if name not in __all__:
         raise AttributeError(f"module 'dedup' has no attribute {name!r}")
-    return getattr(import_module(_MODULES[name]), name)
+    module = "idempotent_writer" if name == "IdempotentWriter" else "idempotent_reader"
+    return getattr(import_module(f"dedup.connect.{module}"), name)

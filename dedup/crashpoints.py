@@ -6,6 +6,7 @@ is not set, and reaching a point calls a built-in function that does nothing.
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 from collections.abc import Callable
@@ -29,29 +30,18 @@ POINTS: Final[tuple[Point, ...]] = get_args(Point)
 VARIABLE: Final = "DEDUP_CRASH_AT"
 
 
-class _Plan:
-    """The point at which this process is killed, and how many more times it must reach that point first."""
-
-    def __init__(self, text: str | None) -> None:
-        self.point: str | None = None
-        self.left = 0
-        if text:
-            name, _, count = text.partition(":")
-            if name not in POINTS:
-                raise SystemExit(f"{VARIABLE}: no point {name!r}; the points are {', '.join(POINTS)}")
-            self.point, self.left = name, int(count or 1)
-
-
-_plan: Final = _Plan(os.environ.get(VARIABLE))
+_point, _, _count = os.environ.get(VARIABLE, "").partition(":")
+if _point and _point not in POINTS:
+    raise SystemExit(f"{VARIABLE}: no point {_point!r}; the points are {', '.join(POINTS)}")
+_nth: Final = int(_count or 1)
+_arrivals: Final = itertools.count(1)
 
 
 def _die_at(point: Point) -> None:
     """Kill the process with SIGKILL if this is the n-th arrival at the point that ``DEDUP_CRASH_AT`` names."""
-    if _plan.point == point:
-        _plan.left -= 1
-        if _plan.left == 0:
-            os.kill(os.getpid(), signal.SIGKILL)
+    if point == _point and next(_arrivals) == _nth:
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
-reached: Callable[[Point], object] = bool if _plan.point is None else _die_at
+reached: Callable[[Point], object] = _die_at if _point else bool
 """The function that the code calls when it reaches a point."""

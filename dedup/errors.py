@@ -1,28 +1,12 @@
 """Defines the errors of this package, with one class for each action to take.
 
-    DedupError
-    ├── AuthorMistake            exit 2: correct the file or the command line
-    │   ├── TopologyError            the topology file
-    │   └── SettingsError            the config file, --set, DEDUP_*
-    ├── StateIncompatible        exit 3: nothing was changed; the message names the command that accepts it
-    ├── VerificationFailed       exit 4: the verifier found a violation
-    ├── BrokerUnavailable        exit 5: no broker answers, or a broker refuses the connection
-    ├── DatabaseUnavailable      exit 5: the same for the database of a source or a sink
-    ├── CheckpointUnusable       continue from the changelog, which holds everything; exit 5 if creating one failed
-    ├── TaskMigrated             discard the task and rejoin: another owner has the partition
-    │   └── CommitUnknown            the same; it is unknown whether the commit happened
-    ├── TaskCorrupted            delete this partition's local state and restore it from the changelog
-    ├── RecordRefused            the broker will never accept these records: make them dead letters
-    ├── ClockBehind              judge the open transaction again: the broker's clock is ahead of the worker's
-    └── InvariantBroken          exit 1: a bug in dedup; stop
-
 The text of an error says what happened, where, and what to do next.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Final
 
 
@@ -45,7 +29,7 @@ class Problem:
 
 
 class AuthorMistake(DedupError):
-    """A file or command line has mistakes; one error reports all of them."""
+    """A file or the command line has mistakes: correct them. One error reports all of them."""
 
     exit_code = 2
 
@@ -63,7 +47,7 @@ class SettingsError(AuthorMistake):
 
 
 class StateIncompatible(DedupError):
-    """The state, the changelog, and the topology do not match; nothing was changed."""
+    """State, changelog, and topology do not match; nothing was changed. The message names what accepts the change."""
 
     exit_code = 3
 
@@ -87,53 +71,48 @@ class DatabaseUnavailable(DedupError):
 
 
 class CheckpointUnusable(DedupError):
-    """A checkpoint is damaged, or the checkpoint storage does not respond or refuses access."""
+    """A checkpoint or its storage is damaged or unreachable: continue from the changelog, which holds everything."""
 
     exit_code = 5
 
 
 class TaskMigrated(DedupError):
-    """Another worker owns the partition now (KIP-98 fencing); the task must be discarded."""
+    """Another worker owns the partition now (KIP-98 fencing): discard the task and rejoin."""
 
 
 class CommitUnknown(TaskMigrated):
-    """A transactional request got no response; a new epoch is needed to find out whether it took effect."""
+    """A transactional request got no response: the same, and a new epoch finds out whether it took effect."""
 
 
 class TaskCorrupted(DedupError):
-    """The local store of one partition cannot be trusted."""
+    """The local store of one partition cannot be trusted: delete it and restore it from the changelog."""
 
 
+@dataclass(eq=False, repr=False)
 class RecordRefused(DedupError):
-    """The broker will never accept one or more records of a batch."""
+    """The broker will never accept one or more records of a batch: make them dead letters."""
 
-    def __init__(
-        self,
-        text: str,
-        *,
-        topic: str,
-        partition: int,
-        rows: tuple[int, ...],
-        reasons: Mapping[int, str] | None = None,
-        too_large: bool = False,
-    ) -> None:
-        self.topic: Final = topic
-        self.partition: Final = partition
-        self.rows: Final = rows
-        """Feeding offsets of the refused records, or of the whole batch if the broker names none. An offset of -1
-        stands for a record that dedup itself made.
-        """
-        self.reasons: Final = reasons or {}
-        """The broker's message for each refused record, if the broker names the records (KIP-467)."""
-        self.too_large: Final = too_large
-        self.also: Final[list[RecordRefused]] = []
-        """Other refused batches of the same transaction."""
-        super().__init__(text)
+    text: str
+    _: KW_ONLY
+    topic: str
+    partition: int
+    rows: tuple[int, ...]
+    """Feeding offsets of the refused records, or of the whole batch if the broker names none. An offset of -1 stands
+    for a record that dedup itself made.
+    """
+    reasons: Mapping[int, str] = field(default_factory=dict)
+    """The broker's message for each refused record, if the broker names the records (KIP-467)."""
+    too_large: bool = False
+    also: list[RecordRefused] = field(default_factory=list, init=False)
+    """Other refused batches of the same transaction."""
+
+    def __post_init__(self) -> None:
+        super().__init__(self.text)
 
 
 class ClockBehind(DedupError):
-    """The worker judged a record to be in the future only because its clock is behind the broker's clock."""
+    """A record was judged as in the future because this clock is behind the broker's: judge the transaction again."""
 
 
 class InvariantBroken(DedupError):
-    """Something happened that should be impossible; continuing could lose data."""
+    """Something impossible happened, a bug in dedup: stop, because continuing could lose data."""

@@ -11,7 +11,7 @@ from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Final, Literal, Self
+from typing import Final, Literal
 
 Verdict = Literal["unique", "duplicate", "late", "dead_letter", "exempt", "repartitioned"]
 
@@ -168,10 +168,6 @@ class TaskNumbers:
         self.commits.add_all(other.commits)
         self.end_to_end.add_all(other.end_to_end)
 
-    def took(self, seconds: float) -> None:
-        """Add the duration of one commit."""
-        self.commits.add(seconds)
-
 
 @dataclass(frozen=True, slots=True)
 class TaskSeen:
@@ -237,37 +233,6 @@ class DeadLetterAlert:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Counted:
-    """The counters of all tasks, added up, at one moment."""
-
-    time_ms: int
-    judged: int
-    reasons: Mapping[str, int]
-    """Dead letters by reason."""
-
-    @classmethod
-    def of(cls, numbers: Iterable[TaskNumbers], time_ms: int) -> Self:
-        """Return the sum of the tasks' counters."""
-        judged, reasons = 0, Counter[str]()
-        for each in numbers:
-            judged += sum(count for verdict, count in each.verdicts.items() if verdict not in _NOT_JUDGED)
-            reasons.update(each.dead_reasons)
-        return cls(time_ms, judged, dict(reasons))
-
-
-def alert_between(begin: Counted, end: Counted, *, goes_on: bool) -> DeadLetterAlert | None:
-    """Return the alert for the records judged between two moments, if any; ``goes_on`` says that an alert is active."""
-    judged = end.judged - begin.judged
-    grown = Counter(dict(end.reasons))
-    grown.subtract(begin.reasons)
-    dead = grown.total()
-    if judged < (1 if goes_on else _LEAST_RECORDS) or dead < _LEAST_SHARE * judged:
-        return None
-    reason, count = min(grown.items(), key=lambda each: (-each[1], each[0]))
-    return DeadLetterAlert(judged, dead, reason, count)
-
-
 class DeadShare:
     """Raises an alert if nearly all records of the last minute are dead letters, which suggests a common cause.
 
@@ -277,20 +242,34 @@ class DeadShare:
 
     def __init__(self) -> None:
         self.alert: DeadLetterAlert | None = None
-        self._looks: Final[deque[Counted]] = deque()
+        self._looks: Final[deque[tuple[int, int, Counter[str]]]] = deque()
+        """The time, the number of judged records, and the dead letters by reason, added up over all tasks."""
 
-    def look(self, now: Counted) -> bool:
-        """Record the current counters; return whether an alert has begun or ended."""
-        last = self._looks[-1] if self._looks else None
-        if last is not None and now.judged < last.judged:
+    def look(self, numbers: Iterable[TaskNumbers], now_ms: int) -> bool:
+        """Record the tasks' current counters; return whether an alert has begun or ended."""
+        judged, reasons = 0, Counter[str]()
+        for each in numbers:
+            judged += sum(count for verdict, count in each.verdicts.items() if verdict not in _NOT_JUDGED)
+            reasons.update(each.dead_reasons)
+        if self._looks and judged < self._looks[-1][1]:
             return False  # in a rebalance: the counters of closed tasks are about to be added
-        if last is not None and now.time_ms < last.time_ms:
+        if self._looks and now_ms < self._looks[-1][0]:
             self._looks.clear()
-        self._looks.append(now)
-        while len(self._looks) > 1 and self._looks[1].time_ms <= now.time_ms - SPAN_MS:
+        self._looks.append((now_ms, judged, reasons))
+        while len(self._looks) > 1 and self._looks[1][0] <= now_ms - SPAN_MS:
             self._looks.popleft()
-        before, self.alert = self.alert, alert_between(self._looks[0], now, goes_on=self.alert is not None)
+        _, judged_before, reasons_before = self._looks[0]
+        reasons = reasons.copy()
+        reasons.subtract(reasons_before)
+        before, self.alert = self.alert, self._alert(judged - judged_before, reasons)
         return (before is None) != (self.alert is None)
+
+    def _alert(self, judged: int, reasons: Counter[str]) -> DeadLetterAlert | None:
+        dead = reasons.total()
+        if judged < (_LEAST_RECORDS if self.alert is None else 1) or dead < _LEAST_SHARE * judged:
+            return None
+        reason, count = min(reasons.items(), key=lambda each: (-each[1], each[0]))
+        return DeadLetterAlert(judged, dead, reason, count)
 
 
 @dataclass(frozen=True, slots=True)
@@ -318,12 +297,9 @@ class WorkerSeen:
             counted.setdefault(place, TaskNumbers()).add_counters(numbers)
         return counted
 
-
-def formats_of(counted: Iterable[TaskNumbers]) -> Counter[str]:
-    """Count the dead letters of several tasks that are not JSON, by the format that they seem to have."""
-    return sum((each.formats for each in counted), Counter[str]())
-
-
-def reasons_of(counted: Iterable[TaskNumbers]) -> Counter[str]:
-    """Count the dead letters of several tasks, by reason."""
-    return sum((each.dead_reasons for each in counted), Counter[str]())
+    def total(self) -> TaskNumbers:
+        """Return the counters of all tasks since this worker started, added up."""
+        found = TaskNumbers()
+        for numbers in self.counters().values():
+            found.add_counters(numbers)
+        return found

@@ -14,7 +14,7 @@ from ipaddress import ip_address
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, NoReturn, get_args, get_origin
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, SecretStr, WithJsonSchema
+from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, WithJsonSchema
 
 from dedup.errors import Problem, SettingsError
 from dedup.quantities import DURATION_PATTERN, parse_duration
@@ -26,9 +26,12 @@ from dedup.yaml_document import (
     dotted,
     in_order,
     matching,
+    models_of,
+    only_if,
     read,
     schema_of,
     some,
+    text_of,
     validated,
     within,
 )
@@ -50,11 +53,6 @@ _WITH_PASSWORD: Final = re.compile(r"[a-z0-9+.-]+://[^/]*:[^/]*@.*", re.IGNORECA
 _REFERENCE: Final = re.compile(r"\$\{([a-z]*):([^}]*)\}")
 _REFERENCE_PATTERN: Final = r"^\$\{(env|file):[^}]+\}$"
 
-Protocol = Literal["PLAINTEXT", "SSL", "SASL_PLAINTEXT", "SASL_SSL"]
-Mechanism = Literal["PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512", "OAUTHBEARER"]
-LogFormat = Literal["text", "json"]
-LogLevel = Literal["debug", "info", "warning", "error"]
-
 
 def _listed(value: Any) -> Any:  # noqa: ANN401 - any value in the file
     """Accept ``a:9092,b:9092`` as a list, as Kafka's own tools do."""
@@ -62,11 +60,9 @@ def _listed(value: Any) -> Any:  # noqa: ANN401 - any value in the file
     return tuple(listed) if isinstance(listed, list) else listed
 
 
-def _broker(text: str) -> str:
+def _is_broker(text: str) -> bool:
     match = _BROKER.fullmatch(text)
-    if match is None or not 0 < int(match[2]) <= _LAST_PORT:
-        raise ValueError(f'"{text}" is not a broker; write host:port, such as kafka-1:9092')
-    return text
+    return match is not None and 0 < int(match[2]) <= _LAST_PORT
 
 
 def _directory(value: Any) -> Any:  # noqa: ANN401 - any value in the file
@@ -87,12 +83,8 @@ def _place(text: str) -> str:
 
 
 def _between(low: str, high: str) -> AfterValidator:
-    def check(text: str) -> str:
-        if not parse_duration(low) <= parse_duration(text) <= parse_duration(high):
-            raise ValueError(f'"{text}" must be {low} to {high}')
-        return text
-
-    return AfterValidator(check)
+    low_ms, high_ms = parse_duration(low), parse_duration(high)
+    return only_if(lambda text: low_ms <= parse_duration(text) <= high_ms, f"must be {low} to {high}")
 
 
 _WORKER_ID_RULE: Final = matching(
@@ -100,7 +92,8 @@ _WORKER_ID_RULE: Final = matching(
 )
 _PAGE_RULE: Final = matching(_PAGE_ADDRESS, "is not the address of a page; write for example http://worker-1:6066")
 _DURATION: Final = WithJsonSchema({"type": "string", "pattern": DURATION_PATTERN})
-_Broker = Annotated[str, AfterValidator(_broker), WithJsonSchema({"type": "string", "pattern": f"^{_BROKER.pattern}$"})]
+_BROKER_RULE: Final = only_if(_is_broker, "is not a broker; write host:port, such as kafka-1:9092")
+_Broker = Annotated[str, _BROKER_RULE, WithJsonSchema({"type": "string", "pattern": f"^{_BROKER.pattern}$"})]
 
 
 class Secret(SecretStr):
@@ -116,24 +109,22 @@ _SecretText = Annotated[Secret, WithJsonSchema({"type": "string", "pattern": _RE
 class Security(Keys):
     """Protocol, credentials, and certificates for connections to the brokers."""
 
-    protocol: Protocol = Field(
-        default="PLAINTEXT", description="Security protocol. With SSL, host names are always verified."
-    )
-    mechanism: Mechanism | None = Field(
-        default=None, description="SASL mechanism; required with SASL_PLAINTEXT and SASL_SSL."
-    )
-    username: str | None = Field(default=None, description="SASL user.")
-    password: _SecretText | None = Field(
-        default=None, description="SASL password, or the OAUTHBEARER token: ${env:NAME} or ${file:PATH}."
-    )
-    ca_file: str | None = Field(
-        default=None, description="CA certificates to trust (PEM). Default: the system's certificates."
-    )
-    cert_file: str | None = Field(default=None, description="Client certificate (PEM), for mutual TLS.")
-    key_file: str | None = Field(default=None, description="Private key of the client certificate (PEM).")
-    key_password: _SecretText | None = Field(
-        default=None, description="Password of the private key: ${env:NAME} or ${file:PATH}."
-    )
+    protocol: Literal["PLAINTEXT", "SSL", "SASL_PLAINTEXT", "SASL_SSL"] = "PLAINTEXT"
+    """Security protocol. With SSL, host names are always verified."""
+    mechanism: Literal["PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512", "OAUTHBEARER"] | None = None
+    """SASL mechanism; required with SASL_PLAINTEXT and SASL_SSL."""
+    username: str | None = None
+    """SASL user."""
+    password: _SecretText | None = None
+    """SASL password, or the OAUTHBEARER token: ${env:NAME} or ${file:PATH}."""
+    ca_file: str | None = None
+    """CA certificates to trust (PEM). Default: the system's certificates."""
+    cert_file: str | None = None
+    """Client certificate (PEM), for mutual TLS."""
+    key_file: str | None = None
+    """Private key of the client certificate (PEM)."""
+    key_password: _SecretText | None = None
+    """Password of the private key: ${env:NAME} or ${file:PATH}."""
 
 
 class StateSection(Keys):
@@ -149,24 +140,21 @@ class StateSection(Keys):
 class TopicDefaults(Keys):
     """How dedup creates topics."""
 
-    create: bool = Field(default=True, description="Whether `run` creates missing topics; `apply` always does.")
-    replication_factor: Annotated[int, within(1, 32_767)] | None = Field(
-        default=None, description="Default: the brokers' default."
-    )
-    min_insync_replicas: Annotated[int, within(1, 32_767)] | None = Field(
-        default=None, description="Default: the brokers' default."
-    )
+    create: bool = True
+    """Whether `run` creates missing topics; `apply` always does."""
+    replication_factor: Annotated[int, within(1, 32_767)] | None = None
+    """Default: the brokers' default."""
+    min_insync_replicas: Annotated[int, within(1, 32_767)] | None = None
+    """Default: the brokers' default."""
     retention: Annotated[str, _between("1s", "36500d"), _DURATION] | None = Field(
         default=None,
         description="Retention of the output, duplicates, and conflicts topics. Default: the longest retention of the "
         "source topics, or unlimited if one of them is compacted.",
     )
-    partitions: Annotated[int, within(1, 100_000)] | None = Field(
-        default=None, description="Partitions of the repartition topic. Default: those of the largest source topic."
-    )
-    compression: Literal["none", "gzip", "snappy", "lz4", "zstd"] = Field(
-        default="snappy", description="Compression of written records. lz4 uses a lot of CPU in the worker."
-    )
+    partitions: Annotated[int, within(1, 100_000)] | None = None
+    """Partitions of the repartition topic. Default: those of the largest source topic."""
+    compression: Literal["none", "gzip", "snappy", "lz4", "zstd"] = "snappy"
+    """Compression of written records. lz4 uses a lot of CPU in the worker."""
 
     @property
     def retention_ms(self) -> int | None:
@@ -177,27 +165,25 @@ class TopicDefaults(Keys):
 class Web(Keys):
     """The worker's web pages, which show metrics, health, and a dashboard."""
 
-    enabled: bool = Field(default=True, description="Whether the worker serves web pages.")
-    host: str = Field(
-        default="127.0.0.1", description="Address to listen on; any address other than loopback requires web.token."
-    )
-    port: Annotated[int, within(0, _LAST_PORT)] = Field(
-        default=6066, description="Port to listen on; 0 picks a free one."
-    )
-    token: _SecretText | None = Field(
-        default=None, description="Token that callers must send: ${env:NAME} or ${file:PATH}."
-    )
-    advertise: Annotated[str, _PAGE_RULE] | None = Field(
-        default=None,
-        description="URL at which other workers and users reach these pages. Default: web.host and web.port.",
-    )
+    enabled: bool = True
+    """Whether the worker serves web pages."""
+    host: str = "127.0.0.1"
+    """Address to listen on; any address other than loopback requires web.token."""
+    port: Annotated[int, within(0, _LAST_PORT)] = 6066
+    """Port to listen on; 0 picks a free one."""
+    token: _SecretText | None = None
+    """Token that callers must send: ${env:NAME} or ${file:PATH}."""
+    advertise: Annotated[str, _PAGE_RULE] | None = None
+    """URL at which other workers and users reach these pages. Default: web.host and web.port."""
 
 
 class LogSettings(Keys):
     """Format and level of the log."""
 
-    format: LogFormat = Field(default="text", description="Log format: text for people, json for machines.")
-    level: LogLevel = Field(default="info", description="The lowest level that is logged.")
+    format: Literal["text", "json"] = "text"
+    """Log format: text for people, json for machines."""
+    level: Literal["debug", "info", "warning", "error"] = "info"
+    """The lowest level that is logged."""
 
 
 class Settings(Keys):
@@ -206,30 +192,26 @@ class Settings(Keys):
     brokers: Annotated[tuple[_Broker, ...], BeforeValidator(_listed), some("broker")] = Field(
         description="Bootstrap servers of the cluster.", json_schema_extra={"minItems": 1}
     )
-    security: Security = Field(
-        default=Security(), description="Protocol, credentials, and certificates for connections to the brokers."
-    )
-    state_dir: Annotated[Path, BeforeValidator(_directory), WithJsonSchema({"type": "string"})] = Field(
-        default=Path("state"), description="Directory of local state; each worker needs its own."
-    )
-    state: StateSection = Field(default=StateSection(), description="Sources of state other than the changelog.")
-    commit_interval: Annotated[str, _between("1ms", "60s"), _DURATION] = Field(
-        default="100ms", description="How long a transaction stays open before the worker commits it."
-    )
-    transaction_timeout: Annotated[str, _between("1s", "15m"), _DURATION] = Field(
-        default="30s",
-        description="Time after which the brokers abort the transaction of a worker that no longer responds.",
-    )
-    session_timeout: Annotated[str, _between("1s", "30m"), _DURATION] = Field(
-        default="10s",
-        description="Time after which the partitions of a worker that no longer responds move to other workers.",
-    )
-    worker_id: Annotated[str, _WORKER_ID_RULE] | None = Field(
-        default=None, description="ID of the static group member. Default: an ID that is stored in state_dir."
-    )
-    topics: TopicDefaults = Field(default=TopicDefaults(), description="How dedup creates topics.")
-    web: Web = Field(default=Web(), description="The worker's web pages.")
-    log: LogSettings = Field(default=LogSettings(), description="Format and level of the log.")
+    security: Security = Security()
+    """Protocol, credentials, and certificates for connections to the brokers."""
+    state_dir: Annotated[Path, BeforeValidator(_directory), WithJsonSchema({"type": "string"})] = Path("state")
+    """Directory of local state; each worker needs its own."""
+    state: StateSection = StateSection()
+    """Sources of state other than the changelog."""
+    commit_interval: Annotated[str, _between("1ms", "60s"), _DURATION] = "100ms"
+    """How long a transaction stays open before the worker commits it."""
+    transaction_timeout: Annotated[str, _between("1s", "15m"), _DURATION] = "30s"
+    """Time after which the brokers abort the transaction of a worker that no longer responds."""
+    session_timeout: Annotated[str, _between("1s", "30m"), _DURATION] = "10s"
+    """Time after which the partitions of a worker that no longer responds move to other workers."""
+    worker_id: Annotated[str, _WORKER_ID_RULE] | None = None
+    """ID of the static group member. Default: an ID that is stored in state_dir."""
+    topics: TopicDefaults = TopicDefaults()
+    """How dedup creates topics."""
+    web: Web = Web()
+    """The worker's web pages."""
+    log: LogSettings = LogSettings()
+    """Format and level of the log."""
 
     @property
     def commit_interval_ms(self) -> int:
@@ -247,15 +229,6 @@ class Settings(Keys):
         return parse_duration(self.session_timeout)
 
 
-def _keys_of(model: type[BaseModel], holder: At = ()) -> Iterator[tuple[At, Any]]:
-    """Yield each key that takes a plain value, and its type."""
-    for name, key in model.model_fields.items():
-        if isinstance(key.annotation, type) and issubclass(key.annotation, BaseModel):
-            yield from _keys_of(key.annotation, (*holder, name))
-        else:
-            yield (*holder, name), key.annotation
-
-
 def _takes(annotation: Any, *types: type) -> bool:  # noqa: ANN401 - any type there is
     """Tell whether a key takes a single value of one of these types; limits on the value are ignored."""
     if annotation in types:
@@ -263,7 +236,14 @@ def _takes(annotation: Any, *types: type) -> bool:  # noqa: ANN401 - any type th
     return get_origin(annotation) is not tuple and any(_takes(part, *types) for part in get_args(annotation))
 
 
-_KEYS: Final = dict(_keys_of(Settings))
+_MODELS: Final = models_of(Settings)
+_KEYS: Final = {
+    (*holder, name): key.annotation
+    for holder, model in _MODELS.items()
+    for name, key in model.model_fields.items()
+    if (*holder, name) not in _MODELS
+}
+"""The keys that take a plain value, and their types."""
 _SECRETS: Final = frozenset(at for at, annotation in _KEYS.items() if _takes(annotation, Secret))
 _TEXTS: Final = frozenset(at for at, annotation in _KEYS.items() if _takes(annotation, str, Path, Secret))
 """The keys that take text. Their values are kept as written, because ``0042`` may be a name."""
@@ -276,7 +256,11 @@ def load_settings(path: Path | None, overrides: Sequence[str], environ: Mapping[
     """
     if path is None and _DEFAULT_CONFIG.is_file():
         path = _DEFAULT_CONFIG
-    document = Document("the settings", {}) if path is None else _read_file(path)
+    if path is None:
+        document = Document("the settings", {})
+    else:
+        text = text_of(path, SettingsError, "name a config file with --config")
+        document = read(text, name=str(path), texts=_TEXTS)
     problems = document.problems
     if document.value is None and problems:
         raise SettingsError(problems)
@@ -284,11 +268,9 @@ def load_settings(path: Path | None, overrides: Sequence[str], environ: Mapping[
         if document.value is not None:
             problems.append(Problem(document.place(()), "must be a mapping of keys to values; begin with `brokers:`"))
         document.value = {}
-    problems.extend(_plain_secrets(document))
-    problems.extend(_from_environment(document, environ))
-    problems.extend(_from_command_line(document, overrides))
-    resolved: dict[str, str] = {}
-    problems.extend(_resolve(document, environ, resolved))
+    problems += [*_plain_secrets(document), *_from_environment(document, environ)]
+    problems += _from_command_line(document, overrides)
+    resolved = _resolve(document, environ)
     settings, found = validated(document, Settings)
     if settings is not None:
         found.extend(_contradictions(settings, document))
@@ -301,17 +283,6 @@ def load_settings(path: Path | None, overrides: Sequence[str], environ: Mapping[
 def settings_schema() -> dict[str, Any]:
     """Return the JSON Schema of config files, for use in editors."""
     return schema_of(Settings, "dedup config")
-
-
-def _read_file(path: Path) -> Document:
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
-        raise SettingsError(
-            [Problem(str(path), f"cannot be read: {reason}; name a config file with --config")]
-        ) from error
-    return read(text, name=str(path), texts=_TEXTS)
 
 
 def _plain_secrets(document: Document) -> Iterator[Problem]:
@@ -367,25 +338,34 @@ def _put(document: Document, at: At, text: str, place: str) -> None:
     document.put(at, parsed.value if plain else text, place)
 
 
-def _resolve(document: Document, environ: Mapping[str, str], resolved: dict[str, str]) -> Iterator[Problem]:
-    """Replace every reference with its value, and map each value to its reference in ``resolved``."""
-    for at, holder, step in list(_texts(document.value, ())):
-        pieces: list[str] = []
-        end = 0
-        for match in _REFERENCE.finditer(holder[step]):
-            pieces.append(holder[step][end : match.start()])
-            end = match.end()
-            try:
-                found = _referred(match[1], match[2], environ)
-            except ValueError as error:
-                yield Problem(document.place(at), f"{dotted(at)}: {error}")
-                found = ""
-            else:
-                if not found and at in _SECRETS:
-                    yield Problem(document.place(at), f"{dotted(at)}: {match[0]} is empty")
-            resolved[found] = match[0]
-            pieces.append(found)
-        holder[step] = "".join(pieces) + holder[step][end:]
+def _resolve(document: Document, environ: Mapping[str, str]) -> dict[str, str]:
+    """Replace every reference with its value, report those without one, and return the reference of each value."""
+    references: dict[str, str] = {}
+
+    def value_of(match: re.Match[str], at: At) -> str:
+        try:
+            found = _referred(match[1], match[2], environ)
+            if not found and at in _SECRETS:
+                raise ValueError(f"{match[0]} is empty")
+        except ValueError as error:
+            document.problems.append(Problem(document.place(at), f"{dotted(at)}: {error}"))
+            return ""
+        references[found] = match[0]
+        return found
+
+    def resolved(value: Any, at: At) -> Any:  # noqa: ANN401 - any plain value
+        match value:
+            case str():
+                return _REFERENCE.sub(lambda match: value_of(match, at), value)
+            case dict():
+                return {key: resolved(inner, (*at, key)) for key, inner in value.items()}
+            case list():
+                return [resolved(inner, (*at, number)) for number, inner in enumerate(value)]
+            case _:
+                return value
+
+    document.value = resolved(document.value, ())
+    return references
 
 
 def with_references(text: str, place: str, environ: Mapping[str, str]) -> str:
@@ -415,22 +395,6 @@ def _referred(kind: str, name: str, environ: Mapping[str, str]) -> str:
                 raise ValueError(f"the file {name} is not UTF-8 text") from None
         case other:
             raise ValueError(f'"${{{other}:...}}" is unknown; write "${{env:NAME}}" or "${{file:PATH}}"')
-
-
-def _texts(value: Any, at: At) -> Iterator[tuple[At, Any, Any]]:  # noqa: ANN401 - any plain value
-    """Yield the path, container, and key of every string inside a value."""
-    match value:
-        case dict():
-            steps: list[Any] = list(value)
-        case list():
-            steps = list(range(len(value)))
-        case _:
-            return
-    for step in steps:
-        if isinstance(value[step], str):
-            yield (*at, step), value, step
-        else:
-            yield from _texts(value[step], (*at, step))
 
 
 def _worded(problem: Problem, resolved: Mapping[str, str]) -> Problem:

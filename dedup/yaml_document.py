@@ -26,12 +26,13 @@ from ruamel.yaml.events import (
     SequenceEndEvent,
 )
 
-from dedup.errors import Problem, TopologyError
+from dedup.errors import AuthorMistake, Problem, TopologyError
 
 _MOST_BYTES: Final = 1 << 20
 _MOST_NODES: Final = 20_000
 _MOST_DEPTH: Final = 20
 _MOST_SHOWN: Final = 300
+_CONSTANTS: Final = {"": None, "~": None, "null": None, "true": True, "false": False}
 _INTEGER: Final = re.compile(r"[-+]?[0-9]{1,300}")
 _FLOAT: Final = re.compile(r"[-+]?(\.[0-9]+|[0-9]+\.[0-9]*|[0-9]+(?=[eE]))([eE][-+]?[0-9]{1,3})?")
 
@@ -53,14 +54,14 @@ At = tuple[str | int, ...]
 """Path to a value, as the keys and list positions from the top-level value."""
 
 
-def text_of(path: Path) -> str:
-    """Return the text of a file. Raises TopologyError if the file cannot be read."""
+def text_of(path: Path, mistake: type[AuthorMistake] = TopologyError, remedy: str = "name a topology file") -> str:
+    """Return the text of a file. Raises ``mistake`` if the file cannot be read."""
     try:
         return path.read_text(encoding="utf-8")
     except OSError as error:
-        raise TopologyError([Problem(str(path), f"cannot be read: {error.strerror}; name a topology file")]) from error
+        raise mistake([Problem(str(path), f"cannot be read: {error.strerror}; {remedy}")]) from error
     except UnicodeDecodeError as error:
-        raise TopologyError([Problem(str(path), f"is not UTF-8 at byte {error.start}; save it as UTF-8")]) from error
+        raise mistake([Problem(str(path), f"is not UTF-8 at byte {error.start}; save it as UTF-8")]) from error
 
 
 @dataclass(slots=True)
@@ -133,12 +134,6 @@ class Document:
             self._written[at] = written
 
 
-class _Refused(Exception):
-    def __init__(self, place: str, text: str) -> None:
-        self.problem: Final = Problem(place, text)
-        super().__init__(text)
-
-
 def read(text: str, *, name: str, texts: Collection[At] = ()) -> Document:
     """Return the values of a YAML text, and its YAML errors as ``problems``.
 
@@ -150,10 +145,13 @@ def read(text: str, *, name: str, texts: Collection[At] = ()) -> Document:
         return document
     try:
         _Reading(document, texts, YAML(typ="safe", pure=True).parse(text)).run()
-    except _Refused as refused:
-        problem = refused.problem
+    except AuthorMistake as refused:
+        (problem,) = refused.problems
     except MarkedYAMLError as error:
-        problem = _not_yaml(name, error)
+        mark = error.problem_mark or error.context_mark
+        place = name if mark is None else _place(name, mark)
+        remedy = "; indent with spaces, not tabs" if "\\t" in str(error.problem) else ""
+        problem = Problem(place, f"is not YAML here: {error.problem or error.context}{remedy}")
     except YAMLError as error:
         problem = Problem(name, f"is not YAML: {' '.join(str(error).split())}")
     else:
@@ -177,8 +175,8 @@ class _Reading:
             if isinstance(event, DocumentStartEvent):
                 documents += 1
                 if documents > 1:
-                    place = _place(self._document.name, event.start_mark)
-                    raise _Refused(place, 'a second document starts here; remove the "---" and what follows')
+                    text = 'a second document starts here; remove the "---" and what follows'
+                    raise AuthorMistake([Problem(_place(self._document.name, event.start_mark), text)])
             elif isinstance(event, NodeEvent):
                 self._document.value = self._value(event, ())
 
@@ -197,16 +195,21 @@ class _Reading:
             self._document.note(at, place, key_place=key_place, written=event.value)
             return value
         if len(at) >= _MOST_DEPTH:
-            raise _Refused(place, f"nested more than {_MOST_DEPTH} deep; no such file needs as much")
+            raise AuthorMistake([Problem(place, f"nested more than {_MOST_DEPTH} deep; no such file needs as much")])
         self._document.note(at, place, key_place=key_place)
-        return self._mapping(at) if isinstance(event, MappingStartEvent) else self._list(at)
+        if isinstance(event, MappingStartEvent):
+            return self._mapping(at)
+        values: list[Any] = []
+        while not isinstance(event := next(self._events), SequenceEndEvent):
+            values.append(self._value(event, (*at, len(values))))
+        return values
 
     def _mapping(self, at: At) -> dict[str, Any]:
         values: dict[str, Any] = {}
         while not isinstance(event := next(self._events), MappingEndEvent):
             place = self._place_of_node(event)
             if not isinstance(event, ScalarEvent):
-                raise _Refused(place, "a key must be a name")
+                raise AuthorMistake([Problem(place, "a key must be a name")])
             key = event.value
             if key in values:
                 first = self._document.place_of_key((*at, key))
@@ -216,22 +219,16 @@ class _Reading:
             values[key] = self._value(next(self._events), (*at, key), place)
         return values
 
-    def _list(self, at: At) -> list[Any]:
-        values: list[Any] = []
-        while not isinstance(event := next(self._events), SequenceEndEvent):
-            values.append(self._value(event, (*at, len(values))))
-        return values
-
     def _place_of_node(self, event: Any) -> str:  # noqa: ANN401 - ruamel's events share no useful base
-        """Return the position of a key or value. Raises _Refused for an alias, a tag, or too many values."""
+        """Return the position of a key or value. Raises AuthorMistake for an alias, a tag, or too many values."""
         place = _place(self._document.name, event.start_mark)
         if isinstance(event, AliasEvent):
-            raise _Refused(place, f'the alias "*{event.anchor}" is not allowed; write the value out')
+            raise AuthorMistake([Problem(place, f'the alias "*{event.anchor}" is not allowed; write the value out')])
         self._nodes += 1
         if self._nodes > _MOST_NODES:
-            raise _Refused(place, f"more than {_MOST_NODES} values; no such file needs as many")
+            raise AuthorMistake([Problem(place, f"more than {_MOST_NODES} values; no such file needs as many")])
         if event.tag is not None and not (isinstance(event, ScalarEvent) and event.tag == "!"):
-            raise _Refused(place, f"the tag {event.tag} is not allowed; write the plain value")
+            raise AuthorMistake([Problem(place, f"the tag {event.tag} is not allowed; write the plain value")])
         return place
 
 
@@ -244,30 +241,15 @@ def _scalar(event: Any) -> Any:  # noqa: ANN401 - any plain scalar
     text: str = event.value
     if not event.implicit[0]:
         return text
-    match text.lower():
-        case "" | "~" | "null":
-            return None
-        case "true":
-            return True
-        case "false":
-            return False
-        case _ if _INTEGER.fullmatch(text):
-            return int(text)
-        case _ if _FLOAT.fullmatch(text):
-            return float(text)
-        case _:
-            return text
-
-
-def _not_yaml(name: str, error: MarkedYAMLError) -> Problem:
-    mark = error.problem_mark or error.context_mark
-    place = name if mark is None else _place(name, mark)
-    remedy = "; indent with spaces, not tabs" if "\\t" in str(error.problem) else ""
-    return Problem(place, f"is not YAML here: {error.problem or error.context}{remedy}")
+    if text.lower() in _CONSTANTS:
+        return _CONSTANTS[text.lower()]
+    if _INTEGER.fullmatch(text):
+        return int(text)
+    return float(text) if _FLOAT.fullmatch(text) else text
 
 
 class Keys(BaseModel):
-    """A mapping that rejects unknown keys and converts no values."""
+    """A mapping that rejects unknown keys and converts no values. The text below a key is its description."""
 
     model_config = ConfigDict(
         extra="forbid", strict=True, frozen=True, hide_input_in_errors=True, use_attribute_docstrings=True
@@ -319,12 +301,12 @@ def dotted(at: At) -> str:
     return "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in at).lstrip(".")
 
 
-def models_of(model: type[BaseModel], holder: str = "") -> dict[str, type[BaseModel]]:
-    """Map the dotted path of each mapping, without list positions, to its model; the top-level path is ""."""
+def models_of(model: type[BaseModel], holder: At = ()) -> dict[At, type[BaseModel]]:
+    """Map the path of each mapping, without list positions, to its model."""
     found = {holder: model}
     for name, key in model.model_fields.items():
         for inner in _models_in(key.annotation):
-            found |= models_of(inner, f"{holder}.{name}".lstrip("."))
+            found |= models_of(inner, (*holder, name))
     return found
 
 
@@ -360,7 +342,7 @@ def _told(error: ValidationError, document: Document, model: type[BaseModel]) ->
         shown = f'"{written}" ' if written else ""
         match found["type"]:
             case "extra_forbidden":
-                holder = models_of(model).get(".".join(str(step) for step in at[:-1] if isinstance(step, str)))
+                holder = models_of(model).get(tuple(step for step in at[:-1] if isinstance(step, str)))
                 suffix = did_you_mean(str(at[-1]), holder.model_fields if holder else ())
                 yield Problem(document.place_of_key(at), f'unknown key "{dotted(at)}"{suffix}')
             case "missing":

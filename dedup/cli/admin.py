@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import shlex
-from collections.abc import Awaitable, Callable
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Final, Literal
 
 import typer
 
@@ -23,29 +22,19 @@ from dedup.cli.inputs import (
 from dedup.errors import Problem, SettingsError, StateIncompatible
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
     from dedup.kafka.client import KafkaWire
     from dedup.kafka.topic_admin import Admin
     from dedup.settings import Settings
-    from dedup.topology.describe import Permission
     from dedup.topology.model import Topology
     from dedup.topology.schema import Start
     from dedup.worker.dead_letter_replay import Replayed
     from dedup.worker.topics import TopicPlan
 
+_CLIENT: Final = "dedup-admin"
 UrlOption = Annotated[
     list[str] | None,
     typer.Option("--url", help="Address of a worker's web pages; web.host and web.port by default. Repeatable."),
 ]
-
-Work = Callable[["KafkaWire", "Admin"], Awaitable[Any]]
-
-
-def _on_cluster(topology: Topology, settings: Settings, work: Work) -> Any:  # noqa: ANN401  # what the work returns
-    from dedup.kafka.topic_admin import on_cluster
-
-    return on_cluster(settings, f"dedup-admin-{topology.name}", work)
 
 
 def apply(
@@ -67,6 +56,7 @@ def apply(
     Example: dedup apply topologies/orders.yaml --dry-run
     """
     from dedup.cli.connectors import apply_tables, resolved_sink
+    from dedup.kafka.topic_admin import on_cluster
     from dedup.worker import topics as applying
 
     if acls and table:
@@ -87,7 +77,7 @@ def apply(
             await applying.make(parsed, plan, wire, admin)
         return plan
 
-    plan = _on_cluster(parsed, settings, work)
+    plan = on_cluster(settings, f"{_CLIENT}-{parsed.name}", work)
     tables = None if spec is None else apply_tables(spec, dry_run=dry_run, quiet=as_json)
     known = {"dry_run": dry_run, **asdict(plan), **({} if tables is None else {"tables": tables})}
     say(known, [f"{len(plan.make)} topics created"] if plan.make and not dry_run else [], as_json=as_json)
@@ -96,35 +86,20 @@ def apply(
 def _print_acls(topology: Topology, settings: Settings, principal: str, *, as_json: bool) -> None:
     from dedup.topology.describe import worker_permissions
 
-    permissions = worker_permissions(topology)
-    lines = (*_acls_as_table(permissions), "", *_acls_as_commands(permissions, settings.brokers, principal))
-    rows = [
-        {
-            "resource": each.resource.value,
-            "name": each.name,
-            "pattern": "prefixed" if each.prefixed else "literal",
-            "operations": list(each.operations),
-            "why": each.why,
-        }
-        for each in permissions
-    ]
-    say({"principal": principal, "permissions": rows}, lines, as_json=as_json)
-
-
-def _acls_as_table(permissions: Sequence[Permission]) -> Iterator[str]:
-    for each in permissions:
+    rows, table, commands = [], [], []
+    for each in worker_permissions(topology):
+        resource, pattern = each.resource.value, "prefixed" if each.prefixed else "literal"
+        row = {"resource": resource, "name": each.name, "pattern": pattern, "operations": list(each.operations)}
+        rows.append({**row, "why": each.why})
         name = f"{each.name}{'*' if each.prefixed else ''}"
-        yield f"{each.resource.value:<17} {name:<40} {', '.join(each.operations):<38} {each.why}".rstrip()
-
-
-def _acls_as_commands(permissions: Sequence[Permission], brokers: Sequence[str], principal: str) -> Iterator[str]:
-    """Yield a kafka-acls command for each permission, for an administrator to run."""
-    for each in permissions:
-        parts = ["kafka-acls", "--bootstrap-server", ",".join(brokers), "--add", "--allow-principal", principal]
+        table.append(f"{resource:<17} {name:<40} {', '.join(each.operations):<38} {each.why}".rstrip())
+        # The command is for an administrator to run.
+        parts = ["kafka-acls", "--bootstrap-server", ",".join(settings.brokers)]
+        parts += ["--add", "--allow-principal", principal]
         parts += [part for operation in each.operations for part in ("--operation", operation)]
-        parts += [f"--{each.resource.value}", each.name]
-        parts += ["--resource-pattern-type", "prefixed"] if each.prefixed else []
-        yield shlex.join(parts)
+        parts += [f"--{resource}", each.name, *(["--resource-pattern-type", pattern] if each.prefixed else [])]
+        commands.append(shlex.join(parts))
+    say({"principal": principal, "permissions": rows}, [*table, "", *commands], as_json=as_json)
 
 
 def _print_plan(plan: TopicPlan, *, dry_run: bool) -> None:
@@ -153,24 +128,22 @@ def status(
 
     Example: dedup status topologies/orders.yaml --watch
     """
-    from dedup.cli.status import WATCH_S, Shown, ask_fleet, default_urls, looked, survey
+    from dedup.cli.status import WATCH_S, ask_fleet, default_urls, looked, showing, survey
+    from dedup.kafka.topic_admin import on_cluster
 
     parsed, settings = read_both(topology, config, overrides)
     known = urls or default_urls(settings)
 
     async def work(wire: KafkaWire, admin: Admin) -> None:
-        with Shown(watch=watch, as_json=as_json) as shown:
+        with showing(watch=watch, as_json=as_json) as show:
             while True:
                 pages = await asyncio.to_thread(ask_fleet, parsed.name, known, settings)
-                shown.show(looked(await survey(parsed, wire, admin), pages))
+                show(looked(await survey(parsed, wire, admin), pages))
                 if not watch:
                     return
                 await asyncio.sleep(WATCH_S)
 
-    try:
-        _on_cluster(parsed, settings, work)
-    except KeyboardInterrupt:
-        raise typer.Exit(130) from None
+    on_cluster(settings, f"{_CLIENT}-{parsed.name}", work)
 
 
 def reset(
@@ -193,6 +166,7 @@ def reset(
 
     Example: dedup reset topologies/orders.yaml --to latest
     """
+    from dedup.kafka.topic_admin import on_cluster
     from dedup.worker.reset import Reset, delete_local_state, local_state
 
     parsed, settings = read_both(topology, config, overrides)
@@ -211,13 +185,10 @@ def reset(
     async def work(wire: KafkaWire, admin: Admin) -> None:
         order = Reset(parsed, settings, wire, admin)
         found = await order.look()
-        typer.echo(f"the offsets of group {found.group} are deleted")
-        for name in found.topics:
-            typer.echo(f"topic {name} is deleted and created again, empty")
-        for path in found.partitions:
-            typer.echo(f"local state {path} is deleted")
-        for place in found.checkpoints:
-            typer.echo(f"checkpoint {place} is deleted")
+        doomed = [f"topic {name} is deleted and created again, empty" for name in found.topics]
+        doomed += [f"local state {path} is deleted" for path in found.partitions]
+        doomed += [f"checkpoint {place} is deleted" for place in found.checkpoints]
+        typer.echo("\n".join([f"the offsets of group {found.group} are deleted", *doomed]))
         if not yes and not typer.confirm("Every ID seen is forgotten and may be forwarded again. Continue?"):
             typer.echo("nothing was changed")
             raise typer.Exit(1)
@@ -228,7 +199,7 @@ def reset(
             typer.echo(f"read from {parsed.source.start}, as the topology says")
         typer.echo("done; if workers on other machines have state, run `dedup reset --local` there")
 
-    _on_cluster(parsed, settings, work)
+    on_cluster(settings, f"{_CLIENT}-{parsed.name}", work)
 
 
 def replay(
@@ -242,7 +213,7 @@ def replay(
     limit: Annotated[int | None, typer.Option(min=1, help="Maximum number of records to send.")] = None,
     *,
     begin: Annotated[
-        str | None,
+        Literal["last", "start"] | None,
         typer.Option("--from", metavar="last|start", help="Where to begin if the last replay's position is lost."),
     ] = None,
     as_json: JsonOption = False,
@@ -257,17 +228,15 @@ def replay(
 
     Example: dedup replay topologies/orders.yaml --limit 100
     """
-    from dedup.worker.dead_letter_replay import BEGINNINGS, Replay, replay_plan
+    from dedup.kafka.topic_admin import on_cluster
+    from dedup.worker.dead_letter_replay import Replay, replay_plan
     from dedup.worker.topics import Cluster, topic_names
 
     if late != forward:
         why = "they would be late again: add --forward" if late else "dead letters are judged again; omit this option"
         raise SettingsError([Problem("--late" if late else "--forward", why)])
-    known = next((each for each in BEGINNINGS if each == begin), None)
-    if begin is not None and known is None:
-        raise SettingsError([Problem("--from", f'"{begin}" is unknown; write last or start')])
     parsed, settings = read_both(topology, config, overrides)
-    plan = replay_plan(parsed, late=late, limit=limit, begin=known)
+    plan = replay_plan(parsed, late=late, limit=limit, begin=begin)
     if isinstance(plan, str):
         raise SettingsError([Problem("--late", plan)])
 
@@ -279,7 +248,7 @@ def replay(
             raise StateIncompatible(f"topic {missing[0]!r} does not exist; run `dedup apply` first.")
         return await Replay(parsed, settings, Cluster(have), wire, plan).run(lambda _: None)
 
-    done = _on_cluster(parsed, settings, work)
+    done = on_cluster(settings, f"{_CLIENT}-{parsed.name}", work)
     target = plan.output or "their source partitions"
     lines = [f"{done.sent} records of {plan.topic} sent to {target}", *(f"left {text}" for text in done.left)]
     say({"topic": plan.topic, "sent": done.sent, "left": done.left}, lines, as_json=as_json)

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import shutil
 import subprocess
-import tempfile
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
 
@@ -17,14 +14,23 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from dedup.cli.broker import embedded_kafka
-from dedup.cli.inputs import TopologyArgument, read_settings, read_topology, refuse_no_page, write_report
+from dedup.cli.inputs import (
+    TopologyArgument,
+    embedded_kafka,
+    kept_after_errors,
+    read_settings,
+    read_topology,
+    refuse_no_page,
+    write_report,
+)
 from dedup.errors import BrokerUnavailable, Problem, SettingsError, StateIncompatible, VerificationFailed
 
 if TYPE_CHECKING:
     from dedup.chaos.chaos_report import ChaosReport, Tick
-    from dedup.chaos.fault_run import ChaosStage, ScheduledFault
+    from dedup.chaos.fault_run import ScheduledFault
     from dedup.chaos.load import Age
+    from dedup.embedded.fault_proxy import FaultProxy
+    from dedup.embedded.kafka_node import EmbeddedKafka
     from dedup.settings import Settings
     from dedup.topology.model import Topology
 
@@ -45,6 +51,9 @@ class ChaosOptions:
     per_s: int
     seed: int
     harder: float
+    directory: Path
+    """The directory of the run's logs and state."""
+    console: Console
 
 
 def chaos(  # noqa: PLR0917  # one parameter per option
@@ -77,95 +86,49 @@ def chaos(  # noqa: PLR0917  # one parameter per option
     dedup chaos topologies/orders.yaml --config config/test.yaml --minutes 30 --seed 7
     """
     console = Console(highlight=False, soft_wrap=True)
-    options = ChaosOptions(read_topology(topology), topology, minutes, workers, per_s, seed, harder)
-    _refuse_observing(options)
-    refuse_no_page(report)
-    directory = Path(tempfile.mkdtemp(prefix="dedup-chaos-"))
-    try:
-        found = (
-            _embedded(options, directory, console)
-            if config is None
-            else _on_test_cluster(options, config, directory, console)
-        )
-    except Exception:
-        console.print(f"the logs are in {directory}", style="yellow")
-        raise
-    write_report(report, found.to_html(), found.to_json())
-    _print(found, report, console)
-    if not found.passed:
-        raise VerificationFailed(
-            f"{options.topology.name}: {found.closing_line}. {report} names what broke; the logs are in "
-            f"{directory}. `--seed {seed}` injects the same faults again."
-        )
-    shutil.rmtree(directory, ignore_errors=True)
-
-
-def _refuse_observing(options: ChaosOptions) -> None:
-    if options.topology.output is None:
+    parsed = read_topology(topology)
+    if parsed.output is None:
         text = "it forwards nothing, so there is nothing to prove; give it an `output` for the test"
-        raise SettingsError([Problem(str(options.topology_file), text)])
+        raise SettingsError([Problem(str(topology), text)])
+    refuse_no_page(report)
+    with kept_after_errors("dedup-chaos-", console) as directory:
+        options = ChaosOptions(parsed, topology, minutes, workers, per_s, seed, harder, directory, console)
+        found = _embedded(options) if config is None else _on_test_cluster(options, config)
+        write_report(report, found.to_html(), found.to_json())
+        _print(found, report, console)
+        if not found.passed:
+            raise VerificationFailed(
+                f"{parsed.name}: {found.closing_line}. {report} names what broke. `--seed {seed}` injects the same "
+                f"faults again."
+            )
 
 
-def _embedded(options: ChaosOptions, directory: Path, console: Console) -> ChaosReport:
-    from dedup.chaos.fault_run import RETENTION_PROPERTIES, ClusterFaults
+def _embedded(options: ChaosOptions) -> ChaosReport:
+    from dedup.chaos.fault_run import RETENTION_PROPERTIES
     from dedup.chaos.load import make_topic
     from dedup.embedded.fault_proxy import FaultProxy
 
-    with embedded_kafka(directory, proxied=True, properties=RETENTION_PROPERTIES) as kafka:
+    data_dir, config = options.directory / "kafka", options.directory / "config.yaml"
+    with embedded_kafka(data_dir, proxied=True, properties=RETENTION_PROPERTIES) as kafka:
         for topic in options.topology.source.topics:
             make_topic(kafka.bootstrap, topic, _PARTITIONS)
-        config = directory / "config.yaml"
         listener = kafka.proxied
         config.write_text(f"brokers: ['{listener.bootstrap}']\n", encoding="utf-8")
         with FaultProxy(listener.broker_port, port=listener.proxy_port) as proxy:
-            _apply(options, config)
             # The workers connect through the proxy; the checks connect directly.
             settings = read_settings(config).model_copy(update={"brokers": (kafka.bootstrap,)})
-            faults = _faults(options, embedded=True)
-            ages = _write_past(options, settings, faults)
-            with _staged(options, config, settings, directory) as stage:
-                cluster = ClusterFaults(options.topology, settings, stage.watches, ages)
-                embedded = replace(stage, kafka=kafka, proxy=proxy, cluster=cluster)
-                return _run(options, settings, embedded, faults, console)
+            return _run(options, config, settings, kafka, proxy)
 
 
-def _on_test_cluster(options: ChaosOptions, config: Path, directory: Path, console: Console) -> ChaosReport:
-    settings = read_settings(config)
-    _refuse_used(options.topology, settings)
-    _apply(options, config)
-    with _staged(options, config, settings, directory) as stage:
-        return _run(options, settings, stage, _faults(options, embedded=False), console)
-
-
-def _faults(options: ChaosOptions, *, embedded: bool) -> list[ScheduledFault]:
-    from dedup.chaos.fault_run import draw, rates
-
-    per_minute = rates(harder=options.harder, embedded=embedded)
-    return draw(seed=options.seed, seconds=options.minutes * 60, workers=options.workers, per_minute=per_minute)
-
-
-def _write_past(options: ChaosOptions, settings: Settings, faults: list[ScheduledFault]) -> list[Age]:
-    """Write old records, which a run that shortens retention can delete without affecting the proof."""
-    from dedup.chaos.fault_run import FaultType
-    from dedup.chaos.load import write_past
-
-    if not any(fault.kind is FaultType.RETENTION for fault in faults):
-        return []
-    now_ms = time.time_ns() // 1_000_000
-    partitions = dict.fromkeys(options.topology.source.topics, _PARTITIONS)
-    return write_past(options.topology, settings, partitions, run=_run_name(options), seed=options.seed, now_ms=now_ms)
-
-
-def _run_name(options: ChaosOptions) -> str:
-    return f"chaos-{options.seed}-{int(time.time())}"
-
-
-def _refuse_used(topology: Topology, settings: Settings) -> None:
-    """Raise StateIncompatible unless the source topics exist and are empty; real and made-up records must not mix."""
+def _on_test_cluster(options: ChaosOptions, config: Path) -> ChaosReport:
+    """Return the report of a run. Raises StateIncompatible unless the source topics exist and are empty, because real
+    and made-up records must not mix.
+    """
     from dedup.verify.kafka_reader import KafkaReader
 
+    settings = read_settings(config)
     with KafkaReader(settings) as reader:
-        for topic in topology.source.topics:
+        for topic in options.topology.source.topics:
             bounds = reader.bounds(topic)
             if not bounds or any(each.high for each in bounds.values()):
                 state = "has records" if bounds else "does not exist"
@@ -173,6 +136,22 @@ def _refuse_used(topology: Topology, settings: Settings) -> None:
                     f"source topic {topic!r} {state}. `dedup chaos` writes made-up records: give it a test environment "
                     f"where the topic exists and was never written to. Nothing was changed."
                 )
+    return _run(options, config, settings)
+
+
+def _faults(options: ChaosOptions, settings: Settings, *, embedded: bool) -> tuple[list[ScheduledFault], list[Age]]:
+    """Return the faults, and the past records that faults delete, which does not affect the proof."""
+    from dedup.chaos.fault_run import FaultType, draw, rates
+    from dedup.chaos.load import write_past
+
+    seed, now_ms = options.seed, time.time_ns() // 1_000_000
+    per_minute = rates(harder=options.harder, embedded=embedded)
+    faults = draw(seed=seed, seconds=options.minutes * 60, workers=options.workers, per_minute=per_minute)
+    if not any(fault.kind is FaultType.RETENTION for fault in faults):
+        return faults, []
+    partitions = dict.fromkeys(options.topology.source.topics, _PARTITIONS)
+    past = write_past(options.topology, settings, partitions, run=f"past-{now_ms}", seed=seed, now_ms=now_ms)
+    return faults, past
 
 
 def _apply(options: ChaosOptions, config: Path) -> None:
@@ -185,68 +164,56 @@ def _apply(options: ChaosOptions, config: Path) -> None:
         raise BrokerUnavailable(f"`dedup apply` ended with exit code {done.returncode}: {done.stderr or done.stdout}")
 
 
-@contextlib.contextmanager
-def _staged(options: ChaosOptions, config: Path, settings: Settings, directory: Path) -> Iterator[ChaosStage]:
-    from dedup.chaos.fault_run import ChaosFleet, ChaosStage
+def _run(
+    options: ChaosOptions,
+    config: Path,
+    settings: Settings,
+    kafka: EmbeddedKafka | None = None,
+    proxy: FaultProxy | None = None,
+) -> ChaosReport:
+    from dedup.chaos.chaos_report import ChaosReport
+    from dedup.chaos.checks import gather, oracles
+    from dedup.chaos.fault_run import ChaosFleet, ChaosRun, ChaosStage, ClusterFaults
     from dedup.chaos.live_checker import LiveChecker, Watch
     from dedup.chaos.load import MadeRecords, Sender
     from dedup.verify.kafka_reader import KafkaReader
 
-    topology = options.topology
+    topology, console, seconds = options.topology, options.console, options.minutes * 60
+    _apply(options, config)
+    faults, ages = _faults(options, settings, embedded=kafka is not None)
     with KafkaReader(settings) as reader:
         partitions = reader.partitions(topology.source.topics)
         output = topology.output.topic if topology.output is not None else topology.dead_letter
         begin = dict.fromkeys(reader.bounds(output), 0)
-    records = MadeRecords(topology, partitions, run=_run_name(options), seed=options.seed)
+    records = MadeRecords(topology, partitions, run=f"chaos-{options.seed}-{int(time.time())}", seed=options.seed)
+    fleet = ChaosFleet(options.directory, options.topology_file, config, list(_OVERRIDES), options.workers)
     with contextlib.ExitStack() as stack:
         live_checker = stack.enter_context(LiveChecker(topology, settings, begin))
         watches = tuple(
             stack.enter_context(Watch(settings, topology.name, topic, count)) for topic, count in partitions.items()
         )
-        fleet = stack.enter_context(
-            ChaosFleet(directory, options.topology_file, config, list(_OVERRIDES), options.workers)
-        )
+        stack.enter_context(fleet)
         sender = stack.enter_context(Sender(records, settings, per_s=options.per_s))
-        yield ChaosStage(fleet, sender, watches, live_checker, _SESSION_S)
+        cluster = None if kafka is None else ClusterFaults(topology, settings, watches, ages)
+        stage = ChaosStage(fleet, sender, watches, live_checker, _SESSION_S, kafka, proxy, cluster)
+        console.print(
+            f"{options.workers} workers, {options.per_s:,} records/s, {len(faults)} faults, seed {options.seed}"
+        )
+        with Progress(console=console, transient=True, disable=not console.is_terminal) as bars:
+            task = bars.add_task("chaos", total=seconds)
 
+            def show(tick: Tick) -> None:
+                text = f"{tick.judged:,} judged, lag {tick.in_topic - tick.judged:,}"
+                bars.update(task, completed=min(tick.at_s, seconds), description=text)
 
-def _run(
-    options: ChaosOptions, settings: Settings, stage: ChaosStage, faults: list[ScheduledFault], console: Console
-) -> ChaosReport:
-    from dedup.chaos.chaos_report import ChaosReport
-    from dedup.chaos.checks import gather, oracles
-    from dedup.chaos.fault_run import ChaosRun
-
-    seconds = options.minutes * 60
-    console.print(f"{options.workers} workers, {options.per_s:,} records/s, {len(faults)} faults, seed {options.seed}")
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as bars:
-        run = ChaosRun(stage, faults, _ticker(bars, seconds))
-        judged = run.run(seconds)
-    stage.fleet.stop()
-    console.print(f"{stage.sender.sent:,} records sent; the fleet has shut down; everything is read again")
-    events = run.events
-    found = gather(options.topology, settings, stage, events, judged=judged)
-    return ChaosReport(
-        options.topology.name,
-        options.seed,
-        seconds,
-        options.workers,
-        events.injected,
-        events.ticks,
-        dict(events.restarts),
-        found.verified,
-        oracles(found),
-    )
-
-
-def _ticker(bars: Progress, seconds: float):  # type: ignore[no-untyped-def]  # noqa: ANN202
-    task = bars.add_task("chaos", total=seconds)
-
-    def show(tick: Tick) -> None:
-        lag = tick.in_topic - tick.judged
-        bars.update(task, completed=min(tick.at_s, seconds), description=f"{tick.judged:,} judged, lag {lag:,}")
-
-    return show
+            run = ChaosRun(stage, faults, show)
+            judged = run.run(seconds)
+        fleet.stop()
+        console.print(f"{sender.sent:,} records sent; the fleet has shut down; everything is read again")
+        found = gather(topology, settings, stage, run.events, judged=judged)
+    run_of = (topology.name, options.seed, seconds, options.workers)
+    happened = (run.events.injected, run.events.ticks, dict(run.events.restarts))
+    return ChaosReport(*run_of, *happened, found.verified, oracles(found))
 
 
 def _print(found: ChaosReport, page: Path, console: Console) -> None:

@@ -3,36 +3,37 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 import typer
 
 from dedup.cli.inputs import (
+    A_TIME,
     ConfigOption,
     JsonOption,
     SetOption,
     TopologyArgument,
     read_settings,
     read_topology,
+    time_of,
 )
-from dedup.errors import AuthorMistake, DedupError, Problem, SettingsError, TopologyError
+from dedup.errors import AuthorMistake, DedupError, Problem, TopologyError
 
 if TYPE_CHECKING:
     from dedup.settings import Settings
     from dedup.topology.chain import Named, Stage
     from dedup.topology.lint import Finding
 
+_STDIN: Final = Path("-")
 LOOK_S: Final = 0.3
 """Interval at which `dedup check --watch` polls the files, too short for a person to notice."""
-
-_START: Final = "2024-01-01T00:00:00Z"
 
 
 def check(
@@ -58,18 +59,22 @@ def check(
 
     dedup check topologies/orders.yaml --watch
     """
-    settings = None
     if watch and as_json:
         raise typer.BadParameter("--watch and --json exclude each other")
-    if broker:
-        settings = read_settings(config, overrides)
-    if watch:
-        _check_at_each_save(topologies, settings)
-    _check_once(topologies, settings, as_json=as_json)
+    settings = read_settings(config, overrides) if broker else None
+    if not watch:
+        _check_once(topologies, settings, as_json=as_json)
+        return
+    for _ in at_each_save(topologies):
+        typer.echo(f"--- {time.strftime('%H:%M:%S')}")
+        try:
+            _check_once(topologies, settings, as_json=False)
+        except DedupError as error:  # the next save may correct it
+            typer.echo(str(error), err=True)
 
 
-def again_at_each_save(paths: Sequence[Path], act: Callable[[], None], wait: Callable[[], None]) -> None:
-    """Call ``act`` now and whenever a file is written, replaced, created, or removed, until an exception is raised.
+def at_each_save(paths: Sequence[Path]) -> Iterator[None]:
+    """Yield now and whenever a file is written, replaced, created, or removed.
 
     The function polls modification times and sizes instead of using file-system events, because editors replace files
     and network shares send no events.
@@ -79,8 +84,8 @@ def again_at_each_save(paths: Sequence[Path], act: Callable[[], None], wait: Cal
         found = [_stamp(path) for path in paths]
         if found != seen:
             seen = found
-            act()
-        wait()
+            yield
+        time.sleep(LOOK_S)
 
 
 def _stamp(path: Path) -> tuple[int, int, int] | None:
@@ -90,21 +95,6 @@ def _stamp(path: Path) -> tuple[int, int, int] | None:
     except OSError:
         return None
     return known.st_mtime_ns, known.st_size, known.st_ino
-
-
-def _check_at_each_save(topologies: list[Path], settings: Settings | None) -> NoReturn:
-    """Check after each save until Ctrl-C. Errors do not end the loop, because the next save may correct them."""
-
-    def look() -> None:
-        typer.echo(f"--- {time.strftime('%H:%M:%S')}")
-        try:
-            _check_once(topologies, settings, as_json=False)
-        except DedupError as error:
-            typer.echo(str(error), err=True)
-
-    with contextlib.suppress(KeyboardInterrupt):
-        again_at_each_save(topologies, look, lambda: time.sleep(LOOK_S))
-    raise typer.Exit(130)
 
 
 def _check_once(topologies: list[Path], settings: Settings | None, *, as_json: bool) -> None:
@@ -117,22 +107,24 @@ def _check_once(topologies: list[Path], settings: Settings | None, *, as_json: b
     joints = lint_chain(stages)
     weak: set[str] = set()
     for path, stage in zip(topologies, read, strict=True):
+        errors: list[Problem] = []
+        found: list[Finding] = []
         if isinstance(stage, TopologyError):
-            problems.extend(stage.problems)
-            errors = [{"place": problem.place, "text": problem.text} for problem in stage.problems]
-            reports.append({"file": str(path), "ok": False, "problems": errors, "findings": []})
-            continue
-        found = _findings(stage.stage, settings) + [finding for file, finding in joints if file == stage.file]
-        weak |= {stage.file} if any(map(is_weak, found)) else set()
-        bad = [finding for finding in found if finding.level == "error"]
-        problems.extend(Problem(str(path), f"{finding.text} [{finding.code}]") for finding in bad)
-        findings = [{"level": each.level, "code": each.code, "text": each.text} for each in found]
-        reports.append({"file": str(path), "ok": not bad, "problems": [], "findings": findings})
+            errors = stage.problems
+        else:
+            found = _findings(stage.stage, settings) + [finding for file, finding in joints if file == stage.file]
+            weak |= {stage.file} if any(map(is_weak, found)) else set()
+        bad = [Problem(str(path), f"{each.text} [{each.code}]") for each in found if each.level == "error"]
+        problems += errors + bad
+        ok = not errors and not bad
+        told = {"problems": [asdict(each) for each in errors], "findings": [asdict(each) for each in found]}
+        reports.append({"file": str(path), "ok": ok, **told})
+        if not as_json:
+            _print_warnings(path, found, ok=ok)
     if as_json:
         typer.echo(json.dumps(reports, indent=2))
-    else:
-        _print_reports(reports)
-        for line in describe_chain(stages, frozenset(weak)) if len(stages) > 1 else ():
+    elif len(stages) > 1:
+        for line in describe_chain(stages, frozenset(weak)):
             typer.echo(line)
     if problems and as_json:
         raise typer.Exit(TopologyError.exit_code)
@@ -170,14 +162,13 @@ def _findings(topology: Stage, settings: Settings | None) -> list[Finding]:
     return lint(topology) + asyncio.run(broker_findings(topology, settings))
 
 
-def _print_reports(reports: list[dict[str, Any]]) -> None:
-    for report in reports:
-        warnings = [finding for finding in report["findings"] if finding["level"] == "warning"]
-        for finding in warnings:
-            typer.echo(f"{report['file']}: warning: {finding['text']} [{finding['code']}]")
-        if report["ok"]:
-            count = f", {len(warnings)} warning{'s' if len(warnings) > 1 else ''}" if warnings else ""
-            typer.echo(f"{report['file']}: ok{count}")
+def _print_warnings(path: Path, found: list[Finding], *, ok: bool) -> None:
+    warnings = [finding for finding in found if finding.level == "warning"]
+    for finding in warnings:
+        typer.echo(f"{path}: warning: {finding.text} [{finding.code}]")
+    if ok:
+        count = f", {len(warnings)} warning{'s' if len(warnings) > 1 else ''}" if warnings else ""
+        typer.echo(f"{path}: ok{count}")
 
 
 def describe(
@@ -228,14 +219,15 @@ def schema(
 def try_records(
     topology: TopologyArgument,
     file: Annotated[
-        Path | None, typer.Argument(metavar="FILE", help="File of JSON lines; standard input if - or omitted.")
-    ] = None,
+        Path,
+        typer.Argument(metavar="FILE", show_default=False, help="File of JSON lines; standard input if - or omitted."),
+    ] = _STDIN,
     envelope: Annotated[
         bool, typer.Option("--envelope", help="Each line is a whole record, not just a value.")
     ] = False,
     start: Annotated[
         str, typer.Option("--time", help="Timestamp of the first line (RFC 3339); each following line is 1 s later.")
-    ] = _START,
+    ] = A_TIME,
     now: Annotated[
         str | None, typer.Option("--now", help="Current time (RFC 3339); this machine's clock by default.")
     ] = None,
@@ -251,11 +243,16 @@ def try_records(
     from dedup.cli.try_records import RecordJudge, entries
 
     parsed = read_topology(topology)
-    now_ms = time.time_ns() // 1_000_000 if now is None else _instant_ms(now, "--now")
+    now_ms = time.time_ns() // 1_000_000 if now is None else time_of("--now", now)
     judge = RecordJudge(parsed, now_ms=now_ms)
-    start_ms = _instant_ms(start, "--time")
+    start_ms = time_of("--time", start)
     counts: Counter[str] = Counter()
-    with _lines(file) as (lines, name):
+    name = "standard input" if file == _STDIN else str(file)
+    try:
+        opened = sys.stdin.buffer if file == _STDIN else file.open("rb")
+    except OSError as error:
+        raise AuthorMistake([Problem(name, f"cannot be read: {error.strerror}; name a file")]) from error
+    with opened as lines:
         for entry in entries(lines, name=name, envelope=envelope, start_ms=start_ms):
             judgment = judge.judge(entry)
             counts[judgment.verdict] += 1
@@ -263,26 +260,3 @@ def try_records(
     if not as_json:
         books = ", ".join(f"{count} {verdict}" for verdict, count in sorted(counts.items()))
         typer.echo(f"{counts.total()} records: {books}" if counts else "no records")
-
-
-def _instant_ms(text: str, option: str) -> int:
-    from dedup.core.event_time import rfc3339_ms
-
-    found = rfc3339_ms(text)
-    if found is None:
-        raise SettingsError([Problem(option, f'"{text}" is not a time; write for example {_START}')])
-    return found
-
-
-@contextlib.contextmanager
-def _lines(file: Path | None) -> Iterator[tuple[Iterator[bytes], str]]:
-    """Yield the lines and the name of a file, or of standard input."""
-    if file is None or str(file) == "-":
-        yield sys.stdin.buffer, "standard input"
-        return
-    try:
-        opened = file.open("rb")
-    except OSError as error:
-        raise AuthorMistake([Problem(str(file), f"cannot be read: {error.strerror}; name a file")]) from error
-    with opened:
-        yield opened, str(file)

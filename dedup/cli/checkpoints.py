@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from dedup.store.checkpoint_storage import CheckpointStorage
     from dedup.topology.model import Topology
     from dedup.worker.checkpointing import MadeCheckpoint
-    from dedup.worker.topics import Cluster
 
 KEPT: Final = ".checkpoint"
+_SHOWN: Final = ("position", "ids", "archive", "archive_bytes", "sha256")
 
 
 def checkpoint(
@@ -71,11 +71,22 @@ def checkpoint(
         return await _all(parsed, here, storage, partitions or [], wire, admin)
 
     with own_state(here.state_dir, parsed.name):
-        try:
-            made = on_cluster(here, f"dedup-checkpoint-{parsed.name}", work)
-        except KeyboardInterrupt:
-            raise typer.Exit(130) from None
-    say([_as_json(each) for each in made], map(_in_words, made), as_json=as_json)
+        made = on_cluster(here, f"dedup-checkpoint-{parsed.name}", work)
+    told = [_told(each) for each in made]
+    say([data for data, _ in told], [line for _, line in told], as_json=as_json)
+
+
+def _told(made: MadeCheckpoint) -> tuple[dict[str, Any], str]:
+    """Return a result as data and as a line of text."""
+    found = made.checkpoint
+    data = {"partition": made.partition, "written": made.written, "records_read": made.records}
+    if found is None:
+        return data, f"partition {made.partition}: no state yet, nothing to write"
+    return data | {name: getattr(found, name) for name in _SHOWN}, (
+        f"partition {made.partition}: {'written' if made.written else 'nothing new'}; {found.ids:,} IDs up to "
+        f"changelog position {found.position:,}, {found.archive_bytes / (1 << 20):,.1f} MiB, "
+        f"{made.records:,} changelog records read"
+    )
 
 
 async def _all(
@@ -96,46 +107,22 @@ async def _all(
         )
     if topology.output is None or topology.output.topic in have:
         refuse_misfits(topology, have)
-    cluster = Cluster(have)
-    factory = TaskFactory(topology, settings, cluster, wire, SteadyClock(), RocksMemory())
-    made: list[MadeCheckpoint] = []
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, disable=not console.is_terminal) as bars:
-        for partition in _chosen(topology, cluster, chosen):
-            line = bars.add_task(f"partition {partition}", total=None)
-            read, write = (partial(_show, bars, line, f"partition {partition}: {verb}") for verb in ("read", "write"))
-            made.append(await make_checkpoint(factory, storage, partition, restoring=read, packing=write))
-    return made
-
-
-def _show(bars: Progress, line: TaskID, description: str, done: int, total: int) -> None:
-    """Update a progress bar with the number of changelog offsets read, or of archive bytes written."""
-    bars.update(line, description=description, completed=done, total=total)
-
-
-def _chosen(topology: Topology, cluster: Cluster, chosen: list[int]) -> list[int]:
-    count = cluster.topics[topology.changelog_topic].partitions
+    count = have[topology.changelog_topic].partitions
     unknown = [partition for partition in chosen if partition >= count]
     if unknown:
         text = f"{unknown[0]} does not exist; {topology.changelog_topic} has partitions 0 to {count - 1}"
         raise SettingsError([Problem("--partition", text)])
-    return sorted(set(chosen)) or list(range(count))
+    factory = TaskFactory(topology, settings, Cluster(have), wire, SteadyClock(), RocksMemory())
+    made: list[MadeCheckpoint] = []
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, disable=not console.is_terminal) as bars:
+        for partition in sorted(set(chosen)) or range(count):
+            line = bars.add_task(f"partition {partition}", total=None)
 
+            def show(verb: str, done: int, total: int, partition: int = partition, line: TaskID = line) -> None:
+                bars.update(line, description=f"partition {partition}: {verb}", completed=done, total=total)
 
-def _as_json(made: MadeCheckpoint) -> dict[str, Any]:
-    found = made.checkpoint
-    known = {"partition": made.partition, "written": made.written, "records_read": made.records}
-    names = ("position", "ids", "archive", "archive_bytes", "sha256")
-    return known | ({} if found is None else {name: getattr(found, name) for name in names})
-
-
-def _in_words(made: MadeCheckpoint) -> str:
-    found = made.checkpoint
-    if found is None:
-        return f"partition {made.partition}: no state yet, nothing to write"
-    what = "written" if made.written else "nothing new"
-    return (
-        f"partition {made.partition}: {what}; {found.ids:,} IDs up to changelog position {found.position:,}, "
-        f"{found.archive_bytes / (1 << 20):,.1f} MiB, {made.records:,} changelog records read"
-    )
+            read, write = partial(show, "read"), partial(show, "write")
+            made.append(await make_checkpoint(factory, storage, partition, restoring=read, packing=write))
+    return made

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 from collections.abc import Coroutine
 from dataclasses import replace
@@ -17,7 +18,6 @@ from dedup.errors import Problem, SettingsError, TaskMigrated
 
 if TYPE_CHECKING:
     from dedup.connect.source_connector import OpenSource
-    from dedup.topology.ingest_file import Ingest
     from dedup.topology.model import SinkSpec, Topology
 
 T = TypeVar("T")
@@ -40,13 +40,18 @@ def ingest(
 
     dedup ingest topologies/table-to-topic.yaml --exit-when-done
     """
-    from dedup.connect.source_connector import run_ingest
+    from dedup.connect.source_connector import open_source, run_ingest
+    from dedup.settings import with_references
+    from dedup.topology.schema import TableSource
     from dedup.worker.logs import set_up_logging
 
     settings = read_settings(config, overrides)
     parsed = read_ingest(source)
     set_up_logging(settings)
-    opener = _opener(parsed, str(source))
+    opener: OpenSource = open_source
+    if isinstance(parsed.source, TableSource):
+        url = with_references(parsed.source.url, f"{source}: source.table.url", os.environ)
+        opener = partial(open_source, url=url)
     done = _run(run_ingest(parsed, settings, opener, exit_when_done=exit_when_done))
     for text in done.waiting:
         typer.echo(text, err=True)
@@ -56,27 +61,13 @@ def ingest(
     )
 
 
-def _opener(parsed: Ingest, name: str) -> OpenSource:
-    """Return the function that opens the source, with resolved references in its database URL."""
-    from dedup.connect.source_connector import open_source
-    from dedup.settings import with_references
-    from dedup.topology.schema import TableSource
-
-    if isinstance(parsed.source, TableSource):
-        return partial(open_source, url=with_references(parsed.source.url, f"{name}: source.table.url", os.environ))
-    return open_source
-
-
 def sink(
     topology: Annotated[Path, typer.Argument(metavar="TOPOLOGY", help="Topology file with a `sink`.")],
     config: ConfigOption = None,
     overrides: SetOption = None,
     partitions: Annotated[
         str | None,
-        typer.Option(
-            metavar="0,2-5",
-            help="Partitions that this process reads; all by default.",
-        ),
+        typer.Option(metavar="0,2-5", help="Partitions that this process reads; all by default."),
     ] = None,
     exit_when_done: Annotated[
         bool, typer.Option("--exit-when-done", help="Stop when all records that exist at the start are in the table.")
@@ -136,22 +127,18 @@ def resolved_sink(topology: Topology, path: Path) -> SinkSpec:
 
 
 def apply_tables(spec: SinkSpec, *, dry_run: bool, quiet: bool) -> dict[str, str]:
-    """Create the sink's missing tables unless ``dry_run`` is set. Return their CREATE statements by name.
+    """Create the sink's missing tables unless ``dry_run`` is set, and return their CREATE statements by name.
 
-    Raises StateIncompatible if an existing table is unsuitable, and DatabaseUnavailable if the database does not
-    respond.
+    Raises StateIncompatible for an unsuitable table, and DatabaseUnavailable if the database does not respond.
     """
     from dedup.connect.database import OFFSETS
     from dedup.connect.open_database import RetryingDatabase
     from dedup.connect.upsert import make_tables, plan_tables
 
-    database = RetryingDatabase(spec.url)
-    try:
+    with contextlib.closing(RetryingDatabase(spec.url)) as database:
         missing = database.first(lambda connection: plan_tables(connection, spec))
         if not dry_run:
             database.first(lambda connection: make_tables(connection, spec))
-    finally:
-        database.close()
     for name in (OFFSETS, spec.table) if not quiet else ():
         word = "would create" if dry_run else "created"
         typer.echo(f"{word} table {name}: {missing[name]}" if name in missing else f"ok table {name}")

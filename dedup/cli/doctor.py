@@ -9,7 +9,7 @@ import asyncio
 import re
 from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Final, Literal, assert_never
+from typing import TYPE_CHECKING, Final, Literal, assert_never, get_args
 
 import typer
 
@@ -18,13 +18,12 @@ from dedup.errors import BrokerUnavailable, StateIncompatible
 
 if TYPE_CHECKING:
     from dedup.kafka.authorization import Rights
-    from dedup.kafka.connection import Connection, Diagnosis, Trouble
+    from dedup.kafka.connection import Diagnosis, Trouble
     from dedup.settings import Settings
-    from dedup.topology.describe import Permission
     from dedup.topology.model import Topology
 
 Layer = Literal["DNS", "TCP", "TLS", "authentication", "version", "ACL", "topics"]
-LAYERS: Final[tuple[Layer, ...]] = ("DNS", "TCP", "TLS", "authentication", "version", "ACL", "topics")
+LAYERS: Final[tuple[Layer, ...]] = get_args(Layer)
 _DETAIL: Final = re.compile(r"(?P<what>.*?)\. (?P<remedy>.*?)(?P<detail> \(.*\))?", re.DOTALL)
 _TOPIC_REMEDIES: Final[Mapping[str, str]] = {
     "source_missing": "Create the source topic, or correct `source.topics`",
@@ -89,75 +88,46 @@ def in_words(found: list[Symptom], looked_at: frozenset[Layer]) -> Iterator[str]
 
 async def _examined(topology: Topology | None, settings: Settings) -> tuple[list[Symptom], frozenset[Layer]]:
     """Return the symptoms and the layers that were reached."""
+    from dedup.kafka.authorization import Rights
     from dedup.kafka.connection import Connection, diagnose
+    from dedup.worker.topics import broker_findings
 
     connection = Connection.of(settings, client_id="dedup-doctor")
     troubles = await diagnose(connection)
-    found = [_symptom(finding, "") for finding in troubles]
-    reached = _reached([layer_of(finding.trouble) for finding in troubles], len(connection.brokers))
+    found = [_symptom(each, "") for each in troubles]
     if len(troubles) == len(connection.brokers):
-        return found, reached
+        deepest = max(LAYERS.index(each.layer) for each in found)
+        return found, frozenset(LAYERS[: deepest + 1])
     # One broker that answers is enough to continue; the others are reported.
-    bad = {finding.broker for finding in troubles}
+    bad = {each.broker for each in troubles}
     good = replace(connection, brokers=tuple(broker for broker in connection.brokers if broker not in bad))
-    looked_at: set[Layer] = {*reached, "DNS", "TCP", "TLS", "authentication"}
-    async for layer, symptoms in _on_the_cluster(topology, settings, good):
-        looked_at.add(layer)
-        found += symptoms
-    return found, frozenset(looked_at)
-
-
-def _reached(stopped_at: list[Layer], brokers: int) -> frozenset[Layer]:
-    """Return the layers that were checked if every broker failed in one of them, and no layers otherwise."""
-    if len(stopped_at) < brokers:
-        return frozenset()
-    deepest = max(LAYERS.index(layer) for layer in stopped_at)
-    return frozenset(LAYERS[: deepest + 1])
-
-
-async def _on_the_cluster(
-    topology: Topology | None, settings: Settings, connection: Connection
-) -> AsyncIterator[tuple[Layer, list[Symptom]]]:
-    from dedup.kafka.authorization import Rights
-
-    async with Rights(connection) as rights:
-        elsewhere = await _advertised(rights, connection)
-        for symptom in elsewhere:
-            yield symptom.layer, [symptom]
+    looked_at: set[Layer] = {"DNS", "TCP", "TLS", "authentication"}
+    async with Rights(good) as rights:
+        # Clients use the advertised addresses for every request except the first.
+        elsewhere = await diagnose(replace(good, brokers=rights.advertised()))
         if elsewhere:
-            return
-        yield "version", await _versions(rights)
-        if topology is None:
-            return
-        denied = [symptom async for symptom in _denied(rights, topology, settings)]
-        yield "ACL", denied
-        if not any(symptom.level == "error" for symptom in denied):
-            yield "topics", await _topics(topology, settings)
-
-
-async def _advertised(rights: Rights, connection: Connection) -> list[Symptom]:
-    """Return problems with the brokers' advertised addresses, which clients use for every request except the first."""
-    from dedup.kafka.connection import diagnose
-
-    found = await diagnose(replace(connection, brokers=rights.advertised()))
-    return [_symptom(each, "the broker answers, but advertises another address: ") for each in found]
-
-
-async def _versions(rights: Rights) -> list[Symptom]:
-    return [
-        Symptom(
-            "version",
-            "error",
-            f"{broker} is too old: it does not support {', '.join(sorted(lacks))}",
-            "Use brokers of Kafka 2.8 or later",
-        )
-        for broker, lacks in (await rights.lacking()).items()
-        if lacks
-    ]
+            before = "the broker answers, but advertises another address: "
+            return [*found, *(_symptom(each, before) for each in elsewhere)], frozenset(looked_at)
+        for broker, lacks in (await rights.lacking()).items():
+            if lacks:
+                text = f"{broker} is too old: it does not support {', '.join(sorted(lacks))}"
+                found.append(Symptom("version", "error", text, "Use brokers of Kafka 2.8 or later"))
+        looked_at.add("version")
+        if topology is not None:
+            denied = [each async for each in _denied(rights, topology, settings)]
+            found += denied
+            looked_at.add("ACL")
+            if not any(each.level == "error" for each in denied):
+                for finding in await broker_findings(topology, settings):
+                    remedy = _TOPIC_REMEDIES[finding.code]
+                    found.append(Symptom("topics", finding.level, finding.text.rstrip("."), remedy))
+                looked_at.add("topics")
+    return found, frozenset(looked_at)
 
 
 async def _denied(rights: Rights, topology: Topology, settings: Settings) -> AsyncIterator[Symptom]:
     """Yield the missing permissions in the form of `dedup apply --acls`."""
+    from dedup.kafka.authorization import REFUSED_ID, TIMEOUT_TOO_LONG
     from dedup.topology.describe import Resource, worker_permissions
 
     wanted = worker_permissions(topology)
@@ -169,51 +139,25 @@ async def _denied(rights: Rights, topology: Topology, settings: Settings) -> Asy
             case Resource.GROUP:
                 allowed = await rights.on_group(each.name)
             case Resource.TRANSACTIONAL_ID:
-                async for symptom in _transactions(rights, each, settings):
-                    yield symptom
-                continue
+                # No task has a transactional ID that ends like this, so no task is fenced.
+                timeout_ms = settings.transaction_timeout_ms
+                code = await rights.try_transactional_id(f"{each.name}doctor", timeout_ms)
+                if code == TIMEOUT_TOO_LONG:
+                    text = f"transaction_timeout ({timeout_ms} ms) is more than the brokers allow"
+                    remedy = "Shorten it, or raise the brokers' transaction.max.timeout.ms"
+                    yield Symptom("topics", "error", text, remedy)
+                allowed = frozenset() if code == REFUSED_ID else None
             case never:
                 assert_never(never)
         # A topic that does not exist has no permissions; the next layer reports it.
         lacks = [] if allowed is None else [name for name in each.operations if name not in allowed]
         if lacks:
-            yield _refused(f"{each.resource.value} {each.name}", lacks)
-
-
-async def _transactions(rights: Rights, wanted: Permission, settings: Settings) -> AsyncIterator[Symptom]:
-    from dedup.kafka.authorization import REFUSED_ID, TIMEOUT_TOO_LONG
-
-    # No task has a transactional ID that ends like this, so no task is fenced.
-    match await rights.try_transactional_id(f"{wanted.name}doctor", settings.transaction_timeout_ms):
-        case code if code == REFUSED_ID:
-            yield _refused(f"transactional ids that begin with {wanted.name}", list(wanted.operations))
-        case code if code == TIMEOUT_TOO_LONG:
-            yield Symptom(
-                "topics",
-                "error",
-                f"transaction_timeout ({settings.transaction_timeout_ms} ms) is more than the brokers allow",
-                "Shorten it, or raise the brokers' transaction.max.timeout.ms",
-            )
-        case _:
-            pass
-
-
-def _refused(what: str, operations: list[str]) -> Symptom:
-    return Symptom(
-        "ACL",
-        "error",
-        f"this principal lacks {', '.join(operations)} on {what}",
-        "Grant it; `dedup apply --acls` prints the commands for all permissions needed",
-    )
-
-
-async def _topics(topology: Topology, settings: Settings) -> list[Symptom]:
-    from dedup.worker.topics import broker_findings
-
-    return [
-        Symptom("topics", finding.level, finding.text.rstrip("."), _TOPIC_REMEDIES[finding.code])
-        for finding in await broker_findings(topology, settings)
-    ]
+            what = f"{each.resource.value} {each.name}"
+            if each.resource is Resource.TRANSACTIONAL_ID:
+                what = f"transactional ids that begin with {each.name}"
+            text = f"this principal lacks {', '.join(lacks)} on {what}"
+            remedy = "Grant it; `dedup apply --acls` prints the commands for all permissions needed"
+            yield Symptom("ACL", "error", text, remedy)
 
 
 def layer_of(trouble: Trouble) -> Layer:
@@ -225,20 +169,10 @@ def layer_of(trouble: Trouble) -> Layer:
             return "DNS"
         case Trouble.UNREACHABLE | Trouble.SILENT:
             return "TCP"
-        case (
-            Trouble.PLAINTEXT_TO_TLS
-            | Trouble.TLS_TO_PLAINTEXT
-            | Trouble.UNTRUSTED
-            | Trouble.WRONG_HOST
-            | Trouble.EXPIRED
-            | Trouble.CLIENT_CERTIFICATE
-            | Trouble.TLS
-        ):
-            return "TLS"
         case Trouble.CREDENTIALS | Trouble.MECHANISM | Trouble.SASL_WANTED | Trouble.NO_SASL:
             return "authentication"
-        case never:
-            assert_never(never)
+        case _:
+            return "TLS"
 
 
 def _symptom(finding: Diagnosis, before: str) -> Symptom:

@@ -5,18 +5,21 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 from rich.console import Console
-from rich.progress import Progress
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
 from dedup.errors import Problem, SettingsError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Mapping
 
+    from dedup.embedded.kafka_node import EmbeddedKafka
     from dedup.settings import Settings
     from dedup.topology.ingest_file import Ingest
     from dedup.topology.model import Topology
@@ -107,11 +110,8 @@ def pairs_of(option: str, texts: list[str] | None) -> dict[str, str]:
     return dict(text.split("=", 1) for text in texts or ())
 
 
-def time_of(option: str, text: str, write: str = A_TIME) -> int:
-    """Return a time in ms from a text in ms or RFC 3339. Raises SettingsError for other texts.
-
-    The error suggests ``write`` instead.
-    """
+def time_of(option: str, text: str, write: str = f"for example {A_TIME}") -> int:
+    """Return a time in ms from a text in ms or RFC 3339. The SettingsError for other texts suggests ``write``."""
     from dedup.core.event_time import rfc3339_ms
 
     found = int(text) if text.isdecimal() else rfc3339_ms(text)
@@ -130,3 +130,42 @@ def reading_bar(console: Console, *, disable: bool = False) -> Iterator[OnProgre
             bar.update(task, description=now.doing, completed=now.done, total=now.total)
 
         yield show
+
+
+@contextlib.contextmanager
+def kept_after_errors(prefix: str, console: Console) -> Iterator[Path]:
+    """Yield a temporary directory. It stays after an error, because the logs in it are the only evidence."""
+    directory = Path(tempfile.mkdtemp(prefix=prefix))
+    try:
+        yield directory
+    except Exception:
+        console.print(f"the logs are in {directory}", style="yellow")
+        raise
+    except KeyboardInterrupt:
+        shutil.rmtree(directory, ignore_errors=True)
+        raise
+    shutil.rmtree(directory, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def embedded_kafka(
+    data_dir: Path | None, *, port: int = 0, proxied: bool = False, properties: Mapping[str, str] | None = None
+) -> Iterator[EmbeddedKafka]:
+    """Yield a running Kafka, and stop it at the end. A progress bar shows the download of its jars, if needed."""
+    from dedup.embedded.kafka_node import EmbeddedKafka
+
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("Kafka 4.1.1 from Maven Central", total=None, visible=False)
+
+        def show(done_bytes: int, total_bytes: int) -> None:
+            bar.update(task, completed=done_bytes, total=total_bytes, visible=True)
+
+        kafka = EmbeddedKafka(
+            data_dir=data_dir, port=port, profile="bench", proxied=proxied, properties=properties, progress=show
+        ).start()
+    try:
+        yield kafka
+    finally:
+        kafka.stop()

@@ -14,7 +14,7 @@ from dedup.errors import AuthorMistake, DedupError
 
 COMMANDS: Final[Mapping[str, Mapping[str, str]]] = {
     "Start here": {
-        "demo": "demo.demo",
+        "demo": "broker.demo",
         "check": "check.check",
         "describe": "check.describe",
         "try": "check.try_records",
@@ -109,20 +109,20 @@ def main() -> None:
         sys.exit(AuthorMistake.exit_code)
 
 
-def _options(
-    version: Annotated[
-        bool, typer.Option("--version", help="Show the version.", is_eager=True, callback=lambda on: _version(on=on))
-    ] = False,
-) -> None:
-    """Exactly-once deduplication for Kafka topics."""
-
-
-def _version(*, on: bool) -> None:
-    if on:
+def _show_version(wanted: bool) -> None:
+    if wanted:
         from importlib import metadata
 
         typer.echo(f"dedup {metadata.version('dedup-streams')}")
         raise typer.Exit
+
+
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", help="Show the version.", is_eager=True, callback=_show_version)
+    ] = False,
+) -> None:
+    """Exactly-once deduplication for Kafka topics."""
 
 
 if __name__ == "__main__":

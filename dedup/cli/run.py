@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from dedup.metrics import TaskNumbers
-    from dedup.settings import Settings
-    from dedup.topology.model import Topology
     from dedup.worker.app import DedupApp
 
 EVERY_S: Final = 0.5
@@ -55,9 +53,10 @@ def run(
 
     dedup run topologies/simplest.yaml --onto-existing-output
     """
+    from dedup.web.server import WebServer
     from dedup.worker.logs import set_up_logging
     from dedup.worker.supervisor import FleetPlan, supervise
-    from dedup.worker.worker import kept_worker_id
+    from dedup.worker.worker import RunOptions, kept_worker_id, main_loop
 
     settings = read_settings(config, overrides)
     parsed = read_topology(topology)
@@ -67,16 +66,9 @@ def run(
         said = tuple(overrides or ())
         plan = FleetPlan(topology, config, said, settings, workers, exit_when_done, onto_existing_output)
         raise typer.Exit(supervise(plan))
-    _run_one(parsed, settings, exit_when_done=exit_when_done, onto=onto_existing_output, quiet=quiet)
-
-
-def _run_one(parsed: Topology, settings: Settings, *, exit_when_done: bool, onto: bool, quiet: bool) -> None:
-    from dedup.web.server import WebServer
-    from dedup.worker.worker import RunOptions, main_loop
-
     make_pages = partial(WebServer, settings.web) if settings.web.enabled else None
     with RunProgress(enabled=not quiet) as progress:
-        main_loop(parsed, settings, RunOptions(exit_when_done, progress.tick, make_pages, onto))
+        main_loop(parsed, settings, RunOptions(exit_when_done, progress.tick, make_pages, onto_existing_output))
     progress.closing_line()
 
 

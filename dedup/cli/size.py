@@ -8,7 +8,6 @@ low.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
@@ -34,21 +33,6 @@ _UUID_KEY_BYTES: Final = 17
 _INTEGER_KEY_BYTES: Final = 6
 """Bytes of the state key of an integer up to a trillion."""
 _KINDS: Final = "uuid, integer or text:LENGTH"
-
-
-@dataclass(frozen=True, slots=True)
-class Predicted:
-    """The predicted state of all partitions together at a steady rate."""
-
-    ids_least: int
-    """Number of IDs right after a segment was dropped: those of one retention period."""
-    ids_most: int
-    """Number of IDs right before a segment is dropped: those of one and a half retention periods."""
-    bytes_an_id: float
-    disk_least_bytes: int
-    disk_most_bytes: int
-    filter_most_bytes: int
-    """Bytes of filters in the workers' memory, in addition to 128 MiB per worker for buffers and cache."""
 
 
 def size(
@@ -80,33 +64,33 @@ def size(
     parsed = None if topology is None else read_topology(topology)
     window = _window(parsed, guard, grace)
     fingerprints = parsed is not None and parsed.fingerprints_wanted
-    found = predict(window, rate * (1 - duplicates), _key_bytes(kind), fingerprints=fingerprints)
-    bound = None if parsed is None else parsed.state.max_bytes_per_partition
-    data = {
-        **asdict(found),
+    data = predict(window, rate * (1 - duplicates), key_bytes(kind), fingerprints=fingerprints)
+    data |= {
         "partitions": partitions,
-        "disk_most_bytes_per_partition": found.disk_most_bytes // partitions,
-        "max_bytes_per_partition": bound,
+        "disk_most_bytes_per_partition": data["disk_most_bytes"] // partitions,
+        "max_bytes_per_partition": None if parsed is None else parsed.state.max_bytes_per_partition,
     }
     say(data, _in_words(data, window), as_json=as_json)
 
 
-def predict(window: Window, ids_per_s: float, key_length: int, *, fingerprints: bool) -> Predicted:
-    """Return the predicted state for ``ids_per_s`` new IDs per second of event time."""
+def predict(window: Window, ids_per_s: float, key_length: int, *, fingerprints: bool) -> dict[str, Any]:
+    """Return the predicted state of all partitions together for ``ids_per_s`` new IDs per second of event time.
+
+    Least is right after a segment was dropped, most is right before. The filters are in the workers' memory, beside
+    128 MiB per worker for buffers and cache.
+    """
     each = bytes_an_id(key_length, fingerprints=fingerprints)
     least = ids_per_s * window.retention_ms / 1000
     # Each segment covers half a retention and is dropped as a whole.
     most = least + ids_per_s * window.segment_ms / 1000
-    return Predicted(
-        round(least), round(most), each, round(least * each), round(most * each), round(most * _FILTER_BYTES)
-    )
-
-
-def key_bytes(id_bytes: int) -> int:
-    """Return the length of the state key for an ID of ``id_bytes`` bytes that is text or bytes. Long IDs are stored as
-    digests.
-    """
-    return min(id_bytes + _TAG_BYTES, KEPT_BYTES + 1)
+    return {
+        "ids_least": round(least),
+        "ids_most": round(most),
+        "bytes_an_id": each,
+        "disk_least_bytes": round(least * each),
+        "disk_most_bytes": round(most * each),
+        "filter_most_bytes": round(most * _FILTER_BYTES),
+    }
 
 
 def bytes_an_id(key_length: int, *, fingerprints: bool) -> float:
@@ -136,15 +120,14 @@ def _gib(size_bytes: int) -> str:
 
 
 def _window(topology: Topology | None, guard: str | None, grace: str | None) -> Window:
-    if topology is None and guard is None:
-        raise SettingsError([Problem("--guard", "is missing; write --guard 24h, or name a topology file")])
-    # As in a topology file, grace is the guard period by default.
-    guard_ms = _duration("--guard", guard) if guard is not None else topology.window.guard_ms if topology else 0
-    if grace is not None:
-        grace_ms = _duration("--grace", grace)
+    if guard is not None:
+        # As in a topology file, grace is the guard period by default.
+        guard_ms = grace_ms = _duration("--guard", guard)
+    elif topology is not None:
+        guard_ms, grace_ms = topology.window.guard_ms, topology.window.grace_ms
     else:
-        grace_ms = topology.window.grace_ms if topology is not None and guard is None else guard_ms
-    return Window(guard_ms, grace_ms)
+        raise SettingsError([Problem("--guard", "is missing; write --guard 24h, or name a topology file")])
+    return Window(guard_ms, grace_ms if grace is None else _duration("--grace", grace))
 
 
 def _duration(option: str, text: str) -> int:
@@ -154,7 +137,8 @@ def _duration(option: str, text: str) -> int:
         raise SettingsError([Problem(option, str(error))]) from error
 
 
-def _key_bytes(kind: str) -> int:
+def key_bytes(kind: str) -> int:
+    """Return the length of the state key for a kind of ID. Long IDs are stored as digests."""
     name, _, length = kind.partition(":")
     match name, length:
         case "uuid", "":
@@ -162,6 +146,6 @@ def _key_bytes(kind: str) -> int:
         case "integer", "":
             return _INTEGER_KEY_BYTES
         case "text", digits if digits.isdecimal() and int(digits):
-            return key_bytes(int(digits))
+            return min(int(digits) + _TAG_BYTES, KEPT_BYTES + 1)
         case _:
             raise SettingsError([Problem("--id", f'"{kind}" is unknown; write {_KINDS}, for example text:20')])

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import urllib.error
 import urllib.parse
 import urllib.request
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, Final, Self
+from collections.abc import Callable, Iterator, Sequence
+from http import HTTPStatus
+from typing import TYPE_CHECKING, Any, Final
 
+import typer
 from rich.console import Console, RenderableType
 from rich.console import Group as Lines
 from rich.live import Live
@@ -18,7 +20,7 @@ from rich.table import Table
 
 from dedup.errors import DedupError, Problem, SettingsError
 from dedup.kafka.client import KafkaWire
-from dedup.kafka.topic_admin import Admin, Group, GroupMember, Topic
+from dedup.kafka.topic_admin import Admin, Group
 from dedup.kafka.wire import NoAnswer, TopicPartition
 from dedup.quantities import instant
 from dedup.worker.offsets import bounds_of, committed_offset
@@ -31,8 +33,6 @@ if TYPE_CHECKING:
 WATCH_S: Final = 2.0
 PATIENCE_S: Final = 5.0
 """Timeout of a request to a worker."""
-_BAD_REQUEST: Final = 400
-_UNAUTHORIZED: Final = 401
 _FROM_WORKER: Final = (
     "state",
     "restore_remaining",
@@ -58,73 +58,53 @@ class NotReached(DedupError):
     """No worker responds at an address."""
 
 
-@dataclass(frozen=True, slots=True)
-class SurveyedTask:
-    """The task of one feeding partition, as the brokers see it."""
-
-    task: str
-    topic: str
-    partition: int
-    owner: str | None
-    committed: int | None
-    end: int
-    lag: int
-    """Number of offsets from the committed one to the end; 0 if they hold only markers and aborted records."""
-    changelog_begin: int | None
-    changelog_end: int | None
-
-
-@dataclass(frozen=True, slots=True)
-class Survey:
-    """A topology at one moment, as the brokers see it."""
-
-    topology: str
-    members: tuple[GroupMember, ...]
-    tasks: tuple[SurveyedTask, ...]
-    missing_topics: tuple[str, ...]
-
-
-async def survey(topology: Topology, wire: KafkaWire, admin: Admin) -> Survey:
-    """Return the state of the group and the topics without asking a worker."""
-    have = await admin.topics(topic_names(topology))
+async def survey(topology: Topology, wire: KafkaWire, admin: Admin) -> dict[str, Any]:
+    """Return the state of the group, the topics, and the tasks as the brokers see it, without asking a worker."""
+    names = topic_names(topology)
+    have = await admin.topics(names)
     members = await Group(wire, topology.name).members()
     owners = {partition: member.worker_id for member in members for partition in member.partitions}
-    kinds = {"dedup": topology.feeding_topics}
-    if not topology.direct:
-        kinds = {"repartition": topology.source.topics, **kinds}
-    tasks = [
-        await _task(topology, wire, have, owners, (kind, TopicPartition(name, partition)))
-        for kind, names in kinds.items()
-        for name in names
-        if name in have
-        for partition in range(have[name].partitions)
+    kinds = {} if topology.direct else {"repartition": topology.source.topics}
+    feedings = [
+        (kind, TopicPartition(topic, partition))
+        for kind, topics in {**kinds, "dedup": topology.feeding_topics}.items()
+        for topic in topics
+        if topic in have
+        for partition in range(have[topic].partitions)
     ]
-    missing = tuple(name for name in topic_names(topology) if name not in have)
-    return Survey(topology.name, tuple(members), tuple(tasks), missing)
+    changelog = have.get(topology.changelog_topic)
+    tasks = []
+    for kind, feeding in feedings:
+        begin = end = None
+        if kind == "dedup" and changelog is not None and feeding.partition < changelog.partitions:
+            kept = await bounds_of(wire, TopicPartition(changelog.name, feeding.partition))
+            begin, end = kept.start, kept.end
+        known = await _progress(topology, wire, feeding)
+        known |= {"changelog_begin": begin, "changelog_end": end}
+        tasks.append({"task": kind, **feeding._asdict(), "owner": owners.get(feeding), **known})
+    return {
+        "topology": topology.name,
+        "members": [
+            {"worker": each.worker_id, "host": each.host, "partitions": [f"{t}/{p}" for t, p in each.partitions]}
+            for each in members
+        ],
+        "missing_topics": [name for name in names if name not in have],
+        "tasks": tasks,
+    }
 
 
-async def _task(
-    topology: Topology,
-    wire: KafkaWire,
-    have: Mapping[str, Topic],
-    owners: Mapping[TopicPartition, str],
-    at: tuple[str, TopicPartition],
-) -> SurveyedTask:
-    kind, feeding = at
+async def _progress(topology: Topology, wire: KafkaWire, feeding: TopicPartition) -> dict[str, int | None]:
+    """Return the committed offset, the end, and the lag of a task.
+
+    The lag is the number of offsets between them; 0 if they hold only markers and aborted records.
+    """
     bounds = await bounds_of(wire, feeding)
     committed = await committed_offset(wire, topology.name, feeding, stable=False)
-    begin = end = None
-    changelog = have.get(topology.changelog_topic)
-    if kind == "dedup" and changelog is not None and feeding.partition < changelog.partitions:
-        kept = await bounds_of(wire, TopicPartition(changelog.name, feeding.partition))
-        begin, end = kept.start, kept.end
     # A recreated topic may end before the committed offset.
     lag = max(0, bounds.end - max(bounds.start, committed or 0))
     if lag and committed is not None and await _only_markers(wire, feeding, max(bounds.start, committed)):
         lag = 0
-    return SurveyedTask(
-        kind, feeding.topic, feeding.partition, owners.get(feeding), committed, bounds.end, lag, begin, end
-    )
+    return {"committed": committed, "end": bounds.end, "lag": lag}
 
 
 async def _only_markers(wire: KafkaWire, feeding: TopicPartition, offset: int) -> bool:
@@ -157,9 +137,13 @@ def ask(url: str, page: str, settings: Settings) -> dict[str, Any]:
             found: dict[str, Any] = json.load(answer)
             return found
     except urllib.error.HTTPError as error:
-        if error.code == _BAD_REQUEST:
+        if error.code == HTTPStatus.BAD_REQUEST:
             raise SettingsError([Problem("ID", str(json.load(error).get("error", "is not valid")))]) from error
-        remedy = "set web.token to the worker's" if error.code == _UNAUTHORIZED else "is it a worker of this release?"
+        remedy = (
+            "set web.token to the worker's"
+            if error.code == HTTPStatus.UNAUTHORIZED
+            else "is it a worker of this release?"
+        )
         raise NotReached(f"{url} answered {error.code} {error.reason}; {remedy}") from error
     except (OSError, ValueError) as error:
         why = getattr(error, "reason", error)
@@ -189,13 +173,8 @@ def ask_id(topology: Topology, tracking_id: str, urls: Sequence[str], settings: 
     """Return the merged answers of the workers about an ID. Raises NotReached if a worker does not respond."""
     if not urls:
         raise NotReached("web.port is 0 or web is off, so no worker's address is known. Name it with --url.")
-    together: dict[str, Any] = {
-        "topology": topology.name,
-        "id": tracking_id,
-        "sightings": [],
-        "asked": [],
-        "unreached": [],
-    }
+    together: dict[str, Any] = {"topology": topology.name, "id": tracking_id}
+    together |= {"sightings": [], "asked": [], "unreached": []}
     for url in urls:
         found = ask(url, "/api/ids/" + urllib.parse.quote(tracking_id, safe=""), settings)
         if found["topology"] != topology.name:
@@ -236,7 +215,7 @@ def in_words(found: dict[str, Any]) -> Iterator[str]:
     yield f"not known to this worker, which has {asked or 'none'}; the ID is in {where}. Ask the others with --url."
 
 
-def looked(survey: Survey, pages: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def looked(surveyed: dict[str, Any], pages: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return the JSON of `dedup status`, which combines what the brokers and the workers say about the tasks."""
     said = {
         (task["task"], task["topic"], task["partition"]): {**task, "owner": page["worker"]}
@@ -244,19 +223,14 @@ def looked(survey: Survey, pages: Sequence[dict[str, Any]]) -> dict[str, Any]:
         for task in page["tasks"]
     }
     tasks = []
-    for task in survey.tasks:
-        known = said.get((task.task, task.topic, task.partition), {})
+    for task in surveyed["tasks"]:
+        known = said.get((task["task"], task["topic"], task["partition"]), {})
         # A stream on Spark is not a member of the group.
-        owner = task.owner or known.get("owner")
-        tasks.append({**asdict(task), "owner": owner, **{key: known.get(key) for key in _FROM_WORKER}})
+        owner = task["owner"] or known.get("owner")
+        tasks.append({**task, "owner": owner, **{key: known.get(key) for key in _FROM_WORKER}})
     return {
-        "topology": survey.topology,
-        "members": [
-            {"worker": each.worker_id, "host": each.host, "partitions": [f"{t}/{p}" for t, p in each.partitions]}
-            for each in survey.members
-        ],
-        "lag": sum(task.lag for task in survey.tasks),
-        "missing_topics": list(survey.missing_topics),
+        **surveyed,
+        "lag": sum(task["lag"] for task in tasks),
         "dead_letters": _summed(pages, "dead_letters"),
         "other_formats": _summed(pages, "other_formats"),
         "alerts": [f"{page['worker']}: {page['alert']}" for page in pages if page.get("alert")],
@@ -273,42 +247,26 @@ def _summed(pages: Sequence[dict[str, Any]], name: str) -> dict[str, int]:
     return dict(found.most_common())
 
 
-class Shown:
-    """A context manager that prints the status, or refreshes the status in place with --watch on a terminal."""
+@contextlib.contextmanager
+def showing(*, watch: bool, as_json: bool) -> Iterator[Callable[[dict[str, Any]], None]]:
+    """Yield a function that prints a status, or refreshes it in place with --watch on a terminal.
 
-    def __init__(self, *, watch: bool, as_json: bool) -> None:
-        self._watch: Final = watch
-        self._as_json: Final = as_json
-        self._console: Final = Console(highlight=False)
-        in_place = watch and not as_json and self._console.is_terminal
+    With --watch in a pipe, each status is a separate line of JSON or a separate table.
+    """
+    console = Console(highlight=False)
+    if as_json:
+        yield lambda seen: typer.echo(json.dumps(seen, indent=None if watch else 2))
+    elif watch and console.is_terminal:
         # `screen` is the terminal's alternate screen: the previous contents come back at the end.
-        self._live: Final = Live(console=self._console, screen=True, auto_refresh=False) if in_place else None
-
-    def __enter__(self) -> Self:
-        if self._live is not None:
-            self._live.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._live is not None:
-            self._live.stop()
-
-    def show(self, seen: dict[str, Any]) -> None:
-        """Show a status; with --watch in a pipe, each status is a separate line of JSON or a separate table."""
-        if self._live is not None:
-            self._live.update(table(seen), refresh=True)
-        elif self._as_json:
-            self._console.file.write(json.dumps(seen, indent=None if self._watch else 2) + "\n")
-            self._console.file.flush()
-        else:
-            self._console.print(table(seen))
+        with Live(console=console, screen=True, auto_refresh=False) as live:
+            yield lambda seen: live.update(table(seen), refresh=True)
+    else:
+        yield lambda seen: console.print(table(seen))
 
 
 def table(seen: dict[str, Any]) -> RenderableType:
     """Return the status as a table for a terminal."""
-    found = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("task", "partition", "owner"):
-        found.add_column(name)
+    found = Table("task", "partition", "owner", box=None, pad_edge=False, header_style="bold")
     for name in ("committed", "end", "lag", "changelog", "state", "IDs", "bytes", "restoring", "duplicates"):
         found.add_column(name, justify="right")
     for task in seen["tasks"]:

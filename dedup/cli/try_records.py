@@ -5,20 +5,25 @@ verdict.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import chain
-from typing import Final, Literal, assert_never
+from typing import Final, Literal
 
 import msgspec
 
 from dedup.core.extract import Extractor, compile_extractor
-from dedup.core.fold import Exempt, Outcome, Rows, Sightings, fold
-from dedup.core.window import Feed, Late, Sighting, StreamTime
+from dedup.core.fold import Outcome, Rows, Sightings, fold
+from dedup.core.window import Feed, Sighting, StreamTime
 from dedup.errors import AuthorMistake, Problem
 from dedup.quantities import format_duration, instant
-from dedup.topology.model import LateDrop, LateForward, LateTo, Topology
+from dedup.topology.model import LateForward, LateTo, Topology
 
 _FEED: Final = Feed(0, 0)
+_EXEMPT: Final = {
+    "missing_id": "it has no ID, and the topology says missing: forward",
+    "tombstone": "its value is null, and the topology says tombstones: forward",
+    "conflict": "its ID is known with another payload, and the topology says on_conflict: forward",
+}
 
 VerdictName = Literal["unique", "duplicate", "conflict", "late", "dead letter", "forwarded"]
 
@@ -48,7 +53,7 @@ class Judgment:
 
     def as_json(self) -> str:
         """Return one line of JSON."""
-        return msgspec.json.encode(asdict(self)).decode()
+        return msgspec.json.encode(self).decode()
 
     def as_text(self) -> str:
         """Return one line of text."""
@@ -76,10 +81,18 @@ def entries(lines: Iterable[bytes], *, name: str, envelope: bool, start_ms: int)
         if not text.strip():
             continue
         timestamp_ms = start_ms + (number - 1) * 1_000
-        if envelope:
-            yield _opened(text, number, name, timestamp_ms)
-        else:
+        if not envelope:
             yield Entry(number, None, text, (), timestamp_ms)
+            continue
+        try:
+            whole = msgspec.json.decode(text, type=_Envelope)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            remedy = 'write {"key": ..., "value": ..., "headers": {...}, "timestamp": ms}, or leave --envelope out'
+            raise AuthorMistake([Problem(f"{name}:{number}:1", f"is not an envelope ({error}); {remedy}")]) from error
+        key, value = None if whole.key is None else whole.key.encode(), bytes(whole.value)
+        headers = tuple((header, content.encode()) for header, content in whole.headers.items())
+        at_ms = timestamp_ms if whole.timestamp is None else whole.timestamp
+        yield Entry(number, key, None if value == b"null" else value, headers, at_ms)
 
 
 class RecordJudge:
@@ -130,7 +143,9 @@ class RecordJudge:
             _row, dead = outcome.dead[0]
             return Judgment(line, "dead letter", f"{dead.code}: {dead.detail}", self._topology.dead_letter, None)
         if outcome.exempt:
-            return Judgment(line, "forwarded", _exempt(outcome.exempt[0]), output, time if outcome.unique else None)
+            why = outcome.exempt[0].why
+            reason = f"{_EXEMPT.get(why, why)}; outside the guarantee, marked by dedup-verdict"
+            return Judgment(line, "forwarded", reason, output, time if outcome.unique else None)
         clamped = f"time set to {time}; " if outcome.clamped else ""
         for _row, seen in outcome.conflicts:
             reason = f"{clamped}another payload; {self._since(seen, time_ms)}"
@@ -138,9 +153,14 @@ class RecordJudge:
         for _row, seen in outcome.duplicates:
             reason = f"{clamped}{self._since(seen, time_ms)}"
             return Judgment(line, "duplicate", reason, self._topology.duplicates, time)
-        if outcome.late:
-            _row, late = outcome.late[0]
-            return self._late(line, late, time)
+        for _row, late in outcome.late:
+            grace = format_duration(self._topology.window.grace_ms)
+            behind = f"{_span(late.behind_ms)} behind stream time, more than the grace of {grace}"
+            policy = self._topology.late
+            where = policy.topic if isinstance(policy, LateTo) else None
+            if isinstance(policy, LateForward):
+                where = output
+            return Judgment(line, "late", f"{time} is {behind}, and its ID is not known", where, time)
         guarded = instant(time_ms + self._topology.window.guard_ms)
         return Judgment(line, "unique", f"{clamped}first of its ID at {time}; guarded until {guarded}", output, time)
 
@@ -152,47 +172,6 @@ class RecordJudge:
             f"seen {instant(seen.first_ms)} in line {seen.source.offset}, {_distance(time_ms, seen)}; "
             f"guarded until {instant(now.last_ms + window.guard_ms)}"
         )
-
-    def _late(self, line: int, late: Late, time: str) -> Judgment:
-        match self._topology.late:
-            case LateTo(topic):
-                where: str | None = topic
-            case LateForward():
-                where = self._topology.output.topic if self._topology.output else None
-            case LateDrop():
-                where = None
-            case never:
-                assert_never(never)
-        reason = (
-            f"{time} is {_span(late.behind_ms)} behind stream time, more than the grace of "
-            f"{format_duration(self._topology.window.grace_ms)}, and its ID is not known"
-        )
-        return Judgment(line, "late", reason, where, time)
-
-
-def _opened(text: bytes, number: int, name: str, timestamp_ms: int) -> Entry:
-    try:
-        envelope = msgspec.json.decode(text, type=_Envelope)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        remedy = 'write {"key": ..., "value": ..., "headers": {...}, "timestamp": ms}, or leave --envelope out'
-        raise AuthorMistake([Problem(f"{name}:{number}:1", f"is not an envelope ({error}); {remedy}")]) from error
-    value = bytes(envelope.value)
-    return Entry(
-        number,
-        None if envelope.key is None else envelope.key.encode(),
-        None if value == b"null" else value,
-        tuple((header, content.encode()) for header, content in envelope.headers.items()),
-        timestamp_ms if envelope.timestamp is None else envelope.timestamp,
-    )
-
-
-def _exempt(exempt: Exempt) -> str:
-    words = {
-        "missing_id": "it has no ID, and the topology says missing: forward",
-        "tombstone": "its value is null, and the topology says tombstones: forward",
-        "conflict": "its ID is known with another payload, and the topology says on_conflict: forward",
-    }
-    return f"{words.get(exempt.why, exempt.why)}; outside the guarantee, marked by dedup-verdict"
 
 
 def _distance(time_ms: int, seen: Sighting) -> str:

@@ -5,7 +5,6 @@ Both commands read only Kafka and need no worker.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -144,7 +143,13 @@ def verify_topology(
         ),
     ] = "1/1",
     scratch: Annotated[
-        Path | None, typer.Option(help="Directory for temporary files; by default that of the system.")
+        Path | None,
+        typer.Option(
+            help="Directory for temporary files; by default that of the system.",
+            exists=True,
+            file_okay=False,
+            writable=True,
+        ),
     ] = None,
 ) -> None:
     """Prove from the data in Kafka alone that nothing was lost or duplicated.
@@ -161,7 +166,6 @@ def verify_topology(
     from dedup.verify.verifier import verify
 
     one_in = _one_in(sample)
-    _refuse_no_directory(scratch)
     parsed, settings = read_both(topology, config, overrides)
     page = report or Path(f"verify-{parsed.name}.html")
     refuse_no_page(page)
@@ -181,8 +185,3 @@ def _one_in(text: str) -> int:
     if one != "1" or not number.isdecimal() or not int(number):
         raise SettingsError([Problem("--sample", f'"{text}" is not a fraction; write for example 1/100')])
     return int(number)
-
-
-def _refuse_no_directory(scratch: Path | None) -> None:
-    if scratch is not None and not (scratch.is_dir() and os.access(scratch, os.W_OK)):
-        raise SettingsError([Problem("--scratch", f"{scratch} is not a writable directory; create it first")])

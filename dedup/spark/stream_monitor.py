@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from dedup.errors import DedupError, Problem, SettingsError, StateIncompatible
 from dedup.kafka.wire import NoAnswer, TopicPartition
-from dedup.metrics import Counted, DeadShare, TaskNumbers, TaskSeen, WorkerSeen
+from dedup.metrics import DeadShare, TaskNumbers, TaskSeen, WorkerSeen
 from dedup.spark.session import connected
 from dedup.web.server import WebServer
 from dedup.worker.introspection import exposition
@@ -135,7 +135,7 @@ class StreamMonitor:
             async with asyncio.timeout(_ANSWER_WITHIN_S):
                 await asyncio.gather(*(self._look(wire, place, seen) for (_, place), seen in self._seen.items()))
             self._log_ended()
-            if self._dead.look(Counted.of(self._numbers(), time.time_ns() // 1_000_000)):
+            if self._dead.look(self._numbers(), time.time_ns() // 1_000_000):
                 log.warning("%s", "over: dead letters" if self._dead.alert is None else self._dead.alert.text)
             if self._over:
                 return

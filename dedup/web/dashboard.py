@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Final, Literal
 
-from dedup.metrics import END_TO_END_BUCKETS_S, TaskNumbers, TaskSeen, WorkerSeen, formats_of
+from dedup.metrics import END_TO_END_BUCKETS_S, TaskNumbers, TaskSeen, WorkerSeen
 from dedup.worker_view import Noted, Peer, TaskPulse
 
 # The dashboard's plots show the last five minutes of a worker's metrics: rates, lag, and latency, sampled every second.
@@ -32,19 +32,14 @@ previous sample, or None if there were none.
 
 
 @dataclass(slots=True)
-class _Counted:
-    numbers: TaskNumbers
-    """A reference to the counters, so that the counters of another task cannot get the same id()."""
-    verdicts: Mapping[str, int]
-    latencies: Sequence[int]
-
-
-@dataclass(slots=True)
 class MetricHistory:
     """The latest samples of a worker's metrics, oldest first."""
 
     samples: deque[Sample] = field(default_factory=lambda: deque(maxlen=KEPT))
-    _last: dict[int, _Counted] = field(default_factory=dict)
+    _last: dict[int, tuple[TaskNumbers, Counter[str], list[int]]] = field(default_factory=dict)
+    """The counters, verdicts, and latencies of the last sample. The reference to the counters keeps those of another
+    task from getting the same id().
+    """
     _last_ms: int | None = None
 
     def sample(self, pulses: Iterable[TaskPulse], now_ms: int) -> None:
@@ -52,15 +47,15 @@ class MetricHistory:
         grown: Counter[str] = Counter()
         latencies = [0] * (len(END_TO_END_BUCKETS_S) + 1)
         lags: list[int] = []
-        counted: dict[int, _Counted] = {}
+        counted = {}
         for pulse in pulses:
             numbers = pulse.numbers
-            before = self._last.get(id(numbers)) or _Counted(numbers, {}, (0,) * len(latencies))
-            now = counted[id(numbers)] = _Counted(numbers, dict(numbers.verdicts), tuple(numbers.end_to_end.counts))
-            grown.update(now.verdicts)
-            grown.subtract(before.verdicts)
-            rows = zip(latencies, now.latencies, before.latencies, strict=True)
-            latencies = [total + new - old for total, new, old in rows]
+            counts = list(numbers.end_to_end.counts)
+            counted[id(numbers)] = numbers, numbers.verdicts.copy(), counts
+            _, verdicts, before = self._last.get(id(numbers), (numbers, Counter[str](), [0] * len(counts)))
+            grown.update(numbers.verdicts)
+            grown.subtract(verdicts)
+            latencies = [total + new - old for total, new, old in zip(latencies, counts, before, strict=True)]
             if pulse.lag_records is not None:
                 lags.append(pulse.lag_records)
         since_s = None if self._last_ms is None else max(0.001, (now_ms - self._last_ms) / 1000)
@@ -120,11 +115,11 @@ class Notice:
 
 def notices(seen: WorkerSeen, samples: Sequence[Sample], peers: Sequence[Peer]) -> list[Notice]:
     """Return the current issues of a worker, with errors first."""
-    found = [*_worker(seen), *_tasks(seen.tasks), *_verdicts(seen, samples), *_fleet(peers)]
+    found = [*_worker(seen, samples, peers), *_tasks(seen.tasks)]
     return sorted(found, key=lambda notice: notice.level != "error")
 
 
-def _worker(seen: WorkerSeen) -> Iterator[Notice]:
+def _worker(seen: WorkerSeen, samples: Sequence[Sample], peers: Sequence[Peer]) -> Iterator[Notice]:
     if seen.alert is not None:
         yield Notice("error", seen.alert.text)
     if seen.not_ready is not None:
@@ -132,6 +127,18 @@ def _worker(seen: WorkerSeen) -> Iterator[Notice]:
         left = sum(task.numbers.restore_remaining for task in restoring)
         more = f"; {left:,} changelog records are left to restore" if restoring else ""
         yield Notice("warning", f"Not ready: {seen.not_ready}{more}.")
+    if formats := seen.total().formats:
+        # If values have another format, the producer is wrong, not a single record.
+        named = ", ".join(f"{count:,} {name}" for name, count in formats.most_common())
+        text = f"Dead letters in another format than JSON since this worker started, by their first bytes: {named}."
+        yield Notice("warning", text)
+    if any(sample["dead_letter"] for sample in samples):
+        yield Notice("warning", "Dead letters in the last minutes: their reasons are below.")
+    if any(sample["late"] for sample in samples):
+        yield Notice("warning", "Late records in the last minutes: they are later than the grace period allows.")
+    if silent := ", ".join(peer.worker for peer in peers if peer.url is None and not peer.here):
+        text = "These workers serve no pages, so they cannot be asked for an ID"
+        yield Notice("warning", f"{text}: {silent}. Set web.enabled and web.port.")
 
 
 def _tasks(tasks: Iterable[TaskSeen]) -> Iterator[Notice]:
@@ -151,37 +158,11 @@ def _tasks(tasks: Iterable[TaskSeen]) -> Iterator[Notice]:
             yield Notice("error" if share > 1 else "warning", f"{text}, with nothing lost. {remedy}")
 
 
-def _verdicts(seen: WorkerSeen, samples: Sequence[Sample]) -> Iterator[Notice]:
-    formats = formats_of(seen.counters().values())
-    if formats:
-        # If values have another format, the producer is wrong, not a single record.
-        named = ", ".join(f"{count:,} {name}" for name, count in formats.most_common())
-        text = f"Dead letters in another format than JSON since this worker started, by their first bytes: {named}."
-        yield Notice("warning", text)
-    if any(sample["dead_letter"] for sample in samples):
-        yield Notice("warning", "Dead letters in the last minutes: their reasons are below.")
-    if any(sample["late"] for sample in samples):
-        yield Notice("warning", "Late records in the last minutes: they are later than the grace period allows.")
-
-
-def _fleet(peers: Sequence[Peer]) -> Iterator[Notice]:
-    silent = [peer.worker for peer in peers if peer.url is None and not peer.here]
-    if silent:
-        names = ", ".join(silent)
-        text = (
-            f"These workers serve no pages, so they cannot be asked for an ID: {names}. Set web.enabled and web.port."
-        )
-        yield Notice("warning", text)
-
-
 def board(
     seen: WorkerSeen, history: MetricHistory, latest: Iterable[Noted], peers: Sequence[Peer], *, now_ms: int
 ) -> dict[str, Any]:
     """Return the snapshot for one request, in the structure of `FORMAT` and with times in milliseconds."""
-    # As in /metrics, the counts include tasks that this worker has closed.
-    counted = TaskNumbers()
-    for numbers in seen.counters().values():
-        counted.add_counters(numbers)
+    counted = seen.total()
     return {
         "format": FORMAT,
         "topology": seen.topology,
@@ -195,46 +176,36 @@ def board(
             "fenced": seen.fenced,
             "corrupted": seen.corrupted,
         },
-        "tasks": [*(_own(task, seen) for task in seen.tasks), *_standbys(seen), *_elsewhere(peers)],
+        "tasks": list(_rows(seen, peers)),
         "latest": [asdict(noted) for noted in sorted(latest, key=lambda noted: -noted.judged_ms)],
         "plots": history.as_data(),
     }
 
 
-def _own(task: TaskSeen, seen: WorkerSeen) -> dict[str, Any]:
-    numbers = task.numbers
-    restoring = task.state == "restoring" and numbers.restore_total
-    return _row(
-        task.sub_topology,
-        task.topic,
-        task.partition,
-        seen.worker_id,
-        state=task.state,
-        restore_remaining=numbers.restore_remaining if restoring else None,
-        restore_total=numbers.restore_total if restoring else None,
-        lag_records=task.lag_records,
-        lag_seconds=round(task.lag_seconds, 1),
-        # A task's store is open only while it runs.
-        state_ids=task.state_ids if task.state == "running" else None,
-        state_bytes=task.state_bytes if task.state == "running" else None,
-        state_max_bytes=task.state_max_bytes,
-    )
-
-
-def _standbys(seen: WorkerSeen) -> list[dict[str, Any]]:
-    return [
-        _row("dedup", "changelog", partition, seen.worker_id, state="standby", lag_records=lag)
-        for partition, lag in sorted(seen.standby_lag.items())
-    ]
-
-
-def _elsewhere(peers: Sequence[Peer]) -> list[dict[str, Any]]:
-    return [
-        _row("", topic, partition, peer.worker, state="elsewhere", url=peer.url)
-        for peer in peers
-        if not peer.here
-        for topic, partition in peer.partitions
-    ]
+def _rows(seen: WorkerSeen, peers: Sequence[Peer]) -> Iterator[dict[str, Any]]:
+    for task in seen.tasks:
+        numbers, running = task.numbers, task.state == "running"
+        restoring = task.state == "restoring" and numbers.restore_total
+        yield _row(
+            task.sub_topology,
+            task.topic,
+            task.partition,
+            seen.worker_id,
+            state=task.state,
+            restore_remaining=numbers.restore_remaining if restoring else None,
+            restore_total=numbers.restore_total if restoring else None,
+            lag_records=task.lag_records,
+            lag_seconds=round(task.lag_seconds, 1),
+            # A task's store is open only while it runs.
+            state_ids=task.state_ids if running else None,
+            state_bytes=task.state_bytes if running else None,
+            state_max_bytes=task.state_max_bytes,
+        )
+    for partition, lag in sorted(seen.standby_lag.items()):
+        yield _row("dedup", "changelog", partition, seen.worker_id, state="standby", lag_records=lag)
+    for peer in peers:
+        for topic, partition in () if peer.here else peer.partitions:
+            yield _row("", topic, partition, peer.worker, state="elsewhere", url=peer.url)
 
 
 def _row(task: str, topic: str, partition: int, worker: str, *, state: str, **known: Any) -> dict[str, Any]:  # noqa: ANN401  # numbers and texts

@@ -1,17 +1,8 @@
 """Implements the web server of a worker, with read-only pages on loopback, or on other addresses with a token.
 
-    /live           the event loop runs
-    /ready          every task of this worker runs; 503 with the reason if not
-    /metrics        Prometheus' text format
-    /api/status     tasks, lag, state
-    /api/ids/{id}   whether this ID was seen; also asks owners of other partitions, unless called with ?here=1
-    /api/dashboard  what the dashboard shows
-    /api/records/{topic}/{partition}/{offset}   one source record
-    /               the dashboard
-
 A worker that looks up an ID searches its own state and asks the owners of the other partitions only for their own
-state, so a request is never forwarded twice. The response lists the partitions whose owners could not be asked. An ID
-is "not known" only if every partition that may contain it was searched.
+state (``?here=1``), so a request is never forwarded twice. The response lists the partitions whose owners could not be
+asked. An ID is "not known" only if every partition that may contain it was searched.
 
 Probes need no token, and reveal little more than yes or no. The dashboard's own files need no token either, because
 they contain no data, and the page asks for the token before it requests data. Without a token, the server rejects
@@ -31,7 +22,7 @@ import socket
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
-from importlib.resources import files
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Protocol, Self
 from urllib.parse import quote
 
@@ -39,7 +30,7 @@ from aiohttp import ClientError, ClientSession, ClientTimeout, web
 from yarl import URL
 
 from dedup.errors import DedupError, SettingsError
-from dedup.metrics import TaskNumbers, TaskSeen, WorkerSeen, formats_of, reasons_of
+from dedup.metrics import TaskNumbers, TaskSeen, WorkerSeen
 from dedup.settings import Web, is_loopback
 from dedup.web.dashboard import EVERY_S, MetricHistory, board
 from dedup.worker_view import LookedUp, Noted, Peer, ShownRecord, TaskPulse
@@ -66,29 +57,25 @@ async def ask_owners(own: LookedUp, peers: Sequence[Peer], token: Secret | None)
         unreached.append({"worker": worker, "url": url, "partitions": sorted(partitions), "why": why})
 
     missing = set(own.candidates) - asked
-    others = [(peer, numbers) for peer in peers if not peer.here and (numbers := _partitions(peer, own) & missing)]
+    # Repartition tasks have no state.
+    held = [(peer, {number for topic, number in peer.partitions if topic in own.feeding_topics}) for peer in peers]
+    others = [(peer, numbers & missing) for peer, numbers in held if not peer.here and numbers & missing]
     headers = {} if token is None else {"Authorization": f"Bearer {token.get_secret_value()}"}
-    if others:
-        # Without redirects and proxies, only the group's members get the token.
-        async with ClientSession(timeout=ClientTimeout(total=TIMEOUT_S), headers=headers) as session:
-            answers = await asyncio.gather(*(_ask(session, peer, own) for peer, _ in others))
-        for (peer, numbers), answer in zip(others, answers, strict=True):
-            if isinstance(answer, str):
-                missing -= numbers
-                not_asked(answer, numbers, peer.worker, peer.url)
-            else:
-                sightings += [{**seen, "worker": peer.worker} for seen in answer["sightings"]]
-                asked.update(answer["asked"])
+    # Without redirects and proxies, only the group's members get the token.
+    async with ClientSession(timeout=ClientTimeout(total=TIMEOUT_S), headers=headers) as session:
+        answers = await asyncio.gather(*(_ask(session, peer, own) for peer, _ in others))
+    for (peer, numbers), answer in zip(others, answers, strict=True):
+        if isinstance(answer, str):
+            missing -= numbers
+            not_asked(answer, numbers, peer.worker, peer.url)
+        else:
+            sightings += [{**seen, "worker": peer.worker} for seen in answer["sightings"]]
+            asked.update(answer["asked"])
     if missing - asked:
         not_asked("nobody has them: a rebalance is in progress, or they are being restored", missing - asked)
     if not own.partitions:
         not_asked("no assignment is in force: the worker is starting, or a rebalance is in progress", set())
     return asdict(own) | {"sightings": sightings, "asked": sorted(asked), "unreached": unreached}
-
-
-def _partitions(peer: Peer, own: LookedUp) -> set[int]:
-    """Return the partitions of this peer's dedup tasks; repartition tasks have no state."""
-    return {number for topic, number in peer.partitions if topic in own.feeding_topics}
 
 
 async def _ask(session: ClientSession, peer: Peer, own: LookedUp) -> dict[str, Any] | str:
@@ -113,33 +100,10 @@ async def _ask(session: ClientSession, peer: Peer, own: LookedUp) -> dict[str, A
     return "it is a worker of another topology or release"
 
 
-HOME: Final = "/"
-FILES: Final[Mapping[str, str]] = {
-    HOME: "index.html",
-    **{
-        f"/static/{name}": name
-        for name in (
-            "dashboard.css",
-            "dashboard.js",
-            "lookup.js",
-            "plots.js",
-            "tables.js",
-            "words.js",
-            "icon.svg",
-            "uPlot.esm.js",
-            "uPlot.min.css",
-            "uPlot.LICENSE.txt",
-        )
-    },
-}
-"""Maps each path to a file in static/; no other files in the directory are served."""
-_CONTENT_TYPES: Final[Mapping[str, str]] = {
-    "html": "text/html",
-    "css": "text/css",
-    "js": "text/javascript",
-    "svg": "image/svg+xml",
-    "txt": "text/plain",
-}
+_STATIC: Final = Path(__file__).with_name("static")
+"""The files of the dashboard. Every file in this directory is public."""
+OPEN_PAGES: Final = frozenset({"/live", "/ready"})
+_OWN_FILES: Final = frozenset({"/", "/static"})
 _SECURITY_HEADERS: Final[Mapping[str, str]] = {
     "X-Content-Type-Options": "nosniff",
     "Cache-Control": "no-store",
@@ -150,7 +114,6 @@ _SECURITY_HEADERS: Final[Mapping[str, str]] = {
         "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
     ),
 }
-OPEN_PAGES: Final = frozenset({"/live", "/ready"})
 _SHARED_S: Final = 0.5
 """How long one snapshot is used for all requests, because it takes time to add up the sizes of 256 stores."""
 _MOST_ID_BYTES: Final = 65_536
@@ -202,9 +165,7 @@ class WebServer:
 
     @property
     def advertised(self) -> str | None:
-        """The URL under which others reach these pages: `web.advertise`, or the listening address, or else the host's
-        name.
-        """
+        """The URL under which others reach these pages: `web.advertise`, the listening address, or the host's name."""
         if self.url is None or self._settings.advertise is not None:
             return None if self.url is None else self._settings.advertise
         if self._settings.host.strip("[]") not in {"0.0.0.0", "::"}:  # noqa: S104  # compared, not listened on
@@ -249,22 +210,25 @@ class WebServer:
         app = web.Application(middlewares=[self._guard], client_max_size=1024)
         app.add_routes(
             [
-                web.get("/live", self._live),
-                web.get("/ready", self._ready),
+                web.get("/live", self._live),  # the event loop runs
+                web.get("/ready", self._ready),  # every task of this worker runs; 503 with the reason if not
                 web.get("/metrics", self._metrics),
                 web.get("/api/status", self._status),
                 web.get("/api/ids/{id:(?s:.+)}", self._id),
                 web.get("/api/dashboard", self._dashboard),
                 web.get("/api/records/{topic}/{partition:[0-9]{1,9}}/{offset:[0-9]{1,18}}", self._record),
-                *(web.get(path, _file_answer(name)) for path, name in FILES.items()),
+                web.get("/", self._home),
+                web.static("/static", _STATIC),
             ]
         )
         return app
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
-        if request.path not in OPEN_PAGES:
-            if self._token is not None and request.path not in FILES:
+        resource = request.match_info.route.resource
+        page = None if resource is None else resource.canonical
+        if page not in OPEN_PAGES:
+            if self._token is not None and page not in _OWN_FILES:
                 given = request.headers.get("Authorization", "").removeprefix("Bearer ")
                 # Bytes that are not UTF-8 arrive as surrogates.
                 given_bytes = given.encode(errors="surrogateescape")
@@ -280,6 +244,9 @@ class WebServer:
         response.headers.update(_SECURITY_HEADERS)
         return response
 
+    async def _home(self, _: web.Request) -> web.FileResponse:
+        return web.FileResponse(_STATIC / "index.html")
+
     async def _live(self, _: web.Request) -> web.Response:
         return web.Response(text="live\n")
 
@@ -288,10 +255,8 @@ class WebServer:
         return web.Response(text="ready\n") if why is None else web.Response(text=f"{why}\n", status=503)
 
     async def _metrics(self, _: web.Request) -> web.Response:
-        return web.Response(
-            body=self._answers.metrics(),
-            headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"},
-        )
+        headers = {"Content-Type": "text/plain; version=0.0.4; charset=utf-8"}
+        return web.Response(body=self._answers.metrics(), headers=headers)
 
     async def _status(self, _: web.Request) -> web.Response:
         return _json(status_of(self._answers.seen(), self._answers.peers()))
@@ -330,24 +295,9 @@ class WebServer:
         return _json(asdict(found))
 
 
-def _file_answer(name: str) -> Callable[[web.Request], Awaitable[web.Response]]:
-    """Return a handler that serves one file, which is read at the first request."""
-    content: bytes | None = None
-
-    async def answer(_: web.Request) -> web.Response:
-        nonlocal content
-        if content is None:
-            content = files("dedup.web").joinpath("static", name).read_bytes()
-        kind = _CONTENT_TYPES[name.rpartition(".")[2]]
-        return web.Response(body=content, content_type=kind, charset="utf-8")
-
-    return answer
-
-
 def status_of(seen: WorkerSeen, peers: Iterable[Peer]) -> dict[str, Any]:
     """Return the status of a worker as plain data for JSON, with the URLs of the members of the group."""
-    counted = seen.counters()
-    numbers = tuple(counted.values())
+    counted, total = seen.counters(), seen.total()
     return {
         "topology": seen.topology,
         "worker": seen.worker_id,
@@ -357,8 +307,8 @@ def status_of(seen: WorkerSeen, peers: Iterable[Peer]) -> dict[str, Any]:
         "corrupted": seen.corrupted,
         "standbys": {str(partition): lag for partition, lag in sorted(seen.standby_lag.items())},
         "alert": None if seen.alert is None else seen.alert.text,
-        "dead_letters": dict(reasons_of(numbers)),
-        "other_formats": dict(formats_of(numbers)),
+        "dead_letters": dict(total.dead_reasons),
+        "other_formats": dict(total.formats),
         "workers": [{"worker": peer.worker, "url": peer.url, "here": peer.here} for peer in peers],
         "tasks": [_task(task, counted[task.sub_topology, task.topic, task.partition]) for task in seen.tasks],
     }

@@ -236,7 +236,7 @@ class TaskManager:
             await asyncio.sleep(max(begun + interval_s - time.monotonic(), _LEAST_REST * interval_s))
             begun = time.monotonic()
             await task.commit()
-            task.numbers.took(time.monotonic() - begun)
+            task.numbers.commits.add(time.monotonic() - begun)
             if outage.tries:
                 log.info("%s: commits succeed again, after %.1f s", task.task_id, time.monotonic() - outage.since_s)
                 outage.tries = 0

@@ -23,7 +23,7 @@ from dedup.kafka.client import KafkaWire
 from dedup.kafka.connection import Connection
 from dedup.kafka.topic_admin import Admin
 from dedup.kafka.wire import NoAnswer, TopicPartition, Wire
-from dedup.metrics import Counted, DeadShare
+from dedup.metrics import DeadShare
 from dedup.quantities import format_size
 from dedup.store.directory import own_state
 from dedup.worker.app import DedupApp, create_app, identity
@@ -394,12 +394,12 @@ class BackgroundLoops:
     async def _look_for_dead_letters(self) -> None:
         """Log a message when nearly all records start to become dead letters, and another one when this ends."""
         share = DeadShare()
-        share.look(Counted.of((), self._clock.now_ms()))
+        share.look((), self._clock.now_ms())
         while True:
             await asyncio.sleep(_LONGEST_LOOK_S)
             tasks = self._app.tasks
             numbers = [*tasks.ended.values(), *(task.numbers for task in tasks.running.values())]
-            turned = share.look(Counted.of(numbers, self._clock.now_ms()))
+            turned = share.look(numbers, self._clock.now_ms())
             self._app.alert = share.alert
             if turned and share.alert is not None:
                 log.error("%s", share.alert.text)

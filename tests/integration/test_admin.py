@@ -274,7 +274,7 @@ def test_a_replay_whose_position_is_forgotten_sends_nothing_until_it_is_told_whe
     source, letters = job.topology.source.topics[0], job.topology.dead_letter
     job.send([*(Event(number % 2, b"no json %d" % number, BASE_MS + number) for number in range(6)), *distinct(0, 4)])
     job.finish()
-    assert '"end" is unknown' in dedup(job, "replay", "--from", "end", code=2)
+    assert "'end' is not one of" in dedup(job, "replay", "--from", "end", code=2)
     assert "--from: no position in" in dedup(job, "replay", "--from", "start", code=2)
     if crash_at is None:
         assert "6 records" in dedup(job, "replay")

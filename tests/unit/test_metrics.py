@@ -94,7 +94,7 @@ def test_counters_do_not_fall_when_a_task_leaves_or_comes_again():
     for numbers, count in ((before, 5), (now, 2)):
         numbers.verdicts["unique"] = numbers.conflicts = numbers.replayed = numbers.misplaced = count
         numbers.transactions = numbers.aborted = count
-        numbers.took(0.01 * count)
+        numbers.commits.add(0.01 * count)
         numbers.reached(1)
     elsewhere = ("dedup", 'or"ders', 3)
     worker = replace(seen(now), ended={("dedup", 'or"ders', 2): before, elsewhere: before})
@@ -132,7 +132,7 @@ def test_there_is_no_stream_time_before_the_first_judged_record():
 def test_a_histogram_is_cumulated():
     numbers = TaskNumbers()
     for seconds in (0.004, 0.005, 0.03, 99.0):
-        numbers.took(seconds)
+        numbers.commits.add(seconds)
     samples = exported(seen(numbers))["dedup_commit_seconds"]
     buckets = {s.labels["le"]: s.value for s in samples if s.name.endswith("_bucket")}
     assert (buckets["0.005"], buckets["0.02"], buckets["0.05"], buckets["5.0"], buckets["+Inf"]) == (2, 2, 3, 3, 4)

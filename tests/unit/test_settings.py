@@ -286,7 +286,7 @@ def test_a_file_that_is_not_there():
 
 def test_a_file_that_is_no_text(tmp_path):
     (tmp_path / "c").write_bytes(b"\xff\xfe")
-    with pytest.raises(SettingsError, match="it is not UTF-8"):
+    with pytest.raises(SettingsError, match="is not UTF-8 at byte 0; save it as UTF-8"):
         load_settings(tmp_path / "c", [], {})
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import io
 import json
 from collections.abc import Iterator, Mapping
@@ -17,10 +16,9 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from dedup.cli.main import create_app
-from dedup.cli.status import NotReached, Shown, Survey, SurveyedTask, ask, looked, table
+from dedup.cli.status import NotReached, ask, looked, showing, table
 from dedup.errors import SettingsError, StateIncompatible
-from dedup.kafka.topic_admin import GroupMember, Topic
-from dedup.kafka.wire import TopicPartition
+from dedup.kafka.topic_admin import Topic
 from dedup.settings import Secret, Settings, TopicDefaults, Web
 from dedup.topology.parse import parse
 from dedup.worker.introspection import state_keys
@@ -150,13 +148,15 @@ class TestStateKeys:
             state_keys(topology("field: id"), "")
 
 
-def survey() -> Survey:
-    at = TopicPartition("c", 0)
-    tasks = (
-        SurveyedTask("dedup", "c", 0, "a", 1_000, 1_200, 200, 50, 400),
-        SurveyedTask("dedup", "c", 1, None, None, 5, 5, None, None),
-    )
-    return Survey("t", (GroupMember("a", "10.0.0.1", (at,)),), tasks, ("out.late",))
+def survey(*, owner: str | None = "a") -> dict[str, Any]:
+    names = ("task", "topic", "partition", "owner", "committed", "end", "lag", "changelog_begin", "changelog_end")
+    rows = (("dedup", "c", 0, owner, 1_000, 1_200, 200, 50, 400), ("dedup", "c", 1, None, None, 5, 5, None, None))
+    return {
+        "topology": "t",
+        "members": [{"worker": owner, "host": "10.0.0.1", "partitions": ["c/0"]}] if owner else [],
+        "missing_topics": ["out.late"],
+        "tasks": [dict(zip(names, row, strict=True)) for row in rows],
+    }
 
 
 PAGE = {
@@ -183,8 +183,8 @@ def test_status_puts_brokers_and_workers_together():
 
 
 def test_status_names_a_stream_which_is_no_member_of_the_group():
-    nobody = dataclasses.replace(survey(), members=(), tasks=(dataclasses.replace(survey().tasks[0], owner=None),))
-    seen = looked(nobody, [PAGE | {"worker": "spark-host"}])
+    nobody = survey(owner=None)
+    seen = looked(nobody | {"tasks": nobody["tasks"][:1]}, [PAGE | {"worker": "spark-host"}])
     assert [(task["owner"], task["state"]) for task in seen["tasks"]] == [("spark-host", "running")]
     console = Console(width=200, record=True, file=io.StringIO())
     console.print(table(seen))
@@ -220,9 +220,9 @@ def test_status_says_how_far_a_restore_and_a_bound_are():
 
 
 def test_watched_in_a_pipe_a_status_is_a_line(capsys):
-    with Shown(watch=True, as_json=True) as shown:
-        shown.show({"lag": 1})
-        shown.show({"lag": 0})
+    with showing(watch=True, as_json=True) as show:
+        show({"lag": 1})
+        show({"lag": 0})
     assert [json.loads(line) for line in capsys.readouterr().out.splitlines()] == [{"lag": 1}, {"lag": 0}]
 
 

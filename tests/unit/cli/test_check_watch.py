@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from dedup.cli import check as inspect
 from dedup.cli import check as watching
-from dedup.cli.check import again_at_each_save
+from dedup.cli.check import at_each_save
 from dedup.cli.main import create_app
 
 ROOT = Path(__file__).parents[3]
@@ -27,7 +27,7 @@ def script(*steps):
     """Return what waits: each time the next step is done, and at the end the watch is over."""
     left = list(steps)
 
-    def wait():
+    def wait(_seconds: float):
         if not left:
             raise Enough
         left.pop(0)()
@@ -35,7 +35,7 @@ def script(*steps):
     return wait
 
 
-def test_it_acts_at_once_and_after_each_kind_of_save(tmp_path):
+def test_it_acts_at_once_and_after_each_kind_of_save(tmp_path, monkeypatch):
     file = tmp_path / "a.yaml"
     seen: list[str | None] = []
 
@@ -58,8 +58,9 @@ def test_it_acts_at_once_and_after_each_kind_of_save(tmp_path):
         lambda: file.write_text("3", encoding="utf-8"),
         replaced,
     ]
+    monkeypatch.setattr(inspect, "time", SimpleNamespace(sleep=script(*steps)))
     with pytest.raises(Enough):
-        again_at_each_save([file], look, script(*steps))
+        [look() for _ in at_each_save([file])]
     assert seen == [None, "1", "22", None, "3", "4"]
 
 

@@ -59,7 +59,7 @@ def test_the_prediction_is_within_a_fifth_of_what_is_measured(tmp_path, kind, fi
     else:
         keys = [state_key(encode_text(KINDS[kind]())) for _ in range(IDS)]
     found = CliRunner().invoke(create_app(), ["size", "--guard", "1s", "--id", kind, "--json"])
-    length = {"uuid": 17, "integer": 6}.get(kind) or key_bytes(int(kind.partition(":")[2]))
+    length = key_bytes(kind)
     assert json.loads(found.output)["bytes_an_id"] == bytes_an_id(length, fingerprints=False)
     measured = files_bytes(tmp_path / "store", keys, fingerprints=fingerprints)
     assert IDS * bytes_an_id(length, fingerprints=fingerprints) == pytest.approx(measured, rel=0.2)
@@ -67,8 +67,8 @@ def test_the_prediction_is_within_a_fifth_of_what_is_measured(tmp_path, kind, fi
 
 def test_what_is_kept_is_one_retention_to_one_and_a_half():
     found = predict(Window(guard_ms=3_600_000, grace_ms=1_800_000), 10, 17, fingerprints=False)
-    assert (found.ids_least, found.ids_most) == (54_000, 81_000)
-    assert found.disk_most_bytes == round(81_000 * found.bytes_an_id)
+    assert (found["ids_least"], found["ids_most"]) == (54_000, 81_000)
+    assert found["disk_most_bytes"] == round(81_000 * found["bytes_an_id"])
 
 
 def test_a_steady_flow_takes_between_the_least_and_the_most_that_are_predicted(tmp_path):
@@ -108,8 +108,8 @@ def test_a_steady_flow_takes_between_the_least_and_the_most_that_are_predicted(t
         store.close()
     assert len(ids["least"]) == len(ids["most"]) >= 3
     for which, wanted_ids, wanted_bytes in (
-        ("least", predicted.ids_least, predicted.disk_least_bytes),
-        ("most", predicted.ids_most, predicted.disk_most_bytes),
+        ("least", predicted["ids_least"], predicted["disk_least_bytes"]),
+        ("most", predicted["ids_most"], predicted["disk_most_bytes"]),
     ):
         assert ids[which] == pytest.approx([wanted_ids] * len(ids[which]), rel=0.05)
         assert disk[which] == pytest.approx([wanted_bytes] * len(disk[which]), rel=0.2)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections import Counter
 from dataclasses import replace
-from importlib.resources import files
 
 import pytest
 
@@ -28,7 +27,7 @@ from dedup.metrics import DeadLetterAlert, TaskNumbers, TaskSeen, WorkerSeen
 from dedup.settings import Web, load_settings
 from dedup.topology.parse import parse
 from dedup.web.dashboard import KEPT, PLOTTED, MetricHistory, board, notices, quantile
-from dedup.web.server import FILES, WebServer, ask_owners, status_of
+from dedup.web.server import WebServer, ask_owners, status_of
 from dedup.worker.app import identity
 from dedup.worker.introspection import state_keys
 from dedup.worker.recent_outcomes import MOST_KEPT, MOST_OF_A_BATCH, Recent
@@ -90,10 +89,6 @@ class TestSnapshot:
         assert (totals["unique"], totals["duplicate"], totals["late"], totals["conflict"]) == (14, 3, 1, 3)
         (told,) = status_of(worker, ())["tasks"]
         assert told["verdicts"] == {"unique": 7, "duplicate": 3, "late": 1}
-
-    def test_every_file_of_the_page_is_there(self):
-        static = files("dedup.web").joinpath("static")
-        assert {each.name for each in static.iterdir()} == set(FILES.values())
 
 
 def shape(value):

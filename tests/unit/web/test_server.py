@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import re
 import socket
+from importlib.resources import files
 
 import aiohttp
 import pytest
@@ -152,6 +154,26 @@ async def test_with_a_token_all_but_the_probes_ask_for_it(caplog):
         assert (await get(pages, "/live"))[0] == (await get(pages, "/ready"))[0] == 200
         assert CANARY not in (await get(pages, "/api/status", Authorization=f"Bearer {CANARY}"))[1]
     assert CANARY not in caplog.text
+
+
+async def test_the_files_of_the_page_need_no_token_and_no_other_file_is_served():
+    static = files("dedup.web").joinpath("static")
+    kinds = {"css": "text/css", "js": "javascript", "svg": "image/svg+xml", "txt": "text/plain"}
+    async with WebServer(web(token=Secret(CANARY)), Worker()) as pages, aiohttp.ClientSession() as session:
+        async with session.get(f"{pages.url}/") as home:
+            page = await home.text()
+            assert (home.content_type, page) == ("text/html", static.joinpath("index.html").read_text("utf-8"))
+            assert "default-src 'none'" in home.headers["Content-Security-Policy"]
+        named = set(re.findall(r'"(/static/[^"]+)"', page))
+        assert len(named) > 3
+        for path in named | {f"/static/{each.name}" for each in static.iterdir() if each.name != "index.html"}:
+            async with session.get(f"{pages.url}{path}") as answer:
+                assert (answer.status, answer.headers["Cache-Control"]) == (200, "no-store")
+                assert kinds[path.rpartition(".")[2]] in answer.content_type
+        for path in ("/static/", "/static/..%2fserver.py", "/static/%2e%2e/server.py", "/static//etc/passwd"):
+            assert await code_of(pages, f"GET {path} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode()) in {401, 403, 404}
+        request = b"GET /static/../metrics HTTP/1.1\r\nHost: localhost\r\n\r\n"
+        assert await code_of(pages, request) in {401, 404}
 
 
 @pytest.mark.parametrize(

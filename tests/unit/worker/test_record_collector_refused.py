@@ -22,7 +22,7 @@ def line(row: int, value: bytes) -> Line:
 
 def refused(target: TopicPartition, *rows: int, too_large: bool = True, reasons: dict[int, str] | None = None):
     return RecordRefused(
-        "no", topic=target.topic, partition=target.partition, rows=rows, too_large=too_large, reasons=reasons
+        "no", topic=target.topic, partition=target.partition, rows=rows, too_large=too_large, reasons=reasons or {}
     )
 
 
