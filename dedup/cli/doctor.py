@@ -149,7 +149,7 @@ async def _versions(rights: Rights) -> list[Symptom]:
             "version",
             "error",
             f"{broker} is too old: it does not support {', '.join(sorted(lacks))}",
-            "Use brokers of Kafka 2.8 or later",
+            "Use brokers of Kafka 3.1 or later",
         )
         for broker, lacks in (await rights.lacking()).items()
         if lacks

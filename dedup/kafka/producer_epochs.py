@@ -9,12 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from aiokafka.consumer.fetcher import READ_COMMITTED
-from aiokafka.protocol.fetch import FetchRequest
-from aiokafka.record.memory_records import MemoryRecords
-
 from dedup.errors import BrokerUnavailable
-from dedup.kafka.record_batch import CommittedBatches, data_of
+from dedup.kafka.record_batch import CommittedBatches
 from dedup.kafka.wire import NoAnswer, TopicPartition
 
 if TYPE_CHECKING:
@@ -96,18 +92,8 @@ async def epochs_of(wire: KafkaWire, source: TopicPartition) -> Epochs:
 
 
 async def _fetched(wire: KafkaWire, source: TopicPartition, offset: int) -> tuple[list[WrittenBatch], int]:
-    node = await wire.leader(source)
-    wanted = [(source.topic, [(source.partition, offset, FETCH_BYTES)])]
-    answer = await wire.send(node, FetchRequest(WAIT_MS, 1, FETCH_BYTES, READ_COMMITTED, wanted), "epochs")
-    _, code, _, _, *rest = answer.topics[0][1][0]
-    if code:
-        raise NoAnswer(f"{source.topic}/{source.partition} cannot be read (code {code})")
-    aborted, raw = data_of(rest)
-    if not raw:
-        return [], offset
-    batches = CommittedBatches(
-        source, MemoryRecords(raw), aborted, offset, None, None, check_crcs=True, isolation_level=READ_COMMITTED
-    )
+    part = await wire.fetch_raw(source, offset, max_bytes=FETCH_BYTES, wait_ms=WAIT_MS, lane="epochs")
+    batches = CommittedBatches(source, part.records, part.aborted, offset)
     found = [
         WrittenBatch(batch.base_offset, batch.producer_id, batch.producer_epoch)
         for batch in batches.batches()
