@@ -105,7 +105,8 @@ class TopicCheck:
         """
         if self._next is None:
             self._next = asyncio.create_task(self._ask_after(self._asking), name="topic check")
-            self._next.add_done_callback(_looked_at)
+            # An exception for which no caller waits counts as retrieved; the next request raises it again.
+            self._next.add_done_callback(lambda asked: asked.cancelled() or asked.exception())
         # The request is shielded, because a caller that stops waiting must not cancel the request for the others.
         await asyncio.shield(self._next)
 
@@ -135,7 +136,11 @@ class TopicCheck:
                 absent += bool(gone)
                 silent += not gone
                 if absent >= _MOST_ABSENT:
-                    raise _deleted(gone[0])
+                    raise StateIncompatible(
+                        f"topic {gone[0]!r} was deleted while this worker used it. Earlier commits are kept; nothing "
+                        f"more was committed. If it is recreated, it is a different topic: start over with "
+                        f"`dedup reset`."
+                    )
             await self._wire.pause(PAUSE_MS)
         return False
 
@@ -144,9 +149,17 @@ class TopicCheck:
         expected = self._expected[name]
         match found:
             case TopicNow(topic_id, _) if topic_id != expected.topic_id:
-                raise _another(name, expected.topic_id, topic_id)
+                raise StateIncompatible(
+                    f"topic {name!r} was deleted and recreated while this worker used it: it had id "
+                    f"{expected.topic_id} and has id {topic_id} now. Earlier commits are kept; no record of the new "
+                    f"topic was judged. Start over with `dedup reset`."
+                )
             case TopicNow(_, partitions) if partitions > expected.partitions:
-                raise _grown(name, expected.partitions, partitions)
+                raise StateIncompatible(
+                    f"topic {name!r} has {partitions} partitions now, and had {expected.partitions} when the worker "
+                    f"started: from now on an ID may go to another partition than the one that saw it. Nothing read "
+                    f"since the change was committed. `dedup reset` starts over with {partitions}."
+                )
             case TopicNow():
                 return True
             case code if code == UNAUTHORIZED:
@@ -156,34 +169,6 @@ class TopicCheck:
                 )
             case _:
                 return False
-
-
-def _looked_at(asked: asyncio.Task[None]) -> None:
-    """Mark an exception as retrieved. If no caller waits for the exception, the next request raises it again."""
-    if not asked.cancelled():
-        asked.exception()
-
-
-def _deleted(name: str) -> StateIncompatible:
-    return StateIncompatible(
-        f"topic {name!r} was deleted while this worker used it. Earlier commits are kept; nothing more was committed. "
-        "If it is recreated, it is a different topic: start over with `dedup reset`."
-    )
-
-
-def _another(name: str, had: str, has: str) -> StateIncompatible:
-    return StateIncompatible(
-        f"topic {name!r} was deleted and recreated while this worker used it: it had id {had} and has id {has} now. "
-        f"Earlier commits are kept; no record of the new topic was judged. Start over with `dedup reset`."
-    )
-
-
-def _grown(name: str, had: int, has: int) -> StateIncompatible:
-    return StateIncompatible(
-        f"topic {name!r} has {has} partitions now, and had {had} when the worker started: from now on an ID may go to "
-        f"another partition than the one that saw it. Nothing read since the change was committed. `dedup reset` "
-        f"starts over with {has}."
-    )
 
 
 class FeedEnd(NamedTuple):

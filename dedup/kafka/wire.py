@@ -13,24 +13,7 @@ from typing import Final, NamedTuple, Protocol
 
 from dedup.kafka.record_batch import Header, Limit, ProducerIdentity, RecordBatch, TopicPartition
 
-__all__ = [
-    "COORDINATOR_MOVED",
-    "UNSTABLE_OFFSET",
-    "CommittedOffset",
-    "Fetched",
-    "FetchedRecord",
-    "Header",
-    "Limit",
-    "LogBounds",
-    "NoAnswer",
-    "Position",
-    "Produced",
-    "ProducerIdentity",
-    "RecordBatch",
-    "TopicNow",
-    "TopicPartition",
-    "Wire",
-]
+__all__ = ["Header", "Limit", "ProducerIdentity", "RecordBatch", "TopicPartition"]  # names of record_batch.py
 
 COORDINATOR_MOVED: Final = frozenset({14, 15, 16})
 """The coordinator is loading, not available, or has moved, so the request must be repeated."""
@@ -64,12 +47,6 @@ class Fetched:
     """The offset after all data that was read, including control batches and aborted records."""
     high_watermark: int
     last_stable_offset: int
-
-    @classmethod
-    def of(cls, records: Sequence[FetchedRecord], next_offset: int, high_watermark: int, stable: int) -> Fetched:
-        """Return a response with these records."""
-        columns = [list(column) for column in zip(*records, strict=True)] or [[], [], [], []]
-        return cls(*columns, next_offset, high_watermark, stable)  # type: ignore[arg-type, call-arg]
 
     @property
     def records(self) -> list[FetchedRecord]:

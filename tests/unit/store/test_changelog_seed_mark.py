@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from dedup.core.window import Sighting, Source, Window
 from dedup.errors import StateIncompatible, TaskCorrupted
-from dedup.kafka.wire import Fetched, FetchedRecord, LogBounds, TopicPartition
+from dedup.kafka.wire import FetchedRecord, LogBounds, TopicPartition
 from dedup.store.base import TaskRecord
 from dedup.store.changelog import (
     SEED_MARK_KEY,
@@ -25,6 +25,7 @@ from dedup.store.changelog import (
 )
 from dedup.worker.restore import restore
 from tests.memory_store import MemoryStore
+from tests.simulation.cluster import fetched
 
 CHANGELOG = TopicPartition("t.changelog", 0)
 WINDOW = Window(10, 10)
@@ -55,7 +56,7 @@ class Log:
     async def fetch(self, source, offset, *, max_bytes, wait_ms):
         end = min(offset + self.step, len(self.lines))
         records = [FetchedRecord(at, 0, *self.lines[at]) for at in range(offset, end)]
-        return Fetched.of(records, end, len(self.lines), len(self.lines))
+        return fetched(records, end, len(self.lines), len(self.lines))
 
 
 def restored(store, lines, step=1):

@@ -9,7 +9,7 @@ import pytest
 
 from dedup.errors import SettingsError, StateIncompatible, TaskCorrupted
 from dedup.kafka.topic_admin import Topic
-from dedup.kafka.wire import Fetched, FetchedRecord, LogBounds, TopicPartition
+from dedup.kafka.wire import FetchedRecord, LogBounds, TopicPartition
 from dedup.settings import Settings, StateSection
 from dedup.store.base import TaskRecord
 from dedup.store.changelog import encode_single_column, encode_task_record, sighting_key, task_record_key
@@ -22,6 +22,7 @@ from dedup.worker.clock import SteadyClock
 from dedup.worker.restore import Standbys, restore
 from dedup.worker.task_factory import TaskFactory
 from dedup.worker.topics import Cluster
+from tests.simulation.cluster import fetched
 
 TEXT = """
 dedup: 1
@@ -60,7 +61,7 @@ class Log:
             raise StateIncompatible("out of range")
         records = [FetchedRecord(at, 0, *self.lines[at]) for at in range(offset, min(offset + 64, len(self.lines)))]
         self.read += len(records)
-        return Fetched.of(records, offset + len(records), len(self.lines), len(self.lines))
+        return fetched(records, offset + len(records), len(self.lines), len(self.lines))
 
     async def pause(self, delay_ms):
         await asyncio.sleep(delay_ms / 10_000)

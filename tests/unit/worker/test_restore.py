@@ -4,11 +4,12 @@ import pytest
 
 from dedup.core.window import Window
 from dedup.errors import StateIncompatible
-from dedup.kafka.wire import Fetched, FetchedRecord, LogBounds, TopicPartition
+from dedup.kafka.wire import FetchedRecord, LogBounds, TopicPartition
 from dedup.store.base import NOT_SAID, TaskRecord
 from dedup.store.changelog import encode_single_column, encode_task_record, sighting_key, task_record_key
 from dedup.worker.restore import refuse_other_feeding, restore
 from tests.memory_store import MemoryStore
+from tests.simulation.cluster import fetched
 
 CHANGELOG = TopicPartition("t.changelog", 0)
 WINDOW = Window(100, 100)
@@ -29,7 +30,7 @@ class Log:
     async def fetch(self, _partition, offset, *, max_bytes, wait_ms):
         end = min(offset + self.step, len(self.lines))
         records = [FetchedRecord(at, 0, *self.lines[at]) for at in range(offset, end)]
-        return Fetched.of(records, end, len(self.lines), len(self.lines))
+        return fetched(records, end, len(self.lines), len(self.lines))
 
 
 def sighting(name):
