@@ -381,8 +381,8 @@ class FeedBatch:
         cls, feeding: TopicPartition, columns: Columns, *, follows: int, leader_epoch: int = -1, life: int = 0
     ) -> FeedBatch:
         """Return a batch of fetched columns, which must hold consecutive records of one partition."""
-        own = {"odd_names": columns.odd_names, "leader_epoch": leader_epoch, "life": life}
-        return cls(feeding, *_each_column(columns), follows, **own)
+        given = {name: getattr(columns, name) for name in (*_COLUMNS, "odd_names")}
+        return cls(feeding, follows=follows, leader_epoch=leader_epoch, life=life, **given)
 
     def __len__(self) -> int:
         return len(self.offsets)
@@ -400,7 +400,6 @@ class FeedBatch:
 
 
 _COLUMNS: Final = ("offsets", "timestamps_ms", "keys", "values", "headers")
-_each_column: Final = attrgetter(*_COLUMNS)
 
 
 def _rows_of(batch: B, rows: slice) -> B:

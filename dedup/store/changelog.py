@@ -83,10 +83,10 @@ _new = tuple.__new__
 _RESTORE: Final = "The store of this partition will be deleted and restored from the changelog."
 
 _SIGHTING_TAG: Final = b"S"
-_TASK_RECORD_KEY: Final = b"T"
+TASK_RECORD_KEY: Final = b"T"
 SEED_MARK_KEY: Final = b"H"
 _STATE_KEY_AT: Final = 9
-_ALONE: Final = frozenset({_TASK_RECORD_KEY, SEED_MARK_KEY})
+_ALONE: Final = frozenset({TASK_RECORD_KEY, SEED_MARK_KEY})
 _prefix_of: Final = itemgetter(slice(_STATE_KEY_AT))
 _state_key_of: Final = itemgetter(slice(_STATE_KEY_AT, None))
 
@@ -304,30 +304,9 @@ class SightingKey(NamedTuple):
     state_key: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class TaskRecordKey:
-    """The key of the changelog record that holds the task record."""
-
-
-@dataclass(frozen=True, slots=True)
-class SeedMarkKey:
-    """The key of the changelog record that holds the seed mark."""
-
-
 def sighting_key(segment: int, state_key: bytes) -> bytes:
     """Return the changelog key for the sightings of an ID in a segment."""
     return segment_prefix(segment) + state_key
-
-
-def sighting_keys_column(segment: int, ids: Iterable[bytes]) -> list[bytes]:
-    """Return the result of ``sighting_key`` for every ID of one segment."""
-    prefix = segment_prefix(segment)
-    return [prefix + state_key for state_key in ids]
-
-
-def task_record_key() -> bytes:
-    """Return the changelog key of the task record."""
-    return _TASK_RECORD_KEY
 
 
 def segment_prefix(segment: int) -> bytes:
@@ -337,12 +316,13 @@ def segment_prefix(segment: int) -> bytes:
     return _SIGHTING_TAG + segment.to_bytes(8)
 
 
-def parse_key(key: bytes) -> SightingKey | TaskRecordKey | SeedMarkKey:
-    """Return the parsed changelog key. Raises StateIncompatible for a key that this release never writes."""
-    if key == _TASK_RECORD_KEY:
-        return TaskRecordKey()
-    if key == SEED_MARK_KEY:
-        return SeedMarkKey()
+def parse_key(key: bytes) -> SightingKey | None:
+    """Return the parsed changelog key; None for the key of the task record or the seed mark.
+
+    Raises StateIncompatible for a key that this release never writes.
+    """
+    if key in _ALONE:
+        return None
     if key[:1] == _SIGHTING_TAG and len(key) > _STATE_KEY_AT:
         return SightingKey(int.from_bytes(key[1:_STATE_KEY_AT]), key[_STATE_KEY_AT:])
     raise StateIncompatible(
@@ -389,7 +369,7 @@ def _collect(keys: Sequence[bytes], values: Sequence[bytes]) -> Collected:
         by_prefix = {prefix: found}
     else:
         by_prefix = _by_prefix(keys, values)
-    record, mark = (_last(keys, values, key) if key in prefixes else None for key in (_TASK_RECORD_KEY, SEED_MARK_KEY))
+    record, mark = (_last(keys, values, key) if key in prefixes else None for key in (TASK_RECORD_KEY, SEED_MARK_KEY))
     return Collected(
         {int.from_bytes(prefix[1:]): found for prefix, found in by_prefix.items()},
         None if record is None else decode_task_record(record),
@@ -403,7 +383,7 @@ def _by_prefix(keys: Sequence[bytes], values: Sequence[bytes]) -> dict[bytes, di
         prefix = key[:_STATE_KEY_AT]
         there = by_prefix.get(prefix)
         if there is None:
-            if not isinstance(parse_key(key), SightingKey):
+            if parse_key(key) is None:
                 continue
             there = by_prefix[prefix] = {}
         there[key[_STATE_KEY_AT:]] = value

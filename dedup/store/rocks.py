@@ -27,30 +27,13 @@ from itertools import compress, islice
 from pathlib import Path
 from typing import Final, Self, cast
 
-from rocksdict import (
-    BlockBasedOptions,
-    Cache,
-    ColumnFamily,
-    DBCompressionType,
-    DBRecoveryMode,
-    Env,
-    MemtableFactory,
-    Options,
-    Rdict,
-    ReadOptions,
-    SliceTransform,
-    WriteBatch,
-    WriteBufferManager,
-    WriteOptions,
-)
+import rocksdict
 
 from dedup.errors import DedupError, InvariantBroken, StateIncompatible, TaskCorrupted
 from dedup.store.base import StoreIdentity, TaskRecord, Writes
 from dedup.store.bloom_filter import BloomFilter, Hashed
 from dedup.store.changelog import decode_task_record, encode_task_record
 from dedup.store.directory import RESTORE, delete_store, in_use, prepare_directory
-
-__all__ = ["RocksMemory", "RocksStore"]
 
 _FORMAT: Final = "1"
 _POSITION: Final = struct.Struct(">Q")
@@ -142,33 +125,26 @@ class Manifest:
         return f"MANIFEST-{self.number:06} of {self.size_bytes} bytes"
 
 
-class ErrorsOf:
-    """A context manager that turns RocksDB's errors about a directory into dedup's errors.
+@contextlib.contextmanager
+def errors_of(directory: Path) -> Iterator[None]:
+    """Turn RocksDB's errors about a directory into dedup's errors.
 
     rocksdict raises a plain Exception for every error, so only exceptions of exactly this class are translated.
     """
-
-    __slots__ = ("_directory",)
-
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
-
-    def __enter__(self) -> None:
-        """Do nothing."""
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        """Raise dedup's error instead of RocksDB's."""
-        if kind is not Exception:
-            return
+    try:
+        yield
+    except Exception as error:
         text = str(error)
+        if type(error) is not Exception:
+            raise
         if "/LOCK" in text and "lock" in text:
-            raise in_use(self._directory) from error
+            raise in_use(directory) from error
         if any(reason in text for reason in _NOT_THE_STORES_FAULT):
             raise DedupError(
-                f"{self._directory}: {text}. Nothing is lost: make room or give this user access, then restart; "
+                f"{directory}: {text}. Nothing is lost: make room or give this user access, then restart; "
                 "what is missing here is restored from the changelog."
             ) from error
-        raise TaskCorrupted(f"{self._directory}: {text}. {RESTORE}") from error
+        raise TaskCorrupted(f"{directory}: {text}. {RESTORE}") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,9 +248,9 @@ class RocksMemory:
     """The memory that all stores of a worker share, for cached blocks and for writes that are not in files yet."""
 
     def __init__(self, *, cache_bytes: int = 64 << 20, write_buffer_bytes: int = 64 << 20) -> None:
-        self.cache: Final = Cache(cache_bytes)
-        self.write_buffers: Final = WriteBufferManager(write_buffer_bytes, allow_stall=False)
-        self.env: Final = Env()
+        self.cache: Final = rocksdict.Cache(cache_bytes)
+        self.write_buffers: Final = rocksdict.WriteBufferManager(write_buffer_bytes, allow_stall=False)
+        self.env: Final = rocksdict.Env()
         self.env.set_background_threads(1)
         self.env.set_high_priority_background_threads(1)
         _yield_to_records()
@@ -292,22 +268,22 @@ class RocksMemory:
         self._tables += count
 
 
-def _rocks_options(memory: RocksMemory, *, hashed: bool, segment: bool = True) -> Options:
+def _rocks_options(memory: RocksMemory, *, hashed: bool, segment: bool = True) -> rocksdict.Options:
     """Return the options of a segment's family or of the store; sizes are small, for up to 256 stores per worker.
 
     A hashed memtable is faster than a skip list in any key order: in a measurement, inserting a key took 0.6 instead of
     1.0 us, and finding a key took 1.5 instead of 2.3 us. Reading a hashed memtable in key order requires
     `total_order_seek`.
     """
-    table = BlockBasedOptions()
+    table = rocksdict.BlockBasedOptions()
     table.set_bloom_filter(_BLOOM_BITS, block_based=False)
     table.set_block_cache(memory.cache)
     # Raw mode is always used, because rocksdict's other mode unpickles the data that it reads.
-    options = Options(raw_mode=True)
+    options = rocksdict.Options(raw_mode=True)
     options.set_block_based_table_factory(table)
     options.create_if_missing(create_if_missing=True)
     options.set_paranoid_checks(True)
-    options.set_wal_recovery_mode(DBRecoveryMode.point_in_time())
+    options.set_wal_recovery_mode(rocksdict.DBRecoveryMode.point_in_time())
     options.set_max_total_wal_size(_WAL_BYTES)
     options.set_write_buffer_manager(memory.write_buffers)
     options.set_env(memory.env)
@@ -320,7 +296,7 @@ def _rocks_options(memory: RocksMemory, *, hashed: bool, segment: bool = True) -
         options.set_level_zero_stop_writes_trigger(_FILES_TO_STOP)
     options.set_arena_block_size(_ARENA_BLOCK_BYTES)
     options.set_allow_concurrent_memtable_write(False)
-    options.set_compression_type(DBCompressionType.lz4())
+    options.set_compression_type(rocksdict.DBCompressionType.lz4())
     options.set_max_open_files(_OPEN_FILES)
     options.set_max_background_jobs(2)
     options.set_keep_log_file_num(1)
@@ -328,15 +304,15 @@ def _rocks_options(memory: RocksMemory, *, hashed: bool, segment: bool = True) -
     options.set_stats_dump_period_sec(0)
     options.set_stats_persist_period_sec(0)
     if hashed:
-        options.set_prefix_extractor(SliceTransform.create_max_len_prefix(_LONGEST_KEY))
-        options.set_memtable_factory(MemtableFactory.hash_link_list(_BUCKETS))  # type: ignore[call-arg]  # stub lacks it
+        options.set_prefix_extractor(rocksdict.SliceTransform.create_max_len_prefix(_LONGEST_KEY))
+        options.set_memtable_factory(rocksdict.MemtableFactory.hash_link_list(_BUCKETS))  # type: ignore[call-arg]  # stub lacks it
     return options
 
 
 @dataclass(slots=True)
 class _Segment:
-    family: Rdict
-    handle: ColumnFamily
+    family: rocksdict.Rdict
+    handle: rocksdict.ColumnFamily
     entry: _SegmentEntry
     filter: BloomFilter = field(default_factory=BloomFilter)
     filtered_to: bytes | None = None
@@ -346,13 +322,13 @@ class _Segment:
 class RocksStore:
     """The state of one task in one directory. Use ``open`` to create an instance."""
 
-    def __init__(self, directory: Path, db: Rdict, memory: RocksMemory, hashed: Collection[str]) -> None:
+    def __init__(self, directory: Path, db: rocksdict.Rdict, memory: RocksMemory, hashed: Collection[str]) -> None:
         self._directory: Final = directory
         self._db: Final = db
         self._memory: Final = memory
         self._hashed: Final = set(hashed)
         """Names of the families with a hashed memtable, which inserts keys at the same speed in any order."""
-        self._write_options: Final = WriteOptions()
+        self._write_options: Final = rocksdict.WriteOptions()
         self._write_options.sync = False
         self._segments: dict[int, _Segment] = {}
         self._task_record: TaskRecord | None = None
@@ -371,24 +347,24 @@ class RocksStore:
         memory = memory or RocksMemory()
         options = _rocks_options(memory, hashed=False, segment=False)
         failure: DedupError | None = None
-        with ErrorsOf(directory):
+        with errors_of(directory):
             manifest = Manifest.of(directory)
             exists = (directory / "CURRENT").exists()
             if not exists and any(path.suffix in {".sst", ".log"} for path in directory.iterdir()):
                 # RocksDB would create a new store and replay the log of the old store into it.
                 raise TaskCorrupted(f"{directory}: the file CURRENT is missing. {RESTORE}")
-            names = Rdict.list_cf(str(directory), options) if exists else ["default"]
+            names = rocksdict.Rdict.list_cf(str(directory), options) if exists else ["default"]
             hashed = [name for name in names if name != "default" and memory.take_table()]
             families = {
                 name: _rocks_options(memory, hashed=name in hashed, segment=name != "default") for name in names
             }
             try:
-                store = cls(directory, Rdict(str(directory), options, families), memory, hashed)
+                store = cls(directory, rocksdict.Rdict(str(directory), options, families), memory, hashed)
             except BaseException:
                 memory.give_tables(len(hashed))
                 raise
         try:
-            with ErrorsOf(directory):
+            with errors_of(directory):
                 store._load(identity, [name for name in names if name != "default"], manifest)
         except DedupError as error:
             failure = error
@@ -416,7 +392,7 @@ class RocksStore:
         if not asked or not ids:
             return {}
         found: dict[int, dict[bytes, bytes]] = {}
-        with ErrorsOf(self._directory):
+        with errors_of(self._directory):
             hashed = Hashed(ids) if len(ids) >= _FEW_IDS else None
             for start, held in asked:
                 wanted = ids
@@ -443,10 +419,10 @@ class RocksStore:
         self._refuse_if_closed()
         refuse_unstorable(self._position, writes, position)
         current = record or self._task_record
-        batch = WriteBatch(raw_mode=True)
+        batch = rocksdict.WriteBatch(raw_mode=True)
         put = batch.put
         changed: list[tuple[_Segment, _SegmentEntry]] = []
-        with ErrorsOf(self._directory):
+        with errors_of(self._directory):
             for start, values in writes.items():
                 if not values:
                     continue
@@ -481,7 +457,7 @@ class RocksStore:
             for start, held in sorted(self._segments.items())
             if start + max(held.entry.width_ms, segment_ms) <= oldest_live_ms
         )
-        with ErrorsOf(self._directory):
+        with errors_of(self._directory):
             for start in dropped:
                 # The entry is deleted before the family is dropped. If the process is killed in between, `open` drops
                 # the family without an entry. In the other order, a dropped family would look like a lost one.
@@ -493,8 +469,8 @@ class RocksStore:
     def clear(self) -> None:
         """Delete sightings, task record, and position atomically."""
         self._refuse_if_closed()
-        batch = WriteBatch(raw_mode=True)
-        with ErrorsOf(self._directory):
+        batch = rocksdict.WriteBatch(raw_mode=True)
+        with errors_of(self._directory):
             batch.delete(_STATE_KEY)
             for start in self._segments:
                 batch.delete(_segment_key(start))
@@ -510,7 +486,7 @@ class RocksStore:
         """Return the size of the segments in files and in memtables, in bytes."""
         self._refuse_if_closed()
         names = ("rocksdb.live-sst-files-size", "rocksdb.cur-size-all-mem-tables")
-        with ErrorsOf(self._directory):
+        with errors_of(self._directory):
             return sum(held.family.property_int_value(name) or 0 for held in self._segments.values() for name in names)
 
     def count_ids(self) -> int:
@@ -522,7 +498,7 @@ class RocksStore:
         """Yield (segment, state key, encoded value), sorted. Raises TaskCorrupted if an entry is unreadable."""
         self._refuse_if_closed()
         for start, held in sorted(self._segments.items()):
-            with ErrorsOf(self._directory):
+            with errors_of(self._directory):
                 state_key = _LAST_POSITION
                 for state_key, value in _pairs(held.family):
                     if state_key != _LAST_POSITION:
@@ -550,7 +526,7 @@ class RocksStore:
         self._closed = True
         self._segments.clear()
         self._memory.give_tables(len(self._hashed))
-        with ErrorsOf(self._directory):
+        with errors_of(self._directory):
             self._db.close()
 
     def wipe(self) -> None:
@@ -634,7 +610,7 @@ class RocksStore:
 
     def _read_into_filter(self, held: _Segment, limit: int) -> int:
         """Read up to ``limit`` more keys into the segment's filter; return the number of keys that were read."""
-        with ErrorsOf(self._directory):
+        with errors_of(self._directory):
             keys = cast(
                 "list[bytes]", list(islice(held.family.keys(from_key=held.filtered_to, read_opt=_in_order()), limit))
             )
@@ -647,19 +623,19 @@ class RocksStore:
         return len(keys)
 
 
-def _pairs(family: Rdict) -> Iterator[tuple[bytes, bytes]]:
+def _pairs(family: rocksdict.Rdict) -> Iterator[tuple[bytes, bytes]]:
     # In raw mode, keys and values are bytes.
     return cast("Iterator[tuple[bytes, bytes]]", family.items(read_opt=_in_order()))
 
 
-def _in_order() -> ReadOptions:
+def _in_order() -> rocksdict.ReadOptions:
     """Return the options for reading a family in key order, with any kind of memtable."""
-    options = ReadOptions()
+    options = rocksdict.ReadOptions()
     options.set_total_order_seek(True)
     return options
 
 
-def _refuse_early_end(family: Rdict, last_key: bytes) -> None:
+def _refuse_early_end(family: rocksdict.Rdict, last_key: bytes) -> None:
     """Raise RocksDB's error if a damaged block ended an iteration at ``last_key``; the iteration raises no error."""
     iterator = family.iter(_in_order())
     iterator.seek(last_key)
