@@ -28,7 +28,7 @@ value with a repeated member.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from operator import attrgetter
@@ -92,18 +92,13 @@ _SHORT_BYTES: Final = 2 * MAX_DEPTH
 _DECODE_REFUSALS: Final = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 
-@dataclass(frozen=True, slots=True)
-class _Name:
+class _Name(NamedTuple):
     """A member name on the path to an ID or an event time."""
 
-    text: str
+    quoted: bytes
+    """The name as it appears in values if no character is escaped."""
     depths: tuple[int, ...]
     """The nesting depths of the name, with one entry per place in the paths."""
-
-    @property
-    def quoted(self) -> bytes:
-        """The quoted name as it appears in values if no character is escaped."""
-        return f'"{self.text}"'.encode()
 
 
 def _occurs_at_most(joined: bytes, quoted: bytes, times: int) -> bool:
@@ -170,7 +165,10 @@ class JsonColumns:
     def decode(self, values: Sequence[bytes | None]) -> tuple[list[list[str | int]], list[int] | None] | None:
         """Return a column for each ID path, and the times; None unless the result is certain for every row."""
         joined = _joined(values)
-        if joined is None or not _is_utf8(joined) or self._is_spelled_oddly(joined):
+        if joined is None or not _is_utf8(joined):
+            return None
+        # Searching for one byte is 50 times as fast as for two.
+        if b"\\" in joined and any(escape in joined for escape in self.escapes):
             return None
         rows = self._rows(joined)
         if rows is None or len(rows) != len(values) or not self._is_once_a_row(joined, len(rows)):
@@ -180,10 +178,6 @@ class JsonColumns:
             return columns, None
         times_ms = _times_ms(list(map(self.time, rows)), self.unit)
         return None if times_ms is None else (columns, times_ms)
-
-    def _is_spelled_oddly(self, joined: bytes) -> bool:
-        # Searching for one byte is 50 times as fast as for two.
-        return b"\\" in joined and any(escape in joined for escape in self.escapes)
 
     def _is_once_a_row(self, joined: bytes, count: int) -> bool:
         """Tell whether no named member is repeated. Every row is known to have each member at least once."""
@@ -212,7 +206,7 @@ def compile_columns(ids: Sequence[Path], time: FieldTime | None) -> JsonColumns 
         if not tree.grow(path, is_time=time is not None and path == time.path):
             return None
     names = tree.names()
-    if any(not _has_one_spelling(name) for name in names):
+    if any(char in '"\\/' or char < " " for name in names for char in name):  # these have a short escape
         return None
     time_types: tuple[Any, ...] = (None,) if time is None else _TIME_TYPES[time.unit]
     if time is not None and time.path in ids:  # a part of an ID is text or an integer
@@ -222,8 +216,9 @@ def compile_columns(ids: Sequence[Path], time: FieldTime | None) -> JsonColumns 
         ids=tuple(attrgetter(tree.attribute(path)) for path in ids),
         time=None if time is None else attrgetter(tree.attribute(time.path)),
         unit="ms" if time is None else time.unit,
-        names=tuple(_Name(name, tuple(depths)) for name, depths in names.items()),
-        escapes=_escapes(names),
+        names=tuple(_Name(f'"{name}"'.encode(), tuple(depths)) for name, depths in names.items()),
+        # The beginnings of the escapes that could spell a character of these names.
+        escapes=tuple(b"\\u00%d" % high for high in range(2, 8)) if "".join(names).isascii() else (b"\\u",),
     )
 
 
@@ -273,18 +268,6 @@ class _Node:
             steps.append(f"m{list(here.members).index(str(step))}")
             here = here.members[str(step)]
         return ".".join(steps)
-
-
-def _has_one_spelling(name: str) -> bool:
-    r"""Tell whether no character of a name has a short escape, so that only ``\u`` could spell it differently."""
-    return not any(char in '"\\/' or char < " " for char in name)
-
-
-def _escapes(names: Iterable[str]) -> tuple[bytes, ...]:
-    """Return the beginnings of the escapes that could spell a character of these names."""
-    if all(name.isascii() for name in names):
-        return tuple(b"\\u00%d" % high for high in range(2, 8))
-    return (b"\\u",)
 
 
 def _joined(values: Sequence[bytes | None]) -> bytes | None:
@@ -386,20 +369,18 @@ def _quick(value: bytes, without: Excluded) -> bytes | None:
 def _leave_out(content: object, without: Excluded) -> None:
     """Remove the excluded members and elements from a decoded value. The recursion is only as deep as the paths."""
     if isinstance(content, dict):
-        for name in [step for step in without if step in content]:
-            _leave_out_at(content, name, without[name])
+        steps: list[Any] = [step for step in without if step in content]
     elif isinstance(content, list):
         # Elements are removed from the end, so that earlier positions stay valid.
-        places = [step for step in without if isinstance(step, int) and step < len(content)]
-        for place in sorted(places, reverse=True):
-            _leave_out_at(content, place, without[place])
-
-
-def _leave_out_at(content: Any, step: str | int, below: Excluded | None) -> None:  # noqa: ANN401 - a dict or a list
-    if below is None:
-        del content[step]
+        steps = sorted((step for step in without if isinstance(step, int) and step < len(content)), reverse=True)
     else:
-        _leave_out(content[step], below)
+        return
+    for step in steps:
+        below = without[step]
+        if below is None:
+            del content[step]
+        else:
+            _leave_out(content[step], below)
 
 
 def _as_written(text: str) -> msgspec.Raw:
@@ -433,18 +414,13 @@ def compile_extractor(
     fingerprint_exclude: tuple[Path, ...] = (),
 ) -> Extractor:
     """Return the extractor of a topology. Raises ValueError if the extractor could never find an ID or a time."""
-    recipe = Recipe(tracking_id, event_time, fmt, fingerprint, fingerprint_exclude)
-    _refuse_impossible(recipe)
-    return Extractor(recipe)
-
-
-def _refuse_impossible(recipe: Recipe) -> None:
-    if recipe.fmt == "bytes" and isinstance(recipe.tracking_id.rule, FieldRule | FieldsRule | ContentRule):
+    if fmt == "bytes" and isinstance(tracking_id.rule, FieldRule | FieldsRule | ContentRule):
         raise ValueError("format bytes has no fields; use format json, or the key, a header or content: true as ID")
-    if recipe.fmt == "bytes" and isinstance(recipe.event_time, FieldTime):
+    if fmt == "bytes" and isinstance(event_time, FieldTime):
         raise ValueError("format bytes has no fields; use format json, or event_time: record")
-    if isinstance(recipe.tracking_id.rule, FieldsRule) and not recipe.tracking_id.rule.paths:
+    if isinstance(tracking_id.rule, FieldsRule) and not tracking_id.rule.paths:
         raise ValueError("fields is empty; name at least one path")
+    return Extractor(Recipe(tracking_id, event_time, fmt, fingerprint, fingerprint_exclude))
 
 
 class _Batch(NamedTuple):
@@ -470,7 +446,17 @@ class Extractor:
 
     def __init__(self, recipe: Recipe) -> None:
         self.recipe: Final = recipe
-        self._columns: Final = _compile(recipe)
+        match recipe.tracking_id.rule:
+            case FieldRule(path):
+                paths: tuple[Path, ...] = (path,)
+            case FieldsRule(paths):
+                pass
+            case _:
+                paths = ()
+        time = recipe.event_time if isinstance(recipe.event_time, FieldTime) else None
+        self._json: Final = compile_columns(paths, time) if recipe.fmt == "json" else None
+        self._memos: Final = [PartMemo(recipe.tracking_id.normalize) for _ in paths]
+        self._normalize: Final = normalizer(recipe.tracking_id.normalize)
 
     def __call__(
         self,
@@ -483,9 +469,9 @@ class Extractor:
         return self._extract(_Batch(keys, values, headers, timestamps_ms))
 
     def _extract(self, batch: _Batch) -> Extracted:
-        if self._columns is None or len(batch.values) <= _FEW:
+        if len(batch.values) <= _FEW or (self._json is None and self.recipe.fmt == "json"):
             return self._one_by_one(batch)
-        found = self._columns.extract(batch)
+        found = self._in_columns(batch)
         if found is not None:
             return found
         if None in batch.values:
@@ -543,21 +529,9 @@ class Extractor:
             faults |= {rows[at]: fault for at, fault in part.faults.items()}
         return Extracted(ids, times_ms, fingerprints if self.recipe.fingerprint else None, faults)
 
-
-class _Columns:
-    """The fast path of one recipe, which processes either a whole batch or nothing."""
-
-    def __init__(self, recipe: Recipe, json_columns: JsonColumns | None) -> None:
-        self._recipe = recipe
-        self._json = json_columns
-        rule = recipe.tracking_id.rule
-        parts = len(rule.paths) if isinstance(rule, FieldsRule) else 0
-        self._memos = [PartMemo(recipe.tracking_id.normalize) for _ in range(parts)]
-        self._normalize = normalizer(recipe.tracking_id.normalize)
-
-    def extract(self, batch: _Batch) -> Extracted | None:
+    def _in_columns(self, batch: _Batch) -> Extracted | None:
         """Return the columns if they certainly equal the results of `extract_one` for all rows, or None otherwise."""
-        if self._recipe.fmt == "bytes" and None in batch.values:
+        if self.recipe.fmt == "bytes" and None in batch.values:
             return None
         members: list[list[str | int]] = []
         times_ms: list[int] | None = None
@@ -570,13 +544,13 @@ class _Columns:
         if ids is None:
             return None
         fingerprints = None
-        if self._recipe.fingerprint:
+        if self.recipe.fingerprint:
             fingerprints = [self._fingerprint(value) for value in batch.values if value is not None]
         return Extracted(list(ids), list(batch.timestamps_ms) if times_ms is None else times_ms, fingerprints, {})
 
     def _ids(self, batch: _Batch, members: list[list[str | int]]) -> list[bytes] | None:
         values = (value for value in batch.values if value is not None)
-        match self._recipe.tracking_id.rule:
+        match self.recipe.tracking_id.rule:
             case KeyRule():
                 return self._bytes(batch.keys)
             case HeaderRule(name):
@@ -595,9 +569,9 @@ class _Columns:
                 assert_never(never)
 
     def _fingerprint(self, value: bytes) -> bytes:
-        if self._recipe.fmt == "json":
+        if self.recipe.fmt == "json":
             with suppress(Unreadable):
-                return content_digest(content_of(value, self._recipe.fingerprint_exclude))
+                return content_digest(content_of(value, self.recipe.fingerprint_exclude))
         return value_digest(value)
 
     def _bytes(self, column: Sequence[bytes | None]) -> list[bytes] | None:
@@ -619,22 +593,3 @@ def _only(headers: Headers, name: str) -> bytes | None:
     """Return the value of a header that occurs exactly once; None otherwise."""
     values = [value for header, value in headers if header == name]
     return values[0] if len(values) == 1 else None
-
-
-def _compile(recipe: Recipe) -> _Columns | None:
-    """Return the fast path of a recipe; None if only the slow path can process the records."""
-    rule = recipe.tracking_id.rule
-    if recipe.fmt == "bytes":
-        return _Columns(recipe, None)
-    match rule:
-        case FieldRule(path):
-            paths: tuple[Path, ...] = (path,)
-        case FieldsRule(paths):
-            pass
-        case KeyRule() | HeaderRule() | ContentRule() | RawContentRule():
-            paths = ()
-        case never:
-            assert_never(never)
-    time = recipe.event_time if isinstance(recipe.event_time, FieldTime) else None
-    json_columns = compile_columns(paths, time)
-    return None if json_columns is None else _Columns(recipe, json_columns)

@@ -306,11 +306,11 @@ def _stream_times(
             (feed, None if row in skipped else time_ms, row in rows.idle_rows)
             for row, (feed, time_ms) in enumerate(zip(feeds, times_ms, strict=True))
         )
-    if not skipped:
-        return before.after_one_feed(times_ms)
     # A time that is not above stream time leaves the running maximum unchanged.
     return before.after_one_feed(
         [before.value_ms if row in skipped else time_ms for row, time_ms in enumerate(times_ms)]
+        if skipped
+        else times_ms
     )
 
 
