@@ -173,9 +173,7 @@ def _two(digits: npt.NDArray[np.uint8], at: int) -> _Integers:
 
 
 def _days(year: _Count, month: _Count, day: _Count) -> _Count:
-    """Return the days since 1970-01-01 in the proleptic Gregorian calendar (Hinnant, days_from_civil), also for
-    columns.
-    """
+    """Return the days since 1970-01-01, also for columns (Hinnant, days_from_civil)."""
     shifted = year - (month <= 2)  # noqa: PLR2004 - the year begins in March, so that leap days end it
     era = shifted // 400
     of_era = shifted - era * 400

@@ -24,9 +24,7 @@ MAX_DEPTH: Final = 512
 """Maximum nesting depth of containers. Deeper values are refused before any recursion."""
 
 _EXPONENT_DIGITS: Final = 18
-"""A number with more exponent digits is refused if its value is needed. RFC 8259, section 6, lets implementations set
-such limits.
-"""
+"""A number with more exponent digits is refused if its value is needed, as RFC 8259, section 6, allows."""
 
 _BRACKETS: Final = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"|[\[\]{}]', re.DOTALL)
 _BLANK: Final = " \t\n\r"
@@ -190,9 +188,7 @@ def decode(value: bytes) -> JsonValue:
 
 
 def _no_json(value: bytes, code: str, detail: str) -> Unreadable:
-    """Return the error for a value that is not JSON, with the format that it seems to have. `dedup verify` compares
-    codes.
-    """
+    """Return the error for a value that is not JSON, with the format that it seems to have."""
     found = foreign_format(value)
     if found is None:
         return Unreadable(code, detail)

@@ -82,9 +82,7 @@ _TIME_TYPES: Final[dict[TimeUnit, tuple[Any, ...]]] = {
     "s": (_Seconds, msgspec.Raw),
     "rfc3339": (str,),
 }
-"""The types to decode a time with, by unit. For seconds, whole numbers are tried first, and then numbers with a
-fraction as written.
-"""
+"""The types to decode a time with, by unit. For seconds, whole numbers are tried before numbers with a fraction."""
 
 _SHORT_BYTES: Final = 2 * MAX_DEPTH
 """A value of at most this length cannot exceed MAX_DEPTH, because each level has two brackets."""
@@ -289,9 +287,7 @@ def _joined(values: Sequence[bytes | None]) -> bytes | None:
 
 
 def may_be_deep(value: bytes) -> bool:
-    """Tell whether a value may be nested more than `MAX_DEPTH` deep. If the result is False, the value certainly is
-    not.
-    """
+    """Tell whether a value may be nested more than `MAX_DEPTH` deep. False is certain."""
     return len(value) > _SHORT_BYTES and value.count(b"{") + value.count(b"[") > MAX_DEPTH
 
 
@@ -479,24 +475,13 @@ class Extractor:
         return self._halved(batch)
 
     def _one_by_one(self, batch: _Batch) -> Extracted:
-        ids: list[bytes | None] = []
-        times_ms: list[int] = []
-        fingerprints: list[bytes] = []
-        faults: dict[int, Fault] = {}
-        for row, record in enumerate(zip(*batch, strict=True)):
-            match extract_one(self.recipe, *record):
-                case One(key, time_ms, fingerprint):
-                    ids.append(key)
-                    times_ms.append(time_ms)
-                    fingerprints.append(fingerprint)
-                case Fault() as fault:
-                    ids.append(None)
-                    times_ms.append(0)
-                    fingerprints.append(b"")
-                    faults[row] = fault
-                case never:
-                    assert_never(never)
-        return Extracted(ids, times_ms, fingerprints if self.recipe.fingerprint else None, faults)
+        found = [extract_one(self.recipe, *record) for record in zip(*batch, strict=True)]
+        return Extracted(
+            [one.id if isinstance(one, One) else None for one in found],
+            [one.time_ms if isinstance(one, One) else 0 for one in found],
+            [one.fingerprint if isinstance(one, One) else b"" for one in found] if self.recipe.fingerprint else None,
+            {row: fault for row, fault in enumerate(found) if isinstance(fault, Fault)},
+        )
 
     def _halved(self, batch: _Batch) -> Extracted:
         """Extract each half, so that one unusual record slows down only a few rows."""

@@ -24,9 +24,7 @@ from dedup.errors import DedupError
 
 Sightings = tuple[Sighting, ...]
 Lookup = Callable[[Sequence[bytes], int], Mapping[bytes, Sightings]]
-"""A function of IDs and the smallest event time of the batch, which returns the known sightings of those IDs that have
-any.
-"""
+"""Returns the known sightings of IDs that have any, given the IDs and the smallest event time of the batch."""
 
 
 class OnMissing(enum.Enum):
@@ -119,12 +117,9 @@ class Outcome:
     exempt: dict[int, Exempt] = field(default_factory=dict)
     """Rows that are forwarded with the header `dedup-verdict`; forwarded conflicts are also in `unique`."""
     duplicates: list[tuple[int, Sighting]] = field(default_factory=list)
-    """Rows that repeat a sighting, each with the sighting before the row was judged; rows in `conflicts` are excluded.
-    """
+    """Rows that repeat a sighting, each with the sighting before the row was judged, without rows in `conflicts`."""
     repeats: list[tuple[int, int]] = field(default_factory=list)
-    """Duplicates of a row in this batch, as pairs of a row and the row that it repeats. `all_duplicates` returns both
-    kinds.
-    """
+    """Duplicates of a row in this batch, each with the row that it repeats. `all_duplicates` returns both kinds."""
     conflicts: list[tuple[int, Sighting]] = field(default_factory=list)
     """Duplicates whose payload differs from that of every sighting in range."""
     late: list[tuple[int, Late]] = field(default_factory=list)
@@ -134,9 +129,7 @@ class Outcome:
     singles: list[int] = field(default_factory=list)
     """Rows whose sighting, which is at their own event time, is the only one of their ID in its segment."""
     rewritten: dict[tuple[int, bytes], Sightings] = field(default_factory=dict)
-    """Maps (segment, ID) to all sightings of the ID in that segment, if more than one row or an older sighting is
-    involved.
-    """
+    """Maps (segment, ID) to all sightings there, if more than one row or an older sighting is involved."""
     stream_time: StreamTime = _BEFORE_ALL
     judged_times_ms: list[int] = field(default_factory=list)
     """The event time by which each row was judged."""
@@ -324,9 +317,7 @@ class _Judging:
         self._outcome: Final = outcome
         self._known: Final = known
         self._fresh: Final[dict[bytes, int]] = {}
-        """Maps each ID that has occurred once, and only in this batch, to its row. Most of these rows never need a
-        Sighting.
-        """
+        """Maps each ID that has occurred once, and only in this batch, to its row. Few of them need a Sighting."""
 
     def run(self, stream_times: list[int], skipped: set[int]) -> None:
         """Judge every row that is not skipped.
@@ -384,8 +375,11 @@ class _Judging:
         match verdict:
             case Duplicate(of):
                 (self._outcome.conflicts if conflict else self._outcome.duplicates).append((row, of))
-                if self._window.extend:
-                    self._extend(key, known, of, time_ms)
+                longer = self._window.extended(of, time_ms) if self._window.extend else of
+                if longer != of:
+                    rest = tuple(longer if seen == of else seen for seen in known)
+                    # A shorter interval that remains in an older segment adds nothing to the longer one.
+                    self._remember(key, rest, self._window.segment_of(longer.last_ms))
             case Late():
                 self._outcome.late.append((row, verdict))
             case Unique():
@@ -393,13 +387,6 @@ class _Judging:
                 if conflict:
                     self._outcome.exempt[row] = Exempt("conflict")
                 self._remember(key, (*known, self._sighting(row)), self._window.segment_of(time_ms))
-
-    def _extend(self, key: bytes, known: Sightings, of: Sighting, time_ms: int) -> None:
-        longer = self._window.extended(of, time_ms)
-        if longer != of:
-            rest = tuple(longer if seen == of else seen for seen in known)
-            # A shorter interval that remains in an older segment adds nothing to the longer one.
-            self._remember(key, rest, self._window.segment_of(longer.last_ms))
 
     def _remember(self, key: bytes, sightings: Sightings, segment: int) -> None:
         row = self._fresh.pop(key, None)

@@ -148,9 +148,7 @@ class FeedProgress:
 
 @dataclass(frozen=True, slots=True)
 class StreamTime:
-    """A task's stream time, and the feeds from which it is computed. The object is immutable; each batch gets a new
-    one.
-    """
+    """A task's stream time, and the feeds from which it is computed. Each batch gets a new object."""
 
     value_ms: int
     feeds: Mapping[Feed, FeedProgress]

@@ -64,15 +64,12 @@ _TOPIC_RESOURCE: Final = 2
 _LEADER_MOVED: Final = frozenset({3, 5, 6, 9, 13, 56, 74, 75})
 _LOOK_AGAIN_S: Final = 0.05
 _RESTORE_LANE: Final = "restore"
-"""Requests of a restore use a separate connection, because a broker processes the requests of a connection one by one.
-"""
+"""A restore uses a separate connection, because a broker processes the requests of a connection one by one."""
 _METADATA_LANE: Final = "metadata"
 _METADATA_WITHIN_S: Final = 2.0
 """Time limit for a metadata request. Any broker can respond, so one frozen broker must not delay every commit."""
 _DIVERGING_EPOCH: Final = 0
-"""Tag of the field in a fetch response with the epoch and the offset at which the broker's log diverges from the log
-that was read.
-"""
+"""Tag of the field in a fetch response that says from where on the broker's log differs from what was read."""
 
 
 @functools.lru_cache(maxsize=16)

@@ -31,21 +31,16 @@ PAUSE_MS: Final = 100
 MOST_PAUSES: Final = 200
 """Number of attempts without a response, about 20 s, after which a check fails and the transaction is abandoned."""
 _MOST_ABSENT: Final = 20
-"""Number of responses without a topic after which the topic is considered deleted. A broker that has just started may
-briefly know no topics; nothing is committed in the meantime.
-"""
+"""Number of responses without a topic after which it counts as deleted, as a broker may know no topics at its start."""
 _PARTITION_BYTES: Final = 1 << 20
 _REQUEST_BYTES: Final = 16 << 20
 _OUT_OF_RANGE: Final = 1
 _AGAIN_PAUSE_MS: Final = 100
 MOST_DOUBTS: Final = 3
-"""Number of consecutive responses without the position after which the log is considered not to contain the position.
-"""
+"""Number of consecutive responses without the position after which the log certainly does not contain it."""
 _FEED_LANE: Final = "feed"
 _FLOW_BYTES: Final = 512 << 10
-"""While records arrive, a broker waits briefly until it has this many bytes, because a batch of a few records costs
-nearly as much time as a batch of hundreds.
-"""
+"""While records arrive, a broker waits briefly for this many bytes, because small batches cost nearly as much time."""
 
 
 class TopicCheck:
@@ -192,9 +187,7 @@ class Reading:
     life: int
     """The number that identifies this reading."""
     over: bool = False
-    """True if this reading has ended, because the partition is no longer read or a new reading has begun. Records that
-    an ended reading has fetched must not be judged.
-    """
+    """True if this reading has ended. Records that an ended reading has fetched must not be judged."""
     doubts: int = 0
     """Number of consecutive responses that said that the log does not contain the position."""
 
@@ -322,10 +315,7 @@ class FeedFetcher:
                 self._flights[node] = asyncio.create_task(self._fetch(node, sources), name=f"fetch from {node}")
 
     def _look_beside(self) -> None:
-        """Check the topics in the background while partitions that have a leader are still read.
-
-        Raises StateIncompatible if an earlier check found a change.
-        """
+        """Check the topics in the background. Raises StateIncompatible if an earlier check found a change."""
         looking = self._looking
         if looking is None:
             self._looking = asyncio.create_task(self._check.look(), name="look for changed topics")

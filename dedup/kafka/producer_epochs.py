@@ -6,6 +6,7 @@ never decrease along the partition. If a batch of an older epoch follows a batch
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
@@ -79,24 +80,18 @@ async def epochs_of(wire: KafkaWire, source: TopicPartition) -> Epochs:
                 f"{source.topic}/{source.partition} can only be read up to offset {position} of {bounds.end}: a "
                 f"transaction stays open there, or its leader does not answer. Look at the brokers' logs."
             )
-        try:
-            batches, after = await _fetched(wire, source, position)
-        except NoAnswer:
-            batches, after = [], position
+        after = position
+        with contextlib.suppress(NoAnswer):
+            part = await wire.fetch_raw(source, position, max_bytes=FETCH_BYTES, wait_ms=WAIT_MS, lane="epochs")
+            batches = CommittedBatches(source, part.records, part.aborted, position)
+            found += [
+                WrittenBatch(batch.base_offset, batch.producer_id, batch.producer_epoch)
+                for batch in batches.batches()
+                if batch.producer_id is not None and batch.base_offset >= position
+            ]
+            after = max(position, batches.next_fetch_offset)
         tries = tries + 1 if after == position else 0
         if after == position:
             await wire.pause(PAUSE_MS)
-        found += batches
         position = after
     return in_order(found)
-
-
-async def _fetched(wire: KafkaWire, source: TopicPartition, offset: int) -> tuple[list[WrittenBatch], int]:
-    part = await wire.fetch_raw(source, offset, max_bytes=FETCH_BYTES, wait_ms=WAIT_MS, lane="epochs")
-    batches = CommittedBatches(source, part.records, part.aborted, offset)
-    found = [
-        WrittenBatch(batch.base_offset, batch.producer_id, batch.producer_epoch)
-        for batch in batches.batches()
-        if batch.producer_id is not None and batch.base_offset >= offset
-    ]
-    return found, max(offset, batches.next_fetch_offset)

@@ -29,9 +29,7 @@ from aiokafka.record.memory_records import MemoryRecords
 from aiokafka.record.util import decode_varint_py, encode_varint
 
 BATCH_BYTES: Final = 500_000
-"""Maximum size of a batch before compression. A batch stays below the broker's default `message.max.bytes` of 1 MB even
-if it does not compress.
-"""
+"""Maximum size of a batch before compression, which is below the broker's default `message.max.bytes` of 1 MB."""
 COMPRESSION: Final[Mapping[str, int]] = {"none": 0, "gzip": 1, "snappy": 2, "lz4": 3, "zstd": 4}
 MAGIC: Final = 2
 NO_EPOCH: Final = -1
@@ -272,21 +270,6 @@ _BATCH_HEAD: Final = Struct(">8xiib")
 _OFFSET, _TIMESTAMP, _KEY, _VALUE, _HEADERS = map(attrgetter, ("offset", "timestamp", "key", "value", "headers"))
 
 
-class LenientRecord(NamedTuple):
-    """A record whose header names may not be UTF-8."""
-
-    offset: int
-    timestamp: int
-    key: bytes | None
-    value: bytes | None
-    headers: list[Header]
-    """In a name that is not UTF-8, each invalid byte becomes four characters such as ``\\xff``, so that the record can
-    be sent.
-    """
-    odd: bool
-    """True if a header name is not UTF-8."""
-
-
 class _AnyText(bytearray):
     """The content of a batch, in which header names that are not UTF-8 can be decoded, too."""
 
@@ -298,10 +281,11 @@ class _AnyText(bytearray):
         return super().decode("utf-8", "surrogateescape")
 
 
-def records_of(raw: bytes, base_offset: int) -> list[LenientRecord]:
-    """Return the records of the batch that begins at ``base_offset``; ``raw`` is the whole response for a partition.
+def records_of(raw: bytes, base_offset: int) -> tuple[list[Any], set[int]]:
+    r"""Return aiokafka's records of the batch that begins at ``base_offset``; ``raw`` is all batches of a response.
 
-    Raises CorruptRecordException if the batch is missing or incomplete.
+    In a header name that is not UTF-8, each invalid byte becomes four characters such as ``\xff``. Also returns the
+    offsets of records with such a name. Raises CorruptRecordException if the batch is missing or incomplete.
     """
     at = 0
     while at + _BATCH_START.size <= len(raw):
@@ -318,18 +302,14 @@ def records_of(raw: bytes, base_offset: int) -> list[LenientRecord]:
                 batch._pos = -1  # noqa: SLF001
             if batch._pos != len(batch._buffer):  # noqa: SLF001
                 raise CorruptRecordException("a batch ends inside a record")
-            return list(map(_lenient, records))
+            sent = [replace(record, headers=list(map(_as_text, record.headers))) for record in records]
+            return sent, {new.offset for new, old in zip(sent, records, strict=True) if new.headers != old.headers}
         at = end
     raise CorruptRecordException(f"no batch begins at offset {base_offset}")
 
 
-def _lenient(record: Any) -> LenientRecord:  # noqa: ANN401  # a private class of aiokafka
-    headers = [
-        (name.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace"), content)
-        for name, content in record.headers
-    ]
-    odd = headers != record.headers
-    return LenientRecord(record.offset, record.timestamp, record.key, record.value, headers, odd)
+def _as_text(header: Header) -> Header:
+    return header[0].encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace"), header[1]
 
 
 @dataclass(slots=True)
@@ -447,8 +427,8 @@ def columns_of(
         try:
             records = list(batch)
         except UnicodeDecodeError:
-            records = records_of(raw, batch.base_offset)
-            found.odd_names |= {record.offset for record in records if record.odd}
+            records, odd = records_of(raw, batch.base_offset)
+            found.odd_names |= odd
         if records and records[0].offset < position:
             records = [record for record in records if record.offset >= position]
         found.offsets.extend(_offsets(records))

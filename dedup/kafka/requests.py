@@ -82,10 +82,7 @@ def _array(**types: object) -> CompactArray:
 
 
 class _OneVersion:
-    """Makes aiokafka's clients send exactly this version of a structure or nothing.
-
-    aiokafka's own `Request` would choose one of several versions.
-    """
+    """Makes clients send exactly this version or nothing; aiokafka's `Request` would choose one of several."""
 
     ANSWER: ClassVar[Schema]
     """The fields of the response."""
@@ -266,9 +263,7 @@ class FetchedPartition(NamedTuple):
     """Producer ID and first offset of each aborted transaction in ``records``."""
     records: bytes
     parts_at: int | None
-    """The offset from which the broker's log differs from the records that were read before; None if it does not
-    differ.
-    """
+    """The offset from which the broker's log differs from the records that were read before; None if nowhere."""
 
 
 class FetchRequest_v13(_OneVersion, RequestStruct):

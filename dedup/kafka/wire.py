@@ -69,13 +69,9 @@ class Produced:
     error_code: int
     base_offset: int
     refused: tuple[tuple[int, str], ...] = ()
-    """The records because of which the broker rejected the batch, if the broker names them (KIP-467): the index of each
-    record, and the reason.
-    """
+    """Index and reason of each record because of which the broker rejected the batch, if it names them (KIP-467)."""
     append_time_ms: int = -1
-    """The time at which the broker appended the batch, by its own clock; -1 if the topic keeps the producer's
-    timestamps.
-    """
+    """The broker's time when it appended the batch; -1 if the topic keeps the producer's timestamps."""
 
 
 class TopicNow(NamedTuple):

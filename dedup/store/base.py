@@ -13,9 +13,7 @@ from dataclasses import dataclass
 from typing import Final, Protocol
 
 Writes = Mapping[int, Mapping[bytes, bytes]]
-"""Maps the start of a segment in ms to state keys, and each state key to an encoded value. The value holds *all*
-sightings of the ID that end in the segment.
-"""
+"""Maps segment starts in ms to state keys, and these to encoded values: *all* sightings that end in the segment."""
 
 NOT_SAID: Final = -1
 """The value of `kept_from` in a task record that does not say from which offset the changelog is needed."""

@@ -22,9 +22,7 @@ _Words = npt.NDArray[np.uint64]
 _IDS_PER_WORD: Final = 4
 _FIRST_WORDS: Final = 1 << 11
 _QUICK_GROWTH_WORDS: Final = 1 << 16
-"""Below this size, a new layer is three times as large as all earlier layers together, so that there are few layers.
-The unused memory is small.
-"""
+"""Below this size, a new layer is three times as large as all earlier ones together, so that there are few layers."""
 
 _PAIR_BITS: Final = 12
 _PAIR_MASK: Final = np.uint64((1 << _PAIR_BITS) - 1)

@@ -36,9 +36,7 @@ _MOST_FILES: Final = 100_000
 
 _Count = Annotated[int, msgspec.Meta(ge=0)]
 Moved = Callable[[int], None]
-"""A function that is called with the size of each transferred piece in bytes. It may raise an exception to stop the
-transfer.
-"""
+"""Called with the size of each transferred piece in bytes. It may raise an exception to stop the transfer."""
 
 
 class _Counted:
@@ -147,10 +145,7 @@ class _Head(msgspec.Struct):
 
 
 class Checkpoint(msgspec.Struct, frozen=True):
-    """The description of one partition's state up to one position of its changelog.
-
-    The fields are the members of the JSON object. Unknown members are ignored.
-    """
+    """The description of one partition's state at one position of its changelog. The fields are the JSON's members."""
 
     topology: str
     partition: _Count

@@ -29,9 +29,7 @@ from dedup.store.checkpoint import MOST_BYTES, Checkpoint, Moved, pack
 _MANIFEST: Final = "manifest.json"
 _ARCHIVE: Final = re.compile(r"([0-9]{1,20})-[0-9a-f]{8}\.tar", re.ASCII)
 _DIRECTORIES: Final = frozenset({"file", "ftp", "hdfs", "memory", "sftp", "smb", "webhdfs"})
-"""Protocols for which a directory must exist before a file is written. For other protocols, no directory is created,
-because s3fs would create a bucket with a misspelled name.
-"""
+"""Protocols that need a directory before a file. For others none is made: s3fs would make a misspelled bucket."""
 
 
 class CheckpointStorage:

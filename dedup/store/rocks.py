@@ -71,9 +71,7 @@ _TABLE_BYTES: Final = 8 * _BUCKETS
 _TABLES_SHARE: Final = 4
 """The tables of hashed memtables may take the memory of the write buffers divided by this number."""
 _LONGEST_KEY: Final = 33
-"""Length of the longest state key in bytes. The prefix of a key is the whole key, so a hashed memtable finds a key
-directly.
-"""
+"""Length of the longest state key. The prefix is the whole key, so a hashed memtable finds a key directly."""
 _NICEST: Final = 19
 _NICER_BY: Final = 10
 """How much higher the nice value of RocksDB's threads is than the worker's; they get a tenth of the worker's CPU
