@@ -11,7 +11,7 @@ import asyncio
 import functools
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from io import BytesIO
+from struct import Struct
 from typing import Any, Final
 
 from aiokafka import errors as kafka_errors
@@ -26,7 +26,6 @@ from aiokafka.protocol.transaction import (
     EndTxnRequest,
     InitProducerIdRequest,
 )
-from aiokafka.protocol.types import Int32, Int64
 
 from dedup.errors import BrokerUnavailable, StateIncompatible
 from dedup.kafka.connection import Connection, diagnose, most_telling
@@ -47,6 +46,7 @@ from dedup.kafka.requests import (
 )
 from dedup.kafka.wire import (
     COORDINATOR_MOVED,
+    LEADER_MOVED,
     CommittedOffset,
     Fetched,
     LogBounds,
@@ -61,7 +61,6 @@ _ACKS_ALL: Final = -1
 _EARLIEST: Final = -2
 _LATEST: Final = -1
 _TOPIC_RESOURCE: Final = 2
-_LEADER_MOVED: Final = frozenset({3, 5, 6, 9, 13, 56, 74, 75})
 _LOOK_AGAIN_S: Final = 0.05
 _RESTORE_LANE: Final = "restore"
 """A restore uses a separate connection, because a broker processes the requests of a connection one by one."""
@@ -70,6 +69,8 @@ _METADATA_WITHIN_S: Final = 2.0
 """Time limit for a metadata request. Any broker can respond, so one frozen broker must not delay every commit."""
 _DIVERGING_EPOCH: Final = 0
 """Tag of the field in a fetch response that says from where on the broker's log differs from what was read."""
+_EPOCH_END: Final = Struct(">iq")
+"""The content of that field: the epoch, and the offset at which it ends."""
 
 
 @functools.lru_cache(maxsize=16)
@@ -95,8 +96,6 @@ def _in_errors(answer: Any) -> Iterable[int]:  # noqa: ANN401  # untyped protoco
 
 class KafkaWire:
     """A `Wire` that uses one aiokafka client, which all sessions and readers of a process share."""
-
-    leader_moved: Final = _LEADER_MOVED
 
     def __init__(self, connection: Connection) -> None:
         self.connection: Final = connection
@@ -200,7 +199,7 @@ class KafkaWire:
                 raise NoAnswer(f"ProduceRequest: {error!r}") from error
             for topic, parts in answer.topics:
                 for partition, code, base_offset, append_time_ms, _, errors, why in parts:
-                    if code in _LEADER_MOVED:
+                    if code in LEADER_MOVED:
                         self._client.force_metadata_update()
                     refused = tuple((index, text or why or "") for index, text in errors or ())
                     result[TopicPartition(topic, partition)] = Produced(code, base_offset, refused, append_time_ms)
@@ -360,14 +359,14 @@ class KafkaWire:
                 stable,
                 [(producer_id, first) for producer_id, first, _ in aborted or ()],
                 records or b"",
-                _parts_at(tags),
+                _EPOCH_END.unpack_from(tags[_DIVERGING_EPOCH])[1] if _DIVERGING_EPOCH in tags else None,
             )
             for topic_id, partitions, _ in answer.topics or ()
             for partition, code, high_watermark, stable, _, aborted, _, records, tags in partitions
         ]
 
     def _read_failed(self, source: TopicPartition, code: int, offset: int | None = None) -> Exception:
-        if code in _LEADER_MOVED:
+        if code in LEADER_MOVED:
             self._client.force_metadata_update()
             return NoAnswer(f"the leader of {source.topic}/{source.partition} moved (code {code})")
         name = kafka_errors.for_code(code).__name__
@@ -450,12 +449,3 @@ def _close_if_silent(connection: Any, answer: asyncio.Future[Any]) -> None:  # n
     """Close a connection on which no response arrived in time, because every new epoch would reuse the connection."""
     if not answer.cancelled() and isinstance(answer.exception(), TimeoutError):
         connection.close(reason=CloseReason.CONNECTION_TIMEOUT)
-
-
-def _parts_at(tags: Mapping[int, bytes]) -> int | None:
-    raw = tags.get(_DIVERGING_EPOCH)
-    if raw is None:
-        return None
-    data = BytesIO(raw)
-    Int32.decode(data)
-    return int(Int64.decode(data))

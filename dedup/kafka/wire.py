@@ -18,6 +18,9 @@ __all__ = ["Header", "Limit", "ProducerIdentity", "RecordBatch", "TopicPartition
 COORDINATOR_MOVED: Final = frozenset({14, 15, 16})
 """The coordinator is loading, not available, or has moved, so the request must be repeated."""
 
+LEADER_MOVED: Final = frozenset({3, 5, 6, 9, 13, 56, 74, 75})
+"""The partition's leader has moved or is not known, so the request must be sent to another broker."""
+
 UNSTABLE_OFFSET: Final = 88
 """An open transaction is about to change the requested offset."""
 

@@ -30,12 +30,8 @@ _WORD_AT: Final = np.uint64(2 * _PAIR_BITS)
 _WORD_BITS: Final = np.uint64(64 - 2 * _PAIR_BITS)
 
 
-def _pairs_of_bits() -> _Words:
-    pair = np.arange(1 << _PAIR_BITS, dtype=np.uint64)
-    return (np.uint64(1) << (pair & np.uint64(63))) | (np.uint64(1) << (pair >> np.uint64(6)))
-
-
-_PAIRS: Final = _pairs_of_bits()
+_PAIR: Final = np.arange(1 << _PAIR_BITS, dtype=np.uint64)
+_PAIRS: Final = (np.uint64(1) << (_PAIR & np.uint64(63))) | (np.uint64(1) << (_PAIR >> np.uint64(6)))
 """Maps 12 bits of a hash to a 64-bit word in which the two bits that they select are set."""
 
 

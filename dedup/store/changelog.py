@@ -39,7 +39,7 @@ from __future__ import annotations
 import json
 import struct
 import zlib
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from operator import itemgetter
 from typing import Final, Literal, NamedTuple
@@ -451,17 +451,15 @@ def decode_task_record(value: bytes) -> TaskRecord:
     )
 
 
-def rebucket(
-    entries: Iterable[tuple[bytes, bytes]], segment_ms: int, known: Mapping[int, Mapping[bytes, bytes]] | None = None
-) -> dict[int, dict[bytes, bytes]]:
+def rebucket(entries: Iterable[tuple[bytes, bytes]], segment_ms: int) -> dict[int, dict[bytes, bytes]]:
     """Return writes that move (state key, encoded value) pairs into segments of another width, ``segment_ms``.
 
-    A store needs these writes after the guard period of its topology was changed. ``known`` contains the values that
-    the new segments already hold for these IDs; the writes include them. Sightings of one ID with the same first time,
-    source, and fingerprint become one sighting that ends at the latest of their ends.
+    A store needs these writes after the guard period of its topology was changed. The entries include the values that
+    the new segments already hold for these IDs. Sightings of one ID with the same first time, source, and fingerprint
+    become one sighting that ends at the latest of their ends.
     """
     intervals: dict[bytes, dict[tuple[int, Source, bytes], int]] = {}
-    for state_key, value in _with_known(entries, known):
+    for state_key, value in entries:
         ends = intervals.setdefault(state_key, {})
         for first_ms, last_ms, source, fingerprint in decode_sightings(value):
             name = (first_ms, source, fingerprint)
@@ -475,16 +473,3 @@ def rebucket(
         start: {state_key: encode_sighting(sightings) for state_key, sightings in of.items()}
         for start, of in regrouped.items()
     }
-
-
-def _with_known(
-    entries: Iterable[tuple[bytes, bytes]], known: Mapping[int, Mapping[bytes, bytes]] | None
-) -> Iterable[tuple[bytes, bytes]]:
-    wanted: set[bytes] = set()
-    for state_key, value in entries:
-        wanted.add(state_key)
-        yield state_key, value
-    for held in (known or {}).values():
-        for state_key, value in held.items():
-            if state_key in wanted:
-                yield state_key, value

@@ -261,11 +261,8 @@ def test_rebucket_puts_each_sighting_where_the_new_grid_has_it(entries):
 def test_rebucket_unites_an_extended_sighting_and_keeps_what_the_new_grid_holds():
     old, extended = PLAIN._replace(first_ms=10, last_ms=10), PLAIN._replace(first_ms=10, last_ms=25)
     other = PLAIN._replace(first_ms=28, last_ms=28)
-    writes = rebucket(
-        [(b"a", encode_sighting(old)), (b"a", encode_sighting(extended))],
-        20,
-        known={20: {b"a": encode_sighting(other), b"b": encode_sighting(other)}},
-    )
+    entries = [(b"a", encode_sighting(each)) for each in (old, extended, other)]
+    writes = rebucket(entries, 20)
     assert writes == {20: {b"a": encode_sighting((extended, other))}}
 
 
