@@ -100,7 +100,6 @@ class _Name(NamedTuple):
 
 
 def _occurs_at_most(joined: bytes, quoted: bytes, times: int) -> bool:
-    """Tell whether a quoted name occurs at most ``times`` times in total."""
     # Comparing the first four bytes as one word, vectorized at each of four offsets, is twice as fast as bytes.count.
     # If other names begin with the same bytes, only bytes.count is exact.
     if len(quoted) >= _WORD_BYTES:
@@ -244,7 +243,6 @@ class _Node:
         return True
 
     def names(self, depth: int = 1) -> dict[str, list[int]]:
-        """Return the depths at which each name occurs in the tree."""
         found: dict[str, list[int]] = {}
         for name, node in self.members.items():
             found.setdefault(name, []).append(depth)
@@ -253,7 +251,6 @@ class _Node:
         return found
 
     def struct(self, time_type: object) -> object:
-        """Return the msgspec type that decodes this node."""
         if self.leaf is not None:
             return time_type if self.leaf == "time" else _Id
         fields = [
@@ -264,7 +261,6 @@ class _Node:
         return msgspec.defstruct("Row", fields, gc=False)
 
     def attribute(self, path: Path) -> str:
-        """Return the dotted attribute name of a path."""
         here, steps = self, []
         for step in path:
             steps.append(f"m{list(here.members).index(str(step))}")
@@ -422,7 +418,6 @@ class _Batch(NamedTuple):
     timestamps_ms: Sequence[int]
 
     def only(self, rows: Sequence[int]) -> _Batch:
-        """Return a batch with only these rows."""
         return _Batch(
             [self.keys[row] for row in rows],
             [self.values[row] for row in rows],

@@ -74,7 +74,6 @@ class Rights:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        """Disconnect."""
         await self._client.close()
 
     def advertised(self) -> tuple[str, ...]:
@@ -162,11 +161,10 @@ def _operations(bits: int) -> frozenset[str]:
 async def _lacking(connection: Connection, host: str, port: int) -> list[str]:
     async with probing(connection, host, port) as made:
         offered: dict[int, tuple[int, int]] = made._versions  # noqa: SLF001  # aiokafka has no public API for this
-    return [
-        needed.__name__
-        for needed in _NEEDED
-        if not any(
-            offered.get(needed.API_KEY, (0, -1))[0] <= known.API_VERSION <= offered.get(needed.API_KEY, (0, -1))[1]
-            for known in getattr(needed, "_CLASSES", (needed,))  # each structure is one version
-        )
-    ]
+    lacks = []
+    for needed in _NEEDED:
+        least, most = offered.get(needed.API_KEY, (0, -1))
+        structures = getattr(needed, "_CLASSES", (needed,))  # each is one version
+        if not any(least <= known.API_VERSION <= most for known in structures):
+            lacks.append(needed.__name__)
+    return lacks

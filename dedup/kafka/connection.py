@@ -37,7 +37,6 @@ class _Token(AbstractTokenProvider):  # type: ignore[misc]  # untyped base
         self._secret: Final = secret
 
     async def token(self) -> str:
-        """Return the token."""
         return self._secret.get_secret_value()
 
 
@@ -246,14 +245,25 @@ def _of_certificate(error: ssl.SSLCertVerificationError) -> Trouble:
     return Trouble.EXPIRED if error.verify_code in _EXPIRED_CODES else Trouble.UNTRUSTED
 
 
+@contextlib.asynccontextmanager
+async def _opened(
+    host: str, port: int, context: ssl.SSLContext | None = None
+) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    """Connect for a short time, over TLS if a context is given."""
+    async with asyncio.timeout(PROBE_WITHIN_S):
+        reader, writer = await asyncio.open_connection(host, port, ssl=context)
+        try:
+            yield reader, writer
+        finally:
+            writer.close()
+
+
 async def _of_network(host: str, port: int) -> tuple[Trouble, str]:
     try:
-        async with asyncio.timeout(PROBE_WITHIN_S):
-            _, writer = await asyncio.open_connection(host, port)
+        async with _opened(host, port):
+            return Trouble.SILENT, ""
     except OSError as error:
         return Trouble.UNREACHABLE, f" ({error.strerror or type(error).__name__})"
-    writer.close()
-    return Trouble.SILENT, ""
 
 
 def _trusting_all() -> ssl.SSLContext:
@@ -267,11 +277,10 @@ def _trusting_all() -> ssl.SSLContext:
 async def _handshake(host: str, port: int, context: ssl.SSLContext) -> OSError | None:
     """Try a TLS handshake; return None if it succeeds, otherwise the error that ended it."""
     try:
-        async with asyncio.timeout(PROBE_WITHIN_S):
-            _, writer = await asyncio.open_connection(host, port, ssl=context)
+        async with _opened(host, port, context) as (_, writer):
+            pass
     except OSError as error:
         return error
-    writer.close()
     with contextlib.suppress(OSError):
         await writer.wait_closed()
     return None
@@ -280,13 +289,9 @@ async def _handshake(host: str, port: int, context: ssl.SSLContext) -> OSError |
 async def _answers(host: str, port: int, context: ssl.SSLContext | None) -> bool:
     """Return whether the listener responds to an ApiVersions request, which is sent over TLS if a context is given."""
     try:
-        async with asyncio.timeout(PROBE_WITHIN_S):
-            reader, writer = await asyncio.open_connection(host, port, ssl=context)
-            try:
-                writer.write(_API_VERSIONS)
-                answer = await reader.readexactly(8)
-            finally:
-                writer.close()
+        async with _opened(host, port, context) as (reader, writer):
+            writer.write(_API_VERSIONS)
+            answer = await reader.readexactly(8)
     except (OSError, EOFError):
         return False
     # The response begins with its length and the correlation ID of the request.

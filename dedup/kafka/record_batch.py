@@ -163,7 +163,6 @@ class _Laid(_DefaultRecordBatchBuilderPy):  # type: ignore[misc]  # untyped base
     """aiokafka's Python builder, used for compression, header, and checksum of records that are already encoded."""
 
     def take(self, records: bytes, count: int, timestamp_ms: int) -> None:
-        """Set the encoded records of the batch."""
         self._buffer += records
         self._num_records, self._last_offset = count, count - 1
         self._first_timestamp = self._max_timestamp = timestamp_ms

@@ -42,7 +42,7 @@ import zlib
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from operator import itemgetter
-from typing import Final, Literal, NamedTuple
+from typing import Final, Literal, NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -353,10 +353,7 @@ def collect(keys: Sequence[bytes | None], values: Sequence[bytes | None]) -> Col
             "the changelog has a record without a key or a value, which dedup does not write: another program "
             "writes this topic. Nothing was changed."
         )
-    return _collect(keys, values)  # type: ignore[arg-type]  # neither holds None
-
-
-def _collect(keys: Sequence[bytes], values: Sequence[bytes]) -> Collected:
+    keys, values = cast("Sequence[bytes]", keys), cast("Sequence[bytes]", values)
     prefixes = set(map(_prefix_of, keys))
     segments = prefixes - _ALONE
     whole = min((size for size in set(map(len, keys)) if size > 1), default=0) > _STATE_KEY_AT

@@ -50,7 +50,6 @@ class _Counted:
         self.count = 0
 
     def saw(self, piece: bytes) -> None:
-        """Count and hash a piece."""
         self._hash.update(piece)
         self.count += len(piece)
         self._moved(len(piece))
@@ -69,7 +68,6 @@ class _Counted:
 
     @property
     def sha256(self) -> str:
-        """The digest of all bytes so far."""
         return self._hash.hexdigest()
 
 

@@ -110,7 +110,12 @@ class CheckpointStorage:
             sha256=sha256,
         )
         with _answers(f"{place}/{_MANIFEST}"):
-            self._put(self._path(f"{place}/{_MANIFEST}"), made.encode())
+            manifest = self._path(f"{place}/{_MANIFEST}")
+            if "file" in _protocols(files):
+                files.pipe_file(f"{manifest}.new", made.encode())
+                files.mv(f"{manifest}.new", manifest)
+            else:
+                files.pipe_file(manifest, made.encode())  # in an object store, every write is atomic
             self._delete_old(self._path(place), made, before)
         return made
 
@@ -164,14 +169,6 @@ class CheckpointStorage:
         except FileNotFoundError:
             return []
         return [each.rstrip("/").rpartition("/")[2] for each in found]
-
-    def _put(self, path: str, data: bytes) -> None:
-        """Write a small file atomically. In an object store, every write is atomic."""
-        if "file" in _protocols(self._files):
-            self._files.pipe_file(f"{path}.new", data)
-            self._files.mv(f"{path}.new", path)
-        else:
-            self._files.pipe_file(path, data)
 
     @cached_property
     def _files(self) -> Any:  # noqa: ANN401  # untyped

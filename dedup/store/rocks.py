@@ -159,12 +159,10 @@ class _SegmentEntry:
     """Number of keys that were written, counting repetitions."""
 
     def encode(self) -> bytes:
-        """Return the entry's bytes."""
         return _sealed(_SEGMENT.pack(*astuple(self)))
 
     @classmethod
     def decode(cls, value: bytes, name: str) -> Self:
-        """Return the entry of the segment ``name``; raises TaskCorrupted if it is damaged."""
         body = _unsealed(value, f"the entry of segment {name}")
         return cls(*_SEGMENT.unpack(body))
 
@@ -179,13 +177,11 @@ class _StateEntry:
     """RocksDB's list of files before the write."""
 
     def encode(self) -> bytes:
-        """Return the entry's bytes."""
         head = _STATE.pack(self.position, self.manifest.number, self.manifest.size_bytes)
         return _sealed(head + (b"" if self.record is None else encode_task_record(self.record)))
 
     @classmethod
     def decode(cls, value: bytes) -> Self:
-        """Return the entry; raises TaskCorrupted if it is damaged."""
         body = _unsealed(value, "the task record of the store")
         position, number, size_bytes = _STATE.unpack_from(body)
         record = body[_STATE.size :]
@@ -193,7 +189,6 @@ class _StateEntry:
 
 
 def _encode_identity(identity: StoreIdentity) -> bytes:
-    """Return the owner's identity as it is stored."""
     return "\n".join((_FORMAT, identity.topology, str(identity.partition), identity.changelog_topic_id)).encode()
 
 
@@ -329,8 +324,10 @@ class RocksStore:
         self._write_options: Final = rocksdict.WriteOptions()
         self._write_options.sync = False
         self._segments: dict[int, _Segment] = {}
-        self._task_record: TaskRecord | None = None
-        self._position = 0
+        self.task_record: TaskRecord | None = None
+        """The last applied task record; None in a new store."""
+        self.position = 0
+        """The changelog offset to restore from; 0 in a new store."""
         self._manifest = Manifest.of(directory) or Manifest(0, 0)
         self._closed = False
 
@@ -373,16 +370,6 @@ class RocksStore:
             raise failure
         return store
 
-    @property
-    def task_record(self) -> TaskRecord | None:
-        """The last applied task record; None in a new store."""
-        return self._task_record
-
-    @property
-    def position(self) -> int:
-        """The changelog offset to restore from; 0 in a new store."""
-        return self._position
-
     def get_each(self, segments: Iterable[int], ids: Sequence[bytes]) -> dict[int, dict[bytes, bytes]]:
         """Map each segment to the encoded values of the known IDs in it; segments without a known ID are absent."""
         self._refuse_if_closed()
@@ -415,8 +402,8 @@ class RocksStore:
     def apply(self, writes: Writes, record: TaskRecord | None, position: int) -> None:
         """Write sightings, task record, and position atomically."""
         self._refuse_if_closed()
-        refuse_unstorable(self._position, writes, position)
-        current = record or self._task_record
+        refuse_unstorable(self.position, writes, position)
+        current = record or self.task_record
         batch = rocksdict.WriteBatch(raw_mode=True)
         put = batch.put
         changed: list[tuple[_Segment, _SegmentEntry]] = []
@@ -444,8 +431,8 @@ class RocksStore:
         for (held, entry), values in zip(changed, filter(None, writes.values()), strict=True):
             held.entry = entry
             held.filter.add(Hashed(values))
-        self._task_record = current
-        self._position = position
+        self.task_record = current
+        self.position = position
 
     def drop_below(self, oldest_live_ms: int, segment_ms: int) -> tuple[int, ...]:
         """Drop every segment that ends at or before ``oldest_live_ms``; return their starts in ascending order."""
@@ -475,7 +462,7 @@ class RocksStore:
             self._db.write(batch, self._write_options)
             starts = sorted(self._segments)
             self._segments.clear()
-            self._task_record, self._position = None, 0
+            self.task_record, self.position = None, 0
             for start in starts:
                 # If the process is killed before this line, the next `open` drops the family without an entry.
                 self._drop_family(str(start))
@@ -544,7 +531,7 @@ class RocksStore:
         if hashed:
             self._hashed.add(name)
         family = self._db.create_column_family(name, _rocks_options(self._memory, hashed=hashed))
-        entry = _SegmentEntry(width_ms=0, birth=self._position, last_position=self._position, ids=0)
+        entry = _SegmentEntry(width_ms=0, birth=self.position, last_position=self.position, ids=0)
         held = _Segment(family, self._db.get_column_family_handle(name), entry)
         self._segments[start] = held
         return held
@@ -571,7 +558,7 @@ class RocksStore:
                 raise TaskCorrupted(
                     f"{self._directory}: {state.manifest} was truncated to {found.size_bytes}. {RESTORE}"
                 )
-            self._position, self._task_record = state.position, state.record
+            self.position, self.task_record = state.position, state.record
         entries = dict(self._entries())
         for name in names:
             entry = entries.pop(name, None)
@@ -596,7 +583,7 @@ class RocksStore:
         """Return a segment that exists on disk. Raises TaskCorrupted if the segment lacks keys that were stored."""
         family = self._db.get_column_family(name)
         stored = family.get(_LAST_POSITION)
-        if stored is None or _POSITION.unpack(stored)[0] < entry.last_position or self._position < entry.last_position:
+        if stored is None or _POSITION.unpack(stored)[0] < entry.last_position or self.position < entry.last_position:
             raise TaskCorrupted(
                 f"{self._directory}: segment {name} lacks writes up to changelog position {entry.last_position}: "
                 f"files were damaged or restored from a copy. {RESTORE}"

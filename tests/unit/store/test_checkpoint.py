@@ -257,7 +257,7 @@ def test_what_a_killed_upload_left_goes_when_it_is_old(depot, tmp_path):
 def test_a_damaged_description_is_replaced(depot, tmp_path):
     store = store_at(tmp_path / "store")
     put(depot, store, 7)
-    depot._put(depot._path(f"{depot.place('orders', 3)}/manifest.json"), b"{")
+    depot._files.pipe_file(depot._path(f"{depot.place('orders', 3)}/manifest.json"), b"{")
     with pytest.raises(CheckpointUnusable, match=r"manifest\.json: is damaged"):
         depot.find("orders", 3)
     made = put(depot, store, 8)
@@ -266,7 +266,7 @@ def test_a_damaged_description_is_replaced(depot, tmp_path):
 
 def test_a_description_of_any_length_is_not_read_whole(depot, tmp_path):
     put(depot, store_at(tmp_path / "store"), 7)
-    depot._put(depot._path(f"{depot.place('orders', 3)}/manifest.json"), b" " * 100_000)
+    depot._files.pipe_file(depot._path(f"{depot.place('orders', 3)}/manifest.json"), b" " * 100_000)
     with pytest.raises(CheckpointUnusable, match="more than 65,536 bytes"):
         depot.find("orders", 3)
 
