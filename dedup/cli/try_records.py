@@ -12,7 +12,7 @@ from typing import Final, Literal, assert_never
 import msgspec
 
 from dedup.core.extract import Extractor, compile_extractor
-from dedup.core.fold import Exempt, Outcome, Rows, Sightings, fold
+from dedup.core.fold import Outcome, Rows, Sightings, fold
 from dedup.core.window import Feed, Late, Sighting, StreamTime
 from dedup.errors import AuthorMistake, Problem
 from dedup.quantities import format_duration, instant
@@ -186,13 +186,13 @@ def _opened(text: bytes, number: int, name: str, timestamp_ms: int) -> Entry:
     )
 
 
-def _exempt(exempt: Exempt) -> str:
+def _exempt(why: str) -> str:
     words = {
         "missing_id": "it has no ID, and the topology says missing: forward",
         "tombstone": "its value is null, and the topology says tombstones: forward",
         "conflict": "its ID is known with another payload, and the topology says on_conflict: forward",
     }
-    return f"{words.get(exempt.why, exempt.why)}; outside the guarantee, marked by dedup-verdict"
+    return f"{words.get(why, why)}; outside the guarantee, marked by dedup-verdict"
 
 
 def _distance(time_ms: int, seen: Sighting) -> str:

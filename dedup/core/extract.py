@@ -302,7 +302,10 @@ def _times_ms(column: list[Any], unit: TimeUnit) -> list[int] | None:
                 return [time * 1000 for time in column]
             return _seconds_ms(column)
         case "rfc3339":
-            return rfc3339_column_ms(column) or _rfc3339_each_ms(column)
+            times_ms = rfc3339_column_ms(column) or [
+                time_ms for time_ms in map(rfc3339_ms, column) if time_ms is not None
+            ]
+            return times_ms if len(times_ms) == len(column) else None
         case never:
             assert_never(never)
 
@@ -316,11 +319,6 @@ def _seconds_ms(column: list[msgspec.Raw]) -> list[int] | None:
             return None
         times_ms.append(int(whole) * 1000 + int(fraction[:3].ljust(3, b"0")))
     return times_ms
-
-
-def _rfc3339_each_ms(column: list[str]) -> list[int] | None:
-    times_ms = [time_ms for time_ms in map(rfc3339_ms, column) if time_ms is not None]
-    return times_ms if len(times_ms) == len(column) else None
 
 
 _FEW: Final = 4

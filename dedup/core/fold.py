@@ -99,13 +99,6 @@ class DeadLetter:
     detail: str
 
 
-@dataclass(frozen=True, slots=True)
-class Exempt:
-    """The reason why a policy forwards a record without a verdict. A header marks the forwarded record."""
-
-    why: str
-
-
 _BEFORE_ALL: Final = StreamTime.before(())
 
 
@@ -114,8 +107,8 @@ class Outcome:
     """The result of `fold`, which contains the rows by verdict and their new sightings."""
 
     unique: list[int] = field(default_factory=list)
-    exempt: dict[int, Exempt] = field(default_factory=dict)
-    """Rows that are forwarded with the header `dedup-verdict`; forwarded conflicts are also in `unique`."""
+    exempt: dict[int, str] = field(default_factory=dict)
+    """Rows that a policy forwards, each with the reason for `dedup-verdict`; conflicts are also in `unique`."""
     duplicates: list[tuple[int, Sighting]] = field(default_factory=list)
     """Rows that repeat a sighting, each with the sighting before the row was judged, without rows in `conflicts`."""
     repeats: list[tuple[int, int]] = field(default_factory=list)
@@ -261,9 +254,9 @@ def _faults(rows: Rows, rules: Rules, outcome: Outcome) -> set[int]:
         if fault.kind is FaultKind.MISSING_ID and rules.missing is OnMissing.FAIL:
             raise _failed(rows.source(row), fault.detail, "missing: fail")
         if fault.kind is FaultKind.MISSING_ID and rules.missing is OnMissing.FORWARD:
-            outcome.exempt[row] = Exempt("missing_id")
+            outcome.exempt[row] = "missing_id"
         elif fault.kind is FaultKind.TOMBSTONE and rules.tombstones is OnTombstone.FORWARD:
-            outcome.exempt[row] = Exempt("tombstone")
+            outcome.exempt[row] = "tombstone"
         else:
             outcome.dead.append((row, DeadLetter(fault.code, fault.detail)))
     return skipped
@@ -385,7 +378,7 @@ class _Judging:
             case Unique():
                 self._outcome.unique.append(row)
                 if conflict:
-                    self._outcome.exempt[row] = Exempt("conflict")
+                    self._outcome.exempt[row] = "conflict"
                 self._remember(key, (*known, self._sighting(row)), self._window.segment_of(time_ms))
 
     def _remember(self, key: bytes, sightings: Sightings, segment: int) -> None:

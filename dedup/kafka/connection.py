@@ -26,10 +26,6 @@ if TYPE_CHECKING:
     from dedup.settings import Secret, Security, Settings
 
 
-_REQUEST_TIMEOUT_MS: Final = 10_000
-_PATIENCE_MS: Final = 30_000
-
-
 class _Token(AbstractTokenProvider):  # type: ignore[misc]  # untyped base
     """Provides the token from the settings to every connection."""
 
@@ -47,8 +43,8 @@ class Connection:
     brokers: tuple[str, ...]
     security: Security
     client_id: str = "dedup"
-    request_timeout_ms: int = _REQUEST_TIMEOUT_MS
-    patience_ms: int = _PATIENCE_MS
+    request_timeout_ms: int = 10_000
+    patience_ms: int = 30_000
     """How long a process waits for a broker when it starts, before it fails."""
 
     @classmethod
@@ -66,10 +62,9 @@ class Connection:
         if self.security.mechanism == "OAUTHBEARER" and self.security.password is not None:
             options["sasl_oauth_token_provider"] = _Token(self.security.password)
         elif self.security.protocol.startswith("SASL"):
+            password = self.security.password
             options["sasl_plain_username"] = self.security.username
-            options["sasl_plain_password"] = (
-                self.security.password.get_secret_value() if self.security.password else None
-            )
+            options["sasl_plain_password"] = password.get_secret_value() if password else None
         return options
 
     def client_options(self) -> dict[str, Any]:

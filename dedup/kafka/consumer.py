@@ -179,7 +179,6 @@ class FeedEnd(NamedTuple):
 class Reading:
     """The state of reading a partition, from one `begin` to the next."""
 
-    topic_id: str
     position: int
     """The next offset to fetch."""
     leader_epoch: int
@@ -239,7 +238,7 @@ class FeedFetcher:
         """
         self.halt(source)
         self._lives += 1
-        self._readings[source] = Reading(self._topic_ids[source.topic], offset, leader_epoch, self._lives)
+        self._readings[source] = Reading(offset, leader_epoch, self._lives)
         return self._lives
 
     def halt(self, source: TopicPartition) -> None:
@@ -325,14 +324,14 @@ class FeedFetcher:
 
     async def _fetch(self, node: int, sources: list[TopicPartition]) -> list[Answer]:
         asked = {
-            (reading.topic_id, source.partition): (source, reading, reading.position)
+            (self._topic_ids[source.topic], source.partition): (source, reading, reading.position)
             for source in sources
             if (reading := self._readings.get(source)) is not None
         }
         wait_ms, least_bytes = (self._gather_ms, _FLOW_BYTES) if node in self._flowing else (self._wait_ms, 1)
         wanted = [
-            FetchFrom(reading.topic_id, source.partition, position, reading.leader_epoch, _PARTITION_BYTES)
-            for source, reading, position in asked.values()
+            FetchFrom(*place, position, reading.leader_epoch, _PARTITION_BYTES)
+            for place, (_, reading, position) in asked.items()
         ]
         code, parts = await self._wire.fetch_partitions(
             node, wanted, wait_ms=wait_ms, least_bytes=least_bytes, most_bytes=_REQUEST_BYTES, lane=_FEED_LANE

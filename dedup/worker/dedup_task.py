@@ -619,7 +619,7 @@ class DedupTask:
         verdicts["duplicate"] += len(outcome.duplicates) + len(outcome.repeats) + len(outcome.conflicts)
         verdicts["late"] += len(outcome.late)
         verdicts["dead_letter"] += len(outcome.dead)
-        verdicts["exempt"] += sum(1 for exempt in outcome.exempt.values() if exempt.why != "conflict")
+        verdicts["exempt"] += sum(1 for exempt in outcome.exempt.values() if exempt != "conflict")
         for row, dead in outcome.dead:
             self._judged.dead_reasons[dead.code] += 1
             note_format(rows, row, self._plan, self._judged)
