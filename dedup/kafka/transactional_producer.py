@@ -208,17 +208,19 @@ class Session:
                 self._ends[batch.target] = produced.base_offset + len(batch.rows)
                 self.append_time_ms = max(self.append_time_ms, produced.append_time_ms)
             elif produced.error_code in REFUSED:
-                # `settle` raises all refusals together after all responses have arrived.
-                self._refused_by.add(batch.target)
-                refused = _refused(self.transactional_id, batch, produced)
-                if self._refused is None:
-                    self._refused = refused
-                else:
-                    self._refused.also.append(refused)
+                self._note_refused(_refused(self.transactional_id, batch, produced), batch.target)
             elif produced.error_code in OUT_OF_SEQUENCE and batch.target in self._refused_by:
                 pass  # an earlier batch is missing, so the transaction cannot be committed anyway
             else:
                 raise self._failed(f"Produce to {batch.target.topic}/{batch.target.partition}", produced.error_code)
+
+    def _note_refused(self, refused: RecordRefused, target: TopicPartition) -> None:
+        """Keep the refusal for `settle`, which raises all refusals together after all responses have arrived."""
+        self._refused_by.add(target)
+        if self._refused is None:
+            self._refused = refused
+        else:
+            self._refused.also.append(refused)
 
     async def settle(self) -> Mapping[TopicPartition, int]:
         """Wait until every batch is acknowledged, and return the offset after the last record of each partition.
