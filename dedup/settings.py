@@ -22,12 +22,12 @@ from dedup.yaml_document import (
     At,
     Document,
     Keys,
+    accepting,
     did_you_mean,
     dotted,
     in_order,
     matching,
     models_of,
-    only_if,
     read,
     schema_of,
     some,
@@ -84,7 +84,7 @@ def _place(text: str) -> str:
 
 def _between(low: str, high: str) -> AfterValidator:
     low_ms, high_ms = parse_duration(low), parse_duration(high)
-    return only_if(lambda text: low_ms <= parse_duration(text) <= high_ms, f"must be {low} to {high}")
+    return accepting(lambda text: low_ms <= parse_duration(text) <= high_ms, f'"{{}}" must be {low} to {high}')
 
 
 _WORKER_ID_RULE: Final = matching(
@@ -92,7 +92,7 @@ _WORKER_ID_RULE: Final = matching(
 )
 _PAGE_RULE: Final = matching(_PAGE_ADDRESS, "is not the address of a page; write for example http://worker-1:6066")
 _DURATION: Final = WithJsonSchema({"type": "string", "pattern": DURATION_PATTERN})
-_BROKER_RULE: Final = only_if(_is_broker, "is not a broker; write host:port, such as kafka-1:9092")
+_BROKER_RULE: Final = accepting(_is_broker, '"{}" is not a broker; write host:port, such as kafka-1:9092')
 _Broker = Annotated[str, _BROKER_RULE, WithJsonSchema({"type": "string", "pattern": f"^{_BROKER.pattern}$"})]
 
 

@@ -111,7 +111,7 @@ async def _examined(topology: Topology | None, settings: Settings) -> tuple[list
         for broker, lacks in (await rights.lacking()).items():
             if lacks:
                 text = f"{broker} is too old: it does not support {', '.join(sorted(lacks))}"
-                found.append(Symptom("version", "error", text, "Use brokers of Kafka 2.8 or later"))
+                found.append(Symptom("version", "error", text, "Use brokers of Kafka 3.1 or later"))
         looked_at.add("version")
         if topology is not None:
             denied = [each async for each in _denied(rights, topology, settings)]

@@ -143,7 +143,7 @@ class RecordJudge:
             _row, dead = outcome.dead[0]
             return Judgment(line, "dead letter", f"{dead.code}: {dead.detail}", self._topology.dead_letter, None)
         if outcome.exempt:
-            why = outcome.exempt[0].why
+            why = outcome.exempt[0]
             reason = f"{_EXEMPT.get(why, why)}; outside the guarantee, marked by dedup-verdict"
             return Judgment(line, "forwarded", reason, output, time if outcome.unique else None)
         clamped = f"time set to {time}; " if outcome.clamped else ""

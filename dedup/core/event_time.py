@@ -7,6 +7,7 @@ record.
 from __future__ import annotations
 
 import re
+from calendar import monthrange
 from dataclasses import dataclass
 from typing import Final, Literal, TypeVar, assert_never
 
@@ -37,6 +38,8 @@ _RFC3339: Final = re.compile(
 
 class BadTime(NotJudged):
     """The record has no usable event time."""
+
+    kind = "bad_time"
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +93,7 @@ def rfc3339_ms(text: str) -> int | None:
     if match is None:
         return None
     year, month, day, hour, minute, second = map(int, match.groups()[:6])
-    if not (1 <= month <= 12 and 1 <= day <= _days_in(year, month)):  # noqa: PLR2004 - the calendar
+    if not (1 <= month <= 12 and 1 <= day <= monthrange(year, month)[1]):  # noqa: PLR2004 - the calendar
         return None
     offset_minutes = 0
     if match[8]:
@@ -170,20 +173,13 @@ def _two(digits: npt.NDArray[np.uint8], at: int) -> _Integers:
 
 
 def _days(year: _Count, month: _Count, day: _Count) -> _Count:
-    """Return the days since 1970-01-01 in the proleptic Gregorian calendar (Hinnant, days_from_civil), also for
-    columns.
-    """
+    """Return the days since 1970-01-01, also for columns (Hinnant, days_from_civil)."""
     shifted = year - (month <= 2)  # noqa: PLR2004 - the year begins in March, so that leap days end it
     era = shifted // 400
     of_era = shifted - era * 400
     of_year = (153 * ((month + 9) % 12) + 2) // 5 + day - 1
     days: _Count = era * 146_097 + of_era * 365 + of_era // 4 - of_era // 100 + of_year - 719_468
     return days
-
-
-def _days_in(year: int, month: int) -> int:
-    leap = year % 4 == 0 and (year % 100 != 0 or year % 400 == 0)
-    return int(_MONTH_DAYS[month]) + (leap and month == 2)  # noqa: PLR2004 - February
 
 
 def _number_ms(number: Number, power: int) -> int | None:

@@ -13,10 +13,10 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import Final, NoReturn
+from typing import ClassVar, Final, NoReturn
 
 from dedup.core.json_path import Path, format_path
 
@@ -24,9 +24,7 @@ MAX_DEPTH: Final = 512
 """Maximum nesting depth of containers. Deeper values are refused before any recursion."""
 
 _EXPONENT_DIGITS: Final = 18
-"""A number with more exponent digits is refused if its value is needed. RFC 8259, section 6, lets implementations set
-such limits.
-"""
+"""A number with more exponent digits is refused if its value is needed, as RFC 8259, section 6, allows."""
 
 _BRACKETS: Final = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"|[\[\]{}]', re.DOTALL)
 _BLANK: Final = " \t\n\r"
@@ -67,8 +65,6 @@ _MAGIC: Final[tuple[tuple[bytes, _Foreign], ...]] = (
     (b"\xac\xed\x00\x05", _Foreign("java_object", "bytes aced0005: a serialized Java object")),
     (b"<?xml", _Foreign("xml", 'the text "<?xml": XML')),
 )
-_UTF_16_BE: Final = _Foreign("utf_16", "byte 0 before a character: UTF-16 without a byte order mark")
-_UTF_16_LE: Final = _Foreign("utf_16", "a character before byte 0: UTF-16 without a byte order mark")
 
 
 def foreign_format(value: bytes) -> _Foreign | None:
@@ -77,9 +73,9 @@ def foreign_format(value: bytes) -> _Foreign | None:
         if value.startswith(magic):
             return found
     if len(value) >= 4 and value[0] == 0 and value[1] in _OPENINGS and value[2] == 0 and value[3]:  # noqa: PLR2004
-        return _UTF_16_BE
+        return _Foreign("utf_16", "byte 0 before a character: UTF-16 without a byte order mark")
     if len(value) >= 4 and value[0] in _OPENINGS and value[1] == 0 and value[2] and value[3] == 0:  # noqa: PLR2004
-        return _UTF_16_LE
+        return _Foreign("utf_16", "a character before byte 0: UTF-16 without a byte order mark")
     if len(value) >= _FRAME_BYTES and value[0] == 0:
         schema = int.from_bytes(value[1:_FRAME_BYTES])
         return _Foreign("schema_registry", f"byte 0: Schema Registry framing, schema id {schema}")
@@ -88,6 +84,9 @@ def foreign_format(value: bytes) -> _Foreign | None:
 
 class NotJudged(Exception):
     """A record cannot be judged. The error has a stable code, and a sentence that contains no payload."""
+
+    kind: ClassVar[str]
+    """The value of the `FaultKind` of such records."""
 
     def __init__(self, code: str, detail: str, *, format_name: str = "") -> None:
         self.code: Final = code
@@ -99,6 +98,8 @@ class NotJudged(Exception):
 
 class Unreadable(NotJudged):
     """The value of a record cannot be read."""
+
+    kind = "unreadable"
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +149,8 @@ class Members(dict[str, "JsonValue"]):
 
     def __init__(self, pairs: list[tuple[str, JsonValue]]) -> None:
         super().__init__(pairs)
-        self.repeated = frozenset() if len(self) == len(pairs) else _repeated(pairs)
+        times = Counter(name for name, _ in pairs) if len(self) < len(pairs) else {}
+        self.repeated = frozenset(name for name in times if times[name] > 1)
 
 
 JsonValue = None | bool | str | Number | list["JsonValue"] | Members
@@ -186,9 +188,7 @@ def decode(value: bytes) -> JsonValue:
 
 
 def _no_json(value: bytes, code: str, detail: str) -> Unreadable:
-    """Return the error for a value that is not JSON, with the format that it seems to have. `dedup verify` compares
-    codes.
-    """
+    """Return the error for a value that is not JSON, with the format that it seems to have."""
     found = foreign_format(value)
     if found is None:
         return Unreadable(code, detail)
@@ -264,11 +264,9 @@ def _written(value: JsonValue, without: Excluded) -> str:
 
 
 def _scalar(value: bool | str | Number | None) -> str:  # noqa: FBT001 - a JSON value
-    match value:
-        case Number():
-            return value.integer_text() if value.is_integer else value.decimal_text()
-        case _:
-            return json.dumps(value, ensure_ascii=False)
+    if isinstance(value, Number):
+        return value.integer_text() if value.is_integer else value.decimal_text()
+    return json.dumps(value, ensure_ascii=False)
 
 
 def _exponent(power: str) -> int:
@@ -279,11 +277,6 @@ def _exponent(power: str) -> int:
         raise Unreadable("number_out_of_range", f"a number's exponent has more than {_EXPONENT_DIGITS} digits")
     size = int(digits or "0")
     return -size if power.startswith("-") else size
-
-
-def _repeated(pairs: Sequence[tuple[str, JsonValue]]) -> frozenset[str]:
-    times = Counter(name for name, _ in pairs)
-    return frozenset(name for name in times if times[name] > 1)
 
 
 def _depth(text: str) -> int:

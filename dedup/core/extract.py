@@ -28,7 +28,7 @@ value with a repeated member.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from operator import attrgetter
@@ -82,9 +82,7 @@ _TIME_TYPES: Final[dict[TimeUnit, tuple[Any, ...]]] = {
     "s": (_Seconds, msgspec.Raw),
     "rfc3339": (str,),
 }
-"""The types to decode a time with, by unit. For seconds, whole numbers are tried first, and then numbers with a
-fraction as written.
-"""
+"""The types to decode a time with, by unit. For seconds, whole numbers are tried before numbers with a fraction."""
 
 _SHORT_BYTES: Final = 2 * MAX_DEPTH
 """A value of at most this length cannot exceed MAX_DEPTH, because each level has two brackets."""
@@ -92,22 +90,16 @@ _SHORT_BYTES: Final = 2 * MAX_DEPTH
 _DECODE_REFUSALS: Final = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 
-@dataclass(frozen=True, slots=True)
-class _Name:
+class _Name(NamedTuple):
     """A member name on the path to an ID or an event time."""
 
-    text: str
+    quoted: bytes
+    """The name as it appears in values if no character is escaped."""
     depths: tuple[int, ...]
     """The nesting depths of the name, with one entry per place in the paths."""
 
-    @property
-    def quoted(self) -> bytes:
-        """The quoted name as it appears in values if no character is escaped."""
-        return f'"{self.text}"'.encode()
-
 
 def _occurs_at_most(joined: bytes, quoted: bytes, times: int) -> bool:
-    """Tell whether a quoted name occurs at most ``times`` times in total."""
     # Comparing the first four bytes as one word, vectorized at each of four offsets, is twice as fast as bytes.count.
     # If other names begin with the same bytes, only bytes.count is exact.
     if len(quoted) >= _WORD_BYTES:
@@ -170,26 +162,29 @@ class JsonColumns:
     def decode(self, values: Sequence[bytes | None]) -> tuple[list[list[str | int]], list[int] | None] | None:
         """Return a column for each ID path, and the times; None unless the result is certain for every row."""
         joined = _joined(values)
-        if joined is None or not _is_utf8(joined) or self._is_spelled_oddly(joined):
+        if joined is None:
+            return None
+        if not joined.isascii():
+            try:
+                joined.decode()
+            except UnicodeDecodeError:
+                return None
+        # Searching for one byte is 50 times as fast as for two.
+        if b"\\" in joined and any(escape in joined for escape in self.escapes):
             return None
         rows = self._rows(joined)
-        if rows is None or len(rows) != len(values) or not self._is_once_a_row(joined, len(rows)):
+        count = len(values)
+        if rows is None or len(rows) != count:
+            return None
+        # No named member may be repeated. Every row is known to have each member at least once.
+        once = all(_occurs_at_most(joined, name.quoted, len(name.depths) * count) for name in self.names)
+        if not once and (b"\\" in joined or not _occur_in_places(joined, self.names, count)):
             return None
         columns = [list(map(member, rows)) for member in self.ids]
         if self.time is None:
             return columns, None
         times_ms = _times_ms(list(map(self.time, rows)), self.unit)
         return None if times_ms is None else (columns, times_ms)
-
-    def _is_spelled_oddly(self, joined: bytes) -> bool:
-        # Searching for one byte is 50 times as fast as for two.
-        return b"\\" in joined and any(escape in joined for escape in self.escapes)
-
-    def _is_once_a_row(self, joined: bytes, count: int) -> bool:
-        """Tell whether no named member is repeated. Every row is known to have each member at least once."""
-        if all(_occurs_at_most(joined, name.quoted, len(name.depths) * count) for name in self.names):
-            return True
-        return b"\\" not in joined and _occur_in_places(joined, self.names, count)
 
     def _rows(self, joined: bytes) -> list[Any] | None:
         for decoder in self.decoders:
@@ -212,7 +207,7 @@ def compile_columns(ids: Sequence[Path], time: FieldTime | None) -> JsonColumns 
         if not tree.grow(path, is_time=time is not None and path == time.path):
             return None
     names = tree.names()
-    if any(not _has_one_spelling(name) for name in names):
+    if any(char in '"\\/' or char < " " for name in names for char in name):  # these have a short escape
         return None
     time_types: tuple[Any, ...] = (None,) if time is None else _TIME_TYPES[time.unit]
     if time is not None and time.path in ids:  # a part of an ID is text or an integer
@@ -222,8 +217,9 @@ def compile_columns(ids: Sequence[Path], time: FieldTime | None) -> JsonColumns 
         ids=tuple(attrgetter(tree.attribute(path)) for path in ids),
         time=None if time is None else attrgetter(tree.attribute(time.path)),
         unit="ms" if time is None else time.unit,
-        names=tuple(_Name(name, tuple(depths)) for name, depths in names.items()),
-        escapes=_escapes(names),
+        names=tuple(_Name(f'"{name}"'.encode(), tuple(depths)) for name, depths in names.items()),
+        # The beginnings of the escapes that could spell a character of these names.
+        escapes=tuple(b"\\u00%d" % high for high in range(2, 8)) if "".join(names).isascii() else (b"\\u",),
     )
 
 
@@ -247,7 +243,6 @@ class _Node:
         return True
 
     def names(self, depth: int = 1) -> dict[str, list[int]]:
-        """Return the depths at which each name occurs in the tree."""
         found: dict[str, list[int]] = {}
         for name, node in self.members.items():
             found.setdefault(name, []).append(depth)
@@ -256,7 +251,6 @@ class _Node:
         return found
 
     def struct(self, time_type: object) -> object:
-        """Return the msgspec type that decodes this node."""
         if self.leaf is not None:
             return time_type if self.leaf == "time" else _Id
         fields = [
@@ -267,24 +261,11 @@ class _Node:
         return msgspec.defstruct("Row", fields, gc=False)
 
     def attribute(self, path: Path) -> str:
-        """Return the dotted attribute name of a path."""
         here, steps = self, []
         for step in path:
             steps.append(f"m{list(here.members).index(str(step))}")
             here = here.members[str(step)]
         return ".".join(steps)
-
-
-def _has_one_spelling(name: str) -> bool:
-    r"""Tell whether no character of a name has a short escape, so that only ``\u`` could spell it differently."""
-    return not any(char in '"\\/' or char < " " for char in name)
-
-
-def _escapes(names: Iterable[str]) -> tuple[bytes, ...]:
-    """Return the beginnings of the escapes that could spell a character of these names."""
-    if all(name.isascii() for name in names):
-        return tuple(b"\\u00%d" % high for high in range(2, 8))
-    return (b"\\u",)
 
 
 def _joined(values: Sequence[bytes | None]) -> bytes | None:
@@ -306,20 +287,8 @@ def _joined(values: Sequence[bytes | None]) -> bytes | None:
 
 
 def may_be_deep(value: bytes) -> bool:
-    """Tell whether a value may be nested more than `MAX_DEPTH` deep. If the result is False, the value certainly is
-    not.
-    """
+    """Tell whether a value may be nested more than `MAX_DEPTH` deep. False is certain."""
     return len(value) > _SHORT_BYTES and value.count(b"{") + value.count(b"[") > MAX_DEPTH
-
-
-def _is_utf8(joined: bytes) -> bool:
-    if joined.isascii():
-        return True
-    try:
-        joined.decode()
-    except UnicodeDecodeError:
-        return False
-    return True
 
 
 def _times_ms(column: list[Any], unit: TimeUnit) -> list[int] | None:
@@ -333,7 +302,10 @@ def _times_ms(column: list[Any], unit: TimeUnit) -> list[int] | None:
                 return [time * 1000 for time in column]
             return _seconds_ms(column)
         case "rfc3339":
-            return rfc3339_column_ms(column) or _rfc3339_each_ms(column)
+            times_ms = rfc3339_column_ms(column) or [
+                time_ms for time_ms in map(rfc3339_ms, column) if time_ms is not None
+            ]
+            return times_ms if len(times_ms) == len(column) else None
         case never:
             assert_never(never)
 
@@ -347,11 +319,6 @@ def _seconds_ms(column: list[msgspec.Raw]) -> list[int] | None:
             return None
         times_ms.append(int(whole) * 1000 + int(fraction[:3].ljust(3, b"0")))
     return times_ms
-
-
-def _rfc3339_each_ms(column: list[str]) -> list[int] | None:
-    times_ms = [time_ms for time_ms in map(rfc3339_ms, column) if time_ms is not None]
-    return times_ms if len(times_ms) == len(column) else None
 
 
 _FEW: Final = 4
@@ -386,20 +353,18 @@ def _quick(value: bytes, without: Excluded) -> bytes | None:
 def _leave_out(content: object, without: Excluded) -> None:
     """Remove the excluded members and elements from a decoded value. The recursion is only as deep as the paths."""
     if isinstance(content, dict):
-        for name in [step for step in without if step in content]:
-            _leave_out_at(content, name, without[name])
+        steps: list[Any] = [step for step in without if step in content]
     elif isinstance(content, list):
         # Elements are removed from the end, so that earlier positions stay valid.
-        places = [step for step in without if isinstance(step, int) and step < len(content)]
-        for place in sorted(places, reverse=True):
-            _leave_out_at(content, place, without[place])
-
-
-def _leave_out_at(content: Any, step: str | int, below: Excluded | None) -> None:  # noqa: ANN401 - a dict or a list
-    if below is None:
-        del content[step]
+        steps = sorted((step for step in without if isinstance(step, int) and step < len(content)), reverse=True)
     else:
-        _leave_out(content[step], below)
+        return
+    for step in steps:
+        below = without[step]
+        if below is None:
+            del content[step]
+        else:
+            _leave_out(content[step], below)
 
 
 def _as_written(text: str) -> msgspec.Raw:
@@ -433,18 +398,13 @@ def compile_extractor(
     fingerprint_exclude: tuple[Path, ...] = (),
 ) -> Extractor:
     """Return the extractor of a topology. Raises ValueError if the extractor could never find an ID or a time."""
-    recipe = Recipe(tracking_id, event_time, fmt, fingerprint, fingerprint_exclude)
-    _refuse_impossible(recipe)
-    return Extractor(recipe)
-
-
-def _refuse_impossible(recipe: Recipe) -> None:
-    if recipe.fmt == "bytes" and isinstance(recipe.tracking_id.rule, FieldRule | FieldsRule | ContentRule):
+    if fmt == "bytes" and isinstance(tracking_id.rule, FieldRule | FieldsRule | ContentRule):
         raise ValueError("format bytes has no fields; use format json, or the key, a header or content: true as ID")
-    if recipe.fmt == "bytes" and isinstance(recipe.event_time, FieldTime):
+    if fmt == "bytes" and isinstance(event_time, FieldTime):
         raise ValueError("format bytes has no fields; use format json, or event_time: record")
-    if isinstance(recipe.tracking_id.rule, FieldsRule) and not recipe.tracking_id.rule.paths:
+    if isinstance(tracking_id.rule, FieldsRule) and not tracking_id.rule.paths:
         raise ValueError("fields is empty; name at least one path")
+    return Extractor(Recipe(tracking_id, event_time, fmt, fingerprint, fingerprint_exclude))
 
 
 class _Batch(NamedTuple):
@@ -456,7 +416,6 @@ class _Batch(NamedTuple):
     timestamps_ms: Sequence[int]
 
     def only(self, rows: Sequence[int]) -> _Batch:
-        """Return a batch with only these rows."""
         return _Batch(
             [self.keys[row] for row in rows],
             [self.values[row] for row in rows],
@@ -470,7 +429,17 @@ class Extractor:
 
     def __init__(self, recipe: Recipe) -> None:
         self.recipe: Final = recipe
-        self._columns: Final = _compile(recipe)
+        match recipe.tracking_id.rule:
+            case FieldRule(path):
+                paths: tuple[Path, ...] = (path,)
+            case FieldsRule(paths):
+                pass
+            case _:
+                paths = ()
+        time = recipe.event_time if isinstance(recipe.event_time, FieldTime) else None
+        self._json: Final = compile_columns(paths, time) if recipe.fmt == "json" else None
+        self._memos: Final = [PartMemo(recipe.tracking_id.normalize) for _ in paths]
+        self._normalize: Final = normalizer(recipe.tracking_id.normalize)
 
     def __call__(
         self,
@@ -483,9 +452,9 @@ class Extractor:
         return self._extract(_Batch(keys, values, headers, timestamps_ms))
 
     def _extract(self, batch: _Batch) -> Extracted:
-        if self._columns is None or len(batch.values) <= _FEW:
+        if len(batch.values) <= _FEW or (self._json is None and self.recipe.fmt == "json"):
             return self._one_by_one(batch)
-        found = self._columns.extract(batch)
+        found = self._in_columns(batch)
         if found is not None:
             return found
         if None in batch.values:
@@ -493,24 +462,13 @@ class Extractor:
         return self._halved(batch)
 
     def _one_by_one(self, batch: _Batch) -> Extracted:
-        ids: list[bytes | None] = []
-        times_ms: list[int] = []
-        fingerprints: list[bytes] = []
-        faults: dict[int, Fault] = {}
-        for row, record in enumerate(zip(*batch, strict=True)):
-            match extract_one(self.recipe, *record):
-                case One(key, time_ms, fingerprint):
-                    ids.append(key)
-                    times_ms.append(time_ms)
-                    fingerprints.append(fingerprint)
-                case Fault() as fault:
-                    ids.append(None)
-                    times_ms.append(0)
-                    fingerprints.append(b"")
-                    faults[row] = fault
-                case never:
-                    assert_never(never)
-        return Extracted(ids, times_ms, fingerprints if self.recipe.fingerprint else None, faults)
+        found = [extract_one(self.recipe, *record) for record in zip(*batch, strict=True)]
+        return Extracted(
+            [one.id if isinstance(one, One) else None for one in found],
+            [one.time_ms if isinstance(one, One) else 0 for one in found],
+            [one.fingerprint if isinstance(one, One) else b"" for one in found] if self.recipe.fingerprint else None,
+            {row: fault for row, fault in enumerate(found) if isinstance(fault, Fault)},
+        )
 
     def _halved(self, batch: _Batch) -> Extracted:
         """Extract each half, so that one unusual record slows down only a few rows."""
@@ -543,21 +501,9 @@ class Extractor:
             faults |= {rows[at]: fault for at, fault in part.faults.items()}
         return Extracted(ids, times_ms, fingerprints if self.recipe.fingerprint else None, faults)
 
-
-class _Columns:
-    """The fast path of one recipe, which processes either a whole batch or nothing."""
-
-    def __init__(self, recipe: Recipe, json_columns: JsonColumns | None) -> None:
-        self._recipe = recipe
-        self._json = json_columns
-        rule = recipe.tracking_id.rule
-        parts = len(rule.paths) if isinstance(rule, FieldsRule) else 0
-        self._memos = [PartMemo(recipe.tracking_id.normalize) for _ in range(parts)]
-        self._normalize = normalizer(recipe.tracking_id.normalize)
-
-    def extract(self, batch: _Batch) -> Extracted | None:
+    def _in_columns(self, batch: _Batch) -> Extracted | None:
         """Return the columns if they certainly equal the results of `extract_one` for all rows, or None otherwise."""
-        if self._recipe.fmt == "bytes" and None in batch.values:
+        if self.recipe.fmt == "bytes" and None in batch.values:
             return None
         members: list[list[str | int]] = []
         times_ms: list[int] | None = None
@@ -570,19 +516,22 @@ class _Columns:
         if ids is None:
             return None
         fingerprints = None
-        if self._recipe.fingerprint:
+        if self.recipe.fingerprint:
             fingerprints = [self._fingerprint(value) for value in batch.values if value is not None]
         return Extracted(list(ids), list(batch.timestamps_ms) if times_ms is None else times_ms, fingerprints, {})
 
     def _ids(self, batch: _Batch, members: list[list[str | int]]) -> list[bytes] | None:
         values = (value for value in batch.values if value is not None)
-        match self._recipe.tracking_id.rule:
+        match self.recipe.tracking_id.rule:
             case KeyRule():
                 return self._bytes(batch.keys)
             case HeaderRule(name):
                 return self._bytes([_only(row, name) for row in batch.headers])
             case FieldRule():
-                return self._scalars(members[0])
+                (column,), normalize = members, self._normalize
+                if normalize is not None:
+                    column = [normalize(value) if isinstance(value, str) else value for value in column]
+                return scalar_keys(column)
             case FieldsRule():
                 return composite_keys(members, self._memos)
             case RawContentRule():
@@ -595,9 +544,9 @@ class _Columns:
                 assert_never(never)
 
     def _fingerprint(self, value: bytes) -> bytes:
-        if self._recipe.fmt == "json":
+        if self.recipe.fmt == "json":
             with suppress(Unreadable):
-                return content_digest(content_of(value, self._recipe.fingerprint_exclude))
+                return content_digest(content_of(value, self.recipe.fingerprint_exclude))
         return value_digest(value)
 
     def _bytes(self, column: Sequence[bytes | None]) -> list[bytes] | None:
@@ -608,33 +557,8 @@ class _Columns:
             present = [normalize_bytes(value, self._normalize) for value in present]
         return bytes_keys(present)
 
-    def _scalars(self, column: list[str | int]) -> list[bytes] | None:
-        normalize = self._normalize
-        if normalize is not None:
-            column = [normalize(value) if isinstance(value, str) else value for value in column]
-        return scalar_keys(column)
-
 
 def _only(headers: Headers, name: str) -> bytes | None:
     """Return the value of a header that occurs exactly once; None otherwise."""
     values = [value for header, value in headers if header == name]
     return values[0] if len(values) == 1 else None
-
-
-def _compile(recipe: Recipe) -> _Columns | None:
-    """Return the fast path of a recipe; None if only the slow path can process the records."""
-    rule = recipe.tracking_id.rule
-    if recipe.fmt == "bytes":
-        return _Columns(recipe, None)
-    match rule:
-        case FieldRule(path):
-            paths: tuple[Path, ...] = (path,)
-        case FieldsRule(paths):
-            pass
-        case KeyRule() | HeaderRule() | ContentRule() | RawContentRule():
-            paths = ()
-        case never:
-            assert_never(never)
-    time = recipe.event_time if isinstance(recipe.event_time, FieldTime) else None
-    json_columns = compile_columns(paths, time)
-    return None if json_columns is None else _Columns(recipe, json_columns)

@@ -15,7 +15,7 @@ from typing import Final, Literal, assert_never
 
 from dedup.core import exact_json
 from dedup.core import tracking_id as encoding
-from dedup.core.event_time import BadTime, EventTime, FieldTime, RecordTime, time_ms_of
+from dedup.core.event_time import EventTime, FieldTime, RecordTime, time_ms_of
 from dedup.core.exact_json import (
     ABSENT,
     Absent,
@@ -101,6 +101,8 @@ class Recipe:
 class _MissingId(NotJudged):
     """The record has no ID."""
 
+    kind = "missing_id"
+
 
 def extract_one(
     recipe: Recipe, key: bytes | None, value: bytes | None, headers: Headers, timestamp_ms: int
@@ -119,22 +121,14 @@ def extract_one(
         canonical = _canonical_id(recipe.tracking_id, key, value, headers, content)
         time_ms = time_ms_of(found, time) if isinstance(time, FieldTime) else timestamp_ms
         return One(state_key(canonical), time_ms, _fingerprint(recipe, value, content))
-    except Unreadable as refused:
-        return Fault(FaultKind.UNREADABLE, refused.code, refused.detail, refused.format_name)
-    except _MissingId as missing:
-        return Fault(FaultKind.MISSING_ID, missing.code, missing.detail)
-    except BadTime as bad:
-        return Fault(FaultKind.BAD_TIME, bad.code, bad.detail)
+    except NotJudged as refused:
+        return Fault(FaultKind(refused.kind), refused.code, refused.detail, refused.format_name)
 
 
 def _of_tombstone(recipe: Recipe, key: bytes | None, headers: Headers, timestamp_ms: int) -> One | Fault:
-    match recipe.tracking_id.rule:
-        case KeyRule() | HeaderRule():
-            canonical = _canonical_id(recipe.tracking_id, key, b"", headers, ABSENT)
-        case FieldRule() | FieldsRule() | ContentRule() | RawContentRule():
-            return Fault(FaultKind.TOMBSTONE, "tombstone", "the value is null, and the tracking ID is read from it")
-        case never:
-            assert_never(never)
+    if not isinstance(recipe.tracking_id.rule, KeyRule | HeaderRule):
+        return Fault(FaultKind.TOMBSTONE, "tombstone", "the value is null, and the tracking ID is read from it")
+    canonical = _canonical_id(recipe.tracking_id, key, b"", headers, ABSENT)
     if isinstance(recipe.event_time, FieldTime):
         return Fault(FaultKind.TOMBSTONE, "tombstone", "the value is null, and the event time is read from it")
     return One(state_key(canonical), timestamp_ms, _digest(b"") if recipe.fingerprint else b"")
@@ -153,7 +147,9 @@ def _canonical_id(
         case FieldsRule(paths):
             return encoding.encode_composite(_of_fields(paths, tracking_id, content))
         case ContentRule(exclude):
-            return encoding.CONTENT + _canonical_content(content, exclude)
+            if isinstance(content, Absent):
+                raise Unreadable("not_json", "only a JSON value has canonical content")
+            return encoding.CONTENT + canonical_json(content, exact_json.excluded(exclude))
         case RawContentRule():
             if not value:
                 raise _MissingId("id_empty", "the value is empty")
@@ -237,12 +233,6 @@ def _of_text(text: str, tracking_id: TrackingId, place: str) -> bytes:
         raise Unreadable("lone_surrogate", f"{place} has an unpaired surrogate, which UTF-8 cannot encode") from None
 
 
-def _canonical_content(content: JsonValue | Absent, exclude: tuple[Path, ...]) -> bytes:
-    if isinstance(content, Absent):
-        raise Unreadable("not_json", "only a JSON value has canonical content")
-    return canonical_json(content, exact_json.excluded(exclude))
-
-
 def _fingerprint(recipe: Recipe, value: bytes, content: JsonValue | Absent) -> bytes:
     """Return the fingerprint of the canonical content, or of the raw value if there is no canonical content.
 
@@ -252,7 +242,7 @@ def _fingerprint(recipe: Recipe, value: bytes, content: JsonValue | Absent) -> b
         return b""
     if not isinstance(content, Absent):
         with suppress(Unreadable):
-            return content_digest(_canonical_content(content, recipe.fingerprint_exclude))
+            return content_digest(canonical_json(content, exact_json.excluded(recipe.fingerprint_exclude)))
     return value_digest(value)
 
 

@@ -24,9 +24,7 @@ from dedup.errors import DedupError
 
 Sightings = tuple[Sighting, ...]
 Lookup = Callable[[Sequence[bytes], int], Mapping[bytes, Sightings]]
-"""A function of IDs and the smallest event time of the batch, which returns the known sightings of those IDs that have
-any.
-"""
+"""Returns the known sightings of IDs that have any, given the IDs and the smallest event time of the batch."""
 
 
 class OnMissing(enum.Enum):
@@ -101,13 +99,6 @@ class DeadLetter:
     detail: str
 
 
-@dataclass(frozen=True, slots=True)
-class Exempt:
-    """The reason why a policy forwards a record without a verdict. A header marks the forwarded record."""
-
-    why: str
-
-
 _BEFORE_ALL: Final = StreamTime.before(())
 
 
@@ -116,15 +107,12 @@ class Outcome:
     """The result of `fold`, which contains the rows by verdict and their new sightings."""
 
     unique: list[int] = field(default_factory=list)
-    exempt: dict[int, Exempt] = field(default_factory=dict)
-    """Rows that are forwarded with the header `dedup-verdict`; forwarded conflicts are also in `unique`."""
+    exempt: dict[int, str] = field(default_factory=dict)
+    """Rows that a policy forwards, each with the reason for `dedup-verdict`; conflicts are also in `unique`."""
     duplicates: list[tuple[int, Sighting]] = field(default_factory=list)
-    """Rows that repeat a sighting, each with the sighting before the row was judged; rows in `conflicts` are excluded.
-    """
+    """Rows that repeat a sighting, each with the sighting before the row was judged, without rows in `conflicts`."""
     repeats: list[tuple[int, int]] = field(default_factory=list)
-    """Duplicates of a row in this batch, as pairs of a row and the row that it repeats. `all_duplicates` returns both
-    kinds.
-    """
+    """Duplicates of a row in this batch, each with the row that it repeats. `all_duplicates` returns both kinds."""
     conflicts: list[tuple[int, Sighting]] = field(default_factory=list)
     """Duplicates whose payload differs from that of every sighting in range."""
     late: list[tuple[int, Late]] = field(default_factory=list)
@@ -134,9 +122,7 @@ class Outcome:
     singles: list[int] = field(default_factory=list)
     """Rows whose sighting, which is at their own event time, is the only one of their ID in its segment."""
     rewritten: dict[tuple[int, bytes], Sightings] = field(default_factory=dict)
-    """Maps (segment, ID) to all sightings of the ID in that segment, if more than one row or an older sighting is
-    involved.
-    """
+    """Maps (segment, ID) to all sightings there, if more than one row or an older sighting is involved."""
     stream_time: StreamTime = _BEFORE_ALL
     judged_times_ms: list[int] = field(default_factory=list)
     """The event time by which each row was judged."""
@@ -268,9 +254,9 @@ def _faults(rows: Rows, rules: Rules, outcome: Outcome) -> set[int]:
         if fault.kind is FaultKind.MISSING_ID and rules.missing is OnMissing.FAIL:
             raise _failed(rows.source(row), fault.detail, "missing: fail")
         if fault.kind is FaultKind.MISSING_ID and rules.missing is OnMissing.FORWARD:
-            outcome.exempt[row] = Exempt("missing_id")
+            outcome.exempt[row] = "missing_id"
         elif fault.kind is FaultKind.TOMBSTONE and rules.tombstones is OnTombstone.FORWARD:
-            outcome.exempt[row] = Exempt("tombstone")
+            outcome.exempt[row] = "tombstone"
         else:
             outcome.dead.append((row, DeadLetter(fault.code, fault.detail)))
     return skipped
@@ -306,11 +292,11 @@ def _stream_times(
             (feed, None if row in skipped else time_ms, row in rows.idle_rows)
             for row, (feed, time_ms) in enumerate(zip(feeds, times_ms, strict=True))
         )
-    if not skipped:
-        return before.after_one_feed(times_ms)
     # A time that is not above stream time leaves the running maximum unchanged.
     return before.after_one_feed(
         [before.value_ms if row in skipped else time_ms for row, time_ms in enumerate(times_ms)]
+        if skipped
+        else times_ms
     )
 
 
@@ -324,9 +310,7 @@ class _Judging:
         self._outcome: Final = outcome
         self._known: Final = known
         self._fresh: Final[dict[bytes, int]] = {}
-        """Maps each ID that has occurred once, and only in this batch, to its row. Most of these rows never need a
-        Sighting.
-        """
+        """Maps each ID that has occurred once, and only in this batch, to its row. Few of them need a Sighting."""
 
     def run(self, stream_times: list[int], skipped: set[int]) -> None:
         """Judge every row that is not skipped.
@@ -384,22 +368,18 @@ class _Judging:
         match verdict:
             case Duplicate(of):
                 (self._outcome.conflicts if conflict else self._outcome.duplicates).append((row, of))
-                if self._window.extend:
-                    self._extend(key, known, of, time_ms)
+                longer = self._window.extended(of, time_ms) if self._window.extend else of
+                if longer != of:
+                    rest = tuple(longer if seen == of else seen for seen in known)
+                    # A shorter interval that remains in an older segment adds nothing to the longer one.
+                    self._remember(key, rest, self._window.segment_of(longer.last_ms))
             case Late():
                 self._outcome.late.append((row, verdict))
             case Unique():
                 self._outcome.unique.append(row)
                 if conflict:
-                    self._outcome.exempt[row] = Exempt("conflict")
+                    self._outcome.exempt[row] = "conflict"
                 self._remember(key, (*known, self._sighting(row)), self._window.segment_of(time_ms))
-
-    def _extend(self, key: bytes, known: Sightings, of: Sighting, time_ms: int) -> None:
-        longer = self._window.extended(of, time_ms)
-        if longer != of:
-            rest = tuple(longer if seen == of else seen for seen in known)
-            # A shorter interval that remains in an older segment adds nothing to the longer one.
-            self._remember(key, rest, self._window.segment_of(longer.last_ms))
 
     def _remember(self, key: bytes, sightings: Sightings, segment: int) -> None:
         row = self._fresh.pop(key, None)

@@ -23,20 +23,15 @@ _Hashes = npt.NDArray[np.uint32]
 
 def partitions(keys: Sequence[bytes], count: int) -> list[int]:
     """Return the partition, out of ``count``, into which Kafka's default partitioner puts each key."""
-    chosen: list[int] = ((_murmur2(keys) & _POSITIVE) % np.uint32(count)).tolist()
-    return chosen
-
-
-def _murmur2(keys: Sequence[bytes]) -> _Hashes:
-    """Return the hash of each key; keys of equal length are hashed together."""
     by_length: defaultdict[int, list[int]] = defaultdict(list)
     for at, key in enumerate(keys):
         by_length[len(key)].append(at)
-    result: _Hashes = np.empty(len(keys), dtype=np.uint32)
+    hashes: _Hashes = np.empty(len(keys), dtype=np.uint32)
     for length, places in by_length.items():
         joined = b"".join([keys[at] for at in places])
-        result[places] = _of_one_length(np.frombuffer(joined, np.uint8).reshape(len(places), length), length)
-    return result
+        hashes[places] = _of_one_length(np.frombuffer(joined, np.uint8).reshape(len(places), length), length)
+    chosen: list[int] = ((hashes & _POSITIVE) % np.uint32(count)).tolist()
+    return chosen
 
 
 def _of_one_length(rows: npt.NDArray[np.uint8], length: int) -> _Hashes:

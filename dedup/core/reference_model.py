@@ -65,8 +65,7 @@ class ModelVerdict(NamedTuple):
     stream_time_ms: int
     """Stream time after this record."""
     of: Sighting | None = None
-    """The sighting before this record that a duplicate repeats, or with whose payload a forwarded conflict disagrees.
-    """
+    """The sighting that a duplicate repeats, as it was before, or that a forwarded conflict contradicts."""
     conflict: bool = False
     reason: str = ""
     """The reason code of a dead letter, an exemption, or a failure."""
@@ -184,9 +183,7 @@ class ReferenceModel:
         return best
 
     def _extended_ms(self, seen: Sighting, time_ms: int) -> int:
-        """Return the end of a sighting after a duplicate extends it, but not beyond the cap that is counted from its
-        start.
-        """
+        """Return the end of a sighting after a duplicate extends it, up to the cap counted from its start."""
         cap_ms = seen.first_ms + self.rules.extend_at_most_ms
         if time_ms <= seen.last_ms or seen.last_ms >= cap_ms:
             return seen.last_ms

@@ -58,9 +58,7 @@ _BLANKS: Final = (
     "\t\n\v\f\r\x1c\x1d\x1e\x1f \x85\xa0\u1680\u2000\u2001\u2002\u2003\u2004\u2005\u2006\u2007\u2008\u2009\u200a"
     "\u2028\u2029\u202f\u205f\u3000"
 )
-"""The characters that `trim` removes at both ends. They are listed because a runtime's definition of white space may
-change.
-"""
+"""The characters that `trim` removes, listed because a runtime's definition of white space may change."""
 
 _UUID_TEXT: Final = compile_pattern(r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 _UUID_BYTES: Final = compile_pattern(rb"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}")
@@ -118,8 +116,7 @@ class TrackingId:
 
     rule: Rule
     normalize: tuple[Normalizing, ...] = ()
-    """Steps that are applied in this order, only to strings in the value and to keys and headers that are valid UTF-8.
-    """
+    """Steps that are applied in this order, to strings in the value and to keys and headers that are UTF-8."""
 
 
 def state_key(canonical: bytes) -> bytes:

@@ -148,9 +148,7 @@ class FeedProgress:
 
 @dataclass(frozen=True, slots=True)
 class StreamTime:
-    """A task's stream time, and the feeds from which it is computed. The object is immutable; each batch gets a new
-    one.
-    """
+    """A task's stream time, and the feeds from which it is computed. Each batch gets a new object."""
 
     value_ms: int
     feeds: Mapping[Feed, FeedProgress]
@@ -192,11 +190,7 @@ class StreamTime:
             max_ms = now.max_ms if time_ms is None else max(now.max_ms, time_ms)
             if max_ms != now.max_ms or idle != now.idle:
                 progress[feed] = FeedProgress(max_ms, idle)
-                value_ms = max(value_ms, _least(progress))
+                awake = [each.max_ms for each in progress.values() if not each.idle]
+                value_ms = max(value_ms, min(awake) if awake else max(each.max_ms for each in progress.values()))
             column.append(value_ms)
         return column, StreamTime(value_ms, progress)
-
-
-def _least(progress: Mapping[Feed, FeedProgress]) -> int:
-    awake = [feed.max_ms for feed in progress.values() if not feed.idle]
-    return min(awake) if awake else max(feed.max_ms for feed in progress.values())

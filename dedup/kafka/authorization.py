@@ -13,26 +13,25 @@ from typing import Any, Final, Self
 
 from aiokafka.client import AIOKafkaClient, CoordinationType
 from aiokafka.errors import GroupAuthorizationFailedError, KafkaError, TransactionalIdAuthorizationFailed
-from aiokafka.protocol.fetch import FetchRequest
 from aiokafka.protocol.offset import OffsetRequest
-from aiokafka.protocol.produce import ProduceRequest
 from aiokafka.protocol.transaction import (
     AddOffsetsToTxnRequest,
     AddPartitionsToTxnRequest,
     EndTxnRequest,
     InitProducerIdRequest,
-    TxnOffsetCommitRequest,
 )
 
 from dedup.errors import BrokerUnavailable
-from dedup.kafka.client import sendable
 from dedup.kafka.connection import Connection, probing
 from dedup.kafka.requests import (
     UNKNOWN_TOPIC,
     CreateTopicsRequest_v4,
     DescribeGroupRightsRequest_v3,
+    FetchRequest_v13,
     MetadataRequest_v10,
     OffsetFetchRequest_v7,
+    ProduceRequest,
+    TxnOffsetCommitRequest_v2,
 )
 
 _REFUSED_TOPIC: Final = 29
@@ -45,12 +44,12 @@ _OPERATIONS: Final = {3: "Read", 4: "Write", 5: "Create", 6: "Delete", 8: "Descr
 _NOT_IMPLYING_DESCRIBE: Final = frozenset({"DescribeConfigs"})
 _NEEDED: Final[tuple[type[Any], ...]] = (
     ProduceRequest,
-    FetchRequest,
+    FetchRequest_v13,
     OffsetRequest,
     InitProducerIdRequest,
     AddPartitionsToTxnRequest,
     AddOffsetsToTxnRequest,
-    TxnOffsetCommitRequest,
+    TxnOffsetCommitRequest_v2,
     EndTxnRequest,
     OffsetFetchRequest_v7,
     MetadataRequest_v10,
@@ -75,7 +74,6 @@ class Rights:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        """Disconnect."""
         await self._client.close()
 
     def advertised(self) -> tuple[str, ...]:
@@ -102,18 +100,14 @@ class Rights:
 
         If the caller may not describe a topic, only operations that do not imply Describe can be allowed.
         """
-        topics: list[Any] = [(0, 0, name, {}) for name in sorted(set(names))]
-        request = MetadataRequest_v10(topics, False, False, True, {})  # noqa: FBT003  # positional protocol fields
+        request = MetadataRequest_v10.of(sorted(set(names)), rights=True)
         answer = await self._ask(self._client.get_random_node(), request)
         found: dict[str, frozenset[str] | None] = {}
-        for code, name, _, _, _, _, operations, *_ in answer.topics:
-            match code:
-                case code if code == UNKNOWN_TOPIC:
-                    found[name] = None
-                case code if code == _REFUSED_TOPIC:
-                    found[name] = _NOT_IMPLYING_DESCRIBE
-                case _:
-                    found[name] = _operations(operations)
+        for code, name, _, _, _, operations, *_ in answer.topics:
+            if code == UNKNOWN_TOPIC:
+                found[name] = None
+            else:
+                found[name] = _NOT_IMPLYING_DESCRIBE if code == _REFUSED_TOPIC else _operations(operations)
         return found
 
     async def on_group(self, name: str) -> frozenset[str]:
@@ -152,7 +146,7 @@ class Rights:
     async def _ask(self, node: int, request: Any) -> Any:  # noqa: ANN401  # untyped protocol structures
         try:
             await self._client.ready(node)
-            return await self._client.send(node, sendable(request))
+            return await self._client.send(node, request)
         except KafkaError as error:
             raise BrokerUnavailable(f"broker {node} did not answer {type(request).__name__}: {error!r}.") from error
 
@@ -167,11 +161,10 @@ def _operations(bits: int) -> frozenset[str]:
 async def _lacking(connection: Connection, host: str, port: int) -> list[str]:
     async with probing(connection, host, port) as made:
         offered: dict[int, tuple[int, int]] = made._versions  # noqa: SLF001  # aiokafka has no public API for this
-    return [
-        needed.__name__
-        for needed in _NEEDED
-        if not any(
-            offered.get(needed.API_KEY, (0, -1))[0] <= known.API_VERSION <= offered.get(needed.API_KEY, (0, -1))[1]
-            for known in getattr(needed, "_CLASSES", (needed,))  # each structure is one version
-        )
-    ]
+    lacks = []
+    for needed in _NEEDED:
+        least, most = offered.get(needed.API_KEY, (0, -1))
+        structures = getattr(needed, "_CLASSES", (needed,))  # each is one version
+        if not any(least <= known.API_VERSION <= most for known in structures):
+            lacks.append(needed.__name__)
+    return lacks

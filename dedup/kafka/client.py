@@ -10,30 +10,26 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections import defaultdict
-from collections.abc import Awaitable, Mapping, Sequence
-from io import BytesIO
-from typing import Any, Final, Self
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from struct import Struct
+from typing import Any, Final
 
 from aiokafka import errors as kafka_errors
 from aiokafka.client import AIOKafkaClient, ConnectionGroup, CoordinationType
 from aiokafka.conn import CloseReason
 from aiokafka.consumer.fetcher import READ_COMMITTED, READ_UNCOMMITTED
 from aiokafka.protocol.admin import DescribeConfigsRequest
-from aiokafka.protocol.api import RequestStruct, Response
-from aiokafka.protocol.fetch import FetchRequest
 from aiokafka.protocol.offset import OffsetRequest
-from aiokafka.protocol.produce import ProduceRequest_v8
 from aiokafka.protocol.transaction import (
     AddOffsetsToTxnRequest,
     AddPartitionsToTxnRequest,
     EndTxnRequest,
     InitProducerIdRequest,
 )
-from aiokafka.protocol.types import Int32, Int64
 
 from dedup.errors import BrokerUnavailable, StateIncompatible
 from dedup.kafka.connection import Connection, diagnose, most_telling
-from dedup.kafka.record_batch import NO_EPOCH, Limit, TopicPartition, columns_of, data_of
+from dedup.kafka.record_batch import NO_EPOCH, Limit, TopicPartition, columns_of
 from dedup.kafka.requests import (
     CONSUMER,
     NO_SESSION,
@@ -42,13 +38,15 @@ from dedup.kafka.requests import (
     FetchedPartition,
     FetchFrom,
     FetchRequest_v13,
-    MetadataRequest_v10,
-    MetadataResponse_v10,
     OffsetFetchRequest_v7,
+    ProduceRequest,
     TxnOffsetCommitRequest_v2,
+    UnparsedMetadataRequest_v10,
+    grouped,
 )
 from dedup.kafka.wire import (
     COORDINATOR_MOVED,
+    LEADER_MOVED,
     CommittedOffset,
     Fetched,
     LogBounds,
@@ -63,90 +61,46 @@ _ACKS_ALL: Final = -1
 _EARLIEST: Final = -2
 _LATEST: Final = -1
 _TOPIC_RESOURCE: Final = 2
-_LEADER_MOVED: Final = frozenset({3, 5, 6, 9, 13, 56, 74, 75})
 _LOOK_AGAIN_S: Final = 0.05
 _RESTORE_LANE: Final = "restore"
-"""Requests of a restore use a separate connection, because a broker processes the requests of a connection one by one.
-"""
+"""A restore uses a separate connection, because a broker processes the requests of a connection one by one."""
 _METADATA_LANE: Final = "metadata"
 _METADATA_WITHIN_S: Final = 2.0
 """Time limit for a metadata request. Any broker can respond, so one frozen broker must not delay every commit."""
-_THROTTLE_BYTES: Final = 4
 _DIVERGING_EPOCH: Final = 0
-"""Tag of the field in a fetch response with the epoch and the offset at which the broker's log diverges from the log
-that was read.
-"""
+"""Tag of the field in a fetch response that says from where on the broker's log differs from what was read."""
+_EPOCH_END: Final = Struct(">iq")
+"""The content of that field: the epoch, and the offset at which it ends."""
 
 
-class _UnparsedMetadata(Response):  # type: ignore[misc]  # untyped base
-    """`MetadataResponse_v10`, kept as bytes. Each commit requests the metadata, which rarely changes."""
-
-    API_KEY = MetadataResponse_v10.API_KEY
-    API_VERSION = MetadataResponse_v10.API_VERSION
-    SCHEMA = MetadataResponse_v10.SCHEMA
-
-    def __init__(self, body: bytes) -> None:
-        self.body: Final = body
-        """The response without the throttle time."""
-
-    def __repr__(self) -> str:
-        return f"_UnparsedMetadata({len(self.body)} bytes)"
-
-    @classmethod
-    def decode(cls, data: BytesIO | bytes) -> Self:
-        """Keep the response as bytes."""
-        body = data if isinstance(data, bytes) else data.read()
-        return cls(body[_THROTTLE_BYTES:])
-
-    def topics(self) -> dict[str, TopicNow | int]:
-        """Return each requested topic or, if there was an error, its error code."""
-        answer: Any = MetadataResponse_v10.decode(BytesIO(bytes(_THROTTLE_BYTES) + self.body))
-        return {
-            name: code or TopicNow(hex_id(high, low), len(partitions))
-            for code, name, high, low, _, partitions, *_rest in answer.topics
-        }
+@functools.lru_cache(maxsize=16)
+def _topics_in(body: bytes) -> Mapping[str, TopicNow | int]:
+    """Return each topic in a metadata response or, if there was an error, its error code."""
+    answer = UnparsedMetadataRequest_v10.parsed(body)
+    return {
+        name: code or TopicNow(topic_id, len(partitions)) for code, name, topic_id, _, partitions, *_ in answer.topics
+    }
 
 
-class _UnparsedMetadataRequest(MetadataRequest_v10):
-    RESPONSE_TYPE = _UnparsedMetadata
+Codes = Callable[[Any], Iterable[int]]
+"""A function that returns the error codes in a response."""
 
 
-class _OneVersion:
-    """Replaces aiokafka's `Request`, which would choose one of several versions of a structure."""
-
-    def __init__(self, structure: Any) -> None:  # noqa: ANN401  # untyped protocol structures
-        self._structure: Final = structure
-
-    def prepare(self, versions: Mapping[int, tuple[int, int]]) -> Any:  # noqa: ANN401  # untyped protocol structures
-        """Return the structure; raises IncompatibleBrokerVersion if the broker does not support its version."""
-        structure = self._structure
-        least, most = versions.get(structure.API_KEY, (0, -1))
-        if not least <= structure.API_VERSION <= most:
-            raise kafka_errors.IncompatibleBrokerVersion(f"the broker does not know {type(structure).__name__}")
-        return structure
+def _own_code(answer: Any) -> Iterable[int]:  # noqa: ANN401  # untyped protocol structures
+    return (answer.error_code,)
 
 
-def sendable(request: Any) -> Any:  # noqa: ANN401  # untyped protocol structures
-    """Wrap a structure so that aiokafka's clients send exactly this version of it or nothing."""
-    return _OneVersion(request) if isinstance(request, RequestStruct) else request
-
-
-def hex_id(high: int, low: int) -> str:
-    """Return a topic ID as 32 hex digits."""
-    return f"{high & (1 << 64) - 1:016x}{low & (1 << 64) - 1:016x}"
+def _in_errors(answer: Any) -> Iterable[int]:  # noqa: ANN401  # untyped protocol structures
+    return (code for _, parts in answer.errors for _, code in parts)
 
 
 class KafkaWire:
     """A `Wire` that uses one aiokafka client, which all sessions and readers of a process share."""
 
-    leader_moved: Final = _LEADER_MOVED
-
     def __init__(self, connection: Connection) -> None:
         self.connection: Final = connection
         self._client: AIOKafkaClient
         self._coordinators: dict[tuple[int, str], int] = {}
-        self._topics: dict[tuple[str, ...], tuple[bytes, Mapping[str, TopicNow | int]]] = {}
-        """Maps topic names to the last response about these topics, as bytes and parsed."""
         self._topic_ids: dict[str, str] = {}
         """The IDs of pinned topics by name."""
 
@@ -193,29 +147,21 @@ class KafkaWire:
     async def init_producer_id(self, transactional_id: str, timeout_ms: int) -> tuple[int, ProducerIdentity]:
         """See `Wire`."""
         request = InitProducerIdRequest(transactional_id=transactional_id, transaction_timeout_ms=timeout_ms)
-        answer = await self._ask_coordinator(CoordinationType.TRANSACTION, transactional_id, request)
-        code = self._noted(CoordinationType.TRANSACTION, transactional_id, answer.error_code)
+        code, answer = await self._ask_coordinator(CoordinationType.TRANSACTION, transactional_id, request)
         return code, ProducerIdentity(answer.producer_id, answer.producer_epoch)
 
     async def add_partitions(
         self, transactional_id: str, identity: ProducerIdentity, partitions: Sequence[TopicPartition]
     ) -> dict[TopicPartition, int]:
         """See `Wire`."""
-        by_topic: defaultdict[str, list[int]] = defaultdict(list)
-        for topic, partition in partitions:
-            by_topic[topic].append(partition)
         request = AddPartitionsToTxnRequest(
             transactional_id=transactional_id,
             producer_id=identity.producer_id,
             producer_epoch=identity.epoch,
-            topics=list(by_topic.items()),
+            topics=grouped(partitions),
         )
-        answer = await self._ask_coordinator(CoordinationType.TRANSACTION, transactional_id, request)
-        return {
-            TopicPartition(topic, partition): self._noted(CoordinationType.TRANSACTION, transactional_id, code)
-            for topic, parts in answer.errors
-            for partition, code in parts
-        }
+        _, answer = await self._ask_coordinator(CoordinationType.TRANSACTION, transactional_id, request, _in_errors)
+        return {TopicPartition(topic, partition): code for topic, parts in answer.errors for partition, code in parts}
 
     async def produce(
         self, transactional_id: str, batches: Sequence[tuple[TopicPartition, bytes]]
@@ -224,29 +170,21 @@ class KafkaWire:
         by_leader: defaultdict[int, list[tuple[TopicPartition, bytes]]] = defaultdict(list)
         for target, payload in batches:
             by_leader[await self.leader(target)].append((target, payload))
-        answers = [
-            await self._write_produce(node, self._produce_request(transactional_id, part))
-            for node, part in by_leader.items()
-        ]
+        answers = [await self._write_produce(node, transactional_id, part) for node, part in by_leader.items()]
         return self._produced(answers)
 
-    def _produce_request(
-        self, transactional_id: str, batches: Sequence[tuple[TopicPartition, bytes]]
-    ) -> ProduceRequest_v8:
-        by_topic: defaultdict[str, list[tuple[int, bytes]]] = defaultdict(list)
-        for (topic, partition), payload in batches:
-            by_topic[topic].append((partition, payload))
-        timeout_ms = self.connection.request_timeout_ms
-        return ProduceRequest_v8(transactional_id, _ACKS_ALL, timeout_ms, list(by_topic.items()))
-
-    async def _write_produce(self, node: int, request: ProduceRequest_v8) -> asyncio.Future[Any]:
+    async def _write_produce(
+        self, node: int, transactional_id: str, batches: Sequence[tuple[TopicPartition, bytes]]
+    ) -> asyncio.Future[Any]:
         """Write a request to the connection's buffer before returning, so that a caller's requests keep their order."""
+        topics = grouped((topic, (partition, payload)) for (topic, partition), payload in batches)
+        request = ProduceRequest(transactional_id, _ACKS_ALL, self.connection.request_timeout_ms, topics)
         if not await self._client.ready(node, group=ConnectionGroup.DEFAULT):
             raise NoAnswer(f"broker {node} is not reachable")
         # The client's `send` would wait for the response before the next request can be sent.
         connection = self._client._conns[node, ConnectionGroup.DEFAULT]  # noqa: SLF001
         try:
-            answer: asyncio.Future[Any] = asyncio.ensure_future(connection.send(sendable(request)))
+            answer: asyncio.Future[Any] = asyncio.ensure_future(connection.send(request))
         except kafka_errors.KafkaError as error:
             raise NoAnswer(f"ProduceRequest to broker {node}: {error!r}") from error
         answer.add_done_callback(functools.partial(_close_if_silent, connection))
@@ -261,7 +199,7 @@ class KafkaWire:
                 raise NoAnswer(f"ProduceRequest: {error!r}") from error
             for topic, parts in answer.topics:
                 for partition, code, base_offset, append_time_ms, _, errors, why in parts:
-                    if code in _LEADER_MOVED:
+                    if code in LEADER_MOVED:
                         self._client.force_metadata_update()
                     refused = tuple((index, text or why or "") for index, text in errors or ())
                     result[TopicPartition(topic, partition)] = Produced(code, base_offset, refused, append_time_ms)
@@ -275,22 +213,15 @@ class KafkaWire:
             producer_epoch=identity.epoch,
             group_id=group,
         )
-        answer = await self._ask_coordinator(CoordinationType.TRANSACTION, transactional_id, request)
-        return self._noted(CoordinationType.TRANSACTION, transactional_id, answer.error_code)
+        return (await self._ask_coordinator(CoordinationType.TRANSACTION, transactional_id, request))[0]
 
     async def commit_offsets(
         self, transactional_id: str, identity: ProducerIdentity, group: str, offsets: Mapping[TopicPartition, Position]
     ) -> int:
         """See `Wire`. If several partitions have errors, the method returns the first error."""
-        by_topic: defaultdict[str, list[tuple[int, int, int, str]]] = defaultdict(list)
-        for (topic, partition), (offset, leader_epoch, note) in offsets.items():
-            by_topic[topic].append((partition, offset, leader_epoch, note))
-        request = TxnOffsetCommitRequest_v2(
-            transactional_id, group, identity.producer_id, identity.epoch, list(by_topic.items())
-        )
-        answer = await self._ask_coordinator(CoordinationType.GROUP, group, request)
-        codes = [code for _, parts in answer.errors for _, code in parts if code]
-        return self._noted(CoordinationType.GROUP, group, codes[0] if codes else 0)
+        topics = grouped((topic, (partition, *position)) for (topic, partition), position in offsets.items())
+        request = TxnOffsetCommitRequest_v2(transactional_id, group, identity.producer_id, identity.epoch, topics)
+        return (await self._ask_coordinator(CoordinationType.GROUP, group, request, _in_errors))[0]
 
     async def end_transaction(self, transactional_id: str, identity: ProducerIdentity, *, commit: bool) -> int:
         """See `Wire`."""
@@ -300,18 +231,18 @@ class KafkaWire:
             producer_epoch=identity.epoch,
             transaction_result=commit,
         )
-        answer = await self._ask_coordinator(CoordinationType.TRANSACTION, transactional_id, request)
-        return self._noted(CoordinationType.TRANSACTION, transactional_id, answer.error_code)
+        return (await self._ask_coordinator(CoordinationType.TRANSACTION, transactional_id, request))[0]
 
     async def committed_offset(self, group: str, source: TopicPartition, *, stable: bool) -> CommittedOffset:
         """See `Wire`."""
         request = OffsetFetchRequest_v7(group, [(source.topic, [source.partition], {})], stable, {})
-        answer = await self._ask_coordinator(CoordinationType.GROUP, group, request)
-        code, position = answer.error_code, None
-        for _, ((_, offset, leader_epoch, note, part_code, _),), _ in answer.topics:
-            position = Position(offset, leader_epoch, note or "") if offset >= 0 else None
-            code = code or part_code
-        return CommittedOffset(self._noted(CoordinationType.GROUP, group, code), position)
+
+        def codes(answer: Any) -> list[int]:  # noqa: ANN401  # untyped protocol structures
+            return [answer.error_code, *(part[4] for _, parts, _ in answer.topics for part in parts)]
+
+        code, answer = await self._ask_coordinator(CoordinationType.GROUP, group, request, codes)
+        found = [Position(part[1], part[2], part[3] or "") for _, parts, _ in answer.topics for part in parts]
+        return CommittedOffset(code, found[0] if found and found[0].offset >= 0 else None)
 
     async def limit(self, target: TopicPartition) -> Limit | None:
         """See `Wire`."""
@@ -322,9 +253,12 @@ class KafkaWire:
                 return Limit.of({entry[0]: entry[1] for entry in entries if entry[1] is not None})
         return None
 
-    async def ask_group(self, group: str, request: Any) -> Any:  # noqa: ANN401  # untyped protocol structures
-        """Send a request to a group's coordinator. Raises NoAnswer if there is no response."""
-        return await self._ask_coordinator(CoordinationType.GROUP, group, request)
+    async def ask_group(self, group: str, request: Any, codes: Codes = _own_code) -> tuple[int, Any]:  # noqa: ANN401  # untyped protocol structures
+        """Send a request to a group's coordinator; return the first error code in the response, and the response.
+
+        ``codes`` returns the error codes in a response. Raises NoAnswer if there is no response.
+        """
+        return await self._ask_coordinator(CoordinationType.GROUP, group, request, codes)
 
     async def bounds(self, source: TopicPartition) -> LogBounds:
         """See `Wire`."""
@@ -343,14 +277,11 @@ class KafkaWire:
             raise NoAnswer("no broker is known")
         try:
             async with asyncio.timeout(_METADATA_WITHIN_S):
-                request = _UnparsedMetadataRequest([(0, 0, name, {}) for name in names], False, False, False, {})  # noqa: FBT003  # positional protocol fields
+                request = UnparsedMetadataRequest_v10.of(names)
                 answer = await self.send(node, request, _METADATA_LANE)
         except TimeoutError as error:
             raise NoAnswer(f"broker {node} did not describe its topics within {_METADATA_WITHIN_S:g} s") from error
-        known = self._topics.get(names)
-        if known is None or known[0] != answer.body:
-            known = self._topics[names] = (answer.body, answer.topics())
-        return known[1]
+        return _topics_in(answer.body)
 
     async def stable_end(self, source: TopicPartition) -> int:
         """Return the last stable offset, below which every transaction has ended. May raise NoAnswer."""
@@ -367,49 +298,41 @@ class KafkaWire:
 
     async def fetch(self, source: TopicPartition, offset: int, *, max_bytes: int, wait_ms: int) -> Fetched:
         """See `Wire`. Raises StateIncompatible if the log no longer contains the offset or the topic was recreated."""
-        topic_id = self._topic_ids.get(source.topic)
-        if topic_id is not None:
-            return await self._fetch_by_id(source, offset, topic_id, max_bytes, wait_ms)
-        node = await self.leader(source)
-        request = FetchRequest(
-            wait_ms, 1, max_bytes, READ_COMMITTED, [(source.topic, [(source.partition, offset, max_bytes)])]
-        )
-        answer = await self.send(node, request, _RESTORE_LANE)
-        if not answer.topics:
-            raise NoAnswer(f"broker {node} answered a fetch with nothing (perhaps because of a quota)")
-        _, code, high_watermark, stable, *rest = answer.topics[0][1][0]
-        if code:
-            raise self._read_failed(source, code, offset)
-        aborted, raw = data_of(rest)
-        found, next_offset = columns_of(source, raw, aborted, offset)
-        return Fetched(
-            found.offsets, found.timestamps_ms, found.keys, found.values, next_offset, high_watermark, stable
-        )
+        part = await self.fetch_raw(source, offset, max_bytes=max_bytes, wait_ms=wait_ms, lane=_RESTORE_LANE)
+        found, next_offset = columns_of(source, part.records, part.aborted, offset)
+        columns = (found.offsets, found.timestamps_ms, found.keys, found.values)
+        return Fetched(*columns, next_offset, part.high_watermark, part.last_stable_offset)
 
-    async def _fetch_by_id(
-        self, source: TopicPartition, offset: int, topic_id: str, max_bytes: int, wait_ms: int
-    ) -> Fetched:
+    async def fetch_raw(
+        self, source: TopicPartition, offset: int, *, max_bytes: int, wait_ms: int, lane: str
+    ) -> FetchedPartition:
+        """Return what `fetch` decodes, as the broker sent it. Raises the errors of `fetch`."""
         node = await self.leader(source)
+        topic_id = self._topic_ids.get(source.topic) or await self._topic_id_now(source)
         wanted = [FetchFrom(topic_id, source.partition, offset, NO_EPOCH, max_bytes)]
         code, parts = await self.fetch_partitions(
-            node, wanted, wait_ms=wait_ms, least_bytes=1, most_bytes=max_bytes, lane=_RESTORE_LANE
+            node, wanted, wait_ms=wait_ms, least_bytes=1, most_bytes=max_bytes, lane=lane
         )
         if code or len(parts) != 1:
             raise NoAnswer(f"broker {node} answered a fetch with nothing (code {code}; perhaps because of a quota)")
         (part,) = parts
         if part.error_code in OTHER_TOPIC:
-            now = (await self.topics((source.topic,)))[source.topic]
-            if isinstance(now, TopicNow) and now.topic_id != topic_id:
+            now_id = await self._topic_id_now(source)
+            if now_id != topic_id:
                 raise StateIncompatible(
                     f"topic {source.topic!r} was deleted and recreated while it was read: it had id {topic_id} and "
-                    f"has id {now.topic_id} now. No record of the new topic was read; start over with `dedup reset`."
+                    f"has id {now_id} now. No record of the new topic was read; start over with `dedup reset`."
                 )
             raise NoAnswer(f"broker {node} does not know {source.topic} (code {part.error_code})")
         if part.error_code:
             raise self._read_failed(source, part.error_code, offset)
-        found, next_offset = columns_of(source, part.records, part.aborted, offset)
-        columns = (found.offsets, found.timestamps_ms, found.keys, found.values)
-        return Fetched(*columns, next_offset, part.high_watermark, part.last_stable_offset)
+        return part
+
+    async def _topic_id_now(self, source: TopicPartition) -> str:
+        now = (await self.topics((source.topic,)))[source.topic]
+        if isinstance(now, TopicNow):
+            return now.topic_id
+        raise self._read_failed(source, now)
 
     async def fetch_partitions(
         self, node: int, wanted: Sequence[FetchFrom], *, wait_ms: int, least_bytes: int, most_bytes: int, lane: str
@@ -419,30 +342,31 @@ class KafkaWire:
         Returns the error code of the whole response, and the partitions in the response. Raises NoAnswer if there is
         none.
         """
-        by_topic: defaultdict[str, list[tuple[Any, ...]]] = defaultdict(list)
-        for topic_id, partition, position, leader_epoch, most in wanted:
-            by_topic[topic_id].append((partition, NO_EPOCH, position, leader_epoch, -1, most, {}))
-        topics: list[tuple[Any, ...]] = [(*_halves(topic_id), rows, {}) for topic_id, rows in by_topic.items()]
+        rows: list[tuple[str, list[Any]]] = grouped(
+            (topic_id, (partition, NO_EPOCH, position, leader_epoch, -1, most, {}))
+            for topic_id, partition, position, leader_epoch, most in wanted
+        )
+        topics: list[Any] = [(*row, {}) for row in rows]
         sizes = (CONSUMER, wait_ms, least_bytes, most_bytes)
         request = FetchRequest_v13(*sizes, READ_COMMITTED, NO_SESSION, NO_EPOCH, topics, [], "", {})
         answer = await self.send(node, request, lane)
         return answer.error_code, [
             FetchedPartition(
-                hex_id(high, low),
+                topic_id,
                 partition,
                 code,
                 high_watermark,
                 stable,
                 [(producer_id, first) for producer_id, first, _ in aborted or ()],
                 records or b"",
-                _parts_at(tags),
+                _EPOCH_END.unpack_from(tags[_DIVERGING_EPOCH])[1] if _DIVERGING_EPOCH in tags else None,
             )
-            for high, low, partitions, _ in answer.topics or ()
+            for topic_id, partitions, _ in answer.topics or ()
             for partition, code, high_watermark, stable, _, aborted, _, records, tags in partitions
         ]
 
     def _read_failed(self, source: TopicPartition, code: int, offset: int | None = None) -> Exception:
-        if code in _LEADER_MOVED:
+        if code in LEADER_MOVED:
             self._client.force_metadata_update()
             return NoAnswer(f"the leader of {source.topic}/{source.partition} moved (code {code})")
         name = kafka_errors.for_code(code).__name__
@@ -463,18 +387,17 @@ class KafkaWire:
             raise NoAnswer(f"no leader is known for {target.topic}/{target.partition}")
         return int(leader)
 
-    def _noted(self, kind: int, key: str, code: int) -> int:
-        if code in COORDINATOR_MOVED:
-            self._coordinators.pop((kind, key), None)
-        return code
-
-    async def _ask_coordinator(self, kind: int, key: str, request: Any) -> Any:  # noqa: ANN401  # untyped protocol structures
+    async def _ask_coordinator(self, kind: int, key: str, request: Any, codes: Codes = _own_code) -> tuple[int, Any]:  # noqa: ANN401  # untyped protocol structures
         node = await self._coordinator(kind, key)
         try:
-            return await self.send(node, request, ConnectionGroup.COORDINATION)
+            answer = await self.send(node, request, ConnectionGroup.COORDINATION)
         except NoAnswer:
             self._coordinators.pop((kind, key), None)
             raise
+        found = [code for code in codes(answer) if code]
+        if not COORDINATOR_MOVED.isdisjoint(found):
+            self._coordinators.pop((kind, key), None)
+        return (found[0] if found else 0), answer
 
     async def _coordinator(self, kind: int, key: str) -> int:
         """Return the node ID of a coordinator; retries while the cluster has none.
@@ -513,7 +436,7 @@ class KafkaWire:
         Raises NoAnswer if there is no response, and BrokerUnavailable if the broker's release is too old.
         """
         try:
-            return await self._client.send(node, sendable(request), group=group)
+            return await self._client.send(node, request, group=group)
         except (kafka_errors.IncompatibleBrokerVersion, NotImplementedError) as error:
             raise BrokerUnavailable(
                 f"broker {node} does not support {type(request).__name__}. Kafka 3.1 or newer is needed."
@@ -526,17 +449,3 @@ def _close_if_silent(connection: Any, answer: asyncio.Future[Any]) -> None:  # n
     """Close a connection on which no response arrived in time, because every new epoch would reuse the connection."""
     if not answer.cancelled() and isinstance(answer.exception(), TimeoutError):
         connection.close(reason=CloseReason.CONNECTION_TIMEOUT)
-
-
-def _halves(topic_id: str) -> tuple[int, int]:
-    raw = bytes.fromhex(topic_id)
-    return int.from_bytes(raw[:8], "big", signed=True), int.from_bytes(raw[8:], "big", signed=True)
-
-
-def _parts_at(tags: Mapping[int, bytes]) -> int | None:
-    raw = tags.get(_DIVERGING_EPOCH)
-    if raw is None:
-        return None
-    data = BytesIO(raw)
-    Int32.decode(data)
-    return int(Int64.decode(data))

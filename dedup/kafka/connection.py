@@ -26,10 +26,6 @@ if TYPE_CHECKING:
     from dedup.settings import Secret, Security, Settings
 
 
-_REQUEST_TIMEOUT_MS: Final = 10_000
-_PATIENCE_MS: Final = 30_000
-
-
 class _Token(AbstractTokenProvider):  # type: ignore[misc]  # untyped base
     """Provides the token from the settings to every connection."""
 
@@ -37,7 +33,6 @@ class _Token(AbstractTokenProvider):  # type: ignore[misc]  # untyped base
         self._secret: Final = secret
 
     async def token(self) -> str:
-        """Return the token."""
         return self._secret.get_secret_value()
 
 
@@ -48,8 +43,8 @@ class Connection:
     brokers: tuple[str, ...]
     security: Security
     client_id: str = "dedup"
-    request_timeout_ms: int = _REQUEST_TIMEOUT_MS
-    patience_ms: int = _PATIENCE_MS
+    request_timeout_ms: int = 10_000
+    patience_ms: int = 30_000
     """How long a process waits for a broker when it starts, before it fails."""
 
     @classmethod
@@ -67,10 +62,9 @@ class Connection:
         if self.security.mechanism == "OAUTHBEARER" and self.security.password is not None:
             options["sasl_oauth_token_provider"] = _Token(self.security.password)
         elif self.security.protocol.startswith("SASL"):
+            password = self.security.password
             options["sasl_plain_username"] = self.security.username
-            options["sasl_plain_password"] = (
-                self.security.password.get_secret_value() if self.security.password else None
-            )
+            options["sasl_plain_password"] = password.get_secret_value() if password else None
         return options
 
     def client_options(self) -> dict[str, Any]:
@@ -101,22 +95,39 @@ _EXPIRED_CODES: Final = frozenset({9, 10})
 
 
 class Trouble(enum.Enum):
-    """The reason why a broker cannot be used. The value is the name of the reason in reports."""
+    """The reason why a broker cannot be used. The value is what a report says, with places for settings."""
 
-    NAME = "host name unknown"
-    UNREACHABLE = "not reachable"
-    SILENT = "no answer"
-    PLAINTEXT_TO_TLS = "listener speaks TLS"
-    TLS_TO_PLAINTEXT = "listener does not speak TLS"
-    UNTRUSTED = "certificate not trusted"
-    WRONG_HOST = "certificate of another host"
-    EXPIRED = "certificate not valid now"
-    CLIENT_CERTIFICATE = "client certificate refused or missing"
-    TLS = "TLS handshake failed"
-    CREDENTIALS = "credentials refused"
-    MECHANISM = "SASL mechanism not offered"
-    SASL_WANTED = "listener wants SASL"
-    NO_SASL = "listener without SASL"
+    NAME = "the host name is not known here. Correct `brokers`, or the name server"
+    UNREACHABLE = "nothing can be reached there. Start the broker, correct `brokers`, or open the firewall"
+    SILENT = "something listens there, but does not respond like Kafka. Correct the port in `brokers`"
+    PLAINTEXT_TO_TLS = "the listener speaks TLS, and security.protocol is {protocol}. Write SSL or SASL_SSL"
+    TLS_TO_PLAINTEXT = (
+        "the listener does not speak TLS, and security.protocol is {protocol}. Name the TLS listener's port in "
+        "`brokers`, or write PLAINTEXT or SASL_PLAINTEXT"
+    )
+    UNTRUSTED = (
+        "the broker's certificate is signed by nobody that security.ca_file ({ca_file}) names. Name the CA that "
+        "signed it"
+    )
+    WRONG_HOST = (
+        "the broker's certificate is for another host name. Write a name that it holds into `brokers`, or give the "
+        "broker a certificate with this one"
+    )
+    EXPIRED = "the broker's certificate is expired, or not valid yet. Renew it, or correct this clock"
+    CLIENT_CERTIFICATE = "the broker {certificate}"
+    TLS = "the TLS handshake failed. Compare the TLS versions (1.2 or later here) and ciphers of both sides"
+    CREDENTIALS = (
+        "the broker refuses the {mechanism} credentials of {username}. Correct security.username and security.password"
+    )
+    MECHANISM = "the broker does not offer {mechanism}. Write a mechanism that it has enabled"
+    SASL_WANTED = (
+        "the listener wants SASL, and security.protocol is {protocol}. Write SASL_{transport} with mechanism, username "
+        "and password"
+    )
+    NO_SASL = (
+        "the listener has no SASL, and security.protocol is {protocol}. Write {transport}, or name the SASL listener's "
+        "port"
+    )
 
 
 PASSING: Final = frozenset({Trouble.NAME, Trouble.UNREACHABLE, Trouble.SILENT})
@@ -229,14 +240,25 @@ def _of_certificate(error: ssl.SSLCertVerificationError) -> Trouble:
     return Trouble.EXPIRED if error.verify_code in _EXPIRED_CODES else Trouble.UNTRUSTED
 
 
+@contextlib.asynccontextmanager
+async def _opened(
+    host: str, port: int, context: ssl.SSLContext | None = None
+) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    """Connect for a short time, over TLS if a context is given."""
+    async with asyncio.timeout(PROBE_WITHIN_S):
+        reader, writer = await asyncio.open_connection(host, port, ssl=context)
+        try:
+            yield reader, writer
+        finally:
+            writer.close()
+
+
 async def _of_network(host: str, port: int) -> tuple[Trouble, str]:
     try:
-        async with asyncio.timeout(PROBE_WITHIN_S):
-            _, writer = await asyncio.open_connection(host, port)
+        async with _opened(host, port):
+            return Trouble.SILENT, ""
     except OSError as error:
         return Trouble.UNREACHABLE, f" ({error.strerror or type(error).__name__})"
-    writer.close()
-    return Trouble.SILENT, ""
 
 
 def _trusting_all() -> ssl.SSLContext:
@@ -250,11 +272,10 @@ def _trusting_all() -> ssl.SSLContext:
 async def _handshake(host: str, port: int, context: ssl.SSLContext) -> OSError | None:
     """Try a TLS handshake; return None if it succeeds, otherwise the error that ended it."""
     try:
-        async with asyncio.timeout(PROBE_WITHIN_S):
-            _, writer = await asyncio.open_connection(host, port, ssl=context)
+        async with _opened(host, port, context) as (_, writer):
+            pass
     except OSError as error:
         return error
-    writer.close()
     with contextlib.suppress(OSError):
         await writer.wait_closed()
     return None
@@ -263,13 +284,9 @@ async def _handshake(host: str, port: int, context: ssl.SSLContext) -> OSError |
 async def _answers(host: str, port: int, context: ssl.SSLContext | None) -> bool:
     """Return whether the listener responds to an ApiVersions request, which is sent over TLS if a context is given."""
     try:
-        async with asyncio.timeout(PROBE_WITHIN_S):
-            reader, writer = await asyncio.open_connection(host, port, ssl=context)
-            try:
-                writer.write(_API_VERSIONS)
-                answer = await reader.readexactly(8)
-            finally:
-                writer.close()
+        async with _opened(host, port, context) as (reader, writer):
+            writer.write(_API_VERSIONS)
+            answer = await reader.readexactly(8)
     except (OSError, EOFError):
         return False
     # The response begins with its length and the correlation ID of the request.
@@ -278,44 +295,15 @@ async def _answers(host: str, port: int, context: ssl.SSLContext | None) -> bool
 
 def _sentence(trouble: Trouble, connection: Connection) -> str:
     security = connection.security
-    texts: dict[Trouble, str] = {
-        Trouble.NAME: "the host name is not known here. Correct `brokers`, or the name server",
-        Trouble.UNREACHABLE: "nothing can be reached there. Start the broker, correct `brokers`, or open the firewall",
-        Trouble.SILENT: "something listens there, but does not respond like Kafka. Correct the port in `brokers`",
-        Trouble.PLAINTEXT_TO_TLS: (
-            f"the listener speaks TLS, and security.protocol is {security.protocol}. Write SSL or SASL_SSL"
-        ),
-        Trouble.TLS_TO_PLAINTEXT: (
-            f"the listener does not speak TLS, and security.protocol is {security.protocol}. Name the TLS listener's "
-            f"port in `brokers`, or write PLAINTEXT or SASL_PLAINTEXT"
-        ),
-        Trouble.UNTRUSTED: (
-            f"the broker's certificate is signed by nobody that security.ca_file "
-            f"({security.ca_file or 'not set: the system is asked'}) names. Name the CA that signed it"
-        ),
-        Trouble.WRONG_HOST: (
-            "the broker's certificate is for another host name. Write a name that it holds into `brokers`, or give "
-            "the broker a certificate with this one"
-        ),
-        Trouble.EXPIRED: "the broker's certificate is expired, or not valid yet. Renew it, or correct this clock",
-        Trouble.CLIENT_CERTIFICATE: (
-            "the broker asks for a client certificate and there is none. Set security.cert_file and key_file"
+    return trouble.value.format(
+        protocol=security.protocol,
+        transport="SSL" if security.protocol.endswith("SSL") else "PLAINTEXT",
+        mechanism=security.mechanism,
+        username=security.username or "this token",
+        ca_file=security.ca_file or "not set: the system is asked",
+        certificate=(
+            "asks for a client certificate and there is none. Set security.cert_file and key_file"
             if security.cert_file is None
-            else f"the broker does not accept the client certificate {security.cert_file}. Name one that its CA signed"
+            else f"does not accept the client certificate {security.cert_file}. Name one that its CA signed"
         ),
-        Trouble.TLS: "the TLS handshake failed. Compare the TLS versions (1.2 or later here) and ciphers of both sides",
-        Trouble.CREDENTIALS: (
-            f"the broker refuses the {security.mechanism} credentials of "
-            f"{security.username or 'this token'}. Correct security.username and security.password"
-        ),
-        Trouble.MECHANISM: f"the broker does not offer {security.mechanism}. Write a mechanism that it has enabled",
-        Trouble.SASL_WANTED: (
-            f"the listener wants SASL, and security.protocol is {security.protocol}. Write SASL_"
-            f"{'SSL' if security.protocol.endswith('SSL') else 'PLAINTEXT'} with mechanism, username and password"
-        ),
-        Trouble.NO_SASL: (
-            f"the listener has no SASL, and security.protocol is {security.protocol}. Write "
-            f"{'SSL' if security.protocol.endswith('SSL') else 'PLAINTEXT'}, or name the SASL listener's port"
-        ),
-    }
-    return texts[trouble]
+    )

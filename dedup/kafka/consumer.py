@@ -18,7 +18,7 @@ from aiokafka.errors import for_code
 from dedup.errors import BrokerUnavailable, CommitUnknown, StateIncompatible
 from dedup.kafka.record_batch import NO_EPOCH, Columns, columns_of, leader_epochs
 from dedup.kafka.requests import OTHER_TOPIC, UNKNOWN_TOPIC, FetchedPartition, FetchFrom
-from dedup.kafka.wire import NoAnswer, TopicNow, TopicPartition
+from dedup.kafka.wire import LEADER_MOVED, NoAnswer, TopicNow, TopicPartition
 
 if TYPE_CHECKING:
     from dedup.kafka.client import KafkaWire
@@ -31,21 +31,16 @@ PAUSE_MS: Final = 100
 MOST_PAUSES: Final = 200
 """Number of attempts without a response, about 20 s, after which a check fails and the transaction is abandoned."""
 _MOST_ABSENT: Final = 20
-"""Number of responses without a topic after which the topic is considered deleted. A broker that has just started may
-briefly know no topics; nothing is committed in the meantime.
-"""
+"""Number of responses without a topic after which it counts as deleted, as a broker may know no topics at its start."""
 _PARTITION_BYTES: Final = 1 << 20
 _REQUEST_BYTES: Final = 16 << 20
 _OUT_OF_RANGE: Final = 1
 _AGAIN_PAUSE_MS: Final = 100
 MOST_DOUBTS: Final = 3
-"""Number of consecutive responses without the position after which the log is considered not to contain the position.
-"""
+"""Number of consecutive responses without the position after which the log certainly does not contain it."""
 _FEED_LANE: Final = "feed"
 _FLOW_BYTES: Final = 512 << 10
-"""While records arrive, a broker waits briefly until it has this many bytes, because a batch of a few records costs
-nearly as much time as a batch of hundreds.
-"""
+"""While records arrive, a broker waits briefly for this many bytes, because small batches cost nearly as much time."""
 
 
 class TopicCheck:
@@ -105,7 +100,8 @@ class TopicCheck:
         """
         if self._next is None:
             self._next = asyncio.create_task(self._ask_after(self._asking), name="topic check")
-            self._next.add_done_callback(_looked_at)
+            # An exception for which no caller waits counts as retrieved; the next request raises it again.
+            self._next.add_done_callback(lambda asked: asked.cancelled() or asked.exception())
         # The request is shielded, because a caller that stops waiting must not cancel the request for the others.
         await asyncio.shield(self._next)
 
@@ -135,7 +131,11 @@ class TopicCheck:
                 absent += bool(gone)
                 silent += not gone
                 if absent >= _MOST_ABSENT:
-                    raise _deleted(gone[0])
+                    raise StateIncompatible(
+                        f"topic {gone[0]!r} was deleted while this worker used it. Earlier commits are kept; nothing "
+                        f"more was committed. If it is recreated, it is a different topic: start over with "
+                        f"`dedup reset`."
+                    )
             await self._wire.pause(PAUSE_MS)
         return False
 
@@ -144,9 +144,17 @@ class TopicCheck:
         expected = self._expected[name]
         match found:
             case TopicNow(topic_id, _) if topic_id != expected.topic_id:
-                raise _another(name, expected.topic_id, topic_id)
+                raise StateIncompatible(
+                    f"topic {name!r} was deleted and recreated while this worker used it: it had id "
+                    f"{expected.topic_id} and has id {topic_id} now. Earlier commits are kept; no record of the new "
+                    f"topic was judged. Start over with `dedup reset`."
+                )
             case TopicNow(_, partitions) if partitions > expected.partitions:
-                raise _grown(name, expected.partitions, partitions)
+                raise StateIncompatible(
+                    f"topic {name!r} has {partitions} partitions now, and had {expected.partitions} when the worker "
+                    f"started: from now on an ID may go to another partition than the one that saw it. Nothing read "
+                    f"since the change was committed. `dedup reset` starts over with {partitions}."
+                )
             case TopicNow():
                 return True
             case code if code == UNAUTHORIZED:
@@ -156,34 +164,6 @@ class TopicCheck:
                 )
             case _:
                 return False
-
-
-def _looked_at(asked: asyncio.Task[None]) -> None:
-    """Mark an exception as retrieved. If no caller waits for the exception, the next request raises it again."""
-    if not asked.cancelled():
-        asked.exception()
-
-
-def _deleted(name: str) -> StateIncompatible:
-    return StateIncompatible(
-        f"topic {name!r} was deleted while this worker used it. Earlier commits are kept; nothing more was committed. "
-        "If it is recreated, it is a different topic: start over with `dedup reset`."
-    )
-
-
-def _another(name: str, had: str, has: str) -> StateIncompatible:
-    return StateIncompatible(
-        f"topic {name!r} was deleted and recreated while this worker used it: it had id {had} and has id {has} now. "
-        f"Earlier commits are kept; no record of the new topic was judged. Start over with `dedup reset`."
-    )
-
-
-def _grown(name: str, had: int, has: int) -> StateIncompatible:
-    return StateIncompatible(
-        f"topic {name!r} has {has} partitions now, and had {had} when the worker started: from now on an ID may go to "
-        f"another partition than the one that saw it. Nothing read since the change was committed. `dedup reset` "
-        f"starts over with {has}."
-    )
 
 
 class FeedEnd(NamedTuple):
@@ -199,7 +179,6 @@ class FeedEnd(NamedTuple):
 class Reading:
     """The state of reading a partition, from one `begin` to the next."""
 
-    topic_id: str
     position: int
     """The next offset to fetch."""
     leader_epoch: int
@@ -207,9 +186,7 @@ class Reading:
     life: int
     """The number that identifies this reading."""
     over: bool = False
-    """True if this reading has ended, because the partition is no longer read or a new reading has begun. Records that
-    an ended reading has fetched must not be judged.
-    """
+    """True if this reading has ended. Records that an ended reading has fetched must not be judged."""
     doubts: int = 0
     """Number of consecutive responses that said that the log does not contain the position."""
 
@@ -261,7 +238,7 @@ class FeedFetcher:
         """
         self.halt(source)
         self._lives += 1
-        self._readings[source] = Reading(self._topic_ids[source.topic], offset, leader_epoch, self._lives)
+        self._readings[source] = Reading(offset, leader_epoch, self._lives)
         return self._lives
 
     def halt(self, source: TopicPartition) -> None:
@@ -337,10 +314,7 @@ class FeedFetcher:
                 self._flights[node] = asyncio.create_task(self._fetch(node, sources), name=f"fetch from {node}")
 
     def _look_beside(self) -> None:
-        """Check the topics in the background while partitions that have a leader are still read.
-
-        Raises StateIncompatible if an earlier check found a change.
-        """
+        """Check the topics in the background. Raises StateIncompatible if an earlier check found a change."""
         looking = self._looking
         if looking is None:
             self._looking = asyncio.create_task(self._check.look(), name="look for changed topics")
@@ -350,14 +324,14 @@ class FeedFetcher:
 
     async def _fetch(self, node: int, sources: list[TopicPartition]) -> list[Answer]:
         asked = {
-            (reading.topic_id, source.partition): (source, reading, reading.position)
+            (self._topic_ids[source.topic], source.partition): (source, reading, reading.position)
             for source in sources
             if (reading := self._readings.get(source)) is not None
         }
         wait_ms, least_bytes = (self._gather_ms, _FLOW_BYTES) if node in self._flowing else (self._wait_ms, 1)
         wanted = [
-            FetchFrom(reading.topic_id, source.partition, position, reading.leader_epoch, _PARTITION_BYTES)
-            for source, reading, position in asked.values()
+            FetchFrom(*place, position, reading.leader_epoch, _PARTITION_BYTES)
+            for place, (_, reading, position) in asked.items()
         ]
         code, parts = await self._wire.fetch_partitions(
             node, wanted, wait_ms=wait_ms, least_bytes=least_bytes, most_bytes=_REQUEST_BYTES, lane=_FEED_LANE
@@ -416,7 +390,7 @@ class FeedFetcher:
             await self._check.look()
             await self._wire.pause(_AGAIN_PAUSE_MS)
             return  # the topic is unchanged, and this broker has just become its leader
-        if for_code(code).retriable or code in self._wire.leader_moved:
+        if for_code(code).retriable or code in LEADER_MOVED:
             await self._wire.refresh()
             return
         raise BrokerUnavailable(

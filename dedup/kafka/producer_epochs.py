@@ -6,15 +6,12 @@ never decrease along the partition. If a batch of an older epoch follows a batch
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from aiokafka.consumer.fetcher import READ_COMMITTED
-from aiokafka.protocol.fetch import FetchRequest
-from aiokafka.record.memory_records import MemoryRecords
-
 from dedup.errors import BrokerUnavailable
-from dedup.kafka.record_batch import CommittedBatches, data_of
+from dedup.kafka.record_batch import CommittedBatches
 from dedup.kafka.wire import NoAnswer, TopicPartition
 
 if TYPE_CHECKING:
@@ -83,34 +80,18 @@ async def epochs_of(wire: KafkaWire, source: TopicPartition) -> Epochs:
                 f"{source.topic}/{source.partition} can only be read up to offset {position} of {bounds.end}: a "
                 f"transaction stays open there, or its leader does not answer. Look at the brokers' logs."
             )
-        try:
-            batches, after = await _fetched(wire, source, position)
-        except NoAnswer:
-            batches, after = [], position
+        after = position
+        with contextlib.suppress(NoAnswer):
+            part = await wire.fetch_raw(source, position, max_bytes=FETCH_BYTES, wait_ms=WAIT_MS, lane="epochs")
+            batches = CommittedBatches(source, part.records, part.aborted, position)
+            found += [
+                WrittenBatch(batch.base_offset, batch.producer_id, batch.producer_epoch)
+                for batch in batches.batches()
+                if batch.producer_id is not None and batch.base_offset >= position
+            ]
+            after = max(position, batches.next_fetch_offset)
         tries = tries + 1 if after == position else 0
         if after == position:
             await wire.pause(PAUSE_MS)
-        found += batches
         position = after
     return in_order(found)
-
-
-async def _fetched(wire: KafkaWire, source: TopicPartition, offset: int) -> tuple[list[WrittenBatch], int]:
-    node = await wire.leader(source)
-    wanted = [(source.topic, [(source.partition, offset, FETCH_BYTES)])]
-    answer = await wire.send(node, FetchRequest(WAIT_MS, 1, FETCH_BYTES, READ_COMMITTED, wanted), "epochs")
-    _, code, _, _, *rest = answer.topics[0][1][0]
-    if code:
-        raise NoAnswer(f"{source.topic}/{source.partition} cannot be read (code {code})")
-    aborted, raw = data_of(rest)
-    if not raw:
-        return [], offset
-    batches = CommittedBatches(
-        source, MemoryRecords(raw), aborted, offset, None, None, check_crcs=True, isolation_level=READ_COMMITTED
-    )
-    found = [
-        WrittenBatch(batch.base_offset, batch.producer_id, batch.producer_epoch)
-        for batch in batches.batches()
-        if batch.producer_id is not None and batch.base_offset >= offset
-    ]
-    return found, max(offset, batches.next_fetch_offset)

@@ -9,12 +9,12 @@ follows Kafka's protocol guide.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
 from operator import attrgetter, itemgetter
 from struct import Struct
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -26,12 +26,10 @@ from aiokafka.record.default_records import (
     _DefaultRecordBatchPy,
 )
 from aiokafka.record.memory_records import MemoryRecords
-from aiokafka.record.util import decode_varint, encode_varint
+from aiokafka.record.util import decode_varint_py, encode_varint
 
 BATCH_BYTES: Final = 500_000
-"""Maximum size of a batch before compression. A batch stays below the broker's default `message.max.bytes` of 1 MB even
-if it does not compress.
-"""
+"""Maximum size of a batch before compression, which is below the broker's default `message.max.bytes` of 1 MB."""
 COMPRESSION: Final[Mapping[str, int]] = {"none": 0, "gzip": 1, "snappy": 2, "lz4": 3, "zstd": 4}
 MAGIC: Final = 2
 NO_EPOCH: Final = -1
@@ -48,6 +46,9 @@ _MOST: Final = _WIDER_FROM[-1]
 Header = tuple[str, bytes | None]
 Line = tuple[int, int, bytes | None, bytes | None, list[Header]]
 """A record to send: its feeding offset or `OWN_ROW`, timestamp in ms, key, value, and headers."""
+
+
+B = TypeVar("B", "Columns", "FeedBatch")
 
 
 class TopicPartition(NamedTuple):
@@ -89,25 +90,13 @@ class ProducerIdentity:
     epoch: int
 
 
-class Builder(Protocol):
-    """The methods of aiokafka's builder that are used after all records were added."""
-
-    def set_producer_state(self, producer_id: int, producer_epoch: int, base_sequence: int) -> None:
-        """Write the producer's identity into the batch header."""
-
-    def build(self) -> bytearray:
-        """Return the compressed bytes to send."""
-
-    def size(self) -> int:
-        """Return the number of bytes before compression."""
-
-
 @dataclass(slots=True)
 class RecordBatch:
     """Records for one partition, in a batch that is complete except for the producer's identity."""
 
     target: TopicPartition
-    builder: Builder
+    builder: Any
+    """One of aiokafka's builders."""
     rows: list[int] = field(default_factory=list)
     """The feeding offset from which each record was created, or `OWN_ROW`."""
     first: Line | None = None
@@ -174,7 +163,6 @@ class _Laid(_DefaultRecordBatchBuilderPy):  # type: ignore[misc]  # untyped base
     """aiokafka's Python builder, used for compression, header, and checksum of records that are already encoded."""
 
     def take(self, records: bytes, count: int, timestamp_ms: int) -> None:
-        """Set the encoded records of the batch."""
         self._buffer += records
         self._num_records, self._last_offset = count, count - 1
         self._first_timestamp = self._max_timestamp = timestamp_ms
@@ -278,89 +266,49 @@ _BATCH_START: Final = Struct(">qi")
 """The base offset of a batch, and the number of bytes that follow these two fields."""
 _BATCH_HEAD: Final = Struct(">8xiib")
 """The length, leader epoch, and format of a batch, which follow its base offset."""
-_TOO_SHORT: Final = "a batch ends inside a record"
 _OFFSET, _TIMESTAMP, _KEY, _VALUE, _HEADERS = map(attrgetter, ("offset", "timestamp", "key", "value", "headers"))
 
 
-class LenientRecord(NamedTuple):
-    """A record whose header names may not be UTF-8."""
+class _AnyText(bytearray):
+    """The content of a batch, in which header names that are not UTF-8 can be decoded, too."""
 
-    offset: int
-    timestamp: int
-    key: bytes | None
-    value: bytes | None
-    headers: list[Header]
-    """In a name that is not UTF-8, each invalid byte becomes four characters such as ``\\xff``, so that the record can
-    be sent.
-    """
-    odd: bool
-    """True if a header name is not UTF-8."""
+    def __getitem__(self, at: Any) -> Any:  # noqa: ANN401  # an index or a slice
+        found = super().__getitem__(at)
+        return _AnyText(found) if isinstance(at, slice) else found
+
+    def decode(self, *_: str) -> str:
+        return super().decode("utf-8", "surrogateescape")
 
 
-def records_of(raw: bytes, base_offset: int) -> list[LenientRecord]:
-    """Return the records of the batch that begins at ``base_offset``; ``raw`` is the whole response for a partition.
+def records_of(raw: bytes, base_offset: int) -> tuple[list[Any], set[int]]:
+    r"""Return aiokafka's records of the batch that begins at ``base_offset``; ``raw`` is all batches of a response.
 
-    Raises CorruptRecordException if the batch is missing or incomplete.
+    In a header name that is not UTF-8, each invalid byte becomes four characters such as ``\xff``. Also returns the
+    offsets of records with such a name. Raises CorruptRecordException if the batch is missing or incomplete.
     """
     at = 0
     while at + _BATCH_START.size <= len(raw):
         found, length = _BATCH_START.unpack_from(raw, at)
         end = at + _BATCH_START.size + length
         if found == base_offset:
-            batch = _DefaultRecordBatchPy(raw[at:end])
+            batch: Any = _DefaultRecordBatchPy(raw[at:end])
             iter(batch)  # decompresses
-            return _records(batch)
+            batch._buffer = _AnyText(batch._buffer)  # noqa: SLF001  # aiokafka's own buffer rejects these names
+            try:
+                # The compiled `decode_varint` does not check for the end of the buffer.
+                records = [batch._read_msg(decode_varint_py) for _ in range(batch._num_records)]  # noqa: SLF001
+            except IndexError:
+                batch._pos = -1  # noqa: SLF001
+            if batch._pos != len(batch._buffer):  # noqa: SLF001
+                raise CorruptRecordException("a batch ends inside a record")
+            sent = [replace(record, headers=list(map(_as_text, record.headers))) for record in records]
+            return sent, {new.offset for new, old in zip(sent, records, strict=True) if new.headers != old.headers}
         at = end
     raise CorruptRecordException(f"no batch begins at offset {base_offset}")
 
 
-def _records(batch: Any) -> list[LenientRecord]:  # noqa: ANN401  # a private class of aiokafka
-    reader = _Reader(bytes(batch._buffer), batch._pos)  # noqa: SLF001  # aiokafka's own reader rejects these names
-    by_broker = batch.timestamp_type == batch.LOG_APPEND_TIME
-    records: list[LenientRecord] = []
-    for _ in range(batch._num_records):  # noqa: SLF001
-        reader.number()  # length
-        reader.number()  # attributes, of which none is in use
-        delta_ms, offset = reader.number(), batch.base_offset + reader.number()
-        key, value = reader.content(), reader.content()
-        names = [(reader.content() or b"", reader.content()) for _ in range(reader.number())]
-        headers = [(name.decode("utf-8", "backslashreplace"), content) for name, content in names]
-        odd = any(_odd(name) for name, _ in names)
-        time_ms = batch.max_timestamp if by_broker else batch.first_timestamp + delta_ms
-        records.append(LenientRecord(offset, time_ms, key, value, headers, odd))
-    return records
-
-
-def _odd(name: bytes) -> bool:
-    try:
-        name.decode()
-    except UnicodeDecodeError:
-        return True
-    return False
-
-
-class _Reader:
-    """Reads the fields of a record in order."""
-
-    def __init__(self, buffer: bytes, at: int) -> None:
-        self._buffer = buffer
-        self._at = at
-
-    def number(self) -> int:
-        # The compiled `decode_varint` does not check for the end of the buffer.
-        if self._at >= len(self._buffer):
-            raise CorruptRecordException(_TOO_SHORT)
-        found, self._at = decode_varint(self._buffer, self._at)
-        return int(found)
-
-    def content(self) -> bytes | None:
-        length = self.number()
-        if length < 0:
-            return None
-        begin, self._at = self._at, self._at + length
-        if self._at > len(self._buffer):
-            raise CorruptRecordException(_TOO_SHORT)
-        return self._buffer[begin : self._at]
+def _as_text(header: Header) -> Header:
+    return header[0].encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace"), header[1]
 
 
 @dataclass(slots=True)
@@ -377,16 +325,7 @@ class Columns:
 
     def cut(self, begin: int, end: int) -> Columns:
         """Return the rows from ``begin`` up to but not including ``end``."""
-        if begin == 0 and end >= len(self.offsets):
-            return self
-        return Columns(
-            self.offsets[begin:end],
-            self.timestamps_ms[begin:end],
-            self.keys[begin:end],
-            self.values[begin:end],
-            self.headers[begin:end],
-            self.odd_names,
-        )
+        return self if begin == 0 and end >= len(self.offsets) else _rows_of(self, slice(begin, end))
 
 
 @dataclass(frozen=True, slots=True)
@@ -411,29 +350,18 @@ class FeedBatch:
     life: int = 0
     """The number of the reading that fetched the batch. A partition may be read again from an earlier offset."""
 
-    next_offset: int = field(init=False)
-    """The offset after the last record, which is the offset to commit."""
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "next_offset", self.offsets[-1] + 1 if self.offsets else self.follows)
+    @property
+    def next_offset(self) -> int:
+        """The offset after the last record, which is the offset to commit."""
+        return self.offsets[-1] + 1 if self.offsets else self.follows
 
     @classmethod
     def of(
         cls, feeding: TopicPartition, columns: Columns, *, follows: int, leader_epoch: int = -1, life: int = 0
     ) -> FeedBatch:
         """Return a batch of fetched columns, which must hold consecutive records of one partition."""
-        return cls(
-            feeding,
-            columns.offsets,
-            columns.timestamps_ms,
-            columns.keys,
-            columns.values,
-            columns.headers,
-            follows,
-            columns.odd_names,
-            leader_epoch,
-            life,
-        )
+        given = {name: getattr(columns, name) for name in (*_COLUMNS, "odd_names")}
+        return cls(feeding, follows=follows, leader_epoch=leader_epoch, life=life, **given)
 
     def __len__(self) -> int:
         return len(self.offsets)
@@ -442,26 +370,19 @@ class FeedBatch:
         """Return a batch of the records at or after an offset."""
         if self.offsets[0] >= offset:
             return self
-        return self._rows(slice(sum(1 for own in self.offsets if own < offset), None))
+        return _rows_of(self, slice(sum(1 for own in self.offsets if own < offset), None))
 
     def pieces(self, most: int) -> Iterator[FeedBatch]:
         """Yield the records in order, in batches of at most ``most`` records."""
         for at in range(0, len(self), most):
-            yield self._rows(slice(at, at + most))
+            yield _rows_of(self, slice(at, at + most))
 
-    def _rows(self, rows: slice) -> FeedBatch:
-        return FeedBatch(
-            self.feeding,
-            self.offsets[rows],
-            self.timestamps_ms[rows],
-            self.keys[rows],
-            self.values[rows],
-            self.headers[rows],
-            self.follows,
-            self.odd_names,
-            self.leader_epoch,
-            self.life,
-        )
+
+_COLUMNS: Final = ("offsets", "timestamps_ms", "keys", "values", "headers")
+
+
+def _rows_of(batch: B, rows: slice) -> B:
+    return replace(batch, **{name: getattr(batch, name)[rows] for name in _COLUMNS})
 
 
 def gather(rows: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
@@ -474,6 +395,10 @@ def gather(rows: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
 
 class CommittedBatches(PartitionRecords):  # type: ignore[misc]  # untyped base
     """The committed batches of a fetch response, selected by aiokafka's rules for aborted transactions."""
+
+    def __init__(self, source: TopicPartition, raw: bytes, aborted: Sequence[tuple[int, int]], position: int) -> None:
+        crcs, isolation = True, READ_COMMITTED
+        super().__init__(source, MemoryRecords(raw), aborted, position, None, None, crcs, isolation)
 
     def batches(self) -> Iterator[Any]:
         """Yield the batches with committed data. `next_fetch_offset` advances past all other batches, too."""
@@ -491,24 +416,18 @@ class CommittedBatches(PartitionRecords):  # type: ignore[misc]  # untyped base
             self.next_fetch_offset = batch.next_offset
 
 
-def data_of(rest: Sequence[Any]) -> tuple[Any, Any]:
-    """Return the aborted transactions and the records from a partition's response of any version."""
-    with_replica = 4  # v11: log start, aborted, preferred replica, records
-    return rest[-3] if len(rest) == with_replica else rest[-2], rest[-1]
-
-
-def columns_of(source: TopicPartition, raw: bytes, aborted: Any, position: int) -> tuple[Columns, int]:  # noqa: ANN401  # untyped protocol structures
+def columns_of(
+    source: TopicPartition, raw: bytes, aborted: Sequence[tuple[int, int]], position: int
+) -> tuple[Columns, int]:
     """Return the committed records at or after a position, and the next position to read from."""
     found = Columns()
-    batches = CommittedBatches(
-        source, MemoryRecords(raw), aborted, position, None, None, check_crcs=True, isolation_level=READ_COMMITTED
-    )
+    batches = CommittedBatches(source, raw, aborted, position)
     for batch in batches.batches():
         try:
             records = list(batch)
         except UnicodeDecodeError:
-            records = records_of(raw, batch.base_offset)
-            found.odd_names |= {record.offset for record in records if record.odd}
+            records, odd = records_of(raw, batch.base_offset)
+            found.odd_names |= odd
         if records and records[0].offset < position:
             records = [record for record in records if record.offset >= position]
         found.offsets.extend(_offsets(records))

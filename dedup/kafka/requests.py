@@ -8,9 +8,13 @@ is refused. Kafka 3.1 and later releases support all these versions.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Final, NamedTuple
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from io import BytesIO
+from typing import Any, ClassVar, Final, NamedTuple, Self, TypeVar
 
+from aiokafka.errors import IncompatibleBrokerVersion
+from aiokafka.protocol.abstract import AbstractType
 from aiokafka.protocol.admin import (
     CreateTopicsRequest_v3,
     CreateTopicsResponse_v3,
@@ -18,6 +22,7 @@ from aiokafka.protocol.admin import (
     DescribeGroupsResponse_v3,
 )
 from aiokafka.protocol.api import RequestStruct, Response
+from aiokafka.protocol.produce import ProduceRequest_v8
 from aiokafka.protocol.types import (
     Array,
     Boolean,
@@ -32,6 +37,8 @@ from aiokafka.protocol.types import (
     String,
     TaggedFields,
 )
+
+T = TypeVar("T")
 
 CONSUMER: Final = -1
 """The replica ID of a client that is not a broker."""
@@ -49,132 +56,142 @@ READ_CONFIGS: Final = (
     "compression.type",
 )
 """The topic configs that dedup reads."""
+_TEXT: Final = CompactString("utf-8")
+_PLAIN_TEXT: Final = String("utf-8")
+_ID_BYTES: Final = 16
+_NO_ID: Final = "00" * _ID_BYTES
 
 
-class CreateTopicsResponse_v4(Response):
-    """The response to `CreateTopicsRequest_v4`, with an error code for each topic."""
+class _TopicId(AbstractType[Any]):
+    """A topic ID, 32 hex digits (KIP-516)."""
 
-    API_KEY = 19
-    API_VERSION = 4
-    SCHEMA = CreateTopicsResponse_v3.SCHEMA
+    encode = staticmethod(bytes.fromhex)
+
+    @classmethod
+    def decode(cls, data: BytesIO) -> str:
+        return data.read(_ID_BYTES).hex()
 
 
-class CreateTopicsRequest_v4(RequestStruct):
+def _fields(**types: object) -> Schema:
+    """Return the fields of a flexible version of a message (KIP-482), which tagged fields end."""
+    return Schema(*types.items(), ("tags", TaggedFields))
+
+
+def _array(**types: object) -> CompactArray:
+    return CompactArray(*types.items(), ("tags", TaggedFields))
+
+
+class _OneVersion:
+    """Makes clients send exactly this version or nothing; aiokafka's `Request` would choose one of several."""
+
+    ANSWER: ClassVar[Schema]
+    """The fields of the response."""
+
+    def __init_subclass__(cls) -> None:
+        if "ANSWER" in cls.__dict__:
+            named: Any = cls
+            version = {"API_KEY": named.API_KEY, "API_VERSION": named.API_VERSION, "SCHEMA": cls.ANSWER}
+            named.RESPONSE_TYPE = type(f"{cls.__name__}Response", (Response,), version)
+        super().__init_subclass__()
+
+    def prepare(self, versions: Mapping[int, tuple[int, int]]) -> Self:
+        """Return the structure; raises IncompatibleBrokerVersion if the broker does not support its version."""
+        structure: Any = self
+        least, most = versions.get(structure.API_KEY, (0, -1))
+        if not least <= structure.API_VERSION <= most:
+            raise IncompatibleBrokerVersion(f"the broker does not know {type(self).__name__}")
+        return self
+
+
+def grouped(pairs: Iterable[tuple[str, T]]) -> list[tuple[str, list[T]]]:
+    """Return each topic once with everything that is paired with it, as requests need it."""
+    found: defaultdict[str, list[T]] = defaultdict(list)
+    for topic, each in pairs:
+        found[topic].append(each)
+    return list(found.items())
+
+
+class ProduceRequest(_OneVersion, ProduceRequest_v8):
+    """Writes batches; the response names the records because of which a batch was refused (KIP-467)."""
+
+
+class CreateTopicsRequest_v4(_OneVersion, RequestStruct):
     """Creates topics. A replication factor of -1 means the brokers' default (KIP-464), which v3 does not support."""
 
-    API_KEY = 19
-    API_VERSION = 4
-    RESPONSE_TYPE = CreateTopicsResponse_v4
+    API_KEY, API_VERSION = 19, 4
     SCHEMA = CreateTopicsRequest_v3.SCHEMA
+    ANSWER = CreateTopicsResponse_v3.SCHEMA
 
 
-class DescribeGroupRightsRequest_v3(DescribeGroupsRequest_v3):
+class DescribeGroupRightsRequest_v3(_OneVersion, DescribeGroupsRequest_v3):
     """Describes groups, with the caller's permitted operations (KIP-430). aiokafka decodes the v3 response as v2."""
 
     RESPONSE_TYPE = DescribeGroupsResponse_v3
 
 
-class MetadataResponse_v10(Response):
-    """The response to `MetadataRequest_v10`, with brokers, and topics with their IDs."""
-
-    API_KEY = 3
-    API_VERSION = 10
-    SCHEMA = Schema(
-        ("throttle_time_ms", Int32),
-        (
-            "brokers",
-            CompactArray(
-                ("node_id", Int32),
-                ("host", CompactString("utf-8")),
-                ("port", Int32),
-                ("rack", CompactString("utf-8")),
-                ("tags", TaggedFields),
-            ),
-        ),
-        ("cluster_id", CompactString("utf-8")),
-        ("controller_id", Int32),
-        (
-            "topics",
-            CompactArray(
-                ("error_code", Int16),
-                ("name", CompactString("utf-8")),
-                ("id_high", Int64),
-                ("id_low", Int64),
-                ("is_internal", Boolean),
-                (
-                    "partitions",
-                    CompactArray(
-                        ("error_code", Int16),
-                        ("partition", Int32),
-                        ("leader", Int32),
-                        ("leader_epoch", Int32),
-                        ("replicas", CompactArray(Int32)),
-                        ("isr", CompactArray(Int32)),
-                        ("offline", CompactArray(Int32)),
-                        ("tags", TaggedFields),
-                    ),
-                ),
-                ("authorized_operations", Int32),
-                ("tags", TaggedFields),
-            ),
-        ),
-        ("authorized_operations", Int32),
-        ("tags", TaggedFields),
-    )
-
-
-class MetadataRequest_v10(RequestStruct):
+class MetadataRequest_v10(_OneVersion, RequestStruct):
     """Requests topics by name, with IDs that distinguish a topic from an earlier one with the same name (KIP-516)."""
 
     FLEXIBLE_VERSION = True
-    API_KEY = 3
-    API_VERSION = 10
-    RESPONSE_TYPE = MetadataResponse_v10
-    SCHEMA = Schema(
-        (
-            "topics",
-            CompactArray(
-                ("id_high", Int64), ("id_low", Int64), ("name", CompactString("utf-8")), ("tags", TaggedFields)
+    API_KEY, API_VERSION = 3, 10
+    SCHEMA = _fields(
+        topics=_array(topic_id=_TopicId, name=_TEXT),
+        allow_auto_topic_creation=Boolean,
+        include_cluster_authorized_operations=Boolean,
+        include_topic_authorized_operations=Boolean,
+    )
+    ANSWER = _fields(
+        throttle_time_ms=Int32,
+        brokers=_array(node_id=Int32, host=_TEXT, port=Int32, rack=_TEXT),
+        cluster_id=_TEXT,
+        controller_id=Int32,
+        topics=_array(
+            error_code=Int16,
+            name=_TEXT,
+            topic_id=_TopicId,
+            is_internal=Boolean,
+            partitions=_array(
+                error_code=Int16,
+                partition=Int32,
+                leader=Int32,
+                leader_epoch=Int32,
+                replicas=CompactArray(Int32),
+                isr=CompactArray(Int32),
+                offline=CompactArray(Int32),
             ),
+            authorized_operations=Int32,
         ),
-        ("allow_auto_topic_creation", Boolean),
-        ("include_cluster_authorized_operations", Boolean),
-        ("include_topic_authorized_operations", Boolean),
-        ("tags", TaggedFields),
+        authorized_operations=Int32,
     )
 
-
-class OffsetFetchResponse_v7(Response):
-    """The response to `OffsetFetchRequest_v7`, with committed offsets by topic and partition."""
-
-    API_KEY = 9
-    API_VERSION = 7
-    SCHEMA = Schema(
-        ("throttle_time_ms", Int32),
-        (
-            "topics",
-            CompactArray(
-                ("topic", CompactString("utf-8")),
-                (
-                    "partitions",
-                    CompactArray(
-                        ("partition", Int32),
-                        ("offset", Int64),
-                        ("leader_epoch", Int32),
-                        ("metadata", CompactString("utf-8")),
-                        ("error_code", Int16),
-                        ("tags", TaggedFields),
-                    ),
-                ),
-                ("tags", TaggedFields),
-            ),
-        ),
-        ("error_code", Int16),
-        ("tags", TaggedFields),
-    )
+    @classmethod
+    def of(cls, names: Iterable[str], *, rights: bool = False) -> Self:
+        """Request these topics without creating them, with the caller's permitted operations if ``rights`` is set."""
+        return cls([(_NO_ID, name, {}) for name in names], False, False, rights, {})  # noqa: FBT003  # positional fields
 
 
-class OffsetFetchRequest_v7(RequestStruct):
+class _Unparsed(AbstractType[Any]):
+    """The rest of a response, as bytes."""
+
+    encode = bytes
+
+    @classmethod
+    def decode(cls, data: BytesIO) -> bytes:
+        return data.read()
+
+
+class UnparsedMetadataRequest_v10(MetadataRequest_v10):
+    """`MetadataRequest_v10`, whose response stays bytes. Each commit requests the metadata, which rarely changes."""
+
+    ANSWER = Schema(("throttle_time_ms", Int32), ("body", _Unparsed))
+
+    @classmethod
+    def parsed(cls, body: bytes) -> Any:  # noqa: ANN401  # untyped protocol structures
+        """Return the response to `MetadataRequest_v10` that has this body."""
+        return MetadataRequest_v10.RESPONSE_TYPE.decode(Int32.encode(0) + body)
+
+
+class OffsetFetchRequest_v7(_OneVersion, RequestStruct):
     """Requests a group's committed offsets, which may be about to change.
 
     With `require_stable` (KIP-447), the response is an error while a transaction may change an offset. Without
@@ -183,62 +200,41 @@ class OffsetFetchRequest_v7(RequestStruct):
     """
 
     FLEXIBLE_VERSION = True
-    API_KEY = 9
-    API_VERSION = 7
-    RESPONSE_TYPE = OffsetFetchResponse_v7
-    SCHEMA = Schema(
-        ("group", CompactString("utf-8")),
-        (
-            "topics",
-            CompactArray(
-                ("topic", CompactString("utf-8")), ("partitions", CompactArray(Int32)), ("tags", TaggedFields)
-            ),
+    API_KEY, API_VERSION = 9, 7
+    SCHEMA = _fields(group=_TEXT, topics=_array(topic=_TEXT, partitions=CompactArray(Int32)), require_stable=Boolean)
+    ANSWER = _fields(
+        throttle_time_ms=Int32,
+        topics=_array(
+            topic=_TEXT,
+            partitions=_array(partition=Int32, offset=Int64, leader_epoch=Int32, metadata=_TEXT, error_code=Int16),
         ),
-        ("require_stable", Boolean),
-        ("tags", TaggedFields),
+        error_code=Int16,
     )
 
 
-class TxnOffsetCommitResponse_v2(Response):
-    """The response to `TxnOffsetCommitRequest_v2`, with an error code for each partition."""
-
-    API_KEY = 28
-    API_VERSION = 2
-    SCHEMA = Schema(
-        ("throttle_time_ms", Int32),
-        (
-            "errors",
-            Array(("topic", String("utf-8")), ("partition_errors", Array(("partition", Int32), ("error_code", Int16)))),
-        ),
-    )
-
-
-class TxnOffsetCommitRequest_v2(RequestStruct):
+class TxnOffsetCommitRequest_v2(_OneVersion, RequestStruct):
     """Commits a group's offsets as part of a transaction, with leader epochs (KIP-320), which v0 does not contain."""
 
-    API_KEY = 28
-    API_VERSION = 2
-    RESPONSE_TYPE = TxnOffsetCommitResponse_v2
+    API_KEY, API_VERSION = 28, 2
     SCHEMA = Schema(
-        ("transactional_id", String("utf-8")),
-        ("group_id", String("utf-8")),
+        ("transactional_id", _PLAIN_TEXT),
+        ("group_id", _PLAIN_TEXT),
         ("producer_id", Int64),
         ("producer_epoch", Int16),
         (
             "topics",
             Array(
-                ("topic", String("utf-8")),
+                ("topic", _PLAIN_TEXT),
                 (
                     "partitions",
-                    Array(
-                        ("partition", Int32),
-                        ("offset", Int64),
-                        ("leader_epoch", Int32),
-                        ("metadata", String("utf-8")),
-                    ),
+                    Array(("partition", Int32), ("offset", Int64), ("leader_epoch", Int32), ("metadata", _PLAIN_TEXT)),
                 ),
             ),
         ),
+    )
+    ANSWER = Schema(
+        ("throttle_time_ms", Int32),
+        ("errors", Array(("topic", _PLAIN_TEXT), ("partitions", Array(("partition", Int32), ("error_code", Int16))))),
     )
 
 
@@ -267,50 +263,10 @@ class FetchedPartition(NamedTuple):
     """Producer ID and first offset of each aborted transaction in ``records``."""
     records: bytes
     parts_at: int | None
-    """The offset from which the broker's log differs from the records that were read before; None if it does not
-    differ.
-    """
+    """The offset from which the broker's log differs from the records that were read before; None if nowhere."""
 
 
-class FetchResponse_v13(Response):
-    """The response to `FetchRequest_v13`, with records by topic ID and partition."""
-
-    API_KEY = 1
-    API_VERSION = 13
-    SCHEMA = Schema(
-        ("throttle_time_ms", Int32),
-        ("error_code", Int16),
-        ("session_id", Int32),
-        (
-            "topics",
-            CompactArray(
-                ("id_high", Int64),
-                ("id_low", Int64),
-                (
-                    "partitions",
-                    CompactArray(
-                        ("partition", Int32),
-                        ("error_code", Int16),
-                        ("high_watermark", Int64),
-                        ("last_stable_offset", Int64),
-                        ("log_start_offset", Int64),
-                        (
-                            "aborted",
-                            CompactArray(("producer_id", Int64), ("first_offset", Int64), ("tags", TaggedFields)),
-                        ),
-                        ("preferred_read_replica", Int32),
-                        ("records", CompactBytes),
-                        ("tags", TaggedFields),
-                    ),
-                ),
-                ("tags", TaggedFields),
-            ),
-        ),
-        ("tags", TaggedFields),
-    )
-
-
-class FetchRequest_v13(RequestStruct):
+class FetchRequest_v13(_OneVersion, RequestStruct):
     """Requests records by topic ID (KIP-516), with the leader epoch of the record before each position (KIP-320).
 
     A fetch by name would continue in a recreated topic with the same name. A fetch by offset alone would continue in a
@@ -320,43 +276,44 @@ class FetchRequest_v13(RequestStruct):
     """
 
     FLEXIBLE_VERSION = True
-    API_KEY = 1
-    API_VERSION = 13
-    RESPONSE_TYPE = FetchResponse_v13
-    SCHEMA = Schema(
-        ("replica_id", Int32),
-        ("max_wait_ms", Int32),
-        ("min_bytes", Int32),
-        ("max_bytes", Int32),
-        ("isolation_level", Int8),
-        ("session_id", Int32),
-        ("session_epoch", Int32),
-        (
-            "topics",
-            CompactArray(
-                ("id_high", Int64),
-                ("id_low", Int64),
-                (
-                    "partitions",
-                    CompactArray(
-                        ("partition", Int32),
-                        ("current_leader_epoch", Int32),
-                        ("fetch_offset", Int64),
-                        ("last_fetched_epoch", Int32),
-                        ("log_start_offset", Int64),
-                        ("max_bytes", Int32),
-                        ("tags", TaggedFields),
-                    ),
-                ),
-                ("tags", TaggedFields),
+    API_KEY, API_VERSION = 1, 13
+    SCHEMA = _fields(
+        replica_id=Int32,
+        max_wait_ms=Int32,
+        min_bytes=Int32,
+        max_bytes=Int32,
+        isolation_level=Int8,
+        session_id=Int32,
+        session_epoch=Int32,
+        topics=_array(
+            topic_id=_TopicId,
+            partitions=_array(
+                partition=Int32,
+                current_leader_epoch=Int32,
+                fetch_offset=Int64,
+                last_fetched_epoch=Int32,
+                log_start_offset=Int64,
+                max_bytes=Int32,
             ),
         ),
-        (
-            "forgotten",
-            CompactArray(
-                ("id_high", Int64), ("id_low", Int64), ("partitions", CompactArray(Int32)), ("tags", TaggedFields)
+        forgotten=_array(topic_id=_TopicId, partitions=CompactArray(Int32)),
+        rack_id=_TEXT,
+    )
+    ANSWER = _fields(
+        throttle_time_ms=Int32,
+        error_code=Int16,
+        session_id=Int32,
+        topics=_array(
+            topic_id=_TopicId,
+            partitions=_array(
+                partition=Int32,
+                error_code=Int16,
+                high_watermark=Int64,
+                last_stable_offset=Int64,
+                log_start_offset=Int64,
+                aborted=_array(producer_id=Int64, first_offset=Int64),
+                preferred_read_replica=Int32,
+                records=CompactBytes,
             ),
         ),
-        ("rack_id", CompactString("utf-8")),
-        ("tags", TaggedFields),
     )

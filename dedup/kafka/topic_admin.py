@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections import defaultdict
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Self, TypeVar
 
 from aiokafka.admin import AIOKafkaAdminClient, RecordsToDelete
 from aiokafka.admin.config_resource import ConfigResource, ConfigResourceType
-from aiokafka.client import AIOKafkaClient
 from aiokafka.coordinator.protocol import ConsumerProtocolMemberAssignment
 from aiokafka.errors import KafkaError, for_code
 from aiokafka.protocol.admin import DeleteGroupsRequest, DescribeGroupsRequest
@@ -23,10 +21,10 @@ from aiokafka.protocol.commit import OffsetCommitRequest
 from aiokafka.structs import TopicPartition as AiokafkaTopicPartition
 
 from dedup.errors import BrokerUnavailable
-from dedup.kafka.client import KafkaWire, hex_id, sendable
+from dedup.kafka.client import Codes, KafkaWire
 from dedup.kafka.connection import Connection
 from dedup.kafka.record_batch import Limit
-from dedup.kafka.requests import READ_CONFIGS, UNKNOWN_TOPIC, CreateTopicsRequest_v4, MetadataRequest_v10
+from dedup.kafka.requests import READ_CONFIGS, UNKNOWN_TOPIC, CreateTopicsRequest_v4, MetadataRequest_v10, grouped
 from dedup.kafka.wire import COORDINATOR_MOVED, NoAnswer, TopicPartition
 
 if TYPE_CHECKING:
@@ -84,12 +82,10 @@ class Admin:
     def __init__(self, connection: Connection) -> None:
         self._connection: Final = connection
         self._client = AIOKafkaAdminClient(**connection.client_options())
-        self._ids = AIOKafkaClient(**connection.client_options())
 
     async def __aenter__(self) -> Self:
         try:
             await self._client.start()
-            await self._ids.bootstrap()
         except KafkaError as error:
             await self.__aexit__()
             brokers = ", ".join(self._connection.brokers)
@@ -99,25 +95,23 @@ class Admin:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await self._ids.close()
         await self._client.close()
 
     async def topics(self, names: Iterable[str]) -> dict[str, Topic]:
         """Return the named topics that exist, with their IDs and the configs in `READ_CONFIGS`."""
-        wanted = sorted(set(names))
-        request = MetadataRequest_v10([(0, 0, name, {}) for name in wanted], False, False, False, {})  # noqa: FBT003  # positional protocol fields
-        answer = await self._ask(request)
-        found: dict[str, Topic] = {}
-        for code, name, high, low, _, partitions, *_rest in answer.topics:
-            if code == UNKNOWN_TOPIC:
-                continue
-            if code:
+        request = MetadataRequest_v10.of(sorted(set(names)))
+        try:
+            answer = await self._client._send_request(request)  # noqa: SLF001  # it has no request for topic IDs
+        except KafkaError as error:
+            raise BrokerUnavailable(f"the broker did not describe topics: {error!r}") from error
+        found: dict[str, tuple[str, int]] = {}
+        for code, name, topic_id, _, partitions, *_rest in answer.topics:
+            if code not in {0, UNKNOWN_TOPIC}:
                 raise _refused(f"describing topic {name!r}", code)
-            found[name] = Topic(name, hex_id(high, low), len(partitions))
+            if code == 0:
+                found[name] = topic_id, len(partitions)
         configs = await self._configs(sorted(found))
-        return {
-            name: Topic(name, topic.topic_id, topic.partitions, configs.get(name, {})) for name, topic in found.items()
-        }
+        return {name: Topic(name, *described, configs.get(name, {})) for name, described in found.items()}
 
     async def settled(self, names: Iterable[str]) -> dict[str, Topic]:
         """Wait until all named topics are known, because a new topic appears after a short delay, and return them.
@@ -137,12 +131,6 @@ class Admin:
                     f"{self._connection.patience_ms / 1000:.0f} s. Look at the controller's log."
                 )
             await asyncio.sleep(LOOK_AGAIN_S)
-
-    async def _ask(self, request: Any) -> Any:  # noqa: ANN401  # untyped protocol structures
-        try:
-            return await self._ids.send(self._ids.get_random_node(), sendable(request))
-        except KafkaError as error:
-            raise BrokerUnavailable(f"the broker did not answer {type(request).__name__}: {error!r}") from error
 
     async def _configs(self, names: Sequence[str]) -> dict[str, dict[str, str]]:
         if not names:
@@ -174,7 +162,7 @@ class Admin:
         ]
         request = CreateTopicsRequest_v4(wanted, self._connection.request_timeout_ms, False)  # noqa: FBT003  # positional protocol fields
         # The client's own `create_topics` does not accept -1, which means the brokers' default.
-        answer = await self._client._send_to_controller(sendable(request))  # noqa: SLF001
+        answer = await self._client._send_to_controller(request)  # noqa: SLF001
         made: list[str] = []
         for name, code, *rest in answer.topic_errors:
             if code == 0:
@@ -250,13 +238,9 @@ class Group:
 
     async def members(self) -> list[GroupMember]:
         """Return the members with their assignments; the list is empty if the group does not exist."""
-
-        async def ask() -> tuple[int, list[Any]]:
-            answer = await self._wire.ask_group(self._name, DescribeGroupsRequest([self._name]))
-            code, _, _, _, _, members, *_ = answer.groups[0]
-            return code, members
-
-        members = await self._insist("describing", ask)
+        request = DescribeGroupsRequest([self._name])
+        answer = await self._insist("describing", request, lambda answer: [answer.groups[0][0]])
+        members = answer.groups[0][5]
         return sorted((_member(*fields[:5]) for fields in members), key=lambda member: member.worker_id)
 
     async def delete(self) -> None:
@@ -266,13 +250,10 @@ class Group:
 
     async def delete_unless_joined(self) -> bool:
         """Delete the group and its offsets unless it has members; return whether it no longer exists."""
-
-        async def ask() -> tuple[int, bool]:
-            answer = await self._wire.ask_group(self._name, DeleteGroupsRequest([self._name]))
-            ((_, code),) = answer.results
-            return (0 if code in {_NON_EMPTY, _NOT_FOUND} else code), code != _NON_EMPTY
-
-        return await self._insist("deleting", ask)
+        request = DeleteGroupsRequest([self._name])
+        fine = {_NON_EMPTY, _NOT_FOUND}
+        answer = await self._insist("deleting", request, lambda answer: [answer.results[0][1]], fine)
+        return bool(answer.results[0][1] != _NON_EMPTY)
 
     async def set_offsets(
         self, offsets: Mapping[TopicPartition, int], *, note: str = "", for_ever: bool = False
@@ -282,30 +263,24 @@ class Group:
         With ``for_ever``, `offsets.retention.minutes` does not apply to these offsets, because an OffsetCommit request
         of version 2 to 4 sets its own retention, which brokers still respect (KIP-211).
         """
-        by_topic: defaultdict[str, list[tuple[int, int, str]]] = defaultdict(list)
-        for (topic, partition), offset in offsets.items():
-            by_topic[topic].append((partition, offset, note))
+        topics = grouped((topic, (partition, offset, note)) for (topic, partition), offset in offsets.items())
+        kept_ms = FOR_EVER_MS if for_ever else _BROKERS_RETENTION
+        request = OffsetCommitRequest(self._name, -1, "", kept_ms, topics)
+        await self._insist(
+            "setting offsets of", request, lambda answer: [code for _, parts in answer.topics for _, code in parts]
+        )
 
-        async def ask() -> tuple[int, None]:
-            kept_ms = FOR_EVER_MS if for_ever else _BROKERS_RETENTION
-            request = OffsetCommitRequest(self._name, -1, "", kept_ms, list(by_topic.items()))
-            answer = await self._wire.ask_group(self._name, request)
-            codes = [code for _, parts in answer.topics for _, code in parts if code]
-            return (codes[0] if codes else 0), None
-
-        await self._insist("setting offsets of", ask)
-
-    async def _insist(self, what: str, ask: Callable[[], Awaitable[tuple[int, T]]]) -> T:
+    async def _insist(self, what: str, request: object, codes: Codes, fine: Collection[int] = ()) -> Any:  # noqa: ANN401  # untyped protocol structures
         """Repeat a request until the coordinator is available. Each request in this class can be repeated safely."""
         deadline_s = asyncio.get_running_loop().time() + DEADLINE_MS / 1000
         while True:
             try:
-                code, found = await ask()
+                code, answer = await self._wire.ask_group(self._name, request, codes)
             except NoAnswer as error:
                 why = str(error)
             else:
-                if code == 0:
-                    return found
+                if code == 0 or code in fine:
+                    return answer
                 why = for_code(code).__name__
                 if code not in COORDINATOR_MOVED:
                     raise self._refused(what, code)

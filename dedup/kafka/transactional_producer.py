@@ -119,29 +119,15 @@ class Session:
     async def open(self) -> None:
         """Start a new epoch, which fences older owners of the ID and aborts any transaction that they left open."""
         await self.drop()
-        self._identity = await self._init_producer_id()
+        await self._insist("InitProducerId", self._init_producer_id, repeatable=True)
         self._sequences = {}
         crashpoints.reached("after_init")
 
-    async def _init_producer_id(self) -> ProducerIdentity:
-        # Repeating the request is always safe, because each request only starts a newer epoch.
-        waited_ms, pause_ms = 0, PAUSE_MS
-        while True:
-            try:
-                code, identity = await self._wire.init_producer_id(self.transactional_id, self._timeout_ms)
-            except NoAnswer as error:
-                code, identity, why = -1, self._identity, str(error)
-            else:
-                why = "" if code == OK else for_code(code).__name__
-            if code == OK:
-                return identity
-            if code != -1 and code not in AGAIN:
-                raise self._failed("InitProducerId", code)
-            if waited_ms >= self._deadline_ms:
-                text = f"{self.transactional_id}: InitProducerId got no usable answer in {waited_ms} ms ({why})."
-                raise CommitUnknown(text)
-            await self._wire.pause(pause_ms)
-            waited_ms, pause_ms = waited_ms + pause_ms, min(2 * pause_ms, LONGEST_PAUSE_MS)
+    async def _init_producer_id(self) -> int:
+        code, identity = await self._wire.init_producer_id(self.transactional_id, self._timeout_ms)
+        if code == OK:
+            self._identity = identity
+        return code
 
     def add(self, batches: Sequence[RecordBatch]) -> None:
         """Add batches to the open transaction, or open one. `settle` and `prepare` raise the errors."""
@@ -195,7 +181,7 @@ class Session:
             # only together. OperationNotAttempted only says that another partition of the request failed.
             return max((code for code in codes.values() if code != NOT_ATTEMPTED), key=_weight)
 
-        await self._once("AddPartitionsToTxn", ask, again=AGAIN_ANNOUNCING)
+        await self._insist("AddPartitionsToTxn", ask, again=AGAIN_ANNOUNCING)
         self._announced.update(targets)
         crashpoints.reached("after_begin")
 
@@ -204,7 +190,7 @@ class Session:
         if group is None:
             self._group_announced = True
             return
-        await self._once(
+        await self._insist(
             "AddOffsetsToTxn", lambda: self._wire.add_offsets(self.transactional_id, self._identity, group)
         )
         self._group_announced = True
@@ -288,7 +274,7 @@ class Session:
     async def end(self) -> None:
         """Make visible what `prepare` has written. Raises TaskMigrated, CommitUnknown, or BrokerUnavailable."""
         crashpoints.reached("before_end")
-        await self._once(
+        await self._insist(
             "EndTxn", lambda: self._wire.end_transaction(self.transactional_id, self._identity, commit=True)
         )
         crashpoints.reached("after_end")
@@ -311,7 +297,7 @@ class Session:
             if offsets:
                 raise InvariantBroken(f"{self.transactional_id}: offsets were to be committed, but to no group.")
             return
-        await self._once(
+        await self._insist(
             "TxnOffsetCommit",
             lambda: self._wire.commit_offsets(self.transactional_id, self._identity, group, offsets),
         )
@@ -326,21 +312,29 @@ class Session:
         await asyncio.gather(*work, return_exceptions=True)
         self._forget_transaction()
 
-    async def _once(self, name: str, ask: Callable[[], Awaitable[int]], *, again: frozenset[int] = AGAIN) -> None:
-        """Send a transactional request. Repeat it only after a response that allows it, never without a response."""
+    async def _insist(
+        self, name: str, ask: Callable[[], Awaitable[int]], *, again: frozenset[int] = AGAIN, repeatable: bool = False
+    ) -> None:
+        """Send a transactional request, and repeat it after a response that allows it.
+
+        Without a response, only a ``repeatable`` request is repeated: InitProducerId, which only starts a newer epoch.
+        """
         waited_ms, pause_ms = 0, PAUSE_MS
         while True:
             try:
                 code = await ask()
             except NoAnswer as error:
-                raise self._unanswered_by(name, error) from error
-            if code == OK:
-                return
-            if code not in again:
-                raise self._failed(name, code)
+                if not repeatable:
+                    raise self._unanswered_by(name, error) from error
+                why = str(error)
+            else:
+                if code == OK:
+                    return
+                if code not in again:
+                    raise self._failed(name, code)
+                why = for_code(code).__name__
             if waited_ms >= self._deadline_ms:
-                text = f"{self.transactional_id}: {name} was put off for {waited_ms} ms ({for_code(code).__name__})."
-                raise CommitUnknown(text)
+                raise CommitUnknown(f"{self.transactional_id}: {name} got no usable answer in {waited_ms} ms ({why}).")
             await self._wire.pause(pause_ms)
             waited_ms, pause_ms = waited_ms + pause_ms, min(2 * pause_ms, LONGEST_PAUSE_MS)
 
@@ -350,27 +344,23 @@ class Session:
         )
 
     def _failed(self, name: str, code: int) -> Exception:
-        answer = for_code(code).__name__
+        answer = f"{self.transactional_id}: {name} answered {for_code(code).__name__}"
         if code in FENCED:
             return TaskMigrated(
-                f"{self.transactional_id}: {name} answered {answer}. Another owner has the partition; "
-                f"this task is discarded and the worker rejoins the group."
-            )
-        if code in UNAUTHORIZED:
-            return BrokerUnavailable(
-                f"{self.transactional_id}: {name} answered {answer}. "
-                f"Grant the worker's principal what `dedup check --broker` lists."
+                f"{answer}. Another owner has the partition; this task is discarded and the worker rejoins the group."
             )
         if code in EPOCH_OVER or code == -1:
-            return CommitUnknown(f"{self.transactional_id}: {name} answered {answer}; the epoch is over.")
+            return CommitUnknown(f"{answer}; the epoch is over.")
+        if code in UNAUTHORIZED:
+            return BrokerUnavailable(f"{answer}. Grant the worker's principal what `dedup check --broker` lists.")
         if code == COMPRESSION:
             return BrokerUnavailable(
-                f"{self.transactional_id}: {name} answered {answer}: the broker does not accept this compression. "
-                f"Nothing was committed. Set `topics.compression` to another one (lz4, snappy, gzip or none)."
+                f"{answer}: the broker does not accept this compression. Nothing was committed. "
+                f"Set `topics.compression` to another one (lz4, snappy, gzip or none)."
             )
         return BrokerUnavailable(
-            f"{self.transactional_id}: {name} answered {answer} (code {code}), which a retry cannot fix. The "
-            "transaction was not committed; see the broker's log."
+            f"{answer} (code {code}), which a retry cannot fix. The transaction was not committed; "
+            "see the broker's log."
         )
 
 

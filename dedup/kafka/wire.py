@@ -13,27 +13,13 @@ from typing import Final, NamedTuple, Protocol
 
 from dedup.kafka.record_batch import Header, Limit, ProducerIdentity, RecordBatch, TopicPartition
 
-__all__ = [
-    "COORDINATOR_MOVED",
-    "UNSTABLE_OFFSET",
-    "CommittedOffset",
-    "Fetched",
-    "FetchedRecord",
-    "Header",
-    "Limit",
-    "LogBounds",
-    "NoAnswer",
-    "Position",
-    "Produced",
-    "ProducerIdentity",
-    "RecordBatch",
-    "TopicNow",
-    "TopicPartition",
-    "Wire",
-]
+__all__ = ["Header", "Limit", "ProducerIdentity", "RecordBatch", "TopicPartition"]  # names of record_batch.py
 
 COORDINATOR_MOVED: Final = frozenset({14, 15, 16})
 """The coordinator is loading, not available, or has moved, so the request must be repeated."""
+
+LEADER_MOVED: Final = frozenset({3, 5, 6, 9, 13, 56, 74, 75})
+"""The partition's leader has moved or is not known, so the request must be sent to another broker."""
 
 UNSTABLE_OFFSET: Final = 88
 """An open transaction is about to change the requested offset."""
@@ -65,12 +51,6 @@ class Fetched:
     high_watermark: int
     last_stable_offset: int
 
-    @classmethod
-    def of(cls, records: Sequence[FetchedRecord], next_offset: int, high_watermark: int, stable: int) -> Fetched:
-        """Return a response with these records."""
-        columns = [list(column) for column in zip(*records, strict=True)] or [[], [], [], []]
-        return cls(*columns, next_offset, high_watermark, stable)  # type: ignore[arg-type, call-arg]
-
     @property
     def records(self) -> list[FetchedRecord]:
         """The records as objects, which are created on each call."""
@@ -92,13 +72,9 @@ class Produced:
     error_code: int
     base_offset: int
     refused: tuple[tuple[int, str], ...] = ()
-    """The records because of which the broker rejected the batch, if the broker names them (KIP-467): the index of each
-    record, and the reason.
-    """
+    """Index and reason of each record because of which the broker rejected the batch, if it names them (KIP-467)."""
     append_time_ms: int = -1
-    """The time at which the broker appended the batch, by its own clock; -1 if the topic keeps the producer's
-    timestamps.
-    """
+    """The broker's time when it appended the batch; -1 if the topic keeps the producer's timestamps."""
 
 
 class TopicNow(NamedTuple):

@@ -679,7 +679,7 @@ def _unjudged(outcome: Outcome, count: int) -> pa.Array:
         return pa.nulls(count, pa.string())
     texts: list[str | None] = [None] * count
     for row, exempt in outcome.exempt.items():
-        texts[row] = SEPARATOR.join(("exempt", exempt.why, ""))
+        texts[row] = SEPARATOR.join(("exempt", exempt, ""))
     for row, dead in outcome.dead:
         texts[row] = SEPARATOR.join(("dead_letter", dead.code, dead.detail))
     return pa.array(texts, pa.string())

@@ -49,13 +49,11 @@ from dedup.spark.session import PicklableSettings, connected, described, shuffle
 from dedup.store.base import TaskRecord
 from dedup.store.changelog import (
     SEED_MARK_KEY,
+    TASK_RECORD_KEY,
     SeedMark,
-    SeedMarkKey,
     decode_seed_mark,
     encode_seed_mark,
     encode_task_record,
-    parse_key,
-    task_record_key,
 )
 from dedup.verify.kafka_reader import KafkaReader
 from dedup.worker.offsets import bounds_of, committed_offset, first_offset, first_record
@@ -384,7 +382,7 @@ async def _mark(topology: Topology, wire: KafkaWire, task: int) -> SeedMark | No
     first = await _first_record(wire, TopicPartition(topology.changelog_topic, task))
     if first is None:
         return None
-    if first.key is not None and first.value is not None and isinstance(parse_key(first.key), SeedMarkKey):
+    if first.key == SEED_MARK_KEY and first.value is not None:
         return decode_seed_mark(first.value)
     raise _not_new(topology, f"{topology.changelog_topic}/{task} holds the state of a fleet")
 
@@ -612,7 +610,7 @@ async def _finish(plan: WritePlan, session: Session, wire: KafkaWire, partition:
     mark = replace(plan.marks[partition], phase="seeded")
     now_ms = int(time.time() * 1000)
     closing: list[Line] = [
-        (-1, now_ms, task_record_key(), encode_task_record(record), []),
+        (-1, now_ms, TASK_RECORD_KEY, encode_task_record(record), []),
         (-1, now_ms, SEED_MARK_KEY, encode_seed_mark(mark), []),
     ]
     changelog = TopicPartition(topology.changelog_topic, partition)

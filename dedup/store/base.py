@@ -13,9 +13,7 @@ from dataclasses import dataclass
 from typing import Final, Protocol
 
 Writes = Mapping[int, Mapping[bytes, bytes]]
-"""Maps the start of a segment in ms to state keys, and each state key to an encoded value. The value holds *all*
-sightings of the ID that end in the segment.
-"""
+"""Maps segment starts in ms to state keys, and these to encoded values: *all* sightings that end in the segment."""
 
 NOT_SAID: Final = -1
 """The value of `kept_from` in a task record that does not say from which offset the changelog is needed."""
@@ -70,13 +68,10 @@ class StoreIdentity:
 class Store(Protocol):
     """The applied state of one task. A store is not thread-safe, because one task owns it."""
 
-    @property
-    def task_record(self) -> TaskRecord | None:
-        """The last applied task record; None in a new store."""
-
-    @property
-    def position(self) -> int:
-        """The changelog offset to restore from; 0 in a new store."""
+    task_record: TaskRecord | None
+    """The last applied task record; None in a new store."""
+    position: int
+    """The changelog offset to restore from; 0 in a new store."""
 
     def get_each(self, segments: Iterable[int], ids: Sequence[bytes]) -> dict[int, dict[bytes, bytes]]:
         """Map each segment to the encoded values of the known IDs in it; segments without a known ID are absent."""

@@ -22,9 +22,7 @@ _Words = npt.NDArray[np.uint64]
 _IDS_PER_WORD: Final = 4
 _FIRST_WORDS: Final = 1 << 11
 _QUICK_GROWTH_WORDS: Final = 1 << 16
-"""Below this size, a new layer is three times as large as all earlier layers together, so that there are few layers.
-The unused memory is small.
-"""
+"""Below this size, a new layer is three times as large as all earlier ones together, so that there are few layers."""
 
 _PAIR_BITS: Final = 12
 _PAIR_MASK: Final = np.uint64((1 << _PAIR_BITS) - 1)
@@ -32,12 +30,8 @@ _WORD_AT: Final = np.uint64(2 * _PAIR_BITS)
 _WORD_BITS: Final = np.uint64(64 - 2 * _PAIR_BITS)
 
 
-def _pairs_of_bits() -> _Words:
-    pair = np.arange(1 << _PAIR_BITS, dtype=np.uint64)
-    return (np.uint64(1) << (pair & np.uint64(63))) | (np.uint64(1) << (pair >> np.uint64(6)))
-
-
-_PAIRS: Final = _pairs_of_bits()
+_PAIR: Final = np.arange(1 << _PAIR_BITS, dtype=np.uint64)
+_PAIRS: Final = (np.uint64(1) << (_PAIR & np.uint64(63))) | (np.uint64(1) << (_PAIR >> np.uint64(6)))
 """Maps 12 bits of a hash to a 64-bit word in which the two bits that they select are set."""
 
 

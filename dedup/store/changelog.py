@@ -39,10 +39,10 @@ from __future__ import annotations
 import json
 import struct
 import zlib
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from operator import itemgetter
-from typing import Final, Literal, NamedTuple
+from typing import Final, Literal, NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -83,10 +83,10 @@ _new = tuple.__new__
 _RESTORE: Final = "The store of this partition will be deleted and restored from the changelog."
 
 _SIGHTING_TAG: Final = b"S"
-_TASK_RECORD_KEY: Final = b"T"
+TASK_RECORD_KEY: Final = b"T"
 SEED_MARK_KEY: Final = b"H"
 _STATE_KEY_AT: Final = 9
-_ALONE: Final = frozenset({_TASK_RECORD_KEY, SEED_MARK_KEY})
+_ALONE: Final = frozenset({TASK_RECORD_KEY, SEED_MARK_KEY})
 _prefix_of: Final = itemgetter(slice(_STATE_KEY_AT))
 _state_key_of: Final = itemgetter(slice(_STATE_KEY_AT, None))
 
@@ -304,30 +304,9 @@ class SightingKey(NamedTuple):
     state_key: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class TaskRecordKey:
-    """The key of the changelog record that holds the task record."""
-
-
-@dataclass(frozen=True, slots=True)
-class SeedMarkKey:
-    """The key of the changelog record that holds the seed mark."""
-
-
 def sighting_key(segment: int, state_key: bytes) -> bytes:
     """Return the changelog key for the sightings of an ID in a segment."""
     return segment_prefix(segment) + state_key
-
-
-def sighting_keys_column(segment: int, ids: Iterable[bytes]) -> list[bytes]:
-    """Return the result of ``sighting_key`` for every ID of one segment."""
-    prefix = segment_prefix(segment)
-    return [prefix + state_key for state_key in ids]
-
-
-def task_record_key() -> bytes:
-    """Return the changelog key of the task record."""
-    return _TASK_RECORD_KEY
 
 
 def segment_prefix(segment: int) -> bytes:
@@ -337,12 +316,13 @@ def segment_prefix(segment: int) -> bytes:
     return _SIGHTING_TAG + segment.to_bytes(8)
 
 
-def parse_key(key: bytes) -> SightingKey | TaskRecordKey | SeedMarkKey:
-    """Return the parsed changelog key. Raises StateIncompatible for a key that this release never writes."""
-    if key == _TASK_RECORD_KEY:
-        return TaskRecordKey()
-    if key == SEED_MARK_KEY:
-        return SeedMarkKey()
+def parse_key(key: bytes) -> SightingKey | None:
+    """Return the parsed changelog key; None for the key of the task record or the seed mark.
+
+    Raises StateIncompatible for a key that this release never writes.
+    """
+    if key in _ALONE:
+        return None
     if key[:1] == _SIGHTING_TAG and len(key) > _STATE_KEY_AT:
         return SightingKey(int.from_bytes(key[1:_STATE_KEY_AT]), key[_STATE_KEY_AT:])
     raise StateIncompatible(
@@ -373,10 +353,7 @@ def collect(keys: Sequence[bytes | None], values: Sequence[bytes | None]) -> Col
             "the changelog has a record without a key or a value, which dedup does not write: another program "
             "writes this topic. Nothing was changed."
         )
-    return _collect(keys, values)  # type: ignore[arg-type]  # neither holds None
-
-
-def _collect(keys: Sequence[bytes], values: Sequence[bytes]) -> Collected:
+    keys, values = cast("Sequence[bytes]", keys), cast("Sequence[bytes]", values)
     prefixes = set(map(_prefix_of, keys))
     segments = prefixes - _ALONE
     whole = min((size for size in set(map(len, keys)) if size > 1), default=0) > _STATE_KEY_AT
@@ -389,7 +366,7 @@ def _collect(keys: Sequence[bytes], values: Sequence[bytes]) -> Collected:
         by_prefix = {prefix: found}
     else:
         by_prefix = _by_prefix(keys, values)
-    record, mark = (_last(keys, values, key) if key in prefixes else None for key in (_TASK_RECORD_KEY, SEED_MARK_KEY))
+    record, mark = (_last(keys, values, key) if key in prefixes else None for key in (TASK_RECORD_KEY, SEED_MARK_KEY))
     return Collected(
         {int.from_bytes(prefix[1:]): found for prefix, found in by_prefix.items()},
         None if record is None else decode_task_record(record),
@@ -403,7 +380,7 @@ def _by_prefix(keys: Sequence[bytes], values: Sequence[bytes]) -> dict[bytes, di
         prefix = key[:_STATE_KEY_AT]
         there = by_prefix.get(prefix)
         if there is None:
-            if not isinstance(parse_key(key), SightingKey):
+            if parse_key(key) is None:
                 continue
             there = by_prefix[prefix] = {}
         there[key[_STATE_KEY_AT:]] = value
@@ -471,17 +448,15 @@ def decode_task_record(value: bytes) -> TaskRecord:
     )
 
 
-def rebucket(
-    entries: Iterable[tuple[bytes, bytes]], segment_ms: int, known: Mapping[int, Mapping[bytes, bytes]] | None = None
-) -> dict[int, dict[bytes, bytes]]:
+def rebucket(entries: Iterable[tuple[bytes, bytes]], segment_ms: int) -> dict[int, dict[bytes, bytes]]:
     """Return writes that move (state key, encoded value) pairs into segments of another width, ``segment_ms``.
 
-    A store needs these writes after the guard period of its topology was changed. ``known`` contains the values that
-    the new segments already hold for these IDs; the writes include them. Sightings of one ID with the same first time,
-    source, and fingerprint become one sighting that ends at the latest of their ends.
+    A store needs these writes after the guard period of its topology was changed. The entries include the values that
+    the new segments already hold for these IDs. Sightings of one ID with the same first time, source, and fingerprint
+    become one sighting that ends at the latest of their ends.
     """
     intervals: dict[bytes, dict[tuple[int, Source, bytes], int]] = {}
-    for state_key, value in _with_known(entries, known):
+    for state_key, value in entries:
         ends = intervals.setdefault(state_key, {})
         for first_ms, last_ms, source, fingerprint in decode_sightings(value):
             name = (first_ms, source, fingerprint)
@@ -495,16 +470,3 @@ def rebucket(
         start: {state_key: encode_sighting(sightings) for state_key, sightings in of.items()}
         for start, of in regrouped.items()
     }
-
-
-def _with_known(
-    entries: Iterable[tuple[bytes, bytes]], known: Mapping[int, Mapping[bytes, bytes]] | None
-) -> Iterable[tuple[bytes, bytes]]:
-    wanted: set[bytes] = set()
-    for state_key, value in entries:
-        wanted.add(state_key)
-        yield state_key, value
-    for held in (known or {}).values():
-        for state_key, value in held.items():
-            if state_key in wanted:
-                yield state_key, value

@@ -13,14 +13,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import re
 import tarfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
-from typing import IO, Annotated, Final, Protocol, Self
+from typing import IO, Annotated, Final, Self
 
 import msgspec
 
@@ -36,68 +35,45 @@ _PLAIN: Final = frozenset({tarfile.REGTYPE, tarfile.AREGTYPE})
 _MOST_FILES: Final = 100_000
 
 _Count = Annotated[int, msgspec.Meta(ge=0)]
-_Hex = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{2,128}\Z")]
 Moved = Callable[[int], None]
-"""A function that is called with the size of each transferred piece in bytes. It may raise an exception to stop the
-transfer.
-"""
-
-
-class _ByteSource(Protocol):
-    """A stream from which an archive is read."""
-
-    def read(self, size: int, /) -> bytes:
-        """Return up to ``size`` bytes; the result is empty at the end."""
+"""Called with the size of each transferred piece in bytes. It may raise an exception to stop the transfer."""
 
 
 class _Counted:
     """A stream that counts and hashes the bytes that pass through it."""
 
-    def __init__(self, moved: Moved) -> None:
+    def __init__(self, stream: IO[bytes], moved: Moved, *, limit_bytes: float = math.inf) -> None:
+        self._stream: Final = stream
+        self._limit_bytes: Final = limit_bytes
         self._hash: Final = hashlib.sha256()
         self._moved: Final = moved
         self.count = 0
 
     def saw(self, piece: bytes) -> None:
-        """Count and hash a piece."""
         self._hash.update(piece)
         self.count += len(piece)
         self._moved(len(piece))
 
-    @property
-    def sha256(self) -> str:
-        """The digest of all bytes so far."""
-        return self._hash.hexdigest()
-
-
-class _Out(_Counted):
-    def __init__(self, target: IO[bytes], moved: Moved) -> None:
-        super().__init__(moved)
-        self._target: Final = target
-
     def write(self, piece: bytes) -> int:
-        self._target.write(piece)
+        self._stream.write(piece)
         self.saw(piece)
         return len(piece)
 
-
-class _In(_Counted):
-    def __init__(self, source: _ByteSource, limit_bytes: int, moved: Moved) -> None:
-        super().__init__(moved)
-        self._source: Final = source
-        self._limit_bytes: Final = limit_bytes
-
     def read(self, size: int) -> bytes:
-        piece = self._source.read(size)
+        piece = self._stream.read(size)
         self.saw(piece)
         if self.count > self._limit_bytes:
             raise CheckpointUnusable(f"the archive has more than the {self._limit_bytes:,} bytes it should have.")
         return piece
 
+    @property
+    def sha256(self) -> str:
+        return self._hash.hexdigest()
+
 
 def pack(directory: Path, target: IO[bytes], moved: Moved) -> tuple[int, str]:
     """Write the files of a closed store as a tar file; return its length in bytes and its SHA-256 in hex."""
-    out = _Out(target, moved)
+    out = _Counted(target, moved)
     # The archive is not compressed, because the files are compressed already. USTAR is the tar format without
     # extensions.
     with tarfile.open(fileobj=out, mode="w|", format=tarfile.USTAR_FORMAT, bufsize=_PIECE_BYTES) as archive:  # type: ignore[call-overload]
@@ -112,22 +88,21 @@ def pack(directory: Path, target: IO[bytes], moved: Moved) -> tuple[int, str]:
     return out.count, out.sha256
 
 
-def unpack(source: _ByteSource, directory: Path, *, size_bytes: int, sha256: str, moved: Moved) -> None:
+def unpack(source: IO[bytes], directory: Path, *, size_bytes: int, sha256: str, moved: Moved) -> None:
     """Unpack an archive into an existing, empty directory, and sync the files to disk.
 
     Raises CheckpointUnusable, and leaves some files behind, if the archive has another size or digest or contains
     anything but regular files of a store.
     """
-    reader = _In(source, size_bytes, moved)
-    with _archive(reader) as archive:
-        for number, entry in enumerate(archive):
-            if number >= _MOST_FILES:
-                raise CheckpointUnusable(f"the archive holds more than {_MOST_FILES:,} files.")
-            _refuse_odd(entry)
-            content = archive.extractfile(entry)
-            if content is None:
-                raise CheckpointUnusable(f"the archive holds {entry.name!r} without its content.")
-            _write_new(directory / entry.name, content)
+    reader = _Counted(source, moved, limit_bytes=size_bytes)
+    try:
+        with tarfile.open(fileobj=reader, mode="r|", bufsize=_PIECE_BYTES) as archive:  # type: ignore[call-overload]
+            for number, entry in enumerate(archive):
+                if number >= _MOST_FILES:
+                    raise CheckpointUnusable(f"the archive holds more than {_MOST_FILES:,} files.")
+                _extract(archive, entry, directory)
+    except tarfile.TarError as error:
+        raise CheckpointUnusable(f"the archive is damaged or truncated: {error}.") from error
     while reader.read(_PIECE_BYTES):
         pass  # the digest includes the bytes after the last file
     if (reader.count, reader.sha256) != (size_bytes, sha256):
@@ -135,29 +110,22 @@ def unpack(source: _ByteSource, directory: Path, *, size_bytes: int, sha256: str
             f"the archive has {reader.count:,} bytes with SHA-256 {reader.sha256}, and should have {size_bytes:,} with "
             f"{sha256}: it is damaged or truncated."
         )
-    _sync(directory)
-
-
-@contextmanager
-def _archive(reader: _In) -> Iterator[tarfile.TarFile]:
-    """Open the archive for reading one file after another; tarfile's errors become CheckpointUnusable."""
+    file = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        with tarfile.open(fileobj=reader, mode="r|", bufsize=_PIECE_BYTES) as archive:  # type: ignore[call-overload]
-            yield archive
-    except tarfile.TarError as error:
-        raise CheckpointUnusable(f"the archive is damaged or truncated: {error}.") from error
+        os.fsync(file)
+    finally:
+        os.close(file)
 
 
-def _refuse_odd(entry: tarfile.TarInfo) -> None:
-    """Raise CheckpointUnusable for anything but a regular file with the name of a store file."""
-    if entry.type not in _PLAIN or entry.sparse is not None or _STORE_FILES.fullmatch(entry.name) is None:
+def _extract(archive: tarfile.TarFile, entry: tarfile.TarInfo, directory: Path) -> None:
+    """Write one file of the archive. Raises CheckpointUnusable unless it is a regular file with a store file's name."""
+    content = archive.extractfile(entry) if entry.type in _PLAIN and entry.sparse is None else None
+    if content is None or _STORE_FILES.fullmatch(entry.name) is None:
         raise CheckpointUnusable(
             f"the archive holds {entry.name[:200]!r} (of type {entry.type!r}), which is not a file of a store. Another "
             f"program has written it."
         )
-
-
-def _write_new(path: Path, content: IO[bytes]) -> None:
+    path = directory / entry.name
     try:
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     except FileExistsError as error:
@@ -170,66 +138,40 @@ def _write_new(path: Path, content: IO[bytes]) -> None:
         os.fsync(file)
 
 
-def _sync(directory: Path) -> None:
-    file = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(file)
-    finally:
-        os.close(file)
-
-
-class _Written(msgspec.Struct, frozen=True):
-    """The description as it is stored in JSON. Unknown members are ignored."""
-
-    topology: str
-    partition: _Count
-    changelog_topic_id: str
-    fingerprint: _Hex
-    segment_ms: _Count
-    position: _Count
-    ids: _Count
-    archive: Annotated[str, msgspec.Meta(pattern=r"^[0-9]{1,20}-[0-9a-f]{8}\.tar\Z")]
-    bytes: _Count
-    sha256: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}\Z")]
-
-
 class _Head(msgspec.Struct):
     format: int
 
 
-@dataclass(frozen=True, slots=True)
-class Checkpoint:
-    """The description of one partition's state up to one position of its changelog."""
+class Checkpoint(msgspec.Struct, frozen=True):
+    """The description of one partition's state at one position of its changelog. The fields are the JSON's members."""
 
-    identity: StoreIdentity
-    fingerprint: bytes
-    """Fingerprint of the last task record in the store."""
-    segment_ms: int
+    topology: str
+    partition: _Count
+    changelog_topic_id: str
+    fingerprint_hex: Annotated[str, msgspec.Meta(pattern=r"^([0-9a-f]{2}){1,64}\Z")] = msgspec.field(name="fingerprint")
+    segment_ms: _Count
     """Width of the segments in the store."""
-    position: int
+    position: _Count
     """The changelog offset to restore from."""
-    ids: int
-    archive: str
+    ids: _Count
+    archive: Annotated[str, msgspec.Meta(pattern=r"^[0-9]{1,20}-[0-9a-f]{8}\.tar\Z")]
     """File name of the archive, which is in the same directory as the description."""
-    archive_bytes: int
-    sha256: str
+    archive_bytes: _Count = msgspec.field(name="bytes")
+    sha256: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}\Z")]
+
+    @property
+    def identity(self) -> StoreIdentity:
+        """The task to which the state belongs."""
+        return StoreIdentity(self.topology, self.partition, self.changelog_topic_id)
+
+    @property
+    def fingerprint(self) -> bytes:
+        """Fingerprint of the last task record in the store."""
+        return bytes.fromhex(self.fingerprint_hex)
 
     def encode(self) -> bytes:
         """Return the description as JSON."""
-        identity = self.identity
-        written = _Written(
-            topology=identity.topology,
-            partition=identity.partition,
-            changelog_topic_id=identity.changelog_topic_id,
-            fingerprint=self.fingerprint.hex(),
-            segment_ms=self.segment_ms,
-            position=self.position,
-            ids=self.ids,
-            archive=self.archive,
-            bytes=self.archive_bytes,
-            sha256=self.sha256,
-        )
-        return json.dumps({"format": _FORMAT, **msgspec.to_builtins(written)}, indent=2).encode() + b"\n"
+        return json.dumps({"format": _FORMAT, **msgspec.to_builtins(self)}, indent=2).encode() + b"\n"
 
     @classmethod
     def decode(cls, data: bytes, place: str) -> Self:
@@ -240,11 +182,6 @@ class Checkpoint:
                 raise CheckpointUnusable(
                     f"{place}: is a checkpoint of format {version}, and this dedup reads format {_FORMAT}."
                 )
-            found = msgspec.json.decode(data, type=_Written)
-            identity = StoreIdentity(found.topology, found.partition, found.changelog_topic_id)
-            fingerprint = bytes.fromhex(found.fingerprint)
+            return msgspec.json.decode(data, type=cls)
         except (msgspec.DecodeError, UnicodeDecodeError, ValueError) as error:
             raise CheckpointUnusable(f"{place}: is damaged: {error}.") from error
-        return cls(
-            identity, fingerprint, found.segment_ms, found.position, found.ids, found.archive, found.bytes, found.sha256
-        )

@@ -14,7 +14,9 @@ from __future__ import annotations
 import re
 import secrets
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import asdict
+from functools import cached_property
 from pathlib import Path
 from typing import IO, Any, Final
 
@@ -27,9 +29,7 @@ from dedup.store.checkpoint import MOST_BYTES, Checkpoint, Moved, pack
 _MANIFEST: Final = "manifest.json"
 _ARCHIVE: Final = re.compile(r"([0-9]{1,20})-[0-9a-f]{8}\.tar", re.ASCII)
 _DIRECTORIES: Final = frozenset({"file", "ftp", "hdfs", "memory", "sftp", "smb", "webhdfs"})
-"""Protocols for which a directory must exist before a file is written. For other protocols, no directory is created,
-because s3fs would create a bucket with a misspelled name.
-"""
+"""Protocols that need a directory before a file. For others none is made: s3fs would make a misspelled bucket."""
 
 
 class CheckpointStorage:
@@ -38,7 +38,6 @@ class CheckpointStorage:
     def __init__(self, url: str) -> None:
         """Check the URL without connecting. Raises SettingsError if no installed package can read this kind of URL."""
         self._url: Final = url.rstrip("/") or "/"
-        self._fs: Any = None
         refuse_unreadable(url)
 
     def __str__(self) -> str:
@@ -56,7 +55,7 @@ class CheckpointStorage:
         place = f"{self.place(topology, partition)}/{_MANIFEST}"
         with _answers(place):
             try:
-                with self._files().open(self._path(place), "rb") as file:
+                with self._files.open(self._path(place), "rb") as file:
                     data = file.read(MOST_BYTES + 1)
             except FileNotFoundError:
                 return None
@@ -67,9 +66,8 @@ class CheckpointStorage:
     @contextmanager
     def reading(self, checkpoint: Checkpoint) -> Iterator[IO[bytes]]:
         """Open the archive for reading. Raises CheckpointUnusable if the storage fails."""
-        identity = checkpoint.identity
-        place = f"{self.place(identity.topology, identity.partition)}/{checkpoint.archive}"
-        with _answers(place), self._files().open(self._path(place), "rb") as file:
+        place = f"{self.place(checkpoint.topology, checkpoint.partition)}/{checkpoint.archive}"
+        with _answers(place), self._files.open(self._path(place), "rb") as file:
             yield file
 
     def write(
@@ -88,10 +86,12 @@ class CheckpointStorage:
         previous checkpoint stays current. Raises CheckpointUnusable if the storage fails.
         """
         place = self.place(identity.topology, identity.partition)
-        before = self._in_force(identity)
+        before = None
+        with suppress(CheckpointUnusable):  # a damaged description is replaced
+            before = self.find(identity.topology, identity.partition)
         name = f"{position}-{secrets.token_hex(4)}.tar"
         with _answers(f"{place}/{name}"):
-            files, path = self._files(), self._path(f"{place}/{name}")
+            files, path = self._files, self._path(f"{place}/{name}")
             if _DIRECTORIES & set(_protocols(files)):
                 files.makedirs(self._path(place), exist_ok=True)
             with files.open(path, "wb") as target:
@@ -99,18 +99,31 @@ class CheckpointStorage:
             there = files.info(path)["size"]
         if there != size_bytes:
             raise CheckpointUnusable(f"{place}/{name}: has {there:,} bytes, and {size_bytes:,} were written.")
-        made = Checkpoint(identity, record.fingerprint, record.segment_ms, position, ids, name, size_bytes, sha256)
+        made = Checkpoint(
+            **asdict(identity),
+            fingerprint_hex=record.fingerprint.hex(),
+            segment_ms=record.segment_ms,
+            position=position,
+            ids=ids,
+            archive=name,
+            archive_bytes=size_bytes,
+            sha256=sha256,
+        )
         with _answers(f"{place}/{_MANIFEST}"):
-            self._put(self._path(f"{place}/{_MANIFEST}"), made.encode())
+            manifest = self._path(f"{place}/{_MANIFEST}")
+            if "file" in _protocols(files):
+                files.pipe_file(f"{manifest}.new", made.encode())
+                files.mv(f"{manifest}.new", manifest)
+            else:
+                files.pipe_file(manifest, made.encode())  # in an object store, every write is atomic
             self._delete_old(self._path(place), made, before)
         return made
 
     def holds(self, checkpoint: Checkpoint) -> bool:
         """Return whether the archive that a description names exists and has the correct length."""
-        identity = checkpoint.identity
-        place = f"{self.place(identity.topology, identity.partition)}/{checkpoint.archive}"
+        place = f"{self.place(checkpoint.topology, checkpoint.partition)}/{checkpoint.archive}"
         with _answers(place):
-            files = self._files()
+            files = self._files
             files.invalidate_cache()
             try:
                 return bool(files.info(self._path(place))["size"] == checkpoint.archive_bytes)
@@ -132,14 +145,7 @@ class CheckpointStorage:
             path = self._path(place)
             # The description is deleted first, because an archive without a description is no checkpoint.
             for name in sorted(self._ours(path), reverse=True):
-                self._files().rm_file(f"{path}/{name}")
-
-    def _in_force(self, identity: StoreIdentity) -> Checkpoint | None:
-        """Return the current checkpoint; None if there is none or its description is damaged."""
-        try:
-            return self.find(identity.topology, identity.partition)
-        except CheckpointUnusable:
-            return None
+                self._files.rm_file(f"{path}/{name}")
 
     def _delete_old(self, path: str, made: Checkpoint, before: Checkpoint | None) -> None:
         """Delete archives older than the previous checkpoint, and files that killed runs left behind."""
@@ -150,13 +156,13 @@ class CheckpointStorage:
             # An archive at the same or a later position may belong to a concurrent run that has not written its
             # description yet.
             if found is not None and name not in kept and int(found[1]) < oldest:
-                self._files().rm_file(f"{path}/{name}")
+                self._files.rm_file(f"{path}/{name}")
 
     def _ours(self, path: str) -> list[str]:
         return [name for name in self._names(path) if name == _MANIFEST or _ARCHIVE.fullmatch(name)]
 
     def _names(self, path: str) -> list[str]:
-        files = self._files()
+        files = self._files
         files.invalidate_cache()
         try:
             found = files.ls(path, detail=False)
@@ -164,21 +170,15 @@ class CheckpointStorage:
             return []
         return [each.rstrip("/").rpartition("/")[2] for each in found]
 
-    def _put(self, path: str, data: bytes) -> None:
-        """Write a small file atomically. In an object store, every write is atomic."""
-        if "file" in _protocols(self._files()):
-            self._files().pipe_file(f"{path}.new", data)
-            self._files().mv(f"{path}.new", path)
-        else:
-            self._files().pipe_file(path, data)
-
+    @cached_property
     def _files(self) -> Any:  # noqa: ANN401  # untyped
-        if self._fs is None:
-            self._fs = fsspec.filesystem(fsspec.utils.get_protocol(self._url), **_options(self._url))
-        return self._fs
+        protocol = fsspec.utils.get_protocol(self._url)
+        # The URL may contain options of the connection, such as a host.
+        options = fsspec.get_filesystem_class(protocol)._get_kwargs_from_urls(self._url)  # noqa: SLF001
+        return fsspec.filesystem(protocol, **options)
 
     def _path(self, place: str) -> str:
-        return str(self._files()._strip_protocol(place))  # noqa: SLF001  # fsspec has no public API for this
+        return str(self._files._strip_protocol(place))  # noqa: SLF001  # fsspec has no public API for this
 
 
 def refuse_unreadable(url: str) -> None:
@@ -193,12 +193,6 @@ def refuse_unreadable(url: str) -> None:
     else:
         return
     raise SettingsError([Problem(url, text)])
-
-
-def _options(url: str) -> dict[str, Any]:
-    """Return the connection options that the URL contains, such as a host."""
-    found = fsspec.get_filesystem_class(fsspec.utils.get_protocol(url))._get_kwargs_from_urls(url)  # noqa: SLF001
-    return dict(found)
 
 
 def _protocols(files: Any) -> tuple[str, ...]:  # noqa: ANN401  # untyped

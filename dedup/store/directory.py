@@ -59,7 +59,12 @@ def prepare_directory(directory: Path) -> None:
         raise StateIncompatible(
             f"{directory}: is not writable for this user. Make state_dir writable, or set another one."
         )
-    _refuse_foreign(directory, names)
+    for name in names:
+        if _STORE_FILE.fullmatch(name) is None or not (directory / name).is_file() or (directory / name).is_symlink():
+            raise StateIncompatible(
+                f"{directory}: holds {name!r}, which is not part of a store. Nothing was changed; "
+                "empty the directory or set another state_dir."
+            )
 
 
 def _refuse_anothers(path: Path) -> None:
@@ -144,15 +149,6 @@ def _names(directory: Path) -> list[str]:
         raise StateIncompatible(
             f"{directory}: cannot be read: {error.strerror}. Give it to this user, or set another state_dir."
         ) from error
-
-
-def _refuse_foreign(directory: Path, names: list[str]) -> None:
-    for name in names:
-        if _STORE_FILE.fullmatch(name) is None or not (directory / name).is_file() or (directory / name).is_symlink():
-            raise StateIncompatible(
-                f"{directory}: holds {name!r}, which is not part of a store. Nothing was changed; "
-                "empty the directory or set another state_dir."
-            )
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,30 +27,13 @@ from itertools import compress, islice
 from pathlib import Path
 from typing import Final, Self, cast
 
-from rocksdict import (
-    BlockBasedOptions,
-    Cache,
-    ColumnFamily,
-    DBCompressionType,
-    DBRecoveryMode,
-    Env,
-    MemtableFactory,
-    Options,
-    Rdict,
-    ReadOptions,
-    SliceTransform,
-    WriteBatch,
-    WriteBufferManager,
-    WriteOptions,
-)
+import rocksdict
 
 from dedup.errors import DedupError, InvariantBroken, StateIncompatible, TaskCorrupted
 from dedup.store.base import StoreIdentity, TaskRecord, Writes
 from dedup.store.bloom_filter import BloomFilter, Hashed
 from dedup.store.changelog import decode_task_record, encode_task_record
 from dedup.store.directory import RESTORE, delete_store, in_use, prepare_directory
-
-__all__ = ["RocksMemory", "RocksStore"]
 
 _FORMAT: Final = "1"
 _POSITION: Final = struct.Struct(">Q")
@@ -88,9 +71,7 @@ _TABLE_BYTES: Final = 8 * _BUCKETS
 _TABLES_SHARE: Final = 4
 """The tables of hashed memtables may take the memory of the write buffers divided by this number."""
 _LONGEST_KEY: Final = 33
-"""Length of the longest state key in bytes. The prefix of a key is the whole key, so a hashed memtable finds a key
-directly.
-"""
+"""Length of the longest state key. The prefix is the whole key, so a hashed memtable finds a key directly."""
 _NICEST: Final = 19
 _NICER_BY: Final = 10
 """How much higher the nice value of RocksDB's threads is than the worker's; they get a tenth of the worker's CPU
@@ -142,33 +123,26 @@ class Manifest:
         return f"MANIFEST-{self.number:06} of {self.size_bytes} bytes"
 
 
-class ErrorsOf:
-    """A context manager that turns RocksDB's errors about a directory into dedup's errors.
+@contextlib.contextmanager
+def errors_of(directory: Path) -> Iterator[None]:
+    """Turn RocksDB's errors about a directory into dedup's errors.
 
     rocksdict raises a plain Exception for every error, so only exceptions of exactly this class are translated.
     """
-
-    __slots__ = ("_directory",)
-
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
-
-    def __enter__(self) -> None:
-        """Do nothing."""
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        """Raise dedup's error instead of RocksDB's."""
-        if kind is not Exception:
-            return
+    try:
+        yield
+    except Exception as error:
         text = str(error)
+        if type(error) is not Exception:
+            raise
         if "/LOCK" in text and "lock" in text:
-            raise in_use(self._directory) from error
+            raise in_use(directory) from error
         if any(reason in text for reason in _NOT_THE_STORES_FAULT):
             raise DedupError(
-                f"{self._directory}: {text}. Nothing is lost: make room or give this user access, then restart; "
+                f"{directory}: {text}. Nothing is lost: make room or give this user access, then restart; "
                 "what is missing here is restored from the changelog."
             ) from error
-        raise TaskCorrupted(f"{self._directory}: {text}. {RESTORE}") from error
+        raise TaskCorrupted(f"{directory}: {text}. {RESTORE}") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,12 +159,10 @@ class _SegmentEntry:
     """Number of keys that were written, counting repetitions."""
 
     def encode(self) -> bytes:
-        """Return the entry's bytes."""
         return _sealed(_SEGMENT.pack(*astuple(self)))
 
     @classmethod
     def decode(cls, value: bytes, name: str) -> Self:
-        """Return the entry of the segment ``name``; raises TaskCorrupted if it is damaged."""
         body = _unsealed(value, f"the entry of segment {name}")
         return cls(*_SEGMENT.unpack(body))
 
@@ -205,13 +177,11 @@ class _StateEntry:
     """RocksDB's list of files before the write."""
 
     def encode(self) -> bytes:
-        """Return the entry's bytes."""
         head = _STATE.pack(self.position, self.manifest.number, self.manifest.size_bytes)
         return _sealed(head + (b"" if self.record is None else encode_task_record(self.record)))
 
     @classmethod
     def decode(cls, value: bytes) -> Self:
-        """Return the entry; raises TaskCorrupted if it is damaged."""
         body = _unsealed(value, "the task record of the store")
         position, number, size_bytes = _STATE.unpack_from(body)
         record = body[_STATE.size :]
@@ -219,7 +189,6 @@ class _StateEntry:
 
 
 def _encode_identity(identity: StoreIdentity) -> bytes:
-    """Return the owner's identity as it is stored."""
     return "\n".join((_FORMAT, identity.topology, str(identity.partition), identity.changelog_topic_id)).encode()
 
 
@@ -272,9 +241,9 @@ class RocksMemory:
     """The memory that all stores of a worker share, for cached blocks and for writes that are not in files yet."""
 
     def __init__(self, *, cache_bytes: int = 64 << 20, write_buffer_bytes: int = 64 << 20) -> None:
-        self.cache: Final = Cache(cache_bytes)
-        self.write_buffers: Final = WriteBufferManager(write_buffer_bytes, allow_stall=False)
-        self.env: Final = Env()
+        self.cache: Final = rocksdict.Cache(cache_bytes)
+        self.write_buffers: Final = rocksdict.WriteBufferManager(write_buffer_bytes, allow_stall=False)
+        self.env: Final = rocksdict.Env()
         self.env.set_background_threads(1)
         self.env.set_high_priority_background_threads(1)
         _yield_to_records()
@@ -292,22 +261,22 @@ class RocksMemory:
         self._tables += count
 
 
-def _rocks_options(memory: RocksMemory, *, hashed: bool, segment: bool = True) -> Options:
+def _rocks_options(memory: RocksMemory, *, hashed: bool, segment: bool = True) -> rocksdict.Options:
     """Return the options of a segment's family or of the store; sizes are small, for up to 256 stores per worker.
 
     A hashed memtable is faster than a skip list in any key order: in a measurement, inserting a key took 0.6 instead of
     1.0 us, and finding a key took 1.5 instead of 2.3 us. Reading a hashed memtable in key order requires
     `total_order_seek`.
     """
-    table = BlockBasedOptions()
+    table = rocksdict.BlockBasedOptions()
     table.set_bloom_filter(_BLOOM_BITS, block_based=False)
     table.set_block_cache(memory.cache)
     # Raw mode is always used, because rocksdict's other mode unpickles the data that it reads.
-    options = Options(raw_mode=True)
+    options = rocksdict.Options(raw_mode=True)
     options.set_block_based_table_factory(table)
     options.create_if_missing(create_if_missing=True)
     options.set_paranoid_checks(True)
-    options.set_wal_recovery_mode(DBRecoveryMode.point_in_time())
+    options.set_wal_recovery_mode(rocksdict.DBRecoveryMode.point_in_time())
     options.set_max_total_wal_size(_WAL_BYTES)
     options.set_write_buffer_manager(memory.write_buffers)
     options.set_env(memory.env)
@@ -320,7 +289,7 @@ def _rocks_options(memory: RocksMemory, *, hashed: bool, segment: bool = True) -
         options.set_level_zero_stop_writes_trigger(_FILES_TO_STOP)
     options.set_arena_block_size(_ARENA_BLOCK_BYTES)
     options.set_allow_concurrent_memtable_write(False)
-    options.set_compression_type(DBCompressionType.lz4())
+    options.set_compression_type(rocksdict.DBCompressionType.lz4())
     options.set_max_open_files(_OPEN_FILES)
     options.set_max_background_jobs(2)
     options.set_keep_log_file_num(1)
@@ -328,15 +297,15 @@ def _rocks_options(memory: RocksMemory, *, hashed: bool, segment: bool = True) -
     options.set_stats_dump_period_sec(0)
     options.set_stats_persist_period_sec(0)
     if hashed:
-        options.set_prefix_extractor(SliceTransform.create_max_len_prefix(_LONGEST_KEY))
-        options.set_memtable_factory(MemtableFactory.hash_link_list(_BUCKETS))  # type: ignore[call-arg]  # stub lacks it
+        options.set_prefix_extractor(rocksdict.SliceTransform.create_max_len_prefix(_LONGEST_KEY))
+        options.set_memtable_factory(rocksdict.MemtableFactory.hash_link_list(_BUCKETS))  # type: ignore[call-arg]  # stub lacks it
     return options
 
 
 @dataclass(slots=True)
 class _Segment:
-    family: Rdict
-    handle: ColumnFamily
+    family: rocksdict.Rdict
+    handle: rocksdict.ColumnFamily
     entry: _SegmentEntry
     filter: BloomFilter = field(default_factory=BloomFilter)
     filtered_to: bytes | None = None
@@ -346,17 +315,19 @@ class _Segment:
 class RocksStore:
     """The state of one task in one directory. Use ``open`` to create an instance."""
 
-    def __init__(self, directory: Path, db: Rdict, memory: RocksMemory, hashed: Collection[str]) -> None:
+    def __init__(self, directory: Path, db: rocksdict.Rdict, memory: RocksMemory, hashed: Collection[str]) -> None:
         self._directory: Final = directory
         self._db: Final = db
         self._memory: Final = memory
         self._hashed: Final = set(hashed)
         """Names of the families with a hashed memtable, which inserts keys at the same speed in any order."""
-        self._write_options: Final = WriteOptions()
+        self._write_options: Final = rocksdict.WriteOptions()
         self._write_options.sync = False
         self._segments: dict[int, _Segment] = {}
-        self._task_record: TaskRecord | None = None
-        self._position = 0
+        self.task_record: TaskRecord | None = None
+        """The last applied task record; None in a new store."""
+        self.position = 0
+        """The changelog offset to restore from; 0 in a new store."""
         self._manifest = Manifest.of(directory) or Manifest(0, 0)
         self._closed = False
 
@@ -371,24 +342,24 @@ class RocksStore:
         memory = memory or RocksMemory()
         options = _rocks_options(memory, hashed=False, segment=False)
         failure: DedupError | None = None
-        with ErrorsOf(directory):
+        with errors_of(directory):
             manifest = Manifest.of(directory)
             exists = (directory / "CURRENT").exists()
             if not exists and any(path.suffix in {".sst", ".log"} for path in directory.iterdir()):
                 # RocksDB would create a new store and replay the log of the old store into it.
                 raise TaskCorrupted(f"{directory}: the file CURRENT is missing. {RESTORE}")
-            names = Rdict.list_cf(str(directory), options) if exists else ["default"]
+            names = rocksdict.Rdict.list_cf(str(directory), options) if exists else ["default"]
             hashed = [name for name in names if name != "default" and memory.take_table()]
             families = {
                 name: _rocks_options(memory, hashed=name in hashed, segment=name != "default") for name in names
             }
             try:
-                store = cls(directory, Rdict(str(directory), options, families), memory, hashed)
+                store = cls(directory, rocksdict.Rdict(str(directory), options, families), memory, hashed)
             except BaseException:
                 memory.give_tables(len(hashed))
                 raise
         try:
-            with ErrorsOf(directory):
+            with errors_of(directory):
                 store._load(identity, [name for name in names if name != "default"], manifest)
         except DedupError as error:
             failure = error
@@ -399,16 +370,6 @@ class RocksStore:
             raise failure
         return store
 
-    @property
-    def task_record(self) -> TaskRecord | None:
-        """The last applied task record; None in a new store."""
-        return self._task_record
-
-    @property
-    def position(self) -> int:
-        """The changelog offset to restore from; 0 in a new store."""
-        return self._position
-
     def get_each(self, segments: Iterable[int], ids: Sequence[bytes]) -> dict[int, dict[bytes, bytes]]:
         """Map each segment to the encoded values of the known IDs in it; segments without a known ID are absent."""
         self._refuse_if_closed()
@@ -416,7 +377,7 @@ class RocksStore:
         if not asked or not ids:
             return {}
         found: dict[int, dict[bytes, bytes]] = {}
-        with ErrorsOf(self._directory):
+        with errors_of(self._directory):
             hashed = Hashed(ids) if len(ids) >= _FEW_IDS else None
             for start, held in asked:
                 wanted = ids
@@ -441,12 +402,12 @@ class RocksStore:
     def apply(self, writes: Writes, record: TaskRecord | None, position: int) -> None:
         """Write sightings, task record, and position atomically."""
         self._refuse_if_closed()
-        refuse_unstorable(self._position, writes, position)
-        current = record or self._task_record
-        batch = WriteBatch(raw_mode=True)
+        refuse_unstorable(self.position, writes, position)
+        current = record or self.task_record
+        batch = rocksdict.WriteBatch(raw_mode=True)
         put = batch.put
         changed: list[tuple[_Segment, _SegmentEntry]] = []
-        with ErrorsOf(self._directory):
+        with errors_of(self._directory):
             for start, values in writes.items():
                 if not values:
                     continue
@@ -470,8 +431,8 @@ class RocksStore:
         for (held, entry), values in zip(changed, filter(None, writes.values()), strict=True):
             held.entry = entry
             held.filter.add(Hashed(values))
-        self._task_record = current
-        self._position = position
+        self.task_record = current
+        self.position = position
 
     def drop_below(self, oldest_live_ms: int, segment_ms: int) -> tuple[int, ...]:
         """Drop every segment that ends at or before ``oldest_live_ms``; return their starts in ascending order."""
@@ -481,7 +442,7 @@ class RocksStore:
             for start, held in sorted(self._segments.items())
             if start + max(held.entry.width_ms, segment_ms) <= oldest_live_ms
         )
-        with ErrorsOf(self._directory):
+        with errors_of(self._directory):
             for start in dropped:
                 # The entry is deleted before the family is dropped. If the process is killed in between, `open` drops
                 # the family without an entry. In the other order, a dropped family would look like a lost one.
@@ -493,15 +454,15 @@ class RocksStore:
     def clear(self) -> None:
         """Delete sightings, task record, and position atomically."""
         self._refuse_if_closed()
-        batch = WriteBatch(raw_mode=True)
-        with ErrorsOf(self._directory):
+        batch = rocksdict.WriteBatch(raw_mode=True)
+        with errors_of(self._directory):
             batch.delete(_STATE_KEY)
             for start in self._segments:
                 batch.delete(_segment_key(start))
             self._db.write(batch, self._write_options)
             starts = sorted(self._segments)
             self._segments.clear()
-            self._task_record, self._position = None, 0
+            self.task_record, self.position = None, 0
             for start in starts:
                 # If the process is killed before this line, the next `open` drops the family without an entry.
                 self._drop_family(str(start))
@@ -510,7 +471,7 @@ class RocksStore:
         """Return the size of the segments in files and in memtables, in bytes."""
         self._refuse_if_closed()
         names = ("rocksdb.live-sst-files-size", "rocksdb.cur-size-all-mem-tables")
-        with ErrorsOf(self._directory):
+        with errors_of(self._directory):
             return sum(held.family.property_int_value(name) or 0 for held in self._segments.values() for name in names)
 
     def count_ids(self) -> int:
@@ -522,7 +483,7 @@ class RocksStore:
         """Yield (segment, state key, encoded value), sorted. Raises TaskCorrupted if an entry is unreadable."""
         self._refuse_if_closed()
         for start, held in sorted(self._segments.items()):
-            with ErrorsOf(self._directory):
+            with errors_of(self._directory):
                 state_key = _LAST_POSITION
                 for state_key, value in _pairs(held.family):
                     if state_key != _LAST_POSITION:
@@ -550,7 +511,7 @@ class RocksStore:
         self._closed = True
         self._segments.clear()
         self._memory.give_tables(len(self._hashed))
-        with ErrorsOf(self._directory):
+        with errors_of(self._directory):
             self._db.close()
 
     def wipe(self) -> None:
@@ -570,7 +531,7 @@ class RocksStore:
         if hashed:
             self._hashed.add(name)
         family = self._db.create_column_family(name, _rocks_options(self._memory, hashed=hashed))
-        entry = _SegmentEntry(width_ms=0, birth=self._position, last_position=self._position, ids=0)
+        entry = _SegmentEntry(width_ms=0, birth=self.position, last_position=self.position, ids=0)
         held = _Segment(family, self._db.get_column_family_handle(name), entry)
         self._segments[start] = held
         return held
@@ -597,7 +558,7 @@ class RocksStore:
                 raise TaskCorrupted(
                     f"{self._directory}: {state.manifest} was truncated to {found.size_bytes}. {RESTORE}"
                 )
-            self._position, self._task_record = state.position, state.record
+            self.position, self.task_record = state.position, state.record
         entries = dict(self._entries())
         for name in names:
             entry = entries.pop(name, None)
@@ -622,7 +583,7 @@ class RocksStore:
         """Return a segment that exists on disk. Raises TaskCorrupted if the segment lacks keys that were stored."""
         family = self._db.get_column_family(name)
         stored = family.get(_LAST_POSITION)
-        if stored is None or _POSITION.unpack(stored)[0] < entry.last_position or self._position < entry.last_position:
+        if stored is None or _POSITION.unpack(stored)[0] < entry.last_position or self.position < entry.last_position:
             raise TaskCorrupted(
                 f"{self._directory}: segment {name} lacks writes up to changelog position {entry.last_position}: "
                 f"files were damaged or restored from a copy. {RESTORE}"
@@ -634,7 +595,7 @@ class RocksStore:
 
     def _read_into_filter(self, held: _Segment, limit: int) -> int:
         """Read up to ``limit`` more keys into the segment's filter; return the number of keys that were read."""
-        with ErrorsOf(self._directory):
+        with errors_of(self._directory):
             keys = cast(
                 "list[bytes]", list(islice(held.family.keys(from_key=held.filtered_to, read_opt=_in_order()), limit))
             )
@@ -647,19 +608,19 @@ class RocksStore:
         return len(keys)
 
 
-def _pairs(family: Rdict) -> Iterator[tuple[bytes, bytes]]:
+def _pairs(family: rocksdict.Rdict) -> Iterator[tuple[bytes, bytes]]:
     # In raw mode, keys and values are bytes.
     return cast("Iterator[tuple[bytes, bytes]]", family.items(read_opt=_in_order()))
 
 
-def _in_order() -> ReadOptions:
+def _in_order() -> rocksdict.ReadOptions:
     """Return the options for reading a family in key order, with any kind of memtable."""
-    options = ReadOptions()
+    options = rocksdict.ReadOptions()
     options.set_total_order_seek(True)
     return options
 
 
-def _refuse_early_end(family: Rdict, last_key: bytes) -> None:
+def _refuse_early_end(family: rocksdict.Rdict, last_key: bytes) -> None:
     """Raise RocksDB's error if a damaged block ended an iteration at ``last_key``; the iteration raises no error."""
     iterator = family.iter(_in_order())
     iterator.seek(last_key)

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Final
 
 from dedup.errors import InvariantBroken
@@ -24,20 +23,13 @@ from dedup.store.base import Store, TaskRecord, Writes
 _Tier = dict[int, dict[bytes, bytes]]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Generation:
-    """The sightings of one transaction, frozen for its commit."""
-
-    writes: Writes
-
-
 class WriteBuffer:
     """Looks up IDs as if all judged sightings were already in the store. Not thread-safe: one task owns the buffer."""
 
     def __init__(self, store: Store) -> None:
         self._store: Final = store
         self._open: _Tier = {}
-        self._committing: Generation | None = None
+        self._committing: Writes | None = None
 
     def get_many(self, ids: Sequence[bytes], *, after_ms: float = -math.inf) -> dict[bytes, list[bytes]]:
         """Return the encoded values of each known ID, one per segment that has the ID and starts after ``after_ms``."""
@@ -64,18 +56,18 @@ class WriteBuffer:
         for segment, values in writes.items():
             self._open.setdefault(segment, {}).update(values)
 
-    def freeze(self) -> Generation:
+    def freeze(self) -> Writes:
         """Capture the running transaction for its commit, and open a new one.
 
         Raises InvariantBroken while an earlier generation is in flight.
         """
         if self._committing is not None:
             raise InvariantBroken("a second commit of one task was started while the first is in flight.")
-        self._committing = Generation(self._open)
-        self._open = {}
-        return self._committing
+        frozen, self._open = self._open, {}
+        self._committing = frozen
+        return frozen
 
-    def applied(self, generation: Generation, record: TaskRecord | None, position: int) -> None:
+    def applied(self, generation: Writes, record: TaskRecord | None, position: int) -> None:
         """Apply a committed generation to the store atomically, and drop it from the buffer.
 
         Raises InvariantBroken if this generation is not the one in flight. Errors of the store are passed on, and the
@@ -83,7 +75,7 @@ class WriteBuffer:
         """
         if generation is not self._committing:
             raise InvariantBroken("a generation was applied that is not the one in flight.")
-        self._store.apply(generation.writes, record, position)
+        self._store.apply(generation, record, position)
         self._committing = None
 
     def discard(self) -> None:
@@ -93,7 +85,7 @@ class WriteBuffer:
 
     def _tiers(self) -> tuple[Writes, ...]:
         """Return the generations that are not applied yet, older ones first."""
-        return ({} if self._committing is None else self._committing.writes), self._open
+        return self._committing or {}, self._open
 
 
 def _in_tiers(tiers: Iterable[Writes], segment: int, ids: Sequence[bytes]) -> dict[bytes, bytes]:

@@ -16,7 +16,7 @@ from dedup.core.extract import Extracted
 from dedup.core.reference_model import ModelRecord, ModelVerdict, ReferenceModel
 from dedup.core.window import Source
 from dedup.settings import Settings
-from dedup.store.changelog import SightingKey, decode_sightings, decode_task_record, parse_key, task_record_key
+from dedup.store.changelog import TASK_RECORD_KEY, decode_sightings, decode_task_record, parse_key
 from dedup.topology.model import Topology
 from dedup.verify.compare import digest
 from dedup.verify.cut import Cut, OnProgress, take_cut
@@ -314,7 +314,7 @@ def _find_sightings(search: _Search) -> None:
             for key, value, offset in zip(columns.keys, columns.values, columns.offsets, strict=True):
                 if key is None or value is None:
                     continue
-                if key == task_record_key():
+                if key == TASK_RECORD_KEY:
                     stream_ms = decode_task_record(value).stream_time_ms
                 elif _state_key(key) in search.keys:
                     last[key] = (offset, value)
@@ -329,4 +329,4 @@ def _find_sightings(search: _Search) -> None:
 
 def _state_key(key: bytes) -> bytes:
     parsed = parse_key(key)
-    return parsed.state_key if isinstance(parsed, SightingKey) else b""
+    return b"" if parsed is None else parsed.state_key

@@ -26,13 +26,12 @@ from dedup.kafka.wire import Header, TopicPartition, Wire
 from dedup.metrics import TaskNumbers
 from dedup.store.base import NOT_SAID, FeedTime, Store, TaskRecord
 from dedup.store.changelog import (
+    TASK_RECORD_KEY,
     decode_sightings,
     encode_sighting,
     encode_single_column,
     encode_task_record,
     segment_prefix,
-    sighting_keys_column,
-    task_record_key,
 )
 from dedup.store.directory import Keeping
 from dedup.store.write_buffer import WriteBuffer
@@ -233,7 +232,7 @@ def sighting_batches(
         )
         if batch is not None:
             return [batch]
-    keys = [key for segment, part in writes.items() for key in sighting_keys_column(segment, part)]
+    keys = [key for segment, part in writes.items() for key in map(segment_prefix(segment).__add__, part)]
     values = [value for part in writes.values() for value in part.values()]
     lines: Iterator[Line] = zip(repeat(OWN_ROW), repeat(now_ms), keys, values, repeat([]), strict=False)
     return fill(changelog, lines, compression=compression, most_bytes=most_bytes)
@@ -569,7 +568,7 @@ class DedupTask:
         future, self._future = self._future, None
         oldest_ms = self._window.oldest_live_ms(stream_time.value_ms)
         record = self._record(stream_time, next_offset, self._kept_from(oldest_ms))
-        line = (OWN_ROW, self._clock.now_ms(), task_record_key(), encode_task_record(record), _NO_HEADERS)
+        line = (OWN_ROW, self._clock.now_ms(), TASK_RECORD_KEY, encode_task_record(record), _NO_HEADERS)
         closing = fill(changelog, [line], compression="none")
 
         def apply(ends: Mapping[TopicPartition, int]) -> None:
@@ -620,7 +619,7 @@ class DedupTask:
         verdicts["duplicate"] += len(outcome.duplicates) + len(outcome.repeats) + len(outcome.conflicts)
         verdicts["late"] += len(outcome.late)
         verdicts["dead_letter"] += len(outcome.dead)
-        verdicts["exempt"] += sum(1 for exempt in outcome.exempt.values() if exempt.why != "conflict")
+        verdicts["exempt"] += sum(1 for exempt in outcome.exempt.values() if exempt != "conflict")
         for row, dead in outcome.dead:
             self._judged.dead_reasons[dead.code] += 1
             note_format(rows, row, self._plan, self._judged)

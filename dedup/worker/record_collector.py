@@ -359,7 +359,7 @@ class RecordCollector:
         """Yield the forwarded records, unchanged except for the headers and timestamps that a policy sets."""
         marks: dict[int, list[Header]] = {}
         for row, exempt in outcome.exempt.items():
-            marks.setdefault(row, []).append((VERDICT, exempt.why.encode()))
+            marks.setdefault(row, []).append((VERDICT, exempt.encode()))
         if self._routes.late_forward:
             for row, _ in outcome.late:
                 marks.setdefault(row, []).append((VERDICT, b"late"))

@@ -20,7 +20,7 @@ from dedup.kafka.topic_admin import Admin, Group, Topic
 from dedup.kafka.transactional_producer import Session
 from dedup.kafka.wire import Position, TopicPartition
 from dedup.store.base import TaskRecord
-from dedup.store.changelog import encode_task_record, task_record_key
+from dedup.store.changelog import TASK_RECORD_KEY, encode_task_record
 from dedup.store.checkpoint_storage import CheckpointStorage
 from dedup.store.directory import delete_store
 from dedup.topology.schema import Start
@@ -197,7 +197,7 @@ class Reset:
                 topology.window.segment_ms,
                 feeding_topic_id=cluster.topics[feeding.topic].topic_id,
             )
-            line: Line = (-1, SteadyClock().now_ms(), task_record_key(), encode_task_record(record), [])
+            line: Line = (-1, SteadyClock().now_ms(), TASK_RECORD_KEY, encode_task_record(record), [])
             changelog = TopicPartition(topology.changelog_topic, feeding.partition)
             session = self._session(topology.transactional_id("dedup", feeding.partition))
             await self._write(session, changelog, line, {feeding: offset})

@@ -300,7 +300,9 @@ def apply_changelog(store: Store, window: Window, found: Collected, next_offset:
         # The sightings were written under another guard period, so they move to segments of the current width.
         entries = [entry for part in writes.values() for entry in part.items()]
         ids = [key for key, _ in entries]
-        writes = rebucket(entries, window.segment_ms, store.get_each(store.segments(), ids))
+        held = store.get_each(store.segments(), ids)
+        entries += [entry for part in held.values() for entry in part.items()]
+        writes = rebucket(entries, window.segment_ms)
     record = found.task_record
     if record is not None:
         # The owner that wrote the record may have used another guard period, so the record gets this store's segment

@@ -195,10 +195,10 @@ class Consumer(FaustConsumer):
             return False
         request = HeartbeatRequest(coordinator.group_id, coordinator.generation, coordinator.member_id)
         try:
-            answer = await self.app.wire.ask_group(coordinator.group_id, request)
+            code, _ = await self.app.wire.ask_group(coordinator.group_id, request)
         except NoAnswer:
             return None
-        return None if answer.error_code in COORDINATOR_MOVED else answer.error_code in {0, _REBALANCE_IN_PROGRESS}
+        return None if code in COORDINATOR_MOVED else code in {0, _REBALANCE_IN_PROGRESS}
 
     def passed(self, feeding: TopicPartition, end: int, judged: int) -> bool:
         """Return whether everything below ``end``, except markers and aborted records, was delivered and judged."""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 
@@ -340,3 +342,18 @@ async def test_a_topic_made_again_has_another_id_and_is_not_read_for_the_old_one
     assert after.topic_id != before.topic_id
     with pytest.raises(StateIncompatible):
         await place.values(2)
+
+
+async def test_a_coordinator_that_answers_that_it_moved_is_looked_up_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    wire = KafkaWire(Connection(("unused:9",), Security()))
+    found = iter([1, 2])
+    wire._client = SimpleNamespace(
+        coordinator_lookup=AsyncMock(side_effect=lambda *_: next(found)),
+        cluster=SimpleNamespace(broker_metadata=lambda node: node),
+    )
+
+    async def send(node: int, _request: object, _group: object) -> SimpleNamespace:
+        return SimpleNamespace(error_code=16 if node == 1 else 0)
+
+    monkeypatch.setattr(wire, "send", send)
+    assert [(await wire.ask_group("group", object()))[0] for _ in range(3)] == [16, 0, 0]

@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from dedup.store.changelog import TaskRecordKey, decode_task_record, parse_key
+from dedup.store.changelog import TASK_RECORD_KEY, decode_task_record
 from dedup.verify.verifier import verify
 from dedup.worker.record_collector import IDLE
 from tests.integration.conftest import MakeJob
@@ -39,7 +39,7 @@ def stream_times(job: Job) -> dict[int, int]:
     """Return the stream time that each dedup task has committed, in ms."""
     found: dict[int, int] = {}
     for message in job.read(job.topology.changelog_topic):
-        if isinstance(parse_key(message.key() or b""), TaskRecordKey):
+        if message.key() == TASK_RECORD_KEY:
             found[message.partition() or 0] = decode_task_record(message.value() or b"").stream_time_ms
     return found
 

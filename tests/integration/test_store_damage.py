@@ -7,7 +7,7 @@ import pytest
 from dedup.errors import DedupError, StateIncompatible, TaskCorrupted
 from dedup.store.base import StoreIdentity, TaskRecord
 from dedup.store.directory import delete_store
-from dedup.store.rocks import ErrorsOf, RocksMemory, RocksStore
+from dedup.store.rocks import RocksMemory, RocksStore, errors_of
 
 IDENTITY = StoreIdentity("orders", 0, "topic-id")
 MEMORY = RocksMemory(cache_bytes=1 << 20, write_buffer_bytes=1 << 20)
@@ -142,12 +142,12 @@ def test_a_half_deleted_store_is_refused_or_empty(tmp_path, healthy):
     ],
 )
 def test_what_rocksdb_says_becomes_the_error_named_by_what_to_do(tmp_path, text, kind, said):
-    with pytest.raises(DedupError) as raised, ErrorsOf(tmp_path):
+    with pytest.raises(DedupError) as raised, errors_of(tmp_path):
         raise Exception(text)  # noqa: TRY002  rocksdict knows no other class
     assert type(raised.value) is kind
     assert said in str(raised.value)
 
 
 def test_an_error_of_ours_passes_as_it_is(tmp_path):
-    with pytest.raises(KeyError), ErrorsOf(tmp_path):
+    with pytest.raises(KeyError), errors_of(tmp_path):
         raise KeyError

@@ -195,7 +195,7 @@ def lines_of(outcome: Outcome, rows: Rows) -> list[Line]:
         found.append((row, ("unique", "", times_ms[row], 0, -1, conflict)))
     for row, exempt in outcome.exempt.items():
         if row not in outcome.unique:
-            found.append((row, ("exempt", exempt.why, 0, 0, -1, None)))
+            found.append((row, ("exempt", exempt, 0, 0, -1, None)))
     for row, of in outcome.all_duplicates(rows):
         found.append((row, ("duplicate", "", times_ms[row], 0, of.source.offset, None)))
     for row, of in outcome.conflicts:

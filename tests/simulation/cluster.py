@@ -51,6 +51,12 @@ class Record(NamedTuple):
     headers: Sequence[Header]
 
 
+def fetched(records: Sequence[FetchedRecord], next_offset: int, high_watermark: int, stable: int) -> Fetched:
+    """Return a fetch response with these records."""
+    columns = [list(column) for column in zip(*records, strict=True)] or [[], [], [], []]
+    return Fetched(*columns, next_offset, high_watermark, stable)
+
+
 @dataclass(slots=True)
 class Span:
     """What one transaction wrote to one partition."""
@@ -345,7 +351,7 @@ class Cluster:
         stable = log.stable_end
         end = max(offset, min(stable, offset + self._fetch_entries))
         records = [FetchedRecord(row.offset, row.timestamp, row.key, row.value) for row in log.committed(offset, end)]
-        return Fetched.of(records, end, log.end, stable)
+        return fetched(records, end, log.end, stable)
 
     def time_passes(self) -> bool:
         """End every open transaction by its timeout; False if there was none."""

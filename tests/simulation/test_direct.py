@@ -58,8 +58,6 @@ async def test_latest_means_the_same_place_after_a_crash_before_the_first_record
 class TwoBrokers:
     """Broker 0 leads partition 0 and answers; broker 1 is gone, and looking for its successor takes a while."""
 
-    leader_moved = frozenset()
-
     def __init__(self):
         self.found = asyncio.Event()
 

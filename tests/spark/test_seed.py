@@ -24,7 +24,7 @@ from dedup.kafka.wire import TopicPartition
 from dedup.spark.audit import audit
 from dedup.spark.rows import RECORDS
 from dedup.spark.seed import SeedOptions, seed
-from dedup.store.changelog import SightingKey, TaskRecordKey, decode_sightings, decode_task_record, parse_key
+from dedup.store.changelog import TASK_RECORD_KEY, SightingKey, decode_sightings, decode_task_record, parse_key
 from dedup.verify.verifier import verify
 from tests.integration.fleet import Job, until
 from tests.integration.workload import BASE_MS, Event
@@ -95,7 +95,7 @@ def sightings_of(job: Job) -> list[tuple[int, bytes, Sighting]]:
     longest: dict[tuple[object, ...], tuple[int, bytes, Sighting]] = {}
     for (partition, key), value in newest.items():
         match parse_key(key):
-            case TaskRecordKey():
+            case None if key == TASK_RECORD_KEY:
                 stream_times_ms[partition] = decode_task_record(value).stream_time_ms
             case SightingKey(_, state_key):
                 for seen in decode_sightings(value):

@@ -18,7 +18,6 @@ IDS = {"in": TopicNow("0123456789abcdef" * 2, 2)}
 class Wire:
     """A cluster of one node, whose metadata takes a while; it never answers a fetch."""
 
-    leader_moved = frozenset()
     one_broker = False
 
     def __init__(self):

@@ -20,9 +20,9 @@ class Coordinator:
     def __init__(self) -> None:
         self.asked: list[Any] = []
 
-    async def ask_group(self, group: str, request: Any) -> Any:
+    async def ask_group(self, group: str, request: Any, codes: Any) -> Any:
         self.asked.append(request.build(OffsetCommitRequest_v3))
-        return SimpleNamespace(topics=[("letters", [(0, 0)])])
+        return 0, SimpleNamespace(topics=[("letters", [(0, 0)])])
 
 
 @pytest.mark.parametrize(("for_ever", "kept_ms"), [(False, -1), (True, FOR_EVER_MS)])

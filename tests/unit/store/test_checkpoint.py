@@ -2,12 +2,13 @@
 
 import io
 import tarfile
-from dataclasses import replace
+from dataclasses import astuple
 
 import fsspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as some
+from msgspec.structs import replace
 from typer.testing import CliRunner
 
 from dedup.cli.main import create_app
@@ -20,7 +21,7 @@ from dedup.store.rocks import RocksStore
 
 IDENTITY = StoreIdentity("orders", 3, "0123456789abcdef")
 RECORD = TaskRecord(b"f" * 16, 5_000, (), 42, 100)
-MADE = Checkpoint(IDENTITY, b"f" * 16, 100, 7, 2, "7-0a1b2c3d.tar", 10_240, "0" * 64)
+MADE = Checkpoint(*astuple(IDENTITY), "66" * 16, 100, 7, 2, "7-0a1b2c3d.tar", 10_240, "0" * 64)
 
 
 def still(_size_bytes):
@@ -51,13 +52,10 @@ def unpacked(data, sha256, directory, size_bytes=None):
 @given(
     made=some.builds(
         Checkpoint,
-        identity=some.builds(
-            StoreIdentity,
-            topology=some.from_regex(r"[a-z0-9-]{1,200}", fullmatch=True),
-            partition=some.integers(0, 100_000),
-            changelog_topic_id=some.text("0123456789abcdef", min_size=32, max_size=32),
-        ),
-        fingerprint=some.binary(min_size=1, max_size=64),
+        topology=some.from_regex(r"[a-z0-9-]{1,200}", fullmatch=True),
+        partition=some.integers(0, 100_000),
+        changelog_topic_id=some.text("0123456789abcdef", min_size=32, max_size=32),
+        fingerprint_hex=some.binary(min_size=1, max_size=64).map(bytes.hex),
         segment_ms=some.integers(1, 1 << 50),
         position=some.integers(0, (1 << 63) - 1),
         ids=some.integers(0, 1 << 50),
@@ -259,7 +257,7 @@ def test_what_a_killed_upload_left_goes_when_it_is_old(depot, tmp_path):
 def test_a_damaged_description_is_replaced(depot, tmp_path):
     store = store_at(tmp_path / "store")
     put(depot, store, 7)
-    depot._put(depot._path(f"{depot.place('orders', 3)}/manifest.json"), b"{")
+    depot._files.pipe_file(depot._path(f"{depot.place('orders', 3)}/manifest.json"), b"{")
     with pytest.raises(CheckpointUnusable, match=r"manifest\.json: is damaged"):
         depot.find("orders", 3)
     made = put(depot, store, 8)
@@ -268,7 +266,7 @@ def test_a_damaged_description_is_replaced(depot, tmp_path):
 
 def test_a_description_of_any_length_is_not_read_whole(depot, tmp_path):
     put(depot, store_at(tmp_path / "store"), 7)
-    depot._put(depot._path(f"{depot.place('orders', 3)}/manifest.json"), b" " * 100_000)
+    depot._files.pipe_file(depot._path(f"{depot.place('orders', 3)}/manifest.json"), b" " * 100_000)
     with pytest.raises(CheckpointUnusable, match="more than 65,536 bytes"):
         depot.find("orders", 3)
 

@@ -9,10 +9,10 @@ import pytest
 
 from dedup.errors import SettingsError, StateIncompatible, TaskCorrupted
 from dedup.kafka.topic_admin import Topic
-from dedup.kafka.wire import Fetched, FetchedRecord, LogBounds, TopicPartition
+from dedup.kafka.wire import FetchedRecord, LogBounds, TopicPartition
 from dedup.settings import Settings, StateSection
 from dedup.store.base import TaskRecord
-from dedup.store.changelog import encode_single_column, encode_task_record, sighting_key, task_record_key
+from dedup.store.changelog import TASK_RECORD_KEY, encode_single_column, encode_task_record, sighting_key
 from dedup.store.checkpoint_storage import CheckpointStorage
 from dedup.store.rocks import RocksMemory, RocksStore
 from dedup.topology.parse import parse
@@ -22,6 +22,7 @@ from dedup.worker.clock import SteadyClock
 from dedup.worker.restore import Standbys, restore
 from dedup.worker.task_factory import TaskFactory
 from dedup.worker.topics import Cluster
+from tests.simulation.cluster import fetched
 
 TEXT = """
 dedup: 1
@@ -50,7 +51,7 @@ class Log:
             self.lines.append((sighting_key(0, b"id-%d" % number), value))
         segment_ms = workshop.topology.window.segment_ms
         record = TaskRecord(workshop.fingerprint(), 5, (), base + ids, segment_ms, 0)
-        self.lines.append((task_record_key(), encode_task_record(record)))
+        self.lines.append((TASK_RECORD_KEY, encode_task_record(record)))
 
     async def bounds(self, _partition):
         return LogBounds(self.start, len(self.lines))
@@ -60,7 +61,7 @@ class Log:
             raise StateIncompatible("out of range")
         records = [FetchedRecord(at, 0, *self.lines[at]) for at in range(offset, min(offset + 64, len(self.lines)))]
         self.read += len(records)
-        return Fetched.of(records, offset + len(records), len(self.lines), len(self.lines))
+        return fetched(records, offset + len(records), len(self.lines), len(self.lines))
 
     async def pause(self, delay_ms):
         await asyncio.sleep(delay_ms / 10_000)
@@ -106,7 +107,7 @@ def ids_of(store):
 
 
 def written(log):
-    return {b"id-%d" % at for at, (key, _) in enumerate(log.lines) if key != task_record_key()}
+    return {b"id-%d" % at for at, (key, _) in enumerate(log.lines) if key != TASK_RECORD_KEY}
 
 
 async def test_only_what_came_after_is_read(log, tmp_path, place):

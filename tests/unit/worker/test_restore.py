@@ -4,11 +4,12 @@ import pytest
 
 from dedup.core.window import Window
 from dedup.errors import StateIncompatible
-from dedup.kafka.wire import Fetched, FetchedRecord, LogBounds, TopicPartition
+from dedup.kafka.wire import FetchedRecord, LogBounds, TopicPartition
 from dedup.store.base import NOT_SAID, TaskRecord
-from dedup.store.changelog import encode_single_column, encode_task_record, sighting_key, task_record_key
+from dedup.store.changelog import TASK_RECORD_KEY, encode_single_column, encode_task_record, sighting_key
 from dedup.worker.restore import refuse_other_feeding, restore
 from tests.memory_store import MemoryStore
+from tests.simulation.cluster import fetched
 
 CHANGELOG = TopicPartition("t.changelog", 0)
 WINDOW = Window(100, 100)
@@ -29,7 +30,7 @@ class Log:
     async def fetch(self, _partition, offset, *, max_bytes, wait_ms):
         end = min(offset + self.step, len(self.lines))
         records = [FetchedRecord(at, 0, *self.lines[at]) for at in range(offset, end)]
-        return Fetched.of(records, end, len(self.lines), len(self.lines))
+        return fetched(records, end, len(self.lines), len(self.lines))
 
 
 def sighting(name):
@@ -39,7 +40,7 @@ def sighting(name):
 
 def record(fingerprint, next_offset=1, kept_from=NOT_SAID):
     made = TaskRecord(fingerprint, 5, (), next_offset, WINDOW.segment_ms, kept_from)
-    return task_record_key(), encode_task_record(made)
+    return TASK_RECORD_KEY, encode_task_record(made)
 
 
 def refuse_theirs(found):
@@ -214,7 +215,7 @@ async def test_state_kept_under_another_guard_period_than_its_owners_is_made_ane
     narrow = Window(40, 40)
     (value,) = encode_single_column([190], 0, 0, [1])
     kept = TaskRecord(OURS, 190, (), 2, narrow.segment_ms)
-    lines = [(sighting_key(narrow.segment_of(190), b"a"), value), (task_record_key(), encode_task_record(kept))]
+    lines = [(sighting_key(narrow.segment_of(190), b"a"), value), (TASK_RECORD_KEY, encode_task_record(kept))]
     store, fresh = MemoryStore(), MemoryStore()
     await restored(Log(lines), store)
     assert (tuple(store.segments()), store.task_record.segment_ms) == ((WINDOW.segment_of(190),), WINDOW.segment_ms)
