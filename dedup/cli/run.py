@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from dedup.metrics import TaskNumbers
     from dedup.settings import Settings
     from dedup.topology.model import Topology
-    from dedup.worker.app import DedupApp
+    from dedup.worker.transport import DedupApp
 
 EVERY_S: Final = 0.5
 """Interval at which the progress line is updated."""

@@ -13,7 +13,7 @@ import signal
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, Protocol, Self
+from typing import Any, Final, Protocol, Self
 
 import uvloop
 from yarl import URL
@@ -25,8 +25,10 @@ from dedup.kafka.topic_admin import Admin
 from dedup.kafka.wire import NoAnswer, TopicPartition, Wire
 from dedup.metrics import Counted, DeadShare
 from dedup.quantities import format_size
+from dedup.settings import Settings
 from dedup.store.directory import own_state
-from dedup.worker.app import DedupApp, create_app, identity
+from dedup.topology.model import Topology
+from dedup.worker.app import create_app, identity
 from dedup.worker.clock import Clock, SteadyClock
 from dedup.worker.dedup_task import DedupTask
 from dedup.worker.introspection import Introspection
@@ -35,10 +37,7 @@ from dedup.worker.restore import refuse_lost_offsets
 from dedup.worker.task import Task, TaskState
 from dedup.worker.task_manager import ended
 from dedup.worker.topics import Cluster, group_is_new, prepare, refuse_used_output
-
-if TYPE_CHECKING:
-    from dedup.settings import Settings
-    from dedup.topology.model import Topology
+from dedup.worker.transport import DedupApp
 
 log: Final = logging.getLogger(__name__)
 CaughtUp = Callable[[TopicPartition, Task], bool]
