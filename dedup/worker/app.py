@@ -159,15 +159,7 @@ def create_app(topology: Topology, settings: Settings, cluster: Cluster, wire: K
     app.topic_check = factory.check
     wire.pin(factory.check.topic_ids)
     app.tasks = TaskManager(factory.build, factory.wipe, commit_interval_ms=settings.commit_interval_ms)
-    app.standbys = Standbys(
-        wire,
-        topology.changelog_topic,
-        topology.window,
-        factory.fingerprint(),
-        factory.open_store,
-        prepare=factory.prepare,
-        release_store=factory.release_store,
-    )
+    app.standbys = Standbys(wire, topology.changelog_topic, topology.window, factory.fingerprint(), factory.keeping)
     app.bootstrap = factory.bootstrap
     app.sub_topologies = {"dedup": topology.feeding_topics}
     if not topology.direct:

@@ -36,12 +36,11 @@ from dedup.store.changelog import (
 )
 from dedup.store.directory import Keeping
 from dedup.store.write_buffer import WriteBuffer
-from dedup.worker.clock import Clock
+from dedup.worker.clock import SteadyClock
 from dedup.worker.offsets import Start, first_offset
-from dedup.worker.recent_outcomes import Recent
 from dedup.worker.record_collector import IDLE, SOURCE, TIMESTAMP, Misfits, RecordCollector, Refusals, with_faults
 from dedup.worker.restore import changed, refuse_other_feeding, refuse_other_fingerprint, restore, what_it_means
-from dedup.worker.task import Frozen
+from dedup.worker.task import Frozen, TaskWork
 
 log: Final = logging.getLogger(__name__)
 _SAMPLED_IDS: Final = 8
@@ -121,20 +120,6 @@ def record_key_of(state_key: bytes) -> bytes | None:
             return None
 
 
-class Once:
-    """Remembers which messages the tasks of this process have already logged, so that each one is logged only once."""
-
-    def __init__(self) -> None:
-        self._logged: Final[set[Hashable]] = set()
-
-    def first(self, what: Hashable) -> bool:
-        """Return True on the first call with ``what``, and False on later calls."""
-        if what in self._logged:
-            return False
-        self._logged.add(what)
-        return True
-
-
 def note_format(rows: Rows, row: int, plan: DedupPlan, judged: TaskNumbers) -> None:
     """Count a dead letter by its format unless it is JSON; log the first one of each topic and format."""
     fault = rows.extracted.faults.get(row)
@@ -143,7 +128,8 @@ def note_format(rows: Rows, row: int, plan: DedupPlan, judged: TaskNumbers) -> N
     judged.formats[fault.format_name] += 1
     source = rows.source(row)
     topic = plan.source_topics[source.topic]
-    if plan.once.first((topic, fault.format_name)):
+    if (topic, fault.format_name) not in plan.logged:
+        plan.logged.add((topic, fault.format_name))
         log.warning(
             "%s/%d/%d is a dead letter: %s. If all records of the topic are so, none of them can be judged: let the "
             "producers write JSON in UTF-8, or take the tracking ID from the key or a header with `format: bytes`. "
@@ -178,36 +164,22 @@ def unwrap(batch: FeedBatch, source_topics: tuple[str, ...]) -> Unwrapped:
     for row, own in enumerate(batch.headers):
         # The last two headers were added by the repartition task. The source's own headers may have any name, including
         # the names that an upstream dedup adds.
-        origin = _origin(dict(own[-2:]), positions, batch, row)
-        if origin.idle:
+        ours = dict(own[-2:])
+        timestamp, idle, source = ours.get(TIMESTAMP), ours.get(IDLE), ours.get(SOURCE)
+        if idle is not None:
+            source = idle + b"/-1"
             idle_rows.add(row)
-        feeds.append(origin.feed)
-        sources.append(origin.offset)
-        timestamps_ms.append(origin.timestamp_ms)
+        if timestamp is None or source is None:
+            topic, number = batch.feeding
+            raise InvariantBroken(FOREIGN.format(topic=topic, partition=number, offset=batch.offsets[row]))
+        topic, partition, offset = source.decode().rsplit("/", 2)
+        feeds.append(Feed(positions[topic], int(partition)))
+        sources.append(int(offset))
+        timestamps_ms.append(int(timestamp))
         headers.append(list(own[:-2]))
     plain = replace(batch, timestamps_ms=timestamps_ms, headers=headers)
     # A list with a single feed would mean that all records have this feed.
     return Unwrapped(plain, feeds, sources, frozenset(idle_rows))
-
-
-@dataclass(frozen=True, slots=True)
-class _Origin:
-    feed: Feed
-    offset: int
-    timestamp_ms: int
-    idle: bool
-
-
-def _origin(ours: Mapping[str, bytes | None], positions: Mapping[str, int], batch: FeedBatch, row: int) -> _Origin:
-    timestamp, idle, source = ours.get(TIMESTAMP), ours.get(IDLE), ours.get(SOURCE)
-    if timestamp is not None and idle is not None:
-        topic, partition = idle.decode().rsplit("/", 1)
-        return _Origin(Feed(positions[topic], int(partition)), -1, int(timestamp), idle=True)
-    if timestamp is not None and source is not None:
-        topic, partition, offset = source.decode().rsplit("/", 2)
-        return _Origin(Feed(positions[topic], int(partition)), int(offset), int(timestamp), idle=False)
-    topic, number = batch.feeding
-    raise InvariantBroken(FOREIGN.format(topic=topic, partition=number, offset=batch.offsets[row]))
 
 
 def sighting_batches(
@@ -259,7 +231,7 @@ class DedupPlan:
     compression: str
     feeding_topic_id: str = ""
     """Kafka's ID of the feeding topic. A recreated topic has another ID, and different records at the same offsets."""
-    once: Once = field(default_factory=Once)
+    logged: set[Hashable] = field(default_factory=set)
     """The messages that were already logged; shared by all tasks of the worker."""
     partitions: int = 1
     """Partition count of the source topic if it is read directly, to detect misplaced IDs; otherwise 1."""
@@ -275,7 +247,7 @@ class Future:
     """By how much brokers' times had advanced the clock when the first of these records was judged."""
 
 
-class DedupTask:
+class DedupTask(TaskWork):
     """The work of a `dedup` task, with its state and its verdicts; see `TaskWork`."""
 
     def __init__(
@@ -284,22 +256,14 @@ class DedupTask:
         wire: Wire,
         keeping: Keeping,
         collector: RecordCollector,
-        clock: Clock,
+        clock: SteadyClock,
         numbers: TaskNumbers,
     ) -> None:
+        super().__init__(wire, collector, clock, numbers)
         self._plan: Final = plan
         self._window: Final = plan.rules.window
         self._segment_ms: Final = self._window.segment_ms
-        self._wire: Final = wire
         self._keeping: Final = keeping
-        self.collector: Final = collector
-        self._clock: Final = clock
-        self._numbers: Final = numbers
-        self._judged = TaskNumbers()
-        """The counters of the open transaction. They are separate, so that records are counted only once if the
-        transaction is aborted and its records are judged again.
-        """
-        self.recent: Final = Recent()
         self._store: Store | None = None
         self._began = 0
         """The first offset of the changelog at the time of the restore."""
@@ -383,7 +347,8 @@ class DedupTask:
         restored = await restore(self._wire, changelog, store, window, self._note_progress, accept=self._accept)
         self._began = restored.start
         newest = restored.record or held
-        if newest is not None and changed(newest, window) and self._plan.once.first("window changed"):
+        if newest is not None and changed(newest, window) and "window changed" not in self._plan.logged:
+            self._plan.logged.add("window changed")
             log.warning("%s", what_it_means(changelog, newest, window))
         return restored.records
 
@@ -563,9 +528,8 @@ class DedupTask:
         """See `TaskWork`."""
         buffer = self._buffered()
         stream_time, changelog = self._stream_time, self._plan.changelog
+        counted = super().freeze(next_offset)
         generation = buffer.freeze()
-        judged, self._judged = self._judged, TaskNumbers()
-        noted = self.recent.freeze()
         future, self._future = self._future, None
         oldest_ms = self._window.oldest_live_ms(stream_time.value_ms)
         record = self._record(stream_time, next_offset, self._kept_from(oldest_ms))
@@ -575,9 +539,8 @@ class DedupTask:
         def apply(ends: Mapping[TopicPartition, int]) -> None:
             buffer.applied(generation, record, ends[changelog])
             self._applied = stream_time
-            self._numbers.add_verdicts(judged)
+            counted.apply(ends)
             self._numbers.reached(stream_time.value_ms)
-            self.recent.commit(noted)
             store = self._opened()
             store.drop_below(oldest_ms, self._segment_ms)
             store.warm(_WARM_IDS)
@@ -594,18 +557,13 @@ class DedupTask:
             plan.fingerprint, time_ms, feeds, next_offset, self._segment_ms, kept_from, plan.feeding_topic_id
         )
 
-    def idle(self) -> list[RecordBatch]:
-        """Return an empty list, because no other task reads the output of a dedup task."""
-        return []
-
     def discard(self) -> None:
         """See `TaskWork`."""
         if self._buffer is not None:
             self._buffer.discard()
         self._stream_time = self._applied
-        self._judged = TaskNumbers()
         self._future = None
-        self.recent.discard()
+        super().discard()
 
     def close(self) -> None:
         """See `TaskWork`."""

@@ -18,7 +18,7 @@ from typing import Final, NamedTuple
 
 from dedup.core.extract import Extracted, Fault, FaultKind
 from dedup.core.extract_one import ODD_HEADER_NAME
-from dedup.core.fold import DeadLetter, Outcome, Rows
+from dedup.core.fold import Outcome, Rows
 from dedup.core.partitioner import partitions
 from dedup.core.window import Sighting
 from dedup.errors import RecordRefused
@@ -36,7 +36,7 @@ from dedup.kafka.record_batch import (
     oversize,
 )
 from dedup.kafka.wire import NoAnswer, Wire
-from dedup.worker.clock import Clock
+from dedup.worker.clock import SteadyClock
 
 log: Final = logging.getLogger(__name__)
 _TIME_RANGE: Final = re.compile(r"timestamp should be within \[(-?\d{1,19}), (-?\d{1,19})\]")
@@ -165,7 +165,7 @@ class Limits:
     broker refuses the record.
     """
 
-    def __init__(self, known: Mapping[str, Limit], clock: Clock, wire: Wire | None) -> None:
+    def __init__(self, known: Mapping[str, Limit], clock: SteadyClock, wire: Wire) -> None:
         self._known: Final = dict(known)
         self._clock: Final = clock
         self._wire: Final = wire
@@ -193,8 +193,6 @@ class Limits:
 
     async def look_again(self, target: TopicPartition) -> None:
         """Read the size limit of the partition's topic again. If the broker does not respond, nothing changes."""
-        if self._wire is None:
-            return
         try:
             limit = await self._wire.limit(target)
         except NoAnswer as error:
@@ -205,20 +203,6 @@ class Limits:
                 log.warning("%s takes batches of at most %d bytes now", target.topic, limit.batch_bytes)
             self._known[target.topic] = limit
             self._read_ms[target.topic] = self._clock.now_ms()
-
-
-class _NoTime:
-    put_forward_ms = 0
-
-    def now_ms(self) -> int:
-        return 0
-
-    def heard(self, broker_ms: int) -> None:
-        pass
-
-
-_NOT_KNOWN: Final = Limits({}, _NoTime(), None)
-"""Used if the configs of topics are not read, so that only the broker decides what it accepts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,7 +237,7 @@ class Routes:
 class RecordCollector:
     """Turns the outcome of `fold` into record batches for one task."""
 
-    def __init__(self, routes: Routes, partition: int, limits: Limits = _NOT_KNOWN) -> None:
+    def __init__(self, routes: Routes, partition: int, limits: Limits) -> None:
         self._routes: Final = routes
         self._partition: Final = partition
         self.limits: Final = limits
@@ -373,14 +357,7 @@ class RecordCollector:
         headers: Iterable[list[Header]] = repeat([])
         if marks or any(batch.headers):
             headers = [[*batch.headers[row], *marks.get(row, ())] for row in forwarded]
-        return zip(
-            taken(batch.offsets),
-            timestamps,
-            taken(batch.keys),
-            taken(batch.values),
-            headers,
-            strict=False,
-        )
+        return zip(taken(batch.offsets), timestamps, taken(batch.keys), taken(batch.values), headers, strict=False)
 
     def _duplicates(
         self, batch: FeedBatch, rows: Rows, outcome: Outcome
@@ -404,10 +381,8 @@ class RecordCollector:
 
     def _dead(self, batch: FeedBatch, rows: Rows, outcome: Outcome) -> Iterator[Line]:
         for row, dead in sorted(outcome.dead, key=itemgetter(0)):
-            yield self._line(batch, row, self._reasoned(batch, rows, row, dead))
-
-    def _reasoned(self, batch: FeedBatch, rows: Rows, row: int, dead: DeadLetter) -> list[Header]:
-        return [(REASON, dead.code.encode()), (DETAIL, dead.detail.encode()), *self._provenance(batch, rows, row)]
+            why: list[Header] = [(REASON, dead.code.encode()), (DETAIL, dead.detail.encode())]
+            yield self._line(batch, row, [*why, *self._provenance(batch, rows, row)])
 
     def _provenance(self, batch: FeedBatch, rows: Rows, row: int) -> list[Header]:
         return [(SOURCE, self._place(rows, row)), (TIMESTAMP, str(batch.timestamps_ms[row]).encode())]

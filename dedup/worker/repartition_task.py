@@ -14,11 +14,10 @@ from dedup.core.window import Feed
 from dedup.kafka.record_batch import OWN_ROW, FeedBatch, Header, Line, RecordBatch, TopicPartition
 from dedup.kafka.wire import Wire
 from dedup.metrics import TaskNumbers
-from dedup.worker.clock import Clock
+from dedup.worker.clock import SteadyClock
 from dedup.worker.offsets import Start, first_offset
-from dedup.worker.recent_outcomes import Recent
 from dedup.worker.record_collector import IDLE, SOURCE, TIMESTAMP, Misfits, RecordCollector, Refusals
-from dedup.worker.task import Frozen
+from dedup.worker.task import TaskWork
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +33,7 @@ class RepartitionPlan:
     start: Start
 
 
-class RepartitionTask:
+class RepartitionTask(TaskWork):
     """The work of a `repartition` task, which keeps no state; see `TaskWork`."""
 
     def __init__(
@@ -42,22 +41,14 @@ class RepartitionTask:
         plan: RepartitionPlan,
         wire: Wire,
         collector: RecordCollector,
-        clock: Clock,
+        clock: SteadyClock,
         numbers: TaskNumbers,
         refuse_lost: Callable[[], Awaitable[None]],
     ) -> None:
         """``refuse_lost`` raises StateIncompatible if the feeding partition was read before."""
+        super().__init__(wire, collector, clock, numbers)
         self._plan: Final = plan
         self._refuse_lost: Final = refuse_lost
-        self.collector: Final = collector
-        self._wire: Final = wire
-        self._clock: Final = clock
-        self._numbers: Final = numbers
-        self._judged = TaskNumbers()
-        """The counters of the open transaction. They are separate, so that records are counted only once if the
-        transaction is aborted and its records are judged again.
-        """
-        self.recent: Final = Recent()
 
     async def restore(self, committed: int | None) -> int:
         """Return the committed offset, or the offset for `start` if there is none; there is no state to restore."""
@@ -65,10 +56,6 @@ class RepartitionTask:
             return committed
         await self._refuse_lost()
         return await first_offset(self._wire, self._plan.feeding, self._plan.start)
-
-    async def overtaken(self) -> bool:
-        """Return False, because a repartition task writes no state."""
-        return False
 
     def judge(self, batch: FeedBatch, refusals: Refusals) -> list[RecordBatch]:
         """Return the records as batches for the partitions of their IDs, with their source positions in headers."""
@@ -137,22 +124,3 @@ class RepartitionTask:
             target = TopicPartition(self._plan.target, partition)
             batches += self.collector.fitting(target, part, refusals, misfits)
         return batches
-
-    def freeze(self, next_offset: int) -> Frozen:  # noqa: ARG002  # `Work`'s signature
-        """Return the counters to apply when the transaction is committed; there is no state to apply."""
-        judged, self._judged = self._judged, TaskNumbers()
-        noted = self.recent.freeze()
-
-        def apply(_ends: Mapping[TopicPartition, int]) -> None:
-            self._numbers.add_verdicts(judged)
-            self.recent.commit(noted)
-
-        return Frozen([], apply)
-
-    def discard(self) -> None:
-        """See `TaskWork`."""
-        self._judged = TaskNumbers()
-        self.recent.discard()
-
-    def close(self) -> None:
-        """See `TaskWork`."""

@@ -18,7 +18,7 @@ import asyncio
 import logging
 import time
 from bisect import bisect_left
-from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Final, NoReturn
@@ -30,6 +30,7 @@ from dedup.kafka.wire import Fetched, LogBounds, NoAnswer, TopicPartition, Wire
 from dedup.quantities import format_duration
 from dedup.store.base import Store, TaskRecord, Writes
 from dedup.store.changelog import Collected, SeedMark, all_within, collect, rebucket
+from dedup.store.directory import Keeping
 from dedup.worker.offsets import bounds_of, committed_offset
 
 if TYPE_CHECKING:
@@ -402,19 +403,14 @@ class Standbys:
         changelog_topic: str,
         window: Window,
         fingerprint: bytes,
-        open_store: Callable[[int], Store],
-        *,
-        prepare: Callable[[int], Awaitable[None]],
-        release_store: Callable[[int, Store], None],
+        keeping: Callable[[int], Keeping],
     ) -> None:
         self._wire: Final = wire
         self._topic: Final = changelog_topic
         self._window: Final = window
         self._fingerprint: Final = fingerprint
-        self._open_store: Final = open_store
-        self._prepare: Final = prepare
-        """Awaited before a store is opened; fetches a checkpoint if there is no local state."""
-        self._release_store: Final = release_store
+        self._keeping: Final = keeping
+        """Returns how the store of a partition is opened and released."""
         self._turn: Final = asyncio.Lock()
         self._stores: dict[int, Store] = {}
         self._loops: dict[int, asyncio.Task[None]] = {}
@@ -433,15 +429,17 @@ class Standbys:
             loop.cancel()
         stores, self._loops, self._stores, self.lag = self._stores, {}, {}, {}
         for partition, store in stores.items():
-            self._release_store(partition, store)
+            self._keeping(partition).release(store)
 
     async def _follow(self, partition: int) -> None:
         changelog = TopicPartition(self._topic, partition)
         try:
-            await self._prepare(partition)
+            keeping = self._keeping(partition)
+            if keeping.prepare is not None:
+                await keeping.prepare()
             if not self._is_own(partition):
                 return  # a client has lost the cancellation, so a task may already use the store
-            store = self._stores[partition] = self._open_store(partition)
+            store = self._stores[partition] = keeping.open()
             bounds = await fitted(
                 self._wire,
                 changelog,

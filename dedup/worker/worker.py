@@ -29,7 +29,7 @@ from dedup.settings import Settings
 from dedup.store.directory import own_state
 from dedup.topology.model import Topology
 from dedup.worker.app import create_app, identity
-from dedup.worker.clock import Clock, SteadyClock
+from dedup.worker.clock import SteadyClock
 from dedup.worker.dedup_task import DedupTask
 from dedup.worker.introspection import Introspection
 from dedup.worker.offsets import bounds_of, committed_offset, committed_position, refuse_half_reset
@@ -272,7 +272,7 @@ class Maintenance:
     deleted, because `dedup verify` replays that topic.
     """
 
-    def __init__(self, app: DedupApp, topology: Topology, clock: Clock) -> None:
+    def __init__(self, app: DedupApp, topology: Topology, clock: SteadyClock) -> None:
         self._app: Final = app
         self._topology: Final = topology
         self._clock: Final = clock
@@ -365,7 +365,7 @@ class BackgroundLoops:
     def __init__(self, app: DedupApp, topology: Topology, introspection: Introspection) -> None:
         self._app: Final = app
         self._topology: Final = topology
-        self._clock: Final[Clock] = SteadyClock()
+        self._clock: Final = SteadyClock()
         self._introspection: Final = introspection
         self._loops: list[asyncio.Task[None]] = []
 

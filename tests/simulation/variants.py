@@ -105,13 +105,13 @@ class RestoreBeforeInit(Task):
     async def start(self) -> int:
         self._move(TaskState.RESTORING)
         early = await committed_offset(self._wire, self._committing.group, self.task_id.feeding, stable=False)
-        restored = await self._work.restore(early)
+        restored = await self.work.restore(early)
         await self._session.open()
         committed = self._committed = await committed_offset(self._wire, self._committing.group, self.task_id.feeding)
-        self._next_offset = self._expected = max(restored, committed or 0)
+        self.next_offset = self._expected = max(restored, committed or 0)
         self._move(TaskState.RUNNING)
         self._sendable.set()
-        return self._next_offset
+        return self.next_offset
 
 
 class OffsetBeforeInit(Task):
@@ -122,11 +122,11 @@ class OffsetBeforeInit(Task):
         feeding = self.task_id.feeding
         committed = self._committed = await committed_offset(self._wire, self._committing.group, feeding, stable=False)
         await self._session.open()
-        await self._work.restore(committed)
-        self._next_offset = self._expected = committed or 0
+        await self.work.restore(committed)
+        self.next_offset = self._expected = committed or 0
         self._move(TaskState.RUNNING)
         self._sendable.set()
-        return self._next_offset
+        return self.next_offset
 
 
 class CommittedOffsetAlone(DedupTask):
@@ -142,7 +142,7 @@ class PastRefused(Task):
 
     async def _judge_again(self, refusal: RecordRefused) -> None:
         await self._session.open()
-        self._work.discard()
+        self.work.discard()
         self._waiting.clear()
         self._held.clear()
         self.dirty.set()
@@ -160,7 +160,7 @@ class OwnOffsetAlone(Task):
 
     async def _refuse_if_overtaken(self) -> None:
         committed = await committed_offset(self._wire, self._committing.group, self.task_id.feeding)
-        if committed != self._committed and await self._work.overtaken():
+        if committed != self._committed and await self.work.overtaken():
             raise TaskMigrated("overtaken")
 
 

@@ -5,7 +5,6 @@ import pytest
 from dedup.core.window import BEFORE_ALL_TIME, Window
 from dedup.kafka.wire import TopicPartition
 from dedup.store.base import TaskRecord
-from dedup.worker.dedup_task import Once
 from dedup.worker.restore import changed, what_it_means, why_restored
 
 CHANGELOG = TopicPartition("t.changelog", 3)
@@ -54,8 +53,3 @@ def test_why_state_is_restored(before):
     assert f"guard_period + grace = {before.retention_ms // HOUR_MS}h, but the topology now has 4h." in why_restored(
         CHANGELOG, record(before), window(2, 2)
     )
-
-
-def test_once_is_once_for_each_thing():
-    once = Once()
-    assert [once.first("a"), once.first("b"), once.first("a"), once.first(("b", 1))] == [True, True, False, True]
