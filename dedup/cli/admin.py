@@ -80,7 +80,7 @@ def apply(
     spec = resolved_sink(parsed, topology) if table else None
 
     async def work(wire: KafkaWire, admin: Admin) -> TopicPlan:
-        plan = await applying.look(parsed, settings, admin)
+        plan = applying.plan_topics(parsed, settings, await admin.topics(applying.topic_names(parsed)))
         if not as_json:
             _print_plan(plan, dry_run=dry_run)
         if not dry_run:

@@ -98,7 +98,7 @@ class Replay:
         where to begin. Raises SettingsError if the plan says where to begin but no position was forgotten.
         """
         topic = self._plan.topic
-        sides = [TopicPartition(topic, partition) for partition in range(self._cluster.topics[topic].partitions)]
+        sides = self._cluster.topics[topic].places
         known = [await self._known(side, stable=False) for side in sides]
         forgotten = {side: mark for side, (position, mark) in zip(sides, known, strict=True) if _lost(position, mark)}
         if forgotten and self._plan.begin is None:

@@ -174,9 +174,7 @@ class Introspection:
         # A leader that does not respond may have records that no worker has read.
         if end is None or asyncio.get_running_loop().time() - end.seen_s > _FRESH_S:
             return False
-        if task.dirty.is_set() or task.committing:
-            return False
-        return self.app.member.passed(feeding, end.high_watermark, task.next_offset)
+        return task.all_committed and self.app.member.passed(feeding, end.high_watermark, task.next_offset)
 
     def _lag(self, feeding: TopicPartition, task: Task) -> int | None:
         end = self.app.member.fetcher.end(feeding)

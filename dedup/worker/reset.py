@@ -26,7 +26,7 @@ from dedup.store.directory import delete_store
 from dedup.topology.schema import Start
 from dedup.worker.bootstrap import transfer
 from dedup.worker.clock import SteadyClock
-from dedup.worker.offsets import RESETTING, bounds_of, first_offset
+from dedup.worker.offsets import RESETTING, ends_of, first_offset
 from dedup.worker.topics import Cluster, missing_topics, state_topics, topic_names
 
 if TYPE_CHECKING:
@@ -106,11 +106,7 @@ class Reset:
         have = await self._admin.topics(topic_names(topology))
         left = {name: topic for name, topic in have.items() if name not in doomed.topics}
         wanted = missing_topics(topology, self._settings, left)
-        sources = [
-            TopicPartition(name, partition)
-            for name in topology.source.topics
-            for partition in range(have[name].partitions)
-        ]
+        sources = [place for name in topology.source.topics for place in have[name].places]
         offsets = {} if to is None else {feeding: await first_offset(self._wire, feeding, to) for feeding in sources}
         await self._fence(sources, have)
         # The mark is set after all workers were fenced, so none of them can overwrite it.
@@ -144,13 +140,8 @@ class Reset:
 
         Call this while no changelog exists, so that the mark is older than any new state.
         """
-        written = [
-            TopicPartition(name, partition)
-            for name in self._topology.written_topics
-            if name in left
-            for partition in range(left[name].partitions)
-        ]
-        ends = {place: (await bounds_of(self._wire, place)).end for place in written}
+        written = [place for name in self._topology.written_topics if name in left for place in left[name].places]
+        ends = await ends_of(self._wire, written)
         await self._mark.delete()
         await self._mark.set_offsets({**ends, **offsets}, for_ever=True)
 

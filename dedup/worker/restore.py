@@ -363,8 +363,8 @@ async def refuse_lost_offset(topology: Topology, cluster: Cluster, wire: Wire, f
 async def _read_feeds(topology: Topology, cluster: Cluster, wire: Wire) -> set[Feed]:
     """Return the source partitions with judged records, according to the task records."""
     read: set[Feed] = set()
-    for partition in range(cluster.topics[topology.changelog_topic].partitions):
-        record = await _last_task_record(wire, TopicPartition(topology.changelog_topic, partition))
+    for changelog in cluster.topics[topology.changelog_topic].places:
+        record = await _last_task_record(wire, changelog)
         if record is not None:
             read |= {
                 Feed(feed.topic, feed.partition) for feed in record.feeds if feed.idle or feed.max_ms > BEFORE_ALL_TIME

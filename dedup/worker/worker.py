@@ -10,8 +10,8 @@ import gc
 import logging
 import secrets
 import signal
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Final, Protocol, Self
 
@@ -32,7 +32,7 @@ from dedup.worker.app import create_app, identity
 from dedup.worker.clock import SteadyClock
 from dedup.worker.dedup_task import DedupTask
 from dedup.worker.introspection import Introspection
-from dedup.worker.offsets import bounds_of, committed_offset, committed_position, refuse_half_reset
+from dedup.worker.offsets import bounds_of, committed_offset, committed_position, ends_of, refuse_half_reset
 from dedup.worker.restore import refuse_lost_offsets
 from dedup.worker.task import Task, TaskState
 from dedup.worker.task_manager import ended
@@ -135,20 +135,18 @@ class IdleFeeds:
         for feeding in self._quiet.keys() - tasks.keys():
             del self._quiet[feeding]
         for feeding, task in tasks.items():
-            if task.task_id.sub_topology == "repartition":
-                self._look_at(feeding, task, now_ms)
-
-    def _look_at(self, feeding: TopicPartition, task: Task, now_ms: int) -> None:
-        quiet = self._quiet.get(feeding)
-        if quiet is None or quiet.task is not task or quiet.next_offset != task.next_offset:
-            quiet = self._quiet[feeding] = _Quiet(task, now_ms, task.next_offset)
-        if quiet.said:
-            return  # already marked as idle
-        if task.state is not TaskState.RUNNING or not self._caught_up(feeding, task):
-            quiet.since_ms = now_ms
-        elif now_ms - quiet.since_ms >= self._idle_after_ms and task.say_idle():
-            quiet.said = True
-            log.info("%s: no record for %d ms; marked idle", task.task_id, now_ms - quiet.since_ms)
+            if task.task_id.sub_topology != "repartition":
+                continue
+            quiet = self._quiet.get(feeding)
+            if quiet is None or quiet.task is not task or quiet.next_offset != task.next_offset:
+                quiet = self._quiet[feeding] = _Quiet(task, now_ms, task.next_offset)
+            if quiet.said:
+                continue  # already marked as idle
+            if task.state is not TaskState.RUNNING or not self._caught_up(feeding, task):
+                quiet.since_ms = now_ms
+            elif now_ms - quiet.since_ms >= self._idle_after_ms and task.say_idle():
+                quiet.said = True
+                log.info("%s: no record for %d ms; marked idle", task.task_id, now_ms - quiet.since_ms)
 
 
 class Finish:
@@ -182,13 +180,12 @@ class Finish:
             # source partitions to this worker, so their ends are still checked, too.
             (topic,) = self._app.sub_topologies["dedup"]
             hop = [TopicPartition(topic, number) for number in range(self._app.member.topic_partitions(topic) or 0)]
-            ends = {place: (await bounds_of(self._app.wire, place)).end for place in hop}
-            self._ends |= ends
+            self._ends |= await ends_of(self._app.wire, hop)
             self._hops_left -= 1
         return False
 
     async def _done(self) -> bool:
-        if not _own_done(self._app, self._ends):
+        if not self._own_done():
             return False
         others = [place for place in self._ends if place not in self._app.tasks.running]
         now_s = asyncio.get_running_loop().time()
@@ -198,30 +195,22 @@ class Finish:
         wire, group = self._app.wire, self._app.conf.id
         for place in others:
             if not await _committed_to(wire, group, place, self._ends[place]):
-                self._log_waiting(len(others))
+                if not self._waits:
+                    log.info("this worker is done and waits for other workers, which have %d partitions", len(others))
+                    self._waits = True
                 return False
         # Partitions that were assigned or revoked in the meantime were not checked.
-        return _own_done(self._app, self._ends) and not any(place in self._app.tasks.running for place in others)
+        return self._own_done() and not any(place in self._app.tasks.running for place in others)
 
-    def _log_waiting(self, others: int) -> None:
-        if not self._waits:
-            log.info("this worker is done and waits for other workers, which have %d partitions", others)
-            self._waits = True
-
-
-def _own_done(app: DedupApp, ends: Mapping[TopicPartition, int]) -> bool:
-    """Return whether this worker's tasks have committed everything below the ends."""
-    if not app.tasks.opened.is_set():
-        return False
-    for feeding, task in app.tasks.running.items():
-        if feeding not in ends:
-            continue
-        if task.state is not TaskState.RUNNING or task.dirty.is_set() or task.committing:
-            return False
+    def _own_done(self) -> bool:
+        """Return whether this worker's tasks have committed everything below the ends."""
+        app = self._app
         # The last offsets may be markers and aborted records, which no task receives.
-        if task.next_offset < ends[feeding] and not app.member.passed(feeding, ends[feeding], task.next_offset):
-            return False
-    return True
+        return app.tasks.opened.is_set() and all(
+            task.all_committed and (task.next_offset >= end or app.member.passed(feeding, end, task.next_offset))
+            for feeding, task in app.tasks.running.items()
+            if (end := self._ends.get(feeding)) is not None
+        )
 
 
 async def _committed_to(wire: Wire, group: str, place: TopicPartition, end: int) -> bool:
@@ -249,17 +238,6 @@ class Pages(Protocol):
 
 
 MakePages = Callable[[Introspection], AbstractAsyncContextManager[Pages]]
-
-
-@asynccontextmanager
-async def served(app: DedupApp, introspection: Introspection, make_pages: MakePages | None) -> AsyncIterator[None]:
-    """Serve the pages and announce their address to the group. Enter this context before the worker joins the group."""
-    if make_pages is None:
-        yield
-        return
-    async with make_pages(introspection) as pages:
-        app.conf.canonical_url = URL(identity(app.settings.worker_id, pages.advertised))
-        yield
 
 
 class Maintenance:
@@ -302,15 +280,10 @@ class Maintenance:
         """Raise StateIncompatible if a partition's committed state exceeds its limit."""
         most = self._topology.state.max_bytes_per_partition
         for feeding, task in self._app.tasks.running.items():
-            dedup_task = task.work
-            if (
-                most is None
-                or task.state is not TaskState.RUNNING
-                or not isinstance(dedup_task, DedupTask)
-                or dedup_task.store is None
-            ):
+            store = task.work.store if isinstance(task.work, DedupTask) else None
+            if most is None or task.state is not TaskState.RUNNING or store is None:
                 continue
-            size = dedup_task.store.approximate_bytes()
+            size = store.approximate_bytes()
             if size > most:
                 raise StateIncompatible(
                     f"the state of {feeding.topic}/{feeding.partition} takes {size:,} bytes, more than "
@@ -328,7 +301,9 @@ class Maintenance:
                 wanted[dedup_task.changelog] = dedup_task.truncate_below or 0
                 self._log_if_truncated(dedup_task, (await self._app.wire.bounds(dedup_task.changelog)).start)
                 if not self._topology.direct:
-                    wanted[feeding] = await self._passed_and_old(feeding, task)
+                    committed = task.numbers.committed_offset or 0
+                    kept_from = await self._app.wire.offset_at(feeding, self._clock.now_ms() - KEEP_MS)
+                    wanted[feeding] = committed if kept_from is None else min(committed, kept_from)
         below = {partition: offset for partition, offset in wanted.items() if offset > self._deleted.get(partition, 0)}
         if not below:
             return
@@ -353,11 +328,6 @@ class Maintenance:
             record.kept_from,
         )
 
-    async def _passed_and_old(self, feeding: TopicPartition, task: Task) -> int:
-        committed = task.numbers.committed_offset or 0
-        kept_from = await self._app.wire.offset_at(feeding, self._clock.now_ms() - KEEP_MS)
-        return committed if kept_from is None else min(committed, kept_from)
-
 
 class BackgroundLoops:
     """Runs a worker's periodic loops inside a ``with`` block; an error in one of them stops the worker."""
@@ -371,20 +341,17 @@ class BackgroundLoops:
 
     async def __aenter__(self) -> Self:
         """Start the loops."""
-        self._start(Maintenance(self._app, self._topology, self._clock).run(), "maintenance")
-        self._start(self._look_for_dead_letters(), "dead letters")
+        loops = [Maintenance(self._app, self._topology, self._clock).run(), self._look_for_dead_letters()]
         if not self._topology.direct:
-            self._start(self._look_for_idle_feeds(), "idle feeds")
+            loops.append(self._look_for_idle_feeds())
+        self._loops = [asyncio.create_task(loop) for loop in loops]
+        for task in self._loops:
+            task.add_done_callback(self._ended)
         return self
 
     async def __aexit__(self, *_: object) -> None:
         """End the loops."""
         await ended(self._loops)
-
-    def _start(self, loop: Coroutine[Any, Any, None], name: str) -> None:
-        task = asyncio.create_task(loop, name=name)
-        task.add_done_callback(self._ended)
-        self._loops.append(task)
 
     def _ended(self, loop: asyncio.Task[None]) -> None:
         if not loop.cancelled() and (error := loop.exception()) is not None:
@@ -449,7 +416,7 @@ async def _run_alone(topology: Topology, settings: Settings, options: RunOptions
             async with asyncio.timeout(patience_s):
                 cluster = await _cluster(topology, settings, wire, options)
                 await refuse_lost_offsets(topology, cluster, wire)
-                ends = await _ends(topology, cluster, wire) if options.exit_when_done else {}
+                ends = await ends_of(wire, cluster.places(topology.source.topics)) if options.exit_when_done else {}
         except TimeoutError as error:
             raise BrokerUnavailable(
                 f"the cluster at {', '.join(settings.brokers)} did not say within {patience_s:g} s which offsets and "
@@ -463,7 +430,10 @@ async def _run_alone(topology: Topology, settings: Settings, options: RunOptions
             loop.add_signal_handler(number, stop.set)
         app.tasks.connect(app.member)
         introspection = Introspection(app, topology)
-        async with served(app, introspection, options.make_pages):
+        # The pages are announced to the group when the worker joins it.
+        async with options.make_pages(introspection) if options.make_pages else nullcontext() as pages:
+            if pages is not None:
+                app.conf.canonical_url = URL(identity(app.settings.worker_id, pages.advertised))
             await app.start()
             try:
                 async with BackgroundLoops(app, topology, introspection):
@@ -490,16 +460,6 @@ async def _cluster(topology: Topology, settings: Settings, wire: KafkaWire, opti
         if fresh:
             await refuse_used_output(topology, wire, admin, meant=options.onto_existing_output)
         return await prepare(topology, settings, admin, may_create_changelog=fresh)
-
-
-async def _ends(topology: Topology, cluster: Cluster, wire: KafkaWire) -> dict[TopicPartition, int]:
-    """Return the current end of each source partition."""
-    partitions = [
-        TopicPartition(name, partition)
-        for name in topology.source.topics
-        for partition in range(cluster.topics[name].partitions)
-    ]
-    return {tp: (await bounds_of(wire, tp)).end for tp in partitions}
 
 
 async def _until_over(app: DedupApp, stop: asyncio.Event, options: RunOptions, ends: dict[TopicPartition, int]) -> None:
