@@ -28,7 +28,7 @@ from dedup.worker.dedup_task import DedupPlan, DedupTask
 from dedup.worker.offsets import offset_note
 from dedup.worker.record_collector import Limits, RecordCollector
 from dedup.worker.repartition_task import RepartitionPlan, RepartitionTask
-from dedup.worker.restore import SharedLook, refuse_lost_offset
+from dedup.worker.restore import LostOffsets
 from dedup.worker.task import Committing, Task, TaskId, TaskWork
 from dedup.worker.topics import Cluster, routes_of
 
@@ -50,7 +50,7 @@ class TaskFactory:
     because the next owner may be another process.
     """
     bootstrap: Bootstrap = field(init=False, default_factory=Bootstrap)
-    lost_offsets: SharedLook = field(init=False, default_factory=SharedLook)
+    lost_offsets: LostOffsets = field(init=False)
     logged: set[Hashable] = field(init=False, default_factory=set)
     check: TopicCheck = field(init=False)
     """Checks that the source topics, the feeding topics, and the changelog were not deleted, recreated, or given more
@@ -65,6 +65,7 @@ class TaskFactory:
         topics = {name: self.cluster.topics[name] for name in names}
         expected = {name: TopicNow(topic.topic_id, topic.partitions) for name, topic in topics.items()}
         self.check = TopicCheck(self.wire, expected)
+        self.lost_offsets = LostOffsets(self.topology, self.cluster, self.wire)
         self.limits = Limits(self.cluster.limits, self.clock, self.wire)
         if self.settings.state.checkpoint is not None:
             refuse_unreadable(self.settings.state.checkpoint)
@@ -129,8 +130,7 @@ class TaskFactory:
             task_id, changelog_id = TaskId("repartition", feeding), None
             transactional_id = topology.transactional_id("repartition", partition, feeding.topic)
             plan = self._repartition_plan(feeding)
-            feed = Feed(plan.topic, partition)
-            refuse = partial(refuse_lost_offset, topology, self.cluster, self.wire, feed, self.lost_offsets)
+            refuse = partial(self.lost_offsets.refuse, Feed(plan.topic, partition))
             make = partial(RepartitionTask, plan, self.wire, collector, self.clock, refuse_lost=refuse)
         timeout_ms = self.settings.transaction_timeout_ms
         session = Session(self.wire, transactional_id, topology.name, timeout_ms=timeout_ms, deadline_ms=DEADLINE_MS)

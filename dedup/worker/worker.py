@@ -33,7 +33,7 @@ from dedup.worker.clock import SteadyClock
 from dedup.worker.dedup_task import DedupTask
 from dedup.worker.introspection import Introspection
 from dedup.worker.offsets import bounds_of, committed_offset, committed_position, ends_of, refuse_half_reset
-from dedup.worker.restore import refuse_lost_offsets
+from dedup.worker.restore import LostOffsets
 from dedup.worker.task import Task, TaskState
 from dedup.worker.task_manager import ended
 from dedup.worker.topics import Cluster, group_is_new, prepare, refuse_used_output
@@ -415,7 +415,7 @@ async def _run_alone(topology: Topology, settings: Settings, options: RunOptions
         try:
             async with asyncio.timeout(patience_s):
                 cluster = await _cluster(topology, settings, wire, options)
-                await refuse_lost_offsets(topology, cluster, wire)
+                await LostOffsets(topology, cluster, wire).refuse_any()
                 ends = await ends_of(wire, cluster.places(topology.source.topics)) if options.exit_when_done else {}
         except TimeoutError as error:
             raise BrokerUnavailable(
