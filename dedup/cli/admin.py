@@ -277,7 +277,7 @@ def replay(
         missing = [name for name in needed if name not in have]
         if missing:
             raise StateIncompatible(f"topic {missing[0]!r} does not exist; run `dedup apply` first.")
-        return await Replay(parsed, settings, Cluster(have), wire, plan).run(lambda _: None)
+        return await Replay(parsed, settings, Cluster(have), wire, plan).run()
 
     done = _on_cluster(parsed, settings, work)
     target = plan.output or "their source partitions"

@@ -158,7 +158,8 @@ def create_app(topology: Topology, settings: Settings, cluster: Cluster, wire: K
     app.settings, app.connection, app.wire = settings, connection, wire
     app.topic_check = factory.check
     wire.pin(factory.check.topic_ids)
-    app.tasks = TaskManager(factory.build, factory.wipe, commit_interval_ms=settings.commit_interval_ms)
+    interval_ms = settings.commit_interval_ms
+    app.tasks = TaskManager(factory.build, factory.wipe, lambda: app.member, commit_interval_ms=interval_ms)
     app.standbys = Standbys(wire, topology.changelog_topic, topology.window, factory.fingerprint(), factory.keeping)
     app.bootstrap = factory.bootstrap
     app.sub_topologies = {"dedup": topology.feeding_topics}

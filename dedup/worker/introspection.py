@@ -227,8 +227,7 @@ class Introspection:
 
     def _seen_id(self, partition: int, sighting: Sighting, *, live: bool) -> SeenId:
         topology = self.topology
-        topic, source_partition, offset = sighting.source
-        place = f"{topology.source.topics[topic]}/{source_partition}/{offset}"
+        place, source_partition = sighting.source.place(topology.source.topics), sighting.source.partition
         guarded_ms = sighting.last_ms + topology.window.guard_ms
         went = None
         if topology.output is not None:

@@ -97,7 +97,7 @@ async def committed_position(wire: Wire, group: str, source: TopicPartition, *, 
             return answer.position
         if answer.error_code not in COORDINATOR_MOVED | {UNSTABLE_OFFSET}:
             raise BrokerUnavailable(
-                f"the group {group!r} does not return its offset of {source.topic}/{source.partition} "
+                f"the group {group!r} does not return its offset of {source} "
                 f"(code {answer.error_code}). Grant the principal Read on the group."
             )
         await wire.pause(PAUSE_MS)

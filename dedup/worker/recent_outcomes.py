@@ -67,7 +67,7 @@ class Recent:
         for cases in self._committed.values():
             for case in cases:
                 text = id_text(case.key) if ids and case.key is not None else None
-                place = _place(case.source, source_topics)
+                place = case.source.place(source_topics)
                 yield Noted(case.kind, place, text, case.event_time_ms, case.judged_ms, _why(case, source_topics))
 
 
@@ -91,10 +91,6 @@ def _cases(rows: Rows, outcome: Outcome, now_ms: int) -> list[_Case]:
     return cases
 
 
-def _place(source: Source, source_topics: Sequence[str]) -> str:
-    return f"{source_topics[source.topic]}/{source.partition}/{source.offset}"
-
-
 def _about(duration_ms: int) -> str:
     """Return a duration as text, rounded to seconds from ten seconds up and to minutes from ten minutes up."""
     unit_ms = 1 if duration_ms < _SECONDS_FROM_MS else 1_000 if duration_ms < _MINUTES_FROM_MS else 60_000
@@ -105,7 +101,7 @@ def _why(case: _Case, source_topics: Sequence[str]) -> str:
     away = _about(abs(case.away_ms))
     match case.kind:
         case "duplicate" | "conflict":
-            first = _place(case.of, source_topics) if case.of is not None else "an earlier record"
+            first = case.of.place(source_topics) if case.of is not None else "an earlier record"
             when = (
                 f"{away} {'after' if case.away_ms > 0 else 'before'} it" if case.away_ms else "at the same event time"
             )

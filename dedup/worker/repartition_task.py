@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Final
 
 from dedup.core.extract import Extracted, Extractor
-from dedup.core.extract_one import ODD_HEADER_NAME
 from dedup.core.fold import DeadLetter, Outcome, Rows
 from dedup.core.partitioner import partitions
 from dedup.core.window import Feed
@@ -16,7 +15,7 @@ from dedup.kafka.wire import Wire
 from dedup.metrics import TaskNumbers
 from dedup.worker.clock import SteadyClock
 from dedup.worker.offsets import Start, first_offset
-from dedup.worker.record_collector import IDLE, SOURCE, TIMESTAMP, Misfits, RecordCollector, Refusals
+from dedup.worker.record_collector import IDLE, SOURCE, TIMESTAMP, Misfits, RecordCollector, Refusals, faults_of
 from dedup.worker.task import TaskWork
 
 
@@ -71,7 +70,7 @@ class RepartitionTask(TaskWork):
             chosen[row] = partition
         lines: dict[int, list[Line]] = {}
         now_ms = self._clock.now_ms()
-        place = f"{batch.feeding.topic}/{batch.feeding.partition}/"
+        place = f"{batch.feeding}/"
         for row, partition in enumerate(chosen):
             offset = batch.offsets[row]
             if offset in batch.odd_names:
@@ -94,15 +93,9 @@ class RepartitionTask(TaskWork):
         self, batch: FeedBatch, extracted: Extracted, refusals: Refusals, refused: Mapping[int, str]
     ) -> list[RecordBatch]:
         """Return dead letters for records that the repartition topic does not accept; no dedup task reads them."""
-        dead = []
-        for row, offset in enumerate(batch.offsets):
-            if offset in refused:
-                dead.append((row, DeadLetter("refused_by_broker", refused[offset])))
-            elif offset in batch.odd_names:
-                dead.append((row, DeadLetter(ODD_HEADER_NAME.code, ODD_HEADER_NAME.detail)))
+        dead = [(row, DeadLetter(fault.code, fault.detail)) for row, fault in faults_of(batch, refused).items()]
         self._judged.verdicts["dead_letter"] += len(dead)
-        for _, dead_letter in dead:
-            self._judged.dead_reasons[dead_letter.code] += 1
+        self._judged.dead_reasons.update(letter.code for _, letter in dead)
         rows = Rows(extracted, batch.offsets, (Feed(self._plan.topic, batch.feeding.partition),))
         outcome = Outcome(dead=dead)
         self.recent.note(rows, outcome, self._clock.now_ms())

@@ -10,30 +10,27 @@ import asyncio
 import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from pathlib import Path
+from typing import Final
 
 from dedup.core.window import BEFORE_ALL_TIME
 from dedup.errors import BrokerUnavailable, CommitUnknown, DedupError
 from dedup.kafka.client import KafkaWire
-from dedup.kafka.record_batch import Line, fill
+from dedup.kafka.record_batch import OWN_ROW, Line, fill
 from dedup.kafka.topic_admin import Admin, Group, Topic
 from dedup.kafka.transactional_producer import Session
 from dedup.kafka.wire import Position, TopicPartition
+from dedup.settings import Settings
 from dedup.store.base import TaskRecord
 from dedup.store.changelog import encode_task_record, task_record_key
 from dedup.store.checkpoint_storage import CheckpointStorage
 from dedup.store.directory import delete_store
+from dedup.topology.model import Topology
 from dedup.topology.schema import Start
 from dedup.worker.bootstrap import transfer
 from dedup.worker.clock import SteadyClock
 from dedup.worker.offsets import RESETTING, ends_of, first_offset
 from dedup.worker.topics import Cluster, missing_topics, state_topics, topic_names
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from dedup.settings import Settings
-    from dedup.topology.model import Topology
 
 DEADLINE_MS: Final = 20_000
 MOST_ATTEMPTS: Final = 50
@@ -78,8 +75,6 @@ class Reset:
         self._admin: Final = admin
         self._group: Final = Group(wire, topology.name)
         self._mark: Final = Group(wire, topology.reset_group)
-        url = settings.state.checkpoint
-        self._storage: Final = None if url is None else CheckpointStorage(url)
 
     async def look(self) -> Doomed:
         """Return what a reset would delete; raises DedupError while the group has members."""
@@ -91,11 +86,7 @@ class Reset:
                 f"wait for the session timeout of one that was killed."
             )
         have = await self._admin.topics(state_topics(self._topology))
-        places: tuple[str, ...] = ()
-        if self._storage is not None:
-            name, storage = self._topology.name, self._storage
-            kept = await transfer(lambda _: storage.partitions(name), str(storage))
-            places = tuple(storage.place(name, partition) for partition in kept)
+        places = tuple(storage.place(self._topology.name, each) for storage, each in await self._checkpoints())
         partitions = local_state(self._topology, self._settings.state_dir)
         return Doomed(self._topology.name, tuple(sorted(have)), partitions, places)
 
@@ -115,7 +106,9 @@ class Reset:
         await self._admin.delete(doomed.topics)
         await self._until(0, doomed.topics, "not gone yet")
         delete_local_state(doomed.partitions)
-        await self._delete_checkpoints()
+        # The checkpoints belong to the deleted changelog, so workers would refuse them.
+        for storage, partition in await self._checkpoints():
+            await transfer(lambda _, s=storage, p=partition: s.delete(topology.name, p), str(storage))  # type: ignore[misc]
         await self._leave_mark(left, offsets)
         made = await self._admin.create(wanted)
         await self._until(len(made), made, "not there yet")
@@ -127,13 +120,14 @@ class Reset:
             await self._group.delete()
         return offsets
 
-    async def _delete_checkpoints(self) -> None:
-        """Delete the checkpoints, because they belong to the deleted changelog and workers would refuse them."""
-        if self._storage is None:
-            return
-        name, storage = self._topology.name, self._storage
-        for partition in await transfer(lambda _: storage.partitions(name), str(storage)):
-            await transfer(lambda _, partition=partition: storage.delete(name, partition), str(storage))  # type: ignore[misc]
+    async def _checkpoints(self) -> list[tuple[CheckpointStorage, int]]:
+        """Return the partitions that have a checkpoint, each with the storage that holds it."""
+        url = self._settings.state.checkpoint
+        if url is None:
+            return []
+        storage = CheckpointStorage(url)
+        kept = await transfer(lambda _: storage.partitions(self._topology.name), str(storage))
+        return [(storage, partition) for partition in kept]
 
     async def _leave_mark(self, left: Mapping[str, Topic], offsets: Mapping[TopicPartition, int]) -> None:
         """Record the current ends of the topics that are written, because `dedup verify` checks only later records.
@@ -180,15 +174,9 @@ class Reset:
         fingerprint = topology.state_fingerprint(cluster.source_partitions(topology))
         # The first partition is written last, because a worker looks for the reset mark there.
         for feeding, offset in sorted(offsets.items(), reverse=True):
-            record = TaskRecord(
-                fingerprint,
-                BEFORE_ALL_TIME,
-                (),
-                offset,
-                topology.window.segment_ms,
-                feeding_topic_id=cluster.topics[feeding.topic].topic_id,
-            )
-            line: Line = (-1, SteadyClock().now_ms(), task_record_key(), encode_task_record(record), [])
+            width_ms, topic_id = topology.window.segment_ms, cluster.topics[feeding.topic].topic_id
+            record = TaskRecord(fingerprint, BEFORE_ALL_TIME, (), offset, width_ms, feeding_topic_id=topic_id)
+            line: Line = (OWN_ROW, SteadyClock().now_ms(), task_record_key(), encode_task_record(record), [])
             changelog = TopicPartition(topology.changelog_topic, feeding.partition)
             session = self._session(topology.transactional_id("dedup", feeding.partition))
             await self._write(session, changelog, line, {feeding: offset})

@@ -55,7 +55,7 @@ def changed(record: TaskRecord | None, window: Window) -> bool:
 def why_restored(changelog: TopicPartition, record: TaskRecord, window: Window) -> str:
     """Return a sentence that says why local state is restored again; ``record`` is the store's task record."""
     return (
-        f"{changelog.topic}/{changelog.partition}: local state was written with guard_period + grace = "
+        f"{changelog}: local state was written with guard_period + grace = "
         f"{_before(record)}, but the topology now has {format_duration(window.retention_ms)}. Sightings then "
         "belong to different segments, so all of them are read from the changelog again. Nothing is lost."
     )
@@ -71,7 +71,7 @@ def what_it_means(changelog: TopicPartition, record: TaskRecord, window: Window)
     now, guard, grace = map(format_duration, (window.retention_ms, window.guard_ms, window.grace_ms))
     text = (
         f"guard_period + grace is {now} now ({guard} + {grace}), and was {_before(record)} when "
-        f"{changelog.topic}/{changelog.partition} was last written; state keeps the sum, not which of the two it was. "
+        f"{changelog} was last written; state keeps the sum, not which of the two it was. "
     )
     if window.retention_ms < before_ms:
         return text + (
@@ -148,7 +148,7 @@ async def restore(
         progress(position - begin, bounds.end - begin)
     if store.task_record is None and mark is not None:
         raise StateIncompatible(
-            f"{changelog.topic}/{changelog.partition} holds half a seed: seed {mark.seed} was to write "
+            f"{changelog} holds half a seed: seed {mark.seed} was to write "
             f"{mark.sightings} records of sightings and never said that it was done. No record was judged. Run the "
             f"same `dedup spark seed` again, which finishes it; or give it up with `dedup reset`."
         )
@@ -187,7 +187,7 @@ async def fitted(
     bounds = await bounds_of(wire, changelog)
     if store.position > bounds.end:
         raise StateIncompatible(
-            f"{changelog.topic}/{changelog.partition} ends at offset {bounds.end}, but the local state was written at "
+            f"{changelog} ends at offset {bounds.end}, but the local state was written at "
             f"offset {store.position}: the changelog was deleted, recreated or truncated. Nothing was changed. "
             f"Bring the changelog back, or accept the loss of its sightings with `dedup reset`."
         )
@@ -209,7 +209,7 @@ async def _refuse_truncated(wire: Wire, changelog: TopicPartition, bounds: LogBo
     record = await _last_task_record(wire, changelog)
     if record is None and held is not None:
         raise StateIncompatible(
-            f"{changelog.topic}/{changelog.partition} begins at offset {bounds.start} and holds no task record, but "
+            f"{changelog} begins at offset {bounds.start} and holds no task record, but "
             "the local state was written with one: somebody has emptied the changelog. Records written after this "
             "disk's state are lost. Nothing was changed. Start the worker that has the newest state, or accept the "
             "loss of "
@@ -217,7 +217,7 @@ async def _refuse_truncated(wire: Wire, changelog: TopicPartition, bounds: LogBo
         )
     if record is not None and record.counts_on_more(bounds.start):
         raise StateIncompatible(
-            f"{changelog.topic}/{changelog.partition} begins at offset {bounds.start}, but its last task record says "
+            f"{changelog} begins at offset {bounds.start}, but its last task record says "
             f"that state in force was written from offset {record.kept_from} on: somebody has truncated the changelog. "
             f"This worker's disk does not hold what is gone, or holds it for another guard period. Nothing was "
             f"touched. Start it where the disk does, with the guard period before, or accept the loss of these "
@@ -244,7 +244,7 @@ def refuse_other_fingerprint(found: bytes, ours: bytes, feeding: TopicPartition)
     """Raise StateIncompatible if the state was written by a topology that would judge differently."""
     if found != ours:
         raise StateIncompatible(
-            f"the state of {feeding.topic}/{feeding.partition} was written by a topology "
+            f"the state of {feeding} was written by a topology "
             f"with another ID rule, other source topics or partition counts (fingerprint "
             f"{found.hex()}, now {ours.hex()}). Nothing was changed. Use the old topology, or discard the state with "
             "`dedup reset`."
@@ -315,7 +315,7 @@ class LostOffsets:
             raise self._refusal(lost)
 
     async def refuse(self, feed: Feed) -> None:
-        """Raise StateIncompatible if a source partition was read, but its owner, after fencing all others, finds no offset.
+        """Raise StateIncompatible if a source partition was read; its owner has fenced all others and found no offset.
 
         Tasks that ask at the same time share the answer.
         """

@@ -64,7 +64,7 @@ class TaskId:
     feeding: TopicPartition
 
     def __str__(self) -> str:
-        return f"{self.sub_topology} {self.feeding.topic}/{self.feeding.partition}"
+        return f"{self.sub_topology} {self.feeding}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -401,7 +401,7 @@ class Task:
             if offset is not None:
                 feeding = self.task_id.feeding
                 raise RecordRefused(
-                    f"{each}. It is offset {offset} of {feeding.topic}/{feeding.partition}, refused before and sent as "
+                    f"{each}. It is offset {offset} of {feeding}, refused before and sent as "
                     f"a dead letter now, so no topic takes it. Nothing was committed past it; give {each.topic!r} a "
                     "larger max.message.bytes, or name another dead_letter topic, and restart.",
                     topic=each.topic,

@@ -80,7 +80,6 @@ class TaskFactory:
             self.topology.window.segment_ms,
             TopicPartition(self.topology.feeding_topics[0], partition),
             TopicPartition(changelog, partition),
-            self.settings.state_dir,
             store_directory(self.settings.state_dir, identity),
         )
 

@@ -463,7 +463,7 @@ def _refusal(topology: Topology, used: list[TopicPartition], ends: Mapping[Topic
     first = used[0]
     return StateIncompatible(
         f"the group {topology.name!r} has judged nothing yet, but its output {first.topic!r} already holds records "
-        f"({first.topic}/{first.partition} up to offset {ends[first]}; partitions with records: {len(used)}). Another "
+        f"({first} up to offset {ends[first]}; partitions with records: {len(used)}). Another "
         "topology writes there, or this one did under another name; the new group knows none of these IDs, so "
         "forwarded records would be forwarded again. Nothing was changed. Use the old name, or give this topology "
         "its own output; to rename it permanently, see Rename in docs/operations.md. If this is intended, run "

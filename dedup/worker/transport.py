@@ -251,7 +251,7 @@ class Consumer(FaustConsumer):
             feeding = answer.source
             if answer.begun != self._passed[TP(*feeding)] and not answer.reading.over:
                 raise InvariantBroken(
-                    f"an answer from offset {answer.begun} of {feeding.topic}/{feeding.partition} came, but the one "
+                    f"an answer from offset {answer.begun} of {feeding} came, but the one "
                     f"before it ended at {self._passed[TP(*feeding)]}. The worker stops; nothing was committed past "
                     f"that offset."
                 )

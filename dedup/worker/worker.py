@@ -10,10 +10,10 @@ import gc
 import logging
 import secrets
 import signal
-from collections.abc import Callable, Mapping
-from contextlib import AbstractAsyncContextManager, nullcontext
-from dataclasses import dataclass
-from typing import Any, Final, Protocol, Self
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, Final, Protocol
 
 import uvloop
 from yarl import URL
@@ -117,6 +117,7 @@ class _Quiet:
     said: bool = False
 
 
+@dataclass(slots=True)
 class IdleFeeds:
     """Tracks how long each repartition task has had no lag, and marks idle feeds.
 
@@ -125,26 +126,25 @@ class IdleFeeds:
     in its own transaction, so that a replay makes the same decisions.
     """
 
-    def __init__(self, idle_after_ms: int, caught_up: CaughtUp) -> None:
-        self._idle_after_ms: Final = idle_after_ms
-        self._caught_up: Final = caught_up
-        self._quiet: dict[TopicPartition, _Quiet] = {}
+    idle_after_ms: int
+    caught_up: CaughtUp
+    quiet: dict[TopicPartition, _Quiet] = field(init=False, default_factory=dict)
 
     def look(self, tasks: Mapping[TopicPartition, Task], now_ms: int) -> None:
         """Mark each feed that has had no lag for long enough as idle, but not again before its next record."""
-        for feeding in self._quiet.keys() - tasks.keys():
-            del self._quiet[feeding]
+        for feeding in self.quiet.keys() - tasks.keys():
+            del self.quiet[feeding]
         for feeding, task in tasks.items():
             if task.task_id.sub_topology != "repartition":
                 continue
-            quiet = self._quiet.get(feeding)
+            quiet = self.quiet.get(feeding)
             if quiet is None or quiet.task is not task or quiet.next_offset != task.next_offset:
-                quiet = self._quiet[feeding] = _Quiet(task, now_ms, task.next_offset)
+                quiet = self.quiet[feeding] = _Quiet(task, now_ms, task.next_offset)
             if quiet.said:
                 continue  # already marked as idle
-            if task.state is not TaskState.RUNNING or not self._caught_up(feeding, task):
+            if task.state is not TaskState.RUNNING or not self.caught_up(feeding, task):
                 quiet.since_ms = now_ms
-            elif now_ms - quiet.since_ms >= self._idle_after_ms and task.say_idle():
+            elif now_ms - quiet.since_ms >= self.idle_after_ms and task.say_idle():
                 quiet.said = True
                 log.info("%s: no record for %d ms; marked idle", task.task_id, now_ms - quiet.since_ms)
 
@@ -240,6 +240,7 @@ class Pages(Protocol):
 MakePages = Callable[[Introspection], AbstractAsyncContextManager[Pages]]
 
 
+@dataclass(slots=True)
 class Maintenance:
     """Deletes records that no restore needs, and limits the size of the state; `run` works until it is canceled.
 
@@ -250,15 +251,14 @@ class Maintenance:
     deleted, because `dedup verify` replays that topic.
     """
 
-    def __init__(self, app: DedupApp, topology: Topology, clock: SteadyClock) -> None:
-        self._app: Final = app
-        self._topology: Final = topology
-        self._clock: Final = clock
-        self._deleted: dict[TopicPartition, int] = {}
-        """Maps each partition to the offset below which records were last deleted."""
-        self._warned = False
-        self._truncated: Final[set[TopicPartition]] = set()
-        """Changelogs that were truncated by somebody else; each is logged once."""
+    app: DedupApp
+    topology: Topology
+    clock: SteadyClock
+    deleted: dict[TopicPartition, int] = field(init=False, default_factory=dict)
+    """Maps each partition to the offset below which records were last deleted."""
+    warned: bool = field(init=False, default=False)
+    truncated: set[TopicPartition] = field(init=False, default_factory=set)
+    """Changelogs that were truncated by somebody else; each is logged once."""
 
     async def run(self) -> None:
         """Do the periodic work until canceled; make the worker fail if state is too large."""
@@ -268,25 +268,25 @@ class Maintenance:
                 self.refuse_too_large()
                 await self.delete()
             except StateIncompatible as error:
-                self._app.tasks.fail(error)
+                self.app.tasks.fail(error)
                 return
             except (BrokerUnavailable, NoAnswer) as error:
                 # A failure costs only disk space on the broker, and the next round tries again.
-                if not self._warned:
+                if not self.warned:
                     log.warning("old records were not deleted: %s", error)
-                    self._warned = True
+                    self.warned = True
 
     def refuse_too_large(self) -> None:
         """Raise StateIncompatible if a partition's committed state exceeds its limit."""
-        most = self._topology.state.max_bytes_per_partition
-        for feeding, task in self._app.tasks.running.items():
+        most = self.topology.state.max_bytes_per_partition
+        for feeding, task in self.app.tasks.running.items():
             store = task.work.store if isinstance(task.work, DedupTask) else None
             if most is None or task.state is not TaskState.RUNNING or store is None:
                 continue
             size = store.approximate_bytes()
             if size > most:
                 raise StateIncompatible(
-                    f"the state of {feeding.topic}/{feeding.partition} takes {size:,} bytes, more than "
+                    f"the state of {feeding} takes {size:,} bytes, more than "
                     f"state.max_bytes_per_partition ({format_size(most)}). The worker stops. Nothing is lost, because "
                     "all judged records are committed. Raise the limit if the disk has room, or shorten guard_period "
                     "or grace."
@@ -295,91 +295,81 @@ class Maintenance:
     async def delete(self) -> None:
         """Delete changelog records that no live segment needs, and old committed records of the repartition topic."""
         wanted: dict[TopicPartition, int] = {}
-        for feeding, task in list(self._app.tasks.running.items()):
+        for feeding, task in list(self.app.tasks.running.items()):
             dedup_task = task.work
             if task.state is TaskState.RUNNING and isinstance(dedup_task, DedupTask):
-                wanted[dedup_task.changelog] = dedup_task.truncate_below or 0
-                self._log_if_truncated(dedup_task, (await self._app.wire.bounds(dedup_task.changelog)).start)
-                if not self._topology.direct:
+                wanted[dedup_task.plan.changelog] = dedup_task.truncate_below or 0
+                self._log_if_truncated(dedup_task, (await self.app.wire.bounds(dedup_task.plan.changelog)).start)
+                if not self.topology.direct:
                     committed = task.numbers.committed_offset or 0
-                    kept_from = await self._app.wire.offset_at(feeding, self._clock.now_ms() - KEEP_MS)
+                    kept_from = await self.app.wire.offset_at(feeding, self.clock.now_ms() - KEEP_MS)
                     wanted[feeding] = committed if kept_from is None else min(committed, kept_from)
-        below = {partition: offset for partition, offset in wanted.items() if offset > self._deleted.get(partition, 0)}
+        below = {partition: offset for partition, offset in wanted.items() if offset > self.deleted.get(partition, 0)}
         if not below:
             return
-        async with Admin(self._app.wire.connection) as admin:
+        async with Admin(self.app.wire.connection) as admin:
             await admin.delete_records(below)
-        self._deleted.update(below)
+        self.deleted.update(below)
         for partition, offset in below.items():
             log.info("%s: records below %d are deleted", partition, offset)
 
     def _log_if_truncated(self, dedup_task: DedupTask, begin: int) -> None:
         """Log an error once if the changelog lacks records that live segments need; dedup never deletes those."""
         record = dedup_task.store.task_record if dedup_task.store is not None else None
-        if record is None or not record.counts_on_more(begin) or dedup_task.changelog in self._truncated:
+        if record is None or not record.counts_on_more(begin) or dedup_task.plan.changelog in self.truncated:
             return
-        self._truncated.add(dedup_task.changelog)
+        self.truncated.add(dedup_task.plan.changelog)
         log.error(
             "%s begins at offset %d, but state in force was written from offset %d on: somebody has truncated it. Only "
             "this worker's disk, and warm standbys, hold the deleted records. Keep the disk until retention has "
             "passed; an owner without it will refuse to start.",
-            dedup_task.changelog,
+            dedup_task.plan.changelog,
             begin,
             record.kept_from,
         )
 
 
-class BackgroundLoops:
-    """Runs a worker's periodic loops inside a ``with`` block; an error in one of them stops the worker."""
+@asynccontextmanager
+async def background_loops(app: DedupApp, topology: Topology, introspection: Introspection) -> AsyncIterator[None]:
+    """Run a worker's periodic loops inside a ``with`` block; an error in one of them stops the worker."""
+    clock = SteadyClock()
+    loops = [Maintenance(app, topology, clock).run(), _look_for_dead_letters(app, clock)]
+    if not topology.direct:
+        idle_feeds = IdleFeeds(topology.idle_after_ms, introspection.caught_up)
+        loops.append(_look_for_idle_feeds(app, idle_feeds, clock))
 
-    def __init__(self, app: DedupApp, topology: Topology, introspection: Introspection) -> None:
-        self._app: Final = app
-        self._topology: Final = topology
-        self._clock: Final = SteadyClock()
-        self._introspection: Final = introspection
-        self._loops: list[asyncio.Task[None]] = []
-
-    async def __aenter__(self) -> Self:
-        """Start the loops."""
-        loops = [Maintenance(self._app, self._topology, self._clock).run(), self._look_for_dead_letters()]
-        if not self._topology.direct:
-            loops.append(self._look_for_idle_feeds())
-        self._loops = [asyncio.create_task(loop) for loop in loops]
-        for task in self._loops:
-            task.add_done_callback(self._ended)
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        """End the loops."""
-        await ended(self._loops)
-
-    def _ended(self, loop: asyncio.Task[None]) -> None:
+    def stop_on_error(loop: asyncio.Task[None]) -> None:
         if not loop.cancelled() and (error := loop.exception()) is not None:
-            self._app.tasks.fail(error)
+            app.tasks.fail(error)
 
-    async def _look_for_dead_letters(self) -> None:
-        """Log a message when nearly all records start to become dead letters, and another one when this ends."""
-        share = DeadShare()
-        share.look(Counted.of((), self._clock.now_ms()))
-        while True:
-            await asyncio.sleep(_LONGEST_LOOK_S)
-            tasks = self._app.tasks
-            numbers = [*tasks.ended.values(), *(task.numbers for task in tasks.running.values())]
-            turned = share.look(Counted.of(numbers, self._clock.now_ms()))
-            self._app.alert = share.alert
-            if turned and share.alert is not None:
-                log.error("%s", share.alert.text)
-            elif turned:
-                log.warning(
-                    "fewer than 95 % of the records of the last minute are dead letters now, or no records arrived"
-                )
+    tasks = [asyncio.create_task(loop) for loop in loops]
+    for task in tasks:
+        task.add_done_callback(stop_on_error)
+    try:
+        yield
+    finally:
+        await ended(tasks)
 
-    async def _look_for_idle_feeds(self) -> None:
-        idle_after_ms = self._topology.idle_after_ms
-        feeds = IdleFeeds(idle_after_ms, self._introspection.caught_up)
-        while True:
-            feeds.look(self._app.tasks.running, self._clock.now_ms())
-            await asyncio.sleep(min(_LONGEST_LOOK_S, idle_after_ms / 4000))
+
+async def _look_for_dead_letters(app: DedupApp, clock: SteadyClock) -> None:
+    """Log a message when nearly all records start to become dead letters, and another one when this ends."""
+    share = DeadShare()
+    share.look(Counted.of((), clock.now_ms()))
+    while True:
+        await asyncio.sleep(_LONGEST_LOOK_S)
+        numbers = [*app.tasks.ended.values(), *(task.numbers for task in app.tasks.running.values())]
+        turned = share.look(Counted.of(numbers, clock.now_ms()))
+        app.alert = share.alert
+        if turned and share.alert is not None:
+            log.error("%s", share.alert.text)
+        elif turned:
+            log.warning("fewer than 95 % of the records of the last minute are dead letters now, or no records arrived")
+
+
+async def _look_for_idle_feeds(app: DedupApp, feeds: IdleFeeds, clock: SteadyClock) -> None:
+    while True:
+        feeds.look(app.tasks.running, clock.now_ms())
+        await asyncio.sleep(min(_LONGEST_LOOK_S, feeds.idle_after_ms / 4000))
 
 
 @dataclass(frozen=True, slots=True)
@@ -428,7 +418,6 @@ async def _run_alone(topology: Topology, settings: Settings, options: RunOptions
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, stop.set)
-        app.tasks.connect(app.member)
         introspection = Introspection(app, topology)
         # The pages are announced to the group when the worker joins it.
         async with options.make_pages(introspection) if options.make_pages else nullcontext() as pages:
@@ -436,7 +425,7 @@ async def _run_alone(topology: Topology, settings: Settings, options: RunOptions
                 app.conf.canonical_url = URL(identity(app.settings.worker_id, pages.advertised))
             await app.start()
             try:
-                async with BackgroundLoops(app, topology, introspection):
+                async with background_loops(app, topology, introspection):
                     await _until_over(app, stop, options, ends)
             finally:
                 await app.stop()

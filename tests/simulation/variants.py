@@ -49,8 +49,8 @@ class StoreBeforeCommit(DedupTask):
 
     def _remember(self, rows: Rows, outcome: Outcome, now_ms: int) -> list[RecordBatch]:
         batches = super()._remember(rows, outcome, now_ms)
-        assert self._store is not None
-        self._store.apply(self._writes(rows, outcome), None, self._store.position)
+        assert self.store is not None
+        self.store.apply(self._writes(rows, outcome), None, self.store.position)
         return batches
 
 
@@ -227,8 +227,8 @@ class RemovedAtCapture(DedupTask):
 
     async def restore(self, committed: int | None) -> int:
         start = await super().restore(committed)
-        assert self._store is not None
-        self._buffer = ForgetfulWriteBuffer(self._store)
+        assert self.store is not None
+        self._buffer = ForgetfulWriteBuffer(self.store)
         return start
 
 
@@ -237,8 +237,8 @@ class StreamTimeApart(DedupTask):
 
     async def restore(self, committed: int | None) -> int:
         start = await super().restore(committed)
-        assert self._store is not None
-        times = [seen.last_ms for _, _, value in self._store.sightings() for seen in decode_sightings(value)]
+        assert self.store is not None
+        times = [seen.last_ms for _, _, value in self.store.sightings() for seen in decode_sightings(value)]
         self._applied = self._stream_time = StreamTime(max(times, default=BEFORE_ALL_TIME), self._applied.feeds)
         return start
 
@@ -281,9 +281,9 @@ class UnappliedExpiry(DedupTask):
 
     def judge(self, batch: FeedBatch, refusals: Refusals) -> list[RecordBatch]:
         judged = super().judge(batch, refusals)
-        assert self._store is not None
-        window = self._plan.rules.window
-        self._store.drop_below(window.oldest_live_ms(self._stream_time.value_ms), window.segment_ms)
+        assert self.store is not None
+        window = self.plan.rules.window
+        self.store.drop_below(window.oldest_live_ms(self._stream_time.value_ms), window.segment_ms)
         return judged
 
 

@@ -75,10 +75,9 @@ class Shop:
         self.ready: list[tuple[TopicPartition, int]] = []
         self.rejoined = asyncio.Event()
         self._damage = damage
-        self.tasks = TaskManager(self._build, self.wiped.append, commit_interval_ms=0)
+        self.tasks = TaskManager(self._build, self.wiped.append, lambda: self, commit_interval_ms=0)
         self.counted_in = True
         self.halted: list[TopicPartition] = []
-        self.tasks.connect(self)
 
     def begin(self, feeding: TopicPartition, position: Position) -> int:
         self.ready.append((feeding, position.offset))
