@@ -20,7 +20,6 @@ from yarl import URL
 
 from dedup.core.window import Sighting
 from dedup.kafka.client import KafkaWire
-from dedup.kafka.connection import Connection
 from dedup.settings import Settings
 from dedup.store.directory import StorePool
 from dedup.store.rocks import RocksMemory
@@ -96,7 +95,7 @@ class TableManager(FaustTableManager):
         ours = {feeding.partition for feeding in app.tasks.running if feeding.topic in app.sub_topologies["dedup"]}
         standbys = {tp.partition for tp in app.assignor.assigned_standbys() if tp.topic in self.changelog_topics}
         app.standbys.assign(standbys - ours)
-        app.store_pool.keep_only(standbys | ours)
+        app.pool.keep_only(standbys | ours)
         app.flow_control.resume()
         app.consumer.resume_flow()
         await app._fetcher.maybe_start()  # noqa: SLF001  # as at the end of Faust's own recovery
@@ -124,7 +123,6 @@ STORES.aliases["dedup"] = "dedup.worker.app:SightingsStore"
 
 def create_app(topology: Topology, settings: Settings, cluster: Cluster, wire: KafkaWire) -> DedupApp:
     """Return the app of a topology without starting it. Call this in the event loop that will run the app."""
-    connection = Connection.of(settings, client_id=f"dedup-{topology.name}")
     # Faust needs a directory. A topology's name contains no dot, so the name of this directory never equals that of a
     # state directory. The path is absolute, because Faust puts a relative table directory below the data directory and
     # does not create it there.
@@ -132,7 +130,7 @@ def create_app(topology: Topology, settings: Settings, cluster: Cluster, wire: K
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     app = DedupApp(
         topology.name,
-        broker=[f"dedup://{broker}" for broker in connection.brokers],
+        broker=[f"dedup://{broker}" for broker in wire.connection.brokers],
         store="dedup://",
         cache="memory://",
         TableManager=TableManager,
@@ -153,15 +151,13 @@ def create_app(topology: Topology, settings: Settings, cluster: Cluster, wire: K
         broker_session_timeout=settings.session_timeout_ms / 1000,
         broker_commit_interval=1.0,
     )
-    app.store_pool = StorePool()
-    factory = TaskFactory(topology, settings, cluster, wire, SteadyClock(), RocksMemory(), store_pool=app.store_pool)
-    app.settings, app.connection, app.wire = settings, connection, wire
-    app.topic_check = factory.check
+    app.pool = StorePool()
+    factory = TaskFactory(topology, settings, cluster, wire, SteadyClock(), RocksMemory(), app.pool)
+    app.settings, app.wire, app.factory = settings, wire, factory
     wire.pin(factory.check.topic_ids)
     interval_ms = settings.commit_interval_ms
     app.tasks = TaskManager(factory.build, factory.wipe, lambda: app.member, commit_interval_ms=interval_ms)
     app.standbys = Standbys(wire, topology.changelog_topic, topology.window, factory.fingerprint(), factory.keeping)
-    app.bootstrap = factory.bootstrap
     app.sub_topologies = {"dedup": topology.feeding_topics}
     if not topology.direct:
         app.sub_topologies = {"repartition": topology.source.topics, **app.sub_topologies}

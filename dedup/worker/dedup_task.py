@@ -52,13 +52,9 @@ FOREIGN: Final = (
     "dedup-timestamp. Stop any other program that writes to that topic, then run `dedup reset`."
 )
 _WARM_IDS: Final = 20_000
-"""After a restart, each commit loads this many IDs into the Bloom filters until all are loaded. Loading them takes
-about 10 ms per commit.
-"""
+"""After a restart, each commit loads this many IDs into the Bloom filters, which takes about 10 ms."""
 _MOST_FOLDS: Final = 3
-"""Number of attempts to judge a whole batch. A batch with more records that their topics do not accept is judged in
-parts.
-"""
+"""Number of attempts to judge a whole batch. A batch with more records that are not accepted is judged in parts."""
 PIECE: Final = 64
 """Number of records per part. Each record that its topic does not accept costs one more fold of its part."""
 _NO_HEADERS: Final[list[Header]] = []
@@ -381,8 +377,7 @@ class DedupTask(TaskWork):
         return batches
 
     def _judged_in(self, most_folds: int, batch: FeedBatch, refusals: Refusals) -> list[RecordBatch] | None:
-        """Judge a batch; return None, with nothing changed, if the last fold still finds a record that its topic
-        refuses.
+        """Judge a batch; return None, with nothing changed, if the last fold still finds a record to leave out.
 
         Each fold turns only the first record that its topic does not accept into a dead letter. A dead letter leaves no
         sighting, so later verdicts may change. For example, the next record with the same ID may become unique.
@@ -474,10 +469,7 @@ class DedupTask(TaskWork):
         return writes
 
     def _grouped(self, rows: Rows, outcome: Outcome) -> Iterator[tuple[int, Feed, list[int]]]:
-        """Yield the rows of each segment and feed, as (segment, feed, rows).
-
-        A batch usually has only one segment and one feed, so this case is tried first.
-        """
+        """Yield the rows of each segment and feed; usually there is one of each, so this case is tried first."""
         times_ms, singles = outcome.judged_times_ms, outcome.singles
         taken = list(map(times_ms.__getitem__, singles))
         least = self._window.segment_of(min(taken))
@@ -557,10 +549,7 @@ class DedupTask(TaskWork):
 
 
 def _longest(values: Sequence[bytes]) -> Sightings:
-    """Return the sightings of an ID that several segments hold.
-
-    Earlier segments hold shorter versions of an extended sighting; the longest version counts.
-    """
+    """Return the sightings of an ID in several segments, of which earlier ones hold shorter versions of a sighting."""
     longest: dict[tuple[object, ...], Sighting] = {}
     for value in values:
         for seen in decode_sightings(value):

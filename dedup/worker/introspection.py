@@ -159,7 +159,7 @@ class Introspection:
             fenced=app.tasks.fenced,
             corrupted=app.tasks.corrupted,
             not_ready=self.not_ready(),
-            checkpoints_unusable=app.bootstrap.unusable,
+            checkpoints_unusable=app.factory.bootstrap.unusable,
             alert=app.alert,
             ended=app.tasks.ended,
         )

@@ -54,15 +54,11 @@ _FIRST_SOURCE: Final = "dedup-first-source"
 IDLE: Final = "dedup-idle"
 DIGEST: Final = "dedup-digest"
 ID: Final = "dedup-id"
-"""Header with the tracking ID on records that `dedup ingest` and `IdempotentWriter` send, if the record does not
-contain the ID otherwise.
-"""
+"""Header with the tracking ID on records of `dedup ingest` and `IdempotentWriter` that do not contain it otherwise."""
 REPLAYED: Final = "dedup-replayed"
 """Header on records that `dedup replay` has sent; it contains the source position at which they were first judged."""
 SLACK_BYTES: Final = 65_536
-"""Late and dead-letter topics accept records that are this much larger than the source accepts, because of added
-headers.
-"""
+"""Late and dead-letter topics accept records that are larger than the source's by this, for the added headers."""
 _LATE_ADDED: Final = 2
 """Number of headers that `RecordCollector` adds to a late record (source position and timestamp)."""
 _DEAD_ADDED: Final = 4
@@ -219,9 +215,7 @@ class Routes:
     conflicts: Route | None = None
     output_headers: bool = False
     keep_partition: bool = True
-    """True if the output keeps the source's partition number; otherwise, the record's key or ID determines the
-    partition.
-    """
+    """True if the output keeps the source's partition number; otherwise, the record's key or ID determines it."""
     time_is_record: bool = True
     """True if the event time is the record's timestamp; in that case, the output record gets the clamped time."""
     compression: str = "snappy"

@@ -65,68 +65,67 @@ def delete_local_state(partitions: Sequence[Path]) -> None:
             path.parent.rmdir()
 
 
+@dataclass(frozen=True, slots=True)
 class Reset:
     """One reset of one topology."""
 
-    def __init__(self, topology: Topology, settings: Settings, wire: KafkaWire, admin: Admin) -> None:
-        self._topology: Final = topology
-        self._settings: Final = settings
-        self._wire: Final = wire
-        self._admin: Final = admin
-        self._group: Final = Group(wire, topology.name)
-        self._mark: Final = Group(wire, topology.reset_group)
+    topology: Topology
+    settings: Settings
+    wire: KafkaWire
+    admin: Admin
 
     async def look(self) -> Doomed:
         """Return what a reset would delete; raises DedupError while the group has members."""
-        members = await self._group.members()
+        members = await Group(self.wire, self.topology.name).members()
         if members:
             names = ", ".join(f"{member.worker_id} at {member.host}" for member in members)
             raise DedupError(
-                f"the group {self._topology.name!r} has members: {names}. Nothing was changed; stop these workers, and "
+                f"the group {self.topology.name!r} has members: {names}. Nothing was changed; stop these workers, and "
                 f"wait for the session timeout of one that was killed."
             )
-        have = await self._admin.topics(state_topics(self._topology))
-        places = tuple(storage.place(self._topology.name, each) for storage, each in await self._checkpoints())
-        partitions = local_state(self._topology, self._settings.state_dir)
-        return Doomed(self._topology.name, tuple(sorted(have)), partitions, places)
+        have = await self.admin.topics(state_topics(self.topology))
+        places = tuple(storage.place(self.topology.name, each) for storage, each in await self._checkpoints())
+        partitions = local_state(self.topology, self.settings.state_dir)
+        return Doomed(self.topology.name, tuple(sorted(have)), partitions, places)
 
     async def run(self, doomed: Doomed, to: Start | None) -> dict[TopicPartition, int]:
         """Delete everything and recreate the topics. Return the offsets that were set; empty if ``to`` is None."""
-        topology = self._topology
+        topology = self.topology
         await self.look()  # a worker may have joined in the meantime
-        have = await self._admin.topics(topic_names(topology))
+        have = await self.admin.topics(topic_names(topology))
         left = {name: topic for name, topic in have.items() if name not in doomed.topics}
-        wanted = missing_topics(topology, self._settings, left)
+        wanted = missing_topics(topology, self.settings, left)
         sources = [place for name in topology.source.topics for place in have[name].places]
-        offsets = {} if to is None else {feeding: await first_offset(self._wire, feeding, to) for feeding in sources}
+        offsets = {} if to is None else {feeding: await first_offset(self.wire, feeding, to) for feeding in sources}
         await self._fence(sources, have)
         # The mark is set after all workers were fenced, so none of them can overwrite it.
-        await self._group.delete()
-        await self._group.set_offsets(dict.fromkeys(sources, 0), note=RESETTING, for_ever=True)
-        await self._admin.delete(doomed.topics)
+        group = Group(self.wire, topology.name)
+        await group.delete()
+        await group.set_offsets(dict.fromkeys(sources, 0), note=RESETTING, for_ever=True)
+        await self.admin.delete(doomed.topics)
         await self._until(0, doomed.topics, "not gone yet")
         delete_local_state(doomed.partitions)
         # The checkpoints belong to the deleted changelog, so workers would refuse them.
         for storage, partition in await self._checkpoints():
             await transfer(lambda _, s=storage, p=partition: s.delete(topology.name, p), str(storage))  # type: ignore[misc]
         await self._leave_mark(left, offsets)
-        made = await self._admin.create(wanted)
+        made = await self.admin.create(wanted)
         await self._until(len(made), made, "not there yet")
         if offsets and topology.direct:
             await self._begin_at(offsets)
         elif offsets:
-            await self._group.set_offsets(offsets)
+            await group.set_offsets(offsets)
         else:
-            await self._group.delete()
+            await group.delete()
         return offsets
 
     async def _checkpoints(self) -> list[tuple[CheckpointStorage, int]]:
         """Return the partitions that have a checkpoint, each with the storage that holds it."""
-        url = self._settings.state.checkpoint
+        url = self.settings.state.checkpoint
         if url is None:
             return []
         storage = CheckpointStorage(url)
-        kept = await transfer(lambda _: storage.partitions(self._topology.name), str(storage))
+        kept = await transfer(lambda _: storage.partitions(self.topology.name), str(storage))
         return [(storage, partition) for partition in kept]
 
     async def _leave_mark(self, left: Mapping[str, Topic], offsets: Mapping[TopicPartition, int]) -> None:
@@ -134,14 +133,15 @@ class Reset:
 
         Call this while no changelog exists, so that the mark is older than any new state.
         """
-        written = [place for name in self._topology.written_topics if name in left for place in left[name].places]
-        ends = await ends_of(self._wire, written)
-        await self._mark.delete()
-        await self._mark.set_offsets({**ends, **offsets}, for_ever=True)
+        written = [place for name in self.topology.written_topics if name in left for place in left[name].places]
+        ends = await ends_of(self.wire, written)
+        mark = Group(self.wire, self.topology.reset_group)
+        await mark.delete()
+        await mark.set_offsets({**ends, **offsets}, for_ever=True)
 
     async def _fence(self, sources: list[TopicPartition], have: Mapping[str, Topic]) -> None:
         """Fence all workers and end their open transactions, so that no suspended worker writes to the new topics."""
-        topology = self._topology
+        topology = self.topology
         feeding = have.get(topology.feeding_topics[0])
         count = 0 if feeding is None else feeding.partitions
         ids = [topology.transactional_id("dedup", partition) for partition in range(count)]
@@ -151,15 +151,13 @@ class Reset:
             await self._session(transactional_id).open()
 
     def _session(self, transactional_id: str) -> Session:
-        timeout_ms = self._settings.transaction_timeout_ms
-        return Session(
-            self._wire, transactional_id, self._topology.name, timeout_ms=timeout_ms, deadline_ms=DEADLINE_MS
-        )
+        timeout_ms = self.settings.transaction_timeout_ms
+        return Session(self.wire, transactional_id, self.topology.name, timeout_ms=timeout_ms, deadline_ms=DEADLINE_MS)
 
     async def _until(self, there: int, names: Sequence[str], what: str) -> None:
         """Wait until the given number of topics exists; a broker responds before all brokers know about a change."""
         deadline_s = asyncio.get_running_loop().time() + _KNOWN_WITHIN_S
-        while len(await self._admin.topics(names)) != there:
+        while len(await self.admin.topics(names)) != there:
             if asyncio.get_running_loop().time() > deadline_s:
                 raise BrokerUnavailable(f"topics {', '.join(names)} are {what}. Run `dedup reset` again.")
             await asyncio.sleep(LOOK_S)
@@ -169,8 +167,8 @@ class Reset:
 
         Offsets alone would look like an emptied changelog, which no worker accepts.
         """
-        topology = self._topology
-        cluster = Cluster(await self._admin.topics(topic_names(topology)))
+        topology = self.topology
+        cluster = Cluster(await self.admin.topics(topic_names(topology)))
         fingerprint = topology.state_fingerprint(cluster.source_partitions(topology))
         # The first partition is written last, because a worker looks for the reset mark there.
         for feeding, offset in sorted(offsets.items(), reverse=True):
@@ -194,7 +192,7 @@ class Reset:
                 # The leader of a topic created a moment ago may not know it yet.
                 if attempt + 1 == MOST_ATTEMPTS:
                     raise
-                await self._wire.refresh()
+                await self.wire.refresh()
                 await asyncio.sleep(LOOK_S)
             else:
                 return

@@ -19,7 +19,7 @@ import logging
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Final
 
@@ -293,20 +293,21 @@ def _other_grid(writes: Writes, window: Window) -> bool:
 # it starts, because a group can be deleted while its only worker is frozen for longer than its session timeout.
 
 
+@dataclass(slots=True)
 class LostOffsets:
     """Refuses source partitions from which records were read, but for which the group no longer has an offset."""
 
-    def __init__(self, topology: Topology, cluster: Cluster, wire: Wire) -> None:
-        self._topology: Final = topology
-        self._cluster: Final = cluster
-        self._wire: Final = wire
-        self._look: asyncio.Task[set[Feed]] | None = None
+    topology: Topology
+    cluster: Cluster
+    wire: Wire
+    look: asyncio.Task[set[Feed]] | None = field(init=False, default=None)
+    """The request that is in flight, shared by all tasks that ask."""
 
     async def refuse_any(self) -> None:
         """Raise StateIncompatible if any source partition was read but the group no longer has an offset for it."""
-        if self._topology.direct:
+        if self.topology.direct:
             return
-        missing = [feed for feed in self._cluster.feeds(self._topology) if await self._has_none(feed)]
+        missing = [feed for feed in self.cluster.feeds(self.topology) if await self._has_none(feed)]
         read = await self._read_feeds() if missing else set()
         # A partition without an offset may have been empty until now, and another worker may just have read its first
         # record.
@@ -319,25 +320,25 @@ class LostOffsets:
 
         Tasks that ask at the same time share the answer.
         """
-        if self._look is None or self._look.done():
-            self._look = asyncio.create_task(self._read_feeds(), name="look for lost offsets")
+        if self.look is None or self.look.done():
+            self.look = asyncio.create_task(self._read_feeds(), name="look for lost offsets")
         # A task that is revoked must not cancel the read for the other tasks.
-        if feed in await asyncio.shield(self._look):
+        if feed in await asyncio.shield(self.look):
             raise self._refusal([feed])
 
     async def _read_feeds(self) -> set[Feed]:
         """Return the source partitions with judged records, according to the task records."""
-        changelogs = self._cluster.topics[self._topology.changelog_topic].places
-        records = [await _last_task_record(self._wire, changelog) for changelog in changelogs]
+        changelogs = self.cluster.topics[self.topology.changelog_topic].places
+        records = [await _last_task_record(self.wire, changelog) for changelog in changelogs]
         feeds = [feed for record in records if record is not None for feed in record.feeds]
         return {Feed(feed.topic, feed.partition) for feed in feeds if feed.idle or feed.max_ms > BEFORE_ALL_TIME}
 
     async def _has_none(self, feed: Feed) -> bool:
-        place = TopicPartition(self._topology.source.topics[feed.topic], feed.partition)
-        return await committed_offset(self._wire, self._topology.name, place, stable=False) is None
+        place = TopicPartition(self.topology.source.topics[feed.topic], feed.partition)
+        return await committed_offset(self.wire, self.topology.name, place, stable=False) is None
 
     def _refusal(self, lost: list[Feed]) -> StateIncompatible:
-        topology = self._topology
+        topology = self.topology
         names = ", ".join(f"{topology.source.topics[feed.topic]}/{feed.partition}" for feed in lost)
         return StateIncompatible(
             f"the group {topology.name!r} has no offset of {names}, but task records in {topology.changelog_topic} say "
@@ -354,28 +355,21 @@ SHARE: Final = 1.0
 """How long all standbys together pause after a step, as a multiple of the time that the step took."""
 
 
+@dataclass(slots=True)
 class Standbys:
     """Keeps the stores of this worker's standby partitions up to date."""
 
-    def __init__(
-        self,
-        wire: Wire,
-        changelog_topic: str,
-        window: Window,
-        fingerprint: bytes,
-        keeping: Callable[[int], Keeping],
-    ) -> None:
-        self._wire: Final = wire
-        self._topic: Final = changelog_topic
-        self._window: Final = window
-        self._fingerprint: Final = fingerprint
-        self._keeping: Final = keeping
-        """Returns how the store of a partition is opened and released."""
-        self._turn: Final = asyncio.Lock()
-        self._stores: dict[int, Store] = {}
-        self._loops: dict[int, asyncio.Task[None]] = {}
-        self.lag: dict[int, int] = {}
-        """Maps each partition to the number of changelog offsets that are not applied yet."""
+    wire: Wire
+    changelog_topic: str
+    window: Window
+    fingerprint: bytes
+    keeping: Callable[[int], Keeping]
+    """Returns how the store of a partition is opened and released."""
+    lag: dict[int, int] = field(init=False, default_factory=dict)
+    """Maps each partition to the number of changelog offsets that are not applied yet."""
+    _turn: asyncio.Lock = field(init=False, default_factory=asyncio.Lock)
+    _stores: dict[int, Store] = field(init=False, default_factory=dict)
+    _loops: dict[int, asyncio.Task[None]] = field(init=False, default_factory=dict)
 
     def assign(self, partitions: Iterable[int]) -> None:
         """Stop the previous standbys, and follow the changelogs of these partitions."""
@@ -389,23 +383,23 @@ class Standbys:
             loop.cancel()
         stores, self._loops, self._stores, self.lag = self._stores, {}, {}, {}
         for partition, store in stores.items():
-            self._keeping(partition).release(store)
+            self.keeping(partition).release(store)
 
     async def _follow(self, partition: int) -> None:
-        changelog = TopicPartition(self._topic, partition)
+        changelog = TopicPartition(self.changelog_topic, partition)
         try:
-            keeping = self._keeping(partition)
+            keeping = self.keeping(partition)
             if keeping.prepare is not None:
                 await keeping.prepare()
             if not self._is_own(partition):
                 return  # a client has lost the cancellation, so a task may already use the store
             store = self._stores[partition] = keeping.open()
             bounds = await fitted(
-                self._wire,
+                self.wire,
                 changelog,
                 store,
-                self._window,
-                lambda record: refuse_other_fingerprint(record.fingerprint, self._fingerprint, changelog),
+                self.window,
+                lambda record: refuse_other_fingerprint(record.fingerprint, self.fingerprint, changelog),
             )
             position = max(store.position, bounds.start)
             while self._is_own(partition):
@@ -422,21 +416,21 @@ class Standbys:
 
     async def _step(self, changelog: TopicPartition, store: Store, position: int) -> int:
         try:
-            fetched = await self._wire.fetch(changelog, position, max_bytes=_STEP_BYTES, wait_ms=0)
+            fetched = await self.wire.fetch(changelog, position, max_bytes=_STEP_BYTES, wait_ms=0)
         except NoAnswer:
-            await self._wire.pause(IDLE_MS)
+            await self.wire.pause(IDLE_MS)
             return position
         except StateIncompatible as refused:
-            return await truncated_to(self._wire, changelog, position, store.task_record, refused)
+            return await truncated_to(self.wire, changelog, position, store.task_record, refused)
         if fetched.next_offset > position:
             async with self._turn:
                 began_s = time.monotonic()
-                apply_changelog(store, self._window, collect(fetched.keys, fetched.values), fetched.next_offset)
+                apply_changelog(store, self.window, collect(fetched.keys, fetched.values), fetched.next_offset)
                 if store.task_record is not None:
-                    oldest_ms = self._window.oldest_live_ms(store.task_record.stream_time_ms)
-                    store.drop_below(oldest_ms, self._window.segment_ms)
+                    oldest_ms = self.window.oldest_live_ms(store.task_record.stream_time_ms)
+                    store.drop_below(oldest_ms, self.window.segment_ms)
                 await asyncio.sleep(SHARE * (time.monotonic() - began_s))
         else:
-            await self._wire.pause(IDLE_MS)
+            await self.wire.pause(IDLE_MS)
         self.lag[changelog.partition] = fetched.high_watermark - fetched.next_offset
         return fetched.next_offset

@@ -89,9 +89,7 @@ class Committing:
     note: str = ""
     """Metadata of the committed offset; see `offset_note`."""
     pin_start: bool = False
-    """True if the starting position is committed immediately, because `latest` would mean a different one after a
-    crash.
-    """
+    """True if the starting position is committed at once, because `latest` would be another one after a crash."""
 
 
 class TaskWork(abc.ABC):
@@ -103,9 +101,7 @@ class TaskWork(abc.ABC):
         self._clock: Final = clock
         self._numbers: Final = numbers
         self._judged = TaskNumbers()
-        """The counters of the open transaction. They are separate, so that records are counted only once if the
-        transaction is aborted and its records are judged again.
-        """
+        """The counters of the open transaction, which are dropped if its records are judged again."""
         self.recent: Final = Recent()
 
     @abc.abstractmethod
@@ -182,9 +178,7 @@ class Task:
         self._commit_lock: Final = asyncio.Lock()
         self._sendable: Final = asyncio.Event()
         self._open_for_batches: Final = asyncio.Event()
-        """Cleared from the refusal of a record until the next commit, because no batch may be added to those that are
-        judged again.
-        """
+        """Cleared from a refusal until the next commit: no batch may be added to those that are judged again."""
         self._open_for_batches.set()
 
     @property

@@ -45,17 +45,13 @@ class TaskFactory:
     wire: Wire
     clock: SteadyClock
     memory: RocksMemory
-    store_pool: StorePool | None = None
-    """Keeps released stores open for their next owner. None means that stores are closed when they are released,
-    because the next owner may be another process.
-    """
+    pool: StorePool | None = None
+    """Keeps released stores open for their next owner. None closes them: the next owner may be another process."""
     bootstrap: Bootstrap = field(init=False, default_factory=Bootstrap)
     lost_offsets: LostOffsets = field(init=False)
     logged: set[Hashable] = field(init=False, default_factory=set)
     check: TopicCheck = field(init=False)
-    """Checks that the source topics, the feeding topics, and the changelog were not deleted, recreated, or given more
-    partitions since `cluster` was read.
-    """
+    """Checks that no topic that is read was deleted, recreated, or given more partitions since `cluster` was read."""
     limits: Limits = field(init=False)
     """The size limits of topics, shared by all tasks so that all of them learn from a refusal."""
 
@@ -85,7 +81,7 @@ class TaskFactory:
 
     def keeping(self, partition: int) -> Keeping:
         """Return how a task or a standby gets the partition's store, from a checkpoint if there is no local state."""
-        url, pool = self.settings.state.checkpoint, self.store_pool
+        url, pool = self.settings.state.checkpoint, self.pool
         prepare = None if url is None else partial(self.bootstrap.prepare, url, self.wire, self.wanted(partition))
         opening = partial(self.open_store, partition)
         return Keeping(opening, prepare) if pool is None else Keeping(opening, prepare, partial(pool.put, partition))
@@ -95,7 +91,7 @@ class TaskFactory:
 
         Raises TaskCorrupted or StateIncompatible.
         """
-        waiting = None if self.store_pool is None else self.store_pool.take(partition)
+        waiting = None if self.pool is None else self.pool.take(partition)
         if waiting is not None:
             return waiting
         wanted = self.wanted(partition)
@@ -108,7 +104,7 @@ class TaskFactory:
 
     def wipe(self, feeding: TopicPartition) -> None:
         """Delete a partition's local state, which can be restored from the changelog."""
-        waiting = None if self.store_pool is None else self.store_pool.take(feeding.partition)
+        waiting = None if self.pool is None else self.pool.take(feeding.partition)
         if waiting is not None:
             waiting.close()
         delete_store(self.wanted(feeding.partition).directory)

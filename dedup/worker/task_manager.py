@@ -27,8 +27,7 @@ _LEAST_REST: Final = 0.5
 """Share of the interval that is reserved for judging, regardless of how long the last commit took."""
 _MOST_RESTORES: Final = 2
 FIRST_PAUSE_S: Final = 0.2
-"""Pause before a task is rebuilt after a commit without a response; doubles with each attempt until a commit succeeds.
-"""
+"""Pause before a task is rebuilt after a commit without a response; doubles with each attempt until one succeeds."""
 LONGEST_PAUSE_S: Final = 10.0
 Build = Callable[[TopicPartition], Task]
 
@@ -96,8 +95,7 @@ class TaskManager:
         self._tasks: dict[TopicPartition, Task] = {}
         self._loops: dict[TopicPartition, asyncio.Task[None]] = {}
         self._lives: dict[TopicPartition, int] = {}
-        """Maps each partition to the number of the reading that its task judges; batches of other readings are dropped.
-        """
+        """Maps each partition to the reading that its task judges; batches of other readings are dropped."""
         self._member: Final = member
         self._damaged: Final[Counter[TopicPartition]] = Counter()
         self.fenced = 0

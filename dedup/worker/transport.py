@@ -25,15 +25,14 @@ from faust.types import TP, AppT, ConsumerMessage
 
 from dedup.errors import BrokerUnavailable, DedupError, InvariantBroken
 from dedup.kafka.client import KafkaWire
-from dedup.kafka.connection import Connection
-from dedup.kafka.consumer import Answer, FeedFetcher, TopicCheck
+from dedup.kafka.consumer import Answer, FeedFetcher
 from dedup.kafka.record_batch import Columns, FeedBatch
 from dedup.kafka.wire import COORDINATOR_MOVED, NoAnswer, Position, TopicPartition
 from dedup.metrics import DeadLetterAlert
 from dedup.settings import Settings
 from dedup.store.directory import StorePool
-from dedup.worker.bootstrap import Bootstrap
 from dedup.worker.restore import Standbys
+from dedup.worker.task_factory import TaskFactory
 from dedup.worker.task_manager import TaskManager
 
 log: Final = logging.getLogger(__name__)
@@ -103,13 +102,11 @@ class DedupApp(faust.App):
     """A Faust app that also holds the tasks of a worker; `dedup.worker.app.create_app` builds one."""
 
     settings: Settings
-    connection: Connection
     wire: KafkaWire
+    factory: TaskFactory
     tasks: TaskManager
     standbys: Standbys
-    bootstrap: Bootstrap
-    store_pool: StorePool
-    topic_check: TopicCheck
+    pool: StorePool
     alert: DeadLetterAlert | None = None
     """The alert that is active while nearly all records become dead letters."""
     sub_topologies: dict[str, tuple[str, ...]]
@@ -145,7 +142,7 @@ class Consumer(FaustConsumer):
         """Start without joining the group; Faust subscribes when its agents are running."""
         app = self.app
         self.client = aiokafka.AIOKafkaConsumer(
-            **app.connection.client_options(),
+            **app.wire.connection.client_options(),
             group_id=app.conf.id,
             group_instance_id=app.settings.worker_id,
             partition_assignment_strategy=[app.assignor],
@@ -161,7 +158,7 @@ class Consumer(FaustConsumer):
         )
         await self.client.start()
         gather_ms = min(app.settings.commit_interval_ms // _GATHER_SHARE, _MOST_GATHER_MS)
-        self.fetcher = FeedFetcher(app.wire, app.topic_check, wait_ms=_POLL_MS, gather_ms=gather_ms)
+        self.fetcher = FeedFetcher(app.wire, app.factory.check, wait_ms=_POLL_MS, gather_ms=gather_ms)
 
     async def on_stop(self) -> None:
         """Leave the group, after all tasks were closed."""

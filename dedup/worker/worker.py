@@ -429,7 +429,7 @@ async def _run_alone(topology: Topology, settings: Settings, options: RunOptions
                     await _until_over(app, stop, options, ends)
             finally:
                 await app.stop()
-                app.store_pool.keep_only(())
+                app.pool.keep_only(())
                 for number in (signal.SIGTERM, signal.SIGINT):
                     loop.remove_signal_handler(number)
         if app.tasks.failure.done():

@@ -290,7 +290,7 @@ async def test_a_standby_never_opens_the_store_of_a_task_of_this_worker() -> Non
             assigned_standbys=lambda: {TP("t.changelog", 0), TP("t.changelog", 1), TP("t.changelog", 2), TP("other", 3)}
         ),
         standbys=SimpleNamespace(assign=warm.append),
-        store_pool=SimpleNamespace(keep_only=kept.append),
+        pool=SimpleNamespace(keep_only=kept.append),
         flow_control=SimpleNamespace(resume=lambda: None),
         consumer=SimpleNamespace(resume_flow=lambda: None),
         _fetcher=SimpleNamespace(maybe_start=nothing),
