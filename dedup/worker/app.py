@@ -41,13 +41,6 @@ def identity(worker_id: str | None, url: str | None) -> str:
     return str(URL(url or f"http://{NOWHERE}").with_fragment(worker_id))
 
 
-def _attach_agents(app: DedupApp) -> None:
-    """Declare one agent per sub-topology. An agent that fails crashes the app instead of skipping the batch."""
-    for sub_topology, topics in app.sub_topologies.items():
-        channel = app.topic(*topics, schema=BatchSchema(), acks=False, internal=False)
-        app.agent(channel, name=sub_topology, supervisor_strategy=CrashingSupervisor)(app.tasks.process_all)
-
-
 class SightingsStore(FaustStore[Any, Any]):
     """A read-only Faust store for the URL ``dedup://``, with all sightings that this worker's tasks have applied."""
 
@@ -164,5 +157,8 @@ def create_app(topology: Topology, settings: Settings, cluster: Cluster, wire: K
     app.Table(
         "sightings", key_type=bytes, value_type=bytes, changelog_topic=app.topic(topology.changelog_topic, acks=False)
     )
-    _attach_agents(app)
+    for name, topics in app.sub_topologies.items():
+        channel = app.topic(*topics, schema=BatchSchema(), acks=False, internal=False)
+        # An agent that fails crashes the app instead of skipping the batch.
+        app.agent(channel, name=name, supervisor_strategy=CrashingSupervisor)(app.tasks.process_all)
     return app

@@ -169,15 +169,9 @@ class Bootstrap:
         self._tried.add(found.sha256)
         began_s = time.monotonic()
         await self._take(storage, found, wanted)
-        log.info(
-            "%s: taken over from the checkpoint at %s: %d IDs up to changelog position %d, %d bytes in %.1f s",
-            identity,
-            place,
-            found.ids,
-            found.position,
-            found.archive_bytes,
-            time.monotonic() - began_s,
-        )
+        text = "%s: taken over from the checkpoint at %s: %d IDs up to changelog position %d, %d bytes in %.1f s"
+        took_s = time.monotonic() - began_s
+        log.info(text, identity, place, found.ids, found.position, found.archive_bytes, took_s)
 
     def _useless(self, found: Checkpoint, wanted: WantedCheckpoint, bounds: LogBounds) -> str:
         """Return the reason why the checkpoint would not save time; empty if it would."""

@@ -17,6 +17,7 @@ mark may be behind the position but is never ahead of it.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final, Literal, get_args
 
@@ -91,7 +92,9 @@ class Replay:
         topic = self.plan.topic
         sides = self.cluster.topics[topic].places
         known = [await self._known(side, stable=False) for side in sides]
-        forgotten = {side: mark for side, (position, mark) in zip(sides, known, strict=True) if _lost(position, mark)}
+        places = zip(sides, known, strict=True)
+        # A mark without a position means that the broker has forgotten the position.
+        forgotten = {side: mark for side, (position, mark) in places if position is None and mark is not None}
         if forgotten and self.plan.begin is None:
             raise self._refusal(forgotten)
         if self.plan.begin is not None and not forgotten:
@@ -110,7 +113,7 @@ class Replay:
     async def _set_mark(self, side: TopicPartition, offset: int) -> None:
         await Group(self.wire, self.topology.replay_mark_group).set_offsets({side: offset}, for_ever=True)
 
-    def _refusal(self, forgotten: dict[TopicPartition, int | None]) -> StateIncompatible:
+    def _refusal(self, forgotten: Mapping[TopicPartition, int | None]) -> StateIncompatible:
         places = ", ".join(f"{side} from offset {mark}" for side, mark in forgotten.items())
         where = "the output" if self.plan.output else "the source topics"
         return StateIncompatible(
@@ -127,7 +130,7 @@ class Replay:
         # The position is read in the new epoch, because a replay that was killed may have had a commit in flight.
         position, mark = await self._known(side, stable=True)
         start = (await bounds_of(self.wire, side)).start
-        if _lost(position, mark):
+        if position is None and mark is not None:
             if self.plan.begin is None:
                 raise self._refusal({side: mark})
             position = mark if self.plan.begin == "last" else start
@@ -250,11 +253,6 @@ class Replay:
             key = extract([key], [columns.values[row]], [columns.headers[row]], [0]).ids[0] or b""
         count = self.cluster.topics[output].partitions
         return TopicPartition(output, partitions([key], count)[0])
-
-
-def _lost(position: int | None, mark: int | None) -> bool:
-    """Return whether the broker has forgotten a position."""
-    return position is None and mark is not None
 
 
 def replay_plan(topology: Topology, *, late: bool, limit: int | None, begin: Begin | None = None) -> ReplayPlan | str:

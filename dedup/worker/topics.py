@@ -382,18 +382,16 @@ def _sources(topology: Topology, have: Mapping[str, Topic]) -> Iterator[Finding]
             )
 
 
-# A new group may not write to an output that already holds records, unless the user says that this is intended. A
-# renamed topology, or a second one that writes to the same output, begins at `start` without state, and would forward
-# records that the output already holds. Only the output reveals this, because the new name has no offsets, no changelog
-# and no local state.
+# A renamed topology, or a second one with the same output, begins at `start` without state and would forward records
+# that the output already holds. Only the output reveals this: the new name has neither offsets nor state.
 #
-# The order of the checks prevents races. The first check looks for records in the output below its last stable offset,
-# because the outcome of an open transaction is unknown, and the transaction may belong to this fleet. The second check
-# looks whether this fleet has written anything. Every transaction of a task writes to the changelog before it ends, so
-# if the first check has seen records of this fleet, the second one sees a changelog end above zero. A fleet that was
-# seeded, or reset to a position, has also written to its changelog. A `dedup reset` without a position leaves a mark
-# with the output's ends, and the mark accounts for records below them. The user's consent leaves the same mark, so that
-# workers that start later do not need the consent, and `dedup verify` knows which records another topology has written.
+# The order of the checks prevents races. The first one looks for records in the output below its last stable offset,
+# because an open transaction may belong to this fleet. The second one looks whether this fleet has written anything:
+# every transaction of a task writes to the changelog before it ends, so if the first check has seen records of this
+# fleet, the second one sees a changelog end above zero. The same holds for a fleet that was seeded, or reset to a
+# position. A `dedup reset` without a position leaves a mark with the output's ends, which accounts for records below
+# them. So does the user's consent, so that workers that start later do not need it, and `dedup verify` knows which
+# records another topology has written.
 
 
 async def refuse_used_output(topology: Topology, wire: KafkaWire, admin: Admin, *, meant: bool) -> None:

@@ -275,21 +275,10 @@ class Consumer(FaustConsumer):
             feeding, columns, follows=self._delivered[tp], leader_epoch=answer.leader_epoch, life=answer.reading.life
         )
         self._delivered[tp] = batch.next_offset
-        return ConsumerMessage(
-            tp.topic,
-            tp.partition,
-            batch.offsets[-1],
-            batch.timestamps_ms[-1] / 1000,
-            0,
-            None,
-            None,
-            batch,  # type: ignore[arg-type]  # Faust passes the value through unchanged
-            None,
-            0,
-            0,
-            tp,
-            generation_id=generation,
-        )
+        last_s = batch.timestamps_ms[-1] / 1000
+        value: Any = batch  # Faust passes the value through unchanged
+        fields = (*tp, batch.offsets[-1], last_s, 0, None, None, value, None, 0, 0, tp)
+        return ConsumerMessage(*fields, generation_id=generation)
 
     async def wait_empty(self) -> None:
         """Commit and close every task; Faust calls this on revocation and on stop."""

@@ -40,8 +40,6 @@ from dedup.worker.topics import Cluster, group_is_new, prepare, refuse_used_outp
 from dedup.worker.transport import DedupApp
 
 log: Final = logging.getLogger(__name__)
-CaughtUp = Callable[[TopicPartition, Task], bool]
-"""Returns True if a task has judged everything up to the end of its partition, which may be empty."""
 LOOK_S: Final = 0.25
 """Pause between two requests about other workers' partitions."""
 _ASK_WITHIN_S: Final = 5.0
@@ -127,7 +125,8 @@ class IdleFeeds:
     """
 
     idle_after_ms: int
-    caught_up: CaughtUp
+    caught_up: Callable[[TopicPartition, Task], bool]
+    """Returns True if a task has judged everything up to the end of its partition, which may be empty."""
     quiet: dict[TopicPartition, _Quiet] = field(init=False, default_factory=dict)
 
     def look(self, tasks: Mapping[TopicPartition, Task], now_ms: int) -> None:
@@ -149,6 +148,7 @@ class IdleFeeds:
                 log.info("%s: no record for %d ms; marked idle", task.task_id, now_ms - quiet.since_ms)
 
 
+@dataclass(slots=True)
 class Finish:
     """Checks for `--exit-when-done` whether the group has finished all records that existed at the start.
 
@@ -156,13 +156,13 @@ class Finish:
     another one still has work, because partitions may still move between workers. The worker polls `reached`.
     """
 
-    def __init__(self, app: DedupApp, ends: Mapping[TopicPartition, int]) -> None:
-        """``ends`` contains the end of each source partition at the start."""
-        self._app: Final = app
-        self._ends = dict(ends)
-        self._hops_left = len(app.sub_topologies) - 1
-        self._others_at_s = 0.0
-        self._waits = False
+    app: DedupApp
+    ends: dict[TopicPartition, int]
+    """The end of each source partition at the start, and later of the repartition topic's partitions."""
+    repartitioned: bool = False
+    """Whether the ends of the repartition topic are known."""
+    others_at_s: float = 0.0
+    waits: bool = False
 
     async def reached(self) -> bool:
         """Return whether both sub-topologies, or the only one, have committed all records below the ends."""
@@ -174,42 +174,42 @@ class Finish:
 
     async def _reached(self) -> bool:
         while await self._done():
-            if not self._hops_left:
+            if self.repartitioned or "repartition" not in self.app.sub_topologies:
                 return True
             # All source partitions are done, so the repartition topic has its final end. A rebalance may still assign
             # source partitions to this worker, so their ends are still checked, too.
-            (topic,) = self._app.sub_topologies["dedup"]
-            hop = [TopicPartition(topic, number) for number in range(self._app.member.topic_partitions(topic) or 0)]
-            self._ends |= await ends_of(self._app.wire, hop)
-            self._hops_left -= 1
+            (topic,) = self.app.sub_topologies["dedup"]
+            hop = [TopicPartition(topic, number) for number in range(self.app.member.topic_partitions(topic) or 0)]
+            self.ends |= await ends_of(self.app.wire, hop)
+            self.repartitioned = True
         return False
 
     async def _done(self) -> bool:
         if not self._own_done():
             return False
-        others = [place for place in self._ends if place not in self._app.tasks.running]
+        others = [place for place in self.ends if place not in self.app.tasks.running]
         now_s = asyncio.get_running_loop().time()
-        if others and now_s < self._others_at_s + LOOK_S:
+        if others and now_s < self.others_at_s + LOOK_S:
             return False
-        self._others_at_s = now_s
-        wire, group = self._app.wire, self._app.conf.id
+        self.others_at_s = now_s
+        wire, group = self.app.wire, self.app.conf.id
         for place in others:
-            if not await _committed_to(wire, group, place, self._ends[place]):
-                if not self._waits:
+            if not await _committed_to(wire, group, place, self.ends[place]):
+                if not self.waits:
                     log.info("this worker is done and waits for other workers, which have %d partitions", len(others))
-                    self._waits = True
+                    self.waits = True
                 return False
         # Partitions that were assigned or revoked in the meantime were not checked.
-        return self._own_done() and not any(place in self._app.tasks.running for place in others)
+        return self._own_done() and not any(place in self.app.tasks.running for place in others)
 
     def _own_done(self) -> bool:
         """Return whether this worker's tasks have committed everything below the ends."""
-        app = self._app
+        app = self.app
         # The last offsets may be markers and aborted records, which no task receives.
         return app.tasks.opened.is_set() and all(
             task.all_committed and (task.next_offset >= end or app.member.passed(feeding, end, task.next_offset))
             for feeding, task in app.tasks.running.items()
-            if (end := self._ends.get(feeding)) is not None
+            if (end := self.ends.get(feeding)) is not None
         )
 
 
