@@ -257,8 +257,6 @@ class DedupTask(TaskWork):
         self._window: Final = plan.rules.window
         self._segment_ms: Final = self._window.segment_ms
         self._keeping: Final = keeping
-        self.store: Store | None = None
-        """The store with the applied state; None before `restore`."""
         self._began = 0
         """The first offset of the changelog at the time of the restore."""
         self._buffer: WriteBuffer | None = None
@@ -414,9 +412,8 @@ class DedupTask(TaskWork):
         if outcome.dead or outcome.clamped:
             future = [time_ms for time_ms in rows.extracted.times_ms if time_ms > ceiling_ms]
             if future:
-                found = Future(min(future), self._clock.put_forward_ms)
-                known = self._future or found
-                self._future = Future(min(known.least_ms, found.least_ms), known.put_forward_ms)
+                known = self._future or Future(min(future), self._clock.put_forward_ms)
+                self._future = Future(min(known.least_ms, *future), known.put_forward_ms)
 
     def _confirm(self, future: Future | None, append_time_ms: int) -> None:
         """Raise ClockBehind if a record was in the future only because the worker's clock was behind the broker's."""

@@ -29,7 +29,6 @@ from dedup.metrics import METRICS, Durations, Metric, TaskNumbers, TaskSeen, Wor
 from dedup.topology.model import Topology
 from dedup.worker.app import NOWHERE
 from dedup.worker.dedup_task import DedupTask
-from dedup.worker.repartition_task import RepartitionTask
 from dedup.worker.task import Task, TaskState
 from dedup.worker.transport import DedupApp
 from dedup.worker_view import LookedUp, Noted, Peer, SeenId, ShownRecord, TaskPulse
@@ -184,8 +183,7 @@ class Introspection:
 
     def _task(self, feeding: TopicPartition, task: Task) -> TaskSeen:
         end = self.app.member.fetcher.end(feeding)
-        running = task.state is TaskState.RUNNING
-        store = task.work.store if running and isinstance(task.work, DedupTask) else None
+        store = task.work.store if task.state is TaskState.RUNNING else None
         return TaskSeen(
             sub_topology=task.task_id.sub_topology,
             topic=feeding.topic,
@@ -246,8 +244,7 @@ class Introspection:
         # If the content is the ID, displaying the ID would reveal the payload.
         ids = not isinstance(self.topology.tracking_id.rule, ContentRule | RawContentRule)
         for task in self.app.tasks.running.values():
-            if isinstance(task.work, DedupTask | RepartitionTask):
-                yield from task.work.recent.shown(self.topology.source.topics, ids=ids)
+            yield from task.work.recent.shown(self.topology.source.topics, ids=ids)
 
     def peers(self) -> tuple[Peer, ...]:
         """Return the members of the group as of the last assignment, sorted by name; empty before the first assignment.
@@ -267,8 +264,8 @@ class Introspection:
             # The URL of a worker has no fragment if its release does not offer its pages to other workers.
             hidden = url.host == NOWHERE or not url.fragment
             address = None if hidden else str(url.with_fragment(None)).rstrip("/")
-            partitions = tuple(sorted(task for task in assigned if task[0] in feeding))
-            peers.append(Peer(url.fragment or url.host or name, address, partitions, here=name == own))
+            owned = tuple(sorted(task for task in assigned if task[0] in feeding))
+            peers.append(Peer(url.fragment or url.host or name, address, owned, here=name == own))
         return tuple(sorted(peers, key=lambda peer: peer.worker))
 
     async def record(self, topic: str, partition: int, offset: int) -> ShownRecord | None:

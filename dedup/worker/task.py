@@ -29,6 +29,7 @@ from dedup.kafka.record_batch import FeedBatch
 from dedup.kafka.transactional_producer import Session
 from dedup.kafka.wire import Position, RecordBatch, TopicPartition, Wire
 from dedup.metrics import TaskNumbers
+from dedup.store.base import Store
 from dedup.worker.clock import SteadyClock
 from dedup.worker.offsets import committed_offset, committed_position, refuse_other_topics
 from dedup.worker.recent_outcomes import Recent
@@ -103,6 +104,8 @@ class TaskWork(abc.ABC):
         self._judged = TaskNumbers()
         """The counters of the open transaction, which are dropped if its records are judged again."""
         self.recent: Final = Recent()
+        self.store: Store | None = None
+        """The store with the applied state; None before `restore`, and for work that keeps no state."""
 
     @abc.abstractmethod
     async def restore(self, committed: int | None) -> int:

@@ -280,11 +280,9 @@ class Maintenance:
         """Raise StateIncompatible if a partition's committed state exceeds its limit."""
         most = self.topology.state.max_bytes_per_partition
         for feeding, task in self.app.tasks.running.items():
-            store = task.work.store if isinstance(task.work, DedupTask) else None
-            if most is None or task.state is not TaskState.RUNNING or store is None:
-                continue
-            size = store.approximate_bytes()
-            if size > most:
+            store = task.work.store if task.state is TaskState.RUNNING else None
+            size = 0 if store is None else store.approximate_bytes()
+            if most is not None and size > most:
                 raise StateIncompatible(
                     f"the state of {feeding} takes {size:,} bytes, more than "
                     f"state.max_bytes_per_partition ({format_size(most)}). The worker stops. Nothing is lost, because "
