@@ -389,8 +389,15 @@ async def test_a_leader_that_moves_while_a_start_is_looked_up_is_asked_again() -
 
 @pytest.mark.parametrize(
     "hook",
-    [Consumer.seek_wait, Consumer._commit, Consumer.highwaters, Producer.send_soon, TransactionManager.commit]
-    + [SightingsStore.__setitem__, SightingsStore.apply_changelog_batch],
+    [
+        Consumer.seek_wait,
+        Consumer._commit,
+        Consumer.highwaters,
+        Producer.send_soon,
+        TransactionManager.commit,
+        SightingsStore.__setitem__,
+        SightingsStore.apply_changelog_batch,
+    ],
 )
 def test_what_faust_would_do_beside_the_tasks_is_refused(hook: Callable[..., Any]) -> None:
     with pytest.raises(InvariantBroken, match="would not be part of the task's transaction"):
