@@ -236,15 +236,17 @@ def state_topics(topology: Topology) -> tuple[str, ...]:
 
 def _refuse_deleted(topology: Topology, have: Collection[str], *, done: str = "changed") -> None:
     """Raise StateIncompatible if a state topic is missing; ``done`` is the verb in its message, such as "changed"."""
-    what, lost, remedy = "changelog", "", "Bring it back, or start over with `dedup reset`."
-    name = topology.changelog_topic
-    if name in have and not topology.direct:
-        what, lost = "repartition", ", with what was not judged yet"
-        name, remedy = topology.repartition_topic, "Start over with `dedup reset`, `--to` a time before that."
-    if name not in have:
+    if topology.changelog_topic not in have:
         raise StateIncompatible(
-            f"the {what} topic {name!r} does not exist, but the group {topology.name!r} has committed offsets or this "
-            f"worker has local state: it was deleted{lost}. Nothing was {done}. {remedy}"
+            f"the changelog topic {topology.changelog_topic!r} does not exist, but the group {topology.name!r} has "
+            f"committed offsets or this worker has local state: it was deleted. Nothing was {done}. Bring it back, or "
+            f"start over with `dedup reset`."
+        )
+    if not topology.direct and topology.repartition_topic not in have:
+        raise StateIncompatible(
+            f"the repartition topic {topology.repartition_topic!r} does not exist, but the group {topology.name!r} has "
+            f"committed offsets or this worker has local state: it was deleted, with what was not judged yet. Nothing "
+            f"was {done}. Start over with `dedup reset`, `--to` a time before that."
         )
 
 
